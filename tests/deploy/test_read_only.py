@@ -1,26 +1,125 @@
-"""The server as its image runs it: an ordinary user, a root that cannot be written, the image's variables."""
+"""The server as its image runs it: an ordinary user, a root that cannot be written, its variables."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import httpx
 import pytest
 
 from nnsight_engine.modeling.bundled import bundled_model_path
-from tests.deploy.container import Container
-from tests.deploy.dockerfile import stages
+from tests.deploy.dockerfile import PROJECT, stages
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
+
+_SYSTEM: Final = ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib64")
+_STOP_S: Final = 60.0
+
+
+class Container:
+    """A process in a root of its own, seen from outside."""
+
+    def __init__(self, process: subprocess.Popen[bytes], output: Path) -> None:
+        self.process = process
+        self.pid = process.pid
+        self._output = output
+
+    def output(self) -> str:
+        return self._output.read_text("utf-8", "replace")
+
+    def stop(self) -> int:
+        """End it as an orchestrator does, by force where it does not end; return its exit status."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_STOP_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        return self.process.wait()
+
+    def files(self) -> set[Path]:
+        """Return what lies in `/data`, two levels deep, seen through the process while it lives."""
+        data = Path(f"/proc/{self.pid}/root/data")
+        return {path.relative_to(data) for pattern in ("*", "*/*") for path in data.glob(pattern)}
+
+
+@contextlib.contextmanager
+def contained(root: Path, script: str) -> Iterator[Container]:
+    output = root.parent / f"{root.name}.log"
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-ec", script]
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    found = Container(process, output)
+    try:
+        yield found
+    finally:
+        found.stop()
+
+
+def _script(
+    root: Path,
+    commands: Sequence[Sequence[str]],
+    environment: Mapping[str, str],
+    user: str,
+    shown: Mapping[str, Path],
+) -> str:
+    """Return what mounts a root and runs commands in it, of which the last is the process.
+
+    Args:
+        root: An empty folder, where the root is mounted, invisible to other processes.
+        commands: One after the other; the last is the process.
+        environment: All of its variables but `PYTHONPATH`.
+        user: Like `10001:10001`.
+        shown: More folders and files that may be read, by their places in there.
+    """
+    venv, base = Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()
+    read = {str(path): path for path in (venv, base, PROJECT)} | dict(shown)
+    # Where the system's folders are links into /usr, what they lead to is shown.
+    read |= {path: Path(path).resolve() for path in _SYSTEM if Path(path).exists()}
+    uid, gid = user.split(":")
+    inside = [
+        "env", "-i", *[f"{name}={value}" for name, value in environment.items()], f"PYTHONPATH={PROJECT}",
+        "setpriv", f"--reuid={uid}", f"--regid={gid}", "--clear-groups", "--no-new-privs",
+        "--bounding-set=-all", "--inh-caps=-all",
+    ]  # fmt: skip
+    at = shlex.quote(str(root))
+    lines = [
+        f"mount -t tmpfs -o mode=755 root {at}",
+        f"mkdir -p {at}/data {at}/tmp {at}/dev {at}/proc {at}/sys",
+        f"mount -t tmpfs -o mode=700,uid={uid},gid={gid} data {at}/data",
+        f"mount -t tmpfs -o mode=1777 tmp {at}/tmp",
+        f"mount --rbind /dev {at}/dev",
+        f"mount -t tmpfs -o mode=1777 shm {at}/dev/shm",
+        f"mount --rbind /proc {at}/proc",
+        f"mount --rbind /sys {at}/sys",
+    ]
+    for place, path in sorted(read.items()):
+        there = f"{at}{shlex.quote(place)}"
+        make = (
+            f"mkdir -p {there}"
+            if path.is_dir()
+            else f"mkdir -p {at}{shlex.quote(str(Path(place).parent))}; : > {there}"
+        )
+        lines.append(
+            f"{make}; mount --bind {shlex.quote(str(path))} {there}; mount -o remount,bind,ro {there}"
+        )
+    lines.append(f"mount -o remount,ro {at}")
+    *before, last = [shlex.join(["chroot", str(root), *inside, *command]) for command in commands]
+    return "\n".join([*lines, *before, f"exec {last}"])
+
 
 ADMIN_KEY = f"nns_0123456789abcdef_{'k' * 43}"
 BUNDLED = "/bundled"
@@ -61,7 +160,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Container
     root = folder / "root"
     root.mkdir()
     with (
-        Container(root, commands, environment, user, shown) as container,
+        contained(root, _script(root, commands, environment, user, shown)) as container,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client,
     ):
         _wait_ready(container, client)
@@ -77,7 +176,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Container
 
 def _wait_ready(container: Container, client: httpx.Client) -> None:
     def is_ready() -> bool:
-        assert not container.has_ended(), container.output()
+        assert container.process.poll() is None, container.output()
         with contextlib.suppress(httpx.TransportError):
             return client.get("/health/ready").is_success
         return False

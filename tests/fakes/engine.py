@@ -135,7 +135,6 @@ class FakeEngineClient:
     def __init__(
         self, settings: Settings, store: ResultStore, behaviour: FakeBehaviour | None = None
     ) -> None:
-        """Create the engine; it serves after ``start``."""
         self.behaviour = behaviour or FakeBehaviour()
         self.num_running = 0
         self.num_calls = 0
@@ -153,41 +152,32 @@ class FakeEngineClient:
 
     @property
     def ready(self) -> bool:
-        """Whether requests are served."""
         return self._has_started and self.alive and not self.behaviour.is_starting
 
     @property
     def alive(self) -> bool:
-        """Whether the engine has not died."""
         return not (self.behaviour.is_dead or self._is_closed)
 
     def capabilities(self) -> Capabilities:
-        """Return the made-up model's points."""
         return CAPABILITIES
 
     async def models(self) -> JsonObject:
-        """Return a list of one model."""
         card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "nnsight-engine"}
         return {"object": "list", "data": [card]}
 
     def served(self) -> ServedModel:
-        """Return the made-up model's name."""
         return ServedModel((MODEL,), self.behaviour.source, FINGERPRINT)
 
     async def describe_model(self) -> DescribedModel:
-        """Return the made-up model's modules and points."""
         return DESCRIPTION
 
     def trace_engines(self) -> Mapping[str, TraceEngine]:
-        """Return ``traces``."""
         return self.traces
 
     def num_waiting(self) -> Mapping[str, int]:
-        """Return zero for each resource."""
         return {"sandboxes": 0}
 
     async def count_events(self) -> EngineCounts:
-        """Return the behaviour's counters, or raise its error."""
         self.num_counted += 1
         await asyncio.sleep(self.behaviour.delay_s)
         if self.behaviour.count_error is not None:
@@ -195,23 +185,19 @@ class FakeEngineClient:
         return dataclasses.replace(self.behaviour.counts)
 
     async def prepare_sandbox(self) -> None:
-        """Record the call."""
         self.has_sandbox = True
 
     async def start(self) -> None:
-        """Become ready, or raise the behaviour's error."""
         if self.behaviour.start_error is not None:
             raise self.behaviour.start_error
         self.num_starts += 1
         self._has_started, self._is_closed, self.behaviour.is_dead = True, False, False
 
     async def died(self) -> None:
-        """Poll until the behaviour says that the engine has died, or it is closed."""
         while self.alive:  # noqa: ASYNC110 - a test sets a flag
             await asyncio.sleep(_LOOK_S)
 
     async def close(self) -> None:
-        """Stop serving."""
         self._is_closed = True
 
     async def completions(
@@ -222,7 +208,6 @@ class FakeEngineClient:
         *,
         inline: bool = False,
     ) -> EngineReply:
-        """Answer by repeating each prompt's words."""
         prompts = _prompts(body.get("prompt"))
         return await self._generate("text_completion", prompts, body, interventions, http, inline=inline)
 
@@ -234,7 +219,6 @@ class FakeEngineClient:
         *,
         inline: bool = False,
     ) -> EngineReply:
-        """Answer by repeating the last message's words."""
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise ApiError(ErrorCode.INVALID_SHAPE, "'messages' must be a list with at least one message.")
@@ -249,7 +233,6 @@ class FakeEngineClient:
         streams: bool,
         in_background: bool = False,
     ) -> ASGIApp:
-        """Return a stand-in for vLLM's application, and keep the request's operations."""
         del http, in_background
         self.passed_on = (interventions, streams)
         return self._vllm_app
@@ -258,7 +241,6 @@ class FakeEngineClient:
         """Accept every body."""
 
     async def tokenize(self, wanted: TokenizeRequest, http: Request) -> EngineReply:
-        """Return a token for each word, or the texts of ids."""
         del http
         asked = wanted.root
         if isinstance(asked, TokenizePrompt) and not isinstance(asked.prompt, str):

@@ -63,7 +63,6 @@ class FakeTraceEngine:
         self.sandboxes: list[str | None] = []
 
     async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
-        """Yield the frames that the behaviour defines."""
         behaviour = self.behaviour
         self.heads.append(request.head)
         self.sandboxes.append(request.sandbox_of)

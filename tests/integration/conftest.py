@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 
 from api_schemas.keys import Scope
-from app.context import Context
-from app.engine.traces import TraceEngine
-from app.main import create_app, new_store
 from app.settings import Settings
 from app.storage.database_folders import job_folder
-from tests.fakes.engine import FakeBehaviour, FakeEngineClient
-from tests.integration.scripted_traces import ScriptedEngine
-from tests.integration.served_jobs import Jobs
+from tests.fakes.engine import FakeBehaviour
+from tests.integration.scripted_traces import Jobs, ScriptedEngine
+from tests.integration.serving import Application
 from tests.integration.tenants import Tenants
 
 
 class Server:
     """A running application, its engine, and a client."""
 
-    def __init__(self, app: FastAPI, engine: FakeEngineClient, client: httpx.AsyncClient) -> None:
-        self.app = app
-        self.engine = engine
+    def __init__(self, served: Application, client: httpx.AsyncClient) -> None:
+        self.app = served.app
+        self.engine = served.engine
         self.client = client
-        self.context: Context = app.state.context
+        self.context = served.context
 
     async def complete(self, **body: object) -> httpx.Response:
         return await self.client.post("/v1/completions", json={"prompt": "one two three", **body})
@@ -47,31 +42,10 @@ Serve = Callable[..., AbstractAsyncContextManager[Server]]
 @pytest.fixture
 def serve(tmp_path: Path, database_url: str) -> Serve:
     @contextlib.asynccontextmanager
-    async def serving(
-        behaviour: FakeBehaviour | None = None,
-        *,
-        traces: Mapping[str, TraceEngine] | None = None,
-        **settings: object,
-    ) -> AsyncIterator[Server]:
-        values = {
-            "result_dir": tmp_path / "results",
-            "data_dir": tmp_path / "data",
-            "database_url": database_url,
-            "drain_timeout_s": 1.0,
-            **settings,
-        }
-        chosen = Settings.model_validate(values)
-        store = new_store(chosen)
-        engine = FakeEngineClient(chosen, store, behaviour)
-        engine.traces = traces or engine.traces
-        app = create_app(chosen, engine, store)
-        transport = httpx.ASGITransport(app)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
-        ):
-            await asyncio.sleep(0)
-            yield Server(app, engine, client)
+    async def serving(behaviour: FakeBehaviour | None = None, **settings: Any) -> AsyncIterator[Server]:
+        served = Application(tmp_path, behaviour, **{"database_url": database_url, **settings})
+        async with served.started() as client:
+            yield Server(served, client)
 
     return serving
 

@@ -11,38 +11,28 @@ from typing import Any
 
 import httpx
 from starlette.applications import Starlette
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 from websockets.asyncio.client import ClientConnection
 
-from app.context import Context
-from app.main import create_app, new_store
 from app.replicas.front import create_front
 from app.replicas.options import ModelOptions, ReplicaOptions
 from app.replicas.protocol import ReplicaAddress, Replicas, none_ready
 from app.replicas.relay import REPLICA_HEADER
 from app.replicas.replica_ranking import ranked
-from app.server import DrainingServer, server_config
 from app.settings import Settings
-from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.fakes.results import MODEL
 from tests.integration.scripted_traces import ScriptedEngine
+from tests.integration.serving import Application, listening, port_of
 from tests.waiting import wait_for_async
 
 
-class Replica:
+class Replica(Application):
     """A server with the fake engine, which a test may kill."""
 
     def __init__(self, name: str, directory: Path, **settings: Any) -> None:
-        folders = {"result_dir": directory / "results", "data_dir": directory / "data"}
-        self.settings = Settings.model_validate(
-            {**folders, "replica": name, "drain_timeout_s": 0.2, "inline_tensor_bytes": 0, **settings}
-        )
-        store = new_store(self.settings)
+        chosen = {"replica": name, "drain_timeout_s": 0.2, "inline_tensor_bytes": 0, **settings}
+        super().__init__(directory, traces={"vllm": ScriptedEngine()}, **chosen)
         self.name = name
-        self.engine = FakeEngineClient(self.settings, store, FakeBehaviour())
-        self.engine.traces = {"vllm": ScriptedEngine()}
-        self.app = create_app(self.settings, self.engine, store)
-        self.context: Context = self.app.state.context
         self.address = ReplicaAddress(name, "http://127.0.0.1:9")
         self.connections: Any = None
 
@@ -91,22 +81,6 @@ class Started:
     async def close(self) -> None: ...
 
 
-@contextlib.asynccontextmanager
-async def listening(
-    app: ASGIApp, settings: Settings, proxies: str = "127.0.0.1", **options: Any
-) -> AsyncIterator[Any]:
-    settings = settings.model_copy(update={"port": 0, "trusted_proxies": proxies})
-    config = server_config(app, settings, **options)
-    server = DrainingServer(config)
-    serving = asyncio.create_task(server.serve())
-    await wait_for_async(lambda: server.started)
-    try:
-        yield server
-    finally:
-        server.should_exit = True
-        await serving
-
-
 class Below:
     """An application below a path, as Ray Serve has one whose ``route_prefix`` is not the root."""
 
@@ -117,11 +91,6 @@ class Below:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.app({**scope, "root_path": self.prefix}, receive, send)
-
-
-def port_of(server: Any) -> int:
-    port: int = server.servers[0].sockets[0].getsockname()[1]
-    return port
 
 
 class Fronted:
@@ -149,8 +118,10 @@ class Fronted:
 
 
 @contextlib.asynccontextmanager
-async def running(directory: Path, *sizes: int, **settings: Any) -> AsyncIterator[list[Some]]:
-    """Run so many replicas of each model."""
+async def fronted(
+    directory: Path, *sizes: int, proxies: str = "127.0.0.1", prefix: str = "", **settings: Any
+) -> AsyncIterator[Fronted]:
+    """Run so many replicas of each model behind a front."""
     async with contextlib.AsyncExitStack() as stack:
         models = []
         for index, size in enumerate(sizes or (2,)):
@@ -160,26 +131,11 @@ async def running(directory: Path, *sizes: int, **settings: Any) -> AsyncIterato
                 one.address = ReplicaAddress(one.name, f"http://127.0.0.1:{port_of(one.connections)}")
             await wait_for_async(lambda: all(one.engine.ready for one in replicas))  # noqa: B023 - it is awaited here
             models.append(Some(replicas))
-        yield models
-
-
-@contextlib.asynccontextmanager
-async def fronted(
-    directory: Path, *sizes: int, proxies: str = "127.0.0.1", prefix: str = "", **settings: Any
-) -> AsyncIterator[Fronted]:
-    """Run so many replicas of each model behind a front."""
-    async with contextlib.AsyncExitStack() as stack:
-        models = await stack.enter_async_context(running(directory, *sizes, **settings))
         named = [ModelOptions(model=MODEL if not index else f"other/{index}") for index in range(len(models))]
         chosen = Settings.model_validate({"drain_timeout_s": 1.0, **settings})
-        front = create_front(
-            chosen,
-            ReplicaOptions(models=named),
-            lambda: list[Replicas](models),
-            Started(),
-        )
-        app = Below(front, prefix)
-        server = await stack.enter_async_context(listening(app, chosen, proxies))
+        options = ReplicaOptions(models=named)
+        front = create_front(chosen, options, lambda: list[Replicas](models), Started())
+        server = await stack.enter_async_context(listening(Below(front, prefix), chosen, proxies))
         address = f"http://127.0.0.1:{port_of(server)}"
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=address, timeout=20))
         yield Fronted(server, client, models)
@@ -199,11 +155,11 @@ async def asking(replicas: Iterable[Replica], job_id: str) -> AsyncIterator[None
         await asyncio.gather(*calls, return_exceptions=True)
 
 
-async def askers(socket: ClientConnection, number: int, wait_s: float = 20) -> set[str]:
+async def askers(socket: ClientConnection, number: int) -> set[str]:
     """Return so many of the replicas whose calls come over a job's socket, fewer where time ends."""
     found: set[str] = set()
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(wait_s):
+        async with asyncio.timeout(20):
             while len(found) < number:
                 message = await socket.recv()
                 if isinstance(message, bytes):

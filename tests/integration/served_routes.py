@@ -16,9 +16,7 @@ from starlette.routing import Route
 
 from api_schemas.keys import Scope
 from app.context import ANY_CALLER
-from app.main import create_app, new_store
-from app.settings import Settings
-from tests.fakes.engine import FakeEngineClient
+from tests.integration import serving
 
 SOCKET: Final = "WS"
 
@@ -43,9 +41,7 @@ def _scopes_of(dependant: Dependant) -> list[str] | None:
 
 
 def _all() -> Iterator[Served]:
-    settings = Settings(result_dir=Path("never started"), data_dir=Path("never started"))
-    store = new_store(settings)
-    app = create_app(settings, FakeEngineClient(settings, store), store)
+    app = serving.Application(Path("never started")).app
     documented = app.openapi()["paths"]
     for route in app.routes:
         if isinstance(route, APIWebSocketRoute):

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from app.storage.jobs import leases
 from app.storage.jobs.leases import JobLeases
 from app.storage.jobs.store import JobStore, NewJob
 from tests.integration.conftest import ErrorCheck, Serve, Server
+from tests.integration.scripted_traces import HEADERS, message
 from tests.integration.tenants import Tenants
-from tests.integration.trace_messages import HEADERS, message
 from tests.waiting import wait_for_async
 
 SECRET = "xyzzy-plugh"
@@ -211,30 +211,11 @@ async def test_an_error_within_a_stream_is_audited(tenants: Tenants) -> None:
 async def test_a_disconnected_client_is_audited(tenants: Tenants) -> None:
     headers = await tenants.headers("acme")
     tenants.server.engine.behaviour.delay_s = 0.05
-    body = json.dumps({"prompt": "a", "stream": True, "max_tokens": 1000}).encode()
-    messages: Iterator[dict[str, Any]] = iter(
-        [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
-    )
-    has_begun = asyncio.Event()
-
-    async def receive() -> dict[str, Any]:
-        message = next(messages)
-        if message["type"] == "http.disconnect":
-            await has_begun.wait()
-        return message
-
-    async def send(message: Any) -> None:
-        if message.get("body"):
-            has_begun.set()
-
-    scope = {
-        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "root_path": "",
-        "headers": [
-            (b"content-type", b"application/json"),
-            (b"authorization", headers["authorization"].encode()),
-        ],
-    }  # fmt: skip
-    await tenants.server.app(scope, receive, send)
+    leaving = asyncio.create_task(complete(tenants, headers, stream=True, max_tokens=1000))
+    await wait_for_async(lambda: tenants.server.engine.num_running)
+    await asyncio.sleep(0.2)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
     entry = await newest(tenants)
     assert (entry["status"], entry["error"]) == (200, "client_left")
     assert 1 < entry["tokens"] < 1000

@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from api_schemas.keys import Scope
 from app.examples.files import ExampleFiles
 from app.examples.storing import ExampleStores, store_examples
 from nnsight_engine.modeling.bundled import bundled_model_path
-from tests.integration.conftest import ErrorCheck, Serve, Server
+from tests.integration.conftest import Serve, Server
 from tests.integration.dictionary_files import CFG, weights
-from tests.integration.tenants import Tenants
 
 WIDTH: Final = 8
 KINDS: Final = {"vectors": "joy", "detectors": "question", "dictionaries": "topics"}
@@ -152,23 +150,6 @@ async def test_a_server_of_another_model_has_none(serve: Serve, files: ExampleFi
         assert names(await listed(server)) == NONE
         await store(server, files, cache_dir, examples=False)
         assert names(await listed(server)) == NONE
-
-
-async def test_tenants_see_them_and_an_operator_may_delete_them(
-    tenants: Tenants, files: ExampleFiles, cache_dir: Path, error_of: ErrorCheck
-) -> None:
-    server = tenants.server
-    await store(server, files, cache_dir)
-    user = await tenants.headers("user", Scope.COMPLETIONS, Scope.INTERVENTIONS)
-    operator = await tenants.headers("operator", *Scope)
-    found = await listed(server, user)
-    assert names(found) == ONCE
-    assert all(one["shared"] and not one["own"] for data in found.values() for one in data)
-    for kind, data in found.items():
-        path = f"/v1/{kind}/{data[0]['id']}"
-        error_of(await server.client.delete(path, headers=user), 403, "missing_scope")
-        assert (await server.client.delete(path, headers=operator)).status_code == 204
-    assert names(await listed(server, user)) == NONE
 
 
 async def test_without_keys_its_caller_may_replace_the_labels(

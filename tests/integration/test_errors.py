@@ -147,8 +147,3 @@ async def test_an_internal_error_is_logged_and_reveals_nothing(
         assert "secret path /etc/x" in caplog.text
         server.engine.behaviour.error = None
         assert (await server.complete()).status_code == 200
-
-
-async def test_an_unknown_model_is_not_found(serve: Serve, error_of: ErrorCheck):
-    async with serve() as server:
-        error_of(await server.complete(model="other"), 404, "model_not_found")

@@ -16,7 +16,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.replicas.protocol import ReplicaAddress, none_ready
+from app.replicas.protocol import ReplicaAddress
 from app.replicas.relay import REPLICA_HEADER
 from app.vllm_routes import OF_ONE_ENGINE
 from tests.fakes.results import MODEL
@@ -414,9 +414,3 @@ async def test_the_front_may_be_below_a_path(tmp_path: Path):
         assert who(await front.client.get("/engine/models/other/1/v1/capabilities")) == "m1r0"
         assert (await front.client.get("/engine/health/ready")).status_code == 200
         assert (await front.client.get("/engine/health/live")).status_code == 200
-
-
-def test_an_error_of_none_ready_is_worth_waiting_for() -> None:
-    error = none_ready()
-    assert isinstance(error, ApiError)
-    assert error.status == 503

@@ -1,4 +1,4 @@
-"""What routes pass through: whole answers, streams, interventions' results."""
+"""What routes pass through: whole answers, streams with their comments, interventions' results."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import time
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +14,15 @@ import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import load
-from starlette.types import Message
 
 from api_schemas.completions import CompletionResponse
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.results import CaptureResult, TensorLink
 from api_schemas.tensors import TensorObject
+from app.services.keep_alive import COMMENT
 from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Serve, Server
+from tests.integration.test_training import PULLS, TRAIN
 from tests.waiting import wait_for_async
 
 READS = [
@@ -232,79 +234,6 @@ async def test_an_error_before_the_first_event_has_its_own_status(serve: Serve, 
         assert int(response.headers["retry-after"]) > 0
 
 
-class LeavingClient:
-    """An ASGI connection whose client leaves when told to, or after the first bytes of the answer."""
-
-    def __init__(self, body: dict[str, Any], *, leaves_at_first_byte: bool = False) -> None:
-        self.has_left = asyncio.Event()
-        self.received: list[Message] = []
-        self._body = json.dumps(body).encode()
-        self.is_sent = False
-        self._leaves_at_first_byte = leaves_at_first_byte
-
-    async def receive(self) -> Message:
-        if not self.is_sent:
-            self.is_sent = True
-            return {"type": "http.request", "body": self._body, "more_body": False}
-        await self.has_left.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: Message) -> None:
-        self.received.append(message)
-        if self._leaves_at_first_byte and message.get("body"):
-            self.has_left.set()
-            await asyncio.sleep(60)
-
-    async def run(self, server: Server) -> None:
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": "/v1/completions",
-            "raw_path": b"/v1/completions",
-            "root_path": "",
-            "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
-            "client": ("test", 1),
-            "server": ("test", 80),
-        }
-        async with asyncio.timeout(50):
-            await server.app(scope, self.receive, self.send)
-
-
-@pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_client_that_leaves_before_the_answer_ends_the_engines_work(serve: Serve, is_stream: bool):
-    async with serve(FakeBehaviour(delay_s=30)) as server:
-        client = LeavingClient({"prompt": "a", "stream": is_stream})
-        connection = asyncio.create_task(client.run(server))
-        await wait_for_async(lambda: server.engine.num_running)
-        client.has_left.set()
-        await connection
-        assert server.engine.num_running == 0
-        assert client.received == []
-
-
-async def test_a_client_that_leaves_in_mid_stream_ends_the_engines_stream(serve: Serve):
-    async with serve() as server:
-        client = LeavingClient({"prompt": "a", "stream": True}, leaves_at_first_byte=True)
-        await client.run(server)
-        assert server.engine.num_running == 0
-        assert server.context.lifecycle.num_in_flight == 0
-        assert (await server.complete()).status_code == 200
-
-
-async def test_a_client_that_leaves_before_its_body_is_whole_costs_nothing(serve: Serve):
-    async with serve() as server:
-        client = LeavingClient({})
-        client.is_sent = True
-        client.has_left.set()
-        await client.run(server)
-        assert client.received == []
-        assert server.engine.num_calls == 0
-
-
 @pytest.mark.parametrize(
     "name",
     ["interventoins", "intervention", "Interventions", "INTERVENTIONS", "intervetions", "interventions "],
@@ -324,3 +253,94 @@ async def test_a_misspelt_field_is_refused_with_the_right_name(
         error_of(nested, 422, "invalid_shape")
         for known in ("user", "instructions", "invitations"):  # vLLM ignores what it does not know
             assert (await server.client.post(path, json=body | {known: "x"})).status_code == 200
+
+
+INTERVAL_S = 0.05
+PAUSE_S = 0.3
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "one two three"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "one two three"}]},
+}
+
+
+@pytest.fixture
+async def server(serve: Serve) -> AsyncIterator[Server]:
+    async with serve(FakeBehaviour(delay_s=PAUSE_S), sse_keep_alive_s=INTERVAL_S) as found:
+        yield found
+
+
+def frames(text: str) -> list[str]:
+    found = text.split("\n\n")
+    assert found.pop() == ""
+    return [f"{one}\n\n" for one in found]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_stream_has_comments_before_its_first_event_and_between_events(
+    server: Server, path: str
+) -> None:
+    body = {**BODIES[path], "max_tokens": 2, "interventions": [{"op": "capture", "at": "layers.1.output"}]}
+    answer = await server.client.post(path, json={**body, "stream": True})
+    found = frames(answer.text)
+    events = [one for one in found if one != COMMENT]
+    assert found[0] == COMMENT
+    assert COMMENT in found[found.index(events[0]) : found.index(events[-1])]
+    server.engine.behaviour.delay_s = 0
+    at_once = await server.client.post(path, json={**body, "stream": True})
+    assert frames(at_once.text) == events
+    assert [json.loads(one.removeprefix("data: "))["choices"] for one in events[:-1]]
+
+
+async def test_an_answer_that_is_no_stream_has_none(server: Server) -> None:
+    answer = await server.complete(max_tokens=2)
+    assert answer.json()["choices"]
+
+
+async def test_an_error_after_a_comment_is_an_event(server: Server) -> None:
+    server.engine.behaviour.delay_s = 0
+    server.engine.behaviour.error = ApiError(ErrorCode.QUEUE_FULL, "full")
+    refused = await server.complete(stream=True)
+    assert refused.status_code == 429
+    server.engine.behaviour.delay_s = PAUSE_S
+    answer = await server.complete(stream=True)
+    assert answer.status_code == 200
+    found = [one for one in frames(answer.text) if one != COMMENT]
+    assert json.loads(found[0].removeprefix("data: "))["error"]["code"] == "queue_full"
+    assert found[1:] == ["data: [DONE]\n\n"]
+    await server.until_idle()
+
+
+async def test_a_client_that_leaves_before_the_first_event_ends_its_work(server: Server) -> None:
+    server.engine.behaviour.delay_s = 60
+    asking = asyncio.create_task(server.complete(stream=True))
+    await wait_for_async(lambda: server.engine.num_running == 1)
+    await asyncio.sleep(3 * INTERVAL_S)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await server.until_idle()
+    assert server.engine.num_running == 0
+
+
+async def test_streams_of_vllms_handlers_have_them_too(server: Server) -> None:
+    body = {"model": "m", "max_tokens": 1, "stream": True, "idle": "idle"}
+    answer = await server.client.post("/v1/messages", json=body)
+    first, *between, last = frames(answer.text)
+    assert (first, last) == ("data: {}\n\n", "data: [DONE]\n\n")
+    assert set(between) == {COMMENT}
+
+
+async def test_a_training_that_waits_has_them(server: Server) -> None:
+    server.engine.behaviour = FakeBehaviour(delay_s=PAUSE_S, pulls=PULLS)
+    answer = await server.client.post("/v1/vectors/train", json={**TRAIN, "stream": True})
+    found = frames(answer.text)
+    assert found[0] == COMMENT
+    events = [one for one in found if one != COMMENT]
+    assert json.loads(events[-2].removeprefix("data: "))["vector"]["name"] == "mood"
+    refused = await server.client.post("/v1/vectors/train", json={**TRAIN, "layers": "9", "stream": True})
+    assert refused.status_code == 400
+
+
+async def test_by_default_there_are_none(serve: Serve) -> None:
+    async with serve(FakeBehaviour(delay_s=0.1)) as server:
+        answer = await server.complete(stream=True, max_tokens=2)
+        assert ":" not in {line[:1] for line in answer.text.splitlines()}

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from app.listen_socket import MAX_HEAD_BYTES
-from tests.integration.test_signals import Process, started
+from tests.integration.command_server import Process, started
 from tests.liveness import Bystanders
 from tests.waiting import wait_for_async
 

@@ -1,23 +1,25 @@
-"""A server without keys answers its own machine's names and its own pages alone, on every route."""
+"""Whose requests are answered: hosts, origins of pages, what pages may load, clients behind proxies."""
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Iterator
 from typing import Any, Final
 
+import httpx
 import pytest
-from fastapi import FastAPI
-from fastapi.routing import APIWebSocketRoute
-from starlette.routing import Route
+import uvicorn
+from pydantic import ValidationError
+from starlette.types import Receive, Send
 
 from api_schemas.keys import Scope
+from app.server import server_config
+from app.settings import Settings
 from app.storage.keys import KeyStore
 from tests.integration.conftest import ErrorCheck, Serve, Server
-from tests.integration.served_routes import SOCKET
+from tests.integration.served_routes import ROUTES, SOCKET
 from tests.integration.tenants import Tenants
-
-SERVED: Final = {"/docs", "/metrics", "/playground", "/v1/jobs/{job_id}/events", "/health/live", "/v1/status"}
+from tests.waiting import wait_for_async
 
 OWN_HOSTS: Final = ["localhost", "localhost:8000", "LOCALHOST:80", "127.0.0.1", "127.9.9.9:1", "[::1]:8000"]
 OTHER_HOSTS: Final = [
@@ -38,18 +40,11 @@ OTHER_ORIGINS: Final = [
 ]  # fmt: skip
 
 
-def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
-    """Yield every method and path of the application, whatever made it."""
-    for route in app.routes:
-        path = re.sub(r"\{\w+\}", "x", getattr(route, "path"))  # noqa: B009 - of any kind of route
-        if isinstance(route, APIWebSocketRoute):
-            yield SOCKET, path
-            continue
-        assert isinstance(route, Route), f"what is {route!r}?"
-        for method in sorted(route.methods or ()):
-            yield method, path
-    yield "GET", "/nothing/is/here"
-    yield "OPTIONS", "/v1/completions"
+WALK: Final = [
+    *((route.method, re.sub(r"\{\w+\}", "x", route.path)) for route in ROUTES),
+    ("GET", "/nothing/is/here"), ("OPTIONS", "/v1/completions"), ("HEAD", "/playground"),
+]  # fmt: skip
+"""A method and a path of every route, and of others."""
 
 
 async def ask(server: Server, method: str, path: str, **headers: str) -> Any:
@@ -58,18 +53,10 @@ async def ask(server: Server, method: str, path: str, **headers: str) -> Any:
     return await server.client.request(method, path, headers=headers)
 
 
-async def test_the_walk_meets_every_kind_of_route(serve: Serve) -> None:
-    async with serve() as server:
-        assert {getattr(route, "path", "") for route in server.app.routes} >= SERVED
-        found = list(routes(server.app))
-        assert len(found) > 40
-        assert (SOCKET, "/v1/jobs/x/events") in found
-
-
 @pytest.mark.parametrize("host", ["evil.example:8000", "127.0.0.1@evil"])
 async def test_no_route_answers_to_another_s_name(serve: Serve, error_of: ErrorCheck, host: str) -> None:
     async with serve(allow_code=True) as server:
-        for method, path in routes(server.app):
+        for method, path in WALK:
             response = await ask(server, method, path, host=host)
             assert response.status_code == 403, (method, path)
             if method != "HEAD":
@@ -78,7 +65,7 @@ async def test_no_route_answers_to_another_s_name(serve: Serve, error_of: ErrorC
 
 async def test_no_route_answers_a_page_of_another_origin(serve: Serve, error_of: ErrorCheck) -> None:
     async with serve() as server:
-        for method, path in routes(server.app):
+        for method, path in WALK:
             response = await ask(server, method, path, host="localhost:8000", origin="http://localhost:3000")
             assert response.status_code == 403, (method, path)
             if method != "HEAD":
@@ -125,3 +112,111 @@ async def test_a_database_that_is_away_opens_no_door(serve: Serve, monkeypatch: 
         monkeypatch.setattr(KeyStore, "is_used", fails)
         assert (await ask(server, "GET", "/health/live", host="localhost")).status_code == 200
         assert (await ask(server, "GET", "/health/live", host="evil.example")).status_code == 403
+
+
+PAGES: Final = {"/docs", "/redoc", "/playground"}
+_LOADED: Final = re.compile(r"""(?:src|href|url|action)\s*=\s*["']?([^"'\s>]+)""", re.IGNORECASE)
+
+
+async def pages(server: Server) -> dict[str, httpx.Response]:
+    """Return every page of the application, found by asking all routes that can be asked without a body."""
+    answers = {path: await server.client.get(path) for method, path in WALK if method == "GET"}
+    return {path: one for path, one in answers.items() if "html" in one.headers.get("content-type", "")}
+
+
+async def test_no_page_refers_to_another_origin(serve: Serve) -> None:
+    async with serve() as server:
+        found = await pages(server)
+        assert set(found) == PAGES
+        for path, page in found.items():
+            loaded = [url for url in _LOADED.findall(page.text) if not url.startswith(("data:", "#"))]
+            assert loaded, path
+            for url in loaded:
+                assert not re.match(r"[a-z]*:?//", url, re.IGNORECASE), (path, url)
+                asset = await server.client.get(f"/{url}")
+                assert asset.status_code == 200, (path, url)
+                assert not re.search(r"https?://(cdn|cdnjs|fonts|unpkg)\b", asset.text), (path, url)
+
+
+async def test_every_page_may_load_what_this_server_has_alone(serve: Serve) -> None:
+    async with serve() as server:
+        for path, page in (await pages(server)).items():
+            policy = dict(part.split(" ", 1) for part in page.headers["content-security-policy"].split("; "))
+            assert policy["default-src"] == "'none'"
+            assert policy["script-src"] == policy["connect-src"] == policy["font-src"] == "'self'"
+            assert policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
+            assert not re.search(r"\*|https?:|blob:|unsafe-eval", " ".join(policy.values()))
+            assert not re.search(r"<script[^>]*>[^<\s]|\son\w+=", page.text), path  # nothing inline
+
+
+async def test_pages_of_documentation_have_no_other_files(serve: Serve) -> None:
+    async with serve() as server:
+        for name in ("favicon.png", "nothing.js", "..%2fcore.py"):
+            assert (await server.client.get(f"/docs/assets/{name}")).status_code == 404
+        answer = await server.client.get("/docs/assets/swagger-ui.css")
+        again = {"if-none-match": answer.headers["etag"]}
+        assert (await server.client.get("/docs/assets/swagger-ui.css", headers=again)).status_code == 304
+
+
+CLIENT = "203.0.113.9"
+OLDER = {"x-forwarded-for": f"6.6.6.6, {CLIENT}", "x-forwarded-proto": "https"}
+NEWER = {"forwarded": f"for=6.6.6.6, for={CLIENT};proto=https"}
+
+
+async def told(scope: Any, _receive: Receive, send: Send) -> None:
+    """Answer who the client is, and how it speaks."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": f"{scope['client'][0]} {scope['scheme']}".encode()})
+
+
+@pytest.mark.parametrize(
+    ("trusted", "kind", "headers", "expected"),
+    [
+        ("127.0.0.1", "x-forwarded-for", OLDER, f"{CLIENT} https"),
+        ("10.0.0.0/8, 127.0.0.0/8", "x-forwarded-for", OLDER, f"{CLIENT} https"),
+        (f"127.0.0.1,{CLIENT}", "x-forwarded-for", OLDER, "6.6.6.6 https"),
+        ("127.0.0.1", "forwarded", NEWER, f"{CLIENT} https"),
+        # A header that proxies pass on as clients made it up, and proxies that are none.
+        ("127.0.0.1", "forwarded", OLDER, "127.0.0.1 http"),
+        ("127.0.0.1", "x-forwarded-for", NEWER, "127.0.0.1 http"),
+        ("10.0.0.0/8", "x-forwarded-for", OLDER, "127.0.0.1 http"),
+        ("10.0.0.0/8", "forwarded", NEWER, "127.0.0.1 http"),
+        ("", "x-forwarded-for", OLDER, "127.0.0.1 http"),
+        ("", "forwarded", NEWER, "127.0.0.1 http"),
+    ],
+)
+async def test_a_clients_address_is_the_one_trusted_proxies_name(
+    trusted: str, kind: str, headers: dict[str, str], expected: str
+) -> None:
+    settings = Settings.model_validate({"port": 0, "trusted_proxies": trusted, "proxy_header": kind})
+    config = server_config(told, settings)
+    config.lifespan = "off"
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    await wait_for_async(lambda: server.started)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    async with httpx.AsyncClient() as client:
+        answer = await client.get(f"http://127.0.0.1:{port}/", headers=headers)
+    server.should_exit = True
+    await serving
+    assert answer.text == expected
+
+
+@pytest.mark.parametrize(
+    ("wrong", "got", "step"),
+    [
+        ("*", "'*'", "list the network of your proxies"),
+        ("127.0.0.1, *", "'*'", "list the network of your proxies"),
+        ("a.example", "'a.example'", "write the proxy's address"),
+        ("10.1.2.3/8", "'10.1.2.3/8'", "write 10.0.0.0/8 for the network, or 10.1.2.3 for the one address"),
+        ("fd00::7/64", "'fd00::7/64'", "write fd00::/64 for the network, or fd00::7 for the one address"),
+        ("10.0.0.0/40", "'10.0.0.0/40'", "write the proxy's address"),
+    ],
+)
+def test_what_is_no_address_is_no_proxy(wrong: str, got: str, step: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Settings.model_validate({"trusted_proxies": wrong})
+    (problem,) = caught.value.errors()
+    assert "such as 10.1.2.3 or 10.0.0.0/8" in problem["msg"]
+    assert f"got {got}; " in problem["msg"]
+    assert step in problem["msg"]

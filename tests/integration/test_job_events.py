@@ -1,4 +1,4 @@
-"""Following jobs over real sockets: from every point, without gaps or repeats, by SSE and by WebSocket."""
+"""Jobs that are followed over sockets, and what clients send meanwhile: no gaps, bounds, nothing left."""
 
 from __future__ import annotations
 
@@ -9,36 +9,28 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-import uvicorn
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from app.context import Context
-from app.main import create_app, new_store
-from app.settings import Settings
-from tests.fakes.engine import FakeBehaviour, FakeEngineClient
-from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
+from nnsight_engine.remote_backend.frames import Frame, FrameKind, FrameReader, called, calling, head_of
+from tests.fakes.engine import FakeBehaviour
+from tests.integration.conftest import ErrorCheck, Server
+from tests.integration.scripted_traces import HEADERS, Jobs, ScriptedEngine, trace
+from tests.integration.serving import Application
 from tests.waiting import wait_for_async
 
 pytestmark = pytest.mark.timeout(60)
 
 
-class Live:
-    """A listening server with a scripted engine."""
+class Live(Jobs):
+    """A listening server with a scripted engine, and who follows its jobs."""
 
-    def __init__(
-        self, port: int, client: httpx.AsyncClient, engine: ScriptedEngine, context: Context
-    ) -> None:
-        self.client = client
-        self.engine = engine
-        self.context = context
-        self._address = f"127.0.0.1:{port}"
-
-    async def submit(self, script: str) -> str:
-        response = await self.client.post("/v1/jobs", content=trace(script), headers=HEADERS)
-        return str(response.json()["id"])
+    @property
+    def context(self) -> Context:
+        context: Context = self.server.context
+        return context
 
     async def sse(self, job_id: str, after: int = 0, **headers: str) -> AsyncGenerator[dict[str, Any], None]:
         path = f"/v1/jobs/{job_id}/events?after={after}"
@@ -49,7 +41,8 @@ class Live:
                     yield json.loads(line.removeprefix("data: "))
 
     def socket(self, job_id: str, after: int = 0, *, local: bool = False) -> connect:
-        return connect(f"ws://{self._address}/v1/jobs/{job_id}/events?after={after}&local={local}")
+        address = f"ws://127.0.0.1:{self.client.base_url.port}"
+        return connect(f"{address}/v1/jobs/{job_id}/events?after={after}&local={local}")
 
     async def ws(self, job_id: str, after: int = 0) -> AsyncGenerator[dict[str, Any], None]:
         async with self.socket(job_id, after) as socket:
@@ -64,24 +57,11 @@ class Live:
 
 
 @contextlib.asynccontextmanager
-async def live(
-    directory: Path, behaviour: FakeBehaviour | None = None, **settings: Any
-) -> AsyncIterator[Live]:
-    folders = {"result_dir": directory / "results", "data_dir": directory / "data"}
-    chosen = Settings.model_validate({**folders, "drain_timeout_s": 0.1, **settings})
-    store = new_store(chosen)
+async def live(folder: Path, behaviour: FakeBehaviour | None = None, **settings: Any) -> AsyncIterator[Live]:
     scripted = ScriptedEngine()
-    engine = FakeEngineClient(chosen, store, behaviour)
-    engine.traces = {"vllm": scripted}
-    app = create_app(chosen, engine, store)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
-    serving = asyncio.create_task(server.serve())
-    await wait_for_async(lambda: server.started)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
-        yield Live(port, client, scripted, app.state.context)
-    server.should_exit = True
-    await serving
+    served = Application(folder, behaviour, traces={"vllm": scripted}, **{"drain_timeout_s": 0.1, **settings})
+    async with served.listening() as client:
+        yield Live(Server(served, client), scripted)
 
 
 async def listed(events: AsyncIterator[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -260,10 +240,141 @@ async def test_an_upload_that_breaks_off_leaves_nothing(tmp_path: Path):
 
         async def half() -> AsyncIterator[bytes]:
             yield whole[:2_000_000]
+            await wait_for_async(received)
             raise ConnectionError
 
-        with pytest.raises(ConnectionError):
-            await server.client.post("/v1/jobs", content=half(), headers=HEADERS)
-        assert await server.context.lifecycle.wait_idle(5)
+        def received() -> bool:
+            held = server.context.receiving.num_bytes == 2_000_000
+            return held or any(path.stat().st_size for path in (tmp_path / "data/servers").glob("*/*"))
+
+        for route in ("/v1/jobs", "/v1/traces"):
+            with pytest.raises(ConnectionError):
+                await server.client.post(route, content=half(), headers=HEADERS)
+            assert await server.context.lifecycle.wait_idle(5)
+        await wait_for_async(lambda: server.context.receiving.num_bytes == 0)
         assert [path.name for path in (tmp_path / "data/servers").glob("*/*")] == [".lock"]
         assert (await server.client.get("/v1/jobs")).json()["data"] == []
+
+
+async def test_bodies_that_are_held_are_bounded_and_given_back(tmp_path: Path, error_of: ErrorCheck) -> None:
+    async with live(tmp_path, max_received_bytes=100_000) as server:
+
+        async def post(script: str) -> Any:
+            content = trace(script, payload=bytes(60_000))
+            return await server.client.post("/v1/traces", content=content, headers=HEADERS)
+
+        running = asyncio.create_task(post("hang"))
+        await wait_for_async(lambda: server.engine.num_running == 1)
+        refused = await post("ok")
+        assert "may have 100000 bytes of requests" in error_of(refused, 429, "rate_limit_exceeded")
+        assert refused.headers["retry-after"]
+        server.engine.released.set()
+        assert (await running).status_code == 200
+        assert (await post("ok")).status_code == 200
+        await wait_for_async(lambda: server.context.receiving.num_bytes == 0)
+
+
+async def test_a_paused_upload_is_refused_at_once_when_the_server_ends(tmp_path: Path) -> None:
+    async with live(tmp_path) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.client.base_url.port)
+        head = f"POST /v1/traces HTTP/1.1\r\nHost: localhost\r\nContent-Type: {HEADERS['content-type']}\r\n"
+        writer.write(f"{head}Content-Length: 1000\r\n\r\nhalf".encode())
+        await wait_for_async(lambda: server.context.receiving.num_bytes > 0)
+        draining = asyncio.create_task(server.context.lifecycle.drain(0.1))
+        answer = await asyncio.wait_for(reader.readuntil(b"}}"), 20)  # and not after upload_idle_timeout_s
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b'"draining"' in answer
+        await asyncio.wait_for(draining, 20)
+        writer.close()
+
+
+async def call_of(socket: ClientConnection) -> tuple[int, bytes]:
+    """Return the call that a socket brings next."""
+    reader = FrameReader(2**20)
+    while True:
+        message = await socket.recv()
+        if isinstance(message, bytes):
+            for frame in reader.feed(message):
+                number, data = called(frame)
+                return number, bytes(data)
+
+
+async def send(socket: ClientConnection, frame: Frame) -> None:
+    for piece in frame.pieces():
+        await socket.send(piece)
+
+
+async def pong(socket: ClientConnection) -> None:
+    """Wait until the server has read what was sent."""
+    await socket.send('{"type": "ping"}')
+    while "pong" not in str(await socket.recv()):
+        pass
+
+
+def asking(server: Live, job_id: str) -> asyncio.Task[Any]:
+    return asyncio.create_task(server.context.jobs.local_calls.call(job_id, b"what?"))
+
+
+async def test_unawaited_answers_are_not_held(tmp_path: Path) -> None:
+    async with live(tmp_path) as server:
+        held = server.context.receiving
+        job_id = await server.submit("hang")
+        async with server.socket(job_id, local=True) as socket, server.socket(job_id, local=True) as other:
+            # As large as they may be, of a call that is not there, and then whole ones.
+            await other.send(head_of(FrameKind.LOCAL, 2**30))
+            for _ in range(8):
+                await other.send(bytes(2**20))
+            await pong(other)
+            assert held.num_bytes == 0
+            await send(socket, calling(99, bytes(3 * 2**20)))
+            await send(socket, calling(99, b""))
+            call = asking(server, job_id)
+            number, question = await call_of(socket)
+            assert question == b"what?"
+            # One half of an answer, which ends with its call; then a whole one to the next call.
+            late = list(calling(number, bytes(4 * 2**20)).pieces())
+            for piece in late[:3]:
+                await socket.send(piece)
+            await pong(socket)
+            assert held.num_bytes == 2 * 2**20 - 8
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            for piece in late[3:]:
+                await socket.send(piece)
+            await pong(socket)
+            assert held.num_bytes == 0
+            call = asking(server, job_id)
+            number, _ = await call_of(socket)
+            await send(socket, calling(number, b"that" * 2**19))
+            assert bytes(await call) == b"that" * 2**19
+            assert held.num_bytes == 0
+            # Who leaves in the middle leaves nothing.
+            call = asking(server, job_id)
+            number, _ = await call_of(socket)
+            await socket.send(b"".join(calling(number, bytes(2**20)).pieces())[:-1])
+            await pong(socket)
+            assert held.num_bytes == 2**20 - 1
+        await wait_for_async(lambda: held.num_bytes == 0)
+        call.cancel()
+        server.engine.released.set()
+
+
+async def test_answers_count_with_bodies_and_no_frame_of_another_kind_is_read(tmp_path: Path) -> None:
+    async with live(tmp_path, max_received_bytes=2**20) as server:
+        job_id = await server.submit("hang")
+        call = asking(server, job_id)
+        for frame, code in (
+            (lambda number: calling(number, bytes(3 * 2**19)), 1013),
+            (lambda _: Frame(FrameKind.EVENT, bytes(20)), 1003),
+            (lambda _: Frame(FrameKind.LOCAL, bytes(4)), 1003),
+        ):
+            async with server.socket(job_id, local=True) as socket:
+                number, _ = await call_of(socket)
+                with pytest.raises(ConnectionClosed):
+                    await send(socket, frame(number))
+                    while True:
+                        await socket.recv()
+                assert socket.close_code == code
+            await wait_for_async(lambda: server.context.receiving.num_bytes == 0)
+        call.cancel()
+        server.engine.released.set()

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.integration.command_server import Process, started
 from tests.integration.conftest import ErrorCheck, Serve
-from tests.integration.test_signals import Process, started
 from tests.large_bodies import COMPLETIONS, large_bodies
 from tests.liveness import Bystanders
 from tests.waiting import wait_for_async

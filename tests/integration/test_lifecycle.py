@@ -15,7 +15,7 @@ from app.main import create_app, new_store
 from app.settings import Settings
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.integration.conftest import ErrorCheck, Serve
-from tests.integration.trace_messages import HEADERS, frames_of, message
+from tests.integration.scripted_traces import HEADERS, answered, message
 from tests.waiting import wait_for_async
 
 
@@ -71,23 +71,6 @@ async def test_draining_refuses_new_work_and_finishes_the_old(serve: Serve, erro
         assert (await server.client.get(url)).status_code == 200
 
 
-async def test_shutdown_waits_for_running_requests_and_then_closes_the_engine(serve: Serve):
-    async with serve(FakeBehaviour(delay_s=0.02)) as server:
-        running = asyncio.create_task(server.complete(stream=True, max_tokens=5))
-        await wait_for_async(lambda: server.engine.num_running == 1)
-    assert (await running).text.endswith("data: [DONE]\n\n")
-    assert not server.engine.alive
-
-
-async def test_shutdown_does_not_wait_forever(serve: Serve, caplog: pytest.LogCaptureFixture):
-    async with asyncio.timeout(50):
-        async with serve(FakeBehaviour(delay_s=60), drain_timeout_s=0.05) as server:
-            running = asyncio.create_task(server.complete())
-            await wait_for_async(lambda: server.context.lifecycle.num_in_flight == 1)
-    assert "1 requests in flight" in caplog.text
-    running.cancel()
-
-
 async def test_requests_that_the_shutdown_does_not_wait_for_get_an_error(serve: Serve, error_of: ErrorCheck):
     async with serve(FakeBehaviour(delay_s=0.05)) as server:
         server.engine.fake_traces.behaviour.hangs = True
@@ -108,19 +91,7 @@ async def test_requests_that_the_shutdown_does_not_wait_for_get_an_error(serve: 
         *_, failure, done, end = (await stream).text.split("\n\n")
         assert json.loads(failure.removeprefix("data: "))["error"]["code"] == "draining"
         assert (done, end) == ("data: [DONE]", "")
-        assert frames_of(await trace)[-1].json()["error"]["code"] == "draining"
-
-
-async def test_giving_up_ends_the_drain_at_once(serve: Serve, error_of: ErrorCheck):
-    async with serve(FakeBehaviour(delay_s=60)) as server:
-        running = asyncio.create_task(server.complete())
-        await wait_for_async(lambda: server.context.lifecycle.num_in_flight == 1)
-        draining = asyncio.create_task(server.context.lifecycle.drain(60))
-        await asyncio.sleep(0.05)
-        assert not running.done()
-        server.context.lifecycle.give_up()
-        await asyncio.wait_for(draining, 50)
-        error_of(await running, 503, "draining")
+        assert answered(await trace)[-1].json()["error"]["code"] == "draining"
 
 
 async def test_a_request_that_takes_too_long_is_ended(serve: Serve, error_of: ErrorCheck):
@@ -133,7 +104,7 @@ async def test_a_request_that_takes_too_long_is_ended(serve: Serve, error_of: Er
         error_of(await server.complete(), 504, "request_timed_out")
         server.engine.fake_traces.behaviour.hangs = True
         trace = await server.client.post("/v1/traces", content=message(), headers=HEADERS)
-        assert frames_of(trace)[-1].json()["error"]["code"] == "request_timed_out"
+        assert answered(trace)[-1].json()["error"]["code"] == "request_timed_out"
         assert server.engine.num_running == server.engine.fake_traces.num_running == 0
 
 
@@ -223,9 +194,3 @@ async def test_an_engine_that_does_not_start_is_dead_and_reported_once(
         error_of(await client.get("/v1/models"), 503, "engine_dead")
     assert reports == ["failed"]
     assert "no such model" in caplog.text
-
-
-async def test_two_servers_live_in_one_process(serve: Serve):
-    async with serve() as one, serve(FakeBehaviour(is_starting=True)) as two:
-        assert (await one.complete()).status_code == 200
-        assert (await two.complete()).status_code == 503

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -12,31 +11,23 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import torch
-from typing_extensions import override
 
 from api_schemas.errors import ErrorCode
 from app.allowance import Allowance
 from app.engine import process_job, trace_process_pool
-from app.engine.local_traces import LocalTraceEngine
-from app.process_environment import environment_for_traces
-from app.settings import Settings
 from nnsight_engine.core.metering import UsageMeter
 from nnsight_engine.core.saves import save
 from nnsight_engine.core.work_context import WorkContext
-from nnsight_engine.local_engine.process_channel import ProcessOptions
 from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.remote_backend.client.http import HttpTransport
 from nnsight_engine.remote_backend.client.transport import Progress
 from nnsight_engine.remote_backend.errors import RemoteError
-from nnsight_engine.remote_backend.frames import Frame, FrameKind
-from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceHead, TraceRequest
-from nnsight_engine.serialization import encode
-from tests.fakes.results import MODEL
+from nnsight_engine.remote_backend.frames import Frame
+from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceRequest
 from tests.integration.live import Leaving, Recording
 from tests.integration.local_server import TEXT, LocalServer, serving_locally
 from tests.waiting import wait_for
@@ -84,35 +75,6 @@ def test_a_trace_runs_there_as_here(served: LocalServer) -> None:
     assert model.lm_head.weight.is_meta
 
 
-def test_a_session_is_one_request(served: LocalServer) -> None:
-    model, transport = served.model, Recording(served.url)
-    with model.session(backend=served.remote(transport=transport)):
-        with model.trace(TEXT):
-            hidden = model.layers[0].output
-        with model.generate(TEXT, max_new_tokens=2, min_new_tokens=2) as tracer:
-            model.layers[0].output[:] = hidden
-            tokens = tracer.result.save()
-    assert tokens.shape[1] == hidden_tokens(model) + 2
-    assert sum(frame.kind is FrameKind.RESULT for frame in transport.frames) == 1
-    with pytest.raises(ZeroDivisionError):
-        with model.session(backend=served.remote()):
-            with model.trace(TEXT):
-                _ = 1 / 0
-
-
-def hidden_tokens(model: LanguageModel) -> int:
-    return len(model.tokenizer(TEXT)["input_ids"])
-
-
-def test_large_results_come_whole(served: LocalServer) -> None:
-    model = served.model
-    with model.trace(TEXT, backend=served.remote()):
-        large = save(torch.arange(50_000_000, dtype=torch.int32))
-        model.lm_head.output.save()
-    assert large.nbytes == 200_000_000
-    assert large[-1].item() == 49_999_999
-
-
 def test_prints_have_a_limit(served: LocalServer) -> None:
     model, transport = served.model, Recording(served.url)
     with model.trace(TEXT, backend=served.remote(transport=transport)):
@@ -142,29 +104,6 @@ def test_changed_weights_do_not_reach_other_traces(served: LocalServer) -> None:
         zeros = model.lm_head.output.abs().sum().save()
     assert zeros == 0
     assert "weights" in transport.logs[-1]
-    served.check()
-    assert served.pid != pid
-
-
-@pytest.mark.heavy
-def test_weights_written_past_torch_and_leftover_threads_do_not_reach_other_traces(
-    served: LocalServer,
-) -> None:
-    model, pid = served.model, served.pid
-    with model.trace(TEXT, backend=served.remote()):
-        model.layers[0].mlp._module.act_fn = torch.nn.Identity()
-        model.lm_head.output.save()
-    served.check()
-    assert served.pid == pid
-    with model.trace(TEXT, backend=served.remote()):
-        model.lm_head.weight.data.zero_()
-        model.lm_head.output.save()
-    served.check()
-    pid, before = served.pid, pid
-    assert pid != before
-    with model.trace(TEXT, backend=served.remote()):
-        threading.Thread(target=time.sleep, args=(1000,)).start()
-        model.lm_head.output.save()
     served.check()
     assert served.pid != pid
 
@@ -258,23 +197,10 @@ def test_a_waiting_trace_is_notified_and_the_queue_is_bounded(
     assert queued == ["1 before this one"]
 
 
-class WatchedMeter(UsageMeter):
-    """Records the futures that may add usage after a request."""
-
-    def __init__(self, key_id: str) -> None:
-        super().__init__(key_id)
-        self.expected: list[asyncio.Future[Any]] = []
-
-    @override
-    def expect(self, doing: asyncio.Future[Any]) -> None:
-        self.expected.append(doing)
-        super().expect(doing)
-
-
 def test_the_time_that_a_trace_holds_the_engine_is_counted(
     served: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meter = WatchedMeter("key")
+    meter = UsageMeter("key")
     monkeypatch.setattr(process_job, "current_work", lambda: WorkContext(meter=meter))
     model = served.model
     with model.trace(TEXT, backend=served.remote()):
@@ -282,7 +208,6 @@ def test_the_time_that_a_trace_holds_the_engine_is_counted(
         model.lm_head.output.save()
     wait_for(lambda: meter.intervention_s > 0)
     assert 0.3 <= meter.intervention_s < 30
-    wait_for(lambda: all(one.done() for one in meter.expected))
 
 
 def capture(served: LocalServer) -> bytes:
@@ -299,41 +224,6 @@ def capture(served: LocalServer) -> bytes:
         with model.trace(TEXT, backend=served.remote(transport=Kept(served.url))):
             model.lm_head.output.save()
     return sent[0]
-
-
-def test_broken_traces_are_refused(served: LocalServer) -> None:
-    request = TraceRequest.from_bytes(capture(served))
-    for blocks in (bytes(request.blocks)[:-10], b"NNSW" + bytes(100), encode([1])):
-        content = TraceRequest(request.head, [blocks]).to_bytes()
-        answer = httpx.post(
-            f"{served.url}/v1/traces",
-            content=content,
-            headers={"content-type": MEDIA_TYPE},
-        )
-        assert b"invalid_trace" in answer.content
-    served.check()
-
-
-@pytest.mark.heavy
-def test_a_model_that_cannot_be_loaded_is_said_to_be_so(tmp_path: Path) -> None:
-    settings = Settings.model_validate({"result_dir": tmp_path})
-    engine = LocalTraceEngine(
-        ProcessOptions(model=str(tmp_path / "nothing")), settings, environment_for_traces()
-    )
-
-    async def run() -> str:
-        engine.start()
-        request = TraceRequest(TraceHead(model=MODEL, dialect="transformers"), [b"x"])
-        request.sandbox_of = None
-        try:
-            with pytest.raises(Exception, match="could not start") as caught:
-                async for _ in engine.run_trace(request, "job"):
-                    pass
-            return str(caught.value)
-        finally:
-            await engine.close()
-
-    assert "nothing" in asyncio.run(run())
 
 
 KILLED = """

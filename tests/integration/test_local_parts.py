@@ -24,7 +24,6 @@ from tests.integration.local_server import TEXT, LocalServer, serving_locally
 from tests.shared_names import Program
 from tests.waiting import wait_for
 
-OTHER = " I love"
 GLOBAL_LOCK = threading.Lock()
 
 
@@ -56,60 +55,6 @@ def test_a_part_runs_here_with_what_never_leaves(
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
     assert len(found[1][1]) == 1
-
-
-def test_parts_share_variables_in_a_loop_over_steps(served: LocalServer) -> None:
-    found = []
-    for model, how in served.ways:
-        sums: list[float] = []
-        with model.generate(TEXT, max_new_tokens=3, min_new_tokens=3, **how) as tracer:
-            with tracer.local():
-                count, factor = 0, 1.0
-            for _ in tracer.iter[:]:
-                hidden = model.layers[0].output[:, -1]
-                with tracer.local():
-                    count += 1
-                    factor *= 1.5
-                    sums.append(hidden.sum().item())
-                model.layers[0].output[:, -1] = hidden * factor
-            with tracer.local():
-                total = save([count])
-                kept = save(torch.tensor(factor))
-            same = save(kept * 2)
-        found.append((sums, total, kept, same))
-    assert found[0] == found[1]
-    assert found[1][1] == [3]
-
-
-def test_parts_of_invokes_are_one_another_s_neighbours(served: LocalServer) -> None:
-    found = []
-    for model, how in served.ways:
-        seen: dict[str, float] = {}
-        with model.trace(**how) as tracer:
-            for text in (TEXT, OTHER):
-                with tracer.invoke(text):
-                    hidden = model.layers[0].output
-                    with tracer.local():
-                        seen[text] = round(hidden.sum().item(), 3)
-                        doubled = hidden * 2
-                    model.layers[0].output = doubled
-            with tracer.invoke():
-                logits = model.lm_head.output.save()
-        found.append((seen, logits))
-    assert found[0][0] == found[1][0]
-    assert torch.equal(found[0][1], found[1][1])
-    assert len(found[1][0]) == 2
-
-
-def test_what_a_part_does_not_change_stays_the_engine_s_own(served: LocalServer) -> None:
-    for model, how in served.ways:
-        with model.trace(TEXT, **how) as tracer:
-            hidden = model.layers[0].output
-            with tracer.local():
-                same = hidden
-            same[:] = 0
-            gone = hidden.abs().sum().save()
-        assert gone == 0
 
 
 def test_an_error_in_a_part_is_raised_here_and_ends_the_trace(served: LocalServer) -> None:
@@ -336,13 +281,6 @@ def test_an_answer_that_was_lost_is_given_again_and_nothing_runs_twice(served: L
     message = decode(data)
     error = decode(run(memoryview(encode({**message, "attempt": "another", "turn": 0}))))["error"]
     assert "would run twice" in error["message"]
-
-
-def test_a_client_that_comes_back_goes_on(served: LocalServer) -> None:
-    backend = waiting(served)
-    with socket_of(served, backend.job_id) as socket:
-        asked(socket)
-    assert backend.wait()["kept"] == 1
 
 
 def test_a_local_part_without_a_connected_client_is_an_error(served: LocalServer) -> None:

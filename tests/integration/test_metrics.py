@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from prometheus_client import REGISTRY, Counter
 
@@ -22,13 +16,13 @@ from app.observability import scrape
 from nnsight_engine.core.engine_counts import EngineCounts
 from tests.fakes.engine import FakeBehaviour
 from tests.fakes.results import MODEL
-from tests.integration.conftest import ErrorCheck, Serve, Server
+from tests.integration.command_server import STEPS, Process, started
+from tests.integration.conftest import Serve, Server
 from tests.integration.tenants import Tenants
 from tests.monitoring import OURS, PROJECT, Exposition, documented, expressions, named_in
 from tests.waiting import wait_for_async
 
 COMPLETIONS = "/v1/completions"
-STEPS = {"plain": 7, "tap": 5, "eager": 2}
 STEER = {"op": "steer", "at": ["layers.1.output", "layers.2.output"], "vector": [1.0] * 8}
 HOSTILE = 'evil"} 1\nnnsight_engine_up{x="\u202e'
 
@@ -306,67 +300,30 @@ async def test_hostile_values_never_become_labels(tenants: Tenants) -> None:
     assert len((await look(tenants.server, monitor)).text.splitlines()) == again > before
 
 
-async def test_where_there_are_keys_there_is_one_for_monitoring(
-    tenants: Tenants, error_of: ErrorCheck
-) -> None:
-    error_of(await tenants.send("GET", "/metrics"), 401, "missing_api_key")
-    acme = await tenants.headers("acme", Scope.COMPLETIONS, Scope.INTERVENTIONS, Scope.CODE)
-    error_of(await tenants.send("GET", "/metrics", acme), 403, "missing_scope")
-    monitor = await tenants.headers("operator", Scope.METRICS)
-    told = await tenants.send("GET", "/metrics", monitor)
-    assert f"{OURS}steps_total" in told.text
-    error_of(await tenants.send("GET", "/v1/admin/keys", monitor), 403, "missing_scope")
-    error_of(await tenants.send("POST", COMPLETIONS, monitor, json={"prompt": "a"}), 403, "missing_scope")
-
-
-@pytest.fixture
-def several(tmp_path: Path) -> Iterator[list[tuple[subprocess.Popen[str], str]]]:
-    """Two servers as processes that keep their metrics together."""
+async def test_several_processes_report_their_sum(tmp_path: Path) -> None:
     folder = tmp_path / "metrics"
     folder.mkdir()
-    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder)}
-    servers: list[tuple[subprocess.Popen[str], str]] = []
-    try:
-        for number in range(2):
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.integration.plain_server", str(tmp_path / str(number))],
-                env=environment, cwd=PROJECT, stdout=subprocess.PIPE, text=True,
-            )  # fmt: skip
-            servers.append((process, ""))
-        for number, (process, _) in enumerate(servers):
-            assert process.stdout is not None
-            servers[number] = process, json.loads(process.stdout.readline())["url"]
-        yield servers
-    finally:
-        for process, _ in servers:
-            process.kill()
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
 
+    async def told(server: Process) -> Exposition:
+        return Exposition((await server.client.get("/metrics")).text)
 
-def test_several_processes_report_their_sum(several: list[tuple[subprocess.Popen[str], str]]) -> None:
-    (first, url), (second, other) = several
-
-    def told(where: str) -> Exposition:
-        return Exposition(httpx.get(f"{where}/metrics").text)
-
-    for where, times in ((url, 2), (other, 3)):
-        for _ in range(times):
-            body = {"prompt": "a b", "max_tokens": 3, "stream": True}
-            assert httpx.post(f"{where}{COMPLETIONS}", json=body).status_code == 200
-        told(where)
-    for where in (url, other):
-        found = told(where)
-        assert found.value(f"{OURS}requests_total", route=COMPLETIONS, outcome="ok") == 5
-        assert found.value(f"{OURS}time_to_first_token_seconds_count") == 5
-        assert found.value(f"{OURS}inter_token_seconds_count") == 10
-        assert found.value(f"{OURS}phase", phase="ready") == 2
-        assert found.value(f"{OURS}steps_total", tier="plain") == 14
-        assert found.value(f"{OURS}stored_bytes_limit", store="jobs") == 20 * 2**30
-    second.send_signal(signal.SIGTERM)
-    second.wait(30)
-    left = told(url)
-    assert left.value(f"{OURS}requests_total", route=COMPLETIONS, outcome="ok") == 5
-    assert left.value(f"{OURS}phase", phase="ready") == 1
-    assert first.poll() is None
+    together = {"PROMETHEUS_MULTIPROC_DIR": str(folder)}
+    async with started(tmp_path / "1", **together) as first, started(tmp_path / "2", **together) as second:
+        for server, times in ((first, 2), (second, 3)):
+            await wait_for_async(server.ready)
+            for _ in range(times):
+                await server.stream({"prompt": "a b", "max_tokens": 3, "stream": True})
+            await told(server)
+        for server in (first, second):
+            found = await told(server)
+            assert found.value(f"{OURS}requests_total", route=COMPLETIONS, outcome="ok") == 5
+            assert found.value(f"{OURS}time_to_first_token_seconds_count") == 5
+            assert found.value(f"{OURS}inter_token_seconds_count") == 10
+            assert found.value(f"{OURS}phase", phase="ready") == 2
+            assert found.value(f"{OURS}steps_total", tier="plain") == 2 * STEPS["plain"]
+            assert found.value(f"{OURS}stored_bytes_limit", store="jobs") == 20 * 2**30
+        second.process.send_signal(signal.SIGTERM)
+        await second.ended()
+        left = await told(first)
+        assert left.value(f"{OURS}requests_total", route=COMPLETIONS, outcome="ok") == 5
+        assert left.value(f"{OURS}phase", phase="ready") == 1

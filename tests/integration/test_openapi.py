@@ -11,7 +11,6 @@ import collections
 import contextlib
 import re
 import secrets
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +18,6 @@ from typing import Any, Final
 import httpx
 import pytest
 import schemathesis
-import uvicorn
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
@@ -29,21 +27,19 @@ from schemathesis.specs.openapi.checks import negative_data_rejection, positive_
 
 from api_schemas.keys import NewKey, Scope, Tier
 from app.auth.keys import Keys
-from app.main import create_app, new_store
 from app.openapi_links import LINKS
-from app.settings import Settings
 from app.storage.database import Database
 from app.storage.keys import KeyStore
 from app.vllm_routes import EMBEDDINGS, MESSAGES, RESPONSES
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE
-from tests.fakes.engine import FakeEngineClient
 from tests.integration.dictionary_files import cfg, text_weights
+from tests.integration.live import listening
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
-from tests.waiting import wait_for
+from tests.integration.serving import Application
+from tests.integration.test_stored_kinds import DETECTORS, PRESETS, VECTORS
 
-pytestmark = pytest.mark.heavy
-
-NUM_EXAMPLES: Final = 20
+HEAVY: Final = pytest.param(20, marks=pytest.mark.heavy)
+FEW_OR_MANY: Final = pytest.mark.parametrize("num", [5, HEAVY])
 NUM_SUITES: Final = 2
 STORIES: Final = settings(
     database=None,
@@ -84,17 +80,10 @@ SWITCHED_OFF: Final[dict[str, list[CheckFunction]]] = {
 
 
 def application(folder: Path, database_url: str = "") -> Any:
-    chosen = Settings(
-        result_dir=folder / "results",
-        data_dir=folder / "data",
-        database_url=database_url,
-        allow_code=True,
-        drain_timeout_s=0,
-    )
-    store = new_store(chosen)
-    engine = FakeEngineClient(chosen, store)
-    engine.traces = {"vllm": ScriptedEngine()}
-    return create_app(chosen, engine, store)
+    traces = {"vllm": ScriptedEngine()}
+    return Application(
+        folder, traces=traces, database_url=database_url, allow_code=True, drain_timeout_s=0
+    ).app
 
 
 DOCUMENT: Final = application(Path("never started")).openapi()
@@ -125,20 +114,8 @@ def served(folder: Path, database_url: str = "") -> Iterator[tuple[str, dict[str
 
     # With a key the server asks everybody for one.
     key = {"Authorization": f"Bearer {asyncio.run(made())}"}
-    config = uvicorn.Config(
-        application(folder, database_url),
-        port=0,
-        log_level="critical",
-        timeout_graceful_shutdown=1,
-    )
-    sock = config.bind_socket()
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-    thread.start()
-    wait_for(lambda: server.started)
-    yield f"http://127.0.0.1:{sock.getsockname()[1]}", key
-    server.should_exit = True
-    thread.join(30)
+    with listening(application(folder, database_url)) as url:
+        yield url, key
 
 
 def document_of(url: str) -> Any:
@@ -176,13 +153,19 @@ def document(url: str) -> Any:
 
 
 def check_all(
-    document: Any, method: str, path: str, mode: GenerationMode, key: dict[str, str], url: str | None = None
+    document: Any,
+    method: str,
+    path: str,
+    mode: GenerationMode,
+    key: dict[str, str],
+    num: int,
+    url: str | None = None,
 ) -> None:
     @settings(
         derandomize=True,
         database=None,
         deadline=None,
-        max_examples=NUM_EXAMPLES,
+        max_examples=num,
         suppress_health_check=list(HealthCheck),
     )
     @given(
@@ -198,6 +181,7 @@ def check_all(
     check()
 
 
+@pytest.mark.heavy
 @pytest.mark.both_databases
 def test_what_answers_lead_to_is_as_the_document_says(tmp_path: Path, database_url: str):
     with served(tmp_path, database_url) as (url, key):
@@ -213,12 +197,9 @@ def test_what_answers_lead_to_is_as_the_document_says(tmp_path: Path, database_u
 def give_fitting_body(case: schemathesis.Case[Any]) -> None:
     """Replace bodies that must fit the model, or each other: the document does not know either."""
     match case.operation.label:
-        case "POST /v1/vectors":
-            case.media_type = "application/json"
-            case.body = {"name": "joy", "vectors": {"1": [0.5] * 8}}
-        case "POST /v1/detectors":
-            part: dict[str, Any] = {"at": "layers.1.output", "form": "linear", "weights": [0.5] * 8}
-            case.media_type, case.body = "application/json", {"name": "refusal", "parts": [part]}
+        case "POST /v1/vectors" | "POST /v1/detectors":
+            kind = VECTORS if "vectors" in case.operation.label else DETECTORS
+            case.media_type, case.body = "application/json", {"name": "joy", **kind.body(0)}
         case "POST /v1/dictionaries":
             case.media_type = "multipart/form-data"
             case.body = {"name": "sae", "weights": text_weights(), "cfg": cfg().decode()}
@@ -227,7 +208,7 @@ def give_fitting_body(case: schemathesis.Case[Any]) -> None:
         case "POST /v1/presets" | "PUT /v1/presets":
             # Of two versions one is left behind a deletion.
             name = f"calm-{secrets.token_hex(8)}"
-            case.body = {"name": name, "interventions": [{"op": "capture", "at": "layers.1.output"}]}
+            case.body = {"name": name, **PRESETS.body(0)}
 
 
 def stories(url: str, key: dict[str, str], family: str) -> tuple[list[BaseException], dict[str, set[int]]]:
@@ -266,22 +247,25 @@ def stories(url: str, key: dict[str, str], family: str) -> tuple[list[BaseExcept
     return failures, statuses
 
 
+@FEW_OR_MANY
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_what_the_document_allows_is_answered_as_it_says(
-    document: Any, method: str, path: str, key: dict[str, str]
+    document: Any, method: str, path: str, key: dict[str, str], num: int
 ) -> None:
-    check_all(document, method, path, GenerationMode.POSITIVE, key)
+    check_all(document, method, path, GenerationMode.POSITIVE, key, num)
 
 
+@FEW_OR_MANY
 @pytest.mark.parametrize(("method", "path"), [each for each in OPERATIONS if can_be_broken(*each)])
 def test_what_the_document_forbids_is_refused_as_it_says(
-    document: Any, method: str, path: str, key: dict[str, str]
+    document: Any, method: str, path: str, key: dict[str, str], num: int
 ) -> None:
-    check_all(document, method, path, GenerationMode.NEGATIVE, key)
+    check_all(document, method, path, GenerationMode.NEGATIVE, key, num)
 
 
+@FEW_OR_MANY
 @pytest.mark.parametrize(("method", "path"), [each for each in OPERATIONS if "{job_id}" in each[1]])
 def test_jobs_that_are_there_are_as_the_document_says(
-    document: Any, url: str, method: str, path: str, key: dict[str, str]
+    document: Any, url: str, method: str, path: str, key: dict[str, str], num: int
 ) -> None:
-    check_all(document, method, path, GenerationMode.POSITIVE, key, url)
+    check_all(document, method, path, GenerationMode.POSITIVE, key, num, url)

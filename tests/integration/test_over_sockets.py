@@ -8,93 +8,75 @@ import json
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, Final
 
 import httpx
 import pytest
 import torch
-import uvicorn
 
 from api_schemas.keys import Limits, NewKey
 from app.auth.keys import Keys
-from app.listen_socket import listening_socket, protocol_with_head_limits
-from app.main import create_app, new_store
-from app.settings import Settings
 from app.storage.database import Database
 from app.storage.keys import KeyStore
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
-from tests.integration.trace_messages import HEADERS, message
+from tests.integration.scripted_traces import HEADERS, message
+from tests.integration.serving import Application
 from tests.waiting import wait_for_async
 
 
 @contextlib.asynccontextmanager
 async def listening(
-    directory: Path, behaviour: FakeBehaviour, **settings: float | Path
+    folder: Path, behaviour: FakeBehaviour | None = None, **settings: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, FakeEngineClient]]:
-    chosen = Settings.model_validate({"result_dir": directory, "drain_timeout_s": 1, **settings})
-    store = new_store(chosen)
-    engine = FakeEngineClient(chosen, store, behaviour)
-    config = uvicorn.Config(
-        create_app(chosen, engine, store),
-        port=0,
-        log_level="warning",
-        http=protocol_with_head_limits(chosen.upload_idle_timeout_s),
-    )
-    sock = listening_socket(config, stall_s=chosen.client_stall_timeout_s)
-    port = sock.getsockname()[1]
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve(sockets=[sock]))
-    await wait_for_async(lambda: server.started)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-        yield client, engine
-    server.should_exit = True
-    await serving
+    served = Application(folder, behaviour, **settings)
+    async with served.listening() as client:
+        yield client, served.engine
 
 
 async def until_idle(engine: FakeEngineClient) -> None:
     await wait_for_async(lambda: not engine.num_running and not engine.fake_traces.num_running)
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_client_that_gives_up_ends_the_engines_work(tmp_path: Path, is_stream: bool):
-    async with listening(tmp_path, FakeBehaviour(delay_s=30)) as (client, engine):
-        body = {"prompt": "a", "stream": is_stream}
-        asked = asyncio.create_task(client.post("/v1/completions", json=body))
-        await wait_for_async(lambda: engine.num_running == 1)
-        asked.cancel()
+COMPLETION: Final = "/v1/completions", {"json": {"prompt": "a", "max_tokens": 2000}}
+STREAM: Final = "/v1/completions", {"json": {"prompt": "a", "max_tokens": 2000, "stream": True}}
+TRACE: Final = "/v1/traces", {"content": message(), "headers": HEADERS}
+
+
+@pytest.mark.parametrize(
+    ("sent_request", "delay_s", "trace_is", "seen"),
+    [
+        (COMPLETION, 30, {}, None),
+        (STREAM, 30, {}, None),
+        (STREAM, 0.01, {}, b"data: "),
+        (TRACE, 0, {"delay_s": 30}, None),
+        (TRACE, 0, {"hangs": True}, b"RUNNING"),
+        (TRACE, 0, {"saves": {"x": torch.zeros(2**24)}}, b"COMPLETED"),
+    ],
+    ids=["answer", "stream", "in a stream", "trace", "in a trace", "in a result"],
+)
+async def test_a_client_that_leaves_ends_the_engines_work(
+    tmp_path: Path,
+    sent_request: tuple[str, dict[str, Any]],
+    delay_s: float,
+    trace_is: dict[str, Any],
+    seen: bytes | None,
+) -> None:
+    """It leaves as soon as the engine works, or when it has seen something."""
+    path, sent = sent_request
+    async with listening(tmp_path, FakeBehaviour(delay_s=delay_s)) as (client, engine):
+        for name, value in trace_is.items():
+            setattr(engine.fake_traces.behaviour, name, value)
+        if seen is None:
+            asked = asyncio.create_task(client.post(path, **sent))
+            await wait_for_async(lambda: engine.num_running or engine.fake_traces.num_running)
+            asked.cancel()
+        else:
+            async with client.stream("POST", path, **sent) as response:
+                async for chunk in response.aiter_raw():
+                    if seen in chunk:
+                        break
         await until_idle(engine)
-        assert engine.num_calls == 1
-
-
-async def test_a_client_that_stops_reading_a_stream_ends_it(tmp_path: Path):
-    request = {"prompt": "a", "stream": True, "max_tokens": 2000}
-    async with listening(tmp_path, FakeBehaviour(delay_s=0.01)) as (client, engine):
-        async with client.stream("POST", "/v1/completions", json=request) as response:
-            async for line in response.aiter_lines():
-                assert line.startswith("data: ")
-                break
-            assert engine.num_running == 1
-        await until_idle(engine)
-
-
-async def test_a_client_that_gives_up_on_a_trace_ends_it(tmp_path: Path):
-    async with listening(tmp_path, FakeBehaviour()) as (client, engine):
-        engine.fake_traces.behaviour.delay_s = 30
-        asked = asyncio.create_task(client.post("/v1/traces", content=message(), headers=HEADERS))
-        await wait_for_async(lambda: engine.fake_traces.num_running == 1)
-        asked.cancel()
-        await until_idle(engine)
-        assert len(engine.fake_traces.heads) == 1
-
-
-async def test_a_client_that_leaves_a_running_trace_ends_it(tmp_path: Path):
-    async with listening(tmp_path, FakeBehaviour()) as (client, engine):
-        engine.fake_traces.behaviour.hangs = True
-        async with client.stream("POST", "/v1/traces", content=message(), headers=HEADERS) as response:
-            async for chunk in response.aiter_raw():
-                if b"RUNNING" in chunk:
-                    break
-            assert engine.fake_traces.num_running == 1
-        await until_idle(engine)
+        assert engine.num_calls + len(engine.fake_traces.heads) == 1
 
 
 async def test_a_client_that_leaves_while_it_sends_a_trace_leaves_nothing(tmp_path: Path):
@@ -102,22 +84,12 @@ async def test_a_client_that_leaves_while_it_sends_a_trace_leaves_nothing(tmp_pa
         yield message()[:20]
         raise ConnectionError("the laptop was closed")
 
-    async with listening(tmp_path, FakeBehaviour()) as (client, engine):
+    async with listening(tmp_path) as (client, engine):
         with pytest.raises(ConnectionError):
             await client.post("/v1/traces", content=half(), headers=HEADERS)
         response = await client.post("/v1/traces", content=message(), headers=HEADERS)
         assert response.status_code == 200
         assert len(engine.fake_traces.heads) == 1
-
-
-async def test_a_client_that_leaves_a_large_result_ends_it(tmp_path: Path):
-    async with listening(tmp_path, FakeBehaviour()) as (client, engine):
-        engine.fake_traces.behaviour.saves = {"x": torch.zeros(2**24)}
-        async with client.stream("POST", "/v1/traces", content=message(), headers=HEADERS) as response:
-            async for chunk in response.aiter_raw():
-                if b"COMPLETED" in chunk:
-                    break
-        await until_idle(engine)
 
 
 async def test_events_arrive_as_they_are_made(tmp_path: Path):
@@ -131,7 +103,7 @@ async def test_events_arrive_as_they_are_made(tmp_path: Path):
 
 
 async def test_a_body_over_the_limit_is_answered_and_the_connection_lives_on(tmp_path: Path):
-    async with listening(tmp_path, FakeBehaviour(), max_body_bytes=10_000) as (client, engine):
+    async with listening(tmp_path, max_body_bytes=10_000) as (client, engine):
 
         async def chunks() -> AsyncIterator[bytes]:
             for _ in range(300):
@@ -148,8 +120,7 @@ async def test_a_body_over_the_limit_is_answered_and_the_connection_lives_on(tmp
 
 
 async def test_a_client_that_vanishes_while_it_sends_gives_its_place_back(tmp_path: Path):
-    folder = tmp_path / "data"
-    database = Database(folder)
+    database = Database(tmp_path / "data")
     await database.start()
     new = NewKey(tenant="acme", limits=Limits(concurrency=1))
     key = (await Keys(KeyStore(database)).create(new)).key
@@ -158,7 +129,7 @@ async def test_a_client_that_vanishes_while_it_sends_gives_its_place_back(tmp_pa
         "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Authorization: Bearer {key}\r\nContent-Length: 100\r\n\r\n{{"
     )
-    served = listening(tmp_path, FakeBehaviour(), data_dir=folder, upload_idle_timeout_s=3)
+    served = listening(tmp_path, upload_idle_timeout_s=3)
     async with served as (client, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
         writer.write(head.encode())
@@ -183,7 +154,7 @@ async def test_a_client_that_reads_nothing_of_its_stream_is_cut_off(tmp_path: Pa
     """Its request ends, and its connection, with what it has not taken, goes too."""
     request = {"prompt": "w" * 20_000, "stream": True, "max_tokens": 2000, "n": 8}
     before = len(os.listdir("/proc/self/fd"))
-    async with listening(tmp_path, FakeBehaviour(), client_stall_timeout_s=1) as (client, engine):
+    async with listening(tmp_path, client_stall_timeout_s=1) as (client, engine):
         await client.get("/health/live")
         reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port, limit=1024)
         writer.write(post_of(json.dumps(request)))
@@ -208,7 +179,7 @@ async def test_a_client_that_reads_nothing_of_its_stream_is_cut_off(tmp_path: Pa
 
 
 async def test_a_connection_without_a_request_is_not_kept(tmp_path: Path):
-    async with listening(tmp_path, FakeBehaviour(), upload_idle_timeout_s=0.5) as (client, _):
+    async with listening(tmp_path, upload_idle_timeout_s=0.5) as (client, _):
         port = client.base_url.port
         silent = await asyncio.open_connection("127.0.0.1", port)
         half = await asyncio.open_connection("127.0.0.1", port)
@@ -244,7 +215,7 @@ async def test_half_a_head_behind_a_stream_does_not_end_it(tmp_path: Path):
 
 
 async def test_a_body_that_comes_byte_by_byte_is_not_waited_for_for_ever(tmp_path: Path):
-    served = listening(tmp_path, FakeBehaviour(), upload_idle_timeout_s=1, request_timeout_s=1.5)
+    served = listening(tmp_path, upload_idle_timeout_s=1, request_timeout_s=1.5)
     async with served as (client, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
         whole = post_of(json.dumps({"prompt": "a" * 5000}))

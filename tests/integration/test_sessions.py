@@ -10,13 +10,8 @@ from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from api_schemas.errors import ApiError, ErrorCode
-from app.context import Context
 from app.engine.trace_process_pool import TraceProcesses
-from app.main import create_app, new_store
-from app.settings import Settings
 from nnsight_engine.core.saves import save
 from nnsight_engine.core.work_context import current_work
 from nnsight_engine.remote_backend.client.backend import RemoteBackend
@@ -25,10 +20,10 @@ from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import TraceRequest
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.collector import Collector, Span, collecting
-from tests.fakes.engine import FakeEngineClient
 from tests.fakes.results import MODEL
 from tests.fakes.traces import FakeTraceEngine
-from tests.integration.live import Leaving, Recording, listening
+from tests.integration import serving
+from tests.integration.live import Leaving, listening
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.heavy
@@ -71,45 +66,20 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder: Path = tmp_path_factory.mktemp("sessions")
-    settings = Settings.model_validate(
-        {
-            "result_dir": folder / "results",
-            "data_dir": folder / "data",
-            "drain_timeout_s": 1,
-            "session_processes": 1,
-            "max_queued_traces": 0,
-        }
-    )
-    store = new_store(settings)
-    engine, traces = FakeEngineClient(settings, store), Traces()
-    engine.traces = {traces.name: traces}
+    traces = Traces()
     traces.behaviour.saves = {"kept": 5}
     with collecting() as collector, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
-        app = create_app(settings.model_copy(update={"otlp_endpoint": collector.url}), engine, store)
-        context: Context = app.state.context
-        (sessions,) = context.processes
-        with listening(app) as url:
+        server = serving.Application(
+            tmp_path_factory.mktemp("sessions"),
+            traces={traces.name: traces},
+            session_processes=1,
+            max_queued_traces=0,
+            otlp_endpoint=collector.url,
+        )
+        (sessions,) = server.context.processes
+        with listening(server.app) as url:
             yield Served(url, traces, sessions, collector)
-
-
-def test_its_traces_run_on_the_engine_and_send_events(served: Served) -> None:
-    model, transport = served.model, Recording(served.url)
-    served.traces.behaviour.logs = ["from the block"]
-    served.traces.behaviour.saves = {"values": torch.ones(3)}
-    before = len(served.traces.heads)
-    with model.session(backend=RemoteBackend(transport=transport)):
-        print("begun")
-        for _ in range(2):
-            with model.trace("a"):
-                values = save(torch.zeros(1))
-        total = save(values.sum())
-    assert total == 3
-    assert transport.logs == ["begun", "from the block", "from the block"]
-    heads = served.traces.heads[before:]
-    assert [(head.kind, head.wanted) for head in heads] == [("trace", ["values"])] * 2
-    served.traces.behaviour.logs, served.traces.behaviour.saves = [], {"kept": 5}
 
 
 def test_its_traces_report_their_tier_and_are_in_its_span(served: Served) -> None:
@@ -130,21 +100,6 @@ def test_its_traces_report_their_tier_and_are_in_its_span(served: Served) -> Non
     assert span.attributes["nnsight_engine.tier"] == "eager"
 
 
-def test_what_the_engine_refuses_is_an_error_in_the_session(served: Served) -> None:
-    model = served.model
-    served.traces.behaviour.error = ApiError(ErrorCode.INVALID_VALUE, "no such temperature")
-    with model.session():
-        try:
-            with model.trace("a"):
-                kept = save(1)
-        except RemoteError as error:
-            said = save((str(error), error.code))
-    served.traces.behaviour.error = None
-    assert said == ("no such temperature", "invalid_value")
-    with pytest.raises(NameError):
-        _ = kept
-
-
 def test_a_client_that_leaves_ends_the_trace_as_well(served: Served) -> None:
     served.check()
     model, pids = served.model, served.sessions.pids
@@ -159,25 +114,6 @@ def test_a_client_that_leaves_ends_the_trace_as_well(served: Served) -> None:
     wait_for(lambda: served.sessions.num_running == 0)
     served.check()
     assert served.sessions.pids == pids
-    with pytest.raises(NameError):
-        _ = kept
-
-
-@pytest.mark.parametrize(
-    "babble", [b"\x09" * 1000, b'\x01\x0e\0\0\0\0\0\0\0{"trace":true}' * 3], ids=["noise", "words"]
-)
-def test_a_session_that_babbles_fails_alone(served: Served, babble: bytes) -> None:
-    model = served.model
-    with pytest.raises(RemoteError, match="has ended") as caught:
-        with model.session():
-            for number in descriptors():
-                with contextlib.suppress(OSError):
-                    os.write(number, babble)
-            with model.trace("a"):
-                kept = save(1)
-    assert caught.value.code == ErrorCode.TRACE_PROCESS_ENDED
-    assert not served.traces.num_running
-    served.check()
     with pytest.raises(NameError):
         _ = kept
 

@@ -14,8 +14,7 @@ from app.services.jobs.service import JobService
 from app.storage.jobs.removal import JobRemoval
 from app.storage.storage_usage import Holder
 from tests.integration.conftest import ErrorCheck
-from tests.integration.scripted_traces import HEADERS, trace
-from tests.integration.served_jobs import Jobs, sent_events
+from tests.integration.scripted_traces import HEADERS, Jobs, sent_events, trace
 from tests.integration.tenants import Tenants
 from tests.waiting import wait_for_async
 

@@ -1,7 +1,7 @@
 """Every route, tried by everybody: without a key, with a wrong one, without the scope, and as another tenant.
 
-A route that is new is named in ``ACCESS``, or the first test fails; one with a new kind of id in its path
-gives it a maker in ``Theirs``.
+A new route that is open, or gives something of no id, is named here, or the first test fails; one with a
+new kind of id in its path gives it a maker in ``Theirs``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import pytest
 from api_schemas.keys import Scope
 from app.auth.secrets import new_secret
 from tests.integration.conftest import ErrorCheck, Serve
-from tests.integration.dictionary_files import cfg, weights
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
 from tests.integration.served_routes import ROUTES, SOCKET, Served
 from tests.integration.tenants import Tenants
+from tests.integration.test_stored_kinds import DETECTORS, DICTIONARIES, PRESETS, VECTORS, Kind
 
 
 class Access(enum.Enum):
@@ -36,103 +36,30 @@ class Access(enum.Enum):
     OPERATORS = "all tenants', for keys with the scope admin"
 
 
-ACCESS: Final = {
-    "GET /openapi.json": Access.OPEN,
-    "GET /docs": Access.OPEN,
-    "GET /docs/assets/{name}": Access.OPEN,
-    "GET /redoc": Access.OPEN,
-    "GET /playground": Access.OPEN,
-    "GET /playground/assets/{name}": Access.OPEN,
-    "GET /health/live": Access.OPEN,
-    "GET /health/ready": Access.OPEN,
-    "GET /health": Access.OPEN,
-    "GET /ping": Access.OPEN,
-    "POST /ping": Access.OPEN,
-    "GET /version": Access.SAME,
-    "GET /load": Access.SUMMED,
-    "POST /v1/responses": Access.MADE,
-    "GET /v1/responses/{response_id}": Access.NAMED,
-    "POST /v1/responses/{response_id}/cancel": Access.NAMED,
-    "POST /v1/messages": Access.MADE,
-    "POST /v1/messages/count_tokens": Access.MADE,
-    "POST /v1/embeddings": Access.MADE,
-    "POST /pooling": Access.MADE,
-    "POST /classify": Access.MADE,
-    "POST /score": Access.MADE,
-    "POST /v1/score": Access.MADE,
-    "POST /rerank": Access.MADE,
-    "POST /v1/rerank": Access.MADE,
-    "POST /v2/rerank": Access.MADE,
-    "POST /tokenize": Access.MADE,
-    "POST /detokenize": Access.MADE,
-    "GET /tokenizer_info": Access.SAME,
-    "GET /server_info": Access.OPERATORS,
-    "POST /v1/load_lora_adapter": Access.OPERATORS,
-    "POST /v1/unload_lora_adapter": Access.OPERATORS,
-    "POST /reset_prefix_cache": Access.OPERATORS,
-    "POST /reset_mm_cache": Access.OPERATORS,
-    "POST /reset_encoder_cache": Access.OPERATORS,
-    "POST /sleep": Access.OPERATORS,
-    "POST /wake_up": Access.OPERATORS,
-    "GET /is_sleeping": Access.OPERATORS,
-    "POST /pause": Access.OPERATORS,
-    "POST /resume": Access.OPERATORS,
-    "GET /is_paused": Access.OPERATORS,
-    "GET /v1/models": Access.LISTED,
-    "GET /v1/capabilities": Access.SAME,
-    "GET /v1/status": Access.SAME,
-    "GET /v1/traces/outline": Access.SAME,
-    "POST /v1/completions": Access.MADE,
-    "POST /v1/tokenize": Access.MADE,
-    "POST /v1/chat/completions": Access.MADE,
-    "POST /v1/traces": Access.MADE,
-    "POST /v1/jobs": Access.MADE,
-    "POST /v1/vectors": Access.MADE,
-    "POST /v1/vectors/train": Access.MADE,
-    "POST /v1/detectors": Access.MADE,
-    "POST /v1/detectors/train": Access.MADE,
-    "POST /v1/dictionaries": Access.MADE,
-    "GET /v1/dictionaries": Access.LISTED,
-    "GET /v1/dictionaries/{dictionary_id}": Access.NAMED,
-    "GET /v1/dictionaries/{dictionary_id}/content": Access.NAMED,
-    "GET /v1/dictionaries/{dictionary_id}/config": Access.NAMED,
-    "GET /v1/dictionaries/{dictionary_id}/features": Access.NAMED,
-    "PUT /v1/dictionaries/{dictionary_id}/labels": Access.NAMED,
-    "DELETE /v1/dictionaries/{dictionary_id}": Access.NAMED,
-    "POST /v1/presets": Access.MADE,
-    "PUT /v1/presets": Access.MADE,
-    "GET /v1/presets": Access.LISTED,
-    "GET /v1/presets/{preset}": Access.NAMED,
-    "DELETE /v1/presets/{preset}": Access.NAMED,
-    "GET /v1/jobs": Access.LISTED,
-    "GET /v1/vectors": Access.LISTED,
-    "GET /v1/detectors": Access.LISTED,
-    "GET /v1/jobs/{job_id}": Access.NAMED,
-    "DELETE /v1/jobs/{job_id}": Access.NAMED,
-    "POST /v1/jobs/{job_id}/cancel": Access.NAMED,
-    "POST /v1/jobs/{job_id}/rerun": Access.NAMED,
-    "GET /v1/jobs/{job_id}/result": Access.NAMED,
-    "GET /v1/jobs/{job_id}/events": Access.NAMED,
-    "WS /v1/jobs/{job_id}/events": Access.NAMED,
-    "GET /v1/results/{result_id}": Access.NAMED,
-    "GET /v1/vectors/{vector_id}": Access.NAMED,
-    "GET /v1/vectors/{vector_id}/content": Access.NAMED,
-    "DELETE /v1/vectors/{vector_id}": Access.NAMED,
-    "GET /v1/detectors/{detector_id}": Access.NAMED,
-    "GET /v1/detectors/{detector_id}/content": Access.NAMED,
-    "DELETE /v1/detectors/{detector_id}": Access.NAMED,
-    "POST /v1/admin/keys": Access.OPERATORS,
-    "GET /v1/admin/keys": Access.OPERATORS,
-    "POST /v1/admin/keys/{key_id}/rotate": Access.OPERATORS,
-    "DELETE /v1/admin/keys/{key_id}": Access.OPERATORS,
-    "GET /v1/admin/tenants": Access.OPERATORS,
-    "PUT /v1/admin/tenants/{tenant}/limits": Access.OPERATORS,
-    "GET /v1/admin/audit": Access.OPERATORS,
-    "GET /metrics": Access.SUMMED,
-}
+OPEN: Final = {
+    "GET /openapi.json", "GET /docs", "GET /docs/assets/{name}", "GET /redoc", "GET /playground",
+    "GET /playground/assets/{name}", "GET /health/live", "GET /health/ready", "GET /health", "GET /ping",
+    "POST /ping",
+}  # fmt: skip
+SAME: Final = {
+    "GET /version", "GET /tokenizer_info", "GET /v1/capabilities", "GET /v1/status", "GET /v1/traces/outline",
+}  # fmt: skip
 
-CLOSED: Final = [route for route in ROUTES if ACCESS.get(str(route)) is not Access.OPEN]
-NAMED: Final = [route for route in ROUTES if ACCESS.get(str(route)) is Access.NAMED]
+
+def access(route: Served) -> Access:
+    """Return whose data a route gives: by its name, its scopes, or the id in its path."""
+    if str(route) in OPEN:
+        return Access.OPEN
+    if str(route) in SAME:
+        return Access.SAME
+    if str(route) in QUERIES:
+        return Access.LISTED
+    scopes = route.scopes or ()
+    if {Scope.ADMIN, Scope.METRICS} & set(scopes):
+        return Access.OPERATORS if Scope.ADMIN in scopes else Access.SUMMED
+    return Access.NAMED if "{" in route.path else Access.MADE
+
+
 UNPRIVILEGED: Final = tuple(scope for scope in Scope if scope is not Scope.ADMIN)
 IGNORED: Final = "ignored"
 """A query that a route does not have."""
@@ -145,6 +72,8 @@ QUERIES: Final = {
     "GET /v1/models": {IGNORED: "preset"},
 }
 """Where else than in its path a route takes an id; models are listed with the names of presets."""
+CLOSED: Final = [route for route in ROUTES if access(route) is not Access.OPEN]
+NAMED: Final = [route for route in ROUTES if access(route) is Access.NAMED]
 OWN: Final = {"content-length", "x-request-id"}
 """Headers that every answer has its own of."""
 
@@ -169,37 +98,24 @@ class Theirs:
         await self.tenants.send("GET", f"/v1/jobs/{job_id}/events", self.headers)
         return job_id
 
+    async def _kept(self, kind: Kind, field: str = "id") -> str:
+        made = await kind.make(self.tenants.server, self.headers, name=f"calm-{secrets.token_hex(8)}")
+        return str(made[field])
+
     async def _vector_id(self) -> str:
-        body = {"name": "joy", "vectors": {"1": [0.5] * 8}}
-        return str((await self.tenants.send("POST", "/v1/vectors", self.headers, json=body)).json()["id"])
+        return await self._kept(VECTORS)
 
     async def _detector_id(self) -> str:
-        part = {"at": "layers.1.output", "form": "linear", "weights": [0.5] * 8}
-        body = {"name": "refusal", "parts": [part]}
-        return str((await self.tenants.send("POST", "/v1/detectors", self.headers, json=body)).json()["id"])
+        return await self._kept(DETECTORS)
 
     async def _dictionary_id(self) -> str:
-        files = {"weights": ("w", weights()), "cfg": ("cfg.json", cfg())}
-        answer = await self.tenants.send(
-            "POST", "/v1/dictionaries", self.headers, files=files, data={"name": "sae"}
-        )
-        return str(answer.json()["id"])
-
-    async def _preset_made(self) -> dict[str, Any]:
-        body = {
-            "name": f"calm-{secrets.token_hex(8)}",
-            "interventions": [{"op": "capture", "at": "layers.1.output"}],
-        }
-        made: dict[str, Any] = (
-            await self.tenants.send("POST", "/v1/presets", self.headers, json=body)
-        ).json()
-        return made
+        return await self._kept(DICTIONARIES)
 
     async def _preset_id(self) -> str:
-        return str((await self._preset_made())["id"])
+        return await self._kept(PRESETS)
 
     async def _preset(self) -> str:
-        return str((await self._preset_made())["name"])
+        return await self._kept(PRESETS, "name")
 
     async def _response_id(self) -> str:
         answer = await self.tenants.send("POST", "/v1/responses", self.headers, json={"input": "one"})
@@ -241,14 +157,11 @@ def nothing(route: Served) -> dict[str, str]:
     return {name: secrets.token_urlsafe(24) for name in names}
 
 
-def test_every_route_is_known_here_and_asks_for_a_key_unless_it_is_open():
-    assert {str(route) for route in ROUTES} == set(ACCESS)
+def test_every_route_asks_for_a_key_unless_it_is_open_and_gives_nothing_but_what_is_known_here():
+    assert {str(route) for route in ROUTES} >= OPEN | SAME | set(QUERIES)
     for route in ROUTES:
-        assert (route.scopes is None) == (ACCESS[str(route)] is Access.OPEN), route
-        assert (ACCESS[str(route)] is Access.OPERATORS) == (Scope.ADMIN in (route.scopes or ())), route
-        assert (ACCESS[str(route)] is Access.SUMMED) == (Scope.METRICS in (route.scopes or ())), route
-        named = {Access.OPEN, Access.NAMED, Access.OPERATORS}
-        assert "{" not in route.path or ACCESS[str(route)] in named, route
+        assert (route.scopes is None) == (access(route) is Access.OPEN), route
+        assert access(route) is not Access.MADE or route.method in {"POST", "PUT"}, f"what does {route} give?"
     assert {scope for route in CLOSED for scope in route.scopes or ()} == set(Scope)
 
 
@@ -315,7 +228,7 @@ async def test_what_is_named_by_its_id_is_there_for_its_tenant_alone(tenants: Te
 async def test_lists_have_only_a_tenants_own_items_for_every_query(tenants: Tenants):
     ours, theirs = [await tenants.headers(name, *UNPRIVILEGED) for name in ("acme", "rival")]
     for route in ROUTES:
-        if ACCESS[str(route)] is not Access.LISTED:
+        if access(route) is not Access.LISTED:
             continue
         queries = QUERIES[str(route)]
         made = {query: await Theirs(tenants, ours).make(kind) for query, kind in queries.items()}
@@ -334,7 +247,7 @@ async def test_public_answers_are_the_same_for_all_tenants(tenants: Tenants):
     await Theirs(tenants, ours).make("job_id")
     await tenants.server.until_idle()
     for route in ROUTES:
-        if ACCESS[str(route)] is Access.SAME:
+        if access(route) is Access.SAME:
             answers = [await knock(tenants, route, {}, headers) for headers in (ours, theirs)]
             told = [{**answer.json(), "uptime_s": 0} for answer in answers]
             assert told[0] == told[1], route

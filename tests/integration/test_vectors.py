@@ -1,8 +1,8 @@
-"""Stored vectors: accepted uploads, their properties, and refusals that leave nothing behind."""
+"""Stored vectors: files and bodies that are taken or refused, and what their names mean in operations."""
 
 from __future__ import annotations
 
-import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from api_schemas.keys import Scope
-from tests.integration.conftest import ErrorCheck, Serve, Server
-from tests.integration.tenants import Tenants
+from api_schemas.interventions import parse_interventions
+from api_schemas.operation_names import tensors_of
+from nnsight_engine.plans.compile.tensors import read_tensor
+from tests.integration.conftest import ErrorCheck, Server
 from tests.integration.vector_files import ROWS, WIDTH, as_safetensors, bad_files, good_files
 
 NUMBERS = {str(layer): row.tolist() for layer, row in ROWS.items()}
@@ -82,43 +83,6 @@ async def test_numbers_come_as_json_too(server: Server) -> None:
     ]
 
 
-@pytest.mark.both_databases
-async def test_names_have_versions_that_never_come_back(server: Server) -> None:
-    first, second = await make(server), await make(server)
-    assert (first["version"], second["version"]) == (1, 2)
-    assert (await server.client.delete(f"/v1/vectors/{second['id']}")).status_code == 204
-    assert (await make(server))["version"] == 3
-    together = await asyncio.gather(*(make(server, name="calm") for _ in range(8)))
-    assert sorted(made["version"] for made in together) == list(range(1, 9))
-
-
-@pytest.mark.both_databases
-async def test_lists_come_in_pages(server: Server, error_of: ErrorCheck) -> None:
-    made = [await make(server, name=name) for name in ("joy", "calm", "joy")]
-    first = (await server.client.get("/v1/vectors", params={"limit": 2})).json()
-    assert [one["id"] for one in first["data"]] == [made[2]["id"], made[1]["id"]]
-    assert first["has_more"]
-    rest = (await server.client.get("/v1/vectors", params={"after": first["last_id"]})).json()
-    assert rest["data"] == [made[0]]
-    assert not rest["has_more"]
-    named = (await server.client.get("/v1/vectors", params={"name": "joy"})).json()
-    assert [one["version"] for one in named["data"]] == [2, 1]
-    assert (await server.client.get(f"/v1/vectors/{made[0]['id']}")).json() == made[0]
-    error_of(await server.client.get("/v1/vectors", params={"after": "vec_0"}), 404, "vector_not_found")
-    assert (await server.client.delete(f"/v1/vectors/{made[0]['id']}")).status_code == 204
-    for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
-        answer = await server.client.request(method, f"/v1/vectors/{made[0]['id']}{path}")
-        error_of(answer, 404, "vector_not_found")
-
-
-@pytest.mark.both_databases
-async def test_they_outlive_the_server(serve: Serve) -> None:
-    async with serve() as server:
-        made = await make(server)
-    async with serve() as server:
-        assert (await server.client.get(f"/v1/vectors/{made['id']}")).json() == made
-
-
 async def test_bad_files_are_refused_and_leave_nothing(
     server: Server, tmp_path: Path, error_of: ErrorCheck
 ) -> None:
@@ -133,34 +97,7 @@ async def test_bad_files_are_refused_and_leave_nothing(
     assert (await make(server))["version"] == 1
 
 
-async def test_files_cut_off_anywhere_are_refused(server: Server, tmp_path: Path) -> None:
-    for name, (kind, content) in good_files(tmp_path).items():
-        whole = (await upload(server, content, name)).json()
-        if kind != "json":
-            for end in range(0, len(content), max(1, len(content) // 24)):
-                answer = await upload(server, content[:end], name)
-                # What only pads the end may be missing.
-                is_whole = answer.status_code == 201 and answer.json()["sha256"] == whole["sha256"]
-                assert is_whole or answer.status_code in {400, 415}, (name, end, answer.text)
-
-
-async def test_files_with_a_byte_changed_are_taken_or_refused_and_never_break_the_server(
-    server: Server, tmp_path: Path
-) -> None:
-    random = np.random.default_rng(0)
-    for name, (_, content) in good_files(tmp_path).items():
-        for place in random.integers(0, min(len(content), 400), 40):
-            changed = bytearray(content)
-            changed[place] ^= 1 << int(random.integers(8))
-            answer = await upload(server, bytes(changed), name)
-            assert answer.status_code in {201, 400, 415, 413}, (name, place, answer.text)
-
-
 BAD_BODIES: list[tuple[dict[str, Any], int, str]] = [
-    ({"vectors": NUMBERS}, 422, "invalid_shape"),
-    ({"name": "Joy", "vectors": NUMBERS}, 422, "invalid_shape"),
-    ({"name": "joy@2", "vectors": NUMBERS}, 422, "invalid_shape"),
-    ({"name": "a" * 65, "vectors": NUMBERS}, 422, "invalid_shape"),
     ({"name": "joy"}, 422, "invalid_shape"),
     ({"name": "joy", "vectors": {}}, 422, "invalid_shape"),
     ({"name": "joy", "vectors": NUMBERS, "at": "layers.1.output"}, 422, "invalid_shape"),
@@ -175,7 +112,6 @@ BAD_BODIES: list[tuple[dict[str, Any], int, str]] = [
     ({"name": "joy", "at": "layers.9.output", "values": [1.0] * 8}, 400, "unknown_layer"),
     ({"name": "joy", "at": ["layers.1.output"] * 2, "values": [1.0] * 8}, 400, "invalid_value"),
     ({"name": "joy", "at": "layers.1:3.output", "values": [[1.0] * 8] * 3}, 400, "wrong_width"),
-    ({"name": "joy", "vectors": NUMBERS, "shared": "yes"}, 422, "invalid_shape"),
     (
         {"name": "joy", "vectors": {"1": {"dtype": "float32", "shape": [8], "data": "AAAA"}}},
         400,
@@ -192,74 +128,138 @@ async def test_bad_bodies_are_refused(server: Server, error_of: ErrorCheck) -> N
 
 async def test_bad_forms_are_refused(server: Server, error_of: ErrorCheck) -> None:
     good = as_safetensors()
-    error_of(await upload(server, good, name="J"), 422, "invalid_shape")
-    error_of(await upload(server, good, shared="maybe"), 422, "invalid_shape")
     error_of(await upload(server, good, vectors="x"), 400, "bad_request")
     error_of(await upload(server, good, at="layers.1.output"), 400, "invalid_vector_file")
-    form = {"content-type": "multipart/form-data; boundary=x"}
-    parts = 'content-disposition: form-data; name="{}"; filename="f"\r\n\r\nx\r\n--x'
-    for content in (
-        "",
-        "--x--\r\n",
-        "--x\r\n" + parts.format("other") + "--\r\n",
-        f"--x\r\n{parts.format('file')}\r\n{parts.format('file')}--\r\n",
-        "--x\r\n" + "a: b\r\n" * 5000 + "\r\n--x--",
-        "--y\r\n\r\n--y--",
-        '--x\r\ncontent-disposition: form-data; name="name"\r\n\r\n' + "a" * 100000 + "\r\n--x--\r\n",
-    ):
-        error_of(await server.client.post("/v1/vectors", content=content, headers=form), 400, "bad_request")
-    without = {"content-type": "multipart/form-data"}
-    error_of(await server.client.post("/v1/vectors", content="x", headers=without), 400, "bad_request")
-    for origin in ("https://elsewhere.example", "null"):
-        error_of(await upload(server, good, headers={"origin": origin}), 403, "origin_not_allowed")
-    assert (await upload(server, good, headers={"origin": "http://localhost"})).status_code == 201
-    raw = {"content-type": "application/octet-stream"}
-    error_of(await server.client.post("/v1/vectors", content=good, headers=raw), 400, "bad_request")
+
+
+ROW = {layer: row.tolist() for layer, row in ROWS.items()}
+JOY = {"name": "joy"}
+
+
+def steer(vector: Any = JOY, at: Any = "layers.1.output", **rest: Any) -> dict[str, Any]:
+    return {"op": "steer", "at": at, "vector": vector, **rest}
+
+
+async def keys_of(server: Server, operation: dict[str, Any], tenant: str = "") -> str:
+    """Return the hashes of an operation's tensors, by which plans know them."""
+    operations = parse_interventions([operation])
+    resolver = server.context.vectors.resolver(tenant)
+    resolved = await resolver.resolved(operations[0], "interventions.0")
+    return " ".join(read_tensor(tensor, "x").key() for tensor in tensors_of(resolved).values())
 
 
 @pytest.mark.both_databases
-async def test_a_full_store_takes_no_more(serve: Serve, error_of: ErrorCheck) -> None:
-    async with serve(vector_store_bytes=100) as server:
-        made = await make(server)
-        body = {"name": "joy", "vectors": NUMBERS}
-        error_of(await server.client.post("/v1/vectors", json=body), 503, "vector_store_full")
-        assert server.context.vectors.used_bytes == 64
-        await server.client.delete(f"/v1/vectors/{made['id']}")
-        await make(server)
+async def test_a_name_is_the_numbers_that_it_stands_for(server: Server) -> None:
+    await make(server)
+    ways: list[tuple[dict[str, Any], Any]] = [
+        (steer(), ROW[1]),
+        (steer(at="layers.2.output"), ROW[2]),
+        (steer(at="layers.-2.output"), ROW[2]),
+        (steer(at="layers.1:3.output"), [ROW[1], ROW[2]]),
+        (steer(at=["layers.2.output", "layers.1.output"]), [ROW[2], ROW[1]]),
+        (steer({"name": "joy@1"}), ROW[1]),
+        (steer({"name": "joy", "layer": 2}, at="layers.*.output"), ROW[2]),
+        (steer({"name": "joy", "layer": -3}, at="layers.0.input"), ROW[1]),
+    ]
+    for operation, numbers in ways:
+        assert await keys_of(server, operation) == await keys_of(server, {**operation, "vector": numbers})
+    ablate = {"op": "ablate", "at": "layers.2.output", "method": "vector", "vector": JOY}
+    assert await keys_of(server, ablate) == await keys_of(server, {**ablate, "vector": ROW[2]})
+    joy = {
+        "vectors": [
+            {"vector": JOY},
+            {"vector": {"name": "joy", "layer": 2}, "weight": -2},
+            {"vector": [1.0] * 8},
+        ]
+    }
+    rows = {
+        "vectors": [{"vector": [ROW[1], ROW[2]]}, {"vector": ROW[2], "weight": -2}, {"vector": [1.0] * 8}]
+    }
+    several = {"op": "steer", "at": "layers.1:3.output"}
+    assert await keys_of(server, several | joy) == await keys_of(server, several | rows)
+    probe = {"op": "probe", "at": "layers.2.output", "weights": JOY}
+    assert await keys_of(server, probe) == await keys_of(server, {**probe, "weights": ROW[2]})
 
 
-@pytest.mark.both_databases
-async def test_a_tenant_sees_its_own_and_shared_ones(tenants: Tenants, error_of: ErrorCheck) -> None:
-    server, client = tenants.server, tenants.server.client
-    operator, acme, other = [
-        await tenants.headers(name, *scopes)
-        for name, scopes in (("operator", ()), ("acme", (Scope.INTERVENTIONS,)), ("other",
-        (Scope.INTERVENTIONS,)))
-    ]  # fmt: skip
-    own = await make(server, acme)
-    shared = await make(server, operator, shared=True)
-    hidden = await make(server, operator)
-    for made in (own, hidden):
-        for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
-            answer = await client.request(method, f"/v1/vectors/{made['id']}{path}", headers=other)
-            error_of(answer, 404, "vector_not_found")
-    listed = (await client.get("/v1/vectors", headers=other)).json()["data"]
-    assert [(one["id"], one["own"], one["shared"]) for one in listed] == [(shared["id"], False, True)]
-    assert sorted(await content_of(server, shared["id"], other)) == ["layers.1.output", "layers.2.output"]
+async def test_the_answer_says_which_version_it_was(server: Server) -> None:
+    first = await make(server)
+    second = await make(server, vectors={"1": [0.5] * 8})
+    operations = [
+        steer(),
+        {"op": "capture", "at": "layers.1.output"},
+        steer({"name": "joy@1"}),
+        steer([1.0] * 8),
+    ]
+    whole = (await server.complete(interventions=operations)).json()["choices"][0]
+    newest, capture, older, numbers = whole["interventions"]["applied"]
+    assert newest["vector"] == {"name": "joy", "version": 2, "id": second["id"]}
+    assert older["vector"] == {"name": "joy", "version": 1, "id": first["id"]}
+    assert "vector" not in capture
+    assert "vector" not in numbers
+    streamed = await server.complete(interventions=operations, stream=True)
+    events = [json.loads(line[6:]) for line in streamed.text.split("\n\n") if line.startswith("data: {")]
+    assert events[-1]["choices"][0]["interventions"]["applied"][0]["vector"] == newest["vector"]
+    chat = {"messages": [{"role": "user", "content": "hello"}], "interventions": operations}
+    answer = (await server.client.post("/v1/chat/completions", json=chat)).json()["choices"][0]
+    assert answer["interventions"]["applied"][2]["vector"] == older["vector"]
+
+
+async def test_the_answer_has_all_vectors_of_an_operation(server: Server) -> None:
+    joy = await make(server)
+    anger = await make(server, name="anger")
+    named = [{"vector": {"name": "anger"}, "weight": -1}, {"vector": [1.0] * 8}, {"vector": JOY}]
+    both = {"op": "steer", "at": "layers.1.output", "vectors": named}
+    numbers = {"op": "steer", "at": "layers.1.output", "vectors": [{"vector": [1.0] * 8}]}
+    one = {"op": "steer", "at": "layers.1.output", "vectors": [{"vector": JOY}], "mode": "project_out"}
+    answer = (await server.complete(interventions=[both, numbers, one])).json()["choices"][0]
+    applied = answer["interventions"]["applied"]
+    ids = [[used["id"] for used in entry.get("vectors", [])] for entry in applied]
+    assert ids == [[anger["id"], joy["id"]], [], [joy["id"]]]
+    assert "vectors" not in applied[1]
+    assert not any("vector" in entry for entry in applied)
+
+
+async def test_what_a_name_cannot_mean_is_refused(server: Server, error_of: ErrorCheck) -> None:
+    await make(server)
+    await make(server, name="inputs", vectors={"layers.1.output": ROW[1]})
+    bad: list[tuple[dict[str, Any], str, str]] = [
+        (steer({"name": "sorrow"}), "unknown_vector", "interventions.0.vector"),
+        (steer({"name": "joy@2"}), "unknown_vector", "interventions.0.vector"),
+        (steer({"name": "joy@0"}), "unknown_vector", "interventions.0.vector"),
+        (steer({"name": "joy@" + "9" * 40}), "unknown_vector", "interventions.0.vector"),
+        (steer({"name": "Joy'; DROP"}), "unknown_vector", "interventions.0.vector"),
+        (steer(at="layers.0.output"), "vector_mismatch", "interventions.0.vector"),
+        (steer(at="layers.*.output"), "vector_mismatch", "interventions.0.vector"),
+        (steer(at="layers.1.input"), "vector_mismatch", "interventions.0.vector"),
+        (steer({"name": "joy", "layer": 0}), "vector_mismatch", "interventions.0.vector"),
+        (steer({"name": "joy", "layer": 9}), "unknown_layer", "interventions.0.vector.layer"),
+        (steer(at="logits"), "unknown_point", "interventions.0.at"),
+        (steer(at=["layers.1.output"] * 2), "invalid_value", "interventions.0.at"),
+        (
+            {
+                "op": "steer",
+                "at": "layers.1.output",
+                "vectors": [{"vector": JOY}, {"vector": {"name": "sorrow"}}],
+            },
+            "unknown_vector",
+            "interventions.0.vectors.1.vector",
+        ),
+        (
+            {"op": "steer", "at": "layers.0.output", "vectors": [{"vector": JOY}]},
+            "vector_mismatch",
+            "interventions.0.vectors.0.vector",
+        ),
+        (
+            {"op": "patch", "at": "layers.1.output", "values": JOY, "where": {"positions": [0]}},
+            "unsupported_combination",
+            "interventions.0.values",
+        ),
+    ]
+    for operation, code, param in bad:
+        for stream in (False, True):
+            answer = await server.complete(interventions=[operation], stream=stream)
+            error_of(answer, 400, code)
+            assert answer.json()["error"]["param"] == param
     error_of(
-        await client.get("/v1/vectors", params={"after": own["id"]}, headers=other), 404, "vector_not_found"
+        await server.complete(interventions=[steer({"name": "joy", "version": 1})]), 422, "invalid_shape"
     )
-    error_of(await client.delete(f"/v1/vectors/{shared['id']}", headers=acme), 403, "missing_scope")
-    body = {"name": "mine", "vectors": NUMBERS, "shared": True}
-    error_of(await client.post("/v1/vectors", json=body, headers=acme), 403, "missing_scope")
-    error_of(await upload(server, as_safetensors(), shared="true", headers=acme), 403, "missing_scope")
-    second = await tenants.headers("second-operator")
-    taken = await client.post("/v1/vectors", json={**body, "name": "joy"}, headers=second)
-    error_of(taken, 409, "vector_name_taken")
-    assert (await client.delete(f"/v1/vectors/{shared['id']}", headers=second)).status_code == 204
-    assert server.context.vectors.used_bytes == 128  # of `own` and `hidden`
-
-
-async def test_nothing_is_shared_on_a_server_without_keys(server: Server, error_of: ErrorCheck) -> None:
-    body = {"name": "joy", "vectors": NUMBERS, "shared": True}
-    error_of(await server.client.post("/v1/vectors", json=body), 401, "missing_api_key")

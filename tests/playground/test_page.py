@@ -19,13 +19,13 @@ from playwright.sync_api import Page, Route, expect
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import NewKey, Scope
 from app.auth.keys import Keys
-from app.main import create_app, new_store
 from app.playground.assets import STATIC
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.keys import KeyStore
-from tests.fakes.engine import FakeBehaviour, FakeEngineClient
+from tests.fakes.engine import FakeEngineClient
 from tests.integration.live import listening
+from tests.integration.serving import Application
 from tests.playground.conftest import Open, copied, faults, is_too_wide, link, press, shoot, view_of
 from tests.waiting import wait_for
 
@@ -69,13 +69,9 @@ Serve = Callable[..., AbstractContextManager[Playground]]
 def serve(tmp_path: Path) -> Serve:
     @contextmanager
     def serving(**settings: Any) -> Iterator[Playground]:
-        chosen = Settings(
-            result_dir=tmp_path / "results", data_dir=tmp_path / "data", drain_timeout_s=0, **settings
-        )
-        store = new_store(chosen)
-        engine = FakeEngineClient(chosen, store, FakeBehaviour())
-        with listening(create_app(chosen, engine, store)) as url:
-            yield Playground(url, engine, chosen)
+        served = Application(tmp_path, drain_timeout_s=0, **settings)
+        with listening(served.app) as url:
+            yield Playground(url, served.engine, served.settings)
 
     return serving
 

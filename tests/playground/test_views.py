@@ -243,45 +243,6 @@ def shown_in(page: Page, section: str) -> list[float]:
     return [float(text) for text in cells]
 
 
-def norms(server: Server, layer: int, *steers: dict[str, Any]) -> list[float]:
-    point = f"layers.{layer}.output"
-    capture = {"op": "capture", "at": point, "dtype": "float32", "name": "kept"}
-    answer = asked(server, prompt=PROMPT, max_tokens=6, interventions=[*steers, capture])["choices"][0]
-    tensor = answer["interventions"]["results"]["kept"]["points"][point]
-    values = np.frombuffer(base64.b64decode(tensor["data"]), np.float32).reshape(tensor["shape"])
-    return [float(norm) for norm in np.linalg.norm(values, axis=1)]
-
-
-def probed(server: Server, layer: int, *steers: dict[str, Any]) -> list[float]:
-    vectors = httpx.get(f"{server.base_url}/v1/vectors", params={"name": "joy"}).json()["data"]
-    bias = next(score["bias"] for score in vectors[0]["training"]["layers"] if score["layer"] == layer)
-    point = f"layers.{layer}.output"
-    probe = {"op": "probe", "at": point, "weights": {"name": "joy"}, "bias": bias, "name": "told"}
-    answer = asked(server, prompt=PROMPT, max_tokens=6, interventions=[*steers, probe])["choices"][0]
-    values: list[float] = answer["interventions"]["results"]["told"]["points"][point]
-    return values
-
-
-def test_activations_are_drawn_over_the_text(server: Server, open_page: Open) -> None:
-    chosen = {"layer": 12, "vector": "joy"}
-    page = open_page(
-        link(server.base_url, view="activations", prompt=PROMPT, sampling=SHORT, activations=chosen)
-    )
-    press(page, "Measure")
-    assert shown_in(page, "Norm after layer 12") == pytest.approx(norms(server, 12), rel=0.05)
-    assert shown_in(page, "Probe along joy") == pytest.approx(probed(server, 12), rel=0.05, abs=0.006)
-    text = page.get_by_role("region", name="Norm after layer 12").locator(".heated").text_content()
-    assert text is not None
-    assert text.startswith(PROMPT)
-    shoot(page, "activations-light")
-    page.get_by_label("Layer, as a number").fill("20")
-    expect(page.get_by_role("region", name="Norm after layer 20")).to_be_visible()
-    view_of(page).get_by_text("Running…").wait_for(state="hidden")
-    assert shown_in(page, "Norm after layer 20") == pytest.approx(norms(server, 20), rel=0.05)
-    assert shown_in(page, "Probe along joy") == pytest.approx(probed(server, 20), rel=0.05, abs=0.006)
-    assert norms(server, 12) != pytest.approx(norms(server, 20), rel=0.05)
-
-
 def test_attention_is_shown_head_by_head(server: Server, open_page: Open) -> None:
     page = open_page(
         link(server.base_url, view="attention", prompt=PROMPT, attention={"layer": 3, "head": 2})

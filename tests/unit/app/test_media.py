@@ -15,9 +15,6 @@ from PIL import Image
 from vllm.connections import HTTPConnection
 from vllm.exceptions import VLLMClientError, VLLMUnprocessableEntityError, VLLMValidationError
 
-from api_schemas.keys import Limits, Scope, Tier
-from app.auth.principal import ANONYMOUS, Principal
-from app.engine.cache_salts import isolate_cache
 from app.engine.media import GuardedMediaConnector
 from app.media_parts import num_media_characters
 from app.process_environment import set_engine_defaults
@@ -66,12 +63,6 @@ def host() -> Iterator[Host]:
     found.server.shutdown()
     thread.join()
     found.server.server_close()
-
-
-def caller(tenant: str) -> Principal:
-    if not tenant:
-        return ANONYMOUS
-    return Principal(tenant, "k", frozenset(Scope), Tier.TRUSTED, Limits(), Limits())
 
 
 def fetch(url: str, *domains: str, folder: str = "", waits: bool = False) -> Any:
@@ -140,16 +131,3 @@ def test_media_do_not_count_as_text() -> None:
     assert num_media_characters({"messages": [{"content": [result]}]}) == len(url)
     schema = {"properties": {"content": parts}, "content": parts}
     assert num_media_characters({"tools": [{"function": {"parameters": schema}}], "messages": 3}) == 0
-
-
-def test_names_of_images_are_a_tenant_s_own() -> None:
-    def named(tenant: str, uuid: Any) -> Any:
-        part = {"type": "image_url", "image_url": None, "uuid": uuid}
-        body = {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "x"}]}]}
-        isolate_cache(body, caller(tenant))
-        return part["uuid"]
-
-    assert named("acme", "cat") == named("acme", "cat") != named("rival", "cat")
-    assert named("acme", 7) == named("acme", "7") != named("acme", "8")
-    assert named("acme", None) is None
-    assert named("", "cat") == "cat"

@@ -24,7 +24,6 @@ from nnsight_engine.local_engine.trace_process import TraceProcess
 from nnsight_engine.remote_backend.backpressure import Backpressure
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
-from tests.waiting import wait_for_async
 
 REQUEST = TraceRequest(TraceHead(model="m", dialect="transformers"), [b"blocks"])
 REQUEST.sandbox_of = None
@@ -205,65 +204,61 @@ async def test_a_process_that_does_not_settle_is_replaced_and_the_next_trace_run
     assert first.num_closed == 1
 
 
-@pytest.mark.parametrize("kind", ["local", "session"])
-async def test_what_a_process_asks_for_is_answered_also_where_that_fails(kind: str, tmp_path: Path) -> None:
-    async def fail(*_: Any) -> Any:
-        raise ValueError("it is broken")
+class Asking:
+    """A trace whose process asks its client, or its engine, for something."""
 
-    settings, options = Settings(result_dir=tmp_path), ProcessOptions(model="m")
-    request = TraceRequest(REQUEST.head, [b"blocks"])
-    request.sandbox_of = None
-    request.call_client = fail
-    job = ProcessJob(request, "local", Backpressure(2**22))
-    child = Scripted(Frame(FrameKind.RESULT, b"a part"))
-    processes: TraceProcesses
-    if kind == "local":
-        processes = LocalTraceEngine(options, settings, {})
-        await processes.serve_request(cast("TraceProcess", child), {LOCAL: True}, job)
-    else:
-        processes = SessionTraces(cast("TraceEngine", None), fail, options, settings, {})
-        await processes.serve_request(cast("TraceProcess", child), {OUTLINE: True}, job)
-    await wait_for_async(lambda: child.answers)
-    [answer] = child.answers
-    assert answer.kind is FrameKind.ERROR
-    assert answer.json()["error"]["code"] == ErrorCode.INTERNAL
+    def __init__(self, kind: str, folder: Path, answer: Any, num: int, pause_s: float = 0.0) -> None:
+        self.child = Hasty(*[Frame(FrameKind.RESULT, b"a part")] * num)
+        self.child.pause_s = pause_s
+        self.message = {LOCAL if kind == "local" else OUTLINE: True}
+        request = TraceRequest(REQUEST.head, [b"blocks"])
+        request.sandbox_of = None
+        request.call_client = answer
+        self.job = ProcessJob(request, "local", Backpressure(2**22))
+        settings, options = Settings(result_dir=folder), ProcessOptions(model="m")
+        self.processes: TraceProcesses = (
+            LocalTraceEngine(options, settings, {})
+            if kind == "local"
+            else SessionTraces(cast("TraceEngine", None), answer, options, settings, {})
+        )
+
+    async def ask(self) -> Frame:
+        """Ask once; returns the answer as soon as the process has it."""
+        num = len(self.child.answers)
+        await self.processes.serve_request(cast("TraceProcess", self.child), self.message, self.job)
+        async with asyncio.timeout(60):
+            while len(self.child.answers) == num:  # noqa: ASYNC110 - there is no event to wait for
+                await asyncio.sleep(0)
+        return self.child.answers[-1]
 
 
 class Hasty(Scripted):
     """A process that has an answer before the server knows that it is sent."""
 
+    pause_s = 0.0
+
     async def answer(self, frame: Frame) -> None:
         await super().answer(frame)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(self.pause_s)
+
+
+@pytest.mark.parametrize("kind", ["local", "session"])
+async def test_what_a_process_asks_for_is_answered_also_where_that_fails(kind: str, tmp_path: Path) -> None:
+    async def fail(*_: Any) -> Any:
+        raise ValueError("it is broken")
+
+    answer = await Asking(kind, tmp_path, fail, 1).ask()
+    assert answer.kind is FrameKind.ERROR
+    assert answer.json()["error"]["code"] == ErrorCode.INTERNAL
 
 
 @pytest.mark.parametrize("kind", ["local", "session"])
 async def test_a_process_may_send_its_next_request_as_soon_as_it_has_an_answer(
     kind: str, tmp_path: Path
 ) -> None:
-    async def outline() -> dict[str, Any]:
-        return {}
+    async def answer(*asked: Any) -> Any:
+        return b"done" if asked else {}
 
-    async def call_client(_: Any) -> bytes:
-        return b"done"
-
-    settings, options = Settings(result_dir=tmp_path), ProcessOptions(model="m")
-    request = TraceRequest(REQUEST.head, [b"blocks"])
-    request.sandbox_of = None
-    request.call_client = call_client
-    job = ProcessJob(request, "local", Backpressure(2**22))
-    child = Hasty(*[Frame(FrameKind.RESULT, b"a part")] * 3)
-    processes: TraceProcesses = (
-        LocalTraceEngine(options, settings, {})
-        if kind == "local"
-        else SessionTraces(cast("TraceEngine", None), outline, options, settings, {})
-    )
-    for number in range(3):
-        await processes.serve_request(
-            cast("TraceProcess", child), {LOCAL if kind == "local" else OUTLINE: True}, job
-        )
-        async with asyncio.timeout(60):
-            while len(child.answers) <= number:  # noqa: ASYNC110 - there is no event to wait for
-                await asyncio.sleep(0)
-    assert [answer.kind is FrameKind.ERROR for answer in child.answers] == [False] * 3
-    await processes.ended(job)
+    asking = Asking(kind, tmp_path, answer, 3, pause_s=0.05)
+    assert [(await asking.ask()).kind is FrameKind.ERROR for _ in range(3)] == [False] * 3
+    await asking.processes.ended(asking.job)

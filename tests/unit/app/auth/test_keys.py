@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Iterator
-from pathlib import Path
 from typing import Literal
 
 import argon2
@@ -14,9 +13,11 @@ from sqlalchemy import Engine, event
 from api_schemas.errors import ApiError
 from api_schemas.keys import CreatedKey, Limits, NewKey
 from app.auth import keys as keys_module
+from app.auth import lookups as lookups_module
 from app.auth import secrets
 from app.auth.keys import Keys
 from app.auth.login_throttle import LoginThrottle
+from app.auth.lookups import Lookups
 from app.auth.secrets import new_secret
 from app.refusals import ThrottledError
 from app.storage.database import Database
@@ -81,16 +82,13 @@ class Bench:
 
 
 @pytest.fixture
-async def bench(tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+async def bench(database: Database, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     costs = Costs(secrets._HASHER)  # noqa: SLF001 - with the costs that it has
-    database = Database(tmp_path, database_url)
-    await database.start()
     event.listen(Engine, "before_cursor_execute", costs.note)
     monkeypatch.setattr(secrets, "_HASHER", costs)
     bench = Bench(Keys(KeyStore(database)), database, costs)
     yield bench
     await bench.keys.close()
-    await database.close()
     event.remove(Engine, "before_cursor_execute", costs.note)
 
 
@@ -281,3 +279,64 @@ async def test_jobs_go_on_for_any_successor_that_works(bench: Bench):
     assert await holder() == second.id
     await bench.keys.revoke(second.id)
     assert await holder() is None
+
+
+class Table:
+    """What is read, and the ids of each reading.
+
+    Attributes:
+        numbers: By id.
+        read: Ids that were asked for, together.
+        may_end: Readings last until it is set.
+    """
+
+    def __init__(self) -> None:
+        self.numbers = {"a": 1}
+        self.read: list[set[str]] = []
+        self.may_end = asyncio.Event()
+        self.fails = False
+
+    async def find(self, ids: Collection[str]) -> dict[str, int]:
+        self.read.append(set(ids))
+        found = {one: self.numbers[one] for one in ids if one in self.numbers}
+        await self.may_end.wait()
+        if self.fails:
+            raise OSError("no database")
+        return found
+
+
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookups_module, "_PAUSE_S", 0.0)
+
+
+async def turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.usefixtures("no_pause")
+async def test_what_is_asked_during_a_reading_is_read_after_it_and_together():
+    table = Table()
+    lookups = Lookups(table.find)
+    first = asyncio.create_task(lookups.find("b"))
+    await turns()
+    table.numbers["b"] = 2  # made while the reading, which has not seen it, goes on
+    others = [asyncio.create_task(lookups.find(one)) for one in "abbc"]
+    await turns()
+    table.may_end.set()
+    assert await first is None
+    assert await asyncio.gather(*others) == [1, 2, 2, None]
+    assert table.read == [{"b"}, {"a", "b", "c"}]
+
+
+@pytest.mark.usefixtures("no_pause")
+async def test_a_failed_lookup_raises_for_its_callers_and_the_next_goes_on():
+    table = Table()
+    lookups = Lookups(table.find)
+    table.fails = True
+    table.may_end.set()
+    answers = await asyncio.gather(lookups.find("a"), lookups.find("b"), return_exceptions=True)
+    assert all(isinstance(answer, OSError) for answer in answers)
+    table.fails = False
+    assert await lookups.find("a") == 1

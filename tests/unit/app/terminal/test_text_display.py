@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from api_schemas.results import LogitLensResult
-from app.terminal.lens import heat, print_lens
+from app.terminal.lens import print_lens
 from app.terminal.steering import Comparison, SteeringRequest
 from app.terminal.text_display import MARK, plain, visible, with_differences
 
@@ -52,21 +52,6 @@ def test_long_texts_are_compared_once_they_are_complete() -> None:
     assert len(marked(done[1])) < 100
 
 
-def test_texts_are_compared_again_only_when_one_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[tuple[str, str]] = []
-
-    def count(baseline: str, steered: str, *, is_done: bool) -> tuple[Text, Text]:
-        compared.append((baseline, steered))
-        return with_differences(baseline, steered, is_done=is_done)
-
-    monkeypatch.setattr("app.terminal.steering.with_differences", count)
-    shown = Comparison(SteeringRequest("I", is_chat=False, options={}, steers=[]), "joy")
-    for text in (" think", " think", " am", " am"):
-        shown.texts[1] = text
-        shown.draw(100)
-    assert compared == [("", " think"), ("", " am")]
-
-
 def test_a_model_cannot_steer_the_terminal() -> None:
     assert plain("a\x1b[2Jb\r\nc\td\u202e\x9b\u061c") == "a�[2Jb\nc\td���"
     assert plain("a\r") + plain("\nb") == "a\nb", "a line's end that comes in two pieces"
@@ -95,13 +80,6 @@ def test_a_lens_fits_the_terminal(width: int) -> None:
         assert ("·token0" in file.getvalue()) == show_all
         assert [line.split()[0] for line in lines[1:3]] == ["10", "2"]
         assert "·word11  50%" in file.getvalue()
-
-
-def test_a_likelier_token_is_brighter() -> None:
-    grounds = [heat(probability).bgcolor for probability in (0.0, 0.1, 0.5, 1.0)]
-    greens = [ground.triplet.green for ground in grounds if ground is not None and ground.triplet is not None]
-    assert greens == sorted(set(greens))
-    assert len(greens) == 4
 
 
 def test_commands_start_without_torch_vllm_and_the_server() -> None:

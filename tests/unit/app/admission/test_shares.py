@@ -1,0 +1,254 @@
+"""Shares of tenants: one rule for all counts, queues in which senders take turns, slots nobody has alone."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from fractions import Fraction
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from api_schemas.errors import ApiError, ErrorCode
+from app.admission.fair_queue import FairQueue
+from app.admission.slot_pool import Slot, SlotPool
+from app.allowance import Allowance, part_of
+from app.received_bytes import ReceivedBytes
+from app.settings import Settings
+from app.storage.disk_quota import DiskQuota
+from app.storage.storage_usage import Holder
+from app.tenant_budget import TenantBudget
+
+SHARES = st.integers(1, 1000).map(lambda thousandths: thousandths / 1000)
+TOTALS = st.integers(0, 2**48)
+TENANTS = ["", "acme", "rival", "third"]
+
+
+@given(TOTALS | st.integers(0, 1000).map(lambda number: 1000 * number), SHARES)
+@example(100, 0.07)  # in floating point, more than 7
+def test_a_share_is_the_decimal_part_rounded_up(total: int, share: float) -> None:
+    part, exact = part_of(total, share), Fraction(str(share)) * total
+    assert exact <= part < exact + 1
+    assert 0 <= part <= total
+    assert part_of(total, 1.0) == total
+    assert (part == 0) == (total == 0)  # whatever there is, everybody may have one
+
+
+@given(st.integers(0, 50), SHARES, st.sampled_from(TENANTS), st.data())
+def test_what_is_refused_is_beyond_the_rule_and_says_so(
+    total: int, share: float, tenant: str, data: st.DataObject
+) -> None:
+    allowance = Allowance.of("things", total, share, ErrorCode.RATE_LIMITED, "wait")
+    own, more = data.draw(st.integers(0, 60)), data.draw(st.integers(1, 60))
+    is_beyond = bool(tenant) and own + more > allowance.each
+    assert allowance.permits(tenant, own, more) is not is_beyond
+    refused(
+        allowance, lambda: allowance.check(tenant, own, more), f"The tenant {tenant!r}" if is_beyond else ""
+    )
+    is_full = own + more > total
+    refused(allowance, lambda: allowance.check_total(own, more), "This server" if is_full else "")
+    assert allowance.most(tenant) == (allowance.each if tenant else total)
+
+
+def refused(allowance: Allowance, check: Callable[[], None], who: str) -> None:
+    """Check that a check passes, or that it refuses in the words that all refusals have."""
+    if not who:
+        check()
+        return
+    most = allowance.total if who == "This server" else allowance.each
+    with pytest.raises(ApiError) as caught:
+        check()
+    assert caught.value.code is allowance.code
+    assert caught.value.message.startswith(f"{who} may have {most} {allowance.what} and has ")
+    assert caught.value.message.endswith(f"; {allowance.then}.")
+
+
+@dataclasses.dataclass
+class StallCounter:
+    """Bytes that somebody counts."""
+
+    take: Callable[[str, int], None]
+    give_back: Callable[[str, int], None]
+
+
+def received(allowance: Allowance) -> StallCounter:
+    counts = ReceivedBytes(allowance)
+    return StallCounter(lambda who, num: counts.add(num, who), lambda who, num: counts.release(num, who))
+
+
+def jobs(allowance: Allowance) -> StallCounter:
+    counts = DiskQuota(allowance)
+    return StallCounter(
+        lambda who, num: counts.take(num, Holder(who)), lambda who, num: counts.give_up(num, Holder(who))
+    )
+
+
+@pytest.mark.parametrize("counted", [received, jobs])
+@given(
+    total=st.integers(1, 60),
+    share=SHARES,
+    steps=st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(1, 30), st.booleans()), max_size=40),
+)
+def test_counts_of_bytes_keep_to_the_rule(
+    counted: Callable[[Allowance], StallCounter], total: int, share: float, steps: list[tuple[str, int, bool]]
+) -> None:
+    allowance = Allowance.of("bytes", total, share)
+    counts, held = counted(allowance), collections.Counter[str]()
+    for tenant, num, is_taken in steps:
+        if not is_taken:
+            returned = min(num, held[tenant])
+            counts.give_back(tenant, returned)
+            held[tenant] -= returned
+            continue
+        has_room = allowance.permits(tenant, held[tenant], num) and held.total() + num <= total
+        if has_room:
+            counts.take(tenant, num)
+            held[tenant] += num
+        else:
+            with pytest.raises(ApiError, match="may have"):
+                counts.take(tenant, num)
+        assert held.total() <= total
+        assert all(held[one] <= allowance.each for one in TENANTS if one)
+
+
+@given(
+    num=st.integers(1, 6),
+    max_waiting=st.integers(0, 6),
+    share=SHARES,
+    steps=st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(0, 9)), max_size=60),
+)
+async def test_slots_keep_to_the_rule_and_none_is_free_for_long(
+    num: int, max_waiting: int, share: float, steps: list[tuple[str, int]]
+) -> None:
+    slots, waiting = Allowance.of("slots", num, share), Allowance.of("waiting", max_waiting, share)
+    pool, slots_requested = SlotPool(slots, waiting), list[Slot]()
+    for tenant, choice in steps:
+        if choice < 4 and slots_requested:
+            slots_requested.pop(choice % len(slots_requested)).release()
+        else:
+            with contextlib.suppress(ApiError):
+                slots_requested.append(pool.request(tenant, object()))
+        granted = collections.Counter(one.tenant for one in slots_requested if one.is_granted)
+        queued = collections.Counter(one.tenant for one in slots_requested if not one.is_granted)
+        assert granted.total() <= num
+        assert queued.total() == pool.num_waiting <= max_waiting
+        for one in filter(None, TENANTS):
+            assert granted[one] <= slots.each
+            assert queued[one] <= waiting.each
+        # Who waits could have no more: all slots are taken, or all of the tenant's share.
+        is_full = granted.total() == num
+        assert all(
+            is_full or (one and granted[one] == slots.each) for one, number in queued.items() if number
+        )
+
+
+@given(SHARES, st.integers(1, 500))
+def test_the_budget_of_a_tenant_has_a_share_of_everything(share: float, number: int) -> None:
+    settings = Settings(tenant_share=share, max_queued_traces=number, max_queued_jobs=number)
+    budget = TenantBudget.of(settings)
+    for field in dataclasses.fields(budget):
+        allowance: Allowance = getattr(budget, field.name)
+        assert allowance.each == part_of(allowance.total, share), field.name
+    assert budget.waiting_jobs.total == budget.waiting_traces.total == number
+
+
+def pool(num: int = 4, max_waiting: int = 4) -> SlotPool:
+    return SlotPool(Allowance.of("things", num, 0.5), Allowance.of("things that wait", max_waiting, 0.5))
+
+
+def granted(asked: list[Slot]) -> list[bool]:
+    return [slot.is_granted for slot in asked]
+
+
+async def test_no_tenant_exceeds_its_share_and_tenants_take_turns() -> None:
+    some = pool()
+    ours = [some.request("a", "one request") for _ in range(6)]
+    assert granted(ours) == [True, True, False, False, False, False]
+    theirs, third = [some.request("b", n) for n in range(3)], some.request("c", 0)
+    assert granted([*theirs, third]) == [True, True, False, False]
+    ours[0].release()
+    ours[0].release()
+    assert granted([ours[2], theirs[2], third]) == [True, False, False]
+    theirs[0].release()
+    theirs[1].release()
+    assert granted([ours[3], theirs[2], third]) == [False, True, True]
+    for slot in [*ours, *theirs, third]:
+        slot.release()
+    assert some.num_waiting == 0
+    assert granted([some.request(tenant, 0) for tenant in "abcd"]) == [True] * 4
+
+
+async def test_who_waits_already_or_may_exceed_the_queue_is_let_into_it() -> None:
+    some = pool()
+    for number in range(4):
+        some.request("a", number)
+    with pytest.raises(ApiError, match="The tenant 'a' may have 2 things that wait"):
+        some.request("a", 4)
+    some.request("a", 3)  # of one that waits already
+    some.request("a", 4, may_exceed_queue=True)
+    assert granted([some.request("b", number) for number in range(3)]) == [True, True, False]
+
+
+async def test_a_cancelled_wait_leaves_nothing_behind() -> None:
+    some = pool(num=1)
+
+    async def hold(name: str) -> None:
+        async with some.request(name, name):
+            await asyncio.sleep(3600)
+
+    tasks = [asyncio.create_task(hold(name)) for name in "abc"]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    await asyncio.sleep(0.01)
+    assert some.num_waiting == 1
+    tasks[0].cancel()
+    tasks[2].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert some.num_waiting == 0
+    assert some.request("d", 0).is_granted
+
+
+def filled(*items: tuple[str, str]) -> FairQueue[str]:
+    queue: FairQueue[str] = FairQueue()
+    for sender, item in items:
+        queue.add(sender, item)
+    return queue
+
+
+GIVEN = (("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1"), ("b", "b2"))
+
+
+async def test_one_of_each_sender_in_turn() -> None:
+    queue = filled(*GIVEN)
+    foretold = list(queue)
+    assert len(queue) == 6
+    assert [await queue.take() for _ in range(6)] == foretold == ["a1", "b1", "c1", "a2", "b2", "a3"]
+    assert len(queue) == 0
+
+
+async def test_a_later_tenant_does_not_wait_for_all_requests_of_another() -> None:
+    queue = filled(("a", "a1"), ("a", "a2"), ("a", "a3"))
+    assert await queue.take() == "a1"
+    queue.add("b", "b1")
+    assert [await queue.take() for _ in range(3)] == ["a2", "b1", "a3"]
+
+
+async def test_what_is_removed_is_not_taken() -> None:
+    queue = filled(*GIVEN)
+    assert queue.remove("a1")
+    assert queue.remove("c1")
+    assert not queue.remove("c1")
+    assert [await queue.take() for _ in range(4)] == ["a2", "b1", "a3", "b2"]
+
+
+async def test_taking_waits_for_an_item() -> None:
+    queue: FairQueue[str] = FairQueue()
+    taking = asyncio.create_task(queue.take())
+    await asyncio.sleep(0)
+    assert not taking.done()
+    queue.add("a", "a1")
+    assert await taking == "a1"

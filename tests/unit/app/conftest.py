@@ -1,0 +1,18 @@
+"""A database of a test's own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from app.storage.database import Database
+
+
+@pytest.fixture
+async def database(tmp_path: Path, database_url: str) -> AsyncIterator[Database]:
+    database = Database(tmp_path, database_url)
+    await database.start()
+    yield database
+    await database.close()

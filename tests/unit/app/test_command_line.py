@@ -1,0 +1,384 @@
+"""The command line up to the point where vLLM is imported, and the settings that it makes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+import nnsight_engine
+from api_schemas.keys import Key, NewKey
+from app import serve_command
+from app.auth.keys import Keys
+from app.auth.secrets import Secret
+from app.cli import main
+from app.command_error import CommandError
+from app.model_argument import split_model
+from app.process_environment import environment_for_traces
+from app.serve_command import ServeOptions, _check_callers, _check_sandbox, _steering_line
+from app.settings import Settings
+from app.storage.database import Database
+from app.storage.tables import AuditRow
+
+
+def test_without_a_command_it_shows_its_usage_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "serve" in capsys.readouterr().out
+    for arguments in (["serve", "--help"], ["serve", "model", "-h"]):
+        assert main(arguments) == 0
+        assert "nnsight-engine serve [MODEL]" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert nnsight_engine.__version__ in capsys.readouterr().out
+
+
+def test_a_bad_setting_is_one_line_that_names_the_variable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NNSIGHT_ENGINE_PORT", "many")
+    assert main(["serve"]) == 1
+    message = capsys.readouterr().err
+    assert "NNSIGHT_ENGINE_PORT" in message
+    assert "Traceback" not in message
+
+
+def test_replicas_are_asked_for_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(tmp_path))
+    for arguments, status, expected in (
+        (["--replicas", "two"], 2, "'--replicas'"),
+        (["--replicas", "2", "--host", "0.0.0.0"], 1, "without keys"),
+        (["--replicas", "0", "--port", "0"], 1, "replicas may be 0 only if max_replicas"),
+    ):
+        assert main(["serve", "model", *arguments]) == status
+        message = capsys.readouterr().err
+        assert expected in message
+        assert "Traceback" not in message
+
+
+OF_ONE_SERVER = (
+    "--allowed-origins", "--middleware", "--disable-fastapi-docs", "--h11-max-header-count",
+    "--enable-ssl-refresh", "--disable-uvicorn-access-log", "--uvicorn-log-level",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("option", "command"),
+    [
+        *itertools.product(["--grpc", "--tool-server"], [[], ["--replicas", "2"]]),
+        *((option, ["--replicas", "2"]) for option in OF_ONE_SERVER),
+        ("--ssl-certfile", ["--replicas", "2"]),
+        ("--uds", ["--replicas", "2"]),
+        ("--root-path", ["--replicas", "2"]),
+        ("--api-key=secret", ["--replicas", "2"]),
+        ("--api_key", ["--replicas", "2"]),
+    ],
+)
+def test_an_option_without_effect_is_refused_before_anything_is_loaded(
+    option: str, command: list[str], own_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "model", *command, option, "x"]) == 1
+    message = capsys.readouterr().err
+    assert f"{option.partition('=')[0].replace('_', '-')} is not supported: " in message.replace("\n", " ")
+    assert "secret" not in message
+    assert "Traceback" not in message
+
+
+@pytest.fixture
+def own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_keys_are_made_replaced_and_ended(own_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def listed() -> list[dict[str, Any]]:
+        assert main(["keys", "list", "--json"]) == 0
+        found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+        return found
+
+    assert (
+        main(["keys", "create", "--tenant", "acme", "--scopes", "completions, code", "--tier", "trusted"])
+        == 0
+    )
+    key = capsys.readouterr().out.strip()
+    (made,) = listed()
+    assert key.split("_")[:2] == ["nns", made["id"]]
+    assert (made["tenant"], made["scopes"], made["tier"]) == ("acme", ["completions", "code"], "trusted")
+    assert main(["keys", "rotate", made["id"], "--grace", "1"]) == 0
+    assert capsys.readouterr().out.startswith("nns_")
+    assert [one["replaces"] for one in listed()] == [made["id"], None]
+    assert main(["keys", "revoke", made["id"]]) == 0
+    assert [bool(one["revoked_at"]) for one in listed()] == [False, True]
+    assert main(["keys", "limit", "acme", "requests_per_minute=60,concurrency=4"]) == 0
+    assert "requests_per_minute=60, concurrency=4" in capsys.readouterr().err
+    assert main(["keys", "list"]) == 0
+    assert made["id"] in capsys.readouterr().out
+
+
+def test_a_key_that_a_file_has_is_made_once_and_stays_ended(
+    own_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "key"
+    key_id = "0123456789abcdef"
+    adopt = ["keys", "adopt", str(file), "--tenant", "operators", "--scopes", "admin"]
+    for text in ("", "nns_0123_short", "\x00"):
+        file.write_text(text)
+        assert main(adopt) == 2
+        assert "must contain a key" in capsys.readouterr().err
+    file.write_text(f"nns_{key_id}_{'a' * 43}\n")
+    assert main(adopt) == 0
+    assert main(["keys", "revoke", key_id]) == 0
+    assert main(adopt) == 0
+    capsys.readouterr()
+    assert main(["keys", "list", "--json"]) == 0
+    (made,) = json.loads(capsys.readouterr().out)
+    assert (made["id"], made["tenant"], made["scopes"]) == (key_id, "operators", ["admin"])
+    assert made["revoked_at"] is not None
+    file.write_text(f"nns_{key_id}_{'b' * 43}")
+    assert main(adopt) == 1
+    assert "another secret" in capsys.readouterr().err
+
+
+@pytest.mark.both_databases
+def test_a_key_that_several_adopt_at_once_is_made_once(
+    own_data: Path,
+    database_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As replicas do that start together, each after it has found that the key is nobody's."""
+    monkeypatch.setenv("NNSIGHT_ENGINE_DATABASE_URL", database_url)
+    file, barrier, adopted = tmp_path / "key", threading.Barrier(3), Keys.adopt
+    file.write_text(f"nns_0123456789abcdef_{'a' * 43}\n")
+
+    async def together(keys: Keys, secret: Secret, new: NewKey) -> Key:
+        barrier.wait(30)
+        return await adopted(keys, secret, new)
+
+    monkeypatch.setattr(Keys, "adopt", together)
+    adopt = ["keys", "adopt", str(file), "--tenant", "operators", "--scopes", "admin"]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(main, [adopt] * 3)) == [0, 0, 0]
+    assert capsys.readouterr().err.count("The key 0123456789abcdef of operators is registered.") == 3
+    assert main(["keys", "list", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 1
+    assert asyncio.run(_num_audited(Settings())) == 1
+
+
+async def _num_audited(settings: Settings) -> int:
+    database = Database(settings.data_dir, settings.database_url)
+    await database.start()
+    try:
+        return await database.read(lambda session: session.query(AuditRow).count())
+    finally:
+        await database.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["adopt", "/nowhere/key", "--tenant", "a"], "/nowhere/key"),
+        (["create"], "tenant"),
+        (["create", "--tenant", "A b"], "tenant"),
+        (["create", "--tenant", "a", "--scopes", "all"], "completions, interventions, code, metrics, admin"),
+        (["create", "--tenant", "a", "--limits", "speed=3"], "speed"),
+        (["create", "--tenant", "a", "--presets", "calm,Brief"], "presets.1"),
+        (["create", "--tenant", "a", "--presets", "calm", "--scopes", "admin"], "presets"),
+        (["limit", "a", "concurrency=0"], "concurrency"),
+        (["limit", "a", "concurrency=many"], "concurrency"),
+        (["limit", "a", "concurrency=0.5"], "concurrency"),
+        (["rotate", "none", "--grace", "nan"], "grace_s"),
+        (["revoke", "none"], "'none'"),
+        (["drop"], "drop"),
+    ],
+)
+def test_what_keys_does_not_understand_is_one_line(
+    own_data: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert main(["keys", *arguments]) in {1, 2}
+    message = capsys.readouterr().err
+    assert said in message
+    assert "Traceback" not in message
+
+
+def test_without_keys_it_does_not_listen_to_other_machines(own_data: Path) -> None:
+    elsewhere = Settings(host="0.0.0.0")
+    with pytest.raises(CommandError, match="keys create"):
+        _check_callers(elsewhere)
+    assert not _check_callers(Settings())
+    assert main(["keys", "create", "--tenant", "acme"]) == 0
+    assert _check_callers(elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("options", "missing", "refused"),
+    [
+        ({"sandbox_needs_namespaces": True}, ["user", "network"], True),
+        ({"sandbox_needs_namespaces": True}, [], False),
+        ({"sandbox_needs_namespaces": True, "sandbox": "off"}, ["user", "network"], False),
+        ({}, ["user", "network"], False),
+    ],
+)
+def test_it_does_not_start_where_sandboxes_lack_namespaces_that_they_are_to_have(
+    options: dict[str, Any], missing: list[str], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.serve_command.missing_namespaces", lambda: missing)
+    if not refused:
+        _check_sandbox(Settings(**options))
+        return
+    with pytest.raises(CommandError, match=r"user, network namespace.*sandbox_needs_namespaces"):
+        _check_sandbox(Settings(**options))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "said"),
+    [
+        (["--sandbox", "restricted"], "process", "only a process is a boundary: use 'process'"),
+        (["--sandbox=restricted", "--replicas", "2"], "process", "only a process is a boundary"),
+        ([], "restricted", "NNSIGHT_ENGINE_SANDBOX is wrong"),
+        # It would pass for neither, and code of strangers would run somewhere.
+        (["--sandbox", "proces"], "process", "the sandbox is 'process' or 'off', got 'proces'"),
+        (["gpt2", "--model", "gpt2"], "process", "MODEL is given twice"),
+    ],
+)
+def test_a_value_that_means_nothing_is_refused(
+    arguments: list[str],
+    variable: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("NNSIGHT_ENGINE_SANDBOX", variable)
+    assert main(["serve", *arguments]) == 1
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_model_comes_first_or_as_an_option_or_not_at_all() -> None:
+    assert split_model(["Qwen/Qwen3-0.6B", "--seed", "1"]) == ("Qwen/Qwen3-0.6B", ["--seed", "1"])
+    assert split_model(["--seed", "1", "--model", "a/b", "-tp", "2"]) == ("a/b", ["--seed", "1", "-tp", "2"])
+    assert split_model(["--model=a/b"]) == ("a/b", [])
+    # The value of an option is no model.
+    assert split_model(["--tensor-parallel-size", "2"]) == (None, ["--tensor-parallel-size", "2"])
+    # A file of options comes first, so that the command line takes precedence.
+    assert split_model(["a/b", "--seed", "1", "--config=f"]) == ("a/b", ["--config", "f", "--seed", "1"])
+
+
+@pytest.mark.parametrize("hidden_size", [576, 64])
+def test_the_line_to_try_is_a_steering_request_in_a_shell(hidden_size: int) -> None:
+    spec = SimpleNamespace(name="m", num_layers=30, hidden_size=hidden_size)
+    line = _steering_line(f"http://127.0.0.1:{Settings().port}", spec)
+    assert "\n" not in line
+    body = subprocess.run(
+        ["bash", "-c", 'curl() { printf "%s" "${@: -1}"; }; ' + line],
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout
+    (steer,) = json.loads(body)["interventions"]
+    assert steer["op"] == "steer"
+    assert len(steer["vector"]) == hidden_size
+    assert sum(steer["vector"]) == 1
+
+
+def test_own_options_become_settings_and_others_reach_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[ServeOptions] = []
+    monkeypatch.setattr(serve_command, "run", runs.append)
+    vllm = ["--dtype", "float32", "-tp", "2", "-O3", "-dph", "--rope={'a': 1}", "--stop-token", "-1"]
+    own = ["--local-engine", "--port=1", "--local-engine-device=cuda:1", "--taps", "off", "--compile"]
+    assert main(["serve", "gpt2", *own[:2], *vllm[:5], *own[2:], *vllm[5:], "--replicas", "2"]) == 0
+    (options,) = runs
+    assert options.arguments == ["gpt2", *vllm]
+    assert options.compiles
+    assert options.settings == {
+        "port": 1,
+        "local_engine": True,
+        "local_engine_device": "cuda:1",
+        "taps": "off",
+    }
+    assert options.replicas == {"replicas": 2}
+
+
+def test_a_replica_gets_the_options_of_its_command(monkeypatch: pytest.MonkeyPatch, own_data: Path) -> None:
+    runs: list[Any] = []
+    monkeypatch.setattr("app.replicas.command.run", lambda options, *_, **__: runs.append(options))
+    own = ["--local-engine", "--taps=off", "--compile", "--port", "1"]
+    assert main(["serve", "gpt2", *own, "--dtype", "float32", "--replicas", "2", "--replica-cpus", "1"]) == 0
+    arguments = ["--dtype", "float32", "--local-engine", "--taps=off", "--compile"]
+    model = {"model": "gpt2", "arguments": arguments, "replicas": 2, "num_cpus": 1.0}
+    assert runs == [{"models": [model]}]
+
+
+@pytest.mark.parametrize("option", ["--local-engine-device", "--taps", "--host"])
+@pytest.mark.parametrize("rest", [[], ["--port", "1"]])
+def test_an_option_without_its_value_says_so(
+    option: str, rest: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", option, *rest]) == 2
+    assert option in capsys.readouterr().err
+
+
+# What spawning does with the main module of a console script: it runs it again under another name.
+SCRIPT_AGAIN = (
+    "import runpy, sys\n"
+    "runpy.run_module('app.command', run_name='__mp_main__')\n"
+    "print({'app.cli', 'fastapi', 'torch', 'vllm'} & set(sys.modules))\n"
+)
+
+
+def test_an_engine_s_process_that_spawns_from_it_imports_nothing() -> None:
+    answer = subprocess.run([sys.executable, "-c", SCRIPT_AGAIN], capture_output=True, text=True, check=True)
+    assert answer.stdout == "set()\n"
+
+
+@pytest.mark.parametrize("module", ["app", "app.cli"])
+def test_both_modules_run_the_command_line(module: str) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True
+    )
+    assert answer.stdout.strip() == nnsight_engine.__version__
+    refused = subprocess.run([sys.executable, "-m", module, "nothing"], capture_output=True, check=False)
+    assert refused.returncode == 2
+
+
+def test_the_environment_sets_and_arguments_win(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NNSIGHT_ENGINE_PORT", "9001")
+    monkeypatch.setenv("NNSIGHT_ENGINE_RESULT_TTL_S", "5")
+    assert (Settings().port, Settings().result_ttl_s) == (9001, 5.0)
+    assert Settings(port=9002).port == 9002
+
+
+@pytest.mark.parametrize("bad", [{"port": 70_000}, {"max_json_depth": 10_000}, {"result_ttl_s": 0}])
+def test_values_out_of_bounds_are_refused(bad: dict[str, float]):
+    with pytest.raises(ValidationError):
+        Settings.model_validate(bad)
+
+
+def test_processes_that_run_clients_code_get_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NNSIGHT_ENGINE_HOST", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "VLLM_API_KEY", "DATABASE_URL"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    environment = environment_for_traces()
+    assert "secret" not in environment.values()
+    assert environment["CUDA_VISIBLE_DEVICES"] == "1"
+    assert environment["HF_HUB_OFFLINE"] == "1"
+
+
+def test_jobs_lie_in_the_data_directory_and_a_password_is_not_shown(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_DATA_HOME", "/somewhere")
+    settings = Settings(database_url="postgresql://me:hunter2@there/jobs")
+    assert settings.data_dir == Path("/somewhere/nnsight-engine/server")
+    assert "hunter2" not in repr(settings)
