@@ -44,3 +44,20 @@ def test_all_tenants_are_served_while_one_floods(tmp_path: Path) -> None:
     flood = summary.row("flood", "flood")
     assert flood is not None
     assert flood.num_requests
+    report = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert all(told in report for told in ("TTFT", "ITL", "E2E", "(flood)"))
+
+
+def test_a_threshold_that_is_missed_fails_the_command(tmp_path: Path) -> None:
+    thresholds = tmp_path / "thresholds.toml"
+    thresholds.write_text(
+        '[[threshold]]\nkind = "plain"\nmeasure = "ttft_p50"\nmost = 0.001\n', encoding="utf-8"
+    )
+    command = [sys.executable, "-m", "loadtests", "plain", "--shape", "spike", "--time", "6"]
+    command += ["--thresholds", str(thresholds), "--output", str(tmp_path), "--", "--max-model-len", "1024"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "MISSED plain, spike: ttft_p50 ≤ 0.001" in done.stdout
+    summary = read(tmp_path / "summary.json", Summary)
+    assert [row.phase for row in summary.rows] == ["before", "spike", "after"]
+    assert not any(verdict.is_kept for verdict in summary.verdicts)
