@@ -1,8 +1,15 @@
-"""A model with attention heads that no library knows, for the examples of the extension guide."""
+"""A model with attention heads that no library knows, and envoys for it, as the extension guide has them."""
+
+# Views are defined as the guide does, by the name of the stub, as a setter is.
+# mypy: disable-error-code="no-redef"
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from nnsight_engine.intervention.envoy import Envoy, eproperty
+from nnsight_engine.intervention.hooks import requires_output
 
 NUM_HEADS = 4
 HEAD_WIDTH = 3
@@ -62,3 +69,42 @@ class Attender(torch.nn.Module):
             x, _ = layer(x)
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
+
+
+class AttnEnvoy(Envoy):
+    """Exposes attention output as a list of per-head ``[num_rows, num_tokens, head_width]`` views."""
+
+    @eproperty(key="output")
+    @requires_output
+    def heads(self) -> Any:
+        """Per-head views of the attention output. Mutate in place to edit a head."""
+
+    @heads.preprocess
+    def heads(self, value: Any) -> Any:
+        """Divide what attention returns, alone or in a tuple."""
+        value = value[0] if isinstance(value, tuple) else value
+        num_heads = getattr(self._module, "n_heads", NUM_HEADS)
+        return list(value.unflatten(2, (num_heads, -1)).unbind(dim=2))
+
+    def zero(self, head: int) -> None:
+        """Zero a head: a method is found on the envoy like a property."""
+        self.heads[head][:] = 0
+
+
+class BlockEnvoy(Envoy):
+    """Exposes ``.hidden``, the residual stream at the output of a transformer block."""
+
+    @eproperty(key="output")
+    @requires_output
+    def hidden(self) -> Any:
+        """The block's hidden-state output, unpacked from the tuple layout."""
+
+    @hidden.preprocess
+    def hidden(self, value: Any) -> Any:
+        """Unpack what the block returns."""
+        return value[0] if isinstance(value, tuple) else value
+
+    @hidden.postprocess
+    def hidden(self, value: Any) -> Any:
+        """Pack what is assigned."""
+        return value, None
