@@ -15,40 +15,6 @@ if TYPE_CHECKING:
     from tests.unit.interleaving.conftest import Scene
 
 
-def test_value_read_at_a_place_can_be_used_at_that_place_by_another(scene: Scene) -> None:
-    barrier = Barrier(scene.interleaver, 2)
-    read: list[str] = []
-
-    @scene.block
-    def reads(mediator: Mediator) -> None:
-        read.append(mediator.request("a.i0"))
-        barrier()
-
-    @scene.block
-    def writes(mediator: Mediator) -> None:
-        barrier()
-        mediator.swap("a.i0", read[0] + " swapped")
-
-    assert scene.provide(("a", "value")) == ["value swapped"]
-
-
-def test_value_goes_from_a_later_invoke_to_an_earlier_one(scene: Scene) -> None:
-    barrier = Barrier(scene.interleaver, 2)
-    read: list[str] = []
-
-    @scene.block
-    def writes(mediator: Mediator) -> None:
-        barrier()
-        mediator.swap("a.i0", read[0] + " swapped")
-
-    @scene.block
-    def reads(mediator: Mediator) -> None:
-        read.append(mediator.request("a.i0"))
-        barrier()
-
-    assert scene.provide(("a", "value")) == ["value swapped"]
-
-
 @pytest.mark.parametrize("arrival", list(itertools.permutations(range(3))))
 def test_three_participants_go_on_in_order_of_definition_however_they_come(
     scene: Scene, arrival: tuple[int, ...]
@@ -68,22 +34,6 @@ def test_three_participants_go_on_in_order_of_definition_however_they_come(
     scene.provide(*[(str(number), None) for number in range(3)])
     came = sorted(range(3), key=lambda place: arrival[place])
     assert scene.log == [*(f"{place} comes" for place in came), *(f"{place} goes" for place in range(3))]
-
-
-def test_barrier_is_used_again_and_again(scene: Scene) -> None:
-    barrier = Barrier(scene.interleaver, 2)
-
-    def block_for(name: str) -> None:
-        @scene.block
-        def block(mediator: Mediator) -> None:
-            for number in range(5):
-                scene.log.append(f"{name}{number}")
-                barrier()
-
-    block_for("a")
-    block_for("b")
-    scene.run(lambda: None)
-    assert scene.log == [f"{name}{number}" for number in range(5) for name in "ab"]
 
 
 def test_barriers_are_apart_from_each_other(scene: Scene) -> None:
@@ -107,14 +57,6 @@ def test_barriers_are_apart_from_each_other(scene: Scene) -> None:
 
     scene.run(lambda: None)
     assert scene.log == ["two", "three", "one"]
-
-
-def test_barrier_for_more_than_come_is_an_error_that_counts(scene: Scene) -> None:
-    barrier = Barrier(scene.interleaver, 3)
-    scene.block(lambda mediator: barrier())
-    scene.block(lambda mediator: barrier())
-    with pytest.raises(MissedProviderError, match="barrier for 3 participants was reached by 2 only"):
-        scene.provide(("a", 1))
 
 
 def test_barrier_for_fewer_than_come_leaves_the_last_waiting(scene: Scene) -> None:

@@ -84,15 +84,6 @@ def test_property_of_a_holder_without_a_path_is_known_by_its_key(scene: Scene) -
     assert Holder.doubled.provider(Holder(scene.interleaver, "part")) == "part.numbers"
 
 
-def test_properties_keep_their_name_description_and_docstring() -> None:
-    assert isinstance(Holder.doubled, eproperty)
-    assert (Holder.doubled.name, Holder.doubled.key) == ("doubled", "numbers")
-    assert Holder.doubled.description == "doubled"
-    assert Holder.doubled.__doc__ == "The numbers times two."
-    assert Holder.doubled.iterate
-    assert not Holder.once.iterate
-
-
 def test_preprocess_and_postprocess_stand_between_the_block_and_the_model(scene: Scene) -> None:
     holder = Holder(scene.interleaver, "part")
 
@@ -103,16 +94,6 @@ def test_preprocess_and_postprocess_stand_between_the_block_and_the_model(scene:
 
     assert scene.provide(("part.numbers", torch.tensor([1.0, 2.0])))[0].tolist() == [5.0, 10.0]
     assert scene.log == [[2.0, 4.0]]
-
-
-def test_preprocessed_copy_that_is_edited_does_not_reach_the_model_without_transform(scene: Scene) -> None:
-    holder = Holder(scene.interleaver, "part")
-
-    @scene.block
-    def block(mediator: Mediator) -> None:
-        holder.doubled[:] = 0
-
-    assert scene.provide(("part.numbers", torch.ones(2)))[0].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("then", ["ends", "asks for more", "swaps another"])

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_engine import CONFIG, save
+from nnsight_engine import save
 from nnsight_engine.core.closure_cells import Assignments
 from nnsight_engine.tracing.block_names import stored_in
 from nnsight_engine.tracing.counted_stores import OWN, count_stores
+from tests.shared_names import Program
 from tests.small_models import Rows
 
 
@@ -61,17 +62,6 @@ def test_each_turn_of_a_loop_keeps_its_values(model: Rows, net: Any) -> None:
     torch.testing.assert_close(last, net[0](2 * X))
 
 
-def test_a_later_invoke_sees_what_an_earlier_one_assigned(model: Rows, net: Any) -> None:
-    with model.trace() as tracer:
-        with tracer.invoke(X):
-            hidden = model[0].output.clone()
-        with tracer.invoke(5 * X):
-            _ = model[1].input  # comes after both have had the first layer
-            model[1].input = hidden
-            patched = save(model.output)
-    torch.testing.assert_close(patched, net(X))
-
-
 def test_an_earlier_invoke_sees_a_later_ones_variable_after_a_barrier(model: Rows, net: Any) -> None:
     hidden: Any
     with model.trace() as tracer:
@@ -96,16 +86,6 @@ def test_the_surrounding_code_gets_what_the_last_invoke_assigned(model: Rows, ne
     torch.testing.assert_close(result, net[0](2 * X))
 
 
-def test_a_running_value_is_passed_on(model: Rows) -> None:
-    total = 0
-    with model.trace() as tracer:
-        for _ in range(4):
-            with tracer.invoke(X):
-                _ = model[0].output
-                total = save(total + 1)
-    assert total == 4
-
-
 def test_a_variable_read_too_early_is_a_name_error_that_mentions_barriers(model: Rows) -> None:
     with pytest.raises(NameError, match="later_on") as caught, model.trace() as tracer:
         with tracer.invoke(X):
@@ -113,26 +93,6 @@ def test_a_variable_read_too_early_is_a_name_error_that_mentions_barriers(model:
         with tracer.invoke(X):
             model[0].output = later_on
     assert "tracer.barrier(2)" in caught.value.__notes__[0]
-
-
-def test_invokes_can_be_kept_apart(model: Rows) -> None:
-    CONFIG.APP.CROSS_INVOKER = False
-    try:
-        with pytest.raises(NameError), model.trace() as tracer:
-            with tracer.invoke(X):
-                mine = model[0].output
-            with tracer.invoke(X):
-                _ = model[1].input
-                model[1].input = mine
-        with model.trace() as tracer:
-            with tracer.invoke(X):
-                one = save(model[0].output)
-            with tracer.invoke(X):
-                two = save(model[1].output)
-    finally:
-        CONFIG.APP.CROSS_INVOKER = True
-    assert one.shape == (1, 4)
-    assert two.shape == (1, 2)
 
 
 def test_invokes_written_in_a_function_of_their_own(model: Rows, net: Any) -> None:
@@ -179,20 +139,6 @@ def test_invokes_that_loop_over_the_same_modules(model: Rows, net: Any) -> None:
         assert [path for path, _ in found] == ["model.0", "model.1"]
         torch.testing.assert_close(found[0][1], hidden)
         torch.testing.assert_close(found[1][1], net[1](hidden))
-
-
-def test_an_assignment_that_changes_nothing_is_one(model: Rows) -> None:
-    with model.trace() as tracer:
-        with tracer.invoke(X):
-            name = None
-            _ = model[0].output
-            name = "first"
-            _ = model[1].output
-        with tracer.invoke(X):
-            name = name  # noqa: PLW0127 - what the first invoke has assigned so far
-            _ = model[0].output
-            seen = save([name])
-    assert seen == [None]
 
 
 def test_a_value_left_over_is_never_taken_for_one_that_comes_later(model: Rows) -> None:
@@ -372,3 +318,12 @@ def test_a_type_alias_is_an_assignment() -> None:
     assignments = Assignments(cells)
     exec(compile(ast.fix_missing_locations(module), "aliases", "exec"), {OWN: assignments})
     assert (assignments["X"], assignments["Y"], assignments.total) == (1, 1, 2)
+
+
+def test_random_programs_read_what_they_would_if_their_invokes_ran_one_by_one() -> None:
+    model = Rows(torch.nn.Sequential(*(torch.nn.Identity() for _ in range(6))))
+    given, num_programs, num_passed_on = torch.ones(1, 2), 80, 0
+    for seed in range(num_programs):
+        program = Program(seed)
+        num_passed_on += program.check(program.traced(model, given))
+    assert num_passed_on > num_programs / 2  # an error everywhere would be right, and of no use
