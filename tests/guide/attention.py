@@ -20,13 +20,11 @@ class Attention(torch.nn.Module):
     """Attends, and returns ``[num_rows, num_tokens, WIDTH]``, the heads side by side."""
 
     def __init__(self) -> None:
-        """Make the projection to queries, keys and values."""
         super().__init__()
         self.n_heads = NUM_HEADS
         self.qkv = torch.nn.Linear(WIDTH, 3 * WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Attend from every token to every token."""
         rows, tokens, _ = x.shape
         query, key, value = (
             part.view(rows, tokens, self.n_heads, HEAD_WIDTH).transpose(1, 2)
@@ -41,13 +39,11 @@ class Block(torch.nn.Module):
     """Attention with a residual path; returns a tuple, as blocks of many libraries do."""
 
     def __init__(self) -> None:
-        """Make the attention and the projection after it."""
         super().__init__()
         self.self_attn = Attention()
         self.out = torch.nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return the residual stream, and no attention weights."""
         return x + self.out(self.self_attn(x)), None
 
 
@@ -55,7 +51,6 @@ class Attender(torch.nn.Module):
     """Two blocks and a head, always with the same weights."""
 
     def __init__(self) -> None:
-        """Draw the weights from a seed of their own."""
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(3)
@@ -64,7 +59,6 @@ class Attender(torch.nn.Module):
             self.head = torch.nn.Linear(WIDTH, 7)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return logits, ``[num_rows, num_tokens, 7]``."""
         for layer in self.layers:
             x, _ = layer(x)
         logits: torch.Tensor = self.head(self.norm(x))
@@ -81,7 +75,6 @@ class AttnEnvoy(Envoy):
 
     @heads.preprocess
     def heads(self, value: Any) -> Any:
-        """Divide what attention returns, alone or in a tuple."""
         value = value[0] if isinstance(value, tuple) else value
         num_heads = getattr(self._module, "n_heads", NUM_HEADS)
         return list(value.unflatten(2, (num_heads, -1)).unbind(dim=2))
@@ -101,10 +94,8 @@ class BlockEnvoy(Envoy):
 
     @hidden.preprocess
     def hidden(self, value: Any) -> Any:
-        """Unpack what the block returns."""
         return value[0] if isinstance(value, tuple) else value
 
     @hidden.postprocess
     def hidden(self, value: Any) -> Any:
-        """Pack what is assigned."""
         return value, None

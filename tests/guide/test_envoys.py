@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nnsight_engine import Envoy, LanguageModel, NNsight, save
+from nnsight_engine import Envoy, LanguageModel, NNsight
 from tests.guide.alone import tokens
 from tests.guide.modules import SparseAutoencoder, TinyMLP
 from tests.hook_reference import outputs_of
@@ -27,13 +27,6 @@ def test_attributes_are_the_modules_own(gpt2: LanguageModel) -> None:
     assert attention.num_heads == attention._module.num_heads == 4
     assert gpt2.config is gpt2._module.config
     assert gpt2.lm_head.weight is gpt2.lm_head._module.weight
-
-
-def test_a_path_begins_what_values_are_called(gpt2: LanguageModel) -> None:
-    with gpt2.trace("Hello"):
-        attention = gpt2.transformer.h[0].attn
-        requester = save(gpt2.interleaver.iterate_requester(f"{attention.path}.output"))
-    assert requester == "model.transformer.h.0.attn.output.i0"
 
 
 def test_a_module_that_is_added_joins_the_tree(tiny: NNsight, features: torch.Tensor) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from nnsight_engine.intervention.tracing.base import WithBlockNotFoundError
 
 from nnsight_engine import LanguageModel, NNsight, save
 from nnsight_engine.interleaving.events import MissedProviderError, OutOfOrderError
@@ -63,13 +62,6 @@ def test_a_module_that_does_not_exist_is_answered_with_the_way_to_see_the_tree(
         "TinyMLP at model has no attribute fake_layer. Did you mean 'layer2' or 'layer1'? "
         "print(model) shows the tree."
     )
-
-
-def test_a_with_block_that_is_not_found_says_where_it_was_looked_for(tiny: NNsight) -> None:
-    # Code made at run time, whose text is nowhere.
-    text = "with model.trace(x):\n    model.layer1.output.save()\n"
-    with pytest.raises(WithBlockNotFoundError, match="<made>"):
-        exec(compile(text, "<made>", "exec"), {"model": tiny, "x": torch.ones(1, 5)})
 
 
 # Looking into blocks.

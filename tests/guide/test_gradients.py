@@ -11,7 +11,6 @@ import torch
 from nnsight_engine import LanguageModel, NNsight, save
 from nnsight_engine.interleaving.events import MissedProviderError
 from tests.guide.alone import module_of, tokens
-from tests.guide.modules import TinyMLP
 from tests.hook_reference import gradients
 
 
@@ -146,15 +145,6 @@ def test_gradients_of_invokes_are_those_of_their_rows(gpt2: LanguageModel) -> No
     torch.testing.assert_close(first, *plain_gradients(gpt2, 3))
     assert second.shape == first.shape
     assert not torch.equal(first, second)
-
-
-def test_attribution_patching_of_a_small_model(tiny: NNsight, features: torch.Tensor) -> None:
-    with tiny.trace(features):
-        hidden = tiny.layer1.output
-        with tiny.output[0, 0].backward():
-            attribution = (hidden.grad * hidden).sum().save()
-    plain = TinyMLP()
-    torch.testing.assert_close(attribution, (plain.layer2.weight[0] * plain.layer1(features)).sum())
 
 
 # Asking for gradients, and what has none.

@@ -98,20 +98,6 @@ def test_envoys_are_overridden_or_left_out_for_one_instance() -> None:
     assert type(MyModel("attender").layers[0]) is BlockEnvoy
 
 
-def test_inputs_of_several_invokes_are_prepared_and_batched(model: MyModel) -> None:
-    with model.trace() as tracer:
-        with tracer.invoke("abc"):
-            first = model.output.save()
-        with tracer.invoke(["xy", "z"]):
-            model.layers[0].hidden[:] *= 2
-            others = model.output.save()
-        with tracer.invoke():
-            every = model.output.save()
-    assert torch.equal(every, torch.cat([first, others]))
-    assert torch.equal(first, model._module(encoded("abc", "xy", "z"))[:1])
-    assert not torch.equal(others, model._module(encoded("abc", "xy", "z"))[1:])
-
-
 def test_a_familys_generate_is_a_trace_of_its_steps(model: MyModel) -> None:
     with model.generate("abc", num_steps=3) as tracer:
         steps = [].save()  # type: ignore[attr-defined]

@@ -9,7 +9,6 @@ from types import FrameType, ModuleType
 
 import pytest
 import torch
-from IPython.core.interactiveshell import InteractiveShell
 from nnsight_engine.intervention.backends.base import Backend
 from nnsight_engine.intervention.tracing.base import Info, Tracer, WithBlockNotFoundError
 
@@ -17,15 +16,6 @@ from nnsight_engine import LanguageModel, NNsight, save
 from tests.guide.alone import tokens
 from tests.guide.modules import TinyMLP
 from tests.hook_reference import outputs_of
-
-SCRIPT = """
-import nnsight_engine, torch
-from tests.guide.modules import TinyMLP
-
-model = nnsight_engine.NNsight(TinyMLP())
-with model.trace(torch.ones(1, 5)):
-    hidden = model.layer1.output.save()
-"""
 
 
 def imported(path: Path) -> ModuleType:
@@ -97,15 +87,6 @@ def second(model, x):
     assert torch.equal(module.first(model, x), expected)
     path.write_text("# a line more\n# and another\n" + before.replace("* 2", "* 3"))
     assert torch.equal(module.second(model, x), expected * 2)
-
-
-def test_source_is_found_in_a_notebook_cell() -> None:
-    shell = InteractiveShell()
-    assert shell.run_cell(SCRIPT).error_in_exec is None
-    cell = "with model.trace(torch.zeros(1, 5)):\n    again = model.layer1.output.save()"
-    assert shell.run_cell(cell).error_in_exec is None
-    assert torch.equal(shell.user_ns["hidden"], TinyMLP().layer1(torch.ones(1, 5)))
-    assert torch.equal(shell.user_ns["again"], TinyMLP().layer1(torch.zeros(1, 5)))
 
 
 def test_indentation_of_the_surroundings_is_removed(tiny: NNsight, features: torch.Tensor) -> None:
