@@ -80,19 +80,6 @@ def test_a_barrier_for_one_does_not_wait(scene: Scene) -> None:
     assert scene.log == [1]
 
 
-def test_invoke_that_fails_fails_the_run_though_others_wait_at_a_barrier(scene: Scene) -> None:
-    barrier = Barrier(scene.interleaver, 2)
-    scene.block(lambda mediator: barrier())
-
-    @scene.block
-    def fails(mediator: Mediator) -> None:
-        mediator.request("a.i0")
-        raise KeyError("before the barrier")
-
-    with pytest.raises(KeyError, match="before the barrier"):
-        scene.provide(("a", 1))
-
-
 def test_value_that_passed_while_an_invoke_was_held_is_out_of_order(scene: Scene) -> None:
     barrier = Barrier(scene.interleaver, 2)
 

@@ -64,22 +64,7 @@ def test_rows_are_narrowed_in_any_container() -> None:
     assert kwargs["flag"] is True
 
 
-def test_tensors_of_another_length_are_shared() -> None:
-    value = (torch.zeros(4, 2), torch.zeros(5))
-    narrowed = batcher_of(value, FIRST, SECOND).narrow(FIRST)
-    assert narrowed[0] is value[0]
-    assert narrowed[1].shape == (2,)
-
-
 # Replacing.
-
-
-def test_swap_replaces_only_the_invokes_rows_in_a_new_tensor() -> None:
-    value = rows()
-    batcher = batcher_of(value, FIRST, SECOND)
-    batcher.swap(FIRST, torch.tensor([[8.0], [9.0]]))
-    assert batcher.current_value.flatten().tolist() == [8, 9, 2, 3, 4]
-    assert value.flatten().tolist() == [0, 1, 2, 3, 4], "what was saved before keeps its numbers"
 
 
 def test_empty_invoke_replaces_everything_even_with_another_type() -> None:
@@ -129,13 +114,6 @@ def test_swap_of_what_all_invokes_share_is_refused() -> None:
         batcher.swap(FIRST, (torch.zeros(2, 1), torch.ones(4)))
 
 
-def test_values_of_invokes_are_joined_in_order() -> None:
-    batcher = batcher_of(None, (0, 1), (1, 2))
-    joined = batcher.join([(torch.zeros(1, 2), "x"), (torch.ones(2, 2), "x")])
-    assert joined[0].tolist() == [[0, 0], [1, 1], [1, 1]]
-    assert joined[1] == "x"
-
-
 def test_values_of_the_wrong_number_of_rows_are_not_joined() -> None:
     batcher = batcher_of(None, (0, 2), (2, 2))
     with pytest.raises(
@@ -180,17 +158,6 @@ def test_a_tensor_put_into_a_dict_takes_the_others_place() -> None:
 
 
 # Gradients.
-
-
-def test_gradients_flow_through_an_invokes_rows() -> None:
-    """Its view takes part in the model's path, so that a gradient of what the invoke read arrives there."""
-    value = rows().requires_grad_() * 1
-    batcher = batcher_of(value, FIRST, SECOND)
-    mine = batcher.narrow(FIRST)
-    assert batcher.narrow(FIRST) is mine, "the same view again"
-    batcher.settle()
-    (gradient,) = torch.autograd.grad(batcher.current_value.sum() * 3, mine)
-    assert gradient.flatten().tolist() == [3, 3]
 
 
 def test_nothing_is_rejoined_without_gradients() -> None:

@@ -87,15 +87,6 @@ def without_tracers() -> Iterator[None]:
 
 
 @walks
-def test_walk_from_a_stack_ends_where_the_process_began() -> None:
-    walker = Walker()
-    for depth in (0, 1, 7, 60):
-        deep(depth, lambda: call_stacks.run(walker.check))
-        call_stacks.run(lambda: deep(depth, walker.check))  # noqa: B023 - called at once
-    assert walker.number == 8
-
-
-@walks
 @pytest.mark.parametrize("seed", range(3))
 def test_walk_is_right_in_many_stacks_that_take_turns_at_random_depths(seed: int) -> None:
     chance = random.Random(seed)
@@ -133,21 +124,6 @@ def test_walk_is_right_in_many_stacks_that_take_turns_at_random_depths(seed: int
     for _ in range(4):
         deep(chance.randint(0, 30), lambda: call_stacks.run(body))
     assert walker.number > 200
-
-
-@walks
-def test_walk_is_right_in_nested_runs() -> None:
-    walker = Walker()
-
-    def nested(levels: int) -> int:
-        walker.check()
-        below = deep(3, lambda: call_stacks.run(lambda: nested(levels - 1))) if levels else 0
-        walker.check()
-        return below + 1
-
-    for _ in range(3):
-        assert deep(5, lambda: call_stacks.run(lambda: nested(6))) == 7
-    assert walker.number == 3 * 14
 
 
 @walks
@@ -209,12 +185,6 @@ def test_walk_is_right_when_a_tracer_comes_and_goes_within_a_run(
 
     call_stacks.run(body)
     assert walker.number == 11
-
-
-def run_python(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False
-    )
 
 
 # Errors, of torch above all.
@@ -446,43 +416,8 @@ def test_nothing_of_a_job_is_kept_by_its_stack() -> None:
     assert Kept.alive == 0
 
 
-def test_two_threads_run_at_the_same_time() -> None:
-    barrier = threading.Barrier(2, timeout=20)
-    results: dict[str, Any] = {}
-
-    def work(name: str) -> None:
-        def body() -> list[str]:
-            stack = call_stacks.take()
-            seen: list[str] = []
-
-            def job() -> None:
-                for step in range(50):
-                    seen.append(f"{name} {step}")
-                    if step % 10 == 0:
-                        barrier.wait()
-                    hand_over(stack)
-
-            call_stacks.start(stack, job)
-            for _ in range(25):
-                call_stacks.resume(stack, None)
-            nested = call_stacks.run(lambda: f"{name} nested")
-            finish(stack)
-            return [*seen, nested]
-
-        results[name] = call_stacks.run(body)
-
-    threads = [threading.Thread(target=work, args=(name,)) for name in ("a", "b")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for name in ("a", "b"):
-        assert results[name] == [*(f"{name} {step}" for step in range(50)), f"{name} nested"]
-
-
 def test_program_that_exits_in_the_middle_of_a_run_ends_quietly() -> None:
-    done = run_python(
-        """
+    program = """
         import sys
         from nnsight_engine.interleaving import call_stacks
 
@@ -492,8 +427,9 @@ def test_program_that_exits_in_the_middle_of_a_run_ends_quietly() -> None:
             sys.exit(7)
 
         call_stacks.run(body)
-        """
-    )
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (7, "")
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nnsight_engine.interleaving.events import EarlyStopException, MissedProviderError, OutOfOrderError
-from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.mediator import Mediator
 
 if TYPE_CHECKING:
@@ -44,25 +43,6 @@ def test_block_defined_later_that_asks_first_is_still_answered_second(scene: Sce
 
     scene.provide(("a", 1), ("b", 2))
     assert scene.log == [("first", 2), ("second", 2)]
-
-
-def test_many_blocks_at_many_places(scene: Scene) -> None:
-    places, blocks = 20, 30
-
-    def block_for(number: int) -> None:
-        @scene.block
-        def block(mediator: Mediator) -> None:
-            for place in range(number % 5, places, 1 + number % 3):
-                value = mediator.request(f"{place}.i0")
-                mediator.swap(f"{place}.i0", value + 1)
-
-    for number in range(blocks):
-        block_for(number)
-    expected = [
-        sum(place in range(number % 5, places, 1 + number % 3) for number in range(blocks))
-        for place in range(places)
-    ]
-    assert scene.provide(*[(str(place), 0) for place in range(places)]) == expected
 
 
 # Errors, and stopping early.
@@ -120,18 +100,6 @@ def test_first_of_several_errors_comes_out(scene: Scene) -> None:
     fails_with("second")
     with pytest.raises(KeyError, match="first"):
         scene.provide(("a", 0))
-
-
-def test_error_of_the_model_comes_out_as_it_is(scene: Scene) -> None:
-    scene.block(lambda mediator: mediator.request("never.i0"))
-    error = RuntimeError("the model's")
-
-    def model() -> None:
-        raise error
-
-    with pytest.raises(RuntimeError) as caught:
-        scene.run(model)
-    assert caught.value is error
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
@@ -245,12 +213,6 @@ def test_interleaver_runs_again_after_any_end(scene: Scene) -> None:
 
 
 # Providing.
-
-
-def test_handling_nothing_in_particular_returns_the_value() -> None:
-    assert Interleaver().handle(value=3) == 3
-    assert Interleaver().handle("a", 3) == 3
-    assert Interleaver().handle("a", 3, iterate=True) == 3
 
 
 def test_requester_gets_the_number_of_the_call_to_come(scene: Scene) -> None:

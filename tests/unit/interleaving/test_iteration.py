@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nnsight_engine.core.loop_end import IterationOver
-from nnsight_engine.interleaving.events import OutOfOrderError
 from nnsight_engine.interleaving.iteration import Iter, IteratorTracer, Steps
 from nnsight_engine.interleaving.mediator import Mediator
 
@@ -97,16 +96,6 @@ def test_loop_that_is_left_early_lets_the_block_go_on(scene: Scene) -> None:
 
     steps_of(scene, 3)
     assert scene.log == ["b1"]
-
-
-def test_asking_for_an_earlier_step_in_a_loop_is_out_of_order(scene: Scene) -> None:
-    @scene.block
-    def block(mediator: Mediator) -> None:
-        for _ in Iter(scene.interleaver)[2:]:
-            mediator.request("a.i0")
-
-    with pytest.raises(OutOfOrderError, match=r"a\.i0"):
-        steps_of(scene, 4)
 
 
 def test_bodys_except_exception_does_not_keep_a_loop_alive(scene: Scene) -> None:

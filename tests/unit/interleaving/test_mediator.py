@@ -10,7 +10,7 @@ import pytest
 import torch
 from greenlet import greenlet
 
-from nnsight_engine.interleaving.events import Cancelation, Events, MissedProviderError, OutOfOrderError
+from nnsight_engine.interleaving.events import Cancelation, MissedProviderError, OutOfOrderError
 from nnsight_engine.interleaving.mediator import Mediator, named, split
 
 if TYPE_CHECKING:
@@ -61,23 +61,6 @@ def test_value_without_a_call_number_is_a_provider_of_its_own(scene: Scene) -> N
     assert scene.log == ["made"]
 
 
-def test_alive_and_waiting_describe_the_state_of_a_block(scene: Scene) -> None:
-    scene.block(lambda mediator: mediator.request("a.i0"))
-    (mediator,) = scene.mediators
-
-    def state() -> tuple[bool, object]:
-        return mediator.alive, mediator.waiting
-
-    def model() -> None:
-        scene.log.append(state())
-        scene.interleaver.handle("a", 1, iterate=True)
-        scene.log.append(state())
-
-    assert state() == (False, None)
-    scene.run(model)
-    assert scene.log == [(True, (Events.VALUE, "a", 0, None)), (False, None)]
-
-
 # Too late, or never.
 
 
@@ -93,22 +76,6 @@ def test_value_that_was_passed_is_out_of_order(scene: Scene) -> None:
 
     scene.provide(("a", 1), ("b", 2), ("c", 3))
     assert scene.log == [3]
-
-
-def test_out_of_order_that_is_not_caught_ends_the_run_at_once(scene: Scene) -> None:
-    @scene.block
-    def block(mediator: Mediator) -> None:
-        mediator.request("b.i0")
-        mediator.request("a.i0")
-
-    def model() -> None:
-        for name in ("a", "b", "c"):
-            scene.interleaver.handle(name, 0, iterate=True)
-            scene.log.append(name)
-
-    with pytest.raises(OutOfOrderError, match=r"a\.i0"):
-        scene.run(model)
-    assert scene.log == ["a"]
 
 
 def test_call_number_that_is_too_high_is_missed_and_says_how_many_there_were(scene: Scene) -> None:
@@ -161,41 +128,14 @@ def test_block_that_waits_when_the_model_fails_is_cancelled(scene: Scene) -> Non
     assert not scene.mediators[0].alive
 
 
-def test_cancelled_block_that_swallows_every_exception_ends_nevertheless(scene: Scene) -> None:
-    @scene.block
-    def block(mediator: Mediator) -> None:
-        for number in range(1000):
-            try:
-                mediator.request(f"b.i{number}")
-            except Exception:  # noqa: BLE001 - the subject
-                scene.log.append(number)
-
-    failing_model(scene)
-    assert 0 < len(scene.log) < 1000
-    assert not scene.mediators[0].alive
-
-
-def test_cancelled_block_that_swallows_anything_for_ever_does_not_hang_the_run(scene: Scene) -> None:
-    """Nothing can end it from outside, since its stack must unwind by itself; it is left behind."""
-    rounds = 0
-
-    @scene.block
-    def block(mediator: Mediator) -> None:
-        nonlocal rounds
-        while rounds < 100_000:
-            try:
-                mediator.request("b.i0")
-            except BaseException:  # noqa: BLE001 - the subject
-                rounds += 1
-
-    failing_model(scene)
-    assert rounds < 1000
-
-
 @pytest.mark.parametrize("swallowed", [Exception, BaseException])
-def test_block_that_asks_again_for_ever_after_the_run_does_not_hang_it(
-    scene: Scene, swallowed: type[BaseException]
+@pytest.mark.parametrize(
+    "run", [failing_model, lambda scene: scene.provide(("a", 1))], ids=["failed", "over"]
+)
+def test_block_that_asks_again_for_ever_does_not_hang_a_run_that_has_ended(
+    scene: Scene, run: Any, swallowed: type[BaseException]
 ) -> None:
+    """Nothing can end it from outside, since its stack must unwind by itself; it may be left behind."""
     rounds = 0
 
     @scene.block
@@ -208,8 +148,9 @@ def test_block_that_asks_again_for_ever_after_the_run_does_not_hang_it(
                 rounds += 1
 
     with contextlib.suppress(MissedProviderError):
-        scene.provide(("a", 1))
-    assert rounds < 1000
+        run(scene)
+    assert 0 < rounds < 1000
+    assert not scene.mediators[0].alive or swallowed is BaseException
 
 
 def test_cancelled_block_that_raises_something_else_does_not_hide_the_models_error(scene: Scene) -> None:
@@ -290,35 +231,6 @@ def test_trace_opened_without_gradients_has_none_in_its_blocks(scene: Scene) -> 
         scene.provide(("a", 1))
         scene.log.append(torch.is_grad_enabled())
     assert scene.log == [False, True, False]
-
-
-def test_two_blocks_and_the_model_each_keep_their_grad_mode(scene: Scene) -> None:
-    def without(mediator: Mediator) -> None:
-        with torch.no_grad():
-            for number in range(4):
-                mediator.request(f"a.i{number}")
-                scene.log.append(("without", torch.is_grad_enabled()))
-
-    def with_(mediator: Mediator) -> None:
-        for number in range(4):
-            mediator.request(f"a.i{number}")
-            scene.log.append(("with", torch.is_grad_enabled()))
-
-    scene.block(without)
-    scene.block(with_)
-
-    def model() -> None:
-        for number in range(4):
-            with torch.set_grad_enabled(number % 2 == 0):
-                scene.interleaver.handle("a", 0, iterate=True)
-                scene.log.append(("model", torch.is_grad_enabled()))
-
-    scene.run(model)
-    assert scene.log == [
-        item
-        for number in range(4)
-        for item in (("without", False), ("with", True), ("model", number % 2 == 0))
-    ]
 
 
 def test_grad_mode_is_restored_when_a_block_fails(scene: Scene) -> None:
