@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from nnsight_engine import NNsight
 from nnsight_engine.envoys.cache import Entry
+from tests.small_models import tiny_gpt2
 
 TOKENS = torch.tensor([[1, 2, 3]])
 
 
 @pytest.fixture(scope="module")
 def gpt2() -> NNsight:
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=16, n_positions=16)
     rename = {"transformer.h": "blocks", "mlp": "feed", ".transformer": ["body", "backbone"]}
-    return NNsight(GPT2LMHeadModel(config).eval(), rename=rename)
+    return NNsight(tiny_gpt2(), rename=rename)
 
 
 GENERATION: dict[str, Any] = {

@@ -76,12 +76,6 @@ def test_properties_with_a_description_are_listed() -> None:
     assert "unlisted" not in text
 
 
-def test_a_module_that_is_added_is_printed() -> None:
-    model = NNsight(Tiny(4))
-    model.sae = torch.nn.Linear(4, 16)
-    assert "  (sae): Linear(in_features=4, out_features=16, bias=True)\n)" in repr(model)
-
-
 def test_notebooks_get_a_tree_to_open_with_everything_escaped() -> None:
     class Sly(torch.nn.Module):
         def extra_repr(self) -> str:
@@ -137,14 +131,6 @@ def test_help_of_a_property_shows_its_documentation(capsys: pytest.CaptureFixtur
     assert "Help on eproperty" in capsys.readouterr().out
     exec("help(model.head.inputs)", {"model": model})
     assert "(args, kwargs)" in capsys.readouterr().out
-
-
-def test_help_of_anything_else_is_the_error_of_reading_it() -> None:
-    model = NNsight(Tiny(4))
-    with pytest.raises(ValueError, match="The model did not execute"):
-        help(model.head.output.shape)
-    with pytest.raises(ValueError, match="The model did not execute"):
-        repr(model.head.output)
 
 
 def test_asking_whether_a_name_exists_does_not_draw_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:

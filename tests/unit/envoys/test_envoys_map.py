@@ -158,7 +158,7 @@ def test_every_kind_of_view_can_be_edited_with_gradients_on(net: Net, divide: An
         def parts(self) -> None: ...
 
         @parts.preprocess
-        def parts(self, value: torch.Tensor) -> Any:
+        def _divided(self, value: torch.Tensor) -> Any:
             return divide(value)
 
     model = NNsight(net, envoys={torch.nn.LayerNorm: Divided})

@@ -78,16 +78,6 @@ def test_printed_operation_shows_its_surroundings() -> None:
     assert text.endswith("....")
 
 
-def test_function_without_calls_is_printed_plainly() -> None:
-    def function(x: int) -> int:
-        return x + 1
-
-    rewritten = rewrite(function, just_call, "f")
-    assert rewritten.operations == ()
-    assert rewritten.function(1) == 2
-    assert format_source(rewritten).splitlines()[1].strip() == "1     return x + 1"
-
-
 # Refusals.
 
 
