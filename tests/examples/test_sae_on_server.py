@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from examples.sae_on_server.autoencoder import SparseAutoencoder, quality, train, write
-from examples.sae_on_server.corpus import FORMS, TOPICS, Corpus, openings
-from examples.sae_on_server.labels import TOP, label, label_features, top_contexts, topic_feature, vocabulary
-from examples.sae_on_server.use import Reading, share
+from examples.sae_on_server.corpus import Corpus
+from examples.sae_on_server.labels import TOP, label, label_features, top_contexts, topic_feature
 from nnsight_engine.features.saelens import point_of, read_config
 from nnsight_engine.features.weights_file import check_weights, load_dictionary
 
@@ -72,39 +71,6 @@ def test_the_server_computes_the_same_features_from_the_written_files(
     torch.testing.assert_close(stored.decode(stored.encode(states)), rounded(states), atol=1e-2, rtol=1e-3)
 
 
-def test_a_corpus_is_read_again_if_it_is_of_the_same_source(tmp_path: Path) -> None:
-    corpus = corpus_of({"sea": ["a ship sails"], "law": ["a judge"]})
-    source = {"layer": 1}
-    assert Corpus.load(tmp_path, source) is None
-    corpus.save(tmp_path, source)
-    again = Corpus.load(tmp_path, source)
-    assert again is not None
-    assert (again.tokens, again.texts, again.topics) == (corpus.tokens, corpus.texts, corpus.topics)
-    assert Corpus.load(tmp_path, {"layer": 2}) is None
-
-
-def test_contexts_stay_in_their_text() -> None:
-    corpus = corpus_of({"sea": ["a ship sails"], "law": ["the old judge spoke"]})
-    assert corpus.context(2) == " a ship sails"
-    assert corpus.context(5) == " the old judge"
-    assert corpus.context(6, before=1) == " judge spoke"
-    assert (corpus.topic(2), corpus.topic(3)) == ("sea", "law")
-
-
-def test_every_topic_is_begun_as_often_and_no_text_twice() -> None:
-    total = len(TOPICS) * len(FORMS) * 4
-    chosen = openings(total)
-    assert len(set(chosen)) == total
-    for topic, words in TOPICS.items():
-        own = [text for one, text in chosen[: len(TOPICS) * 10] if one == topic]
-        assert len(own) == 10
-        assert all(any(word in text for word in words) for text in own)
-    assert openings(total + 1)[-1] == chosen[0]
-
-
-WORDS: Final = ("alpha", "beta", "gamma", "delta")
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -123,13 +89,6 @@ def test_a_label_says_what_most_contexts_have_in_common(words: list[str], expect
     assert label(corpus, range(len(words))) == expected
 
 
-def test_contexts_of_several_topics_or_of_few_texts_have_no_label() -> None:
-    many = [WORDS[number % 4] for number in range(TOP)]
-    mixed = corpus_of({"sea": many[: TOP // 2], "law": many[TOP // 2 :]})
-    assert label(mixed, range(TOP)) is None
-    assert label(corpus_of({"sea": [" ".join(many)]}), range(TOP)) is None
-
-
 def test_features_get_labels_by_their_own_contexts() -> None:
     corpus = corpus_of({"sea": ["ship"] * 15 + ["sail"] * 15, "law": ["judge"] * 30})
     active = torch.zeros(60, 4)
@@ -146,23 +105,3 @@ def test_features_get_labels_by_their_own_contexts() -> None:
     assert topic_feature(corpus, active, "sea", {}) == 0
     assert topic_feature(corpus, active, "law", {}) == 1
     assert topic_feature(corpus, active, "law", {2: "law: judge", 0: "sea: sail"}) == 2
-
-
-def test_words_of_a_topic_are_those_that_others_lack() -> None:
-    corpus = corpus_of({"sea": ["the ship and the sail"] * 5, "law": ["the judge and the law"] * 5})
-    assert vocabulary(corpus, "sea", 2) == {"ship", "sail"}
-    assert share(["The Ship. A judge!"], {"ship"}) == 0.25
-    assert share([""], {"ship"}) == 0
-
-
-def test_a_reading_has_a_row_for_each_of_the_strongest_labelled_features() -> None:
-    features: list[list[tuple[int, str | None, float]]] = [
-        [(1, "cats", 3.0), (7, None, 9.0)],
-        [(2, "dogs", 5.0), (1, "cats", 1.0)],
-        [],
-    ]
-    names, values = Reading([" a", " b", " c"], features).rows(5)
-    assert names == ["dogs", "cats"]
-    assert values.tolist() == [[0, 5, 0], [3, 1, 0]]
-    names, _ = Reading([" a", " b", " c"], features).rows(1)
-    assert names == ["dogs"]

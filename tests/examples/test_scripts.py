@@ -6,8 +6,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, Final
+from types import ModuleType
+from typing import Final
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from examples import (
     sae_features,
     train_probe,
 )
-from nnsight_engine import LanguageModel, bundled_model_path, save
+from nnsight_engine import LanguageModel, save
 from tests.e2e.server import PROJECT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
@@ -53,28 +53,11 @@ def run(model: LanguageModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     return run
 
 
-@pytest.fixture
-def ending_at_once(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the model end after the first token, whichever it writes."""
-    every_token = list(range(len(model.tokenizer)))
-    monkeypatch.setattr(model._module.generation_config, "eos_token_id", every_token)
-
-
 def named(value: object) -> str | None:
     return value.__name__.rpartition(".")[2] if isinstance(value, ModuleType) else None
 
 
 # What all have in common.
-
-
-@pytest.mark.parametrize("example", [*DRAWING, ablate_refusal, sae_features, train_probe], ids=named)
-def test_each_loads_a_model_as_these_tests_do(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    loads: list[Any] = []
-    monkeypatch.setattr(example, "LanguageModel", lambda *args, **kwargs: loads.append((args, kwargs)))
-    example.load(None)
-    example.load("name")
-    how = {"dtype": torch.float32, "dispatch": True}
-    assert loads == [((bundled_model_path(),), how), (("name",), how)]
 
 
 @pytest.mark.parametrize("example", DRAWING, ids=named)
@@ -98,31 +81,21 @@ NO_PART: Final = "the subject must be a part of the prompt"
     ("example", "arguments", "sentence"),
     [
         (ablate_refusal, ("--layer", "99"), "--layer must be between -30 and 29, got 99"),
-        (ablate_refusal, ("--layer", "-31"), "--layer must be between -30 and 29, got -31"),
         (ablate_refusal, ("--max-tokens", "0"), "must be 1 or more, got 0"),
         (activation_patching, LONGER, "must have the same number of tokens, got 6 and 5"),
         (activation_patching, SAME, "must be larger after the first prompt"),
         (activation_patching, ("--answer", ""), "an answer must be one token, '' is 0"),
-        (activation_patching, ("--answer", " Paris, France"), "an answer must be one token"),
         (activation_patching, ("--other", " Paris"), TWICE),
-        (activation_patching, ("--every", "0"), "must be 1 or more, got 0"),
         (attribution_patching, LONGER, "must have the same number of tokens, got 6 and 5"),
         (attribution_patching, SAME, "the two prompts must be different"),
         (attribution_patching, ("--answer", " Paris, France"), "an answer must be one token"),
         (attribution_patching, ("--other", " Paris"), TWICE),
-        (attribution_patching, ("--check", "0"), "must be 1 or more, got 0"),
         (causal_tracing, ("--prompt", "The capital of France is"), NO_PART),
-        (causal_tracing, ("--subject", ""), f"{NO_PART}, got ''"),
         (causal_tracing, ("--answer", ""), "the answer must be one token, '' is 0"),
         (causal_tracing, ("--answer", " Tokyo", "--samples", "1"), "take an answer that the model gives"),
-        (causal_tracing, ("--samples", "0"), "must be 1 or more, got 0"),
-        (causal_tracing, ("--every", "0"), "must be 1 or more, got 0"),
         (induction_heads, ("--length", "1"), "--length must be 2 or more, got 1"),
-        (induction_heads, ("--rows", "0"), "must be 1 or more, got 0"),
         (induction_heads, ("--heads", "999", "--length", "2", "--rows", "1"), "--heads must be at most 270"),
         (sae_features, ("--layer", "99"), "--layer must be between -30 and 29, got 99"),
-        (sae_features, ("--steps", "0"), "must be 1 or more, got 0"),
-        (train_probe, ("--shuffles", "0"), "must be 1 or more, got 0"),
     ],
     ids=lambda value: named(value) or (" ".join(value[:2]) if isinstance(value, tuple) else ""),
 )
@@ -264,15 +237,6 @@ def test_attribution_patching_is_printed_and_drawn(run: Run, tmp_path: Path) -> 
 # Induction heads.
 
 
-def test_a_head_that_only_copies_has_the_score_one() -> None:
-    length = 4
-    pattern = torch.zeros(1, 1, 2, 2 * length, 2 * length)
-    for query in range(length, 2 * length):
-        pattern[0, 0, 0, query, query - length + 1] = 1  # what came after it before
-        pattern[0, 0, 1, query, query - length] = 1  # itself, which is no induction
-    torch.testing.assert_close(induction_heads.induction_scores(pattern), torch.tensor([[1.0, 0.0]]))
-
-
 def test_few_heads_do_it_and_without_them_the_repetition_is_not_seen(model: LanguageModel) -> None:
     tokens = induction_heads.repeated_tokens(model, length=20, rows=3)
     assert torch.equal(tokens[:, :20], tokens[:, 20:])
@@ -288,21 +252,6 @@ def test_few_heads_do_it_and_without_them_the_repetition_is_not_seen(model: Lang
     )
     assert whole - without > 2
     assert whole - control < (whole - without) / 2
-
-
-def test_special_tokens_are_not_drawn() -> None:
-    class Tokenizer:
-        all_special_ids: Final = range(1001, 1010)
-
-        def __len__(self) -> int:
-            return 1010
-
-    model: Any = SimpleNamespace(tokenizer=Tokenizer())
-    assert set(induction_heads.repeated_tokens(model, 5, 2).flatten().tolist()) == {1000}
-
-
-def test_where_fewer_heads_score_below_average_fewer_are_compared() -> None:
-    assert induction_heads.others(torch.tensor([[0.9, 0.8, 0.1]]), [(0, 0), (0, 1)]) == [(0, 2)]
 
 
 def test_induction_heads_are_printed_and_drawn(run: Run, tmp_path: Path) -> None:
@@ -329,23 +278,6 @@ def test_the_direction_separates_held_out_requests(model: LanguageModel, directi
     assert harmful.min() > harmless.max()
 
 
-def test_ablated_it_no_longer_separates_them(model: LanguageModel, direction: torch.Tensor) -> None:
-    example, layer = ablate_refusal, NUM_LAYERS // 2
-    kinds = example.HELD_OUT_HARMFUL, example.HELD_OUT_HARMLESS
-    before = [(example.last_states(model, kind, layer) @ direction).mean() for kind in kinds]
-    after = [(example.ablated_states(model, kind, direction, layer) @ direction).mean() for kind in kinds]
-    assert before[0] - before[1] > 5
-    assert (after[0] - after[1]).abs() < 1
-
-
-def test_ablated_the_answers_change(model: LanguageModel, direction: torch.Tensor) -> None:
-    requests = ablate_refusal.HELD_OUT_HARMFUL[:3]
-    rows = ablate_refusal.compare(model, requests, direction, max_tokens=20)
-    assert [row.request for row in rows] == list(requests)
-    assert any(row.ablated != row.baseline for row in rows)
-    assert all(row.ablated and row.baseline for row in rows)
-
-
 def test_it_is_taken_out_of_the_stream_all_the_way_through(
     model: LanguageModel, direction: torch.Tensor
 ) -> None:
@@ -363,18 +295,6 @@ def test_it_is_taken_out_of_the_stream_all_the_way_through(
     assert (torch.stack(streams) @ direction).abs().max() < 1e-3
 
 
-@pytest.mark.usefixtures("ending_at_once")
-def test_an_answer_that_ends_early_has_nothing_of_the_request(model: LanguageModel) -> None:
-    answers = ablate_refusal.answer(model, ["Say hello.", "Say hello to all of my friends."], max_tokens=8)
-    assert [len(model.tokenizer.encode(answer)) for answer in answers] == [1, 1]
-
-
-def test_a_chat_begins_as_its_template_says(model: LanguageModel) -> None:
-    chat = model.tokenizer.decode(ablate_refusal.as_chat(model, "Hello"))
-    assert chat.startswith("<|im_start|>")
-    assert chat.endswith("Hello<|im_end|>\n<|im_start|>assistant\n")
-
-
 def test_a_model_without_a_chat_template_is_refused(
     run: Run, model: LanguageModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -382,12 +302,6 @@ def test_a_model_without_a_chat_template_is_refused(
     with pytest.raises(SystemExit):
         run(ablate_refusal)
     assert "no chat template" in capsys.readouterr().err
-
-
-def test_refusals_are_recognised_by_their_beginning() -> None:
-    quoted = "I\N{RIGHT SINGLE QUOTATION MARK}m sorry, but no."  # as some models write it
-    answers = [quoted, "I cannot do that.", "Sure! I'm sorry that you ask.", "As an AI, no."]
-    assert ablate_refusal.count_refusals(answers) == 3
 
 
 def test_ablation_is_printed(run: Run) -> None:
@@ -453,31 +367,6 @@ def test_features_of_topics_are_found_and_turned_up(model: LanguageModel) -> Non
     )
     assert plain
     assert plain != steered
-
-
-def test_training_does_not_depend_on_what_was_drawn_before() -> None:
-    states = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
-    first, second = (sae_features.train(states, features=16, active=2, steps=3) for _ in range(2))
-    torch.testing.assert_close(first.decoder.weight, second.decoder.weight, rtol=0, atol=0)
-
-
-def test_a_feature_is_set_at_all_tokens_but_a_prompts_first() -> None:
-    generator = torch.Generator().manual_seed(0)
-    sae = sae_features.SparseAutoencoder(8, 16, 2, generator).requires_grad_(requires_grad=False)
-    before = torch.randn(1, 3, 8, generator=generator)
-    prompt, written = before.clone(), before[:, :1].clone()
-    sae_features.set_feature(prompt, sae, 5, 9.0)
-    sae_features.set_feature(written, sae, 5, 9.0)
-    assert torch.equal(prompt[:, 0], before[:, 0])
-    assert (prompt != before).any(-1).tolist() == [[False, True, True]]
-    assert (written != before[:, :1]).any()
-
-
-@pytest.mark.usefixtures("ending_at_once")
-def test_a_text_that_ends_early_has_nothing_of_the_prompt(model: LanguageModel) -> None:
-    sae = sae_features.SparseAutoencoder(576, 8, 2, torch.Generator())
-    text = sae_features.write(model, sae, 8, 0, max_tokens=8)
-    assert len(model.tokenizer.encode(text)) == 1
 
 
 def test_features_are_printed(run: Run) -> None:

@@ -87,68 +87,6 @@ from transformers import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-FAMILIES: Final = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    *("gemma3n", "gemma4", "gemma4_moe"),
-    "phi3",
-    "cohere",
-    "cohere2",
-    "deepseek_v2",
-    "deepseek_v3",
-    "ernie4_5_moe",
-    "exaone4",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "gpt_oss",
-    "granite",
-    "granitemoe",
-    "granitemoeshared",
-    "llama4_text",
-    "minimax_m2",
-    "ministral",
-    "ministral3",
-    "mixtral",
-    "nemotron",
-    "olmo",
-    "olmo2",
-    "olmo3",
-    "olmoe",
-    "phi",
-    "phimoe",
-    "qwen2_moe",
-    "qwen3_moe",
-    "smollm3",
-    "stablelm",
-    "starcoder2",
-    "gpt2",
-    "opt",
-    "gpt_neox",
-    "gpt_bigcode",
-    "gptj",
-    "bloom",
-    "falcon",
-    "apertus",
-    "arcee",
-    "ernie4_5",
-    "hunyuan_dense",
-    "seed_oss",
-    "falcon_h1",
-    "granitemoehybrid",
-    "lfm2",
-    "mamba2",
-    "nemotron_h",
-    "zamba2",
-)
-"""The supported families."""
-
 LOCAL_FAMILIES: Final = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 """Families that vLLM does not run on a CPU in float32: two need torchvision, the third bfloat16."""
 
@@ -428,6 +366,11 @@ _CONFIGS: Final[dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]]] = {
     ),
     "gpt_neox_sequential": (GPTNeoXConfig, {**_NEOX, "use_parallel_residual": False}),
 }
+
+FAMILIES: Final = tuple(
+    family for family in _CONFIGS if family not in {*LOCAL_FAMILIES, *VARIANTS, *UNTABLED}
+)
+"""The supported families."""
 
 _ARCHITECTURES: Final = {"phimoe": "PhiMoEForCausalLM"}
 """The names that published checkpoints have, where transformers writes others."""

@@ -1,7 +1,8 @@
 """The models of the guide's examples: tiny random ones of the documented architectures, and the bundled one.
 
 Every test of one that a server can have runs twice: ``[local]`` with weights here, and ``[remote]`` with one
-without, whose traces run on a live server of the checkpoint. ``local_only`` names those that do not.
+without, whose traces run on a live server of the checkpoint. Tests that have no meaning there, as of weights,
+of passes of this process's modules or of a terminal, take ``local_gpt2``.
 
 A model is loaded once for all tests, so a test that changes one changes it for all: edit copies with
 ``edit()``, and wrap a module of its own where the model itself must change. Weights are float32, attention is
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -21,11 +21,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification
 
 from nnsight_engine import LanguageModel, NNsight, bundled_model_path
-from tests.families.checkpoints import HIDDEN_SIZE, build_tokenizer, write_checkpoint
-from tests.guide.local_only import LOCAL_ONLY
+from tests.families.checkpoints import write_checkpoint
 from tests.guide.modules import TinyMLP
 from tests.guide.served import Load, Servers, client_of, without_weights
 from tests.sharing import bring_together, fixtures_of, is_last
@@ -40,13 +38,9 @@ SERVED: Final = ("gpt2_folder", "llama_folder", "smollm_folder")
 @pytest.hookimpl(trylast=True)  # so that this parameter is the last of a test's name
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run every test of a model that a server can have a second time, with its traces on that server."""
-    if "where" not in metafunc.fixturenames:
-        return
-    name = f"{metafunc.definition.path.name}::{metafunc.definition.originalname}"
-    places: list[Any] = [LOCAL]
-    if name not in LOCAL_ONLY:
-        places.append(pytest.param(REMOTE, marks=[pytest.mark.e2e, pytest.mark.heavy]))
-    metafunc.parametrize("where", places, indirect=True, scope="session")
+    if "where" in metafunc.fixturenames:
+        remote = pytest.param(REMOTE, marks=[pytest.mark.e2e, pytest.mark.heavy])
+        metafunc.parametrize("where", [LOCAL, remote], indirect=True, scope="session")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -133,30 +127,15 @@ def gpt2(gpt2_folder: Path, load: Load) -> LanguageModel:
 
 
 @pytest.fixture(scope="session")
-def llama(llama_folder: Path, load: Load) -> LanguageModel:
-    """The tiny Llama."""
-    return load(llama_folder)
+def local_gpt2(gpt2_folder: Path, plain: Load) -> LanguageModel:
+    """It, with its weights here."""
+    return plain(gpt2_folder)
 
 
 @pytest.fixture(scope="session")
-def bert() -> LanguageModel:
-    """A tiny BERT with a classifier; it does not generate, and reads in both directions."""
-    tokenizer = build_tokenizer()
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=HIDDEN_SIZE,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=192,
-        max_position_embeddings=64,
-        num_labels=3,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    module = BertForSequenceClassification(config).eval()
-    with warnings.catch_warnings():  # BERT has modules called `output`, an envoy's own name
-        warnings.simplefilter("ignore")
-        return LanguageModel(module, tokenizer=tokenizer)
+def llama(llama_folder: Path, load: Load) -> LanguageModel:
+    """The tiny Llama."""
+    return load(llama_folder)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,6 @@ class TinyMLP(torch.nn.Sequential):
     layer2: torch.nn.Linear
 
     def __init__(self) -> None:
-        """Draw the weights from a seed of their own."""
         with torch.random.fork_rng():
             torch.manual_seed(0)
             layers = OrderedDict[str, torch.nn.Module](
@@ -27,7 +26,6 @@ class SparseAutoencoder(torch.nn.Module):
     """An auxiliary module: features of a hidden state, and the state rebuilt from them."""
 
     def __init__(self, width: int, num_features: int) -> None:
-        """Draw the weights from a seed of their own."""
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(1)
@@ -35,23 +33,5 @@ class SparseAutoencoder(torch.nn.Module):
             self.decoder = torch.nn.Linear(num_features, width)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Rebuild ``hidden``."""
         rebuilt: torch.Tensor = self.decoder(self.encoder(hidden).relu())
         return rebuilt
-
-
-class NamedOutput(torch.nn.Module):
-    """A model with a child called ``output``, which every envoy also has."""
-
-    def __init__(self) -> None:
-        """Draw the weights from a seed of their own."""
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(2)
-            self.hidden = torch.nn.Linear(5, 8)
-            self.output = torch.nn.Linear(8, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply both, and double."""
-        doubled: torch.Tensor = self.output(self.hidden(x)) * 2
-        return doubled

@@ -1,4 +1,4 @@
-"""Interventions that are kept on a model."""
+"""Interventions that are kept, on a copy of the model or on the model itself."""
 
 from __future__ import annotations
 
@@ -20,31 +20,39 @@ def model(gpt2_folder: Path, load: Load) -> LanguageModel:
 
 
 def test_an_edited_copy_applies_the_intervention_and_the_original_does_not(model: LanguageModel) -> None:
+    scale = 3.0
     with model.edit() as model_edited:
-        model.transformer.h[0].output[0][:] = 0
+        model.transformer.h[1].output[:, 1] *= scale
+    scale = 100.0  # an edit keeps the values that its variables had
 
     with model.trace("Hello"):
-        out1 = model.transformer.h[0].output[0].save()
+        out1 = model.transformer.h[1].output.save()
     with model_edited.trace("Hello"):
-        out2 = model_edited.transformer.h[0].output[0].save()
+        out2 = model_edited.transformer.h[1].output.save()
         logits = model_edited.lm_head.output.save()
 
-    (expected,) = outputs_of(model._module, tokens(model, "Hello"), "transformer.h.0")
-    assert torch.equal(out1, expected[0])
-    assert torch.equal(out2, torch.zeros_like(out1))
-    with edited(model._module, "transformer.h.0", torch.zeros_like):
+    def scaled(hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden.clone()
+        hidden[:, 1] *= 3.0
+        return hidden
+
+    (untouched,) = outputs_of(model._module, tokens(model, "Hello"), "transformer.h.1")
+    with edited(model._module, "transformer.h.1", scaled):
         (expected,) = outputs_of(model._module, tokens(model, "Hello"), "lm_head")
+    assert torch.equal(out1, untouched)
+    assert torch.equal(out2, scaled(untouched))
     assert torch.equal(logits, expected)
+    assert scale == 100.0
 
 
-def test_defining_an_edit_runs_nothing(model: LanguageModel) -> None:
+def test_defining_an_edit_runs_nothing(local_gpt2: LanguageModel) -> None:
     ran: list[str] = []
-    with model.edit() as model_edited:
+    with local_gpt2.edit() as model_edited:
         ran.append("the edit")
-        model.transformer.h[0].output[0][:] = 0
+        local_gpt2.transformer.h[0].output[0][:] = 0
     assert ran == []
     assert isinstance(model_edited, LanguageModel)
-    assert model_edited._module is model._module
+    assert model_edited._module is local_gpt2._module
 
     with model_edited.trace("Hello"):
         save(0)
@@ -54,7 +62,6 @@ def test_defining_an_edit_runs_nothing(model: LanguageModel) -> None:
 def test_an_edit_in_place_holds_for_all_traces_until_it_is_cleared(model: LanguageModel) -> None:
     with model.edit(inplace=True):
         model.transformer.h[0].output[0][:] = 0
-
     for _ in range(2):
         with model.trace("Hello"):
             out = model.transformer.h[0].output[0].save()
@@ -90,25 +97,13 @@ def test_an_edit_holds_in_every_invoke_and_every_step(model: LanguageModel) -> N
     with model_edited.trace() as tracer:
         with tracer.invoke("Hello"):
             first = model_edited.transformer.h[0].output.save()
-        with tracer.invoke("World"):
-            second = model_edited.transformer.h[0].output.save()
+        with tracer.invoke(["World", "Tower"]):
+            others = model_edited.transformer.h[0].output.save()
+    assert (len(first), len(others)) == (1, 2)
     assert not first.any()
-    assert not second.any()
+    assert not others.any()
 
     with model_edited.generate("Hello", max_new_tokens=4) as tracer:
         generated_tokens = tracer.result.save()
     with edited(model._module, "transformer.h.0", torch.zeros_like):
         assert torch.equal(generated_tokens, generated(model, "Hello", max_new_tokens=4))
-
-
-def test_an_edit_keeps_the_values_its_variables_had(model: LanguageModel) -> None:
-    scale = 3.0
-    with model.edit() as model_edited:
-        model.transformer.h[0].output[:] *= scale
-    scale = 100.0
-
-    with model_edited.trace("Hello"):
-        out = model_edited.transformer.h[0].output.save()
-    (expected,) = outputs_of(model._module, tokens(model, "Hello"), "transformer.h.0")
-    assert torch.equal(out, expected * 3.0)
-    assert scale == 100.0

@@ -1,109 +1,219 @@
-"""Any module can be wrapped, transformers' are loaded as it does."""
+"""What is wrapped, how it is loaded, what it takes, and which of its methods open traces."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from nnsight_engine.intervention.batching import Batchable
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nnsight_engine import LanguageModel, NNsight
-from tests.hook_reference import outputs_of
+from nnsight_engine import Envoy, LanguageModel, NNsight
+from nnsight_engine.modeling.huggingface import HuggingFaceModel
+from nnsight_engine.modeling.mixins.loadable import LoadableMixin
+from nnsight_engine.modeling.mixins.meta import MetaMixin
+from nnsight_engine.modeling.mixins.remoteable import RemoteableMixin
+from nnsight_engine.modeling.transformers import TransformersModel
+from tests.guide.alone import module_of, tokens
+from tests.guide.modules import TinyMLP
 
 
-def test_any_module_can_be_wrapped() -> None:
-    net = torch.nn.Sequential(torch.nn.Linear(5, 10), torch.nn.Linear(10, 2))
-    model = NNsight(net)
-    row = torch.rand(1, 5)
-    with model.trace(row):
-        output = model.output.save()
-    assert torch.equal(output, net(row))
-
-
-def test_a_language_model_tokenizes_text_itself(gpt2: LanguageModel) -> None:
-    with gpt2.trace("The Eiffel Tower is in"):
-        input_ids = gpt2.inputs[1]["input_ids"].save()
-        hidden_states = gpt2.transformer.h[-1].output.save()
-    inputs = gpt2.tokenizer("The Eiffel Tower is in", return_tensors="pt")
-    assert torch.equal(input_ids, inputs["input_ids"])
-    assert torch.equal(hidden_states, *outputs_of(gpt2._module, inputs, "transformer.h.3"))
-
-
-def test_the_wrapped_model_is_the_one_from_transformers(gpt2: LanguageModel, gpt2_folder: Path) -> None:
-    own = AutoModelForCausalLM.from_pretrained(gpt2_folder)
-    assert type(gpt2._module) is type(own)
-    for (name, loaded), (own_name, expected) in zip(
-        gpt2._module.named_parameters(), own.named_parameters(), strict=True
-    ):
-        assert name == own_name
-        assert torch.equal(loaded, expected)
-    tokenizer = AutoTokenizer.from_pretrained(gpt2_folder)
-    assert gpt2.tokenizer("Hello")["input_ids"] == tokenizer("Hello")["input_ids"]
-
-
-def test_keyword_arguments_go_on_to_from_pretrained(llama_folder: Path) -> None:
-    model = LanguageModel(
-        llama_folder,
-        device_map="cpu",
-        torch_dtype=torch.float16,
-        trust_remote_code=True,
-        attn_implementation="eager",
-        dispatch=True,
+def test_the_classes_build_on_each_other() -> None:
+    chain = (
+        LanguageModel,
+        TransformersModel,
+        HuggingFaceModel,
+        RemoteableMixin,
+        MetaMixin,
+        LoadableMixin,
+        NNsight,
+        Envoy,
+        Batchable,
     )
-    assert {parameter.dtype for parameter in model._module.parameters()} == {torch.float16}
-    assert model.config._attn_implementation == "eager"
-    assert model.device == torch.device("cpu")
+    assert all(issubclass(lower, upper) for lower, upper in itertools.pairwise(chain))
 
 
-def test_weights_are_loaded_by_the_first_run_unless_dispatch_says_now(gpt2_folder: Path) -> None:
-    model = LanguageModel(gpt2_folder)
-    assert model.device == torch.device("meta")
-    with model.trace("Hello"):
-        logits = model.lm_head.output.save()
-    assert model.device == torch.device("cpu")
-    inputs = model.tokenizer("Hello", return_tensors="pt")
-    assert torch.equal(logits, AutoModelForCausalLM.from_pretrained(gpt2_folder)(**inputs).logits)
-    assert LanguageModel(gpt2_folder, dispatch=True).device == torch.device("cpu")
+def test_a_client_has_no_weights(gpt2: LanguageModel, where: str) -> None:
+    assert gpt2.devices == {torch.device("meta" if where == "remote" else "cpu")}
+
+
+INPUTS: dict[str, Callable[[LanguageModel], Any]] = {
+    "string": lambda model: "Hello",
+    "list of strings": lambda model: ["Hello"],
+    "token ids": lambda model: model.tokenizer("Hello")["input_ids"],
+    "tensor": lambda model: torch.tensor([model.tokenizer("Hello")["input_ids"]]),
+    "encoding": lambda model: model.tokenizer("Hello", return_tensors="pt"),
+    "dict": lambda model: {
+        "input_ids": torch.tensor([model.tokenizer("Hello")["input_ids"]]),
+        "attention_mask": torch.ones(1, 5, dtype=torch.long),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_an_input_may_come_in_many_forms(gpt2: LanguageModel, kind: str) -> None:
+    with gpt2.trace(INPUTS[kind](gpt2)):
+        logits = gpt2.output.logits.save()
+    assert torch.equal(logits, module_of(gpt2)(**tokens(gpt2, "Hello")).logits)
+
+
+@pytest.mark.e2e
+def test_a_real_model_continues_a_text(smollm: LanguageModel) -> None:
+    prompt = "The Eiffel Tower is in the city of"
+    with smollm.trace(prompt):
+        token = smollm.lm_head.output[0, -1].argmax(dim=-1).save()
+    with smollm.generate(prompt, max_new_tokens=3) as tracer:
+        output = tracer.result.save()
+    assert smollm.tokenizer.decode(token) == " Paris"
+    assert smollm.tokenizer.decode(output[0]).startswith(f"{prompt} Paris")
+
+
+# Wrapping.
 
 
 def test_a_loaded_model_is_wrapped_together_with_its_tokenizer(gpt2_folder: Path) -> None:
-    hf_model = AutoModelForCausalLM.from_pretrained(gpt2_folder)
+    own = AutoModelForCausalLM.from_pretrained(gpt2_folder)
     tokenizer = AutoTokenizer.from_pretrained(gpt2_folder)
-    model = LanguageModel(hf_model, tokenizer=tokenizer)
+    model = LanguageModel(own, tokenizer=tokenizer)
+    assert model._module is own
+    assert model.tokenizer is tokenizer
     with model.trace("Hello"):
-        logits = model.lm_head.output.save()
-    assert model._module is hf_model
-    assert torch.equal(logits, hf_model(**tokenizer("Hello", return_tensors="pt")).logits)
+        logits = model.output.logits.save()
+    assert torch.equal(logits, own(**tokens(model, "Hello")).logits)
+    with pytest.raises(AttributeError, match="Tokenizer not found") as caught:
+        LanguageModel(own)
+    assert "`LanguageModel(model, tokenizer=tokenizer)`" in str(caught.value)
 
 
-def test_a_loaded_model_without_its_tokenizer_is_refused(gpt2: LanguageModel) -> None:
-    with pytest.raises(AttributeError, match=r"Tokenizer not found\. If you passed a pre-loaded model to"):
-        LanguageModel(gpt2._module)
-
-
-def test_wrapping_a_module_twice_does_not_stack_hooks(tiny: NNsight, features: torch.Tensor) -> None:
-    net = tiny._module
-    layer1, layer2 = net.children()
-    model1, model2 = NNsight(net), NNsight(net)
-    calls: list[str] = []
-    for model in (model1, model2, model1):
-        with model.trace(features):
-            model.layer1.output[:] += 1
-            calls.append("edited")
-            output = model.output.save()
-        assert torch.equal(output, layer2(layer1(features) + 1))
-    assert len(calls) == 3
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
-
-
-def test_wrappers_of_one_module_are_independent(tiny: NNsight, features: torch.Tensor) -> None:
-    model1, model2 = NNsight(tiny._module), NNsight(tiny._module)
-    with model1.edit(inplace=True):
-        model1.layer1.output[:] = 0
-    with model2.trace(features):
-        untouched = model2.layer1.output.save()
-    with model1.trace(features):
-        zeroed = model1.layer1.output.save()
-    assert torch.equal(untouched, tiny._module.get_submodule("layer1")(features))
+def test_wrappers_of_one_module_are_independent_and_leave_it_as_it_was(features: torch.Tensor) -> None:
+    module = TinyMLP()
+    before = module(features)
+    calls: list[int] = []
+    module.layer1.register_forward_hook(lambda *_: calls.append(1))
+    first, second = NNsight(module), NNsight(module)
+    with first.edit(inplace=True):
+        first.layer1.output[:] = 0
+    with second.trace(features):
+        untouched = second.layer1.output.save()
+        second.layer1.output = untouched * 2
+        output = second.output.save()
+    with first.trace(features):
+        zeroed = first.layer1.output.save()
+    assert len(calls) == 2
+    assert torch.equal(untouched, TinyMLP().layer1(features))
+    assert torch.equal(output, TinyMLP().layer2(untouched * 2))
     assert not zeroed.any()
+    assert torch.equal(module(features), before)
+    assert type(module).forward is TinyMLP.forward
+    assert not any(one._forward_pre_hooks for one in module.modules())
+    assert not module.layer2._forward_hooks
+
+
+# Loading, of models of one's own; ``unit/modeling`` has that of transformers' models.
+
+asked_for: list[str] = []
+
+
+class Hosted(LoadableMixin):
+    """Loads a small model from a name."""
+
+    def _load(self, name: str, scale: float = 1.0) -> torch.nn.Module:
+        asked_for.append(name)
+        module = TinyMLP()
+        module.layer1.weight.data *= scale
+        return module
+
+
+class Late(MetaMixin):
+    """Loads a small model late."""
+
+    def _load(self, name: str) -> torch.nn.Module:
+        asked_for.append(name)
+        return TinyMLP()
+
+    def _load_meta(self, name: str) -> torch.nn.Module:
+        return TinyMLP()
+
+
+def test_a_loadable_model_takes_a_name_or_a_module(features: torch.Tensor) -> None:
+    asked_for.clear()
+    from_name = Hosted("somewhere", scale=2.0)
+    assert asked_for == ["somewhere"]
+    module = TinyMLP()
+    assert Hosted(module)._module is module
+    with from_name.trace(features):
+        hidden = from_name.layer1.output.save()
+    assert torch.equal(hidden, from_name.layer1._module(features))
+    assert not torch.equal(hidden, TinyMLP().layer1(features))
+
+
+def test_a_late_model_is_loaded_by_its_first_trace_or_at_once(features: torch.Tensor) -> None:
+    asked_for.clear()
+    assert Late(TinyMLP()).dispatched
+    assert asked_for == []
+    assert Late("now", dispatch=True).dispatched
+    assert asked_for == ["now"]
+    late = Late("later")
+    assert asked_for == ["now"]
+    assert late.device == torch.device("meta")
+    with late.trace(features):
+        hidden = late.layer1.output.save()
+    assert asked_for == ["now", "later"]
+    assert torch.equal(hidden, TinyMLP().layer1(features))
+
+
+# Methods.
+
+
+class WithMethod(torch.nn.Module):
+    """A model that is also run by a method of another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.layer(x)
+        return hidden
+
+    def twice(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        result: torch.Tensor = self.layer(self.layer(x)) * scale
+        return result
+
+
+class Announced(NNsight):
+    """A model class that runs a method in its own way when it is traced."""
+
+    _module: WithMethod
+
+    def __nnsight_twice__(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        result: torch.Tensor = WithMethod.twice(self._module, x, scale=scale * 10)
+        return result
+
+
+def test_any_method_opens_a_trace(features: torch.Tensor) -> None:
+    model = NNsight(WithMethod())
+    with model.twice(features, scale=2.0) as tracer:
+        first = model.layer.output.save()
+        model.layer.next()
+        second = model.layer.output.save()
+        result = tracer.result.save()
+
+    layer = model.layer._module
+    assert torch.equal(first, layer(features))
+    assert torch.equal(second, layer(layer(features)))
+    assert torch.equal(result, second * 2.0)
+    assert torch.equal(model.twice(features), layer(layer(features)))
+
+
+def test_a_model_class_may_say_how_its_method_is_traced(features: torch.Tensor) -> None:
+    model = Announced(WithMethod())
+    with model.twice(features, scale=2.0) as tracer:
+        result = tracer.result.save()
+    layer = model.layer._module
+    assert torch.equal(result, layer(layer(features)) * 20.0)
+    assert torch.equal(model.twice(features, scale=2.0), layer(layer(features)) * 2.0)

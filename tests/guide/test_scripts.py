@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import runpy
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,37 +13,28 @@ import pytest
 import torch
 
 from nnsight_engine import LanguageModel
-from tests.guide.alone import module_of
+from tests.guide.alone import module_of, tokens
 from tests.hook_reference import edited, outputs_of
 
+Script = Callable[[str], dict[str, Any]]
 
-class Script:
-    """Runs source text as the file of a program."""
 
-    def __init__(self, model: LanguageModel, path: Path) -> None:
-        self.model = model
-        self.path = path
-
-    def __call__(self, text: str) -> dict[str, Any]:
-        """Run the text with ``model`` in it, and return its variables."""
-        self.path.write_text(textwrap.dedent(text), encoding="utf-8")
-        return runpy.run_path(str(self.path), {"model": self.model})
+def run_script(model: LanguageModel, folder: Path, text: str) -> dict[str, Any]:
+    """Run text as the file of a program, with ``model`` in it, and return its variables."""
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(text), encoding="utf-8")
+    return runpy.run_path(str(path), {"model": model})
 
 
 @pytest.fixture
 def script(gpt2: LanguageModel, tmp_path: Path) -> Script:
     """Runs scripts on the tiny GPT-2."""
-    return Script(gpt2, tmp_path / "script.py")
+    return functools.partial(run_script, gpt2, tmp_path)
 
 
-def plain_logits(model: LanguageModel, *texts: str) -> torch.Tensor:
-    """Return what the head gives for texts of one length."""
-    (logits,) = outputs_of(model._module, model.tokenizer(list(texts), return_tensors="pt"), "lm_head")
-    assert isinstance(logits, torch.Tensor)
-    return logits
-
-
-def test_saved_values_are_variables_of_the_script_and_others_are_not(script: Script) -> None:
+def test_saved_values_are_variables_of_the_script_and_others_are_not(
+    script: Script, gpt2: LanguageModel
+) -> None:
     variables = script("""
         with model.trace("Hello"):
             lost = model.transformer.h[0].output
@@ -49,17 +42,16 @@ def test_saved_values_are_variables_of_the_script_and_others_are_not(script: Scr
             hidden_states = model.transformer.h[-1].output.save()
         shape = hidden_states.shape
     """)
-    model = script.model
-    with edited(model._module, "transformer.h.1", torch.zeros_like):
-        (expected,) = outputs_of(
-            model._module, model.tokenizer("Hello", return_tensors="pt"), "transformer.h.3"
-        )
+    with edited(gpt2._module, "transformer.h.1", torch.zeros_like):
+        (expected,) = outputs_of(gpt2._module, tokens(gpt2, "Hello"), "transformer.h.3")
     assert torch.equal(variables["hidden_states"], expected)
     assert variables["shape"] == expected.shape
     assert "lost" not in variables
 
 
-def test_functions_and_variables_of_the_script_are_used_in_blocks(script: Script) -> None:
+def test_functions_and_variables_of_the_script_are_used_in_blocks(
+    script: Script, gpt2: LanguageModel
+) -> None:
     variables = script("""
         import nnsight_engine
         import torch
@@ -77,11 +69,12 @@ def test_functions_and_variables_of_the_script_are_used_in_blocks(script: Script
             logits: torch.Tensor = model.lm_head.output.save()
     """)
     assert variables["scales"] == [2.0]
-    with edited(script.model._module, "transformer.wte", lambda embeds: embeds * 2):
-        assert torch.equal(variables["logits"], plain_logits(script.model, "Hello"))
+    with edited(gpt2._module, "transformer.wte", lambda embeds: embeds * 2):
+        (expected,) = outputs_of(gpt2._module, tokens(gpt2, "Hello"), "lm_head")
+    assert torch.equal(variables["logits"], expected)
 
 
-def test_invokes_share_the_scripts_variables(script: Script) -> None:
+def test_invokes_share_the_scripts_variables(script: Script, gpt2: LanguageModel) -> None:
     variables = script("""
         with model.trace() as tracer:
             barrier = tracer.barrier(2)
@@ -101,54 +94,14 @@ def test_invokes_share_the_scripts_variables(script: Script) -> None:
         hidden[1, -1] = hidden[0, -1]
         return hidden
 
-    with edited(script.model._module, "transformer.h.2", patched):
-        expected = plain_logits(script.model, "Hello", "World")
+    with edited(gpt2._module, "transformer.h.2", patched):
+        (expected,) = outputs_of(gpt2._module, tokens(gpt2, "Hello", "World"), "lm_head")
     assert torch.equal(variables["logits"], expected[1:])
     assert torch.equal(variables["everything"], expected)
 
 
-def test_steps_are_collected_in_a_list_of_the_block(script: Script) -> None:
-    variables = script("""
-        with model.generate("Hello", max_new_tokens=3, min_new_tokens=3) as tracer:
-            tokens = list().save()
-            for step in tracer.iter[:]:
-                tokens.append(model.lm_head.output[0][-1].argmax(dim=-1))
-            output = model.generator.output.save()
-        decoded = model.tokenizer.decode(output[0])
-    """)
-    assert [int(token) for token in variables["tokens"]] == variables["output"][0, -3:].tolist()
-    assert variables["decoded"].startswith("Hello")
-    assert "step" not in variables
-
-
-def test_a_session_loops_over_prompts(script: Script) -> None:
-    variables = script("""
-        with model.session() as session:
-            results = list().save()
-            for prompt in ["Hello", "World", "Test"]:
-                with model.trace(prompt):
-                    results.append(model.lm_head.output.argmax(dim=-1))
-    """)
-    for prompt, result in zip(["Hello", "World", "Test"], variables["results"], strict=True):
-        assert torch.equal(result, plain_logits(script.model, prompt).argmax(dim=-1))
-
-
-def test_edits_are_written_at_the_top_level_too(script: Script) -> None:
-    variables = script("""
-        factor = 0
-        with model.edit() as model_edited:
-            model.transformer.h[1].output[:] *= factor
-        with model.trace("Hello"):
-            out1 = model.transformer.h[1].output.save()
-        with model_edited.trace("Hello"):
-            out2 = model_edited.transformer.h[1].output.save()
-    """)
-    assert variables["out1"].any()
-    assert not variables["out2"].any()
-
-
-def test_gradients_are_read_at_the_top_level_too(script: Script) -> None:
-    variables = script("""
+def test_gradients_are_read_at_the_top_level_too(local_gpt2: LanguageModel, tmp_path: Path) -> None:
+    text = """
         with model.trace("Hello"):
             hs = model.transformer.h[-1].output
             loss = model.lm_head.output.sum()
@@ -160,13 +113,14 @@ def test_gradients_are_read_at_the_top_level_too(script: Script) -> None:
             logits = model.lm_head.output.save()
         with logits.sum().backward():
             later = hs.grad.save()
-    """)
-    module_of(script.model).zero_grad(set_to_none=True)
+    """
+    variables = run_script(local_gpt2, tmp_path, text)
+    module_of(local_gpt2).zero_grad(set_to_none=True)
     assert torch.equal(variables["grad"], variables["later"])
     assert variables["grad"].shape == variables["hs"].shape
 
 
-def test_a_loop_around_a_trace_sees_the_loops_variable(script: Script) -> None:
+def test_a_loop_around_a_trace_sees_the_loops_variable(script: Script, gpt2: LanguageModel) -> None:
     variables = script("""
         kept = []
         for index, layer in enumerate(model.transformer.h):
@@ -174,7 +128,7 @@ def test_a_loop_around_a_trace_sees_the_loops_variable(script: Script) -> None:
                 hidden = layer.output.save()
             kept.append((index, hidden))
     """)
-    inputs = script.model.tokenizer("Hello", return_tensors="pt")
-    expected = outputs_of(script.model._module, inputs, *(f"transformer.h.{index}" for index in range(4)))
+    paths = [f"transformer.h.{index}" for index in range(4)]
+    expected = outputs_of(gpt2._module, tokens(gpt2, "Hello"), *paths)
     assert [index for index, _ in variables["kept"]] == [0, 1, 2, 3]
     assert all(torch.equal(own, plain) for (_, own), plain in zip(variables["kept"], expected, strict=True))

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from nnsight_engine import LanguageModel, NNsight
-from nnsight_engine.interleaving.events import MissedProviderError
+from nnsight_engine.interleaving.events import MissedProviderError, OutOfOrderError
 from tests.guide.alone import module_of, tokens
+from tests.guide.modules import TinyMLP
 from tests.hook_reference import edited, outputs_of
+from tests.small_models import Rows
 
 
 def test_a_skipped_layer_hands_on_what_the_layer_before_gave(gpt2: LanguageModel) -> None:
@@ -25,15 +27,18 @@ def test_a_skipped_layer_hands_on_what_the_layer_before_gave(gpt2: LanguageModel
     assert torch.equal(result.logits, expected.logits)
 
 
-def test_a_skipped_module_does_not_run(tiny: NNsight, features: torch.Tensor) -> None:
+def test_a_skipped_module_does_not_run_and_its_output_can_be_edited(
+    tiny: NNsight, features: torch.Tensor
+) -> None:
     ran: list[str] = []
     tiny.layer1._module.register_forward_pre_hook(lambda *_: ran.append("layer1"))
     tiny.layer2._module.register_forward_pre_hook(lambda *_: ran.append("layer2"))
     with tiny.trace(features):
         tiny.layer1.skip(torch.ones(1, 10))
+        tiny.layer1.output = tiny.layer1.output * 2
         out = tiny.output.save()
     assert ran == ["layer2"]
-    assert torch.equal(out, tiny.layer2._module(torch.ones(1, 10)))
+    assert torch.equal(out, tiny.layer2._module(torch.ones(1, 10) * 2))
 
 
 def test_nothing_can_be_read_inside_a_skipped_module(gpt2: LanguageModel) -> None:
@@ -45,12 +50,10 @@ def test_nothing_can_be_read_inside_a_skipped_module(gpt2: LanguageModel) -> Non
         gpt2.transformer.h[1].mlp.output.save()
 
 
-def test_the_output_of_a_skipped_module_can_still_be_edited(tiny: NNsight, features: torch.Tensor) -> None:
-    with tiny.trace(features):
-        tiny.layer1.skip(torch.ones(1, 10))
-        tiny.layer1.output = tiny.layer1.output * 2
-        out = tiny.output.save()
-    assert torch.equal(out, tiny.layer2._module(torch.ones(1, 10) * 2))
+def test_a_module_that_has_run_cannot_be_skipped(gpt2: LanguageModel) -> None:
+    with pytest.raises(OutOfOrderError, match=r"model\.transformer\.h\.1"), gpt2.trace("Hello"):
+        hidden = gpt2.transformer.h[2].output
+        gpt2.transformer.h[1].skip(hidden)
 
 
 def test_every_invoke_may_skip_with_its_own_value(gpt2: LanguageModel) -> None:
@@ -65,6 +68,19 @@ def test_every_invoke_may_skip_with_its_own_value(gpt2: LanguageModel) -> None:
     with edited(gpt2._module, "transformer.h.1", lambda _: torch.cat([first, second])):
         (expected,) = outputs_of(gpt2._module, tokens(gpt2, "Hello", "World"), "lm_head")
     assert torch.equal(torch.cat([out1, out2]), expected)
+
+
+def test_an_empty_invoke_skips_for_all(features: torch.Tensor) -> None:
+    model = Rows(TinyMLP())
+    with model.trace() as tracer:
+        with tracer.invoke(features):
+            first = model.output.save()
+        with tracer.invoke(torch.cat([features, features])):
+            second = model.output.save()
+        with tracer.invoke():
+            model.layer1.skip(torch.ones(3, 10))
+    expected = TinyMLP().layer2(torch.ones(3, 10))
+    assert torch.equal(torch.cat([first, second]), expected)
 
 
 def test_a_module_skipped_in_some_invokes_only_is_an_error(gpt2: LanguageModel) -> None:

@@ -119,30 +119,6 @@ def test_debugger_steps_through_a_block_and_out_of_it(
     assert sys.gettrace() is None
 
 
-def test_debugger_that_a_block_starts_goes_on_after_it_waited(model: Rows, without_tracers: None) -> None:
-    stepper = Stepper()
-    saves(model)
-
-    def function() -> None:
-        with model.trace(X):
-            hidden = model[0].output
-            stepper.set_trace()
-            hidden = hidden + 1  # seen
-            model[1].output = hidden  # seen
-            hidden = model[2].output  # seen
-            hidden = hidden * 2  # seen
-            hidden = model[3].output.save()  # seen
-        stepper.set_quit()
-
-    try:
-        function()
-    except bdb.BdbQuit:
-        pass
-    finally:
-        sys.settrace(None)
-    assert lines_with("seen", function.__code__) <= set(stepper.lines)
-
-
 def test_breakpoint_in_the_model_while_a_block_waits(
     module: torch.nn.Sequential, without_tracers: None
 ) -> None:

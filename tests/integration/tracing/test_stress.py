@@ -23,11 +23,7 @@ from tests.integration.tracing.ways import (
     Unmarked,
     X,
     deep,
-    fails_in_torch,
-    makes_the_model_fail,
     num_greenlets,
-    refuse,
-    saves,
 )
 from tests.small_models import Rows
 
@@ -109,77 +105,6 @@ def test_activations_die_with_their_trace(model: Rows) -> None:
 # Errors of torch.
 
 
-def test_torch_errors_in_blocks_are_survived_hundreds_of_times(model: Rows, unmarked: Unmarked) -> None:
-    chance = random.Random(0)
-
-    def wrong() -> None:
-        with pytest.raises(RuntimeError):
-            torch.zeros(3) @ torch.zeros(4)
-
-    def trace() -> None:
-        with model.trace() as tracer:
-            for row in (X, -X):
-                with tracer.invoke(row):
-                    for layer in range(4):
-                        deep(chance.randint(0, 30), wrong)
-                        deep(chance.randint(0, 30), lambda: model[layer].output)  # noqa: B023
-                        deep(chance.randint(0, 30), wrong)
-        deep(chance.randint(0, 30), lambda: fails_in_torch(model))
-        deep(chance.randint(0, 30), lambda: makes_the_model_fail(model))
-
-    for _ in range(40):
-        deep(chance.randint(0, 30), trace)
-
-
-def test_torch_errors_in_nested_invokes_and_sessions(model: Rows, unmarked: Unmarked) -> None:
-    def trace() -> None:
-        with pytest.raises(RuntimeError), model.session():
-            with model.trace(X):
-                hidden = model[1].output
-            with model.trace() as tracer:
-                with tracer.invoke(X):
-                    model[1].output = hidden
-                with tracer.invoke(-X):
-                    model[2].output @ torch.zeros(3, 4)
-
-    for depth in range(30):
-        deep(depth, trace)
-
-
-def test_error_in_one_invoke_leaves_the_model_usable(model: Rows, unmarked: Unmarked) -> None:
-    for _ in range(5):
-        with pytest.raises(RefusedError), model.trace() as tracer:
-            with tracer.invoke(X):
-                first = model[0].output.save()
-            with tracer.invoke(-X):
-                model[1].output.save()
-                refuse()
-            with tracer.invoke(2 * X):
-                model[2].output.save()
-        assert first.shape == (1, WIDTH)
-        with model.trace(X):
-            out = model.output.save()
-        assert torch.equal(out, unmarked.output)
-
-
-def test_invoke_inside_an_invoke_is_refused_and_the_model_usable(model: Rows, unmarked: Unmarked) -> None:
-    for _ in range(3):
-        with (
-            pytest.raises(ValueError, match="during an active model execution"),
-            model.trace() as tracer,
-            tracer.invoke(X),
-            tracer.invoke(X),
-        ):
-            model.output.save()
-        with (
-            pytest.raises(ValueError, match="during an active model execution"),
-            model.trace(X),
-            model.trace(X),
-        ):
-            model.output.save()
-        saves(model)
-
-
 # Deep stacks.
 
 
@@ -209,19 +134,6 @@ def test_deep_model_and_deep_block_take_turns() -> None:
             out = model.output.save()
         assert torch.equal(out, expected)
         assert [value.shape for value in found] == [(1, WIDTH)] * 3
-
-
-def test_recursion_error_in_a_block_is_an_error_like_any(model: Rows, unmarked: Unmarked) -> None:
-    def endless() -> Any:
-        return endless() + model[1].output
-
-    for _ in range(3):
-        with pytest.raises(RecursionError), model.trace(X):
-            model[0].output.save()
-            endless()
-        with pytest.raises(RecursionError), model.trace(X):
-            model[0].output = deep(100_000, lambda: None)
-        saves(model)
 
 
 def test_recursion_error_in_the_model_is_an_error_like_any() -> None:

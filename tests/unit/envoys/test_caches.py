@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from nnsight_engine import NNsight
 from nnsight_engine.envoys.cache import Entry
+from tests.small_models import tiny_gpt2
 
 TOKENS = torch.tensor([[1, 2, 3]])
 
 
 @pytest.fixture(scope="module")
 def gpt2() -> NNsight:
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=16, n_positions=16)
     rename = {"transformer.h": "blocks", "mlp": "feed", ".transformer": ["body", "backbone"]}
-    return NNsight(GPT2LMHeadModel(config).eval(), rename=rename)
+    return NNsight(tiny_gpt2(), rename=rename)
 
 
 GENERATION: dict[str, Any] = {
@@ -55,27 +54,6 @@ class Loop(torch.nn.Module):
         return torch.as_tensor(self.parts(x))
 
 
-def test_entries_have_inputs_and_outputs_by_default(gpt2: NNsight) -> None:
-    with gpt2.trace(TOKENS) as tracer:
-        cache = tracer.cache()
-        given = gpt2.transformer.h[1].mlp.input.save()
-        made = gpt2.transformer.h[1].mlp.output.save()
-    entry = cache["model.transformer.h.1.mlp"]
-    assert torch.equal(entry.input, given)
-    assert torch.equal(entry.inputs[0][0], given)
-    assert torch.equal(entry.output, made)
-
-
-def test_what_is_not_kept_is_named_with_the_way_to_have_it(gpt2: NNsight) -> None:
-    with gpt2.trace(TOKENS) as tracer:
-        outputs = tracer.cache(include_inputs=False)
-        inputs = tracer.cache(include_output=False)
-    with pytest.raises(AttributeError, match="include_inputs=True"):
-        outputs["model.lm_head"].inputs  # noqa: B018 - reading it is the test
-    with pytest.raises(AttributeError, match="include_output=True"):
-        inputs["model.lm_head"].output  # noqa: B018 - the same
-
-
 def test_an_entry_is_the_list_of_its_steps(gpt2: NNsight) -> None:
     with gpt2.generate(TOKENS, **GENERATION) as tracer:
         cache = tracer.cache()
@@ -97,6 +75,9 @@ def test_an_entry_is_the_list_of_its_steps(gpt2: NNsight) -> None:
 def test_an_entry_of_one_call_has_one_step(gpt2: NNsight) -> None:
     with gpt2.trace(TOKENS) as tracer:
         cache = tracer.cache()
+    entry = cache["model.transformer.h.1.mlp"]  # has inputs and outputs by default
+    assert torch.equal(entry.output, gpt2.transformer.h[1].mlp._module(entry.input))
+    assert entry.inputs[0][0] is entry.input
     assert len(cache["model.lm_head"]) == 1
     assert torch.equal(cache["model.lm_head"][0].output, cache["model.lm_head"].output)
     assert len(cache["model.lm_head"][0]) == 1

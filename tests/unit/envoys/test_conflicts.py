@@ -37,13 +37,10 @@ def model() -> NNsight:
         return NNsight(Clashing())
 
 
-def test_the_module_keeps_its_name(model: NNsight) -> None:
+def test_the_module_keeps_its_name_and_the_envoys_value_is_read_under_another(model: NNsight) -> None:
     assert isinstance(model.output, Envoy)
     assert model.output._module is model._module.output
-    assert model.input.path == "model.input"
-
-
-def test_the_envoys_value_is_read_under_another_name(model: NNsight) -> None:
+    assert not hasattr(model.inner, "nns_output")
     with model.trace(X):
         given = model.nns_input.save()
         hidden = model.input.output.save()
@@ -59,13 +56,6 @@ def test_the_envoys_value_is_assigned_under_another_name(model: NNsight) -> None
         model.nns_output = model.nns_output + 1
         result = tracer.result.save()
     torch.testing.assert_close(result, model._module(torch.zeros(2, 3)) + 1)
-
-
-def test_envoys_without_the_clash_are_unaffected(model: NNsight) -> None:
-    with model.trace(X):
-        inner = model.inner.output.save()
-    assert inner.shape == (2, 4)
-    assert not hasattr(model.inner, "nns_output")
 
 
 def test_the_other_name_is_printed_and_completed(model: NNsight) -> None:
@@ -134,11 +124,3 @@ def test_a_name_that_envoys_cannot_do_without_is_refused(name: str) -> None:
         ValueError, match=f"a module cannot be called '{name}': NNsight needs that name itself"
     ):
         NNsight(module)
-
-
-def test_replacing_a_module_is_no_clash() -> None:
-    model = NNsight(torch.nn.Linear(2, 2))
-    model.sae = torch.nn.Linear(2, 3)
-    model.sae = replaced = torch.nn.Linear(2, 4)
-    assert model.sae._module is replaced
-    assert len(model) == 1

@@ -76,12 +76,6 @@ def test_properties_with_a_description_are_listed() -> None:
     assert "unlisted" not in text
 
 
-def test_a_module_that_is_added_is_printed() -> None:
-    model = NNsight(Tiny(4))
-    model.sae = torch.nn.Linear(4, 16)
-    assert "  (sae): Linear(in_features=4, out_features=16, bias=True)\n)" in repr(model)
-
-
 def test_notebooks_get_a_tree_to_open_with_everything_escaped() -> None:
     class Sly(torch.nn.Module):
         def extra_repr(self) -> str:
@@ -102,18 +96,6 @@ def test_dir_offers_children_further_names_properties_and_the_modules_own() -> N
     assert {"attn", "mlp", "hidden", "output"} <= set(dir(model.h[0]))
     assert {"weight", "bias", "in_features"} <= set(dir(model.head))
     assert not {"nothing", "0"} & {*dir(model), *dir(model.h)}
-
-
-def test_unknown_name_is_reported_in_one_line_with_suggestions() -> None:
-    model = NNsight(torch.nn.Sequential())
-    model.layer1, model.layer2 = torch.nn.Linear(5, 10), torch.nn.Linear(10, 2)
-    with pytest.raises(AttributeError) as caught:
-        _ = model.layer3.output
-    assert str(caught.value) == (
-        "Sequential at model has no attribute layer3. Did you mean 'layer2' or 'layer1'? "
-        "print(model) shows the tree."
-    )
-    assert caught.value.name == "layer3"
 
 
 @pytest.mark.parametrize(
@@ -137,6 +119,7 @@ def test_near_names_are_the_users_own_first(path: str, name: str, hint: str) -> 
     kind = type(envoy._module).__name__
     said = f"{kind} at {path} has no attribute {name}.{hint} print(model) shows the tree."
     assert str(caught.value) == said
+    assert caught.value.name == name
 
 
 def test_help_of_a_property_shows_its_documentation(capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,20 +131,6 @@ def test_help_of_a_property_shows_its_documentation(capsys: pytest.CaptureFixtur
     assert "Help on eproperty" in capsys.readouterr().out
     exec("help(model.head.inputs)", {"model": model})
     assert "(args, kwargs)" in capsys.readouterr().out
-
-
-def test_help_of_anything_else_is_the_error_of_reading_it() -> None:
-    model = NNsight(Tiny(4))
-    with pytest.raises(ValueError, match="The model did not execute"):
-        help(model.head.output.shape)
-    with pytest.raises(ValueError, match="The model did not execute"):
-        repr(model.head.output)
-
-
-def test_unknown_name_inside_a_trace_is_the_same_error() -> None:
-    model = NNsight(torch.nn.Linear(2, 2))
-    with pytest.raises(AttributeError, match="has no attribute fake_layer"), model.trace(torch.ones(1, 2)):
-        model.fake_layer.output.save()
 
 
 def test_asking_whether_a_name_exists_does_not_draw_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:

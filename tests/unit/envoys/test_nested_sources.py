@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from nnsight_engine import LanguageModel, NNsight
-from nnsight_engine.envoys.source.errors import SourceNotAvailableError
 from tests.families.checkpoints import write_checkpoint
 
 
@@ -120,11 +119,6 @@ def test_a_function_in_a_variable_is_known_once_it_has_run(net: NNsight) -> None
     with net.trace(torch.ones(1, 2)):
         net.source.function_0.source.torch_add_0.output.save()
     assert sorted(names(net.source.function_0.source)) == ["halved_0", "torch_add_0"]
-
-
-def test_a_module_called_there_is_sent_to_its_own_place(net: NNsight) -> None:
-    with pytest.raises(SourceNotAvailableError, match=r"its own envoy has a \.source"):
-        _ = net.source.self_linear_0.source
 
 
 @pytest.mark.parametrize(

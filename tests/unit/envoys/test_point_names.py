@@ -143,20 +143,6 @@ def test_scores_of_classes_are_no_logits_of_tokens() -> None:
     assert "layers.1.output" in model.points
 
 
-def test_layers_count_from_the_end_too() -> None:
-    model = NNsight(build())
-    with torch.no_grad(), model.trace(IDS):
-        last = model.points["layers.-1.output"].save()
-        by_number = model.points["layers.1.output"].save()
-    assert torch.equal(last, by_number)
-
-
-def test_the_list_reads_well() -> None:
-    text = repr(NNsight(build()).points)
-    assert text.startswith("points of 2 layers:\nembed.output (128,)\nlayers.*.input (128,)\n")
-    assert text.endswith("norm.output (128,)\nlogits (320,)")
-
-
 def test_an_mlp_without_a_module_of_its_own_lists_its_points() -> None:
     model = NNsight(build("opt"))
     assert dir(model.layers[0].mlp) == ["act", "input", "output", "up"]

@@ -14,11 +14,13 @@ from api_schemas.points import MODEL_POINTS, VISION
 from nnsight_engine.core.leaves import EXPERTS, PATTERN, RESIDUAL_LEAVES, STATE
 from nnsight_engine.core.saves import save
 from nnsight_engine.envoys.architectures.errors import PointValueError, UnknownPointError
+from nnsight_engine.envoys.architectures.routing import expert_weights
 from nnsight_engine.families.registry import ENGINE_FAMILIES
 from nnsight_engine.interleaving.events import OutOfOrderError
 from nnsight_engine.modeling.base import NNsight
 from tests.families.checkpoints import FAMILIES, LOCAL_FAMILIES, NUM_LAYERS, VARIANTS, write_checkpoint
 from tests.families.edits import place
+from tests.families.experts import UNFORCED, factors_of, weights_of
 from tests.families.moves import LAYER, move, moved, points_of_a_layer
 from tests.families.reference import load_reference_model, reference_activations
 from tests.families.trees import tree_of
@@ -84,16 +86,6 @@ def changed_softmax(is_changed: Callable[[int], bool]) -> Iterator[None]:
         yield
 
 
-def has_patterns(module: Any) -> bool:
-    """Return whether attention's probabilities are those of the positions alone."""
-    return tree_of(module.config).has_pattern
-
-
-def has_stream(module: Any) -> bool:
-    """Return whether blocks pass on one residual stream."""
-    return tree_of(module.config).has_stream
-
-
 def movable(names: Iterable[str]) -> list[str]:
     """Return the points of a layer whose values can be moved: no ids of experts, and no states."""
     return [name for name in points_of_a_layer(names) if not name.endswith((EXPERTS, STATE))]
@@ -153,7 +145,7 @@ def test_patterns_are_the_attention_weights_that_transformers_returns(model: NNs
     patterns = [name.replace("heads", "pattern") for name in heads]
     expected = [one for name, one in zip(patterns, returned, strict=True) if name in names]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert bool(found) == has_patterns(module)
+    assert bool(found) == tree_of(module.config).has_pattern
 
 
 def test_shapes_are_those_that_the_list_says(model: NNsight) -> None:
@@ -175,27 +167,21 @@ SERVED_AS = {"Ministral3ForCausalLM": "MistralForCausalLM", "PhimoeForCausalLM":
 """vLLM's classes where they have other names."""
 
 
-def test_every_assignment_does_what_a_hook_does(model: NNsight, module: Any) -> None:
+def test_every_assignment_and_edit_in_place_does_what_a_hook_does(model: NNsight, module: Any) -> None:
     for name in movable(model.points):
         with hooked(module, name):
             expected = logits_of(module)
         with torch.no_grad(), model.trace(IDS, use_cache=False):
             model.points[name] = moved(model.points[name])
             found = model.points["logits"].save()
+        with torch.no_grad(), model.trace(IDS, use_cache=False):
+            move(model.points[name])
+            in_place = model.points["logits"].save()
         assert torch.equal(found, expected), name
+        assert torch.equal(in_place, expected), name
         # Phi-MoE weights an expert with 1 unless another's logit is close.
         if not (module.config.model_type == "phimoe" and name.endswith("moe.router")):
             assert not torch.equal(found, logits_of(module)), name
-
-
-def test_every_edit_in_place_does_what_a_hook_does(model: NNsight, module: Any) -> None:
-    for name in movable(model.points):
-        with hooked(module, name):
-            expected = logits_of(module)
-        with torch.no_grad(), model.trace(IDS, use_cache=False):
-            move(model.points[name])
-            found = model.points["logits"].save()
-        assert torch.equal(found, expected), name
 
 
 def test_a_saved_value_keeps_its_numbers_when_the_point_is_assigned(model: NNsight) -> None:
@@ -221,6 +207,23 @@ def test_a_model_runs_as_before_when_the_trace_is_over(model: NNsight, module: A
     assert all(one is other for one, other in zip(after, configs, strict=True))
 
 
+def test_the_weights_of_experts_are_those_of_the_router(checkpoint: Path, module: Any) -> None:
+    activations, config = reference_activations(checkpoint, PROMPT_IDS), module.config
+    tree, ours = tree_of(config), expert_weights(config)
+    blocks = [*module.get_submodule(tree.layers).children()]
+    for layer in range(NUM_LAYERS):
+        if f"layers.{layer}.moe.router" not in activations:
+            continue
+        logits, ids, expected = (
+            activations[f"layers.{layer}.moe.{leaf}"] for leaf in ("router", "experts", "weights")
+        )
+        assert (ours is None) == (config.model_type in UNFORCED)
+        if ours is not None:
+            factors = factors_of(blocks[layer], tree)
+            torch.testing.assert_close(weights_of(config, logits, ids, factors), expected)
+            torch.testing.assert_close(ours.of(logits, ids, factors), expected)
+
+
 # Names.
 
 
@@ -232,8 +235,8 @@ def test_the_vocabulary_is_that_of_the_server(model: NNsight, module: Any) -> No
     leaves = {name.split(".", 2)[-1] for name in model.points if name.startswith("layers.")}
     # Experts have no neurons in common; a model of experts has them in its dense blocks only.
     neurons = {"mlp.gate", "mlp.up", "mlp.act"}
-    stream = RESIDUAL_LEAVES if has_stream(module) else ()
-    expected = {*family.leaves, *stream, *([PATTERN] if has_patterns(module) else [])}
+    stream = RESIDUAL_LEAVES if tree_of(module.config).has_stream else ()
+    expected = {*family.leaves, *stream, *([PATTERN] if tree_of(module.config).has_pattern else [])}
     if getattr(module.config, "num_local_experts", None) == 0:
         expected -= {"moe.router", "moe.shared.output"}
     if module.config.model_type == "falcon" and module.config.bias:
@@ -251,7 +254,7 @@ def test_the_vocabulary_is_that_of_the_server(model: NNsight, module: Any) -> No
 def test_points_are_attributes_by_the_same_names_on_every_architecture(model: NNsight, module: Any) -> None:
     with torch.no_grad(), model.trace(IDS, use_cache=False):
         pairs = []
-        if has_stream(module):
+        if tree_of(module.config).has_stream:
             pairs.append((model.embed.output, model.points["embed.output"]))
         # Experts have no neurons in common.
         names = offered(
@@ -260,7 +263,7 @@ def test_points_are_attributes_by_the_same_names_on_every_architecture(model: NN
         for name in sorted(names, key=lambda name: int(name.split(".")[1])):
             one = getattr(*attribute(model, name))
             pairs.append((one, model.points[name]))
-        if has_stream(module):
+        if tree_of(module.config).has_stream:
             output = model.layers[-1].output  # of some models a tuple
             output = output[0] if isinstance(output, tuple) else output
             pairs.append((output, model.points["layers.-1.output"]))
@@ -269,26 +272,8 @@ def test_points_are_attributes_by_the_same_names_on_every_architecture(model: NN
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
-def test_a_head_is_ablated_in_one_line(model: NNsight, module: Any) -> None:
-    heads = offered(model, "attn.heads")
-    (name,) = heads or offered(model, "mixer.output")
-    head_dim = model.points()[name][1] if heads else 1
-
-    def change(rows: torch.Tensor) -> None:
-        rows[..., :head_dim] = 0
-
-    handle = place(module, name, change)
-    expected = logits_of(module)
-    handle.remove()
-    with torch.no_grad(), model.trace(IDS, use_cache=False):
-        value = getattr(*attribute(model, name)) if heads else model.points[name]
-        value[:, :, 0] = 0
-        found = model.logits.save()
-    assert torch.equal(found, expected)
-
-
 def test_attributes_are_assigned_like_points(model: NNsight, module: Any) -> None:
-    whole = ["embed.output", "logits"] if has_stream(module) else ["logits"]
+    whole = ["embed.output", "logits"] if tree_of(module.config).has_stream else ["logits"]
     for name in (*offered(model, "attn.heads", "mlp.up"), *whole):
         with hooked(module, name):
             expected = logits_of(module)

@@ -1,9 +1,19 @@
+"""The printed source of a function, and functions that have none to offer."""
+
 from __future__ import annotations
 
+import functools
+import linecache
+import pathlib
 import re
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
+import pytest
+import torch
+
+from nnsight_engine.envoys.source.errors import SourceNotAvailableError
 from nnsight_engine.envoys.source.listing import format_operation, format_source
 from nnsight_engine.envoys.source.operations import Rewritten
 from nnsight_engine.envoys.source.rewrite import rewrite
@@ -68,11 +78,88 @@ def test_printed_operation_shows_its_surroundings() -> None:
     assert text.endswith("....")
 
 
-def test_function_without_calls_is_printed_plainly() -> None:
-    def function(x: int) -> int:
-        return x + 1
+# Refusals.
 
-    rewritten = rewrite(function, just_call, "f")
-    assert rewritten.operations == ()
-    assert rewritten.function(1) == 2
-    assert format_source(rewritten).splitlines()[1].strip() == "1     return x + 1"
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (len, "not written in Python"),
+        (torch.relu, "not written in Python"),
+        (torch.Tensor.view, "not written in Python"),
+        (int, "type type"),
+        (torch.nn.Linear(1, 1), "is a module, Linear; use `.source` of the module's own envoy"),
+        (functools.partial(double), "functools.partial of"),
+        (lambda x: double(x) + 1, "def statement"),
+    ],
+)
+def test_what_has_no_source_is_refused(function: Callable[..., Any], message: str) -> None:
+    with pytest.raises(SourceNotAvailableError, match=f"^model.x has no operations to offer: .*{message}"):
+        rewrite(function, just_call, "model.x")
+    assert issubclass(SourceNotAvailableError, ValueError)
+
+
+def compiled_function(text: str, filename: str) -> FunctionType:
+    scope: dict[str, Any] = {}
+    exec(compile(text, filename, "exec"), scope)
+    function = scope["f"]
+    assert isinstance(function, FunctionType)
+    return function
+
+
+def test_function_without_a_file_is_refused_unless_its_text_is_registered() -> None:
+    text = "def f(x):\n    return abs(x)\n"
+    function = compiled_function(text, "<made up 1>")
+    with pytest.raises(SourceNotAvailableError, match="cannot be read"):
+        rewrite(function, just_call, "f")
+    linecache.cache["<made up 1>"] = (len(text), None, text.splitlines(keepends=True), "<made up 1>")
+    assert rewrite(function, just_call, "f").function(-1) == 1
+
+
+def test_file_edited_since_it_was_loaded_is_refused(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "edited.py"
+    text = "import math\n\ndef f(x):\n    return math.sin(abs(x)) * 2\n"
+    path.write_text(text)
+    function = compiled_function(text, str(path))
+    assert len(rewrite(function, just_call, "f").operations) == 2
+    for edited in (
+        text.replace("2", "3"),
+        text.replace("def f", "def g"),
+        "\n" + text,
+        text.replace("x", "y"),
+    ):
+        path.write_text(edited + "# changed\n")
+        with pytest.raises(SourceNotAvailableError, match=r"differs from line 3|cannot be read"):
+            rewrite(function, just_call, "f")
+
+
+def test_function_that_lists_its_variables_is_refused() -> None:
+    def function(x: int) -> Any:
+        return dict(**locals())
+
+    with pytest.raises(SourceNotAvailableError, match=r"calls locals\(\)"):
+        rewrite(function, just_call, "f")
+
+
+def test_decorators_that_cannot_be_kept_are_refused() -> None:
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        registry = {"f": function}
+
+        @functools.wraps(function)
+        def wrapper(*args: Any) -> Any:
+            return registry["f"](*args)
+
+        return wrapper
+
+    with pytest.raises(SourceNotAvailableError, match=r"decorator .*register.*wrapper does not reach"):
+        rewrite(register(double), just_call, "f")
+    with pytest.raises(SourceNotAvailableError, match="lru_cache"):
+        rewrite(functools.lru_cache(double), just_call, "f")
+
+
+def test_wrapper_that_leads_back_to_itself_is_refused() -> None:
+    def function() -> None: ...
+
+    function.__wrapped__ = function  # type: ignore[attr-defined]
+    with pytest.raises(SourceNotAvailableError, match="leads back to itself"):
+        rewrite(function, just_call, "f")

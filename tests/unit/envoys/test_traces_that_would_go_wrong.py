@@ -66,16 +66,6 @@ def test_a_loop_that_asks_for_what_comes_once_only_is_an_error(recurrent: NNsigh
                 recurrent.cell.output[:] = 0
 
 
-def test_a_loop_in_a_function_of_its_own_is_no_different(recurrent: NNsight) -> None:
-    def helper(tracer: Any) -> None:
-        for _ in tracer.iter[:]:
-            _ = recurrent.output
-
-    with pytest.raises(MissedProviderError, match=r"model\.output\.i1"):
-        with recurrent.trace(X) as tracer:
-            helper(tracer)
-
-
 def test_a_barrier_trace_can_be_validated(linear: Rows) -> None:
     with linear.trace(validate=True) as tracer:
         barrier = tracer.barrier(2)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from nnsight_engine.interleaving.batching import Batcher, BatchGroup
 from nnsight_engine.interleaving.interleaver import Interleaver
@@ -52,18 +51,3 @@ class Scene:
 @pytest.fixture
 def scene() -> Scene:
     return Scene()
-
-
-@pytest.fixture
-def layers() -> torch.nn.Sequential:
-    """Four layers of width 3 that leave their mark: layer ``n`` adds ``n + 1``."""
-
-    class Adds(torch.nn.Module):
-        def __init__(self, amount: float) -> None:
-            super().__init__()
-            self.amount = amount
-
-        def forward(self, value: torch.Tensor) -> torch.Tensor:
-            return value + self.amount
-
-    return torch.nn.Sequential(*(Adds(number + 1.0) for number in range(4)))

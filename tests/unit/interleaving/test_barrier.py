@@ -15,40 +15,6 @@ if TYPE_CHECKING:
     from tests.unit.interleaving.conftest import Scene
 
 
-def test_value_read_at_a_place_can_be_used_at_that_place_by_another(scene: Scene) -> None:
-    barrier = Barrier(scene.interleaver, 2)
-    read: list[str] = []
-
-    @scene.block
-    def reads(mediator: Mediator) -> None:
-        read.append(mediator.request("a.i0"))
-        barrier()
-
-    @scene.block
-    def writes(mediator: Mediator) -> None:
-        barrier()
-        mediator.swap("a.i0", read[0] + " swapped")
-
-    assert scene.provide(("a", "value")) == ["value swapped"]
-
-
-def test_value_goes_from_a_later_invoke_to_an_earlier_one(scene: Scene) -> None:
-    barrier = Barrier(scene.interleaver, 2)
-    read: list[str] = []
-
-    @scene.block
-    def writes(mediator: Mediator) -> None:
-        barrier()
-        mediator.swap("a.i0", read[0] + " swapped")
-
-    @scene.block
-    def reads(mediator: Mediator) -> None:
-        read.append(mediator.request("a.i0"))
-        barrier()
-
-    assert scene.provide(("a", "value")) == ["value swapped"]
-
-
 @pytest.mark.parametrize("arrival", list(itertools.permutations(range(3))))
 def test_three_participants_go_on_in_order_of_definition_however_they_come(
     scene: Scene, arrival: tuple[int, ...]
@@ -68,22 +34,6 @@ def test_three_participants_go_on_in_order_of_definition_however_they_come(
     scene.provide(*[(str(number), None) for number in range(3)])
     came = sorted(range(3), key=lambda place: arrival[place])
     assert scene.log == [*(f"{place} comes" for place in came), *(f"{place} goes" for place in range(3))]
-
-
-def test_barrier_is_used_again_and_again(scene: Scene) -> None:
-    barrier = Barrier(scene.interleaver, 2)
-
-    def block_for(name: str) -> None:
-        @scene.block
-        def block(mediator: Mediator) -> None:
-            for number in range(5):
-                scene.log.append(f"{name}{number}")
-                barrier()
-
-    block_for("a")
-    block_for("b")
-    scene.run(lambda: None)
-    assert scene.log == [f"{name}{number}" for number in range(5) for name in "ab"]
 
 
 def test_barriers_are_apart_from_each_other(scene: Scene) -> None:
@@ -109,14 +59,6 @@ def test_barriers_are_apart_from_each_other(scene: Scene) -> None:
     assert scene.log == ["two", "three", "one"]
 
 
-def test_barrier_for_more_than_come_is_an_error_that_counts(scene: Scene) -> None:
-    barrier = Barrier(scene.interleaver, 3)
-    scene.block(lambda mediator: barrier())
-    scene.block(lambda mediator: barrier())
-    with pytest.raises(MissedProviderError, match="barrier for 3 participants was reached by 2 only"):
-        scene.provide(("a", 1))
-
-
 def test_barrier_for_fewer_than_come_leaves_the_last_waiting(scene: Scene) -> None:
     barrier = Barrier(scene.interleaver, 2)
     for _ in range(3):
@@ -136,19 +78,6 @@ def test_a_barrier_for_one_does_not_wait(scene: Scene) -> None:
 
     scene.provide(("a", 1))
     assert scene.log == [1]
-
-
-def test_invoke_that_fails_fails_the_run_though_others_wait_at_a_barrier(scene: Scene) -> None:
-    barrier = Barrier(scene.interleaver, 2)
-    scene.block(lambda mediator: barrier())
-
-    @scene.block
-    def fails(mediator: Mediator) -> None:
-        mediator.request("a.i0")
-        raise KeyError("before the barrier")
-
-    with pytest.raises(KeyError, match="before the barrier"):
-        scene.provide(("a", 1))
 
 
 def test_value_that_passed_while_an_invoke_was_held_is_out_of_order(scene: Scene) -> None:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
-from nnsight_engine.interleaving.batching import Batchable, Batcher, BatchGroup
-from nnsight_engine.interleaving.mediator import Mediator
-
-if TYPE_CHECKING:
-    from tests.unit.interleaving.conftest import Scene
+from nnsight_engine.interleaving.batching import Batcher, BatchGroup
 
 
 def batcher_of(value: Any, *groups: BatchGroup) -> Batcher:
@@ -42,16 +37,11 @@ def test_invoke_sees_its_rows_as_a_view() -> None:
     assert batcher.current_value.flatten().tolist() == [0, 1, 9, 3, 4]
 
 
-def test_empty_invoke_sees_the_very_value() -> None:
-    value = rows()
-    batcher = batcher_of(value, FIRST, SECOND)
-    assert batcher.narrow(None) is value
-
-
-def test_only_invoke_sees_the_very_value() -> None:
-    value = rows()
-    batcher = batcher_of(value, (0, 5))
-    assert batcher.narrow((0, 5)) is value
+@pytest.mark.parametrize("groups", [(None, FIRST, SECOND), ((0, 5), (0, 5))])
+def test_an_empty_invoke_and_the_only_one_see_the_very_value(groups: tuple[BatchGroup | None, ...]) -> None:
+    value, (mine, *others) = rows(), groups
+    batcher = batcher_of(value, *[group for group in others if group is not None])
+    assert batcher.narrow(mine) is value
 
 
 @dataclasses.dataclass
@@ -74,30 +64,7 @@ def test_rows_are_narrowed_in_any_container() -> None:
     assert kwargs["flag"] is True
 
 
-def test_tensors_of_another_length_are_shared() -> None:
-    value = (torch.zeros(4, 2), torch.zeros(5))
-    narrowed = batcher_of(value, FIRST, SECOND).narrow(FIRST)
-    assert narrowed[0] is value[0]
-    assert narrowed[1].shape == (2,)
-
-
 # Replacing.
-
-
-def test_swap_replaces_only_the_invokes_rows_in_a_new_tensor() -> None:
-    value = rows()
-    batcher = batcher_of(value, FIRST, SECOND)
-    batcher.swap(FIRST, torch.tensor([[8.0], [9.0]]))
-    assert batcher.current_value.flatten().tolist() == [8, 9, 2, 3, 4]
-    assert value.flatten().tolist() == [0, 1, 2, 3, 4], "what was saved before keeps its numbers"
-
-
-def test_swaps_of_all_invokes_come_together() -> None:
-    batcher = batcher_of(rows(), FIRST, SECOND)
-    batcher.swap(SECOND, torch.full((3, 1), 7.0))
-    batcher.swap(FIRST, torch.full((2, 1), 6.0))
-    assert batcher.current_value.flatten().tolist() == [6, 6, 7, 7, 7]
-    assert batcher.narrow(SECOND).flatten().tolist() == [7, 7, 7]
 
 
 def test_empty_invoke_replaces_everything_even_with_another_type() -> None:
@@ -147,13 +114,6 @@ def test_swap_of_what_all_invokes_share_is_refused() -> None:
         batcher.swap(FIRST, (torch.zeros(2, 1), torch.ones(4)))
 
 
-def test_values_of_invokes_are_joined_in_order() -> None:
-    batcher = batcher_of(None, (0, 1), (1, 2))
-    joined = batcher.join([(torch.zeros(1, 2), "x"), (torch.ones(2, 2), "x")])
-    assert joined[0].tolist() == [[0, 0], [1, 1], [1, 1]]
-    assert joined[1] == "x"
-
-
 def test_values_of_the_wrong_number_of_rows_are_not_joined() -> None:
     batcher = batcher_of(None, (0, 2), (2, 2))
     with pytest.raises(
@@ -200,121 +160,9 @@ def test_a_tensor_put_into_a_dict_takes_the_others_place() -> None:
 # Gradients.
 
 
-def test_gradients_flow_through_an_invokes_rows() -> None:
-    """Its view takes part in the model's path, so that a gradient of what the invoke read arrives there."""
-    value = rows().requires_grad_() * 1
-    batcher = batcher_of(value, FIRST, SECOND)
-    mine = batcher.narrow(FIRST)
-    assert batcher.narrow(FIRST) is mine, "the same view again"
-    batcher.settle()
-    (gradient,) = torch.autograd.grad(batcher.current_value.sum() * 3, mine)
-    assert gradient.flatten().tolist() == [3, 3]
-
-
 def test_nothing_is_rejoined_without_gradients() -> None:
     value = rows()
     batcher = batcher_of(value, FIRST, SECOND)
     batcher.narrow(FIRST)
     batcher.settle()
     assert batcher.current_value is value
-
-
-# A batch out of invokes.
-
-
-class Stacks(Batchable):
-    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], int]:
-        return inputs, kwargs, len(inputs[0]) if inputs else 0
-
-    def _batch(
-        self, batched_input: tuple[tuple[Any, ...], dict[str, Any]], *inputs: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, others = batched_input
-        return (torch.cat([args[0], inputs[0]]),), {**others, **kwargs}
-
-
-def test_invokes_get_rows_in_the_order_in_which_they_are_added() -> None:
-    batcher = Batcher()
-    model = Stacks()
-    assert batcher.add(model, (torch.zeros(2, 1),), {}) == (0, 2)
-    assert batcher.add(model, (), {}) is None
-    assert batcher.add(model, (torch.ones(3, 1),), {"more": 1}) == (2, 3)
-    assert batcher.inputs is not None
-    (together,), kwargs = batcher.inputs
-    assert together.flatten().tolist() == [0, 0, 1, 1, 1]
-    assert kwargs == {"more": 1}
-    assert batcher.total_batch_size == 5
-
-
-def test_model_that_cannot_batch_takes_one_input() -> None:
-    batcher = Batcher()
-    model = Batchable()
-    batcher.add(model, (torch.zeros(2, 1),), {})
-    assert batcher.add(model, (), {}) is None
-    with pytest.raises(NotImplementedError, match="Batching is not implemented for Batchable"):
-        batcher.add(model, (torch.zeros(2, 1),), {})
-
-
-# In a run.
-
-
-def test_invokes_read_and_replace_their_own_rows(scene: Scene) -> None:
-    @scene.rows(0, 2)
-    def first(mediator: Mediator) -> None:
-        scene.log.append(mediator.request("a.i0").flatten().tolist())
-        mediator.swap("a.i0", torch.full((2, 1), -1.0))
-
-    @scene.rows(2, 3)
-    def second(mediator: Mediator) -> None:
-        scene.log.append(mediator.request("a.i0").flatten().tolist())
-
-    (left,) = scene.provide(("a", rows()))
-    assert scene.log == [[0, 1], [2, 3, 4]]
-    assert left.flatten().tolist() == [-1, -1, 2, 3, 4]
-
-
-def test_rows_that_do_not_fit_are_an_error_in_the_block_at_its_line(scene: Scene) -> None:
-    @scene.rows(0, 2)
-    def first(mediator: Mediator) -> None:
-        with pytest.raises(ValueError, match="owns 2 of 5 rows"):
-            mediator.swap("a.i0", torch.zeros(5, 1))
-        mediator.swap("a.i0", torch.zeros(2, 1))
-
-    @scene.rows(2, 3)
-    def second(mediator: Mediator) -> None:
-        mediator.request("a.i0")
-
-    (left,) = scene.provide(("a", rows()))
-    assert left.flatten().tolist() == [0, 0, 2, 3, 4]
-
-
-def test_edits_in_place_of_one_invoke_are_not_seen_by_another(scene: Scene) -> None:
-    @scene.rows(0, 2)
-    def first(mediator: Mediator) -> None:
-        mediator.request("a.i0").mul_(100)
-
-    @scene.rows(2, 3)
-    def second(mediator: Mediator) -> None:
-        scene.log.append(mediator.request("a.i0").flatten().tolist())
-
-    @scene.block
-    def empty(mediator: Mediator) -> None:
-        scene.log.append(mediator.request("a.i0").flatten().tolist())
-
-    scene.provide(("a", rows()))
-    assert scene.log == [[2, 3, 4], [0, 100, 2, 3, 4]]
-
-
-def test_values_that_hold_no_tensors_are_the_same_for_every_invoke(scene: Scene) -> None:
-    marker = object()
-
-    @scene.rows(0, 2)
-    def first(mediator: Mediator) -> None:
-        scene.log.append(mediator.request("a.i0"))
-
-    @scene.rows(2, 3)
-    def second(mediator: Mediator) -> None:
-        scene.log.append(mediator.request("a.i0"))
-
-    scene.provide(("a", OrderedDict(x=marker)))
-    assert [value["x"] for value in scene.log] == [marker, marker]

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nnsight_engine.core.loop_end import IterationOver
-from nnsight_engine.interleaving.events import MissedProviderError, OutOfOrderError
 from nnsight_engine.interleaving.iteration import Iter, IteratorTracer, Steps
 from nnsight_engine.interleaving.mediator import Mediator
 
@@ -62,52 +61,6 @@ def test_loop_runs_for_the_steps_it_selects(scene: Scene, steps: Steps, expected
     assert scene.log == [(step, f"b{step}") for step in expected]
 
 
-def test_swaps_in_a_loop_go_to_their_step(scene: Scene) -> None:
-    @scene.block
-    def block(mediator: Mediator) -> None:
-        for step in Iter(scene.interleaver)[1:3]:
-            mediator.swap(scene.interleaver.iterate_requester("b"), f"new{step}")
-
-    assert steps_of(scene, 4) == ["b0", "new1", "new2", "b3"]
-
-
-def test_code_after_an_open_loop_runs_when_the_steps_are_over(scene: Scene) -> None:
-    @scene.block
-    def block(mediator: Mediator) -> None:
-        for _ in Iter(scene.interleaver)[:]:
-            numbered(scene, "b", mediator)
-        scene.log.append("after")
-        scene.log.append(mediator.request("result"))
-
-    steps_of(scene, 3)
-    assert scene.log == ["after", ["b0", "b1", "b2"]]
-
-
-def test_step_that_is_named_must_come(scene: Scene) -> None:
-    @scene.block
-    def block(mediator: Mediator) -> None:
-        for step in Iter(scene.interleaver)[[1, 5]]:
-            scene.log.append(step)
-
-    with pytest.raises(MissedProviderError, match=r"step 5 was not reached: generation ended after 3 steps"):
-        steps_of(scene, 3)
-    assert scene.log == [1]
-
-
-def test_several_blocks_loop_side_by_side(scene: Scene) -> None:
-    def block_for(name: str, steps: Steps) -> None:
-        @scene.block
-        def block(mediator: Mediator) -> None:
-            for _ in Iter(scene.interleaver)[steps]:
-                scene.log.append(name + numbered(scene, "a", mediator))
-
-    block_for("x", slice(None))
-    block_for("y", slice(1, None))
-    block_for("z", 2)
-    steps_of(scene, 3)
-    assert scene.log == ["xa0", "xa1", "ya1", "xa2", "ya2", "za2"]
-
-
 def test_loop_in_a_loop(scene: Scene) -> None:
     @scene.block
     def block(mediator: Mediator) -> None:
@@ -143,38 +96,6 @@ def test_loop_that_is_left_early_lets_the_block_go_on(scene: Scene) -> None:
 
     steps_of(scene, 3)
     assert scene.log == ["b1"]
-
-
-def test_asking_for_an_earlier_step_in_a_loop_is_out_of_order(scene: Scene) -> None:
-    @scene.block
-    def block(mediator: Mediator) -> None:
-        for _ in Iter(scene.interleaver)[2:]:
-            mediator.request("a.i0")
-
-    with pytest.raises(OutOfOrderError, match=r"a\.i0"):
-        steps_of(scene, 4)
-
-
-def test_place_that_is_never_reached_is_missed_though_a_loop_is_open(scene: Scene) -> None:
-    @scene.block
-    def block(mediator: Mediator) -> None:
-        for _ in Iter(scene.interleaver)[:]:
-            numbered(scene, "nowhere", mediator)
-
-    with pytest.raises(MissedProviderError, match="nowhere"):
-        steps_of(scene, 3)
-
-
-def test_error_in_a_loop_comes_out(scene: Scene) -> None:
-    @scene.block
-    def block(mediator: Mediator) -> None:
-        for step in Iter(scene.interleaver)[:]:
-            numbered(scene, "b", mediator)
-            if step == 1:
-                raise KeyError("in step 1")
-
-    with pytest.raises(KeyError, match="in step 1"):
-        steps_of(scene, 4)
 
 
 def test_bodys_except_exception_does_not_keep_a_loop_alive(scene: Scene) -> None:

@@ -27,18 +27,6 @@ class Holder:
     def plain(self) -> Any:
         """A value."""
 
-    @eproperty(key="numbers", description="doubled")
-    def doubled(self) -> Any:
-        """The numbers times two."""
-
-    @doubled.preprocess
-    def _doubled(self, value: torch.Tensor) -> torch.Tensor:
-        return value * 2
-
-    @doubled.postprocess
-    def _halved(self, value: torch.Tensor) -> torch.Tensor:
-        return value / 2
-
     @eproperty(key="numbers")
     def copied(self) -> Any:
         """A copy of the numbers, whose edits reach the model."""
@@ -81,38 +69,7 @@ def test_property_waits_for_what_its_holder_is_provided_with(scene: Scene) -> No
 def test_property_of_a_holder_without_a_path_is_known_by_its_key(scene: Scene) -> None:
     holder = Holder(scene.interleaver, None)
     assert Holder.plain.provider(holder) == "plain"
-    assert Holder.doubled.provider(Holder(scene.interleaver, "part")) == "part.numbers"
-
-
-def test_properties_keep_their_name_description_and_docstring() -> None:
-    assert isinstance(Holder.doubled, eproperty)
-    assert (Holder.doubled.name, Holder.doubled.key) == ("doubled", "numbers")
-    assert Holder.doubled.description == "doubled"
-    assert Holder.doubled.__doc__ == "The numbers times two."
-    assert Holder.doubled.iterate
-    assert not Holder.once.iterate
-
-
-def test_preprocess_and_postprocess_stand_between_the_block_and_the_model(scene: Scene) -> None:
-    holder = Holder(scene.interleaver, "part")
-
-    @scene.block
-    def block(mediator: Mediator) -> None:
-        scene.log.append(holder.doubled.tolist())
-        holder.doubled = torch.tensor([10.0, 20.0])
-
-    assert scene.provide(("part.numbers", torch.tensor([1.0, 2.0])))[0].tolist() == [5.0, 10.0]
-    assert scene.log == [[2.0, 4.0]]
-
-
-def test_preprocessed_copy_that_is_edited_does_not_reach_the_model_without_transform(scene: Scene) -> None:
-    holder = Holder(scene.interleaver, "part")
-
-    @scene.block
-    def block(mediator: Mediator) -> None:
-        holder.doubled[:] = 0
-
-    assert scene.provide(("part.numbers", torch.ones(2)))[0].tolist() == [1.0, 1.0]
+    assert Holder.copied.provider(Holder(scene.interleaver, "part")) == "part.numbers"
 
 
 @pytest.mark.parametrize("then", ["ends", "asks for more", "swaps another"])
@@ -129,23 +86,6 @@ def test_transform_takes_edits_of_a_copy_to_the_model_when_the_block_goes_on(sce
 
     left = scene.provide(("part.numbers", torch.ones(2)), ("other", 0))[0]
     assert left.tolist() == [7.0, 1.0]
-
-
-def test_transform_is_for_one_reading_each(scene: Scene) -> None:
-    holder = Holder(scene.interleaver, "part")
-
-    @scene.block
-    def block(mediator: Mediator) -> None:
-        copy = holder.copied
-        copy += 1
-        again = holder.copied
-        scene.log.append(again.tolist())
-        again += 1
-        mediator.request("part.numbers.i1")
-
-    left = scene.provide(("part.numbers", torch.zeros(2)), ("part.numbers", torch.zeros(2)))
-    assert scene.log == [[1.0, 1.0]]
-    assert [value.tolist() for value in left] == [[2.0, 2.0], [0.0, 0.0]]
 
 
 def test_transform_of_an_invoke_replaces_its_rows_only(scene: Scene) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -97,22 +98,29 @@ def test_a_sleeping_block_is_abandoned_without_harm() -> None:
 
 
 def test_random_numbers_are_the_blocks_own() -> None:
-    drawn: list[torch.Tensor] = []
+    drawn: list[tuple[list[float], float]] = []
+
+    def draw() -> tuple[list[float], float]:
+        return torch.randn(2).tolist(), float(np.random.rand())
 
     def block(mediator: ThreadMediator) -> None:
-        drawn.append(torch.randn(2))
+        drawn.append(draw())
         mediator.request("a.i0")
-        drawn.append(torch.randn(2))
+        drawn.append(draw())
 
+    def run_seeded(seed: int) -> tuple[list[float], float]:
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        run_one(block, a=1)
+        return draw()
+
+    after = run_seeded(0)
     torch.manual_seed(0)
-    before = torch.get_rng_state()
-    run_one(block, a=1)
-    assert torch.equal(torch.get_rng_state(), before)
-    first = list(drawn)
-    drawn.clear()
-    torch.manual_seed(7)
-    run_one(block, a=1)
-    assert all(torch.equal(one, other) for one, other in zip(first, drawn, strict=True))
+    np.random.seed(0)
+    assert after == draw()  # as if no block had drawn
+    run_seeded(7)
+    assert drawn[:2] == drawn[2:]
+    assert drawn[0] != drawn[1]
 
 
 def test_a_block_works_on_the_models_stream_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

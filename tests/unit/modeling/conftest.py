@@ -7,17 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BertConfig,
-    BertForMaskedLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from nnsight_engine.modeling.language import LanguageModel
-from tests.families.checkpoints import build_tokenizer, write_checkpoint
+from tests.families.checkpoints import write_checkpoint
 
 LONG = " the city is good and the tower of Paris"
 SHORT = " Rome is"
@@ -56,24 +49,6 @@ def load(path: Path) -> Pair:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("checkpoints")
     return {family: write_checkpoint(family, root / family) for family in ("gpt2", "llama", "opt")}
-
-
-@pytest.fixture(scope="session")
-def bert_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("bert")
-    tokenizer = build_tokenizer()
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=48,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    BertForMaskedLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="session", params=["gpt2", "llama", "opt"])

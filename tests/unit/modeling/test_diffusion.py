@@ -14,6 +14,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 from nnsight_engine.core.saves import save
 from nnsight_engine.modeling.diffusion import DiffusionModel, generators
 from nnsight_engine.modeling.invokes import InvokesDifferError
+from tests.hook_reference import edited, recorded
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -101,21 +102,6 @@ def painting(tmp_path_factory: pytest.TempPathFactory) -> Painting:
     return Painting(path, model, plain)
 
 
-def test_the_image_is_that_of_diffusers(painting: Painting) -> None:
-    with painting.model.generate(CAT, **SEEDED) as tracer:
-        image = tracer.result.images.save()
-    assert torch.equal(image[0], painting.image(CAT, 3))
-
-
-def test_each_step_is_a_call_of_the_denoiser(painting: Painting) -> None:
-    model = painting.model
-    with model.generate(CAT, **SEEDED) as tracer:
-        noise = save([(step, model.unet.output[0].shape) for step in tracer.iter[:]])
-        image = tracer.result.images.save()
-    assert noise == [(step, (2, 4, 8, 8)) for step in range(STEPS)]  # guided: without and with the prompt
-    assert torch.equal(image[0], painting.image(CAT, 3))
-
-
 @pytest.mark.parametrize("bounded", [False, True])
 def test_loops_end_with_the_last_step_and_what_follows_can_be_read(painting: Painting, bounded: bool) -> None:
     model, seen = painting.model, []
@@ -134,25 +120,6 @@ def test_loops_end_with_the_last_step_and_what_follows_can_be_read(painting: Pai
     assert steps == seen == list(range(STEPS))
     assert pixels.shape == (1, 3, 16, 16)
     assert torch.equal(image[0], painting.image(CAT, 3))
-
-
-def test_an_edit_of_one_step_changes_the_image(painting: Painting) -> None:
-    model = painting.model
-    with model.generate(CAT, **SEEDED) as tracer:
-        for step in tracer.iter[:]:
-            if step == 1:
-                model.unet.output[0][:] = 0
-        image = tracer.result.images.save()
-    assert not torch.allclose(image[0], painting.image(CAT, 3))
-
-
-def test_all_parts_can_be_read(painting: Painting) -> None:
-    model = painting.model
-    with model.generate(CAT, **SEEDED):
-        text = model.text_encoder.output.last_hidden_state.save()
-        pixels = model.vae.decoder.output.save()
-    assert text.shape == (1, 16, 16)
-    assert pixels.shape == (1, 3, 16, 16)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"guidance_scale": 1.0}, {"num_images_per_prompt": 2}])
@@ -174,6 +141,28 @@ def test_images_of_several_invokes_are_as_if_alone(painting: Painting, arguments
     once = {name: value for name, value in arguments.items() if name == "guidance_scale"}
     torch.testing.assert_close(cat.images[0], painting.image(CAT, 3, **once))
     torch.testing.assert_close(dogs.images[0], painting.image(DOG, 3 + num_images, **once))
+
+
+def test_steps_are_read_and_edited(painting: Painting) -> None:
+    model = painting.model
+    with model.generate(CAT, **SEEDED) as tracer:
+        text = model.text_encoder.output.last_hidden_state.save()
+        noise = save([])
+        for step in tracer.iter[:]:
+            if step == 1:
+                model.unet.output[0][:] *= 1.1
+            noise.append(model.unet.output[0].clone())
+        image = tracer.result.images.save()
+    with (
+        edited(painting.plain.unet, "", lambda value: (value[0] * 1.1,), calls=range(1, 2)),
+        recorded(painting.plain.unet, "") as plain,
+    ):
+        expected = painting.image(CAT, 3)
+    assert text.shape == (1, 16, 16)
+    assert [one.shape for one in noise] == [(2, 4, 8, 8)] * STEPS  # guided: without and with the prompt
+    assert all(map(torch.equal, noise, [value[0] for value in plain[""]]))
+    assert torch.equal(image[0], expected)
+    assert not torch.equal(expected, painting.image(CAT, 3))
 
 
 def test_an_edit_of_one_invoke_leaves_the_others_alone(painting: Painting) -> None:

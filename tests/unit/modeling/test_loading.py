@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, GPT2LMHeadModel
 
+from nnsight_engine.modeling import vllm
 from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.modeling.mixins.meta import MetaMixin
 from nnsight_engine.modeling.transformers import TransformersModel
+from tests.hook_reference import outputs_of
 from tests.unit.modeling.conftest import LONG, Pair
 
 
@@ -27,14 +31,6 @@ def test_weights_come_with_the_first_run_and_not_before(gpt2: Pair) -> None:
     assert torch.equal(logits[0], gpt2.logits(LONG))
 
 
-def test_a_scan_needs_no_weights(gpt2: Pair) -> None:
-    model = LanguageModel(gpt2.path)
-    with model.scan([LONG, LONG]):
-        shape = model.transformer.h[1].output.shape.save()
-    assert shape == (2, len(gpt2.tokenizer(LONG)["input_ids"]), model.config.hidden_size)
-    assert not model.dispatched
-
-
 def test_dispatch_loads_once(gpt2: Pair) -> None:
     model = LanguageModel(gpt2.path)
     model.dispatch()
@@ -42,6 +38,16 @@ def test_dispatch_loads_once(gpt2: Pair) -> None:
     model.dispatch()
     assert model._module is loaded
     assert LanguageModel(gpt2.path, dispatch=True).dispatched
+
+
+def test_source_asked_for_before_is_that_of_the_loaded_module(gpt2: Pair) -> None:
+    model = LanguageModel(gpt2.path)
+    assert "self_c_proj_0" in str(model.transformer.h[0].attn.source)
+    model.dispatch()
+    with model.trace(LONG):
+        projected = model.transformer.h[0].attn.source.self_c_proj_0.output.save()
+    inputs = gpt2.tokenizer(LONG, return_tensors="pt")
+    assert torch.equal(projected, *outputs_of(gpt2.plain, inputs, "transformer.h.0.attn.c_proj"))
 
 
 def test_a_call_outside_of_traces_loads_too(gpt2: Pair) -> None:
@@ -92,8 +98,9 @@ def test_options_go_to_transformers(gpt2: Pair) -> None:
     model.dispatch()
     assert model.dtype == torch.bfloat16
     assert model.config._attn_implementation == "eager"
-    mapped = LanguageModel(gpt2.path, device_map="cpu", dispatch=True)
-    assert mapped.device == torch.device("cpu")
+    for device_map in ("cpu", "auto"):
+        mapped = LanguageModel(gpt2.path, device_map=device_map, dispatch=True)
+        assert mapped.device == torch.device("cpu")
 
 
 def test_a_config_can_be_passed_along(gpt2: Pair) -> None:
@@ -122,11 +129,6 @@ def test_options_for_loading_are_refused_with_a_module(gpt2: Pair) -> None:
         LanguageModel(gpt2.plain, tokenizer=gpt2.tokenizer, device_map="cpu")
 
 
-def test_envoys_receive_their_own_options(gpt2: Pair) -> None:
-    model = LanguageModel(gpt2.path, rename={"transformer.h": "layers"})
-    assert model.layers[1].path == "model.transformer.h.1"
-
-
 def test_any_model_of_transformers_loads_without_tokenizer(gpt2: Pair) -> None:
     model = TransformersModel(gpt2.path)
     ids = gpt2.tokenizer(LONG, return_tensors="pt")["input_ids"]
@@ -135,3 +137,11 @@ def test_any_model_of_transformers_loads_without_tokenizer(gpt2: Pair) -> None:
         assert model.dispatched
     expected = gpt2.plain.transformer(ids).last_hidden_state
     torch.testing.assert_close(hidden, expected)
+
+
+def test_the_import_path_of_vllm_that_nnsights_users_know_does_not_load_it() -> None:
+    program = "import nnsight_engine.modeling.vllm, sys\nprint('vllm' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "False"
+    with pytest.raises(AttributeError, match="it offers VLLM"):
+        _ = vllm.LLM  # type: ignore[attr-defined] # the point of the test

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -54,12 +53,6 @@ def test_rows_of_unlike_length_are_filled_and_masked(tokenizer: PreTrainedTokeni
     assert rows["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
 
 
-@pytest.mark.parametrize("wrap", [lambda text: text, lambda text: [text], lambda text: (text,)])
-def test_text_is_encoded(tokenizer: PreTrainedTokenizerBase, wrap: Callable[[str], Any]) -> None:
-    rows = read_rows(tokenizer, {"input_ids": wrap(" Rome is good")})
-    assert rows["input_ids"].tolist() == [tokenizer(" Rome is good")["input_ids"]]
-
-
 def test_what_a_tokenizer_returns_is_taken_as_it_is(tokenizer: PreTrainedTokenizerBase) -> None:
     encoded = tokenizer([" Rome", " Rome is good"], padding=True, return_tensors="pt")
     rows = read_rows(tokenizer, dict(encoded))
@@ -77,10 +70,6 @@ def test_embeddings_make_rows(tokenizer: PreTrainedTokenizerBase) -> None:
     rows = read_rows(tokenizer, {"inputs_embeds": [torch.ones(1, 3, 4), torch.ones(2, 4)]})
     assert rows["inputs_embeds"].shape == (2, 3, 4)
     assert rows["attention_mask"].tolist() == [[1, 1, 1], [0, 1, 1]]
-
-
-def test_other_arguments_are_left_alone(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert read_rows(tokenizer, {"input_ids": [1], "use_cache": False})["use_cache"] is False
 
 
 @pytest.mark.parametrize("given", ["", [], torch.tensor([]), [[1], []]])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
@@ -18,15 +16,6 @@ def batcher(copies: int = 1, num_blocks: int = 1) -> SpreadBatcher:
     made.groups, made.total_batch_size = [FIRST, SECOND], 3
     made.copies, made.num_blocks = frozenset({1, copies}), num_blocks
     return made
-
-
-def test_copies_are_side_by_side_and_a_view() -> None:
-    rows = batcher(copies=2)
-    rows.current_value = whole = torch.arange(6)
-    assert rows.narrow(FIRST).tolist() == [0, 1]
-    second = rows.narrow(SECOND)
-    second[:] = -1
-    assert whole.tolist() == [0, 1, -1, -1, -1, -1]
 
 
 def test_blocks_are_put_together_and_edits_of_them_put_back() -> None:
@@ -95,15 +84,3 @@ def test_values_for_a_skipped_module_are_joined_block_by_block() -> None:
     assert batcher(copies=2).join([torch.tensor([0, 1]), torch.tensor([2, 3, 4, 5])]).tolist() == list(
         range(6)
     )
-
-
-def test_lists_in_a_result_are_shared_out() -> None:
-    @dataclass
-    class Result:
-        images: list[str]
-        note: list[str]
-
-    rows = batcher(copies=2)
-    rows.current_value = Result(list("aabcde"), ["whole"])
-    assert rows.narrow(SECOND) == Result(list("bcde"), ["whole"])
-    assert rows.narrow(None).images == list("aabcde")

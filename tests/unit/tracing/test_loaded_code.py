@@ -78,11 +78,6 @@ def write(path: Path, text: str) -> None:
     linecache.checkcache(str(path))
 
 
-def test_a_file_that_was_not_edited_runs(loaded: tuple[ModuleType, Path]) -> None:
-    module, _ = loaded
-    assert module.run() == LOADED
-
-
 @pytest.mark.parametrize("edit", EDITS)
 def test_a_file_edited_before_the_first_trace_is_refused_by_name(
     loaded: tuple[ModuleType, Path], edit: str

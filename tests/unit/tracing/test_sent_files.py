@@ -6,27 +6,11 @@ import ast
 import copy
 import linecache
 from pathlib import Path
-from types import CodeType
 
 from nnsight_engine.tracing.sent_files import LinesFrom, SentFile, sent_name
 from nnsight_engine.tracing.source_text import SourceReader
 
 _TEXT = "def f():\n    return [g for g in ()]\nclass A:\n    def h(self): pass\n"
-
-
-def codes_of(code: CodeType) -> list[CodeType]:
-    inner = [
-        one for constant in code.co_consts if isinstance(constant, CodeType) for one in codes_of(constant)
-    ]
-    return [code, *inner]
-
-
-def test_code_and_what_is_in_it_keep_the_name_that_they_were_compiled_with() -> None:
-    name = SentFile("a.py", LinesFrom(1, _TEXT))
-    codes = codes_of(compile(ast.parse(_TEXT), name, "exec"))
-    assert len(codes) > 3
-    assert all(one.co_filename is name for one in codes)
-    assert all(one.replace(co_name="other").co_filename is name for one in codes)
 
 
 def test_a_reader_takes_their_text_from_it_and_from_no_file(tmp_path: Path) -> None:
