@@ -11,10 +11,9 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import parse_interventions
 from api_schemas.tensors import TensorObject
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
-from nnsight_engine.core.token_texts import NoSuchTokenError
 from nnsight_engine.plans.compile import combined_vectors
-from nnsight_engine.plans.compile.request import compile_request
 from tests.fakes.model_specs import VALUE_OPERATIONS, tiny_spec
+from tests.unit.plans.compiling import compiled
 
 SPEC = tiny_spec(
     LeafSpec("moe.router", (5,), "eager", VALUE_OPERATIONS, (1, 2, 3)),
@@ -45,14 +44,6 @@ LENS: dict[str, Any] = {"op": "logit_lens"}
 EXPERTS: dict[str, Any] = {"op": "ablate", "at": "layers.1.moe.experts", "method": "vector"}
 
 
-def token_of(text: str) -> int:
-    """One token per word; a word's id is its length."""
-    ids = [len(word) for word in text.split()]
-    if len(ids) != 1:
-        raise NoSuchTokenError(f"is {len(ids)}: {ids}")
-    return ids[0]
-
-
 def refused(
     *raw: dict[str, Any],
     spec: ModelSpec = SPEC,
@@ -60,17 +51,9 @@ def refused(
     max_tokens: int = 8,
     prompt_logprobs: bool = False,
 ) -> ApiError:
-    ops = parse_interventions(list(raw))
+    parse_interventions(list(raw))
     with pytest.raises(ApiError) as caught:
-        compile_request(
-            ops,
-            spec=spec,
-            prompt_token_ids=prompt,
-            max_tokens=max_tokens,
-            token_of=token_of,
-            stream=False,
-            prompt_logprobs=prompt_logprobs,
-        )
+        compiled(*raw, spec=spec, prompt=prompt, max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
     assert caught.value.status == 400
     assert len(caught.value.message) < 700
     return caught.value
@@ -182,6 +165,11 @@ def tensor(dtype: Any, shape: list[int], data: bytes) -> dict[str, Any]:
         (STEER | {"where": {"tokens": [-1]}}, ErrorCode.UNKNOWN_TOKEN, "where.tokens.0"),
         (STEER | {"where": {"tokens": [10**30]}}, ErrorCode.UNKNOWN_TOKEN, "where.tokens.0"),
         (CAPTURE | {"at": ["samples", "logits"]}, ErrorCode.UNSUPPORTED_COMBINATION, "at"),
+        (
+            CAPTURE | {"at": ["layers.0.attn.pattern", "layers.0.output"]},
+            ErrorCode.UNSUPPORTED_COMBINATION,
+            "at",
+        ),
         (CAPTURE | {"at": "samples", "reduce": "mean"}, ErrorCode.UNSUPPORTED_COMBINATION, "at"),
         (
             CAPTURE | {"at": "layers.0.attn.pattern", "reduce": "mean"},
@@ -271,14 +259,7 @@ def test_sampled_tokens_of_positions_that_can_have_none_are_refused(where: dict[
     "where", [{}, {"positions": [-1]}, {"phase": "prompt"}, {"range": [0, None]}, {"phase": "generated"}]
 )
 def test_sampled_tokens_of_others_are_not(where: dict[str, Any]) -> None:
-    made = compile_request(
-        parse_interventions([CAPTURE | {"at": "samples", "where": where}]),
-        spec=SPEC,
-        prompt_token_ids=PROMPT,
-        max_tokens=8,
-        token_of=token_of,
-        stream=False,
-    )
+    made = compiled(CAPTURE | {"at": "samples", "where": where}, spec=SPEC, prompt=PROMPT, max_tokens=8)
     assert len(made.plan.ops) == 1
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from api_schemas.errors import ApiError, ErrorCode
 from nnsight_engine.plans.collect.collector import RequestCollector
 from nnsight_engine.plans.collect.outbox import PendingResults
 from nnsight_engine.plans.collect.results import CollectedCapture
@@ -44,22 +43,6 @@ def compiled(*raw: dict[str, Any], prompt: list[int] = PROMPT, stream: bool = Fa
     return compiling.compiled(*raw, spec=SPEC, prompt=prompt, max_tokens=20, stream=stream)
 
 
-@pytest.mark.parametrize(
-    "at", [["layers.0.attn.pattern", "layers.0.output"], ["layers.0.attn.k", "layers.1.attn.pattern"]]
-)
-def test_patterns_have_an_operation_of_their_own(at: list[str]) -> None:
-    with pytest.raises(ApiError, match="operation of its own") as caught:
-        compiled(capture(at))
-    assert caught.value.code == ErrorCode.UNSUPPORTED_COMBINATION
-    assert caught.value.status == 400
-
-
-def test_a_mean_of_patterns_is_refused() -> None:
-    with pytest.raises(ApiError, match="none or last") as caught:
-        compiled(capture(reduce="mean"))
-    assert caught.value.code == ErrorCode.UNSUPPORTED_COMBINATION
-
-
 def test_a_pattern_of_generated_positions_still_needs_the_prompt_computed() -> None:
     assert compiled(capture(where={"phase": "generated"})).reads_prompt
     assert not compiled(capture("layers.0.output", where={"phase": "generated"})).reads_prompt
@@ -85,12 +68,6 @@ def test_keys_of_a_layer_are_counted_once() -> None:
     one = captured_bytes(first, spec=SPEC, prompt=PROMPT)
     both = captured_bytes(first, second, spec=SPEC, prompt=PROMPT)
     assert both - one == HEADS * 4
-
-
-def test_a_long_prompt_is_too_large() -> None:
-    with pytest.raises(ApiError) as caught:
-        compiled(capture(), prompt=[1] * 40)
-    assert caught.value.code == ErrorCode.CAPTURE_TOO_LARGE
 
 
 def by_hand(
@@ -181,39 +158,6 @@ def values(result: CollectedCapture, point: str = "layers.0.attn.pattern") -> to
     return torch.from_numpy(np.frombuffer(tensor.data, np.float32).copy()).reshape(tensor.shape)
 
 
-STEPS: list[list[tuple[int, int]]] = [
-    [(0, 5), (5, 6), (6, 7), (7, 8)],
-    [(0, 2), (2, 3), (3, 5), (5, 6), (6, 7), (7, 8)],
-    # Preempted after position 6: the blocks are computed again, the rows not captured again.
-    [(0, 5), (5, 6), (6, 7), (0, 4), (4, 7), (7, 8)],
-]
-
-
-@pytest.mark.parametrize("steps", STEPS)
-def test_rows_are_the_same_however_the_steps_fall(steps: list[tuple[int, int]]) -> None:
-    request = compiled(
-        capture("layers.*.attn.pattern", name="all"),
-        capture(name="some", where={"positions": [1, 6]}),
-        capture(name="last", reduce="last"),
-    )
-    worker = Worker(request)
-    for start, stop in steps:
-        worker.step(start, stop)
-    assert worker.request.failure is None
-    everything, some, last = worker.results(4)
-    assert everything.positions == list(range(8))
-    assert list(everything.points) == ["layers.0.attn.pattern", "layers.1.attn.pattern"]
-    assert values(everything).shape == (8, HEADS, 8)
-    for position in range(8):
-        row = values(everything)[position]
-        torch.testing.assert_close(row[:, : position + 1], worker.expected(position))
-        assert not row[:, position + 1 :].any()
-    assert (some.positions, values(some).shape) == ([1, 6], (2, HEADS, 7))
-    torch.testing.assert_close(values(some)[1], worker.expected(6))
-    assert (last.positions, values(last).shape) == ([7], (HEADS, 8))
-    torch.testing.assert_close(values(last), worker.expected(7))
-
-
 def test_a_stream_carries_each_row_with_its_token() -> None:
     worker = Worker(compiled(capture(), stream=True))
     collector = worker.collector()
@@ -247,20 +191,6 @@ def test_attention_is_met_until_the_last_row_and_keys_are_let_go() -> None:
     # After a preemption nothing is left to do for what was delivered.
     assert not worker.step(0, 5)
     assert worker.request.failure is None
-
-
-def test_an_open_capture_is_met_in_every_step() -> None:
-    worker = Worker(compiled(capture(where={"positions": [7]})))
-    assert [worker.step(start, stop) for start, stop in STEPS[0]] == [True] * 4
-    (result,) = worker.results(4)
-    torch.testing.assert_close(values(result)[0], worker.expected(7))
-
-
-def test_a_capture_that_met_no_position_is_empty() -> None:
-    worker = Worker(compiled(capture(where={"positions": [9]})))
-    worker.step(0, 5)
-    (result,) = worker.results(1)
-    assert (result.positions, values(result).shape) == ([], (0, HEADS, 0))
 
 
 def test_keys_missing_from_the_front_fail_the_request() -> None:

@@ -18,7 +18,8 @@ from nnsight_engine.plans.compile.scope import CompileScope
 from nnsight_engine.plans.compile.where_clause import Named, compile_where
 from nnsight_engine.plans.request_plan import WhereRule
 from nnsight_engine.plans.step.answer_tracker import AnswerTracker
-from nnsight_engine.plans.where import evaluate, generated_is_constant
+from nnsight_engine.plans.where import evaluate, generated_is_constant, last_position
+from tests.e2e.fuzz import wording
 from tests.e2e.fuzz.wording import PARTS, answer_parts
 from tests.fakes.model_specs import tiny_spec
 
@@ -35,28 +36,10 @@ def clause_names(
     clause: dict[str, Any], position: int, token: int, prompt_len: int, part: str | None
 ) -> bool:
     """Say whether the clause names the position, straight from what the JSON means."""
-    other = "prompt" if position >= prompt_len else "generated"
-    if clause.get("phase") == other:
-        return False
-    if clause.get("positions") is not None:
-        absolute = [p if p >= 0 else prompt_len + p for p in clause["positions"]]
-        if position not in absolute:
-            return False
-    if clause.get("range") is not None:
-        start, stop = clause["range"]
-        start = start if start >= 0 else prompt_len + start
-        if stop is not None and stop < 0:
-            stop = prompt_len + stop
-        if position < start or (stop is not None and position >= stop):
-            return False
-    if clause.get("tokens") is not None:
-        ids = [int(t[1:]) if isinstance(t, str) else t for t in clause["tokens"]]
-        if token not in ids:
-            return False
-    if clause.get("scope", part) not in {None, part}:
-        return False
-    exclude = clause.get("exclude")
-    return exclude is None or not clause_names(exclude, position, token, prompt_len, part)
+    given = {key: value for key, value in clause.items() if value is not None}
+    if "exclude" in given:
+        given["exclude"] = {key: value for key, value in given["exclude"].items() if value is not None}
+    return wording.names(given, position, token, prompt_len, lambda text: [token_of(text)], part)
 
 
 @st.composite
@@ -149,6 +132,8 @@ def test_a_clause_names_what_its_json_says_whatever_the_chunks(
             on_device = rows.rows.numpy().copy()
             on_device[: max(prompt_len - 1 - start, 0)] = Part.NONE  # positions decide there
             assert on_device.tolist() == parts[start:stop].tolist()
+    last = last_position(named.rule, prompt_len)
+    assert last is None or max(expected, default=-1) <= last
     for first in range(prompt_len, num_positions):
         constant = generated_is_constant(named.rule, prompt_len, first)
         if constant is not None:
