@@ -154,7 +154,7 @@ def test_requests_that_arrive_while_a_trace_is_deferred_are_told_of_before_their
     offered: list[str] = []
     may_answer = _deferred(world, offered)
     world.end()
-    world.session.begin([("later", TraceEntry("key", 1, 1, b"", [{}] * 2, sandbox_of=None))])
+    world.arrive("later", 1, 2)
     may_answer.set()
     world.listen()
     world.go(_spans(["own"]), is_bound=False)
