@@ -297,26 +297,10 @@ def test_a_where_that_names_nothing_is_refused(where: dict[str, Any], code: Erro
     assert (error.code, error.param) == (code, f"interventions.0.where{param}")
 
 
-def test_the_last_generated_token_has_no_position_and_the_message_says_why() -> None:
-    message = refused(STEER | {"where": {"positions": [12]}}).message
-    assert "11" in message
-    assert "never fed back" in message
-
-
 def test_one_token_alone_has_no_generated_positions() -> None:
     error = refused(STEER | {"where": {"phase": "generated"}}, max_tokens=1)
     assert error.code is ErrorCode.CONTRADICTORY_WHERE
     assert "max_tokens" in error.message
-
-
-def test_messages_list_what_exists_and_what_was_expected() -> None:
-    message = refused(STEER | {"at": "layers.0.attn.latent"}).message
-    assert "layers.*.mlp.act" in message
-    assert "embed.output" in message
-    message = refused(STEER | {"vector": [1.0] * 7}).message
-    assert "[8]" in message
-    assert "[7]" in message
-    assert "2: [3, 5]" in refused(LENS | {"targets": ["two words"]}).message
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -27,11 +26,11 @@ from nnsight_engine.plans.step.registrar import Registrar
 from tests.fakes.model_specs import tiny_spec
 from tests.unit.plans import compiling
 from tests.unit.plans.compiling import captured_bytes
+from tests.unit.plans.toy_engine import FORM, patterns
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 3
 SPEC = tiny_spec(num_layers=2, hidden_size=12, num_heads=HEADS, num_kv_heads=KV_HEADS, max_capture_bytes=8192)
 PROMPT = [10, 11, 12, 13, 11]
-FORM = AttentionForm(scale=0.7, soft_cap=2.0, window=4)
 KEY_BYTES = KV_HEADS * HEAD_DIM * 4
 
 
@@ -70,21 +69,9 @@ def test_keys_of_a_layer_are_counted_once() -> None:
     assert both - one == HEADS * 4
 
 
-def by_hand(
-    queries: torch.Tensor, keys: torch.Tensor, position: int, form: AttentionForm
-) -> list[list[float]]:
-    """Compute one query's pattern number by number, ``[heads][position + 1]``."""
-    rows = []
-    for head in range(HEADS):
-        weights = []
-        for other in range(position + 1):
-            score = float(queries[head] @ keys[other, head // (HEADS // KV_HEADS)]) * form.scale
-            if form.soft_cap:
-                score = form.soft_cap * math.tanh(score / form.soft_cap)
-            is_seen = not form.window or position - other < form.window
-            weights.append(math.exp(score) if is_seen else 0.0)
-        rows.append([weight / sum(weights) for weight in weights])
-    return rows
+def pattern(query: torch.Tensor, keys: torch.Tensor, position: int, form: AttentionForm) -> torch.Tensor:
+    """Return one query's pattern, ``[heads, position + 1]``."""
+    return patterns(query.expand(position + 1, -1, -1), keys[: position + 1], form)[-1]
 
 
 @pytest.mark.parametrize("form", [AttentionForm(0.5), FORM, AttentionForm(1.3, window=1)])
@@ -99,7 +86,7 @@ def test_patterns_are_a_masked_softmax(form: AttentionForm, scratch_bytes: int) 
     kernel = ComputePattern(store, form, rows, torch.tensor(positions), positions, out, scratch_bytes)
     kernel.run(queries, None)
     for row, position in enumerate(positions):
-        expected = torch.tensor(by_hand(queries[rows[row]], keys, position, form))
+        expected = pattern(queries[rows[row]], keys, position, form)
         torch.testing.assert_close(out[row, :, : position + 1], expected)
         assert not out[row, :, position + 1 :].any()
 
@@ -135,7 +122,7 @@ class Worker:
         return bool(sites)
 
     def expected(self, position: int) -> torch.Tensor:
-        return torch.tensor(by_hand(self.queries[position], self.keys, position, FORM))
+        return pattern(self.queries[position], self.keys, position, FORM)
 
     def collector(self) -> RequestCollector:
         return RequestCollector(

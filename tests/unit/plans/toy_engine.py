@@ -135,13 +135,14 @@ class ToyTwin(Twin):
         return meet("logits", self.model.logits(normed), None).float()
 
 
-def patterns(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def patterns(queries: torch.Tensor, keys: torch.Tensor, form: AttentionForm = FORM) -> torch.Tensor:
     """Return attention patterns, ``[tokens, heads, tokens]``."""
-    scores = FORM.soft_cap * torch.tanh(
-        torch.einsum("qhd,khd->qhk", queries, keys) * FORM.scale / FORM.soft_cap
-    )
+    keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
+    scores = torch.einsum("qhd,khd->qhk", queries, keys) * form.scale
+    if form.soft_cap:
+        scores = form.soft_cap * torch.tanh(scores / form.soft_cap)
     distance = torch.arange(len(queries))[:, None, None] - torch.arange(len(keys))
-    hidden = (distance < 0) | (distance >= FORM.window)
+    hidden = (distance < 0) | (distance >= (form.window or len(keys)))
     return scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
 
 
