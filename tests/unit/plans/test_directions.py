@@ -11,35 +11,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nnsight_engine.core.dtypes import floats_from_bytes
 from nnsight_engine.plans.step.active import ActiveRequest
-from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.kernel_factory import KernelFactory, KernelMember
-from nnsight_engine.plans.step.ledger import ByteLedger
-from nnsight_engine.plans.step.patterns import AttentionForm
-from nnsight_engine.plans.step.registrar import Registrar
 from tests.fakes.model_specs import tiny_spec
-from tests.unit.plans.compiling import compiled, tensors_of
+from tests.unit.plans.compiling import compiled
+from tests.unit.plans.toy_engine import StepEngine
 
 WIDTH, PROMPT = 12, [7, 8, 9]
 CPU = torch.device("cpu")
 
 
-def context(width: int = WIDTH) -> StepContext:
-    spec = tiny_spec(num_layers=3, hidden_size=width)
-    ledger = ByteLedger(max_request_bytes=1 << 20, max_engine_bytes=1 << 20)
-    return StepContext(spec, torch.float32, CPU, ledger, lambda _: AttentionForm(1.0))
+def engine(width: int = WIDTH) -> StepEngine:
+    return StepEngine(tiny_spec(num_layers=3, hidden_size=width))
 
 
-def registered(registrar: Registrar, at: StepContext, number: int, op: dict[str, Any]) -> ActiveRequest:
-    request = compiled(op, spec=at.spec, prompt=PROMPT)
-    return registrar.register(str(number), request.plan, tensors_of(request))
+def admitted(at: StepEngine, number: int, op: dict[str, Any]) -> ActiveRequest:
+    return at.admit(str(number), compiled(op, spec=at.spec, prompt=PROMPT))
 
 
 def test_a_value_inside_its_interval_keeps_its_bits_and_others_do_not_notice_bounds() -> None:
-    at = context()
-    registrar = Registrar(at)
+    at = engine()
     steer = {"op": "steer", "at": "layers.1.output", "vector": [1.0] * WIDTH, "mode": "clamp"}
-    inside = registered(registrar, at, 0, steer | {"low": -1e4, "high": 1e4})
-    fixed = registered(registrar, at, 1, steer | {"scale": 2.0})
+    inside = admitted(at, 0, steer | {"low": -1e4, "high": 1e4})
+    fixed = admitted(at, 1, steer | {"scale": 2.0})
     values = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(0))
     step = [
         KernelMember(one, one.ops[0], 0, np.array([row], np.int64)) for row, one in enumerate((inside, fixed))
@@ -67,17 +60,16 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("num_sharing", [1, 40])
 def test_a_subspace_takes_no_more_memory_than_the_rows_and_the_bases(num_sharing: int) -> None:
     width, k, num_rows = 64, 32, 200
-    at = context(width)
-    registrar = Registrar(at)
+    at = engine(width)
     vectors = [{"vector": row.tolist()} for row in np.random.default_rng(0).normal(size=(k, width))]
     op = {"op": "steer", "at": "layers.1.output", "vectors": vectors, "mode": "project_out"}
     step, start = [], 0
     for number in range(num_sharing):
-        request = registered(registrar, at, number, op)
+        request = admitted(at, number, op)
         rows = np.arange(start, start + num_rows // num_sharing)
         step.append(KernelMember(request, request.ops[0], 0, rows))
         start = int(rows[-1]) + 1
-    assert len(registrar.bank) == 1
+    assert len(at.registrar.bank) == 1
     with Largest() as largest:
         KernelFactory(CPU).build(step).run(torch.randn(num_rows, width), torch.randn(num_rows, width))
     assert largest.numel <= num_rows * width
@@ -89,7 +81,7 @@ def test_a_basis_is_orthonormal_and_has_as_many_directions_as_the_vectors_span()
     vectors = [rows[0], rows[1], rows[0] * 5, tiny, rows[0] + rows[1] * np.float32(1e-9)]
     op = {"op": "steer", "at": "layers.1.output", "mode": "project_out"}
     request = compiled(
-        op | {"vectors": [{"vector": one.tolist()} for one in vectors]}, spec=context().spec, prompt=PROMPT
+        op | {"vectors": [{"vector": one.tolist()} for one in vectors]}, spec=engine().spec, prompt=PROMPT
     )
     (tensor,) = request.tensors.values()
     assert tensor.shape == (3, WIDTH)

@@ -8,25 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from nnsight_engine.plans.collect.collector import RequestCollector
-from nnsight_engine.plans.collect.outbox import PendingResults
 from nnsight_engine.plans.collect.results import CollectedCapture
-from nnsight_engine.plans.records import Payload
 from nnsight_engine.plans.request_plan import CompiledRequest
 from nnsight_engine.plans.sites import PlannedSite
-from nnsight_engine.plans.step.active import ActiveRequest
-from nnsight_engine.plans.step.builder import StepBuilder
-from nnsight_engine.plans.step.collection import StepCollection, step_delivery
-from nnsight_engine.plans.step.context import StepContext
-from nnsight_engine.plans.step.host_arena import HostArena
-from nnsight_engine.plans.step.ledger import ByteLedger
 from nnsight_engine.plans.step.patterns import AttentionForm, AttentionKeyStore, ComputePattern
 from nnsight_engine.plans.step.plan import Span
-from nnsight_engine.plans.step.registrar import Registrar
 from tests.fakes.model_specs import tiny_spec
 from tests.unit.plans import compiling
 from tests.unit.plans.compiling import captured_bytes
-from tests.unit.plans.toy_engine import FORM, patterns
+from tests.unit.plans.toy_engine import FORM, StepEngine, patterns
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 3
 SPEC = tiny_spec(num_layers=2, hidden_size=12, num_heads=HEADS, num_kv_heads=KV_HEADS, max_capture_bytes=8192)
@@ -91,18 +81,13 @@ def test_patterns_are_a_masked_softmax(form: AttentionForm, scratch_bytes: int) 
         assert not out[row, :, position + 1 :].any()
 
 
-class Worker:
+class Worker(StepEngine):
     """A request in the worker, fed with queries and keys in steps."""
 
     def __init__(self, request: CompiledRequest, *, max_bytes: int = 1 << 20) -> None:
-        device = torch.device("cpu")
+        super().__init__(SPEC, max_bytes=max_bytes, has_arena=True)
         self.compiled = request
-        self.ledger = ByteLedger(max_request_bytes=max_bytes, max_engine_bytes=1 << 20)
-        context = StepContext(SPEC, torch.float32, device, self.ledger, lambda _layer: FORM)
-        self.builder = StepBuilder(context)
-        self.request: ActiveRequest = Registrar(context).register("r", request.plan, {})
-        self.collection = StepCollection(lambda rows: rows, HostArena(device))
-        self.pending = PendingResults(request.plan, stops_outside=False)
+        self.request = self.admit("r", request)
         self.queries, self.keys = torch.randn(64, HEADS, HEAD_DIM), torch.randn(64, KV_HEADS, HEAD_DIM)
 
     def step(self, start: int, stop: int) -> bool:
@@ -115,29 +100,11 @@ class Worker:
         for site in sites:
             queries = torch.cat([other.expand(-1, HEADS, -1), self.queries[start:stop]])
             plan.run(site, queries, torch.cat([other.expand(-1, KV_HEADS, -1), self.keys[start:stop]]))
-        plan.fail_unreached()
-        self.collection.collect(plan)
-        results = step_delivery(plan).results([], {})
-        self.pending.absorb(results.records.get("r", []), results.infos.get("r"), results.failures.get("r"))
+        self.deliver(plan, [], {})
         return bool(sites)
 
     def expected(self, position: int) -> torch.Tensor:
         return pattern(self.queries[position], self.keys, position, FORM)
-
-    def collector(self) -> RequestCollector:
-        return RequestCollector(
-            self.compiled.plan,
-            SPEC,
-            prompt_token_ids=PROMPT,
-            op_names=["capture"] * len(self.compiled.plan.ops),
-        )
-
-    def results(self, num_tokens: int) -> list[Any]:
-        payload = self.pending.take(final=True)
-        assert payload is not None
-        collector = self.collector()
-        collector.add(Payload.decode(payload.encode()))
-        return list(collector.take_final([7] * num_tokens).results)
 
 
 def values(result: CollectedCapture, point: str = "layers.0.attn.pattern") -> torch.Tensor:
@@ -147,11 +114,11 @@ def values(result: CollectedCapture, point: str = "layers.0.attn.pattern") -> to
 
 def test_a_stream_carries_each_row_with_its_token() -> None:
     worker = Worker(compiled(capture(), stream=True))
-    collector = worker.collector()
+    collector = worker.collector(worker.compiled, PROMPT)
     shapes = []
     for token, (start, stop) in enumerate([(0, 5), (5, 6), (6, 7)]):
         worker.step(start, stop)
-        payload = worker.pending.take(final=False)
+        payload = worker.outbox.take("r", final=False)
         assert payload is not None
         collector.add(payload)
         part = collector.take_part(token + 1)

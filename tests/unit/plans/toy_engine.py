@@ -14,6 +14,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.core.tensor_bytes import DTYPES
 from nnsight_engine.plans.answer_parts import AnswerMarkers
 from nnsight_engine.plans.collect.collector import RequestCollector
 from nnsight_engine.plans.collect.outbox import Outbox
@@ -29,7 +31,7 @@ from nnsight_engine.plans.step.host_arena import HostArena
 from nnsight_engine.plans.step.ledger import ByteLedger
 from nnsight_engine.plans.step.logits_rows import LogitsRows
 from nnsight_engine.plans.step.patterns import AttentionForm
-from nnsight_engine.plans.step.plan import Span
+from nnsight_engine.plans.step.plan import Span, StepPlan
 from nnsight_engine.plans.step.registrar import Registrar
 from nnsight_engine.plans.step.stage import site_key
 from tests.e2e.fuzz.expected import Twin
@@ -196,8 +198,63 @@ class Life:
         return len(self.answer) == self.max_tokens
 
 
-class ToyEngine:
-    """Runs requests in random chunks, preempts them, and collects their results.
+class StepEngine:
+    """Plans steps of a model, delivers what they have read, and collects it.
+
+    Args:
+        spec: The model's description, also its dtype.
+        max_bytes: Captured bytes of a request.
+        has_arena: Whether values are copied on their way.
+    """
+
+    def __init__(self, spec: ModelSpec, *, max_bytes: int = 1 << 30, has_arena: bool = False) -> None:
+        device = torch.device("cpu")
+        self.spec = spec
+        self.ledger = ByteLedger(max_request_bytes=max_bytes, max_engine_bytes=1 << 30)
+        context = StepContext(spec, DTYPES[spec.dtype], device, self.ledger, lambda _layer: FORM)
+        self.registrar = Registrar(context)
+        self.builder = StepBuilder(context)
+        self.outbox = Outbox()
+        self.collection = StepCollection(self.lens_logits, HostArena(device) if has_arena else None)
+        self.failures: dict[str, Failure] = {}
+
+    def lens_logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the logits of rows of the residual stream."""
+        return rows
+
+    def admit(self, name: str, compiled: CompiledRequest) -> ActiveRequest:
+        """Register a request, as it comes over the wire."""
+        plan = RequestPlan.decode(compiled.plan.encode())
+        self.outbox.open(name, plan, stops_outside=False)
+        return self.registrar.register(name, plan, tensors_of(compiled))
+
+    def deliver(self, plan: StepPlan, sampled: list[list[int]], order: dict[str, int]) -> None:
+        """End a step that has run."""
+        plan.fail_unreached()
+        self.collection.collect(plan)
+        results = step_delivery(plan).results(sampled, order)
+        self.failures |= results.failures
+        self.outbox.absorb(results)
+        self.builder.give_back(plan)
+
+    def collector(
+        self, compiled: CompiledRequest, prompt: Sequence[int], names: Sequence[str] = ()
+    ) -> RequestCollector:
+        """Return what collects the results of a request with operations of these names."""
+        names = names or [str(op.kind) for op in compiled.plan.ops]
+        return RequestCollector(compiled.plan, self.spec, prompt_token_ids=prompt, op_names=names)
+
+    def results(self, name: str, collector: RequestCollector, answer: Sequence[int]) -> CollectedResults:
+        """Return the results of a request that has its answer."""
+        assert name not in self.failures, self.failures[name]
+        payload = self.outbox.take(name, final=True)
+        assert payload is not None
+        collector.add(Payload.decode(payload.encode()))
+        return collector.take_final(answer)
+
+
+class ToyEngine(StepEngine):
+    """Runs requests on the toy model in random chunks, preempts them, and collects their results.
 
     Args:
         rng: Draws the steps.
@@ -206,22 +263,14 @@ class ToyEngine:
 
     def __init__(self, rng: random.Random, dtype: torch.dtype = torch.float32) -> None:
         self.model = ToyModel(dtype, dtype)
-        device = torch.device("cpu")
-        ledger = ByteLedger(max_request_bytes=1 << 30, max_engine_bytes=1 << 30)
-        self.spec = dataclasses.replace(SPEC, dtype=str(dtype).removeprefix("torch."))
-        context = StepContext(self.spec, dtype, device, ledger, lambda _layer: FORM)
-        self.ledger = ledger
-        self.registrar = Registrar(context)
-        self.builder = StepBuilder(context)
-        self.outbox = Outbox()
-        self.collection = StepCollection(self._lens_logits, HostArena(device) if rng.random() < 0.5 else None)
+        spec = dataclasses.replace(SPEC, dtype=str(dtype).removeprefix("torch."))
+        super().__init__(spec, has_arena=rng.random() < 0.5)
         self.lives: dict[str, Life] = {}
-        self.failures: dict[str, Failure] = {}
         self._rng = rng
         self._is_regular = rng.random() < 0.5
         self._is_late = rng.random() < 0.5
 
-    def _lens_logits(self, rows: torch.Tensor) -> torch.Tensor:
+    def lens_logits(self, rows: torch.Tensor) -> torch.Tensor:
         return self.model.logits(self.model.norm(rows))
 
     def run(self, lives: dict[str, Life]) -> None:
@@ -229,9 +278,7 @@ class ToyEngine:
         self.lives |= lives
         for name, life in lives.items():
             if life.compiled is not None:
-                plan = RequestPlan.decode(life.compiled.plan.encode())
-                self.outbox.open(name, plan, stops_outside=False)
-                life.active = self.registrar.register(name, plan, tensors_of(life.compiled))
+                life.active = self.admit(name, life.compiled)
         number = 0
         while not all(life.is_over for life in lives.values()):
             batch = [
@@ -303,17 +350,11 @@ class ToyEngine:
                 wanted = origin.gather(logits, hidden, self.model.logits)
                 plan.run(LOGITS, wanted, None)
                 origin.put_back(wanted, logits)
-        plan.fail_unreached()
-        self.collection.collect(plan)
         sampled = [
             [int(row.argmax())] if stop == len(self.lives[name].tokens) else []
             for (name, _, stop), row in zip(batch, logits, strict=True)
         ]
-        order = {name: index for index, (name, *_) in enumerate(batch)}
-        results = step_delivery(plan).results(sampled, order)
-        self.failures |= results.failures
-        self.outbox.absorb(results)
-        self.builder.give_back(plan)
+        self.deliver(plan, sampled, {name: index for index, (name, *_) in enumerate(batch)})
         return sampled
 
     def collected(self, name: str, operations: Sequence[dict[str, Any]]) -> CollectedResults:
@@ -321,20 +362,11 @@ class ToyEngine:
         life = self.lives.pop(name)
         assert life.compiled is not None
         assert life.active is not None
-        assert name not in self.failures, self.failures[name]
-        collector = RequestCollector(
-            life.compiled.plan,
-            self.spec,
-            prompt_token_ids=life.tokens[: life.prompt_len],
-            op_names=[op["op"] for op in operations],
-        )
-        payload = self.outbox.take(name, final=True)
-        assert payload is not None
-        collector.add(Payload.decode(payload.encode()))
-        self.outbox.close(name)
+        names = [op["op"] for op in operations]
+        collector = self.collector(life.compiled, life.tokens[: life.prompt_len], names)
         self.registrar.forget(life.active)
         self.ledger.release(name)
-        return collector.take_final(life.answer)
+        return self.results(name, collector, life.answer)
 
     def held(self) -> dict[str, int]:
         """Return what the engine holds for requests."""
