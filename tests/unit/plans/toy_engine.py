@@ -46,9 +46,9 @@ MARKERS: Final = AnswerMarkers({3: 2, 7: 1, 11: 3, 12: 3, 20: 1}, 2, frozenset({
 SPEC: Final = tiny_spec(
     num_layers=LAYERS, vocab_size=VOCABULARY, max_model_len=128, max_num_batched_tokens=128
 )
-_LEAVES: Final = {
-    *("embed.output", "input", "attn.output", "mlp.act", "mlp.output", "output", "norm.output", "logits"),
-}
+_LEAVES: Final = frozenset(
+    {"embed.output", "input", "attn.output", "mlp.act", "mlp.output", "output", "norm.output", "logits"}
+)
 
 Meet = Callable[[str, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """Returns the value of a point, given its two summands."""
@@ -69,7 +69,7 @@ class ToyModel:
             numbers = torch.randn(shape, generator=generator) / math.sqrt(shape[-2])
             return numbers.to(dtype).to(computes_in)
 
-        self.embedding = drawn(VOCABULARY, WIDTH) * VOCABULARY**0.5
+        self.embedding = drawn(VOCABULARY, WIDTH) * 8
         self.up, self.down = drawn(LAYERS, WIDTH, 2 * WIDTH), drawn(LAYERS, 2 * WIDTH, WIDTH)
         self.value = drawn(LAYERS, WIDTH, WIDTH)
         self.queries, self.keys = drawn(2, LAYERS, WIDTH, HEADS * HEAD_DIM)
@@ -307,9 +307,9 @@ class ToyEngine(StepEngine):
         for index, (name, start, stop) in enumerate(batch):
             life = self.lives[name]
             if life.active is not None:
-                # The host may know the prompt's tokens only, and the device all of the step.
-                # But of a request whose rules name parts of its answer and depend on none of its tokens, the
-                # worker does not follow the parts while steps are alike.
+                # The host may know the prompt's tokens only, and the device all of the step. Not so of a
+                # request whose rules name parts of its answer, and none of its tokens: the worker does not
+                # follow the parts while it repeats the plan of a step.
                 is_late = self._is_late and not (life.active.steady and life.active.answer)
                 known = life.tokens[: life.prompt_len if is_late else stop]
                 ids = np.asarray(known, np.int32)
@@ -330,8 +330,8 @@ class ToyEngine(StepEngine):
         plan = self.builder.plan(spans)
 
         def meet(name: str, value: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-            first = name.split(".", 2)
-            site = PlannedSite(first[2], int(first[1])) if first[0] == "layers" else PlannedSite(name)
+            parts = name.split(".", 2)
+            site = PlannedSite(parts[2], int(parts[1])) if parts[0] == "layers" else PlannedSite(name)
             if self._rng.random() < 0.5:  # a part of a larger tensor
                 value = torch.stack([value, value], dim=-1)[..., 0]
             plan.run(site_key(site), value, residual)

@@ -4,11 +4,9 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -123,35 +121,3 @@ def test_code_of_another_python_is_refused_and_blocks_alone_are_not(monkeypatch:
     assert run(decode_trace_pickled(block_alone).blocks[0])["result"] == 4
     with pytest.raises(DecodeError, match=rf"Python 3\.99.*Python {own[0]}\.{own[1]}.*'wire'"):
         decode_trace_pickled(with_a_function)
-
-
-PROJECT = Path(__file__).resolve().parents[3]
-PICKLES = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "joblib"}
-
-
-def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield (node.module or "").partition(".")[0]
-            if node.module == "torch":
-                yield from (f"torch.{alias.name}" for alias in node.names)
-        elif (
-            isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch"
-        ):
-            yield f"torch.{node.attr}"
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            if called in {"import_module", "__import__"}:
-                yield str(node.args[0].value).partition(".")[0]
-
-
-def test_no_other_module_of_ours_can_pickle() -> None:
-    found = {
-        str(path.relative_to(PROJECT))
-        for package in ("api_schemas", "app", "nnsight_engine")
-        for path in (PROJECT / package).rglob("*.py")
-        if (PICKLES | {"torch.load", "torch.save"}) & set(_imports(path))
-    }
-    assert found == {"nnsight_engine/serialization/trusted.py"}
