@@ -39,6 +39,7 @@ def compiled(engine: ToyEngine, request: Json) -> CompiledRequest:
         spec=engine.spec,
         prompt=request["ids"],
         max_tokens=request["max_tokens"],
+        stream=request.get("stream", False),
         token_of=lambda text: encode(text)[0],
         markers=MARKERS,
     )

@@ -178,6 +178,7 @@ class Life:
         arrives: The step in which it may begin.
         done: Positions that have been computed.
         active: Its operations on the worker.
+        payloads: What left with its outputs before the last.
     """
 
     tokens: list[int]
@@ -188,6 +189,7 @@ class Life:
     arrives: int = 0
     done: int = 0
     active: ActiveRequest | None = None
+    payloads: list[Payload] = dataclasses.field(default_factory=list)
 
     @property
     def answer(self) -> list[int]:
@@ -222,10 +224,10 @@ class StepEngine:
         """Return the logits of rows of the residual stream."""
         return rows
 
-    def admit(self, name: str, compiled: CompiledRequest) -> ActiveRequest:
+    def admit(self, name: str, compiled: CompiledRequest, *, stops_outside: bool = False) -> ActiveRequest:
         """Register a request, as it comes over the wire."""
         plan = RequestPlan.decode(compiled.plan.encode())
-        self.outbox.open(name, plan, stops_outside=False)
+        self.outbox.open(name, plan, stops_outside=stops_outside)
         return self.registrar.register(name, plan, tensors_of(compiled))
 
     def deliver(self, plan: StepPlan, sampled: list[list[int]], order: dict[str, int]) -> None:
@@ -244,12 +246,18 @@ class StepEngine:
         names = names or [str(op.kind) for op in compiled.plan.ops]
         return RequestCollector(compiled.plan, self.spec, prompt_token_ids=prompt, op_names=names)
 
-    def results(self, name: str, collector: RequestCollector, answer: Sequence[int]) -> CollectedResults:
-        """Return the results of a request that has its answer."""
+    def take(self, name: str, *, final: bool) -> list[Payload]:
+        """Return what leaves with an output of a request, as it comes over the wire."""
+        payload = self.outbox.take(name, final=final)
+        return [] if payload is None else [Payload.decode(payload.encode())]
+
+    def results(
+        self, name: str, collector: RequestCollector, answer: Sequence[int], earlier: Sequence[Payload] = ()
+    ) -> CollectedResults:
+        """Return the results of a request that has its answer, of which some have left earlier."""
         assert name not in self.failures, self.failures[name]
-        payload = self.outbox.take(name, final=True)
-        assert payload is not None
-        collector.add(Payload.decode(payload.encode()))
+        for payload in [*earlier, *self.take(name, final=True)]:
+            collector.add(payload)
         return collector.take_final(answer)
 
 
@@ -278,7 +286,9 @@ class ToyEngine(StepEngine):
         self.lives |= lives
         for name, life in lives.items():
             if life.compiled is not None:
-                life.active = self.admit(name, life.compiled)
+                # Where stop strings are looked for elsewhere, each output may be the last.
+                stops_outside = self._rng.random() < 0.3
+                life.active = self.admit(name, life.compiled, stops_outside=stops_outside)
         number = 0
         while not all(life.is_over for life in lives.values()):
             batch = [
@@ -322,6 +332,8 @@ class ToyEngine(StepEngine):
             life.done = stop
             if token:
                 life.tokens += token
+            if token and life.active is not None and not life.is_over:
+                life.payloads += self.take(name, final=False)
 
     def _computed(
         self, batch: list[tuple[str, int, int]], tokens: torch.Tensor, spans: list[Span], ends: Any
@@ -366,7 +378,7 @@ class ToyEngine(StepEngine):
         collector = self.collector(life.compiled, life.tokens[: life.prompt_len], names)
         self.registrar.forget(life.active)
         self.ledger.release(name)
-        return self.results(name, collector, life.answer)
+        return self.results(name, collector, life.answer, life.payloads)
 
     def held(self) -> dict[str, int]:
         """Return what the engine holds for requests."""
