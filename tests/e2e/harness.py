@@ -22,7 +22,6 @@ from vllm.sampling_params import RequestOutputKind
 from api_schemas.interventions import parse_interventions
 from api_schemas.limits import RequestLimits
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.core.tensor_bytes import tensor_from_bytes
 from nnsight_engine.core.token_texts import TokenTexts
 from nnsight_engine.plans.answer_parts import NO_MARKERS, AnswerMarkers
 from nnsight_engine.plans.collect.assembly import OperationResult
@@ -31,7 +30,6 @@ from nnsight_engine.plans.collect.results import (
     CollectedCapture,
     CollectedResults,
     CollectedTrace,
-    TensorResult,
 )
 from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.request_plan import PLAN_KEY
@@ -42,6 +40,7 @@ from nnsight_engine.vllm_backend.prompt_media import media_of
 from nnsight_engine.vllm_backend.result_router import ResultRouter
 from nnsight_engine.vllm_backend.rpc_results import answer
 from tests.e2e.engine_kinds import options_of_process
+from tests.e2e.fuzz.nearness import as_tensor
 from tests.narrow_model import WIDTH
 
 Interventions = list[dict[str, Any]]
@@ -93,13 +92,6 @@ def random_vector(seed: int, width: int = WIDTH) -> list[float]:
     """Return a fixed vector of normal numbers, by default as wide as the bundled model."""
     numbers: list[float] = np.random.default_rng(seed).normal(size=width).astype(np.float32).tolist()
     return numbers
-
-
-def as_tensor(result: TensorResult) -> torch.Tensor:
-    """Return a tensor result as float32 (int64 stays)."""
-    if result.dtype == "int64":
-        return torch.from_numpy(np.frombuffer(result.data, np.int64).copy()).reshape(result.shape)
-    return tensor_from_bytes(result.dtype, result.shape, result.data).float()
 
 
 class Engine:

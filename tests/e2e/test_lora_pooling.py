@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nnsight_engine.plans.collect.results import TensorResult
-from tests.e2e.harness import as_tensor, random_vector
+from tests.e2e.fuzz.nearness import as_tensor
+from tests.e2e.harness import random_vector
 from tests.e2e.keyed import SCOPES, made
 from tests.e2e.live import MODEL, Live, live_server
 from tests.families.adapters import ALPHA, RANK, write_adapter, write_merged, write_weights

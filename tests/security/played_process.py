@@ -46,6 +46,9 @@ TRACE_S = 4 * BUDGET_S
 SHORT_S = 0.01
 """How long a step waits where it is to go on without a process."""
 
+OWN = TraceSpan("own", 0, 0, NUM_OWN, 0, complete=True)
+"""The request's rows in a step."""
+
 Message = list[bytes | memoryview]
 Script = Callable[[SandboxSide], None]
 
@@ -165,11 +168,16 @@ class World:
         )
         threading.Thread(target=_played, args=(script, inside, descriptor), daemon=True).start()
 
+    def arrive(self, name: str = "own", number: int = 0, count: int = 1) -> None:
+        """Have a request arrive, one of a trace's."""
+        entry = TraceEntry("key", number, 1, b"", [{}] * count, sandbox_of=None)
+        self.session.begin([(name, entry)])
+
     def step(self) -> None:
         self.session.begin(
             [("own", TraceEntry("key", 0, 1, b"", [{}], streams=True, prints=True, sandbox_of=None))]
         )
-        self.go([TraceSpan("own", 0, 0, NUM_OWN, 0, complete=True)])
+        self.go([OWN])
 
     def go(
         self, spans: Sequence[TraceSpan], *, is_bound: bool = True, is_single_tenant: bool = False
@@ -216,6 +224,21 @@ def _played(script: Script, inside: SandboxSide, descriptor: int) -> None:
     with contextlib.suppress(OSError):  # the worker has ended it
         script(inside)
     os.close(descriptor)
+
+
+WANTING: Message = packed(ContinueReply([LAYER], live=["own"]))
+"""The first reply of a process that is offered a value."""
+
+
+def replying(*replies: Message) -> Script:
+    """Reply to each message with the next one."""
+
+    def reply(side: SandboxSide) -> None:
+        for one in replies:
+            side.receive()
+            side.send(one)
+
+    return reply
 
 
 def wanting(*places: str, then: Callable[[Any], Message]) -> Script:

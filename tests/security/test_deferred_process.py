@@ -75,24 +75,6 @@ def _deferred(world: World, offered: list[str], names: Sequence[str] = ("own",))
     return may_answer
 
 
-def test_a_step_goes_on_without_a_process_that_takes_long_and_is_computed_again(world: World) -> None:
-    offered: list[str] = []
-    may_answer = _deferred(world, offered)
-    assert (world.session.undone, world.session.waiting) == (["own"], {"own"})
-    assert world.end() == ([], {})
-    world.dispatcher.begin()  # a step of others', who stand where its rows were
-    assert world.dispatcher.provide(LAYER, torch.ones(NUM_ROWS, 4)).eq(1).all()
-    assert world.dispatcher.provide(LATER, torch.ones(NUM_ROWS, 4)).eq(1).all()
-    may_answer.set()
-    world.listen()
-    assert world.session.waiting == set()
-    world.go([TraceSpan("own", 1, 2, NUM_OWN, 7, complete=True)], is_bound=False)
-    assert world.dispatcher.provide(LAYER, torch.ones(NUM_ROWS, 4))[:, 0].tolist() == [1, 1, 2, 2, 2]
-    assert world.dispatcher.provide(LATER, torch.ones(NUM_ROWS, 4))[:, 0].tolist() == [1, 1, 2, 2, 2]
-    assert (world.session.undone, world.end()) == ([], ([], {}))
-    assert offered == [LAYER, LATER], "it sees each value once"
-
-
 @pytest.mark.parametrize(
     "span", [TraceSpan("own", 0, 0, NUM_OWN, 6, complete=True), TraceSpan("own", 0, 0, 2, 7, complete=True)]
 )
@@ -154,7 +136,7 @@ def test_requests_that_arrive_while_a_trace_is_deferred_are_told_of_before_their
     offered: list[str] = []
     may_answer = _deferred(world, offered)
     world.end()
-    world.session.begin([("later", TraceEntry("key", 1, 1, b"", [{}] * 2, sandbox_of=None))])
+    world.arrive("later", 1, 2)
     may_answer.set()
     world.listen()
     world.go(_spans(["own"]), is_bound=False)

@@ -13,83 +13,7 @@ from nnsight_engine.sandbox.block_checker import CHECKED
 from nnsight_engine.serialization import DecodeError, SandboxError, decode, encode
 from nnsight_engine.serialization.message.node_kinds import NodeKind
 from tests.security.host import Small, message_of, run
-from tests.unit.serialization.test_hostile import message
-
-_LINE = 1
-
-
-def piece(text: str, name: str, column: int = -1) -> tuple[Any, ...]:
-    return ("<hostile>", text, _LINE, column, name, name, None, 0)
-
-
-class Writer:
-    """Builds a message of nodes, parts before what is made of them."""
-
-    def __init__(self) -> None:
-        self.nodes: list[tuple[NodeKind, list[int], Any]] = [(NodeKind.LIST, [], None)]
-
-    def add(self, kind: NodeKind, *children: int, payload: Any = None) -> int:
-        self.nodes.append((kind, list(children), payload))
-        return len(self.nodes) - 1
-
-    def value(self, value: Any) -> int:
-        if isinstance(value, tuple):
-            return self.add(NodeKind.TUPLE, *map(self.value, value))
-        if isinstance(value, dict):
-            return self.add(NodeKind.DICT, *[self.value(one) for item in value.items() for one in item])
-        kind = {str: NodeKind.STR, int: NodeKind.INT, type(None): NodeKind.NONE, bool: NodeKind.TRUE}[
-            type(value)
-        ]
-        if value is False:
-            kind = NodeKind.FALSE
-        return self.add(kind, payload=value if kind in {NodeKind.STR, NodeKind.INT} else None)
-
-    def name(self, module: str, name: str) -> int:
-        return self.add(NodeKind.NAME, payload=f"{module}:{name}")
-
-    def namespace(self, name: str = "mine", *, is_real: bool = False) -> int:
-        return self.add(NodeKind.NAMESPACE, self.value(name), self.value(None), self.value(is_real))
-
-    def function(
-        self,
-        text: str,
-        name: str,
-        *,
-        namespace: int | None = None,
-        globals_: dict[str, int] | None = None,
-        cells: dict[str, int] | None = None,
-        attributes: int | None = None,
-        is_real: bool = False,
-    ) -> int:
-        held = [self.add(NodeKind.CELL, value) for value in (cells or {}).values()]
-        none = self.value(None)
-        return self.add(
-            NodeKind.FUNCTION,
-            self.namespace("os" if is_real else "mine", is_real=is_real) if namespace is None else namespace,
-            self.value(piece(text, name)),
-            self.value(tuple(cells or ())),
-            self.add(NodeKind.TUPLE, *held),
-            self.value((name, name, "mine")),
-            none,
-            none,
-            none if attributes is None else attributes,
-            self.value(tuple(globals_ or ())),
-            *(globals_ or {}).values(),
-        )
-
-    def error(self) -> int:
-        """Add an object that has attributes, as a namespace has."""
-        none, nothing = self.value(None), self.value(())
-        return self.add(NodeKind.NEW, self.name("builtins", "ValueError"), nothing, none, *[none] * 4)
-
-    def call(self, function: int, *args: Any) -> int:
-        none = self.value(None)
-        return self.add(NodeKind.CALL, function, self.value(args), none, *[none] * 4)
-
-    def read(self, root: int, **options: Any) -> Any:
-        self.nodes[0] = (NodeKind.LIST, [root], None)
-        (value,) = decode(message(*self.nodes), policy=CHECKED, **options)
-        return value
+from tests.unit.serialization.messages import Writer, piece
 
 
 @pytest.mark.parametrize("module", ["os", "sys", "ctypes", "subprocess", "posix", "__main__", "scipy.stats"])
@@ -100,7 +24,9 @@ def test_a_module_off_the_list_is_refused_by_its_name(module: str) -> None:
             writer.read(writer.add(node[0], payload=node[1]))
     writer = Writer()
     with pytest.raises(SandboxError, match=f"the module `{module}`"):
-        writer.read(writer.function("def f(): pass\n", "f", namespace=writer.namespace(module, is_real=True)))
+        writer.read(
+            writer.function(piece("def f(): pass\n", "f"), namespace=writer.namespace(module, is_real=True))
+        )
 
 
 @pytest.mark.parametrize(
@@ -115,14 +41,14 @@ def test_a_module_off_the_list_is_refused_by_its_name(module: str) -> None:
 def test_functions_that_come_along_are_checked(text: str) -> None:
     writer = Writer()
     with pytest.raises(SandboxError, match=r"line [12] of <hostile>"):
-        writer.read(writer.function(text, "f"))
+        writer.read(writer.function(piece(text, "f")))
 
 
 def test_code_has_its_globals_in_a_namespace() -> None:
     text = "def f():\n class C:\n  value = eval\n"
     writer = Writer()
     with pytest.raises(DecodeError, match="code has no namespace"):
-        writer.read(writer.call(writer.function(text, "f", namespace=writer.error())))
+        writer.read(writer.call(writer.function(piece(text, "f"), namespace=writer.error())))
     writer = Writer()
     nothing, none = writer.value(()), writer.value(None)
     source = writer.value(piece("class A: value = eval\n", "A"))
@@ -154,7 +80,7 @@ def test_code_has_its_globals_in_a_namespace() -> None:
 def test_a_function_is_the_definition_and_nothing_within_it(text: str, name: str) -> None:
     writer = Writer()
     with pytest.raises(DecodeError, match="the text defines f, not"):
-        writer.read(writer.function(text, name))
+        writer.read(writer.function(piece(text, name)))
 
 
 @pytest.mark.parametrize("around", ["__nnsight_owner__", "__nnsight_block__", "A.b", "<listcomp>", ""])
@@ -212,7 +138,7 @@ def test_code_may_be_nested_too_deeply(expression: str) -> None:
         writer = Writer()
         text = f"def f(a): return {expression[:depth].rstrip('+-.T[0') or 'a'}\n"
         try:
-            writer.read(writer.function(text, "f"))
+            writer.read(writer.function(piece(text, "f")))
         except DecodeError:
             continue
 
@@ -233,8 +159,8 @@ def test_the_text_of_a_block_is_not_that_of_another_piece_at_its_place() -> None
     harmless = "def f(loss, out):\n    with loss.backward():\n        out.append(1)\n        out.append(2)\n"
     evil = "def f(loss, out):\n    '''\n        out.append(out.__class__)\n    '''\n"
     writer = Writer()
-    function = writer.function(harmless, "f")
-    other = writer.function(evil, "f")
+    function = writer.function(piece(harmless, "f"))
+    other = writer.function(piece(evil, "f"))
     first, second = writer.read(writer.add(NodeKind.TUPLE, function, other))
     assert second is not first
     out: list[Any] = []

@@ -12,9 +12,7 @@ import torch
 
 from nnsight_engine.remote_backend.prints import MAX_BYTES
 from nnsight_engine.sandbox.channel import Memory, SandboxSide
-from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.messages import ValueSlot, packed, slot_of
-from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     BeginRequests,
     CallRequest,
@@ -30,10 +28,13 @@ from tests.security.played_process import (
     NUM_OWN,
     NUM_ROWS,
     NUM_TOKENS,
+    OWN,
     POSITIONS,
     SAMPLES,
+    WANTING,
     Message,
     World,
+    replying,
     wanting,
 )
 
@@ -117,16 +118,9 @@ def test_tokens_that_there_are_can_be_sampled(world: World) -> None:
 def test_a_call_with_more_than_it_may_have_ends_the_process(
     world: World, num_bytes: int, is_ended: bool
 ) -> None:
-    def lie(side: SandboxSide) -> None:
-        side.receive()
-        side.send(packed(ContinueReply([LAYER], live=["own"])))
-        side.receive()
-        slot, content = slot_of(torch.zeros(num_bytes, dtype=torch.uint8))
-        side.send(packed(CallRequest("model.lm_head", [slot], {}), [content]))
-        side.receive()
-        side.send(packed(ContinueReply([])))
-
-    world.begin(lie)
+    slot, content = slot_of(torch.zeros(num_bytes, dtype=torch.uint8))
+    call = packed(CallRequest("model.lm_head", [slot], {}), [content])
+    world.begin(replying(WANTING, call, packed(ContinueReply([]))))
     world.step()
     assert (world.session.error is not None) == is_ended
     assert (world.served.num_calls == 0) == is_ended
@@ -155,16 +149,9 @@ def test_it_speaks_for_its_own_requests_only(world: World) -> None:
     "reply", [SandboxReply("own", 0, b"data", ""), SandboxReply("own", 0, None, "printed")]
 )
 def test_reports_that_nobody_asked_for_are_not_passed_on(world: World, reply: SandboxReply) -> None:
-    def lie(side: SandboxSide) -> None:
-        side.receive()
-        side.send(packed(ContinueReply([LAYER], live=["own"])))
-        while True:
-            side.receive()
-            side.send(packed(ContinueReply(reports=[reply])))
-
-    world.begin(lie)
-    world.session.begin([("own", TraceEntry("key", 0, 1, b"", [{}], sandbox_of=None))])
-    world.go([TraceSpan("own", 0, 0, NUM_OWN, 0, complete=True)])
+    world.begin(replying(WANTING, *[packed(ContinueReply(reports=[reply]))] * 9))
+    world.arrive()
+    world.go([OWN])
     world.dispatcher.provide(LAYER, torch.zeros(NUM_ROWS, 4))
     world.session.finish()
     world.waiting.wait([world.session])
@@ -183,14 +170,9 @@ def test_a_call_with_more_bytes_than_its_arguments_have_is_refused(world: World)
 
 
 def test_what_it_says_last_is_no_longer_than_an_honest_one_s(world: World) -> None:
-    def lie(side: SandboxSide) -> None:
-        side.receive()
-        side.send(packed(ContinueReply([], live=["own"])))
-        side.receive()
-        side.send(packed(Collected("p" * (MAX_BYTES + 1), "f" * 10_000), [b"saved"]))
-
-    world.begin(lie)
-    world.session.begin([("own", TraceEntry("key", 0, 1, b"", [{}], sandbox_of=None))])
+    told = packed(Collected("p" * (MAX_BYTES + 1), "f" * 10_000), [b"saved"])
+    world.begin(replying(packed(ContinueReply([], live=["own"])), told))
+    world.arrive()
     while not world.session.has_collected:
         world.session.request_saved("key", {})
         world.waiting.wait_for_any([world.session], 1.0)

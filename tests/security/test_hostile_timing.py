@@ -16,7 +16,6 @@ import torch
 
 from nnsight_engine.sandbox.channel import EngineSide, SandboxSide
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
-from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.messages import packed, slot_of
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed import connection as connection_module
@@ -36,17 +35,23 @@ from tests.security.played_process import (
     LAYER,
     NUM_OWN,
     NUM_ROWS,
+    OWN,
     SHORT_S,
+    WANTING,
+    Message,
     Script,
     World,
+    replying,
     wanting,
 )
 from tests.waiting import wait_for
 
+CALL: Message = packed(CallRequest("model.lm_head", [], {}))
+
 
 def _calls_without_end(side: SandboxSide) -> None:
     side.receive()
-    side.send(packed(ContinueReply([LAYER], live=["own"])))
+    side.send(WANTING)
     side.receive()
     one = b"".join(packed(CallRequest("model.layers.0", [], {})))
     while True:  # without waiting for what it is given
@@ -55,7 +60,7 @@ def _calls_without_end(side: SandboxSide) -> None:
 
 def _calls_and_reads_nothing(side: SandboxSide) -> None:
     side.receive()
-    side.send(packed(ContinueReply([LAYER], live=["own"])))
+    side.send(WANTING)
     one = b"".join(packed(CallRequest("nowhere", [], {})))
     while True:  # the answers fill the socket
         side.send([one])
@@ -89,9 +94,9 @@ def test_a_call_that_would_take_too_long_is_refused_in_the_block(world: World) -
 
     def lie(side: SandboxSide) -> None:
         side.receive()
-        side.send(packed(ContinueReply([LAYER], live=["own"])))
+        side.send(WANTING)
         side.receive()
-        side.send(packed(CallRequest("model.lm_head", [], {})))
+        side.send(CALL)
         head, _ = read_by_sandbox(side.receive())
         refused.append(head)
         side.send(packed(ContinueReply([])))
@@ -105,24 +110,15 @@ def test_a_call_that_would_take_too_long_is_refused_in_the_block(world: World) -
 
 
 def test_a_call_is_made_of_parts_between_which_others_are_served(world: World) -> None:
-    def lie(side: SandboxSide) -> None:
-        side.receive()
-        side.send(packed(ContinueReply([LAYER], live=["own"])))
-        side.receive()
-        side.send(packed(CallRequest("model.lm_head", [], {})))
-        while True:
-            side.receive()
-            side.send(packed(ContinueReply([])))
-
     world.served.lasts_s = BUDGET_S / 30
     world.waiting = WaitBudget(BUDGET_S / 60, 5 * BUDGET_S)
-    world.begin(lie)
-    world.session.begin([("own", TraceEntry("key", 0, 1, b"", [{}], sandbox_of=None))])
+    world.begin(replying(WANTING, CALL, *[packed(ContinueReply([]))] * 1000))
+    world.arrive()
     world.listen()
     counts = [0]
 
     def step() -> bool:
-        world.go([TraceSpan("own", 0, 0, NUM_OWN, 0, complete=True)], is_bound=False)
+        world.go([OWN], is_bound=False)
         world.end()
         counts.append(world.served.num_calls)
         return counts[-1] == CALL_ROWS
@@ -140,15 +136,13 @@ def test_a_tenant_rests_whose_trace_has_held_others_up(
     monkeypatch.setattr(waiting_module, "_REST", 1000.0)
 
     def slow(side: SandboxSide) -> None:
-        side.receive()
-        side.send(packed(ContinueReply([], live=["own"])))
         while True:
             side.receive()
             time.sleep(0.2)
-            side.send(packed(ContinueReply([])))
+            side.send(packed(ContinueReply([], live=["own"])))
 
     world.begin(slow)
-    world.session.begin([("own", TraceEntry("key", 0, 1, b"", [{}], sandbox_of=None))])
+    world.arrive()
     world.listen()
     world.waiting = WaitBudget(SHORT_S, 60)
     assert world.waiting.throttled == frozenset()
@@ -178,7 +172,7 @@ def test_requests_that_arrive_together_share_one_step(world: World) -> None:
 
     world.begin(slow)
     for number in range(20):
-        world.session.begin([(f"own{number}", TraceEntry("key", number, 1, b"", [{}] * 20, sandbox_of=None))])
+        world.arrive(f"own{number}", number, 20)
     world.go([TraceSpan("own0", 0, 0, NUM_OWN, 0, complete=True)])
     assert told == [1, 19]
     assert world.end() == ([], {})
@@ -196,7 +190,7 @@ def test_a_trace_is_waited_for_no_longer_than_one_may(world: World) -> None:
     world.step()
     for _ in range(20):
         world.end()
-        world.go([TraceSpan("own", 0, 0, NUM_OWN, 0, complete=True)])
+        world.go([OWN])
     assert "as long as it does for one trace" in str(world.session.error)
 
 
@@ -207,15 +201,15 @@ def test_a_block_that_calls_a_module_behind_its_last_step_is_collected(world: Wo
         side.send(packed(ContinueReply([], live=["own"])))
         side.receive()
         for _ in range(1 + is_again):
-            side.send(packed(CallRequest("model.lm_head", [], {})))
+            side.send(CALL)
             side.receive()
         side.send(packed(Collected("", ""), [b"saved"]))
 
     world.served.lasts_s = 0.01
     world.waiting = WaitBudget(SHORT_S, 5 * BUDGET_S)
-    world.begin(lie)
+    world.begin(replying(WANTING, *[CALL] * (1 + is_again), packed(Collected("", ""), [b"saved"])))
     world.waiting.begin()
-    world.session.begin([("own", TraceEntry("key", 0, 1, b"", [{}], sandbox_of=None))])
+    world.arrive()
     wait_for(world.has_collected)
     assert world.session.error is None
     assert world.served.num_calls == CALL_ROWS * (1 + is_again)
@@ -236,7 +230,7 @@ def _answered(world: World, count: int, tenant: str) -> list[SandboxSession]:
     sessions = []
     for _ in range(count):
         world.begin(_answers_at_once, tenant=tenant)
-        world.session.begin([("own", TraceEntry("key", 0, 1, b"", [{}], sandbox_of=None))])
+        world.arrive()
         assert select.select([world.session.connection], [], [], 60)[0]
         sessions.append(world.session)
     return sessions
@@ -307,16 +301,7 @@ def test_the_time_to_read_the_messages_of_a_process_is_its_own(
 ) -> None:
     monkeypatch.setattr(connection_module, "_WALL", 1e9)
 
-    def lie(side: SandboxSide) -> None:
-        side.receive()
-        side.send(packed(ContinueReply([LAYER], live=["own"])))
-        side.receive()
-        for _ in range(20):
-            side.send(packed(CallRequest("model.lm_head", [], {})))
-            side.receive()
-        side.send(packed(ContinueReply([])))
-
-    world.begin(lie, side=_SlowSide)
+    world.begin(replying(WANTING, *[CALL] * 20, packed(ContinueReply([]))), side=_SlowSide)
     world.waiting = WaitBudget(60, 60)
     world.step()
     assert "longer than" in world.error()
@@ -329,7 +314,7 @@ def test_a_request_waits_for_a_process_and_the_step_does_not(world: World, compl
         wanting(LAYER, then=lambda _: packed(ContinueReply(changes=[slot]), [content])), is_ready=False
     )
     world.waiting = WaitBudget(600, 600)
-    world.session.begin([("own", TraceEntry("key", 0, 1, b"", [{}], sandbox_of=None))])
+    world.arrive()
     span = TraceSpan("own", 0, 0, NUM_OWN, 0, complete=complete)
     for _ in range(3):
         world.go([span], is_bound=False)

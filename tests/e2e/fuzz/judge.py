@@ -29,9 +29,8 @@ from nnsight_engine.plans.collect.results import (
 )
 from tests.e2e.fuzz import wording
 from tests.e2e.fuzz.expected import Expected, Op, Twin
-from tests.e2e.fuzz.nearness import reduced, rows_faults, target_faults, top_faults
+from tests.e2e.fuzz.nearness import as_tensor, reduced, rows_faults, target_faults, top_faults
 from tests.e2e.fuzz.world import Json
-from tests.e2e.harness import as_tensor
 
 Result = OperationResult
 PromptLogprobs = list[dict[int, float]]

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from nnsight_engine.plans.collect.results import CollectedToken
+from nnsight_engine.core.tensor_bytes import tensor_from_bytes
+from nnsight_engine.plans.collect.results import CollectedToken, TensorResult
+
+
+def as_tensor(result: TensorResult) -> torch.Tensor:
+    """Return a tensor result as float32 (int64 stays)."""
+    if result.dtype == "int64":
+        return torch.from_numpy(np.frombuffer(result.data, np.int64).copy()).reshape(result.shape)
+    return tensor_from_bytes(result.dtype, result.shape, result.data).float()
 
 
 def reduced(rows: torch.Tensor, reduce: str) -> torch.Tensor:

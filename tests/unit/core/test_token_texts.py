@@ -13,10 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.fields import Token
-from api_schemas.interventions import RequestLimits, parse_interventions
 from nnsight_engine import bundled_model_path
 from nnsight_engine.core.token_texts import NoSuchTokenError, TokenTexts
-from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.compile.scope import CompileScope
 from tests.fakes.model_specs import tiny_spec
 
@@ -101,23 +99,6 @@ def test_every_token_is_named_by_its_text(kind: str) -> None:
         scope = CompileScope(SPEC, [0], 4, texts.token)
         for token_id in ids[start : start + 1000]:
             assert scope.token_id(shown[token_id], "where.tokens.0") == token_id
-
-
-@pytest.mark.parametrize("kind", TOKENIZERS)
-def test_where_and_targets_take_what_is_shown(kind: str) -> None:
-    tokenizer = TOKENIZERS[kind]()
-    texts = TokenTexts(tokenizer)
-    prompt = tokenizer.encode("Paris of é Paris")
-    shown = [texts.text(token_id) for token_id in prompt]
-    assert "".join(shown).lstrip() == "Paris of é Paris" or kind == "metaspace of Gemma's form"
-    for position, text in enumerate(shown):
-        operation = {"op": "capture", "at": "logits", "where": {"tokens": [text], "phase": "prompt"}}
-        (op,) = parse_interventions([operation], RequestLimits())
-        compiled = compile_request(
-            [op], spec=SPEC, prompt_token_ids=prompt, max_tokens=1, token_of=texts.token, stream=False
-        )
-        rule = compiled.plan.ops[0].where
-        assert rule.tokens == (prompt[position],)
 
 
 def test_blanks_are_part_of_a_text() -> None:

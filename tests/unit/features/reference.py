@@ -55,7 +55,7 @@ class Reference:
                 deviation = math.sqrt(sum((x - mean) ** 2) / (len(x) - 1))
                 return (x - mean) / (deviation + 1e-5), deviation, mean
             case Normalization.CONSTANT_NORM:
-                factor = math.sqrt(len(x)) / math.sqrt(sum(x**2))
+                factor = math.sqrt(len(x)) / max(math.sqrt(sum(x**2)), 1e-12)
                 return x * factor, 1 / factor, 0.0
             case Normalization.NONE:
                 return x, 1.0, 0.0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nnsight_engine.features import dictionary as module
-from nnsight_engine.features.config import Architecture, Change, DictionaryConfig, Normalization
+from nnsight_engine.features.config import Architecture, Change, Normalization
 from nnsight_engine.features.dictionary import Dictionary
 from tests.unit.features.reference import Reference, some_config, some_tensors
 
@@ -97,35 +97,6 @@ def test_a_change_moves_along_directions_and_keeps_the_error(
                 moved = moved + (now[change] - old[feature]) * plain.direction(feature, row)
             expected.append(moved)
         torch.testing.assert_close(changed, rows(expected, made.config.output_width), rtol=1e-3, atol=1e-3)
-
-
-def test_an_ablated_feature_is_gone_where_features_are_independent() -> None:
-    chance = np.random.default_rng(7)
-    for _ in range(NUM_TRIES):
-        width = int(chance.integers(2, 9))
-        num_features = int(chance.integers(1, width + 1))
-        axes = (
-            torch.linalg.qr(torch.from_numpy(chance.normal(size=(width, width)))).Q[:, :num_features].float()
-        )
-        config = DictionaryConfig(Architecture.STANDARD, width, num_features, width)
-        zero = torch.zeros
-        tensors = {
-            "W_enc": axes,
-            "W_dec": axes.T.contiguous(),
-            "b_enc": zero(num_features),
-            "b_dec": zero(width),
-        }
-        made = Dictionary(config, tensors)
-        x = torch.from_numpy(chance.normal(size=(4, width))).float()
-        x = x + ((x @ axes).abs() - x @ axes) @ axes.T  # no projection is negative
-        ids = torch.from_numpy(chance.permutation(num_features)[:1])
-        changed = made.with_features(x, ids, Change.ABLATE)
-        expected = made.encode(x)
-        expected[:, ids] = 0
-        torch.testing.assert_close(made.encode(changed), expected, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(made.error(changed), made.error(x), rtol=1e-4, atol=1e-5)
-        there = made.with_features(x, ids, Change.SET, 2.5)
-        torch.testing.assert_close(made.encode(there)[:, ids], torch.full((4, 1), 2.5), rtol=1e-4, atol=1e-5)
 
 
 def test_the_dtype_of_values_is_kept() -> None:

@@ -10,9 +10,19 @@ from typing import Any
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import parse_interventions
 from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.core.token_texts import NoSuchTokenError
+from nnsight_engine.plans.answer_parts import NO_MARKERS, AnswerMarkers
 from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.prompt_media import NO_MEDIA, PromptMedia
 from nnsight_engine.plans.request_plan import CompiledRequest
+
+
+def token_of(text: str) -> int:
+    """One token per word; a word's id is its length."""
+    ids = [len(word) for word in text.split()]
+    if len(ids) != 1:
+        raise NoSuchTokenError(f"is {len(ids)}: {ids}")
+    return ids[0]
 
 
 def compiled(
@@ -21,10 +31,12 @@ def compiled(
     prompt: Sequence[int],
     max_tokens: int = 4,
     stream: bool = False,
-    token_of: Callable[[str], int] = len,
+    token_of: Callable[[str], int] = token_of,
     media: PromptMedia = NO_MEDIA,
+    markers: AnswerMarkers = NO_MARKERS,
+    prompt_logprobs: bool = False,
 ) -> CompiledRequest:
-    """Return a request of a model, by default one whose tokens are as many letters as their ids say."""
+    """Return a request of a model."""
     return compile_request(
         parse_interventions(list(raw)),
         spec=spec,
@@ -33,6 +45,8 @@ def compiled(
         token_of=token_of,
         stream=stream,
         media=media,
+        markers=markers,
+        prompt_logprobs=prompt_logprobs,
     )
 
 

@@ -30,16 +30,3 @@ def test_what_was_read_is_not_changed_by_what_is_read_next() -> None:
     kept = [part.clone() for part in first]
     reader.read(torch.arange(8.0).flip(0).repeat(3, 1), 2, (0,))
     assert all(torch.equal(part, before) for part, before in zip(first, kept, strict=True))
-
-
-def test_targets_alone_are_enough() -> None:
-    ids, values, of_targets, ranks = LensReader().read(torch.tensor([[0.0, 1.0]]), 0, (0,))
-    assert ids.shape == values.shape == (1, 0)
-    assert ranks.tolist() == [[2]]
-    assert of_targets.shape == (1, 1)
-
-
-def test_without_targets_nothing_is_ranked() -> None:
-    ids, _, of_targets, ranks = LensReader().read(torch.tensor([[0.0, 1.0]]), 1, ())
-    assert ids.tolist() == [[1]]
-    assert of_targets.shape == ranks.shape == (1, 0)

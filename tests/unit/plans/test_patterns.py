@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from api_schemas.errors import ApiError, ErrorCode
-from nnsight_engine.plans.collect.collector import RequestCollector
-from nnsight_engine.plans.collect.outbox import PendingResults
 from nnsight_engine.plans.collect.results import CollectedCapture
-from nnsight_engine.plans.records import Payload
 from nnsight_engine.plans.request_plan import CompiledRequest
 from nnsight_engine.plans.sites import PlannedSite
-from nnsight_engine.plans.step.active import ActiveRequest
-from nnsight_engine.plans.step.builder import StepBuilder
-from nnsight_engine.plans.step.collection import StepCollection, step_delivery
-from nnsight_engine.plans.step.context import StepContext
-from nnsight_engine.plans.step.host_arena import HostArena
-from nnsight_engine.plans.step.ledger import ByteLedger
 from nnsight_engine.plans.step.patterns import AttentionForm, AttentionKeyStore, ComputePattern
 from nnsight_engine.plans.step.plan import Span
-from nnsight_engine.plans.step.registrar import Registrar
 from tests.fakes.model_specs import tiny_spec
 from tests.unit.plans import compiling
 from tests.unit.plans.compiling import captured_bytes
+from tests.unit.plans.toy_engine import FORM, StepEngine, patterns
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 3
 SPEC = tiny_spec(num_layers=2, hidden_size=12, num_heads=HEADS, num_kv_heads=KV_HEADS, max_capture_bytes=8192)
 PROMPT = [10, 11, 12, 13, 11]
-FORM = AttentionForm(scale=0.7, soft_cap=2.0, window=4)
 KEY_BYTES = KV_HEADS * HEAD_DIM * 4
 
 
@@ -42,22 +30,6 @@ def capture(at: str | list[str] = "layers.0.attn.pattern", **fields: Any) -> dic
 
 def compiled(*raw: dict[str, Any], prompt: list[int] = PROMPT, stream: bool = False) -> CompiledRequest:
     return compiling.compiled(*raw, spec=SPEC, prompt=prompt, max_tokens=20, stream=stream)
-
-
-@pytest.mark.parametrize(
-    "at", [["layers.0.attn.pattern", "layers.0.output"], ["layers.0.attn.k", "layers.1.attn.pattern"]]
-)
-def test_patterns_have_an_operation_of_their_own(at: list[str]) -> None:
-    with pytest.raises(ApiError, match="operation of its own") as caught:
-        compiled(capture(at))
-    assert caught.value.code == ErrorCode.UNSUPPORTED_COMBINATION
-    assert caught.value.status == 400
-
-
-def test_a_mean_of_patterns_is_refused() -> None:
-    with pytest.raises(ApiError, match="none or last") as caught:
-        compiled(capture(reduce="mean"))
-    assert caught.value.code == ErrorCode.UNSUPPORTED_COMBINATION
 
 
 def test_a_pattern_of_generated_positions_still_needs_the_prompt_computed() -> None:
@@ -87,27 +59,9 @@ def test_keys_of_a_layer_are_counted_once() -> None:
     assert both - one == HEADS * 4
 
 
-def test_a_long_prompt_is_too_large() -> None:
-    with pytest.raises(ApiError) as caught:
-        compiled(capture(), prompt=[1] * 40)
-    assert caught.value.code == ErrorCode.CAPTURE_TOO_LARGE
-
-
-def by_hand(
-    queries: torch.Tensor, keys: torch.Tensor, position: int, form: AttentionForm
-) -> list[list[float]]:
-    """Compute one query's pattern number by number, ``[heads][position + 1]``."""
-    rows = []
-    for head in range(HEADS):
-        weights = []
-        for other in range(position + 1):
-            score = float(queries[head] @ keys[other, head // (HEADS // KV_HEADS)]) * form.scale
-            if form.soft_cap:
-                score = form.soft_cap * math.tanh(score / form.soft_cap)
-            is_seen = not form.window or position - other < form.window
-            weights.append(math.exp(score) if is_seen else 0.0)
-        rows.append([weight / sum(weights) for weight in weights])
-    return rows
+def pattern(query: torch.Tensor, keys: torch.Tensor, position: int, form: AttentionForm) -> torch.Tensor:
+    """Return one query's pattern, ``[heads, position + 1]``."""
+    return patterns(query.expand(position + 1, -1, -1), keys[: position + 1], form)[-1]
 
 
 @pytest.mark.parametrize("form", [AttentionForm(0.5), FORM, AttentionForm(1.3, window=1)])
@@ -122,23 +76,18 @@ def test_patterns_are_a_masked_softmax(form: AttentionForm, scratch_bytes: int) 
     kernel = ComputePattern(store, form, rows, torch.tensor(positions), positions, out, scratch_bytes)
     kernel.run(queries, None)
     for row, position in enumerate(positions):
-        expected = torch.tensor(by_hand(queries[rows[row]], keys, position, form))
+        expected = pattern(queries[rows[row]], keys, position, form)
         torch.testing.assert_close(out[row, :, : position + 1], expected)
         assert not out[row, :, position + 1 :].any()
 
 
-class Worker:
+class Worker(StepEngine):
     """A request in the worker, fed with queries and keys in steps."""
 
     def __init__(self, request: CompiledRequest, *, max_bytes: int = 1 << 20) -> None:
-        device = torch.device("cpu")
+        super().__init__(SPEC, max_bytes=max_bytes, has_arena=True)
         self.compiled = request
-        self.ledger = ByteLedger(max_request_bytes=max_bytes, max_engine_bytes=1 << 20)
-        context = StepContext(SPEC, torch.float32, device, self.ledger, lambda _layer: FORM)
-        self.builder = StepBuilder(context)
-        self.request: ActiveRequest = Registrar(context).register("r", request.plan, {})
-        self.collection = StepCollection(lambda rows: rows, HostArena(device))
-        self.pending = PendingResults(request.plan, stops_outside=False)
+        self.request = self.admit("r", request)
         self.queries, self.keys = torch.randn(64, HEADS, HEAD_DIM), torch.randn(64, KV_HEADS, HEAD_DIM)
 
     def step(self, start: int, stop: int) -> bool:
@@ -151,29 +100,11 @@ class Worker:
         for site in sites:
             queries = torch.cat([other.expand(-1, HEADS, -1), self.queries[start:stop]])
             plan.run(site, queries, torch.cat([other.expand(-1, KV_HEADS, -1), self.keys[start:stop]]))
-        plan.fail_unreached()
-        self.collection.collect(plan)
-        results = step_delivery(plan).results([], {})
-        self.pending.absorb(results.records.get("r", []), results.infos.get("r"), results.failures.get("r"))
+        self.deliver(plan, [], {})
         return bool(sites)
 
     def expected(self, position: int) -> torch.Tensor:
-        return torch.tensor(by_hand(self.queries[position], self.keys, position, FORM))
-
-    def collector(self) -> RequestCollector:
-        return RequestCollector(
-            self.compiled.plan,
-            SPEC,
-            prompt_token_ids=PROMPT,
-            op_names=["capture"] * len(self.compiled.plan.ops),
-        )
-
-    def results(self, num_tokens: int) -> list[Any]:
-        payload = self.pending.take(final=True)
-        assert payload is not None
-        collector = self.collector()
-        collector.add(Payload.decode(payload.encode()))
-        return list(collector.take_final([7] * num_tokens).results)
+        return pattern(self.queries[position], self.keys, position, FORM)
 
 
 def values(result: CollectedCapture, point: str = "layers.0.attn.pattern") -> torch.Tensor:
@@ -181,46 +112,13 @@ def values(result: CollectedCapture, point: str = "layers.0.attn.pattern") -> to
     return torch.from_numpy(np.frombuffer(tensor.data, np.float32).copy()).reshape(tensor.shape)
 
 
-STEPS: list[list[tuple[int, int]]] = [
-    [(0, 5), (5, 6), (6, 7), (7, 8)],
-    [(0, 2), (2, 3), (3, 5), (5, 6), (6, 7), (7, 8)],
-    # Preempted after position 6: the blocks are computed again, the rows not captured again.
-    [(0, 5), (5, 6), (6, 7), (0, 4), (4, 7), (7, 8)],
-]
-
-
-@pytest.mark.parametrize("steps", STEPS)
-def test_rows_are_the_same_however_the_steps_fall(steps: list[tuple[int, int]]) -> None:
-    request = compiled(
-        capture("layers.*.attn.pattern", name="all"),
-        capture(name="some", where={"positions": [1, 6]}),
-        capture(name="last", reduce="last"),
-    )
-    worker = Worker(request)
-    for start, stop in steps:
-        worker.step(start, stop)
-    assert worker.request.failure is None
-    everything, some, last = worker.results(4)
-    assert everything.positions == list(range(8))
-    assert list(everything.points) == ["layers.0.attn.pattern", "layers.1.attn.pattern"]
-    assert values(everything).shape == (8, HEADS, 8)
-    for position in range(8):
-        row = values(everything)[position]
-        torch.testing.assert_close(row[:, : position + 1], worker.expected(position))
-        assert not row[:, position + 1 :].any()
-    assert (some.positions, values(some).shape) == ([1, 6], (2, HEADS, 7))
-    torch.testing.assert_close(values(some)[1], worker.expected(6))
-    assert (last.positions, values(last).shape) == ([7], (HEADS, 8))
-    torch.testing.assert_close(values(last), worker.expected(7))
-
-
 def test_a_stream_carries_each_row_with_its_token() -> None:
     worker = Worker(compiled(capture(), stream=True))
-    collector = worker.collector()
+    collector = worker.collector(worker.compiled, PROMPT)
     shapes = []
     for token, (start, stop) in enumerate([(0, 5), (5, 6), (6, 7)]):
         worker.step(start, stop)
-        payload = worker.pending.take(final=False)
+        payload = worker.outbox.take("r", final=False)
         assert payload is not None
         collector.add(payload)
         part = collector.take_part(token + 1)
@@ -247,20 +145,6 @@ def test_attention_is_met_until_the_last_row_and_keys_are_let_go() -> None:
     # After a preemption nothing is left to do for what was delivered.
     assert not worker.step(0, 5)
     assert worker.request.failure is None
-
-
-def test_an_open_capture_is_met_in_every_step() -> None:
-    worker = Worker(compiled(capture(where={"positions": [7]})))
-    assert [worker.step(start, stop) for start, stop in STEPS[0]] == [True] * 4
-    (result,) = worker.results(4)
-    torch.testing.assert_close(values(result)[0], worker.expected(7))
-
-
-def test_a_capture_that_met_no_position_is_empty() -> None:
-    worker = Worker(compiled(capture(where={"positions": [9]})))
-    worker.step(0, 5)
-    (result,) = worker.results(1)
-    assert (result.positions, values(result).shape) == ([], (0, HEADS, 0))
 
 
 def test_keys_missing_from_the_front_fail_the_request() -> None:

@@ -10,22 +10,14 @@ import torch
 
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import LeafSpec
-from nnsight_engine.plans.collect.collector import RequestCollector
-from nnsight_engine.plans.collect.outbox import PendingResults
 from nnsight_engine.plans.collect.results import CollectedCapture
 from nnsight_engine.plans.drafts import takes_drafts
-from nnsight_engine.plans.records import Payload
 from nnsight_engine.plans.request_plan import CompiledRequest
 from nnsight_engine.plans.sites import PlannedSite
-from nnsight_engine.plans.step.builder import StepBuilder
-from nnsight_engine.plans.step.collection import StepCollection, step_delivery
-from nnsight_engine.plans.step.context import StepContext
-from nnsight_engine.plans.step.ledger import ByteLedger
-from nnsight_engine.plans.step.patterns import AttentionForm
 from nnsight_engine.plans.step.plan import Span
-from nnsight_engine.plans.step.registrar import Registrar
 from tests.fakes.model_specs import tiny_spec
 from tests.unit.plans.compiling import compiled
+from tests.unit.plans.toy_engine import StepEngine
 
 SHAPE = (2, 3, 4)
 POINT = "layers.0.mixer.state"
@@ -38,16 +30,12 @@ def captured(prompt: list[int], **fields: Any) -> CompiledRequest:
     return compiled(capture, spec=SPEC, prompt=prompt)
 
 
-class Worker:
+class Worker(StepEngine):
     """Plans steps over requests, each with a slot of its own for the state."""
 
     def __init__(self, requests: dict[str, CompiledRequest]) -> None:
-        ledger = ByteLedger(max_request_bytes=1 << 20, max_engine_bytes=1 << 20)
-        context = StepContext(SPEC, torch.float16, torch.device("cpu"), ledger, lambda _: AttentionForm(1.0))
-        registrar = Registrar(context)
-        self.requests = {name: registrar.register(name, one.plan, {}) for name, one in requests.items()}
-        self.builder = StepBuilder(context)
-        self.pending = {name: PendingResults(one.plan, stops_outside=False) for name, one in requests.items()}
+        super().__init__(SPEC)
+        self.requests = {name: self.admit(name, one) for name, one in requests.items()}
 
     def step(self, rows: list[tuple[str, int, int, int]], states: torch.Tensor, slots: list[int]) -> None:
         """Run a step with rows ``(request, index in the step, first position, one past the last)``."""
@@ -58,26 +46,12 @@ class Worker:
             row += stop - start
         plan = self.builder.plan(spans)
         plan.run(PlannedSite("mixer.state", 0), states, torch.tensor(slots, dtype=torch.int32))
-        StepCollection(lambda _: None, None).collect(plan)
-        for span in spans:
-            span.request.advance(span.start, span.stop)
-        names = [name for name, *_ in rows]
-        results = step_delivery(plan).results(
-            [[1] for _ in names], {name: number for number, name in enumerate(names)}
-        )
-        for name in names:
-            self.pending[name].absorb(
-                results.records.get(name, []), results.infos[name], results.failures.get(name)
-            )
+        self.deliver(plan, [[1] for _ in rows], {name: number for number, (name, *_) in enumerate(rows)})
 
 
 def collected(worker: Worker, name: str, request: CompiledRequest, prompt: list[int]) -> CollectedCapture:
-    payload = worker.pending[name].take(final=True)
-    assert payload is not None
-    collector = RequestCollector(request.plan, SPEC, prompt_token_ids=prompt, op_names=["capture"])
-    collector.add(Payload.decode(payload.encode()))
     num_generated = worker.requests[name].end_position - len(prompt) + 1
-    (result,) = collector.take_final([1] * num_generated).results
+    (result,) = worker.results(name, worker.collector(request, prompt), [1] * num_generated).results
     assert isinstance(result, CollectedCapture)
     return result
 

@@ -1,180 +1,109 @@
-"""Where-clauses: from JSON to masks, against a slow reference that reads the JSON itself."""
+"""Random where-clauses name what their words say, and are refused where they can name nothing."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from typing import Any
+import random
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.where import Where
-from nnsight_engine.plans.answer_parts import AnswerMarkers, Part, Parts
+from nnsight_engine.plans.answer_parts import AnswerMarkers, Part, Parts, PlannedAnswer
 from nnsight_engine.plans.compile.scope import CompileScope
 from nnsight_engine.plans.compile.where_clause import Named, compile_where
 from nnsight_engine.plans.request_plan import WhereRule
 from nnsight_engine.plans.step.answer_tracker import AnswerTracker
-from nnsight_engine.plans.where import evaluate, generated_is_constant
-from tests.e2e.fuzz.wording import PARTS, answer_parts
+from nnsight_engine.plans.where import evaluate, generated_is_constant, last_position
+from tests.e2e.fuzz import wording
+from tests.e2e.fuzz.clauses import Clauses
+from tests.e2e.fuzz.world import Json
 from tests.fakes.model_specs import tiny_spec
+from tests.unit.plans.toy_engine import WORLD, encode
 
-VOCABULARY = 6
-SPEC = tiny_spec(vocab_size=VOCABULARY)
-
-
-def token_of(text: str) -> int:
-    """Take "t3" for token 3."""
-    return int(text[1:])
+VOCABULARY = list(range(1, 30))
+SPEC = tiny_spec(vocab_size=50)
 
 
-def clause_names(
-    clause: dict[str, Any], position: int, token: int, prompt_len: int, part: str | None
-) -> bool:
-    """Say whether the clause names the position, straight from what the JSON means."""
-    other = "prompt" if position >= prompt_len else "generated"
-    if clause.get("phase") == other:
-        return False
-    if clause.get("positions") is not None:
-        absolute = [p if p >= 0 else prompt_len + p for p in clause["positions"]]
-        if position not in absolute:
-            return False
-    if clause.get("range") is not None:
-        start, stop = clause["range"]
-        start = start if start >= 0 else prompt_len + start
-        if stop is not None and stop < 0:
-            stop = prompt_len + stop
-        if position < start or (stop is not None and position >= stop):
-            return False
-    if clause.get("tokens") is not None:
-        ids = [int(t[1:]) if isinstance(t, str) else t for t in clause["tokens"]]
-        if token not in ids:
-            return False
-    if clause.get("scope", part) not in {None, part}:
-        return False
-    exclude = clause.get("exclude")
-    return exclude is None or not clause_names(exclude, position, token, prompt_len, part)
+def random_markers(pick: random.Random) -> AnswerMarkers:
+    begun_by = {token: pick.randint(1, 3) for token in pick.sample(VOCABULARY, pick.randint(0, 8))}
+    ends = frozenset(pick.sample(VOCABULARY, 2)) - begun_by.keys()
+    return AnswerMarkers(begun_by, pick.randint(1, 3), ends)
 
 
-@st.composite
-def clauses(draw: st.DrawFn, prompt_len: int, num_positions: int, *, nested: bool) -> dict[str, Any]:
-    clause: dict[str, Any] = {}
-    if draw(st.booleans()):
-        clause["phase"] = draw(st.sampled_from(["prompt", "generated", "all"]))
-    if draw(st.booleans()):
-        position = st.integers(-prompt_len, num_positions - 1) | st.integers(-prompt_len - 1, num_positions)
-        clause["positions"] = draw(st.lists(position, min_size=1, max_size=6) | st.none())
-    if draw(st.booleans()):
-        bound = st.integers(-prompt_len, num_positions - 1) | st.integers(-prompt_len - 1, num_positions + 3)
-        clause["range"] = [draw(bound), draw(bound | st.none())]
-    if draw(st.booleans()):
-        token = st.integers(0, VOCABULARY - 1)
-        # Not the whole vocabulary: admission does not look whether a list leaves no token.
-        clause["tokens"] = draw(
-            st.lists(token | token.map(lambda t: f"t{t}"), min_size=1, max_size=VOCABULARY - 1)
-        )
-    if draw(st.booleans()):
-        clause["scope"] = draw(st.sampled_from(PARTS) | st.none())
-    if nested and draw(st.booleans()):
-        clause["exclude"] = draw(clauses(prompt_len, num_positions, nested=False))
-    return clause
+def compiled_or_refused(clause: Json, scope: CompileScope) -> Named | ErrorCode:
+    try:
+        return compile_where(Where.model_validate(clause), scope, "where")
+    except ApiError as error:
+        return error.code
 
 
-@st.composite
-def markers_of_answers(draw: st.DrawFn) -> AnswerMarkers:
-    token, part = st.integers(0, VOCABULARY - 1), st.integers(1, 3)
-    begun_by = draw(st.dictionaries(token, part, max_size=3))
-    ends = draw(st.frozensets(token.filter(lambda one: one not in begun_by), max_size=1))
-    return AnswerMarkers(begun_by, draw(part), ends)
+@pytest.mark.parametrize("seed", range(8))
+def test_a_clause_names_what_its_words_say_whatever_the_chunks(seed: int) -> None:
+    pick = random.Random(seed)
+    for _ in range(300):
+        markers = random_markers(pick)
+        ids, max_tokens = pick.choices(VOCABULARY, k=pick.randint(2, 20)), pick.choice([1, 2, 5, 12])
+        world = dataclasses.replace(WORLD, markers=markers, vocab=VOCABULARY)
+        clause = Clauses(world, pick).where({"ids": ids, "max_tokens": max_tokens})
+        scope = CompileScope(SPEC, ids, max_tokens, lambda text: encode(text)[0], markers)
+        named = compiled_or_refused(clause, scope)
+        if named in {ErrorCode.EMPTY_WHERE, ErrorCode.POSITION_OUT_OF_RANGE}:
+            continue
+        fed = [*ids, *pick.choices(VOCABULARY, k=max_tokens - 1)]
+        # Only what cannot act may be called contradictory; generated tokens are not known yet.
+        can_name = wording.may_name_one(clause, ids, len(fed), encode, markers)
+        assert can_name == (named is not ErrorCode.CONTRADICTORY_WHERE), clause
+        if isinstance(named, Named):
+            check_rule(named, clause, fed, len(ids), markers, pick)
+            check_tracker(scope.answer, fed, len(ids), pick)
 
 
-@st.composite
-def requests(draw: st.DrawFn) -> tuple[dict[str, Any], list[int], int, int]:
-    prompt_len = draw(st.integers(1, 12))
-    max_tokens = draw(st.integers(1, 10))
-    num_positions = prompt_len + max_tokens - 1
-    tokens = st.integers(0, VOCABULARY - 1)
-    token_ids = draw(st.lists(tokens, min_size=num_positions, max_size=num_positions))
-    clause = draw(clauses(prompt_len, num_positions, nested=True))
-    return clause, token_ids, prompt_len, max_tokens
-
-
-@settings(max_examples=600, deadline=None)
-@given(requests(), markers_of_answers(), st.data())
-def test_a_clause_names_what_its_json_says_whatever_the_chunks(
-    request_: tuple[dict[str, Any], list[int], int, int], markers: AnswerMarkers, data: st.DataObject
+def check_rule(
+    named: Named, clause: Json, fed: list[int], prompt_len: int, markers: AnswerMarkers, pick: random.Random
 ) -> None:
-    clause, token_ids, prompt_len, max_tokens = request_
-    num_positions = len(token_ids)
-    part_of = answer_parts(token_ids, prompt_len, markers)
+    """See that the rule names in any chunks what the clause says, and what is said of it beforehand."""
+    part_of = wording.answer_parts(fed, prompt_len, markers)
     expected = [
         position
-        for position in range(num_positions)
-        if clause_names(clause, position, token_ids[position], prompt_len, part_of[position])
+        for position, token in enumerate(fed)
+        if wording.names(clause, position, token, prompt_len, encode, part_of[position])
     ]
-    in_prompt = [position for position in expected if position < prompt_len]
-    scope = CompileScope(SPEC, token_ids[:prompt_len], max_tokens, token_of, markers)
-    named = compiled_or_refused(clause, scope)
-    if isinstance(named, ApiError):
-        if named.code is ErrorCode.CONTRADICTORY_WHERE:
-            # Only what cannot act may be called contradictory; generated tokens are not known yet.
-            assert not expected
-            assert not may_generate_any(clause, prompt_len, num_positions)
-        else:
-            assert named.code in {ErrorCode.EMPTY_WHERE, ErrorCode.POSITION_OUT_OF_RANGE}
-            assert is_out_of_place(clause, prompt_len, num_positions)
-        return
-    assert not is_out_of_place(clause, prompt_len, num_positions)
-    assert named.num_prompt == len(in_prompt)
-    assert in_prompt or may_generate_any(clause, prompt_len, num_positions)
-    cuts = sorted(data.draw(st.sets(st.integers(0, num_positions), max_size=4)))
-    spans = [one for one in itertools.pairwise([0, *cuts, num_positions]) if one[0] < one[1]]
-    parts = scope.answer.parts(np.asarray(token_ids), prompt_len)
-    assert positions_named(named.rule, token_ids, prompt_len, spans, parts) == expected
-    # As a worker does it, which knows all tokens in some steps, or those up to some point, and plans some
-    # steps again.
-    num_first = data.draw(st.integers(prompt_len, num_positions))
-    known = [data.draw(st.sampled_from([num_first, num_positions])) for _ in spans]
-    again = data.draw(st.integers(0, len(spans) - 1))
-    tracker = AnswerTracker(scope.answer, prompt_len)
+    parts = markers.plan(np.asarray(fed[:prompt_len])).parts(np.asarray(fed), prompt_len)
+    assert named.num_prompt == sum(position < prompt_len for position in expected)
+    assert positions_named(named.rule, fed, prompt_len, random_spans(len(fed), pick), parts) == expected
+    last = last_position(named.rule, prompt_len)
+    assert last is None or max(expected, default=-1) <= last
+    for first in range(prompt_len, len(fed)):
+        constant = generated_is_constant(named.rule, prompt_len, first)
+        assert constant is None or all((p in expected) is constant for p in range(first, len(fed)))
+
+
+def random_spans(num_positions: int, pick: random.Random) -> list[tuple[int, int]]:
+    cuts = sorted(pick.sample(range(1, num_positions), min(pick.randint(0, 4), num_positions - 1)))
+    return list(itertools.pairwise([0, *cuts, num_positions]))
+
+
+def check_tracker(answer: PlannedAnswer, fed: list[int], prompt_len: int, pick: random.Random) -> None:
+    """See that a worker has the same parts, which knows all tokens in some steps and plans some again."""
+    parts = answer.parts(np.asarray(fed), prompt_len)
+    spans = random_spans(len(fed), pick)
+    num_first = pick.randint(prompt_len, len(fed))
+    known = [pick.choice([num_first, len(fed)]) for _ in spans]
+    again = pick.randrange(len(spans))
+    tracker = AnswerTracker(answer, prompt_len)
     for index in [*range(again + 1), *range(again, len(spans))]:
         (start, stop), num_known = spans[index], known[index]
-        ids = torch.tensor(token_ids[start:stop], dtype=torch.int32)
-        rows = tracker.rows(start, stop - start, np.asarray(token_ids[:num_known], np.int32), ids)
+        ids = torch.tensor(fed[start:stop], dtype=torch.int32)
+        rows = tracker.rows(start, stop - start, np.asarray(fed[:num_known], np.int32), ids)
         assert rows.known.tolist() == parts[start : min(stop, num_known)].tolist()
         if rows.rows is not None:
             on_device = rows.rows.numpy().copy()
             on_device[: max(prompt_len - 1 - start, 0)] = Part.NONE  # positions decide there
             assert on_device.tolist() == parts[start:stop].tolist()
-    for first in range(prompt_len, num_positions):
-        constant = generated_is_constant(named.rule, prompt_len, first)
-        if constant is not None:
-            assert all(
-                clause_names(clause, position, token, prompt_len, part) is constant
-                for position in range(first, num_positions)
-                for token in range(VOCABULARY)
-                for part in PARTS
-            )
-
-
-def compiled_or_refused(clause: dict[str, Any], scope: CompileScope) -> Named | ApiError:
-    try:
-        return compile_where(Where.model_validate(clause), scope, "where")
-    except ApiError as error:
-        return error
-
-
-def may_generate_any(clause: dict[str, Any], prompt_len: int, num_positions: int) -> bool:
-    """Say whether some token at some generated position would be named."""
-    return any(
-        clause_names(clause, position, token, prompt_len, part)
-        for position in range(prompt_len, num_positions)
-        for token in range(VOCABULARY)
-        for part in PARTS
-    )
 
 
 def positions_named(
@@ -186,25 +115,6 @@ def positions_named(
         ids = np.asarray(token_ids[start:stop], np.int32)
         found += positions[evaluate(rule, positions, ids, prompt_len, parts[start:stop])].tolist()
     return found
-
-
-def is_out_of_place(clause: dict[str, Any], prompt_len: int, num_positions: int) -> bool:
-    """Say whether a clause names positions that the request has not, or is empty as written."""
-    positions, bounds = clause.get("positions"), clause.get("range")
-    if positions is not None:
-        top = prompt_len if clause.get("phase") == "prompt" else num_positions
-        if not positions or any(p < -prompt_len or p >= top for p in positions):
-            return True
-    if clause.get("tokens") == []:
-        return True
-    if bounds is not None:
-        if any(bound is not None and bound < -prompt_len for bound in bounds):
-            return True
-        start, stop = (b if b is None or b >= 0 else prompt_len + b for b in bounds)
-        if start >= num_positions or (stop is not None and start >= stop):
-            return True
-    exclude = clause.get("exclude")
-    return exclude is not None and is_out_of_place(exclude, prompt_len, num_positions)
 
 
 @pytest.mark.parametrize(

@@ -134,12 +134,55 @@ class Probe(torch.nn.Module):
         return scaled_rows
 
 
-def test_a_function_brings_its_defaults_and_globals() -> None:
-    arrived = sent(scaled)
-    assert arrived is not scaled
-    assert arrived(1) == 6
-    assert arrived(1, by=1) == 3
-    assert arrived.__name__ == "scaled"
+def local_class(base: type, step: int) -> Any:
+    class Local(base):
+        def advance(self) -> Any:
+            return Local, step
+
+    return Local
+
+
+def countdown_of(step: int) -> Any:
+    def countdown(number: int) -> list[int]:
+        return [number, *countdown(number - step)] if number > 0 else []
+
+    return countdown
+
+
+first, second, outer = (lambda x: x + 1), (lambda x: x + 2), (lambda: lambda y=1: y + SCALE)
+SAME: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "defaults and globals": (scaled, lambda f: [f(1), f(1, by=1), f.__name__]),
+    "functions that call each other": (even, lambda f: [f(10), f(7)]),
+    "lambdas on one line": ([second, outer, first], lambda fs: [fs[0](0), fs[1]()(2), fs[2](0)]),
+    "a lambda of a lambda": (outer(), lambda f: f()),
+    "a recursive closure": (countdown_of(2), lambda f: f(5)),
+    "decorated": (doubled, lambda f: f.__wrapped__(1)),
+    "cached": (fibonacci, lambda f: f(20)),
+    "partial": (functools.partial(scaled, by=1), lambda f: f(2)),
+    "decorated by torch": (torch.no_grad()(scaled), lambda f: f(1)),
+    "class": (Derived, lambda kind: [kind.make().describe(), kind().twice, kind.Inner.value]),
+    "names of a class": (Derived, lambda kind: [kind.__mro__[1].__name__, kind.describe.__qualname__]),
+    "bound method": (Derived().describe, lambda f: f()),
+    "method": (Derived.describe, lambda f: f.__name__),
+    "objects of one class": ([Derived(), Derived()], lambda pair: type(pair[0]) is type(pair[1])),
+    "inner class": (Derived.Inner(), lambda one: one.value),
+    "dataclass": (Record("a"), lambda one: [one.values, one < type(one)("b")]),
+    "enum": (Colour.RED, lambda one: one.other() is type(one).BLUE),
+    "module": (Probe(), lambda one: one(torch.zeros(1, 2)).tolist()),
+    "class made in a function": (
+        local_class(Base, 4),
+        lambda kind: [kind().advance()[0] is kind, kind().advance()[1], kind().describe()],
+    ),
+}
+"""By what it is, what is sent, and what is looked at here and there."""
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_what_is_sent_does_there_what_it_does_here(name: str) -> None:
+    value, look = SAME[name]
+    arrived = sent(value)
+    assert arrived is not value
+    assert look(arrived) == look(value)
 
 
 def test_functions_that_call_each_other_and_share_globals_still_do() -> None:
@@ -149,12 +192,6 @@ def test_functions_that_call_each_other_and_share_globals_still_do() -> None:
     there_note("there")
     assert there_notes() == ["there"]
     assert NOTES == []
-
-
-def test_lambdas_on_one_line_are_distinguished_by_position() -> None:
-    first, second, outer = (lambda x: x + 1), (lambda x: x + 2), (lambda: lambda y=1: y + SCALE)
-    arrived = sent([second, outer, first, outer()])
-    assert [arrived[0](0), arrived[1]()(2), arrived[2](0), arrived[3]()] == [2, 5, 1, 4]
 
 
 def test_closures_share_their_cells() -> None:
@@ -175,62 +212,18 @@ def test_closures_share_their_cells() -> None:
     assert current() == 0
 
 
-def test_a_recursive_closure_and_an_unbound_variable() -> None:
-    def countdown(number: int) -> list[int]:
-        return [number, *countdown(number - 1)] if number else []
-
+def test_an_unbound_variable_stays_unbound() -> None:
     def unbound() -> Any:
         return later
 
-    there_countdown, there_unbound = sent([countdown, unbound])
-    assert there_countdown(3) == [3, 2, 1]
     with pytest.raises(NameError, match="later"):
-        there_unbound()
+        sent(unbound)()
     later = 1
-
-
-def test_decorated_and_cached_functions_and_partials() -> None:
-    arrived = sent([doubled, fibonacci, functools.partial(scaled, by=1), torch.no_grad()(scaled)])
-    assert [arrived[0](4), arrived[1](20), arrived[2](2), arrived[3](1)] == [8, 6765, 6, 6]
-    assert arrived[0].__wrapped__(1) == 2
-
-
-def test_a_class_keeps_super_private_names_and_every_kind_of_member() -> None:
-    arrived = sent(
-        {"class": Derived, "object": Derived(), "bound": Derived().describe, "function": Derived.describe}
-    )
-    kind = arrived["class"]
-    assert kind.__mro__[1].__name__ == "Base"
-    assert arrived["bound"]() == kind.make().describe() == arrived["function"](kind()) == "base hidden X"
-    assert type(arrived["object"]) is kind
-    assert (arrived["object"].twice, kind.Inner.value) == (6, 5)
-    assert kind.describe.__qualname__ == "Derived.describe"
-    assert isinstance(sent(Derived.Inner()), object)
 
 
 def test_data_of_a_class_that_changed_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Derived, "count", 7)
     assert sent(Derived).count == 7
-
-
-def test_custom_dataclasses_enums_and_modules() -> None:
-    record, colour, probe = sent([Record("a"), Colour.RED, Probe()])
-    assert (record.values, record < type(record)("b")) == ([3], True)
-    assert colour.other() is type(colour).BLUE
-    assert probe(torch.zeros(1, 2)).shape == (1, 2)
-
-
-def test_classes_made_in_functions_see_what_is_around_them() -> None:
-    def make(base: type, step: int) -> Any:
-        class Local(base):
-            def advance(self) -> Any:
-                return Local, step
-
-        return Local
-
-    arrived = sent(make(Base, 4))
-    assert arrived().advance() == (arrived, 4)
-    assert arrived().describe() == "base"
 
 
 def test_a_class_body_that_needs_a_gone_variable_is_refused() -> None:

@@ -30,15 +30,10 @@ from nnsight_engine.serialization import (
     encode,
 )
 from nnsight_engine.serialization.message.node_kinds import NodeKind
-from nnsight_engine.serialization.message.table import MAGIC, VERSION, NodeTable, pack
+from nnsight_engine.serialization.message.table import MAGIC, VERSION
+from tests.unit.serialization.messages import Node, message
 
 HEAD = struct.Struct("<4sBBBxIIIIIIQQ")
-
-
-def message(*nodes: tuple[NodeKind, list[int], Any], tensors: dict[str, torch.Tensor] | None = None) -> bytes:
-    """Return a message of nodes that no sender would write; the first is the root."""
-    kinds, children, payloads = [list(column) for column in zip(*nodes, strict=True)]
-    return b"".join(pack(NodeTable([*map(int, kinds)], children, payloads, tensors or {}), MessageLimits()))
 
 
 def refused(data: bytes, match: str = "", **options: Any) -> None:
@@ -138,7 +133,7 @@ def test_a_compressed_message_unpacks_to_what_it_says_or_not_at_all() -> None:
 
 def test_a_tensor_of_any_claimed_size_takes_no_room() -> None:
     def tensor(*shape: int, name: bool = True) -> bytes:
-        sizes: list[tuple[NodeKind, list[int], Any]] = [(NodeKind.INT, [], size) for size in shape]
+        sizes: list[Node] = [(NodeKind.INT, [], size) for size in shape]
         return message(
             (NodeKind.TENSOR, [1 if name else 5, 2, 3, 4, 6, 7, 5], None),
             (NodeKind.STR, [], "0"),
@@ -174,14 +169,12 @@ def test_keys_that_would_hash_forever() -> None:
         deep = (deep,)
     node = decode(encode([deep]))  # as a value it is fine
     assert node
-    nodes: list[tuple[NodeKind, list[int], Any]] = [(NodeKind.SET, [1], None)]
+    nodes: list[Node] = [(NodeKind.SET, [1], None)]
     nodes += [(NodeKind.TUPLE, [at + 2], None) for at in range(100_000)]
     refused(message(*nodes, (NodeKind.INT, [], 1)), "tuples deep")
-    doubling: list[tuple[NodeKind, list[int], Any]] = [
-        (NodeKind.TUPLE, [at + 2] * 2, None) for at in range(100)
-    ]
+    doubling: list[Node] = [(NodeKind.TUPLE, [at + 2] * 2, None) for at in range(100)]
     refused(message((NodeKind.SET, [1], None), *doubling, (NodeKind.INT, [], 1)), "steps")
-    huge: tuple[NodeKind, list[int], Any] = (NodeKind.BIG_INT, [], b"\1" * 10_000_000)
+    huge: Node = (NodeKind.BIG_INT, [], b"\1" * 10_000_000)
     refused(message((NodeKind.FROZENSET, [1] * 1000, None), huge), "steps")
     colliding = [at * sys.hash_info.modulus for at in range(5000)]
     refused(encode(dict.fromkeys(colliding[:1500])), "same hash")
@@ -191,9 +184,7 @@ def test_keys_that_would_hash_forever() -> None:
 
 def test_long_chains_that_would_be_freed_by_recursion() -> None:
     size = 100_000
-    slices: list[tuple[NodeKind, list[int], Any]] = [
-        (NodeKind.SLICE, [at + 1] * 3, None) for at in range(size)
-    ]
+    slices: list[Node] = [(NodeKind.SLICE, [at + 1] * 3, None) for at in range(size)]
     refused(message(*slices, (NodeKind.NONE, [], None)), "others deep")
 
 
@@ -214,7 +205,7 @@ def test_results_import_nothing_but_data(name: str) -> None:
 
 def test_results_call_no_function_and_no_class_that_makes_room() -> None:
     call = (NodeKind.CALL, [1, 2, 4, 4, 4, 4, 4], None)
-    rest: list[tuple[NodeKind, list[int], Any]] = [
+    rest: list[Node] = [
         (NodeKind.TUPLE, [3], None),
         (NodeKind.INT, [], 2**40),
         (NodeKind.NONE, [], None),
@@ -224,7 +215,7 @@ def test_results_call_no_function_and_no_class_that_makes_room() -> None:
     refused(
         message((NodeKind.ENUM_MEMBER, [1, 3], None), (NodeKind.NAME, [], "builtins:bytes"), *rest), "no enum"
     )
-    walk: list[tuple[NodeKind, list[int], Any]] = [
+    walk: list[Node] = [
         (NodeKind.TUPLE, [3], None),
         (NodeKind.RANGE, [5, 6, 5], None),
         rest[2],
@@ -316,7 +307,6 @@ def test_data_runs_no_command(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-Node = tuple[NodeKind, list[int], Any]
 NONE: Node = (NodeKind.NONE, [], None)
 
 

@@ -5,41 +5,23 @@ from __future__ import annotations
 import inspect
 import linecache
 import tracemalloc
-from typing import Any
 
 import pytest
 
 from nnsight_engine.serialization import TRUSTED, DecodeError, decode
-from nnsight_engine.serialization.message.node_kinds import NodeKind
 from nnsight_engine.serialization.source.received_code import CodeCache
 from nnsight_engine.serialization.source.source_cache import SourceCache
-from tests.unit.serialization.test_hostile import message
-
-Node = tuple[NodeKind, list[int], Any]
+from tests.unit.serialization.messages import Writer, piece
 
 
-def functions(
-    num: int, *, file: str = "/nowhere/{}.py", line: int = 1, text: str = "def f(): return {}\n"
-) -> bytes:
+def functions(num: int, *, line: int = 1) -> bytes:
     """Return a message of functions, as no sender writes one."""
-    nodes: list[Node] = [(NodeKind.LIST, [], None)]
-
-    def add(kind: NodeKind, *children: int, payload: Any = None) -> int:
-        nodes.append((kind, list(children), payload))
-        return len(nodes) - 1
-
-    none, nothing = add(NodeKind.NONE), add(NodeKind.TUPLE)
-    namespace = add(NodeKind.NAMESPACE, add(NodeKind.STR, payload="mine"), none, add(NodeKind.FALSE))
-    for number in range(num):
-        strings = [add(NodeKind.STR, payload=one.format(number)) for one in (file, text)]
-        place = [add(NodeKind.INT, payload=line), add(NodeKind.INT, payload=-1)]
-        named = add(NodeKind.STR, payload="f")
-        source = add(NodeKind.TUPLE, *strings, *place, named, named, none, add(NodeKind.INT, payload=0))
-        called = add(NodeKind.TUPLE, named, named, named)
-        nodes[0][1].append(
-            add(NodeKind.FUNCTION, namespace, source, nothing, nothing, called, none, none, none, nothing)
-        )
-    return message(*nodes)
+    writer = Writer()
+    pieces = [
+        piece(f"def f(): return {number}\n", "f", file=f"/nowhere/{number}.py", line=line)
+        for number in range(num)
+    ]
+    return writer.message(*map(writer.function, pieces))
 
 
 def test_lines_far_down_take_no_room() -> None:
@@ -56,21 +38,13 @@ def test_lines_far_down_take_no_room() -> None:
         decode(functions(1, line=1_000_001), policy=TRUSTED)
 
 
-@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("at", [0, 4, 5, 6])
 def test_names_of_a_piece_are_short(at: int) -> None:
-    names = ["file", "name", "qualname", "kind"]
-    names[at] = "x" * 5000
-    fields = (names[0], "def f(): pass\n", 1, -1, names[1], names[2], names[3], 0)
-    nodes: list[Node] = [(NodeKind.FUNCTION, [1, 2, 3, 3, 4, 4, 4, 4, 3], None)]
-    nodes += [
-        (NodeKind.NAMESPACE, [5, 4, 6], None),
-        (NodeKind.TUPLE, list(range(7, 15)), None),
-        (NodeKind.TUPLE, [], None),
-    ]
-    nodes += [(NodeKind.NONE, [], None), (NodeKind.STR, [], "mine"), (NodeKind.FALSE, [], None)]
-    nodes += [(NodeKind.STR if type(one) is str else NodeKind.INT, [], one) for one in fields]
+    fields = [*piece("def f(): pass\n", "f")]
+    fields[at] = "x" * 5000
+    writer = Writer()
     with pytest.raises(DecodeError, match=r"5,000 characters and may have 4,096"):
-        decode(message(*nodes), policy=TRUSTED)
+        writer.read(writer.function(tuple(fields)), TRUSTED)
 
 
 def test_code_is_kept_by_the_characters_that_it_came_with() -> None:

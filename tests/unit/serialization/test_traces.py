@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CellType
 from typing import Any
 
@@ -23,8 +23,10 @@ from nnsight_engine.serialization import (
     SentBlock,
     decode,
     decode_trace,
+    decode_trace_pickled,
     encode,
     encode_trace,
+    encode_trace_pickled,
 )
 from nnsight_engine.tracing.tracer import Tracer
 from tests.unit.serialization.recording import Recorder, run
@@ -33,29 +35,49 @@ FACTOR = 3
 UNSENDABLE = open  # a block that does not mention it does not care
 
 
-def over(*recorders: Recorder, **options: Any) -> ReceivedTrace:
-    data = encode_trace(
-        [recorder.kept for recorder in recorders],
-        reference=lambda value: ("tracer",) if isinstance(value, Tracer) else None,
-        **options,
-    )
-    return decode_trace(data, resolve=lambda name: name)
+Over = Callable[..., ReceivedTrace]
+"""Returns blocks as they arrive on the other side."""
+
+
+@pytest.fixture(
+    params=[(encode_trace, decode_trace), (encode_trace_pickled, decode_trace_pickled)],
+    ids=["wire", "pickled"],
+)
+def over(request: pytest.FixtureRequest) -> Over:
+    encoded, decoded = request.param
+
+    def sent(*recorders: Recorder | SentBlock, **options: Any) -> ReceivedTrace:
+        data = encoded(
+            [one.kept if isinstance(one, Recorder) else one for one in recorders],
+            reference=lambda value: ("tracer",) if isinstance(value, Tracer) else None,
+            **options,
+        )
+        arrived: ReceivedTrace = decoded(data, resolve=lambda name: name)
+        return arrived
+
+    return sent
 
 
 def helper(value: int) -> int:
     return value * FACTOR
 
 
-def test_a_block_sees_its_variables_and_the_globals_that_it_mentions() -> None:
-    start, unsendable = 2, (one for one in [1])
+class Scaled:
+    def __init__(self, by: int) -> None:
+        self.by = by
+
+
+def test_a_block_sees_its_variables_and_the_globals_that_it_mentions(over: Over) -> None:
+    start, scaled, unsendable = 2, Scaled(5), (one for one in [1])
     with Recorder() as recorder:
-        result = helper(start) + FACTOR
+        result = helper(start) + FACTOR * scaled.by
     arrived = over(recorder)
-    assert run(arrived.blocks[0])["result"] == 9
+    assert run(arrived.blocks[0])["result"] == 21
+    assert arrived.blocks[0].globals_ is not globals()
     assert unsendable is not None
 
 
-def test_a_missing_global_is_reported_when_it_is_reached() -> None:
+def test_a_missing_global_is_reported_when_it_is_reached(over: Over) -> None:
     with Recorder() as recorder:
         if FACTOR < 0:
             missing_name()  # type: ignore[name-defined] # noqa: F821 - so it is
@@ -65,7 +87,7 @@ def test_a_missing_global_is_reported_when_it_is_reached() -> None:
         run(over(recorder).blocks[0])
 
 
-def test_blocks_within_a_block_and_loops_are_compiled_from_the_same_text() -> None:
+def test_blocks_within_a_block_and_loops_are_compiled_from_the_same_text(over: Over) -> None:
     seen: list[Any] = []
     with Recorder() as recorder:
         for step in range(2):
@@ -79,13 +101,13 @@ def test_blocks_within_a_block_and_loops_are_compiled_from_the_same_text() -> No
     assert seen == []
 
 
-def test_the_second_of_two_contexts_travels_with_the_right_item() -> None:
+def test_the_second_of_two_contexts_travels_with_the_right_item(over: Over) -> None:
     with contextlib.nullcontext() as outer, Recorder() as recorder, contextlib.nullcontext(5) as five:
         result = (outer, five)
     assert run(over(recorder).blocks[0])["result"] == (None, 5)
 
 
-def test_code_and_positions_equal_the_senders() -> None:
+def test_code_and_positions_equal_the_senders(over: Over) -> None:
     if FACTOR:
         with Recorder() as recorder:
             text = """over
@@ -97,7 +119,7 @@ two lines"""
     assert (arrived.line, arrived.text, arrived.code.co_filename) == (sent.line, sent.text, __file__)
 
 
-def test_an_error_points_at_the_users_line() -> None:
+def test_an_error_points_at_the_users_line(over: Over) -> None:
     with Recorder() as recorder:
         value = 1
         value / 0  # the line
@@ -108,7 +130,7 @@ def test_an_error_points_at_the_users_line() -> None:
     assert last.name == test_an_error_points_at_the_users_line.__name__
 
 
-def test_blocks_share_objects_but_not_variables() -> None:
+def test_blocks_share_objects_but_not_variables(over: Over) -> None:
     kept: list[int] = []
     count = 0
     with Recorder() as first:
@@ -123,19 +145,19 @@ def test_blocks_share_objects_but_not_variables() -> None:
     assert arrived.shared["kept"] == [1, 10]
 
 
-def test_a_cell_that_two_blocks_are_given_stays_one() -> None:
+def test_a_cell_that_two_blocks_are_given_stays_one(over: Over) -> None:
     with Recorder() as first:
         made = 1
     with Recorder() as second:
         found = made
     cell = CellType()
     blocks = [SentBlock(one.kept.info, {"made": cell}) for one in (first, second)]
-    arrived = decode_trace(encode_trace(blocks))
+    arrived = over(*blocks)
     run(arrived.blocks[0])
     assert run(arrived.blocks[1])["found"] == 1
 
 
-def test_what_was_saved_before_is_still_known_as_saved() -> None:
+def test_what_was_saved_before_is_still_known_as_saved(over: Over) -> None:
     SAVES.enter()
     try:
         kept, other = save([1]), 2
@@ -148,7 +170,7 @@ def test_what_was_saved_before_is_still_known_as_saved() -> None:
     assert arrived.saved[0] is content(arrived.blocks[0].variables["kept"])
 
 
-def test_the_tracer_itself_goes_by_reference() -> None:
+def test_the_tracer_itself_goes_by_reference(over: Over) -> None:
     with Recorder() as recorder:
         seen = recorder
     assert run(over(recorder).blocks[0])["seen"] == ("tracer",)
@@ -181,11 +203,11 @@ class Special(Model):
         return kept
 
 
-def test_a_block_in_a_method_keeps_super_and_private_names() -> None:
+def test_a_block_in_a_method_keeps_super_and_private_names(over: Over) -> None:
     assert run(over(Special().traced()).blocks[0])["result"] == (1, 5, 1.0)
 
 
-def test_what_a_block_cannot_take_along_is_named() -> None:
+def test_what_a_block_cannot_take_along_is_named(over: Over) -> None:
     stream = (one for one in [1])
     with Recorder() as recorder:
         list(stream)
