@@ -122,7 +122,8 @@ class Registrar:
             self._release(acquired)
             self._context.ledger.release(request_id)
             raise
-        steady = all(_is_steady(op, plan.prompt_len) for op in ops)
+        # Steps that repeat a plan look at no token, so parts of the answer could not be followed.
+        steady = plan.answer is None and all(_is_steady(op, plan.prompt_len) for op in ops)
         return ActiveRequest(
             request_id,
             plan,

@@ -317,11 +317,8 @@ class ToyEngine(StepEngine):
         for index, (name, start, stop) in enumerate(batch):
             life = self.lives[name]
             if life.active is not None:
-                # The host may know the prompt's tokens only, and the device all of the step. Not so of a
-                # request whose rules name parts of its answer, and none of its tokens: the worker does not
-                # follow the parts while it repeats the plan of a step.
-                is_late = self._is_late and not (life.active.steady and life.active.answer)
-                known = life.tokens[: life.prompt_len if is_late else stop]
+                # The host may know the prompt's tokens only, and the device all of the step.
+                known = life.tokens[: life.prompt_len if self._is_late else stop]
                 ids = np.asarray(known, np.int32)
                 spans.append(Span(life.active, row, stop - start, start, ids, tokens.int(), 0, index))
             row += stop - start
