@@ -78,7 +78,7 @@ def assert_same(reply: Reply, expected: Reply) -> None:
     np.testing.assert_allclose(probe.points[POINTS[1]], wanted_probe.points[POINTS[1]], rtol=1e-3, atol=0.05)
 
 
-@pytest.mark.parametrize("chunk", [32, 50])
+@pytest.mark.parametrize("chunk", [32, pytest.param(50, marks=pytest.mark.heavy)])
 def test_chunked_prefill_gives_the_same(narrow: Path, simple: Reply, chunk: int) -> None:
     engine = Engine(narrow, dtype="float32", max_num_batched_tokens=chunk, max_num_seqs=8)
     try:

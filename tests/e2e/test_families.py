@@ -70,12 +70,11 @@ _QUANTISED: Final = tuple(
 _COMPILED: Final = tuple(
     family for family in COMPILED_FAMILIES if QUANTISED not in family or family in _QUANTISED
 )
-_CORE: Final = (*IN_CORE, "llama_in_fp8")
 
 
 def thinned(families: Iterable[str]) -> list[Any]:
     """Return parameters of which those outside of the core are heavy."""
-    return [one if one in _CORE else pytest.param(one, marks=pytest.mark.heavy) for one in families]
+    return [one if one in IN_CORE else pytest.param(one, marks=pytest.mark.heavy) for one in families]
 
 
 @pytest.fixture(scope="module")
