@@ -112,8 +112,16 @@ def event_schema(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def json_events(model: type[BaseModel], *, last: str | None = None) -> dict[str, Any]:
-    """Return the schema of events whose data is JSON of a model, or the word that ends the stream."""
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema_of(model)}
+    """Return the schema of events whose data is JSON of a model.
+
+    Args:
+        model: The model.
+        last: The word that ends the stream; such a stream may have an error before it.
+    """
+    content = schema_of(model)
+    if last is not None:
+        content = {"anyOf": [content, schema_of(ErrorResponse)]}
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
     return event_schema(data if last is None else {"anyOf": [{"const": last}, data]})
 
 
