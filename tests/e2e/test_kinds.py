@@ -29,6 +29,8 @@ SUITES: Final = (
     "traces_scheduling",
 )
 """What every kind plays, where it can."""
+_IN_CORE: Final = ("batching", "conditions", "preemption", "traces", "traces_scheduling")
+"""What the core plays on the kind that GPUs have by default."""
 ON_THE_DEFAULT_OF_GPUS: Final = (
     "hybrid_state",
     "host_waits",
@@ -67,7 +69,7 @@ _USES_THE_HARNESS: Final = re.compile(
 )
 _HERE: Final = Path(__file__).resolve().parent
 _SECONDS: Final = 1500
-_OTHERS: Final = [kind for kind in KINDS if kind not in {V1_SYNC, DEFAULT_OF_GPUS}]
+_OTHERS: Final = [kind for kind in KINDS if kind != V1_SYNC]
 
 
 def is_possible(suite: str, kind: EngineKind) -> bool:
@@ -117,9 +119,13 @@ def play(kind: EngineKind, suites: list[str]) -> None:
 
 
 @pytest.mark.timeout(_SECONDS + 60)
-@pytest.mark.parametrize(
-    "kind", [DEFAULT_OF_GPUS, *(pytest.param(kind, marks=pytest.mark.heavy) for kind in _OTHERS)], ids=str
-)
+def test_some_suites_pass_on_the_default_of_gpus() -> None:
+    play(DEFAULT_OF_GPUS, list(_IN_CORE))
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(_SECONDS + 60)
+@pytest.mark.parametrize("kind", _OTHERS, ids=str)
 def test_suites_pass_on_engines_of_another_kind(kind: EngineKind) -> None:
     play(kind, [suite for suite in SUITES if is_possible(suite, kind)])
 
