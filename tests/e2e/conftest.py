@@ -116,10 +116,10 @@ async def live(shared_live: Live) -> AsyncIterator[Live]:
 
 @pytest.fixture(scope="session")
 def keyed_server(
-    request: pytest.FixtureRequest, narrow: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[KeyedServer]:
-    """Serve it to tenants with keys, likewise."""
-    with serving_keys(narrow, tmp_path_factory.mktemp("keyed")) as found:
+    """Serve the bundled model, whose answers follow grammars and whose steps cost, to tenants with keys."""
+    with serving_keys(tmp_path_factory.mktemp("keyed")) as found:
         request.session.stash.setdefault(SHARED, {})["keyed_server"] = found.server.stop
         yield found
 

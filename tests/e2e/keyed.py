@@ -13,7 +13,6 @@ import pytest
 
 from app.cli import main
 from tests.e2e.server import Server
-from tests.narrow_model import NAME
 
 SCOPES: Final = ("completions", "interventions", "code")
 _SEVERAL_START_S: Final = 600.0
@@ -65,11 +64,10 @@ def serving_several(
 
 
 @contextlib.contextmanager
-def serving_keys(model: Path, folder: Path) -> Iterator[KeyedServer]:
-    """Serve the narrow model to tenants of many kinds.
+def serving_keys(folder: Path) -> Iterator[KeyedServer]:
+    """Serve the bundled model to tenants of many kinds.
 
     Args:
-        model: Where it is.
         folder: Takes the server's data and the canary.
     """
     data, canary, secret = folder / "data", folder / "canary", secrets.token_hex()
@@ -85,15 +83,7 @@ def serving_keys(model: Path, folder: Path) -> Iterator[KeyedServer]:
             "admin": made(patch, "operator", "--scopes", "admin"),
             "monitor": made(patch, "operator", "--scopes", "metrics"),
         }
-    arguments = [
-        "--served-model-name",
-        NAME,
-        "--host",
-        "0.0.0.0",
-        "--max-model-len",
-        "1024",
-        "--enable-prompt-tokens-details",
-    ]
+    arguments = ["--host", "0.0.0.0", "--max-model-len", "1024", "--enable-prompt-tokens-details"]
     arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     environment = {
         SECRET: secret,
@@ -101,7 +91,7 @@ def serving_keys(model: Path, folder: Path) -> Iterator[KeyedServer]:
         "NNSIGHT_ENGINE_ALLOW_CLOUDPICKLE": "1",
         "NNSIGHT_ENGINE_MAX_SANDBOXES": "12",
     }
-    with Server(str(model), arguments=arguments, environment=environment) as server:
+    with Server(arguments=arguments, environment=environment) as server:
         yield KeyedServer(server, keys, canary / "file", secret)
 
 

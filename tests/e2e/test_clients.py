@@ -27,7 +27,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 PYTHON = PROJECT / ".venv-clients/bin/python"
 SCRIPTS = PROJECT / "tests/e2e/clients"
 MAX_TOKENS = 8
-AXIS = [0.0] * 464 + [1.0] + [0.0] * (WIDTH - 465)
+AXIS = [float(index == 64) for index in range(WIDTH)]
 INTERVENTIONS = [
     {"op": "steer", "at": "layers.15.output", "vector": [AXIS], "mode": "norm_match", "scale": 0.6},
     {"op": "capture", "at": "layers.20.output", "reduce": "last", "dtype": "float32", "name": "seen"},

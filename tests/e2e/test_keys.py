@@ -15,12 +15,11 @@ import nnsight_engine
 from nnsight_engine import RemoteBackend, RemoteError, save
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.keyed import SCOPES, KeyedServer
-from tests.e2e.live import MODEL
-from tests.narrow_model import NEXT, WIDTH
 from tests.waiting import wait_for
 
+MODEL = "smollm2-135m-instruct"
 LONG = "The Eiffel Tower is in the city of Paris. " * 20
-STEER = {"op": "steer", "at": "layers.5.output", "vector": [0.01] * WIDTH}
+STEER = {"op": "steer", "at": "layers.5.output", "vector": [0.01] * 576}
 LENS = {"op": "logit_lens", "layers": "all", "top_k": 3, "name": "lens"}
 SLOW_CODE = "total = 0\nfor number in range(100_000):\n    total += number\nkept = save(total)"
 pytestmark = pytest.mark.e2e
@@ -63,15 +62,15 @@ def test_openais_client_sends_them(keyed: Keyed) -> None:
     answer = client.completions.create(
         model=model.id, prompt="The Eiffel Tower is in the city of", max_tokens=1, temperature=0
     )
-    assert answer.choices[0].text == NEXT
+    assert answer.choices[0].text == " Paris"
 
 
-def test_ours_sends_them_too(keyed: Keyed, narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ours_sends_them_too(keyed: Keyed, bundled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nnsight_engine.CONFIG.API, "KEY", keyed.ours)
-    model = VLLM(str(narrow), remote=keyed.url)
+    model = VLLM(str(bundled), remote=keyed.url)
     with model.trace("The Eiffel Tower is in the city of", blocking=False) as tracer:
         hidden = save(model.layers[3].output)  # noqa: F841 - the job brings it
-    assert tracer.backend.wait()["hidden"].shape[-1] == WIDTH
+    assert tracer.backend.wait()["hidden"].shape[-1] == 576
     theirs = RemoteBackend(keyed.url, key=keyed.theirs, job_id=tracer.backend.job_id)
     with pytest.raises(RemoteError) as caught:
         theirs()
@@ -141,9 +140,9 @@ def test_the_time_of_interventions_is_measured_where_they_run(
     assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
-def test_a_pickled_trace_runs_for_a_key_that_may_send_it(keyed: Keyed, narrow: Path) -> None:
+def test_a_pickled_trace_runs_for_a_key_that_may_send_it(keyed: Keyed, bundled: Path) -> None:
     def run(key: str | None) -> Any:
-        model = VLLM(str(narrow), remote=keyed.url)
+        model = VLLM(str(bundled), remote=keyed.url)
         without_source = eval("lambda value: value * 3")
         sparse = torch.eye(2).to_sparse()
         backend = RemoteBackend(keyed.url, key=key, codec="cloudpickle", model_key=MODEL)

@@ -16,7 +16,6 @@ import nnsight_engine
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.keyed import KeyedServer
 from tests.monitoring import OURS, Exposition
-from tests.narrow_model import WIDTH
 from tests.waiting import wait_for
 
 PROMPT = "The Eiffel Tower is in the city of"
@@ -104,9 +103,9 @@ def test_blocks_give_what_trusted_ones_give(name: str, sandboxed: Sandboxed) -> 
 
 
 def test_traces_of_the_library_run_there_too(
-    sandboxed: Sandboxed, narrow: Path, monkeypatch: pytest.MonkeyPatch
+    sandboxed: Sandboxed, bundled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = VLLM(str(narrow), remote=sandboxed.url)
+    model = VLLM(str(bundled), remote=sandboxed.url)
     found = []
     for key in (sandboxed.stranger, sandboxed.trusted):
         monkeypatch.setattr(nnsight_engine.CONFIG.API, "KEY", key)
@@ -122,15 +121,15 @@ def test_traces_of_the_library_run_there_too(
                 model.layers[6].output[-1] = clean
                 second = model.logits.output.float().save()
         found.append((first, second))
-        assert cache.model.layers[2].output[0].shape == (3, WIDTH)
+        assert cache.model.layers[2].output[0].shape == (3, 576)
     assert torch.equal(found[0][0], found[1][0])
     assert torch.allclose(found[0][1], found[1][1], atol=1e-2)
 
 
 def test_what_a_cache_missed_is_warned_of_over_the_network(
-    sandboxed: Sandboxed, narrow: Path, monkeypatch: pytest.MonkeyPatch
+    sandboxed: Sandboxed, bundled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = VLLM(str(narrow), remote=sandboxed.url)
+    model = VLLM(str(bundled), remote=sandboxed.url)
     for key in (sandboxed.stranger, sandboxed.trusted):
         monkeypatch.setattr(nnsight_engine.CONFIG.API, "KEY", key)
         warned = pytest.warns(UserWarning, match=r"layers\.2\.output, which had run before")
@@ -147,12 +146,9 @@ def test_what_a_cache_missed_is_warned_of_over_the_network(
     [
         ("h = model.lm_head.weight.save()", "weight"),
         ("h = model.model.layers[0].mlp.gate_up_proj.weight.sum().save()", "weight"),
-        (
-            f"h = model.model.layers[0].self_attn(torch.zeros(1, {WIDTH})).save()",
-            "cannot be called|called with",
-        ),
+        ("h = model.model.layers[0].self_attn(torch.zeros(1, 576)).save()", "cannot be called|called with"),
         ("h = model.model.embed_tokens(torch.tensor([10**9])).save()", "tokens are from 0"),
-        ("h = model.model.norm(torch.zeros(3, 7)).save()", f"{WIDTH}"),
+        ("h = model.model.norm(torch.zeros(3, 7, dtype=torch.bfloat16)).save()", "576"),
         ("h = model.model.norm(model.layers[5].output, hook=True).save()", "hook=True"),
         ("h = model.layers[5].output.nothing.save()", "nothing"),
         ("model.samples.output[:] = 10**9", "takes integers from 0"),
@@ -198,7 +194,7 @@ def test_the_hostile_fail_alone(name: str, sandboxed: Sandboxed) -> None:
     answer = sandboxed.complete(HOSTILE[name])
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "trace_failed"), answer.text
     assert sandboxed.complete(None).json()["choices"][0]["text"] == before
-    assert sandboxed.saves("h = model.layers[1].output.shape[-1]\nh = save(h)") == {"h": WIDTH}
+    assert sandboxed.saves("h = model.layers[1].output.shape[-1]\nh = save(h)") == {"h": 576}
 
 
 def test_metrics_tell_of_sandboxes_and_of_those_that_were_killed(sandboxed: Sandboxed) -> None:
@@ -245,7 +241,7 @@ def test_a_process_is_used_again_unless_a_block_has_left_something_in_it(sandbox
     assert third[1] == "torch.float32"
 
 
-def test_one_tenants_process_is_not_anothers(sandboxed: Sandboxed, narrow: Path) -> None:
+def test_one_tenants_process_is_not_anothers(sandboxed: Sandboxed, bundled: Path) -> None:
     """What a block leaves behind in its process is met by its own tenant at most."""
     sandboxed.complete("torch.mine = 1\nh = save(1)")
     answer = sandboxed.complete("h = save(hasattr(torch, 'mine'))", sandboxed.trusted)
@@ -253,10 +249,10 @@ def test_one_tenants_process_is_not_anothers(sandboxed: Sandboxed, narrow: Path)
 
 
 def test_jobs_of_sandboxed_keys_run_sandboxed(
-    sandboxed: Sandboxed, narrow: Path, monkeypatch: pytest.MonkeyPatch
+    sandboxed: Sandboxed, bundled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nnsight_engine.CONFIG.API, "KEY", sandboxed.stranger)
-    model = VLLM(str(narrow), remote=sandboxed.url)
+    model = VLLM(str(bundled), remote=sandboxed.url)
     with model.trace(PROMPT, blocking=False) as tracer:
         weight = model.lm_head.weight.save()  # noqa: F841 - nobody gets it
     with pytest.raises(Exception, match="weight"):

@@ -39,7 +39,7 @@ ON = [
     *("--enable-log-requests", "--enable-log-outputs", "--log-level", "INFO", "--log-error-stack"),
     *("--tool-strict-level", "parameter", "--max-log-len", "3"),
     *("--anthropic-disabled-thinking-effort", "none"),
-    *("--allowed-origins", json.dumps([PAGE]), "--middleware", "tests.integration.test_http_options.note"),
+    *("--allowed-origins", json.dumps([PAGE]), "--middleware", "tests.integration.test_listening.note"),
 ]
 OFF = [
     *("--enable-auto-tool-choice", "--tool-call-parser", "calls_everything"),

@@ -15,14 +15,12 @@ import pytest
 
 from tests.e2e.keyed import KeyedServer
 from tests.liveness import Bystanders
-from tests.narrow_model import WIDTH
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 PROMPT: Final = "The Eiffel Tower is in the city of"
 BUSY: Final = """
 import time
-from tests.narrow_model import WIDTH
 def busy():
     end = time.process_time() + 0.2
     while time.process_time() < end:
@@ -116,19 +114,16 @@ def test_slow_blocks_of_a_tenant_keep_nobody_else_waiting(
 ROWS: Final = "rows = model.layers[0].output.new_zeros"
 """Rows in the dtype of the model."""
 COSTLY: Final = {
-    "unembedding": (
-        f"{ROWS}(1024, {WIDTH})\nfor _ in range(99):\n    model.lm_head(rows)",
-        "within one step",
-    ),
+    "unembedding": (f"{ROWS}(1024, 576)\nfor _ in range(99):\n    model.lm_head(rows)", "within one step"),
     "mlp": (
-        f"{ROWS}(2048, {WIDTH})\nfor _ in range(999):\n    model.model.layers[0].mlp(rows)",
+        f"{ROWS}(2048, 576)\nfor _ in range(999):\n    model.model.layers[0].mlp(rows)",
         "within one step",
     ),
     # 384 MiB of logits in float32.
-    "bytes": (f"{ROWS}(2048, {WIDTH})\nmodel.lm_head(rows)", "call it with 1,365 rows or fewer"),
-    "rows": (f"{ROWS}(9999, {WIDTH})\nmodel.lm_head(rows)", "rows at once"),
-    "large rows": (f"{ROWS}(99999, {WIDTH})\nmodel.lm_head(rows)", "may leave the sandbox|rows at once"),
-    "huge rows": (f"{ROWS}(1, 1).expand(2**30, {WIDTH})\nmodel.lm_head(rows)", "leave the sandbox"),
+    "bytes": (f"{ROWS}(2048, 576)\nmodel.lm_head(rows)", "call it with 1,365 rows or fewer"),
+    "rows": (f"{ROWS}(9999, 576)\nmodel.lm_head(rows)", "rows at once"),
+    "large rows": (f"{ROWS}(99999, 576)\nmodel.lm_head(rows)", "may leave the sandbox|rows at once"),
+    "huge rows": (f"{ROWS}(1, 1).expand(2**30, 576)\nmodel.lm_head(rows)", "leave the sandbox"),
     "huge value": (
         "model.layers[5].output = torch.zeros(1).expand(2**40)",
         "shape|bytes|of memory",

@@ -134,6 +134,22 @@ def test_a_stream_carries_each_row_with_its_token() -> None:
     ]
 
 
+def test_a_row_that_is_ahead_of_the_delivered_tokens_waits_for_its_own() -> None:
+    worker = Worker(compiled(capture(), stream=True))
+    collector = worker.collector(worker.compiled, PROMPT)
+    for start, stop in [(0, 5), (5, 6), (6, 7)]:
+        worker.step(start, stop)
+    payload = worker.outbox.take("r", final=False)
+    assert payload is not None
+    collector.add(payload)
+    positions = []
+    for num_tokens in (1, 1, 3):
+        part = collector.take_part(num_tokens)
+        (result,) = (None,) if part is None else part.results
+        positions.append(result.positions if isinstance(result, CollectedCapture) else [])
+    assert positions == [[0, 1, 2, 3, 4], [], [5, 6]]
+
+
 def test_attention_is_met_until_the_last_row_and_keys_are_let_go() -> None:
     worker = Worker(compiled(capture(where={"positions": [3]})))
     assert worker.step(0, 3)
