@@ -224,7 +224,7 @@ async def test_the_messages_say_what_to_send_instead(http: httpx.AsyncClient) ->
     assert "reduce, dtype" in said
     assert param == "interventions.0.reduec"
     said, param = await message(**capture(where={"rang": [0, 1]}))
-    assert "phase, positions, range, tokens, scope, exclude" in said
+    assert "phase, positions, range, tokens, images, scope, exclude" in said
     assert param == "interventions.0.where.rang"
     said, param = await message(interventions=[OVERFLOW])
     assert "smaller scale" in said
