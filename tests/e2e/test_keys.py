@@ -13,11 +13,11 @@ import torch
 
 import nnsight_engine
 from nnsight_engine import RemoteBackend, RemoteError, save
+from nnsight_engine.modeling.bundled import BUNDLED_MODEL_NAME
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.keyed import SCOPES, KeyedServer
 from tests.waiting import wait_for
 
-MODEL = "smollm2-135m-instruct"
 LONG = "The Eiffel Tower is in the city of Paris. " * 20
 STEER = {"op": "steer", "at": "layers.5.output", "vector": [0.01] * 576}
 LENS = {"op": "logit_lens", "layers": "all", "top_k": 3, "name": "lens"}
@@ -145,7 +145,7 @@ def test_a_pickled_trace_runs_for_a_key_that_may_send_it(keyed: Keyed, bundled: 
         model = VLLM(str(bundled), remote=keyed.url)
         without_source = eval("lambda value: value * 3")
         sparse = torch.eye(2).to_sparse()
-        backend = RemoteBackend(keyed.url, key=key, codec="cloudpickle", model_key=MODEL)
+        backend = RemoteBackend(keyed.url, key=key, codec="cloudpickle", model_key=BUNDLED_MODEL_NAME)
         with model.trace("The Eiffel Tower", backend=backend, temperature=0.0):
             hidden = model.layers[5].output[-1].float()
             kept = save([without_source(hidden), hidden, sparse.to_dense()])

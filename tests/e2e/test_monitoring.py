@@ -16,13 +16,12 @@ from nnsight_engine.modeling.bundled import BUNDLED_MODEL_NAME
 from tests.collector import Collector, Span, collecting
 from tests.e2e.server import Server
 from tests.monitoring import OURS, Exposition, documented, expressions, named_in
-from tests.narrow_model import WIDTH
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 PROMPT = "The Eiffel Tower is in the swordfish of"
-STEER = {"op": "steer", "at": "layers.10.output", "vector": [1.25] * WIDTH, "scale": 0.01}
+STEER = {"op": "steer", "at": "layers.10.output", "vector": [1.25] * 576, "scale": 0.01}
 HEADS = {"op": "capture", "at": "layers.3.attn.heads", "where": {"positions": [-1]}}
 CODE = "hidden = model.layers[5].output[0].save()"
 LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b|\[(debug|info|warning|error|critical) *\]")
@@ -106,7 +105,7 @@ def test_real_steps_are_counted_and_timed(client: httpx.Client) -> None:
     assert grown("interventions_total", op="steer", tier="tap", point="layers.*.output") == 1
     assert grown("interventions_total", op="capture", tier="eager", point="layers.*.attn.heads") == 1
     assert grown("interventions_total", op="trace", point="code") == 1
-    assert grown("captured_bytes_total") > WIDTH * 2
+    assert grown("captured_bytes_total") > 576 * 2
     assert grown("cache_salted_requests_total", salt="writes") == 2
     completions, chats = "/v1/completions", "/v1/chat/completions"
     for route, kind, num_tokens in (
