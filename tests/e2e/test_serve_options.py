@@ -76,13 +76,13 @@ def chat_body(**body: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def on(narrow: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+def on(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """A server with all options, some of them in a file."""
     folder = tmp_path_factory.mktemp("options")
     (folder / "template.jinja").write_text(TEMPLATE)
     file = folder / "options.yaml"
     options = {
-        "model": str(narrow),
+        "model": str(bundled),
         "served-model-name": ["first", "second"],
         "api-key": ["of the file"],
         "chat-template": str(folder / "template.jinja"),
@@ -98,10 +98,10 @@ def on(narrow: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clien
 
 
 @pytest.fixture(scope="module")
-def off(narrow: Path) -> Iterator[Client]:
+def off(bundled: Path) -> Iterator[Client]:
     """A server with other values, or none."""
     arguments, environment = (
-        ["--model", str(narrow), *SHARED, *OFF],
+        ["--model", str(bundled), *SHARED, *OFF],
         {"NNSIGHT_ENGINE_INLINE_TENSOR_BYTES": "0"},
     )
     with Server(arguments=arguments, environment=environment) as server, Client(server) as client:
