@@ -17,7 +17,6 @@ from nnsight_engine.modeling.bundled import bundled_model_path
 
 NAME: Final = "narrow"
 WIDTH: Final = 128
-NUM_LAYERS: Final = 30
 PROMPT: Final = "The Eiffel Tower is in the city of"
 NEXT: Final = "otle"
 """What it adds to that prompt first."""
@@ -35,7 +34,6 @@ def write_narrow_model(folder: Path) -> Path:
         **json.loads((bundled / "config.json").read_text())
         | {
             "hidden_size": WIDTH,
-            "num_hidden_layers": NUM_LAYERS,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": WIDTH // 4,

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, NoReturn
+from contextlib import AbstractContextManager, ExitStack
+from typing import Final, NoReturn, TypeVar
 
 import pytest
 
 from tests.parallel import group_of
 
+T = TypeVar("T")
 SHARED: Final = pytest.StashKey[dict[str, Callable[[], None]]]()
 """How to end the servers and engines that modules of ``tests/e2e`` share, by fixture."""
+
+
+def shared(request: pytest.FixtureRequest, started: AbstractContextManager[T]) -> T:
+    """Enter what the session's fixture of this name shares; it ends with its last test, or with the run."""
+    stack = ExitStack()
+    found = stack.enter_context(started)
+    assert request.fixturename is not None
+    request.session.stash.setdefault(SHARED, {})[request.fixturename] = stack.close
+    request.addfinalizer(stack.close)
+    return found
 
 
 def fixtures_of(item: pytest.Item) -> Sequence[str]:

@@ -32,7 +32,7 @@ from tests.e2e.watching import Watch, watched_reads
 from tests.families.checkpoints import write_checkpoint
 from tests.narrow_model import NAME, write_narrow_model
 from tests.parallel import SHARED_FIXTURES
-from tests.sharing import SHARED, bring_together, is_last, uses
+from tests.sharing import SHARED, bring_together, is_last, shared, uses
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -78,19 +78,16 @@ def reference(narrow: Path) -> Reference:
 
 
 @pytest.fixture(scope="session")
-def bundled_server(request: pytest.FixtureRequest) -> Iterator[Server]:
+def bundled_server(request: pytest.FixtureRequest) -> Server:
     """Serve the bundled model over HTTP, in processes of its own; modules share it."""
-    with Server(arguments=["--max-model-len", "1024"]) as server:
-        request.session.stash.setdefault(SHARED, {})["bundled_server"] = server.stop
-        yield server
+    return shared(request, Server(arguments=["--max-model-len", "1024"]))
 
 
 @pytest.fixture(scope="session")
-def narrow_server(request: pytest.FixtureRequest, narrow: Path) -> Iterator[Server]:
+def narrow_server(request: pytest.FixtureRequest, narrow: Path) -> Server:
     """Serve the narrow model, likewise."""
-    with Server(str(narrow), arguments=["--served-model-name", NAME, "--max-model-len", "1024"]) as server:
-        request.session.stash.setdefault(SHARED, {})["narrow_server"] = server.stop
-        yield server
+    arguments = ["--served-model-name", NAME, "--max-model-len", "1024"]
+    return shared(request, Server(str(narrow), arguments=arguments))
 
 
 @pytest.fixture(scope="session")
@@ -98,11 +95,8 @@ def shared_live(
     request: pytest.FixtureRequest, narrow: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Live:
     """Serve it in this process, with little room for results; modules share it."""
-    stack = contextlib.ExitStack()
     limits = {"inline_tensor_bytes": 2**18, "max_capture_bytes_per_request": 2**23}
-    live = stack.enter_context(live_server_in_a_thread(narrow, tmp_path_factory.mktemp("results"), **limits))
-    request.session.stash.setdefault(SHARED, {})["shared_live"] = stack.close
-    return live
+    return shared(request, live_server_in_a_thread(narrow, tmp_path_factory.mktemp("results"), **limits))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -115,21 +109,16 @@ async def live(shared_live: Live) -> AsyncIterator[Live]:
 
 
 @pytest.fixture(scope="session")
-def keyed_server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[KeyedServer]:
+def keyed_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> KeyedServer:
     """Serve the bundled model, whose answers follow grammars and whose steps cost, to tenants with keys."""
-    with serving_keys(tmp_path_factory.mktemp("keyed")) as found:
-        request.session.stash.setdefault(SHARED, {})["keyed_server"] = found.server.stop
-        yield found
+    return shared(request, serving_keys(tmp_path_factory.mktemp("keyed")))
 
 
 @pytest.fixture(scope="session")
 def float32_engine(request: pytest.FixtureRequest, narrow: Path) -> Engine:
     """Run it in this process, for declarative requests; modules share it."""
     engine = Engine(narrow, dtype="float32", block_size=32, max_num_batched_tokens=1024)
-    request.session.stash.setdefault(SHARED, {})["float32_engine"] = engine.close
-    return engine
+    return shared(request, contextlib.closing(engine))
 
 
 @pytest.fixture(scope="session")
@@ -144,8 +133,7 @@ def chunked_engine(request: pytest.FixtureRequest, narrow: Path) -> Engine:
         block_size=32,
         num_gpu_blocks_override=9,
     )
-    request.session.stash.setdefault(SHARED, {})["chunked_engine"] = engine.close
-    return engine
+    return shared(request, contextlib.closing(engine))
 
 
 @pytest.fixture(scope="session")
@@ -157,10 +145,7 @@ def renamed_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def renamed_model(request: pytest.FixtureRequest, renamed_checkpoint: Path) -> VLLM:
     """Run it in this process, for traces; modules share it."""
-    stack = contextlib.ExitStack()
-    model = stack.enter_context(renamed_engine(renamed_checkpoint))
-    request.session.stash.setdefault(SHARED, {})["renamed_model"] = stack.close
-    return model
+    return shared(request, renamed_engine(renamed_checkpoint))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

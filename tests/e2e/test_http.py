@@ -14,11 +14,10 @@ from openai import AsyncOpenAI
 
 from tests.e2e.harness import random_vector
 from tests.e2e.live import MODEL, Live
-from tests.narrow_model import NEXT, WIDTH
+from tests.narrow_model import NEXT, PROMPT, WIDTH
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
-PROMPT = "The Eiffel Tower is in the city of"
 STEER = {
     "op": "steer",
     "at": "layers.15.output",

@@ -17,12 +17,11 @@ from nnsight_engine.remote_backend.values.received_blocks import SAVED
 from nnsight_engine.serialization import SentBlock, encode_trace
 from nnsight_engine.tracing.tracer import Tracer
 from tests.e2e.live import MODEL, Live
-from tests.narrow_model import NEXT, WIDTH
+from tests.narrow_model import NEXT, PROMPT, WIDTH
 from tests.waiting import wait_for_async
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
-PROMPT = "The Eiffel Tower is in the city of"
 HIDDEN = "hs = model.layers[5].output[-1].float().save()"
 
 

@@ -21,9 +21,8 @@ from nnsight_engine.serialization import EncodeError
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.reference import Reference
 from tests.e2e.server import Server
-from tests.narrow_model import NEXT, WIDTH
+from tests.narrow_model import NEXT, PROMPT, WIDTH
 
-PROMPT = "The Eiffel Tower is in the city of"
 pytestmark = pytest.mark.e2e
 
 

@@ -19,12 +19,11 @@ from nnsight_engine.interleaving.threads import TimeBudgetError
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.traces import HeldTracer, Plain, live_objects, run_and_abort, run_together, traced_engine
-from tests.narrow_model import NEXT, WIDTH
+from tests.narrow_model import NEXT, PROMPT, WIDTH
 from tests.shared_names import Program
 
 pytestmark = pytest.mark.e2e
 
-PROMPT = "The Eiffel Tower is in the city of"
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 
 
