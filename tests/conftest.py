@@ -77,6 +77,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Spare it also what a module leaves: engines and models that others share, and compiled code."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def seed(name: str) -> None:
     """Let what is drawn from now on follow from the name; modules that nobody has imported stay so."""
     number = zlib.crc32(name.encode())

