@@ -77,13 +77,16 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Spare it also what a module leaves: engines and models that others share, and compiled code."""
-    yield
-    if nextitem is not None and nextitem.path != item.path:
-        gc.collect()
-        gc.freeze()
+@pytest.fixture(scope="session", autouse=True)
+def frozen_heap() -> Iterator[None]:
+    """Keep it so: vLLM freezes an engine's objects, and unfreezes all, tests too, where one of them ends.
+
+    Starting an engine and ending it collects seven times, which would take as long as all else of it.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("freeze", "unfreeze"):
+            patch.setattr(gc, name, lambda: None)
+        yield
 
 
 def seed(name: str) -> None:
