@@ -19,6 +19,7 @@ from nnsight_engine.vllm_backend.cpu_kernels import (
     input_batch,
     logit_masks,
     logprobs,
+    mamba_states,
     model_states,
     penalties,
     rejection,
@@ -35,6 +36,7 @@ FUNCTIONS: Final[Functions] = {
         input_batch,
         logit_masks,
         logprobs,
+        mamba_states,
         model_states,
         penalties,
         rejection,
@@ -43,7 +45,6 @@ FUNCTIONS: Final[Functions] = {
 }
 MISSING: Final = (
     "gpu.cp_utils:_dcp_local_seq_lens_kernel",
-    "gpu.model_states.mamba_hybrid:preprocess_mamba_align_fused_kernel",
     "gpu.model_states.recoverssm:_postprocess_recoverssm_align_kernel",
     "gpu.sample.batch_shard:_build_shard_plan_kernel",
     "gpu.sample.batch_shard:_pack_logprobs_kernel",
@@ -70,8 +71,6 @@ MISSING: Final = (
     "gpu.spec_decode.rejection_sampler_utils:_compute_cumulative_log_p_kernel",
     "gpu.spec_decode.rejection_sampler_utils:_compute_local_residual_mass_kernel",
     "mamba_utils:get_aligned_state_indices_multi_group_kernel",
-    "mamba_utils:postprocess_mamba_fused_kernel",
-    "mamba_utils:precopy_mamba_align_fused_kernel",
 )
 """Kernels without a function for CPUs."""
 
