@@ -96,6 +96,7 @@ def take_one_core(environment: MutableMapping[str, str]) -> None:
     """Have this process, and those that it starts, compute in one thread."""
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    environment.setdefault("NUMBA_NUM_THREADS", "1")  # in which vLLM looks n-grams up
 
 
 __all__ = ["SHARED_FIXTURES", "WORKER", "group_of", "make_scheduler", "take_one_core"]
