@@ -18,7 +18,7 @@ from tests.e2e.live import MODEL
 from tests.e2e.server import Server
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 MESSAGES = [{"role": "user", "content": "Name a colour."}]
 TOOL = {
