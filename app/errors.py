@@ -1,4 +1,4 @@
-"""Converts every exception to OpenAI's error object.
+"""Converts every exception to OpenAI's error object, or Anthropic's on the routes of its API.
 
 The handlers here and ``GateMiddleware`` together cover all exceptions, so that clients never see another
 format. Internal details appear only in the log.
@@ -26,6 +26,7 @@ from api_schemas.limits import RequestLimits
 from app.json_text import printable
 from app.refusals import ThrottledError
 from app.request_context import note_error
+from app.vllm_routes import MESSAGES
 
 RETRY_AFTER_S: Final = 5
 """The default Retry-After for a server that is starting, full or draining."""
@@ -39,6 +40,9 @@ _CHALLENGES: Final = {
     ErrorCode.NO_KEY: "Bearer",
     ErrorCode.INVALID_KEY: 'Bearer error="invalid_token"',
 }
+
+_TYPES_OF_MESSAGES: Final = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
+"""Anthropic's names of types that OpenAI's API calls otherwise."""
 
 DONE_FRAME: Final = "data: [DONE]\n\n"
 
@@ -58,6 +62,13 @@ def error_bytes(error: ApiError) -> bytes:
     return json.dumps(body.model_dump(mode="json"), separators=(",", ":")).encode("ascii")
 
 
+def message_error_bytes(error: ApiError) -> bytes:
+    """Return the error in the form of Anthropic's API, with our fields beside its own."""
+    found = json.loads(error_bytes(error))["error"]
+    named = {**found, "type": _TYPES_OF_MESSAGES.get(found["type"], found["type"])}
+    return json.dumps({"type": "error", "error": named}, separators=(",", ":")).encode("ascii")
+
+
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
     """Return a response with the error's status, and with Retry-After where waiting helps."""
     sent = dict(headers or {})
@@ -75,11 +86,14 @@ class _ErrorResponse(Response):
 
     def __init__(self, error: ApiError, headers: dict[str, str]) -> None:
         super().__init__(error_bytes(error), error.status, headers, media_type="application/json")
-        self._code = error.code
+        self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response."""
-        note_error(scope, self._code)
+        """Send the response, in the form of the API that is asked."""
+        note_error(scope, self._error.code)
+        if scope["path"].startswith(MESSAGES):
+            self.body = message_error_bytes(self._error)
+            self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 
 

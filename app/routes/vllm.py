@@ -7,6 +7,7 @@ its own. What the handlers send to the engine passes the engine's own checks, as
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -30,7 +31,7 @@ from app.admission.estimates import of_text
 from app.body import BodyLimits, read_object
 from app.context import Context, Served, caller_of
 from app.engine.client import JsonObject
-from app.errors import error_bytes
+from app.errors import error_bytes, message_error_bytes
 from app.media_parts import num_media_characters
 from app.openapi import EVENTS_TYPE, error_responses, event_schema, json_body, schema_of
 from app.request_context import context_of
@@ -52,6 +53,7 @@ from app.vllm_routes import (
 router = APIRouter(tags=["vllm"])
 
 _FALSE: Final = {"false", "0"}
+_SEQUENCE_NUMBER: Final = re.compile(rb'"sequence_number": ?(\d+)')
 _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
     status: {"description": one["description"]}  # those of the handlers have vLLM's form
     for status, one in error_responses(400, 401, 403, 404, 413, 422, 429, 503, 504).items()
@@ -128,24 +130,31 @@ async def _prepared(
     return await with_values(operations, context, asked.caller), body
 
 
-def _last_events_of(path: str) -> Callable[[ApiError], bytes]:
+def _last_events_of(path: str) -> Callable[[ApiError, bytes], bytes]:
     """Return what makes an error the last events of a route's stream, in the form of its API."""
     found = {MESSAGES: _message_error, RESPONSES: _response_error}
-    return next((made for start, made in found.items() if path.startswith(start)), last_events)
+    return next((made for start, made in found.items() if path.startswith(start)), _error)
 
 
-def _message_error(error: ApiError) -> bytes:
+def _error(error: ApiError, _before: bytes) -> bytes:
+    return last_events(error)
+
+
+def _message_error(error: ApiError, _before: bytes) -> bytes:
+    return _event("error", message_error_bytes(error))
+
+
+def _response_error(error: ApiError, before: bytes) -> bytes:
     found = json.loads(error_bytes(error))["error"]
-    return _event({"type": "error", "error": {"type": found["type"], "message": found["message"]}})
+    numbers = _SEQUENCE_NUMBER.findall(before)
+    body = {"type": "error", "sequence_number": int(numbers[-1]) + 1 if numbers else 0}
+    return _event(
+        "error", json.dumps(body | {name: found[name] for name in ("code", "message", "param")}).encode()
+    )
 
 
-def _response_error(error: ApiError) -> bytes:
-    found = json.loads(error_bytes(error))["error"]
-    return _event({"type": "error"} | {name: found[name] for name in ("code", "message", "param")})
-
-
-def _event(body: JsonObject) -> bytes:
-    return f"event: {body['type']}\ndata: {json.dumps(body)}\n\n".encode()
+def _event(kind: str, data: bytes) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
 
 
 _BODY: Final = {

@@ -38,7 +38,7 @@ class PassedOn(Response):
         app: The application.
         body: The request's body, which has been read and checked.
         stall_s: See ``ClosingStream``.
-        final_event: Returns the last bytes of an answer that the deadline ends.
+        final_event: Returns the last bytes of an answer that an error ends, given the last ones sent before.
         keep_alive_s: See ``ClosingStream``.
     """
 
@@ -48,7 +48,7 @@ class PassedOn(Response):
         body: bytes,
         *,
         stall_s: float,
-        final_event: Callable[[ApiError], bytes],
+        final_event: Callable[[ApiError, bytes], bytes],
         keep_alive_s: float = 0.0,
     ) -> None:
         super().__init__()
@@ -58,6 +58,7 @@ class PassedOn(Response):
         self._final_event = final_event
         self._keep_alive_s = keep_alive_s
         self._is_whole = False
+        self._last_sent = b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Have the application answer."""
@@ -77,7 +78,7 @@ class PassedOn(Response):
                 raise error
             note_error(scope, error.code)
             sending.close()
-            await send_final(self._final_event(error), send)
+            await send_final(self._final_event(error, self._last_sent), send)
         finally:
             sending.close()
             gone.cancel()
@@ -98,6 +99,7 @@ class PassedOn(Response):
             if not (gone.done() or reached.done()):
                 await sending.send(message)
                 is_body = message["type"] == "http.response.body"
+                self._last_sent = message.get("body", b"") or self._last_sent
                 self._is_whole = is_body and not message.get("more_body", False)
 
         try:

@@ -28,6 +28,7 @@ from tests.e2e.live import Live, live_server_in_a_thread
 from tests.e2e.reference import Reference
 from tests.e2e.renamed_model import renamed_engine
 from tests.e2e.server import Server
+from tests.e2e.strict_answers import checked_answers
 from tests.e2e.watching import Watch, watched_reads
 from tests.families.checkpoints import write_checkpoint
 from tests.narrow_model import NAME, write_narrow_model
@@ -41,6 +42,12 @@ def kernels_bound_once() -> Iterator[None]:
     bind = CpuPlatform.register_triton_kernel_overrides
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuPlatform, bind.__name__, staticmethod(functools.cache(bind)))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def strict_answers() -> Iterator[None]:
+    with checked_answers():
         yield
 
 

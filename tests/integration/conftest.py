@@ -68,13 +68,14 @@ ErrorCheck = Callable[[httpx.Response, int, str], str]
 
 @pytest.fixture
 def error_of() -> ErrorCheck:
-    """Check a response for OpenAI's error shape, a status and a code; return the message."""
+    """Check a response for its API's error shape, a status and a code; return the message."""
 
     def check(response: httpx.Response, status: int, code: str) -> str:
         assert response.status_code == status, response.text
         assert response.headers["content-type"] == "application/json"
         body = response.json()
-        assert set(body) == {"error"}
+        of_messages = response.request.url.path.startswith("/v1/messages")
+        assert set(body) == ({"type", "error"} if of_messages else {"error"})
         assert set(body["error"]) == {"message", "type", "param", "code"}
         assert body["error"]["code"] == code
         return str(body["error"]["message"])

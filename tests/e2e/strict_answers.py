@@ -1,0 +1,102 @@
+"""Whatever a test reads over HTTP has the form that the clients of OpenAI and Anthropic declare.
+
+These clients take an answer as it comes; here it is parsed strictly. What they do not know is allowed beside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Final, Literal
+
+import anthropic.types
+import httpx
+import pytest
+from openai.pagination import SyncPage
+from openai.types import Completion, CompletionChoice, CreateEmbeddingResponse, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.shared import ErrorObject
+from pydantic import BaseModel, Field, TypeAdapter
+
+Types = Mapping[str, TypeAdapter[Any]]
+
+
+class Refusal(BaseModel):
+    """The body of an answer with an error's status."""
+
+    error: ErrorObject
+
+
+class StreamedChoice(CompletionChoice):
+    finish_reason: Literal["stop", "length", "content_filter"] | None  # type: ignore[assignment]
+
+
+class CompletionChunk(Completion):
+    """Part of a streamed completion: its type is that of a whole one, which is not quite true."""
+
+    choices: list[StreamedChoice]  # type: ignore[assignment]
+
+
+_MESSAGES: Final = "/v1/messages"
+_WHOLE: Final[Types] = {
+    "/v1/completions": TypeAdapter(Completion),
+    "/v1/chat/completions": TypeAdapter(ChatCompletion),
+    "/v1/responses": TypeAdapter(Response),
+    "/v1/embeddings": TypeAdapter(CreateEmbeddingResponse),
+    "/v1/models": TypeAdapter(SyncPage[Model]),
+    _MESSAGES: TypeAdapter(anthropic.types.Message),
+}
+_STREAMED: Final[Types] = {
+    "/v1/completions": TypeAdapter(CompletionChunk | Refusal),
+    "/v1/chat/completions": TypeAdapter(ChatCompletionChunk | Refusal),
+    "/v1/responses": TypeAdapter(Annotated[ResponseStreamEvent, Field(discriminator="type")]),
+    _MESSAGES: TypeAdapter(anthropic.types.RawMessageStreamEvent | anthropic.types.ErrorResponse),
+}
+_REFUSED: Final[Types] = {
+    path: TypeAdapter(anthropic.types.ErrorResponse if path == _MESSAGES else Refusal) for path in _WHOLE
+}
+_DATA: Final = "data:"
+_END: Final = "[DONE]"
+
+
+def check(response: httpx.Response) -> None:
+    """Parse an answer that has been read.
+
+    Raises:
+        ValidationError: It has another form than the clients declare.
+    """
+    path = response.request.url.path
+    is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
+    if path not in _WHOLE or not response.content:
+        return
+    if not response.is_success:
+        _REFUSED[path].validate_json(response.content, strict=True)
+    elif not is_stream:
+        _WHOLE[path].validate_json(response.content, strict=True)
+    else:
+        for line in response.text.splitlines():
+            data = line.removeprefix(_DATA).strip()
+            if line.startswith(_DATA) and data != _END:
+                _STREAMED[path].validate_json(data, strict=True)
+
+
+@contextlib.contextmanager
+def checked_answers() -> Iterator[None]:
+    """Check every answer that is read whole within the block, by whichever client of this process."""
+    read, aread = httpx.Response.read, httpx.Response.aread
+
+    def checked_read(response: httpx.Response) -> bytes:
+        content = read(response)
+        check(response)
+        return content
+
+    async def checked_aread(response: httpx.Response) -> bytes:
+        content = await aread(response)
+        check(response)
+        return content
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(httpx.Response, "read", checked_read)
+        patch.setattr(httpx.Response, "aread", checked_aread)
+        yield
