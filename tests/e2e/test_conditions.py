@@ -178,14 +178,15 @@ def test_a_stop_in_the_first_chunk_of_a_prompt_ends_it(engine: Engine) -> None:
     ((reply,),) = engine.run([Ask(prompt, [stop], max_tokens=4)])
     assert reply.token_ids == []
     marks: Any = reply.result("s")
-    assert marks.positions == [*range(32)]
+    # A draft model takes a place of the step's 32.
+    assert marks.positions in ([*range(32)], [*range(31)])
 
 
 def test_a_request_that_fails_where_it_stops_ends_alone(engine: Engine) -> None:
-    """Its prompt is split, so its mean cannot be taken."""
+    """Its prompt is split, so its mean cannot be taken: one fits into a step, two do not."""
     stop = {"op": "stop", "when": _probe(1.0, -1e6), "name": "s"}
     mean = {"op": "ablate", "at": "layers.1.output", "method": "mean"}
-    prompt = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
+    prompt = " ".join(["one two three four five"] * 4)
     asks = [Ask(prompt, [mean, stop], max_tokens=4) for _ in range(4)]
     replies = [one for (one,) in engine.run(asks)]
     assert any(reply.failure is not None for reply in replies)
