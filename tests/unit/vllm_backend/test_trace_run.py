@@ -1,4 +1,4 @@
-"""A trace's requests together: one stream, an orderly end however it comes, slow readers."""
+"""A trace's requests together: on one engine, one stream, an orderly end however it comes, slow readers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from nnsight_engine.remote_backend.backpressure import SlowReaderError
+from nnsight_engine.vllm_backend.trace_placement import TracePlacement
 from nnsight_engine.vllm_backend.trace_router import TraceEvent
 from nnsight_engine.vllm_backend.trace_run import MergedRun, Output, TraceRun, TraceStarted
 from nnsight_engine.vllm_backend.traced_requests import TraceRequests
@@ -138,3 +139,19 @@ async def test_events_of_other_traces_and_faults_of_a_listener_are_ignored() -> 
     engine.traces.deliver([("mine", 0, b"x", ""), ("another's", 0, b"x", "")], 0)
     seen = await events(engine.run([b"y", 1], key="own"))
     assert [event.delta for event in seen if isinstance(event, TraceEvent)] == [b"y"]
+
+
+def test_a_trace_goes_where_the_fewest_requests_are_or_will_be() -> None:
+    placement = TracePlacement(3)
+
+    def placed(key: str, num_requests: int, *in_flight: int) -> int:
+        placement.place(key, num_requests, in_flight)
+        return placement.rank(key)
+
+    assert placed("first", 1, 4, 2, 3) == 1
+    placement.remove("first")
+    assert [placed(key, size, 0, 0, 0) for key, size in (("a", 5), ("b", 2), ("c", 3))] == [2, 0, 1]
+    assert placed("d", 1, 0, 0, 0) == 0, "they are not sent yet, and count"
+    placement.remove("a")
+    placement.remove("a")
+    assert placed("e", 1, 0, 0, 0) == 2
