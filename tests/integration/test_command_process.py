@@ -40,18 +40,6 @@ async def test_a_stopping_server_finishes_running_requests(tmp_path: Path) -> No
         assert await server.ended() == -signal.SIGTERM
 
 
-async def test_what_the_drain_does_not_wait_for_ends_with_an_error(tmp_path: Path) -> None:
-    async with started(tmp_path, NNSIGHT_ENGINE_DRAIN_TIMEOUT_S="0.5") as server:
-        await wait_for_async(server.ready)
-        running = asyncio.create_task(server.stream(ENDLESS))
-        await wait_for_async(lambda: _has(server.lines, 2))
-        server.process.send_signal(signal.SIGTERM)
-        assert await server.ended() == -signal.SIGTERM
-        *_, failure, done = await running
-        assert json.loads(failure.removeprefix("data: "))["error"]["code"] == "draining"
-        assert done == "data: [DONE]"
-
-
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
 async def test_a_second_signal_ends_the_wait(tmp_path: Path, kind: signal.Signals) -> None:
     async with started(tmp_path, NNSIGHT_ENGINE_DRAIN_TIMEOUT_S="150") as server:
