@@ -171,22 +171,6 @@ async def test_each_prompt_has_its_own_names_and_labels(server: Server) -> None:
     ]
 
 
-async def test_a_stream_has_labels_with_each_token(server: Server) -> None:
-    await make(server)
-    request = {"prompt": "a b", "max_tokens": 3, "interventions": [READ | {"top_k": 1}, WRITE]}
-    whole = found_in(await server.complete(**request))
-    response = await server.complete(**request, stream=True)
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    parts = [json.loads(line)["choices"][0]["interventions"] for line in lines if line != "[DONE]"]
-    results = [part["results"]["features_0"] for part in parts]
-    assert [one["positions"] for one in results] == [[0, 1], [2], [3]]
-    rows = [row for one in results for row in one["features"]]
-    assert rows == whole["results"]["features_0"]["features"]
-    assert {row[0]["label"] for row in rows} == {"animals"}
-    for one, same in zip(parts[-1]["applied"], whole["applied"], strict=True):
-        assert one["dictionaries"] == same["dictionaries"]
-
-
 async def test_labels_count_against_the_limit_on_captures(serve: Serve, error_of: ErrorCheck) -> None:
     async with serve(max_capture_bytes_per_request=3 * 400) as server:
         await make(server, labels={"0": "é" * 200})

@@ -38,14 +38,6 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
 
 
-async def test_completions_answer_every_prompt_and_choice(serve: Serve):
-    async with serve() as server:
-        body = (await server.complete(prompt=["a b", "c d"], n=2, max_tokens=2)).json()
-        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
-        assert [choice["text"] for choice in body["choices"]] == [" a b", " b a", " c d", " d c"]
-        assert body["usage"]["completion_tokens"] == 8
-
-
 async def test_operations_may_be_for_some_prompts_only(serve: Serve, error_of: ErrorCheck):
     async with serve(max_operations=2) as server:
         probe: dict[str, Any] = {"op": "probe", "at": "layers.2.output", "weights": [1.0] * 8}
@@ -95,31 +87,6 @@ async def test_no_request_asks_for_more_choices_than_one_may(serve: Serve, error
         assert server.engine.num_calls == 1
 
 
-async def test_a_stream_says_the_same_as_the_whole_answer(serve: Serve):
-    async with serve() as server:
-        request = {"prompt": ["a b", "c"], "n": 2, "max_tokens": 3}
-        whole = (await server.complete(**request)).json()
-        response = await server.complete(**request, stream=True, stream_options={"include_usage": True})
-        texts = ["", "", "", ""]
-        events = events_of(response)
-        for event in events:
-            for choice in event["choices"]:
-                texts[choice["index"]] += choice["text"]
-        assert texts == [choice["text"] for choice in whole["choices"]]
-        assert events[-1]["usage"] == whole["usage"]
-        assert server.engine.num_running == 0
-
-
-async def test_chat_whole_and_streamed(serve: Serve):
-    async with serve() as server:
-        request = {"messages": [{"role": "user", "content": "hi there"}], "max_tokens": 2}
-        whole = await server.client.post("/v1/chat/completions", json=request)
-        assert whole.json()["choices"][0]["message"]["content"] == " hi there"
-        streamed = await server.client.post("/v1/chat/completions", json={**request, "stream": True})
-        deltas = [event["choices"][0]["delta"]["content"] for event in events_of(streamed)]
-        assert "".join(deltas) == " hi there"
-
-
 @pytest.mark.parametrize("inline_tensor_bytes", [10, 100_000])
 async def test_answers_fit_the_schema_that_clients_use(serve: Serve, inline_tensor_bytes: int):
     async with serve(inline_tensor_bytes=inline_tensor_bytes) as server:
@@ -132,14 +99,6 @@ async def test_answers_fit_the_schema_that_clients_use(serve: Serve, inline_tens
             assert isinstance(result, CaptureResult)
             kind = TensorLink if inline_tensor_bytes == 10 else TensorObject
             assert isinstance(result.points["layers.1.output"], kind)
-
-
-async def test_a_stream_carries_each_tokens_results_with_that_token(serve: Serve):
-    async with serve() as server:
-        events = events_of(await server.complete(interventions=READS, max_tokens=3, stream=True))
-        fields = [event["choices"][0]["interventions"] for event in events]
-        assert [field["results"]["probe_1"]["positions"] for field in fields] == [[0, 1, 2], [3], [4]]
-        assert ["provenance" in field for field in fields] == [False, False, True]
 
 
 async def test_the_answer_to_code_has_its_tier(serve: Serve):

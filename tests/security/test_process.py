@@ -32,7 +32,7 @@ from tests.waiting import wait_for
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the process sandbox is Linux's")
 
 _MAX_ANSWER = 2**20
-_PATIENCE_S = 1.5
+_PATIENCE_S = 1.0
 """For code that does not end by itself; it is ended then."""
 _TOUCHED = "touched"
 

@@ -52,16 +52,6 @@ def test_only_what_a_blocks_own_thread_writes_is_its_own(monkeypatch: pytest.Mon
     assert len(reporting) == 0
 
 
-def test_too_much_is_cut_and_says_so() -> None:
-    prints = Prints(max_bytes=10)
-    for _ in range(5):
-        prints.write("12345678\n")
-    text = prints.take(everything=True)
-    assert text.startswith("12345678\n1\n[the block printed more than 10 bytes")
-    prints.write("more")
-    assert prints.take(everything=True) == ""
-
-
 def test_text_that_is_no_unicode_travels_and_a_class_of_its_own_runs_no_code() -> None:
     class Text(str):
         def encode(self, *_: Any) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import vllm
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from nnsight_engine.vllm_backend.cpu_kernels.install import FUNCTIONS, MISSING
-from nnsight_engine.vllm_backend.cpu_kernels.launches import CpuKernel, MissingKernel
+from nnsight_engine.vllm_backend.cpu_kernels.launches import MissingKernel
 
 WORKER = Path(vllm.__file__).parent / "v1/worker"
 OWN_ON_CPUS = {"mamba_utils:batch_memcpy_kernel"}
@@ -53,24 +52,3 @@ def test_options_without_a_function_are_refused() -> None:
             is_drafting=False,
             use_fp64=True,
         )
-
-
-def test_a_kernel_with_other_parameters_is_refused() -> None:
-    def kernel(a_ptr: Any, B: Any) -> None: ...  # noqa: N803 - as in kernels
-
-    def function(*, a: Any, b: Any, c: Any) -> None: ...
-
-    with pytest.raises(ValueError, match="has the parameters a, b, but its function for CPUs takes c"):
-        CpuKernel("gpu.some:kernel", kernel, function)
-
-
-def test_arguments_reach_a_function_by_name() -> None:
-    got = []
-
-    def kernel(a_ptr: Any, stride: Any, B: Any, BLOCK: Any = 1) -> None: ...  # noqa: N803 - as in kernels
-
-    def function(*, grid: tuple[int, ...], a: Any, b: Any) -> None:
-        got.append((grid, a, b))
-
-    CpuKernel("gpu.some:kernel", kernel, function)[2, 3]("a", 4, B="b", BLOCK=8, num_warps=1)
-    assert got == [((2, 3), "a", "b")]
