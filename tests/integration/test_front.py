@@ -55,12 +55,7 @@ async def test_a_common_beginning_leads_to_one_replica_others_to_all(tmp_path: P
         same = {who(await front.complete(f"{LONG}{number}", max_tokens=1)) for number in range(8)}
         others = {who(await front.complete(f"{number}{LONG}", max_tokens=1)) for number in range(20)}
         keys = {
-            who(
-                await front.client.post(
-                    "/v1/completions",
-                    json={"prompt": LONG, "cache_salt": str(number)},
-                )
-            )
+            who(await front.client.post("/v1/completions", json={"prompt": LONG, "cache_salt": str(number)}))
             for number in range(20)
         }
         assert len(same) == 1

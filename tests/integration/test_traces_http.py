@@ -110,10 +110,7 @@ async def test_an_error_before_the_first_frame_has_its_status(serve: Serve, erro
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [
-        (ApiError(ErrorCode.ENGINE_DEAD, "gone"), "engine_dead"),
-        (RuntimeError("a secret"), "internal_error"),
-    ],
+    [(ApiError(ErrorCode.ENGINE_DEAD, "gone"), "engine_dead"), (RuntimeError("a secret"), "internal_error")],
 )
 async def test_a_later_error_is_the_last_frame(serve: Serve, error: Exception, code: str) -> None:
     async with serve() as server:

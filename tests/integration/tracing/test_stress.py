@@ -11,14 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.tracing.ways import (
-    WAYS,
-    RefusedError,
-    Unmarked,
-    X,
-    deep,
-    num_greenlets,
-)
+from tests.integration.tracing.ways import WAYS, RefusedError, Unmarked, X, deep, num_greenlets
 from tests.small_models import Rows
 
 pytestmark = pytest.mark.heavy

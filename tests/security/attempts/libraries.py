@@ -53,6 +53,4 @@ ATTEMPTS = {
     "numpy-empty-is-zero": "import numpy\ngot = bool((numpy.empty(10**6) != 0).any())",
     "numpy-resize": _MAKE + "a.resize(10**6, refcheck=False)\ngot = 1",
 }
-ATTEMPTS |= {
-    "one-call-for-ever": "torch.matrix_power(torch.rand(3000, 3000), 2**62)",
-}
+ATTEMPTS |= {"one-call-for-ever": "torch.matrix_power(torch.rand(3000, 3000), 2**62)"}

@@ -152,15 +152,9 @@ async def test_features_have_labels_and_null_for_what_overflowed(answer: Answer)
         "type": "features",
         "positions": [4, 5, 6],
         "features": [
-            [
-                {"id": 7, "label": "cats", "activation": 3.5},
-                {"id": 1, "label": None, "activation": None},
-            ],
+            [{"id": 7, "label": "cats", "activation": 3.5}, {"id": 1, "label": None, "activation": None}],
             [],
-            [
-                {"id": 7, "label": "cats", "activation": None},
-                {"id": 2, "label": "dogs", "activation": 0.0},
-            ],
+            [{"id": 7, "label": "cats", "activation": None}, {"id": 2, "label": "dogs", "activation": 0.0}],
         ],
     }
     assert found["results"]["g"]["features"] == [[{"id": 7, "label": None, "activation": 1.0}]]

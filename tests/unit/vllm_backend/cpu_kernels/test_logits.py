@@ -11,10 +11,7 @@ import pytest
 import torch
 from vllm.v1.worker.gpu.sample.bad_words import apply_bad_words
 from vllm.v1.worker.gpu.sample.logit_bias import apply_logit_bias
-from vllm.v1.worker.gpu.sample.logprob import (
-    compute_token_logprobs,
-    compute_topk_scores,
-)
+from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs, compute_topk_scores
 from vllm.v1.worker.gpu.sample.min_p import apply_min_p
 from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
 from vllm.v1.worker.gpu.sample.penalties import apply_penalties, bincount
