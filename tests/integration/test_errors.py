@@ -89,7 +89,8 @@ async def test_interventions_that_cannot_be_read(serve: Serve, error_of: ErrorCh
 async def test_no_interventions_in_any_form_is_a_plain_request(serve: Serve):
     async with serve() as server:
         plain = (await server.complete()).json()
-        for nothing in (None, []):
+        nothings: tuple[object, ...] = (None, [])
+        for nothing in nothings:
             assert (await server.complete(interventions=nothing)).json() == plain
         assert "interventions" not in plain["choices"][0]
 

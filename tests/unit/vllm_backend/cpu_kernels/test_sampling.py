@@ -1,4 +1,4 @@
-"""Sampling: noise of vLLM's hash, samples that follow the logits, and drafts that are judged by the target."""
+"""Sampling: noise of vLLM's hash, samples that follow the logits, and drafts judged by the target."""
 
 from __future__ import annotations
 
