@@ -194,31 +194,6 @@ async def test_a_request_names_few_dictionaries(server: Server, error_of: ErrorC
 
 
 @pytest.mark.both_databases
-async def test_presets_keep_the_version_and_the_ids(server: Server) -> None:
-    first = await make(server)
-    when = {"any": [{"not": {"dictionary": {"name": "sae"}, "feature": "animals"}}]}
-    operations = [READ | {"features": [7, "cats"], "name": "seen"}, WRITE | {"when": when}]
-    body = {"name": "calm", "interventions": operations}
-    made = (await server.client.post("/v1/presets", json=body)).json()
-    name = {"name": "sae@1", "id": first["id"]}
-    changes = [{"feature": 3, "mode": "ablate"}, {"feature": 1, "value": 2}]
-    assert made["interventions"] == [
-        operations[0] | {"dictionary": name, "features": [7, 3]},
-        WRITE | {
-            "dictionary": name, "changes": changes,
-            "when": {"any": [{"not": {"dictionary": name, "feature": 0}}]},
-        },
-    ]  # fmt: skip
-    await make(server, labels={"9": "cats"})
-    put = await server.client.put(f"/v1/dictionaries/{first['id']}/labels", json={"3": "felines"})
-    assert put.status_code == 200
-    found = found_in(await server.complete(preset="calm"))
-    row = found["results"]["seen"]["features"][0]
-    assert [(one["id"], one["label"]) for one in row] == [(7, None), (3, "felines")]
-    assert found["applied"][0]["dictionaries"] == [used_by(first)]
-
-
-@pytest.mark.both_databases
 async def test_a_tenant_sees_the_labels_of_its_own_dictionary(tenants: Tenants, error_of: ErrorCheck) -> None:
     server = tenants.server
     acme, other = await tenants.headers("acme", *USER), await tenants.headers("other", *USER)

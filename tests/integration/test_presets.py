@@ -1,4 +1,4 @@
-"""Presets: kept in versions, used by three roads, and each answer that of the operations written out."""
+"""Presets: kept in versions, named in requests, and limited by keys."""
 
 from __future__ import annotations
 
@@ -75,32 +75,6 @@ async def test_put_makes_a_version_only_where_something_has_changed(server: Serv
     assert await put(description="calmer") == (201, 2)
     assert await put(interventions=[STEER, CAPTURE], description="calmer") == (201, 3)
     assert await put(interventions=[STEER, CAPTURE], description="calmer") == (200, 3)
-
-
-@pytest.mark.both_databases
-@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
-async def test_by_each_road_the_answer_is_that_of_the_operations_written_out(
-    server: Server, route: str
-) -> None:
-    await make(server, STEER, CAPTURE)
-    await make(server, {**STEER, "scale": 9.0})
-    prompt = {"messages": [{"role": "user", "content": "one two"}], "n": 2, "max_tokens": 3}
-    written = await generate(server, route=route, **prompt, interventions=[STEER, CAPTURE])
-    for body, headers in (
-        ({"preset": "calm@1"}, {}),
-        ({"preset": ["calm@1"]}, {}),
-        ({}, {"x-nnsight-preset": "calm@1"}),
-        ({"model": f"{MODEL}:calm@1"}, {}),
-        ({"model": f"{MODEL}:calm@1", "preset": "calm@1"}, {"X-NNsight-Preset": " calm@1 , calm@1"}),
-    ):
-        answer = await generate(server, headers, route, **prompt, **body)
-        assert answer["model"] == body.get("model", MODEL)
-        assert [one["interventions"]["provenance"]["presets"] for one in answer["choices"]] == [
-            ["calm@1"]
-        ] * 2
-        assert interventions_of(answer) == interventions_of(written)
-    newest = await generate(server, preset="calm")
-    assert newest["choices"][0]["interventions"]["provenance"]["presets"] == ["calm@2"]
 
 
 async def test_operations_come_from_the_model_the_header_the_body_and_the_request_in_this_order(

@@ -137,14 +137,6 @@ async def test_traces_wait_for_the_engine_and_the_status_does_not(serve: Serve, 
         error_of(await run(server), 503, "engine_restarting")
 
 
-async def test_the_outline_says_of_what_model_it_is(serve: Serve) -> None:
-    async with serve() as server:
-        outline = (await server.client.get("/v1/traces/outline")).json()
-        assert (outline["model"], outline["class_name"]) == (MODEL, "LlamaForCausalLM")
-        assert outline["fingerprint"] == FINGERPRINT
-        assert outline["outline"][1] == ["model", "LlamaModel", "", ""]
-
-
 async def test_the_head_comes_to_the_engine_as_it_was_sent(serve: Serve) -> None:
     async with serve() as server:
         content = message(streams=True, wanted=["x"], accepts=["zstd"], python="3.9.1", client="0.0.1")

@@ -132,18 +132,6 @@ async def test_a_detector_tells_the_sides_apart(server: Server, kind: str) -> No
     assert again["training"] is None
 
 
-@pytest.mark.parametrize("kind", FORMS)
-async def test_parts_of_several_layers_are_summed(server: Server, kind: str) -> None:
-    made = await trained(server, kind=kind, layers=[-2, 1, 3], hidden=5)
-    assert [part["at"] for part in made["parts"]] == [f"layers.{layer}.output" for layer in (1, 2, 3)]
-    assert (made["training"]["layers"], made["training"]["tried"]) == ([1, 2, 3], None)
-    assert {part["hidden"] for part in made["parts"]} == {5 if kind == "mlp" else None}
-    _, detector = await resolved(server, "mood")
-    scores = detector.scores(values_of(["up1", "up2", "down3", "down4"], [1, 2, 3]))
-    assert scores[:2].min() > scores[2:].max()
-    assert made["training"]["auroc"] == 1.0
-
-
 @pytest.mark.parametrize(("what", "how"), EVERY)
 async def test_the_same_training_makes_the_same_numbers(
     server: Server, what: str, how: dict[str, str]

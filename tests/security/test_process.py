@@ -124,7 +124,7 @@ def test_an_attempt_gets_at_nothing_outside_of_its_process(
 def test_the_attempts_are_real(canary: Canary) -> None:
     names = [
         "escapes-open", "escapes-open-write", "walks-class", "engine-weight", "libraries-tensor-data-ptr",
-        "walks-generator-frame", "escapes-import-socket",
+        "walks-globals-of-own", "escapes-import-socket",
     ]  # fmt: skip
     port = str(canary.names()["port"])
     done = subprocess.run(

@@ -10,7 +10,7 @@ import pytest
 from nnsight_engine.remote_backend.backpressure import SlowReaderError
 from nnsight_engine.vllm_backend.trace_placement import TracePlacement
 from nnsight_engine.vllm_backend.trace_router import TraceEvent
-from nnsight_engine.vllm_backend.trace_run import MergedRun, Output, TraceRun, TraceStarted
+from nnsight_engine.vllm_backend.trace_run import MergedRun, Output, TraceRun
 from nnsight_engine.vllm_backend.traced_requests import TraceRequests
 from tests.unit.vllm_backend.scripted_engine import Engine
 
@@ -24,29 +24,6 @@ async def turns(number: int = 100) -> None:
     """Let other tasks run until they wait."""
     for _ in range(number):
         await asyncio.sleep(0)
-
-
-async def test_all_outputs_arrive_and_events_before_the_output_of_their_step() -> None:
-    engine = Engine()
-    seen = await events(engine.run([b"one", 1, b"two", 2], [1]))
-    assert [type(event) for event in seen[:1]] == [TraceStarted]
-    assert sorted(event.block for event in seen if isinstance(event, Output)) == [0, 0, 1]
-    first = [event for event in seen if not isinstance(event, TraceStarted) and event.block == 0]
-    assert [event.delta if isinstance(event, TraceEvent) else "output" for event in first] == [
-        *(b"one", "output"),
-        *(b"two", "output"),
-    ]
-    assert len(engine.traces) == 0
-    assert engine.forgotten == ["key"], "its results were not collected"
-
-
-async def test_a_finished_trace_has_the_last_outputs_as_results_and_is_not_aborted() -> None:
-    engine = Engine()
-    async with engine.run([1, 2], [1]) as run:
-        _ = [event async for event in run]
-        finished = await run.finish()
-    assert {name: one["token_ids"] for name, one in finished.results.items()} == {"0/0": [0, 1], "1/0": [0]}
-    assert (len(engine.traces), engine.forgotten) == (0, [])
 
 
 @pytest.mark.parametrize("is_at_start", [False, True])

@@ -1,9 +1,8 @@
-"""What is made of single modules of vLLM: attention, mixers, quantised layers, inputs per layer, adapters."""
+"""What is made of single modules of vLLM: attention, mixers and quantised layers."""
 
 from __future__ import annotations
 
 import dataclasses
-import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,8 +26,6 @@ from nnsight_engine.vllm_backend.attention_hooks import attention_form
 from nnsight_engine.vllm_backend.hooks import keep_inputs_plain
 from nnsight_engine.vllm_backend.model_layout import BlockPoints
 from nnsight_engine.vllm_backend.model_points import ModelPoints
-from nnsight_engine.vllm_backend.traces.block_adapters import NO_ADAPTER, NO_SLOT, BlockAdapters
-from nnsight_engine.vllm_backend.traces.errors import AdapterNotLoadedError
 
 
 def test_attention_patterns_are_computed_as_vllm_attends_or_refused() -> None:
@@ -96,28 +93,3 @@ def test_a_point_before_a_quantised_layer_is_a_plain_tensor() -> None:
     gate, up = rows.chunk(2, dim=-1)
     activations: Any = maybe_fused_act_quant(block.act_fn, rows, block.down_proj)
     torch.testing.assert_close(activations, nn.functional.silu(gate) * up)
-
-
-def test_a_call_has_the_adapter_of_its_block_and_the_model_that_of_the_step() -> None:
-    adapters = BlockAdapters(lambda: [7, None, 9])
-    found: list[int | None] = []
-
-    def block(adapter: int) -> None:
-        adapters.enter(adapter)
-        found.append(adapters.slot())
-
-    for adapter in (9, 7, NO_ADAPTER):
-        thread = threading.Thread(target=block, args=(adapter,))
-        thread.start()
-        thread.join()
-    assert found == [2, 0, NO_SLOT]
-    assert adapters.slot() is None
-    with adapters.using(7):
-        assert adapters.slot() == 0
-        with adapters.using(NO_ADAPTER):
-            assert adapters.slot() == NO_SLOT
-        assert adapters.current == 7
-    assert adapters.slot() is None
-    adapters.enter(8)
-    with pytest.raises(AdapterNotLoadedError, match="max_loras"):
-        adapters.slot()
