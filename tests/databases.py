@@ -1,5 +1,7 @@
 """PostgreSQL for tests: a server of its own in a temporary folder, and a fresh database for each test.
 
+Of SQLite there is a migrated file, as migrations take most of the time in which a server starts.
+
 Tests that ask for the fixture ``database_url`` and bear the mark ``both_databases`` run on SQLite and on it.
 Where it is not installed they are skipped, unless ``--require-postgres`` says that this is a failure.
 ``scripts/postgres.sh`` installs it, and ``conftest`` owns the one server.
@@ -8,6 +10,7 @@ Where it is not installed they are skipped, unless ``--require-postgres`` says t
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import os
 import pwd
@@ -21,7 +24,7 @@ from typing import Final
 from sqlalchemy import URL, create_engine
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.storage.database import Database
+from app.storage.database import FILE_NAME, Database
 from tests.waiting import wait_for
 
 _INSTALLED: Final = "/usr/lib/postgresql"  # where Debian keeps programs that are not on PATH
@@ -133,9 +136,32 @@ class Postgres:
         return (self._folder / "log").read_text(errors="replace")
 
     async def _migrate(self) -> None:
-        database = Database(self._folder / "locks", self._url(_TEMPLATE))
-        await database.start()
-        await database.close()
+        await _migrated(Database(self._folder / "locks", self._url(_TEMPLATE)))
+
+
+async def _migrated(database: Database) -> None:
+    await database.start()
+    await database.close()
+
+
+@functools.cache
+def _sqlite_file() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(_migrated(Database(Path(folder))))
+        return (Path(folder) / FILE_NAME).read_bytes()
+
+
+def _give_tables(directory: Path) -> None:
+    file = directory / FILE_NAME
+    if not file.exists():
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file.write_bytes(_sqlite_file())
+
+
+async def give_tables(directory: Path, database_url: str = "") -> None:
+    """Give a data directory SQLite's file, migrated, unless it has one or the database is elsewhere."""
+    if not database_url:
+        await asyncio.to_thread(_give_tables, directory)
 
 
 def programs() -> Path | None:

@@ -28,6 +28,7 @@ from app.serve_command import _run
 from app.settings import Settings
 from app.storage.results import ResultStore
 from nnsight_engine.core.engine_counts import EngineCounts
+from tests.databases import give_tables
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.integration.scripted_traces import ScriptedEngine
 from tests.waiting import wait_for, wait_for_async
@@ -133,6 +134,7 @@ async def started(folder: Path, **environment: str) -> AsyncIterator[Process]:
         "NNSIGHT_ENGINE_RESULT_DIR": str(folder / "results"),
         **environment,
     }
+    await give_tables(folder / "data")
     process = await asyncio.create_subprocess_exec(
         *("env", *(f"{name}={value}" for name, value in settings.items())),
         sys.executable, "-m", "tests.integration.command_server", str(port),

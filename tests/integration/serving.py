@@ -18,6 +18,7 @@ from app.http_options import HttpOptions
 from app.main import create_app, new_store
 from app.server import DrainingServer, server_config
 from app.settings import Settings
+from tests.databases import give_tables
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.waiting import wait_for_async
 
@@ -47,6 +48,7 @@ class Application:
     @contextlib.asynccontextmanager
     async def started(self, *, raises: bool = True) -> AsyncIterator[httpx.AsyncClient]:
         """Run it without a port; yields a client."""
+        await give_tables(self.settings.data_dir, self.settings.database_url)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=raises)
         async with (
             self.app.router.lifespan_context(self.app),
@@ -69,6 +71,7 @@ async def listening(
     app: ASGIApp, settings: Settings, proxies: str = "127.0.0.1", **options: Any
 ) -> AsyncIterator[Any]:
     """Serve an application as the command does; yields uvicorn's server."""
+    await give_tables(settings.data_dir, settings.database_url)
     settings = settings.model_copy(update={"port": 0, "trusted_proxies": proxies})
     server = DrainingServer(server_config(app, settings, **options))
     serving = asyncio.create_task(server.serve())

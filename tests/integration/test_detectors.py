@@ -116,8 +116,7 @@ async def test_what_may_be_left_out(server: Server) -> None:
     expected = np.maximum(values[0][:, :3], 0).sum(axis=1) - np.linalg.norm(values[1] - ROW, axis=1)
     found = detector.scores({"layers.0.output": values[0], "layers.2.output": values[1]})
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-    widths = {"float16": np.float16, "float64": np.float64}
-    for dtype in widths.values():
+    for dtype in (np.float16, np.float64):
         same = as_file(LINEAR, {"parts.0.weights": ROW.astype(dtype)})
         assert (await upload(server, same)).json()["sha256"] == full["sha256"]
 
@@ -203,8 +202,6 @@ async def test_vectors_and_detectors_fill_one_store(serve: Serve, error_of: Erro
         error_of(await server.client.post("/v1/detectors", json=BODY), 503, "vector_store_full")
         assert (await server.client.post("/v1/vectors", json=vector)).status_code == 201
         error_of(await server.client.post("/v1/vectors", json=vector), 503, "vector_store_full")
-        stored = server.context.scrape
-        assert stored is not None
         for kind in ("vectors", "detectors"):
             for one in (await server.client.get(f"/v1/{kind}")).json()["data"]:
                 assert (await server.client.delete(f"/v1/{kind}/{one['id']}")).status_code == 204

@@ -13,15 +13,12 @@ import httpx
 import numpy as np
 import pytest
 import safetensors.numpy
-import torch
 from starlette.requests import ClientDisconnect
 
-from api_schemas.dictionaries import DictionaryName
 from api_schemas.keys import Scope
 from app.settings import Settings
 from app.storage import dictionary_files
 from app.storage.database_folders import dictionary_folder
-from nnsight_engine.features.weights_file import load_dictionary
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.dictionary_files import CFG, NUM_FEATURES, cfg, numbers, weights
 from tests.integration.tenants import Tenants
@@ -375,25 +372,6 @@ async def test_labels_count_among_a_tenants_stored_bytes(tenants: Tenants, error
     labels = {str(feature): "x" * 200 for feature in range(NUM_FEATURES)}
     put = await tenants.send("PUT", f"{ROUTE}/{made['id']}/labels", acme, json=labels)
     error_of(put, 403, "stored_bytes_full")
-
-
-@pytest.mark.both_databases
-async def test_a_name_is_its_files_and_labels_those_of_features(tenants: Tenants) -> None:
-    server, service = tenants.server, tenants.server.context.dictionaries
-    acme = await tenants.headers("acme", Scope.INTERVENTIONS)
-    first = await make(server, headers=acme, labels=json.dumps({**LABELS, "13": "dogs"}).encode())
-    await make(server, weights(1), headers=acme)
-
-    resolver = service.resolver("acme")
-    found = await resolver.dictionary(DictionaryName(name="sae@1"), "x")
-    content = found.content
-    assert (content.at, content.output_at) == ("layers.2.output", "layers.2.output")
-    assert (content.sha256, content.dtype) == (first["sha256"], "float32")
-    loaded = load_dictionary(Path(content.path), content.config)
-    x = torch.ones((1, 8))
-    own = {name: torch.from_numpy(one) for name, one in numbers().items()}
-    hidden = x @ own["W_enc"] + own["b_enc"]
-    torch.testing.assert_close(loaded.encode(x), hidden.relu() * (hidden > own["threshold"]))
 
 
 async def test_a_download_outlives_the_removal(server: Server, folder: Path) -> None:

@@ -171,22 +171,6 @@ async def test_each_prompt_has_its_own_names_and_labels(server: Server) -> None:
     ]
 
 
-async def test_a_stream_has_labels_with_each_token(server: Server) -> None:
-    await make(server)
-    request = {"prompt": "a b", "max_tokens": 3, "interventions": [READ | {"top_k": 1}, WRITE]}
-    whole = found_in(await server.complete(**request))
-    response = await server.complete(**request, stream=True)
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    parts = [json.loads(line)["choices"][0]["interventions"] for line in lines if line != "[DONE]"]
-    results = [part["results"]["features_0"] for part in parts]
-    assert [one["positions"] for one in results] == [[0, 1], [2], [3]]
-    rows = [row for one in results for row in one["features"]]
-    assert rows == whole["results"]["features_0"]["features"]
-    assert {row[0]["label"] for row in rows} == {"animals"}
-    for one, same in zip(parts[-1]["applied"], whole["applied"], strict=True):
-        assert one["dictionaries"] == same["dictionaries"]
-
-
 async def test_labels_count_against_the_limit_on_captures(serve: Serve, error_of: ErrorCheck) -> None:
     async with serve(max_capture_bytes_per_request=3 * 400) as server:
         await make(server, labels={"0": "é" * 200})
@@ -207,31 +191,6 @@ async def test_a_request_names_few_dictionaries(server: Server, error_of: ErrorC
     refused = await server.complete(interventions=[*reads, again, one_more])
     assert "16 different dictionaries" in error_of(refused, 400, "too_many_operations")
     assert refused.json()["error"]["param"] == f"interventions.{MAX_DICTIONARIES + 1}.when.dictionary"
-
-
-@pytest.mark.both_databases
-async def test_presets_keep_the_version_and_the_ids(server: Server) -> None:
-    first = await make(server)
-    when = {"any": [{"not": {"dictionary": {"name": "sae"}, "feature": "animals"}}]}
-    operations = [READ | {"features": [7, "cats"], "name": "seen"}, WRITE | {"when": when}]
-    body = {"name": "calm", "interventions": operations}
-    made = (await server.client.post("/v1/presets", json=body)).json()
-    name = {"name": "sae@1", "id": first["id"]}
-    changes = [{"feature": 3, "mode": "ablate"}, {"feature": 1, "value": 2}]
-    assert made["interventions"] == [
-        operations[0] | {"dictionary": name, "features": [7, 3]},
-        WRITE | {
-            "dictionary": name, "changes": changes,
-            "when": {"any": [{"not": {"dictionary": name, "feature": 0}}]},
-        },
-    ]  # fmt: skip
-    await make(server, labels={"9": "cats"})
-    put = await server.client.put(f"/v1/dictionaries/{first['id']}/labels", json={"3": "felines"})
-    assert put.status_code == 200
-    found = found_in(await server.complete(preset="calm"))
-    row = found["results"]["seen"]["features"][0]
-    assert [(one["id"], one["label"]) for one in row] == [(7, None), (3, "felines")]
-    assert found["applied"][0]["dictionaries"] == [used_by(first)]
 
 
 @pytest.mark.both_databases

@@ -134,37 +134,11 @@ async def test_a_slow_compilation_is_ended_for_all_waiting_requests_and_remember
         forking_process().resume()
 
 
-async def test_a_compilation_whose_clients_have_all_left_is_ended(grammars: Grammars) -> None:
-    first, second = (asyncio.create_task(grammars.accept(costly("left"), "")) for _ in range(2))
-    await wait_for_async(compiling)
-    first.cancel()
-    await asyncio.sleep(0.2)
-    assert compiling()
-    second.cancel()
-    await asyncio.gather(first, second, return_exceptions=True)
-    await ended()
-    again = asyncio.create_task(grammars.accept(costly("left"), ""))  # it is not remembered as refused
-    await wait_for_async(compiling)
-    again.cancel()
-    await asyncio.gather(again, return_exceptions=True)
-
-
 async def test_another_process_forks_where_one_has_ended(grammars: Grammars) -> None:
     first = forking_process()
     first.kill()
     await grammars.accept(StructuredOutputsParams(regex="another"), "")
     assert forking_process() != first
-
-
-async def test_nothing_of_a_grammar_is_written_anywhere(
-    grammars: Grammars, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    del tmp_path
-    for given in ({"regex": "(secret-of-a-client"}, {"grammar": "secret-of-a-client ::= ("}):
-        with pytest.raises(ApiError):
-            await grammars.accept(StructuredOutputsParams(**given), "")
-    out, err = capfd.readouterr()
-    assert "secret-of-a-client" not in out + err
 
 
 async def test_a_request_that_joins_another_tenants_compilation_learns_nothing_of_its_share(

@@ -100,24 +100,6 @@ async def test_an_idempotency_key_is_its_tenants_own(tenants: Tenants) -> None:
     assert ids[0] == ids[1] != ids[2]
 
 
-async def test_tenants_share_no_prefix_cache(tenants: Tenants, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    complete = tenants.server.engine.completions
-
-    async def completions(body: dict[str, Any], *rest: Any) -> Any:
-        seen.append(body.get("cache_salt"))
-        return await complete(body, *rest)
-
-    monkeypatch.setattr(tenants.server.engine, "completions", completions)
-    for tenant in ("acme", "acme", "rival"):
-        headers = await tenants.headers(tenant)
-        for salt in ({}, {"cache_salt": "rival:"}):
-            await tenants.send("POST", "/v1/completions", headers, json={"prompt": "a", **salt})
-    ours, ours_salted, ours_again, ours_salted_again, *theirs = seen
-    assert (ours, ours_salted) == (ours_again, ours_salted_again)
-    assert len({ours, ours_salted, *theirs}) == 4
-
-
 async def test_keys_are_made_listed_replaced_and_ended_over_http(
     tenants: Tenants, error_of: ErrorCheck
 ) -> None:

@@ -8,11 +8,11 @@ import contextlib
 import functools
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
 
 from tests.integration.command_server import Process, started
 from tests.integration.conftest import ErrorCheck, Serve
@@ -20,13 +20,13 @@ from tests.large_bodies import COMPLETIONS, large_bodies
 from tests.liveness import Bystanders
 from tests.waiting import wait_for_async
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.asyncio(loop_scope="module")]
 JSON = {"Content-Type": "application/json"}
 
 
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Process]:
-    async with started(tmp_path) as process:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Process]:
+    async with started(tmp_path_factory.mktemp("server")) as process:
         await wait_for_async(process.ready)
         yield process
 

@@ -39,7 +39,7 @@ from tests.integration.serving import Application
 from tests.integration.test_stored_kinds import DETECTORS, PRESETS, VECTORS
 
 HEAVY: Final = pytest.param(20, marks=pytest.mark.heavy)
-FEW_OR_MANY: Final = pytest.mark.parametrize("num", [5, HEAVY])
+FEW_OR_MANY: Final = pytest.mark.parametrize("num", [3, HEAVY])
 NUM_SUITES: Final = 2
 STORIES: Final = settings(
     database=None,

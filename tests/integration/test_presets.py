@@ -1,4 +1,4 @@
-"""Presets: kept in versions, used by three roads, and each answer that of the operations written out."""
+"""Presets: kept in versions, named in requests, and limited by keys."""
 
 from __future__ import annotations
 
@@ -77,46 +77,6 @@ async def test_put_makes_a_version_only_where_something_has_changed(server: Serv
     assert await put(interventions=[STEER, CAPTURE], description="calmer") == (200, 3)
 
 
-@pytest.mark.both_databases
-@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
-async def test_by_each_road_the_answer_is_that_of_the_operations_written_out(
-    server: Server, route: str
-) -> None:
-    await make(server, STEER, CAPTURE)
-    await make(server, {**STEER, "scale": 9.0})
-    prompt = {"messages": [{"role": "user", "content": "one two"}], "n": 2, "max_tokens": 3}
-    written = await generate(server, route=route, **prompt, interventions=[STEER, CAPTURE])
-    for body, headers in (
-        ({"preset": "calm@1"}, {}),
-        ({"preset": ["calm@1"]}, {}),
-        ({}, {"x-nnsight-preset": "calm@1"}),
-        ({"model": f"{MODEL}:calm@1"}, {}),
-        ({"model": f"{MODEL}:calm@1", "preset": "calm@1"}, {"X-NNsight-Preset": " calm@1 , calm@1"}),
-    ):
-        answer = await generate(server, headers, route, **prompt, **body)
-        assert answer["model"] == body.get("model", MODEL)
-        assert [one["interventions"]["provenance"]["presets"] for one in answer["choices"]] == [
-            ["calm@1"]
-        ] * 2
-        assert interventions_of(answer) == interventions_of(written)
-    newest = await generate(server, preset="calm")
-    assert newest["choices"][0]["interventions"]["provenance"]["presets"] == ["calm@2"]
-
-
-async def test_streams_have_the_name_that_was_sent_and_the_results(server: Server) -> None:
-    await make(server, CAPTURE)
-    body = {**PROMPT, "stream": True, "max_tokens": 3, "model": f"{MODEL}:calm"}
-    async with server.client.stream("POST", "/v1/completions", json=body) as answer:
-        lines = [line async for line in answer.aiter_lines() if line]
-    assert lines[-1] == "data: [DONE]"
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-    assert len(chunks) == 3
-    assert {chunk["model"] for chunk in chunks} == {f"{MODEL}:calm"}
-    last = chunks[-1]["choices"][0]["interventions"]
-    assert last["provenance"]["presets"] == ["calm@1"]
-    assert list(last["results"]) == ["kept"]
-
-
 async def test_operations_come_from_the_model_the_header_the_body_and_the_request_in_this_order(
     server: Server,
 ) -> None:
@@ -143,12 +103,6 @@ async def test_each_prompt_of_a_batch_gets_them(server: Server) -> None:
     assert applied == [["steer"], ["capture", "steer"]]
     refused = await server.complete(preset="calm")
     assert refused.json()["error"]["param"] == "interventions.0.prompts"
-
-
-async def test_large_bodies_have_presets_too(server: Server) -> None:
-    await make(server, STEER)
-    answer = await generate(server, preset="calm", user="x" * 200_000)
-    assert answer["choices"][0]["interventions"]["provenance"]["presets"] == ["calm@1"]
 
 
 async def test_an_unknown_preset_is_named(server: Server, error_of: ErrorCheck) -> None:

@@ -17,7 +17,6 @@ from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.tenants import Tenants
 from tests.integration.test_detectors import resolved
 from tests.integration.test_vectors import content_of
-from tests.waiting import wait_for_async
 
 # At layer 2 the words' sides lie apart, and at the others on one another.
 PULLS: Final = {
@@ -131,18 +130,6 @@ async def test_a_detector_tells_the_sides_apart(server: Server, kind: str) -> No
     for key in ("sha256", "parts", "bias", "link", "threshold", "calibration"):
         assert again[key] == made[key]
     assert again["training"] is None
-
-
-@pytest.mark.parametrize("kind", FORMS)
-async def test_parts_of_several_layers_are_summed(server: Server, kind: str) -> None:
-    made = await trained(server, kind=kind, layers=[-2, 1, 3], hidden=5)
-    assert [part["at"] for part in made["parts"]] == [f"layers.{layer}.output" for layer in (1, 2, 3)]
-    assert (made["training"]["layers"], made["training"]["tried"]) == ([1, 2, 3], None)
-    assert {part["hidden"] for part in made["parts"]} == {5 if kind == "mlp" else None}
-    _, detector = await resolved(server, "mood")
-    scores = detector.scores(values_of(["up1", "up2", "down3", "down4"], [1, 2, 3]))
-    assert scores[:2].min() > scores[2:].max()
-    assert made["training"]["auroc"] == 1.0
 
 
 @pytest.mark.parametrize(("what", "how"), EVERY)
@@ -272,23 +259,6 @@ async def test_a_trained_detector_has_so_many_bytes(serve: Serve, error_of: Erro
 async def test_large_values_leave_no_files(serve: Serve) -> None:
     async with serve(FakeBehaviour(pulls=PULLS), inline_tensor_bytes=1, result_store_bytes=0) as server:
         assert best_of(await trained(server)) == [2]
-
-
-@both_kinds
-async def test_a_client_that_leaves_ends_its_training(serve: Serve, what: str) -> None:
-    async with serve(FakeBehaviour(pulls=PULLS, delay_s=0.2)) as server:
-        for stream in (False, True):
-            before = server.engine.num_calls
-            leaving = asyncio.create_task(train(server, what, stream=stream))
-            await wait_for_async(lambda: server.engine.num_calls > before)  # noqa: B023 - awaited here
-            leaving.cancel()
-            await asyncio.gather(leaving, return_exceptions=True)
-            await server.until_idle()
-            assert server.engine.num_running == 0
-            assert 0 < server.engine.num_calls - before < 17
-        await assert_nothing_stored(server)
-        server.engine.behaviour.delay_s = 0.0
-        await trained(server, what)
 
 
 async def test_one_training_runs_at_a_time_and_others_wait(serve: Serve) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final, cast
@@ -19,7 +19,6 @@ from nnsight_engine.vllm_backend.request_code import encoded_code
 from nnsight_engine.vllm_backend.traces.block_adapters import BlockAdapters
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.names import Names
-from nnsight_engine.vllm_backend.traces.peer_traces import PeerTraces
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed.module_call import ModuleCall
 from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
@@ -179,10 +178,10 @@ class Worker(WorkerTraces):
 
 @dataclasses.dataclass
 class Played:
-    """What one worker saw of a request.
+    """What the worker saw of a request.
 
     Attributes:
-        block: What came of its block; None on a worker that does not run it.
+        block: What came of its block.
         states: What the model ended each step with: the values of the layers, the logits and the token.
         neighbours: The same of the rows of the other tenant.
         undone: The steps that went on without the request.
@@ -201,21 +200,8 @@ class Played:
         return self.block["saves"]
 
 
-Layer = Callable[[int, torch.Tensor], torch.Tensor]
-"""Returns the hidden states behind a layer, given those before it."""
-
-
-def play(
-    traces: WorkerTraces | PeerTraces, code: str, key: str = "key", layer_of: Layer | None = None
-) -> Played:
-    """Play the runner to one request, as each worker does, until it has its tokens or its trace has ended.
-
-    Args:
-        traces: The worker's.
-        code: The request's block.
-        key: Of its trace.
-        layer_of: How the model computes a layer, if not as ``layer_of_one`` does.
-    """
+def play(traces: WorkerTraces, code: str, key: str = "key") -> Played:
+    """Play the runner to one request until it has its tokens or its trace has ended."""
     played, done, step = Played(), 0, 0
     facts = StepFacts([("own", entry_of(code, key).to_plain())], (), {"own"})
     while step < STEPS:
@@ -225,7 +211,7 @@ def play(
         traces.before(facts)
         traces.begin(facts)
         facts = StepFacts()
-        state, neighbour = _step(traces, done, num_rows, shift, layer_of or partial(layer_of_one, traces))
+        state, neighbour = _step(traces, done, num_rows, shift)
         undone = list(traces.undone)
         ended = traces.end()
         traces.dispatcher.interleaving = False
@@ -246,9 +232,7 @@ def play(
     return played
 
 
-def _step(
-    traces: WorkerTraces | PeerTraces, done: int, num_rows: int, shift: int, layer_of: Layer
-) -> tuple[list[Any], list[Any]]:
+def _step(traces: WorkerTraces, done: int, num_rows: int, shift: int) -> tuple[list[Any], list[Any]]:
     total, index = num_rows + NEIGHBOUR, int(shift > 0)
     own = slice(shift, shift + num_rows)
     others = [row for row in range(total) if not own.start <= row < own.stop]
@@ -258,7 +242,7 @@ def _step(
     traces.dispatcher.listen()
     layers = []
     for layer in range(LAYERS):
-        hidden = layer_of(layer, hidden)
+        hidden = layer_of_one(traces, layer, hidden)
         layers.append(hidden)
     traces.dispatcher.pause()
     logits = torch.zeros(2, VOCABULARY)
@@ -271,7 +255,7 @@ def _step(
     return [one.tolist() for one in rows], [one.tolist() for one in beside]
 
 
-def layer_of_one(traces: WorkerTraces | PeerTraces, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+def layer_of_one(traces: WorkerTraces, layer: int, hidden: torch.Tensor) -> torch.Tensor:
     """Return the hidden states behind a layer of the only worker."""
     value = (hidden + 1, torch.zeros_like(hidden))
     first, second = traces.dispatcher.provide(f"model.model.layers.{layer}.output", value)
@@ -279,8 +263,8 @@ def layer_of_one(traces: WorkerTraces | PeerTraces, layer: int, hidden: torch.Te
     return whole
 
 
-def block_of(traces: WorkerTraces | PeerTraces, key: str = "key") -> dict[str, Any] | None:
-    """Return the outcome of the block; None on a worker that does not run it."""
+def block_of(traces: WorkerTraces, key: str = "key") -> dict[str, Any] | None:
+    """Return the outcome of the block."""
     while not traces.has_collected(key, {"0/0": {}}, 0.05):
         pass
     pieces = traces.collect(key, {"0/0": {}})

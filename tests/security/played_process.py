@@ -156,11 +156,7 @@ class World:
         inside = SandboxSide(descriptor, Memory(shared, HALF_BYTES))
         os.close(shared)
         self.dispatcher.place.tokens = {SAMPLES: NUM_TOKENS}
-        opened = Opened(
-            cast("Any", None),
-            cast("Any", self.served),
-            HALF_BYTES,
-        )
+        opened = Opened(cast("Any", None), cast("Any", self.served), HALF_BYTES)
         self.source = PlayedSource(self.process, is_ready=is_ready)
         self.closing.callback(self.source.close)
         self.session = SandboxSession(

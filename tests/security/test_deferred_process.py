@@ -15,15 +15,7 @@ from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed import sandbox_session as session_module
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import ContinueReply, read_by_sandbox
 from nnsight_engine.vllm_backend.traces.sandboxed.wait_budget import WaitBudget
-from tests.security.played_process import (
-    LATER,
-    LAYER,
-    NUM_OWN,
-    NUM_ROWS,
-    SHORT_S,
-    Script,
-    World,
-)
+from tests.security.played_process import LATER, LAYER, NUM_OWN, NUM_ROWS, SHORT_S, Script, World
 
 
 def _in_its_time(offered: list[str], may_answer: threading.Event) -> Script:

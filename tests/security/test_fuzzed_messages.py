@@ -66,10 +66,7 @@ _HEADS: Final = st.one_of(
         st.booleans(),
     ),
     st.builds(
-        CallRequest,
-        _NAMES,
-        st.lists(_ARGUMENTS, max_size=3),
-        st.dictionaries(_NAMES, _ARGUMENTS, max_size=2),
+        CallRequest, _NAMES, st.lists(_ARGUMENTS, max_size=3), st.dictionaries(_NAMES, _ARGUMENTS, max_size=2)
     ),
     st.builds(Collected, st.text(), st.text()),
 )

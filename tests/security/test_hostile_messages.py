@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from nnsight_engine import NNsight
 from nnsight_engine.sandbox.block_checker import CHECKED
-from nnsight_engine.serialization import DecodeError, SandboxError, decode, encode
+from nnsight_engine.serialization import DecodeError, SandboxError
 from nnsight_engine.serialization.message.node_kinds import NodeKind
 from tests.security.host import Small, message_of, run
 from tests.unit.serialization.messages import Writer, piece
@@ -93,40 +92,6 @@ def test_a_class_around_code_has_the_name_of_one(around: str) -> None:
     )
     with pytest.raises(DecodeError, match="no class is called"):
         writer.read(block)
-
-
-def _class(writer: Writer, text: str, attributes: int | None = None) -> int:
-    none, nothing = writer.value(None), writer.value(())
-    return writer.add(
-        NodeKind.CLASS, writer.namespace(), writer.value(piece(text, "A")), nothing, nothing, nothing,
-        nothing, none if attributes is None else attributes, nothing,
-    )  # fmt: skip
-
-
-def test_objects_of_own_classes_arrive() -> None:
-    writer = Writer()
-    kind = _class(writer, "class A:\n    def twice(self): return self._n * 2\n")
-    nothing, none = writer.value(()), writer.value(None)
-    made = writer.read(
-        writer.add(NodeKind.NEW, kind, nothing, none, writer.value({"_n": 4}), none, none, none)
-    )
-    assert made.twice() == 8
-
-
-def test_ordinary_data_and_layers_arrive() -> None:
-    value: list[Any] = [
-        torch.ones(2), {"a": (1, 2.5, None)}, collections.Counter("aab"), collections.OrderedDict(a=1),
-        collections.defaultdict(list, a=[1]), torch.nn.Linear(2, 3), ValueError("x"), {1, 2}, range(3),
-        torch.float32, collections.deque([1]), torch.relu, len, torch.nn.functional.gelu,
-    ]  # fmt: skip
-    found = decode(encode(value), policy=CHECKED)
-    assert torch.equal(found[0], value[0])
-    assert found[1:5] == value[1:5]
-    assert torch.equal(found[5](torch.ones(2)), value[5](torch.ones(2)))
-    assert repr(found[6]) == repr(value[6])
-    assert found[7:11] == value[7:11]
-    assert torch.equal(found[11](torch.tensor([-1.0, 1.0])), torch.tensor([0.0, 1.0]))
-    assert found[12]("abc") == 3
 
 
 @pytest.mark.parametrize(

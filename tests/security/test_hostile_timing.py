@@ -196,15 +196,6 @@ def test_a_trace_is_waited_for_no_longer_than_one_may(world: World) -> None:
 
 @pytest.mark.parametrize("is_again", [False, True])
 def test_a_block_that_calls_a_module_behind_its_last_step_is_collected(world: World, is_again: bool) -> None:
-    def lie(side: SandboxSide) -> None:
-        side.receive()
-        side.send(packed(ContinueReply([], live=["own"])))
-        side.receive()
-        for _ in range(1 + is_again):
-            side.send(CALL)
-            side.receive()
-        side.send(packed(Collected("", ""), [b"saved"]))
-
     world.served.lasts_s = 0.01
     world.waiting = WaitBudget(SHORT_S, 5 * BUDGET_S)
     world.begin(replying(WANTING, *[CALL] * (1 + is_again), packed(Collected("", ""), [b"saved"])))

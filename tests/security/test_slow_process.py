@@ -15,10 +15,13 @@ from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from tests.security.played import (
     LAYERS,
+    NEIGHBOUR,
+    PROMPT,
     REFUSED,
     STEPS,
     WIDTH,
     Worker,
+    block_of,
     code_lasting,
     entry_of,
     layer_of_one,
@@ -154,3 +157,18 @@ def test_a_place_that_cannot_be_made_whole_is_refused_as_for_a_trusted_block(ser
         "try:\n    model.layers[3].mlp.output.sum()\nexcept Exception as error:\n    h = save(str(error))"
     )
     assert REFUSED in traced(worker, caught, "other")["saves"]["h"]
+
+
+def test_a_place_that_cannot_be_provided_fails_a_block_that_has_read_another(server: ForkServer) -> None:
+    traces = Worker(server)
+    code = "first = model.layers[0].output.sum().item()\nmodel.layers[1].output"
+    traces.begin(StepFacts([("own", entry_of(code).to_plain())], (), {"own"}))
+    traces.step([TraceSpan("own", 0, 0, PROMPT, 0, complete=True)], PROMPT + NEIGHBOUR)
+    traces.dispatcher.listen()
+    layer_of_one(traces, 0, torch.zeros(PROMPT + NEIGHBOUR, WIDTH))
+    traces.dispatcher.fail("model.model.layers.1.output", RuntimeError("the ranks' parts do not fit"))
+    traces.dispatcher.pause()
+    assert traces.end() == ["own"]
+    block = block_of(traces)
+    assert block is not None
+    assert block["error"]["message"] == "the ranks' parts do not fit"

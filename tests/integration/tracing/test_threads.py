@@ -10,15 +10,7 @@ import torch
 
 from nnsight_engine import save
 from nnsight_engine.core.saves import SAVES
-from tests.integration.tracing.ways import (
-    WIDTH,
-    RefusedError,
-    Unmarked,
-    X,
-    network,
-    num_greenlets,
-    saves,
-)
+from tests.integration.tracing.ways import WIDTH, RefusedError, Unmarked, X, network, num_greenlets, saves
 from tests.small_models import Rows
 
 

@@ -39,11 +39,6 @@ def test_without_a_command_it_shows_its_usage_and_fails(capsys: pytest.CaptureFi
         assert "nnsight-engine serve [MODEL]" in capsys.readouterr().out
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert nnsight_engine.__version__ in capsys.readouterr().out
-
-
 def test_a_bad_setting_is_one_line_that_names_the_variable(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,15 +64,6 @@ async def claimed(leases: JobLeases, model: str = "m") -> JobRow:
     return job
 
 
-async def test_a_job_is_claimed_once_by_a_server_of_its_model(servers: Servers):
-    ids = {await servers.add() for _ in range(10)}
-    names = [servers.named(name) for name in "abcd"]
-    assert await names[0].claim("other", {}) is None
-    jobs = await asyncio.gather(*(leases.claim("m", {}) for leases in names * 5))
-    assert {job.id for job in jobs if job is not None} == ids
-    assert sum(job is not None for job in jobs) == 10
-
-
 async def test_owners_take_turns_and_each_ones_oldest_comes_first(servers: Servers):
     first = [await servers.add("busy") for _ in range(5)]
     second = [await servers.add("rare") for _ in range(2)]
@@ -146,27 +137,6 @@ async def test_an_unrenewed_lease_expires_in_spite_of_clock_jumps(
     assert attempts(await other.recover()) == [(job_id, 1)]
 
 
-async def test_a_server_known_to_be_dead_is_not_waited_for(servers: Servers):
-    job_id = await servers.add()
-    await claimed(servers.named("a"))
-    assert await servers.named("b").recover() == []
-    assert attempts(await servers.named("b").recover(dead=["a"])) == [(job_id, 1)]
-
-
-async def test_what_was_running_has_failed_and_what_was_not_waits_again(servers: Servers):
-    ids = [await servers.add() for _ in range(4)]
-    dead = servers.named("dead")
-    jobs = [await claimed(dead) for _ in ids]
-    await dead.append_events(jobs[1], [JobEvent(status=JobStatus.DISPATCHED)])
-    await dead.append_events(jobs[2], [RUNNING, JobEvent(status=JobStatus.LOG, message="hello")])
-    await servers.store.cancel(ids[3], "")
-    await servers.named("next").recover(dead=["dead"])
-    rows = [await servers.get(job_id) for job_id in ids]
-    assert [row.status for row in rows] == ["QUEUED", "QUEUED", "ERROR", "CANCELLED"]
-    assert [row.code for row in rows] == [None, None, "interrupted", "job_cancelled"]
-    assert rows[2].expires_at is not None
-
-
 async def test_a_job_that_takes_servers_with_it_does_so_only_so_often(servers: Servers):
     job_id = await servers.add(reruns=True)
     for count in range(MAX_INTERRUPTIONS):
@@ -177,18 +147,6 @@ async def test_a_job_that_takes_servers_with_it_does_so_only_so_often(servers: S
     row = await servers.get(job_id)
     assert (row.status, row.code) == ("ERROR", "interrupted")
     assert await servers.named("next").claim("m", {}) is None
-
-
-async def test_a_job_that_was_given_back_runs_again(servers: Servers):
-    job_id = await servers.add()
-    leases = servers.named("a")
-    job = await claimed(leases)
-    await leases.append_events(job, [RUNNING])
-    await leases.give_back(job, was_interrupted=False)
-    assert (await servers.get(job_id)).started_at is None
-    await claimed(leases)
-    await leases.give_back_all()
-    assert (await claimed(servers.named("b"))).attempt == 3
 
 
 @pytest.mark.parametrize("has_begun", [True, False])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import math
 import re
@@ -83,20 +82,6 @@ async def stored(store: ResultStore, url: str) -> dict[str, Any]:
     return found
 
 
-async def test_small_tensors_travel_inline(answer: Answer):
-    applied = [CollectedSites("capture", ["layers.10.output"], [4, 5])]
-    found = await answer(capture(), applied=applied, tier="tap")
-    result = found["results"]["resid"]
-    assert (result["type"], result["positions"], "reduce" in result) == ("capture", [4, 5], False)
-    sent = result["points"]["layers.10.output"]
-    assert (sent["dtype"], sent["shape"], sent["encoding"]) == ("float32", [2, 3], "base64")
-    np.testing.assert_array_equal(np.frombuffer(base64.b64decode(sent["data"]), "<f4").reshape(2, 3), VALUES)
-    assert found["applied"] == [{"op": "capture", "at": ["layers.10.output"], "positions": [4, 5]}]
-    counts = ("cached_tokens", "recomputed_tokens", "drafted_rows", "refused_rows")
-    assert found["provenance"] == {"fingerprint": "", **dict.fromkeys(counts, 0), "tier": "tap"}
-    assert (await answer(capture(reduce="mean")))["results"]["resid"]["reduce"] == "mean"
-
-
 async def test_what_is_too_large_for_an_answer_is_one_file_behind_a_url(store: ResultStore, answer: Answer):
     one_bytes = 2 * VALUES.nbytes  # the limit counts a whole choice
     whole = await answer(capture("a"), inline_bytes=one_bytes)
@@ -167,15 +152,9 @@ async def test_features_have_labels_and_null_for_what_overflowed(answer: Answer)
         "type": "features",
         "positions": [4, 5, 6],
         "features": [
-            [
-                {"id": 7, "label": "cats", "activation": 3.5},
-                {"id": 1, "label": None, "activation": None},
-            ],
+            [{"id": 7, "label": "cats", "activation": 3.5}, {"id": 1, "label": None, "activation": None}],
             [],
-            [
-                {"id": 7, "label": "cats", "activation": None},
-                {"id": 2, "label": "dogs", "activation": 0.0},
-            ],
+            [{"id": 7, "label": "cats", "activation": None}, {"id": 2, "label": "dogs", "activation": 0.0}],
         ],
     }
     assert found["results"]["g"]["features"] == [[{"id": 7, "label": None, "activation": 1.0}]]

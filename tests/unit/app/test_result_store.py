@@ -91,21 +91,6 @@ async def test_the_library_reads_what_was_stored(tmp_path: Path):
     np.testing.assert_array_equal(arrays["c/samples"], np.arange(2))
 
 
-async def test_a_result_expires_on_access(tmp_path: Path):
-    clock = Clock()
-    async with started(
-        ResultStore(tmp_path, ttl_s=60, allowance=Allowance.of("bytes", 10_000), clock=clock)
-    ) as store:
-        stored = await store.put({"a": tensor(4)}, "acme")
-        assert stored.expires_at == 1060.0
-        clock.now = 1059.0
-        await content(store, stored.id)
-        clock.now = 1060.0
-        await assert_gone(store, stored.id)
-        assert files(tmp_path) == []
-        assert store.used_bytes == 0
-
-
 async def test_an_expired_file_goes_without_being_asked_for(tmp_path: Path):
     async with started(ResultStore(tmp_path, ttl_s=0.1, allowance=Allowance.of("bytes", 10_000))) as store:
         await store.put({"a": tensor(4)}, "acme")

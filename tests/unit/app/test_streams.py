@@ -6,13 +6,12 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import pytest
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
-from api_schemas.errors import ApiError, ErrorCode
 from app.engine.intervening_app import InterveningApp
 from app.request_context import begin_context
 from app.services.streaming import ClosingStream, first_event
@@ -126,27 +125,6 @@ async def test_a_failing_first_event_closes_the_stream() -> None:
     assert stream.is_closed
 
 
-JSON = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
-EVENTS = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
-
-
-class Results:
-    """Numbers each part that is taken."""
-
-    def __init__(self, keep_alive_s: float = 0.0) -> None:
-        self.call = SimpleNamespace(failure=None, is_closed=False)
-        self.asked = SimpleNamespace(sent_model=None)
-        self.settings = SimpleNamespace(sse_keep_alive_s=keep_alive_s)
-        self.num_taken = 0
-
-    async def part(self, choice: int) -> dict[str, Any]:
-        self.num_taken += 1
-        return {"part": self.num_taken, "choice": choice}
-
-    async def rest(self, choice: int) -> dict[str, Any]:
-        return {"rest": True, "choice": choice}
-
-
 def frame(kind: str, **fields: Any) -> bytes:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
 
@@ -160,82 +138,46 @@ STREAM = (
 )
 
 
-async def answered(
-    results: Results, start: dict[str, Any], bodies: list[bytes], pause_s: float = 0, seen: Any = None
-) -> Any:
-    """Return the messages that are sent for an answer in pieces; ``seen`` gets their number before each."""
-    seen = [] if seen is None else seen
-    sent: list[Any] = []
+class Results:
+    """Results of a call, of which each part has the next number."""
 
-    async def app(_scope: Any, _receive: Any, send: Any) -> None:
-        await send(start)
-        for index, body in enumerate(bodies):
-            await asyncio.sleep(pause_s)
-            seen.append(len(sent))
-            await send({"type": "http.response.body", "body": body, "more_body": index + 1 < len(bodies)})
+    call = SimpleNamespace(failure=None)
+    asked = SimpleNamespace(sent_model=None)
+    settings = SimpleNamespace(sse_keep_alive_s=0.0)
+    num_taken = 0
 
-    async def send(message: Any) -> None:
-        sent.append(message)
+    async def part(self, _choice: int) -> int:
+        self.num_taken += 1
+        return self.num_taken
 
-    def close(call: Any) -> None:
-        call.is_closed = True
-
-    engine: Any = SimpleNamespace(close_call=close)
-    given: Any = results
-    try:
-        await InterveningApp(app, engine, given)({"type": "http"}, send, send)  # type: ignore[arg-type]  # it reads nothing
-    finally:
-        assert results.call.is_closed
-    return sent
-
-
-def events_of(sent: list[Any]) -> list[Any]:
-    text = b"".join(message["body"] for message in sent[1:]).decode()
-    return [json.loads(one.partition("\ndata: ")[2]) for one in text.split("\n\n") if one]
+    async def rest(self, _choice: int) -> str:
+        return "rest"
 
 
 @pytest.mark.parametrize("size", [1, 7, 20, 64, len(STREAM)])
 async def test_events_are_whole_wherever_the_stream_is_cut(size: int) -> None:
-    pieces = [STREAM[begin : begin + size] for begin in range(0, len(STREAM), size)]
-    sent = await answered(Results(), EVENTS, pieces)
-    assert sent[0] is EVENTS
-    events = events_of(sent)
+    sent: list[Any] = []
+    closed: list[Any] = []
+
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        kind = (b"content-type", b"text/event-stream")
+        await send({"type": "http.response.start", "status": 200, "headers": [kind]})
+        for begin in range(0, len(STREAM), size):
+            end = begin + size
+            body = STREAM[begin:end]
+            await send({"type": "http.response.body", "body": body, "more_body": end < len(STREAM)})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    engine, results = cast("Any", SimpleNamespace(close_call=closed.append)), Results()
+    await InterveningApp(app, engine, cast("Any", results))({"type": "http"}, never, send)
+    text = b"".join(message["body"] for message in sent[1:]).decode()
+    events = [json.loads(one.partition("\ndata: ")[2]) for one in text.split("\n\n") if one]
     assert [event["type"].rpartition(".")[2] for event in events] == [
         "created", "in_progress", "delta", "delta", "completed",
     ]  # fmt: skip
-    assert [event.get("interventions", {}).get("part") for event in events[:4]] == [None, None, 1, 2]
-    assert events[4]["response"] == {"id": "r", "interventions": {"rest": True, "choice": 0}}
+    assert [event.get("interventions") for event in events[:4]] == [None, None, 1, 2]
+    assert events[4]["response"] == {"id": "r", "interventions": "rest"}
     assert not sent[-1]["more_body"]
-
-
-async def test_items_have_results_of_their_own_and_the_length_is_right() -> None:
-    body = json.dumps({"data": [{"index": 0}, {"index": 1}]}).encode()
-    head, message = await answered(Results(), JSON, [body[:9], body[9:]])
-    assert [item["interventions"]["choice"] for item in json.loads(message["body"])["data"]] == [0, 1]
-    assert dict(head["headers"])[b"content-length"] == str(len(message["body"])).encode()
-
-
-@pytest.mark.parametrize(
-    ("start", "body"),
-    [
-        ({**JSON, "status": 500}, b"{}"),
-        (EVENTS, frame("response.created") + frame("error", message="x")),
-    ],
-)
-async def test_a_failed_call_is_raised_instead_of_the_applications_error(start: Any, body: bytes) -> None:
-    results = Results()
-    results.call.failure = ApiError(ErrorCode.CAPTURE_TOO_LARGE, "too large")
-    with pytest.raises(ApiError, match="too large"):
-        await answered(results, start, [body, b""])
-
-
-@pytest.mark.parametrize(("keep_alive_s", "num_sent"), [(0.01, [1, 2]), (0.0, [0, 0])])
-async def test_a_stream_that_waits_begins_when_comments_are_due(
-    keep_alive_s: float, num_sent: list[int]
-) -> None:
-    seen: list[int] = []
-    place = STREAM.index(b"event: response.output")
-    pieces = [STREAM[:place], STREAM[place:]]
-    sent = await answered(Results(keep_alive_s), EVENTS, pieces, pause_s=0.1, seen=seen)
-    assert seen == num_sent
-    assert len(events_of(sent)) == 5
+    assert closed == [results.call]

@@ -23,40 +23,6 @@ from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 from tests.e2e.odd_requests import BODIES, CHAT, COMPLETIONS, ODD
 
 
-@pytest.mark.parametrize(
-    ("body", "param", "text"),
-    [
-        ({"prompt": 3.5}, "prompt", "got 3.5; send another `prompt`."),  # pydantic's
-        (
-            {"prompt": ""},
-            "prompt",
-            "provided and non-empty, got ''; send another `prompt`.",
-        ),  # of a validator
-        (
-            {"prompt": "a", "structured_outputs": []},
-            "structured_outputs",
-            r"got \[\]; change",
-        ),  # it trips over it
-        (
-            {"prompt": "a", "temperature": "hot"},
-            "temperature",
-            "valid number.* got 'hot'; change `temperature`",
-        ),
-        ({"prompt": "a", "n": 1.5}, "n", "valid integer without a fraction, got 1.5; change `n`"),
-        ({"prompt": "a", "stop": ["b", 3]}, "stop.1", "valid string, got 3; change `stop.1`"),
-        ({"prompt": "a", "stream_options": {"x": True}}, "stream_options", "set `stream` to true"),
-        ({"prompt": "a", "response_format": {}}, "response_format.type", "send `response_format.type`"),
-        ({}, "prompt", "send `prompt`"),
-    ],
-)
-async def test_every_refusal_names_the_field_the_value_and_the_step(
-    body: dict[str, Any], param: str, text: str
-) -> None:
-    with pytest.raises(ApiError, match=text) as caught:
-        await read_request(CompletionRequest, body)
-    assert (caught.value.status, caught.value.code, caught.value.param) == (400, "invalid_value", param)
-
-
 async def test_any_odd_value_of_any_field_is_refused_by_its_name() -> None:
     """What stands beside it is right, so nothing but the field can be meant."""
     faults = []

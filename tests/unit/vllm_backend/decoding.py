@@ -119,11 +119,7 @@ class Worker:
             tensor_parallel_size=1,
         )
         self.state = WorkerState(
-            points,
-            SPEC,
-            torch.device("cpu"),
-            max_request_bytes=max_request_bytes,
-            max_engine_bytes=max_bytes,
+            points, SPEC, torch.device("cpu"), max_request_bytes=max_request_bytes, max_engine_bytes=max_bytes
         )
         self.outbox = Outbox()
         self.num_shared = 0

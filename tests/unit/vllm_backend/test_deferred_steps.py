@@ -1,4 +1,4 @@
-"""Requests whose blocks a step did not wait for, in vLLM's scheduler: their tokens are computed again."""
+"""Requests whose blocks a step did not wait for: their tokens are computed again, with the same samples."""
 
 from __future__ import annotations
 
@@ -11,20 +11,16 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput, SamplerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from nnsight_engine.modeling.bundled import bundled_model_path
 from nnsight_engine.plans.records import StepResults
-from nnsight_engine.vllm_backend.compat import (
-    EngineLimits,
-    attach_results,
-    engine_options,
-    is_single_tenant,
-)
+from nnsight_engine.vllm_backend.compat import EngineLimits, attach_results, engine_options, is_single_tenant
 from nnsight_engine.vllm_backend.scheduler import InterventionScheduler
 from nnsight_engine.vllm_backend.sender_usage import SENDER_KEY
+from nnsight_engine.vllm_backend.steps.replayed_samples import ReplayedSamples
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY, TraceEntry
 
 _BLOCK = 16
@@ -162,3 +158,32 @@ def test_a_request_that_ends_while_waiting_is_dropped(scheduling: Scheduling) ->
     scheduling.scheduler.finish_requests("slow", RequestStatus.FINISHED_ABORTED)
     assert scheduling.step(waiting=frozenset()) == {}
     assert not scheduling.scheduler.has_unfinished_requests()
+
+
+def _sampled(rows: list[list[int]], scale: float = 1.0) -> SamplerOutput:
+    """Return tokens with a row for each request, and logprobs with one for each token."""
+    tokens = torch.tensor(rows, dtype=torch.int32)
+    flat = tokens[tokens >= 0]
+    ranks = flat.clone()
+    logprobs = LogprobsTensors(flat[:, None].repeat(1, 3), flat[:, None].repeat(1, 3) * scale, ranks)
+    return SamplerOutput(tokens, logprobs)
+
+
+def test_a_sample_comes_back_once_in_any_row_beside_drafts_unless_its_request_ended() -> None:
+    kept, first = ReplayedSamples(), _sampled([[11], [12], [13]])
+    for name, row in (("own", 1), ("gone", 2)):
+        kept.keep(name, row, first.sampled_token_ids, first, row, {})
+    kept.forget({"gone"})
+    again = _sampled([[21, 22], [23, -1], [24, -1]], scale=9.0)
+    rows = {"own": 2, "other": 0, "gone": 1}
+    kept.put_back(again, rows, (0, 2, 3), {"own"})
+    assert again.sampled_token_ids.tolist() == [[21, 22], [23, -1], [24, -1]], "it is left out once more"
+    kept.put_back(again, rows, (0, 2, 3), ())
+    assert again.sampled_token_ids.tolist() == [[21, 22], [23, -1], [12, -1]]
+    ids, logprobs, ranks = again.logprobs_tensors[:3]
+    assert logprobs[:, 0].tolist() == [189, 198, 207, 12]
+    assert ids[3].tolist() == [12, 12, 12]
+    assert ranks.tolist() == [21, 22, 23, 12]
+    later = _sampled([[31]])
+    kept.put_back(later, {"own": 0}, range(1), ())
+    assert later.sampled_token_ids.item() == 31

@@ -122,10 +122,7 @@ CASES: Final[tuple[tuple[str, tuple[Case, ...]], ...]] = (
         (Case({"diffusion_config": {"canvas_length": 8}}),),
     ),
     ("--enable-lora with a model of experts", (Case({"enable_lora": True}, EXPERTS),)),
-    (
-        "--enable-lora with --pooler-config.task token_classify",
-        (Case({"enable_lora": True, **CLASSIFIER}),),
-    ),
+    ("--enable-lora with --pooler-config.task token_classify", (Case({"enable_lora": True, **CLASSIFIER}),)),
     ("--data-parallel-size with a model of experts", (Case({"data_parallel_size": 2}, EXPERTS),)),
     (
         "--data-parallel-external-lb, or --data-parallel-hybrid-lb",
@@ -134,10 +131,7 @@ CASES: Final[tuple[tuple[str, tuple[Case, ...]], ...]] = (
             engines(data_parallel_hybrid_lb=True, data_parallel_size_local=1),
         ),
     ),
-    (
-        "--data-parallel-size-local below --data-parallel-size",
-        (engines(data_parallel_size_local=1),),
-    ),
+    ("--data-parallel-size-local below --data-parallel-size", (engines(data_parallel_size_local=1),)),
     ("--data-parallel-size with Ray", (engines(data_parallel_backend="ray"),)),
 )
 

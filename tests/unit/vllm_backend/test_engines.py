@@ -131,24 +131,6 @@ def test_requests_of_a_run_that_did_not_end_are_aborted(
     assert not host.inner.llm_engine.output_processor.parent_requests
 
 
-def test_requests_that_were_left_by_others_are_no_outputs_of_a_run(
-    host: SyncEngine, core: PlayedCore
-) -> None:
-    host.inner.enqueue([{"prompt_token_ids": [1]}], [SamplingParams(detokenize=False)], use_tqdm=False)
-    core.before_step = raises(KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        host.inner.wait_for_completion(use_tqdm=False)  # the user's own call
-    core.before_step = lambda: None
-    assert run(host, 7, 8) == [[7], [8]]
-
-
-def test_an_abort_that_fails_does_not_hide_why_the_run_ended(host: SyncEngine, core: PlayedCore) -> None:
-    core.before_step = raises(KeyboardInterrupt())
-    cast("Any", core).abort_requests = lambda _: raises(RuntimeError("the engine is dead"))()
-    with pytest.raises(KeyboardInterrupt):
-        run(host, 1)
-
-
 def test_threads_take_turns_and_each_has_its_own_outputs(host: SyncEngine, core: PlayedCore) -> None:
     core.before_step = lambda: time.sleep(0.001)
     found: dict[int, list[list[list[int]]]] = {}
@@ -162,27 +144,6 @@ def test_threads_take_turns_and_each_has_its_own_outputs(host: SyncEngine, core:
     for thread in threads:
         thread.join(60)
     assert found == {number: [[[number], [100 + number]]] * 5 for number in range(4)}
-
-
-def test_calls_of_workers_wait_for_a_run_of_another_thread(host: SyncEngine, core: PlayedCore) -> None:
-    is_running, may_end, order = threading.Event(), threading.Event(), list[str]()
-
-    def hold() -> None:
-        is_running.set()
-        may_end.wait(60)
-        order.append("step")
-
-    core.before_step = hold
-    running = threading.Thread(target=run, args=(host, 1))
-    running.start()
-    is_running.wait(60)
-    calling = threading.Thread(target=lambda: order.append(host.call("method", 1)[0][0]))
-    calling.start()
-    calling.join(0.05)
-    may_end.set()
-    running.join(60)
-    calling.join(60)
-    assert order == ["step", "method"]
 
 
 def test_an_interrupt_ends_the_trace_on_the_engines_loop(monkeypatch: pytest.MonkeyPatch) -> None:

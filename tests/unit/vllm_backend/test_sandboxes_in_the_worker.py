@@ -57,14 +57,6 @@ def test_code_is_not_trusted_by_omission() -> None:
         _ = request.sandbox_of
 
 
-def test_a_tenant_rests_for_others_alone() -> None:
-    pool = SandboxPool(TraceDispatcher(), EngineLimits())
-    pool._waiting._rest("acme", 10)
-    assert pool.throttled == frozenset({"acme"})
-    pool.is_single_tenant = True
-    assert pool.throttled == frozenset()
-
-
 def test_changes_that_are_too_many_to_keep_are_dropped_until_the_next_step() -> None:
     changes = Changes(100)
     changes.keep("a", [], memoryview(bytes(60)))

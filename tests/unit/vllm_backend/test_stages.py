@@ -166,23 +166,6 @@ def test_only_the_requests_rows_travel_and_come_back(shape: tuple[int, ...]) -> 
     assert torch.equal(back.index_select(axis, others), whole.index_select(axis, others))
 
 
-def test_an_unchanged_value_stays_the_same_object() -> None:
-    parcels = payloads(4, (0, 2))
-    value = (torch.ones(4, 2), torch.ones(4, 2))
-    there = parcels.unpack(*parcels.pack(value), HOST)
-    after = parcels.changed(value, parcels.changes(there, (there[0], there[1] * 2)))
-    assert after[0] is value[0]
-    assert after[1].tolist() == [[2, 2], [2, 2], [1, 1], [1, 1]]
-    assert parcels.changed(value, []) is value
-
-
-def test_a_tensor_without_rows_travels_whole_even_if_it_is_as_long_as_the_rows() -> None:
-    parcels = payloads(5, (2, 1))
-    table = torch.arange(3.0).reshape(1, 3)
-    (there,) = parcels.unpack(*parcels.pack((table,)), HOST)
-    assert torch.equal(there, table)
-
-
 def test_rows_keep_the_order_of_the_requests_when_a_repeated_step_has_them_in_another() -> None:
     parcels = payloads(3, (2, 1), (0, 2))
     whole = torch.tensor([[0.0], [1.0], [2.0]])

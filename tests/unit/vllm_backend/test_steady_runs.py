@@ -301,13 +301,3 @@ def test_reads_that_cannot_be_collected_fail_their_requests_and_no_others() -> N
     payload = decoding.worker.take("r1", final=True)
     assert payload is not None
     assert [position for record in payload.records for position in record.positions] == [2, 3, 4]
-
-
-def test_a_step_without_interventions_ends_a_run() -> None:
-    decoding = Decoding([[CAPTURE]])
-    assert decoding.step().run_step is not None
-    decoding.worker.begin({}, set())
-    decoding.worker.outbox.absorb(None)
-    results = decoding.step()
-    assert results.run_step is None
-    assert results.infos["r0"].end_position == 5

@@ -23,7 +23,6 @@ from nnsight_engine.vllm_backend.trace_call import TraceCall, TracedPrompt
 from nnsight_engine.vllm_backend.trace_results import BlockError
 from nnsight_engine.vllm_backend.trace_router import TraceRouter
 from nnsight_engine.vllm_backend.trace_run import FinishedTrace
-from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 from tests.unit.vllm_backend.scripted_engine import Engine
 
 
@@ -261,21 +260,6 @@ def prompt_of(
     return call.begin(engine, {"steps": steps}, SamplingParams(**sampling), "request"), slot
 
 
-async def test_the_last_output_follows_the_results_of_the_block() -> None:
-    engine = Engine(result=encode({"blocks": [GOOD]}))
-    call = new_call()
-    prompt, slot = prompt_of(call, engine, [1, 2])
-    seen = []
-    async for output in prompt.outputs():
-        assert slot.is_released == output.finished, "the next prompt may start when this one is collected"
-        seen.append(output.finished)
-    (result,) = call.take_final(0, 1).results
-    call.close(lambda _: pytest.fail("it has ended already"))
-    assert isinstance(result, CollectedTrace)
-    assert (seen, result.saves) == ([False, True], {"a": 1})
-    assert (engine.forgotten, len(engine.traces)) == ([], 0)
-
-
 async def test_the_slot_of_an_abandoned_prompt_is_released_when_the_engine_has_dropped_it() -> None:
     engine, call = Engine(), new_call(max_requests=2)
     prompt, slot = prompt_of(call, engine, range(1, 1000))
@@ -290,16 +274,3 @@ async def test_the_slot_of_an_abandoned_prompt_is_released_when_the_engine_has_d
     assert slot.is_released
     assert (engine.forgotten, engine.aborted) == ([prompt.requests.key], prompt.requests.ids)
     assert (engine.num_running, len(engine.traces), unstarted.is_running) == (0, 0, False)
-
-
-async def test_the_block_of_several_choices_is_sent_once() -> None:
-    engine = Engine()
-    call = TraceCall(
-        b"block", name="t", param="p", filename="f", streams=False, max_requests=2, sandbox_of=None
-    )
-    prompt, _ = prompt_of(call, engine, [1], n=2)
-    with pytest.raises(ApiError, match="cannot be read"):  # the engine has no results
-        _ = [output async for output in prompt.outputs()]
-    assert engine.held == {prompt.requests.key: b"block"}
-    assert prompt.requests.params[0].extra_args[TRACE_KEY]["data"] == b""
-    assert call.failure is not None

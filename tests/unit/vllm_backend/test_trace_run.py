@@ -1,4 +1,4 @@
-"""A trace's requests together: one stream, an orderly end however it comes, slow readers."""
+"""A trace's requests together: on one engine, one stream, an orderly end however it comes, slow readers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from nnsight_engine.remote_backend.backpressure import SlowReaderError
+from nnsight_engine.vllm_backend.trace_placement import TracePlacement
 from nnsight_engine.vllm_backend.trace_router import TraceEvent
-from nnsight_engine.vllm_backend.trace_run import MergedRun, Output, TraceRun, TraceStarted
+from nnsight_engine.vllm_backend.trace_run import MergedRun, Output, TraceRun
 from nnsight_engine.vllm_backend.traced_requests import TraceRequests
 from tests.unit.vllm_backend.scripted_engine import Engine
 
@@ -23,29 +24,6 @@ async def turns(number: int = 100) -> None:
     """Let other tasks run until they wait."""
     for _ in range(number):
         await asyncio.sleep(0)
-
-
-async def test_all_outputs_arrive_and_events_before_the_output_of_their_step() -> None:
-    engine = Engine()
-    seen = await events(engine.run([b"one", 1, b"two", 2], [1]))
-    assert [type(event) for event in seen[:1]] == [TraceStarted]
-    assert sorted(event.block for event in seen if isinstance(event, Output)) == [0, 0, 1]
-    first = [event for event in seen if not isinstance(event, TraceStarted) and event.block == 0]
-    assert [event.delta if isinstance(event, TraceEvent) else "output" for event in first] == [
-        *(b"one", "output"),
-        *(b"two", "output"),
-    ]
-    assert len(engine.traces) == 0
-    assert engine.forgotten == ["key"], "its results were not collected"
-
-
-async def test_a_finished_trace_has_the_last_outputs_as_results_and_is_not_aborted() -> None:
-    engine = Engine()
-    async with engine.run([1, 2], [1]) as run:
-        _ = [event async for event in run]
-        finished = await run.finish()
-    assert {name: one["token_ids"] for name, one in finished.results.items()} == {"0/0": [0, 1], "1/0": [0]}
-    assert (len(engine.traces), engine.forgotten) == (0, [])
 
 
 @pytest.mark.parametrize("is_at_start", [False, True])
@@ -138,3 +116,19 @@ async def test_events_of_other_traces_and_faults_of_a_listener_are_ignored() -> 
     engine.traces.deliver([("mine", 0, b"x", ""), ("another's", 0, b"x", "")], 0)
     seen = await events(engine.run([b"y", 1], key="own"))
     assert [event.delta for event in seen if isinstance(event, TraceEvent)] == [b"y"]
+
+
+def test_a_trace_goes_where_the_fewest_requests_are_or_will_be() -> None:
+    placement = TracePlacement(3)
+
+    def placed(key: str, num_requests: int, *in_flight: int) -> int:
+        placement.place(key, num_requests, in_flight)
+        return placement.rank(key)
+
+    assert placed("first", 1, 4, 2, 3) == 1
+    placement.remove("first")
+    assert [placed(key, size, 0, 0, 0) for key, size in (("a", 5), ("b", 2), ("c", 3))] == [2, 0, 1]
+    assert placed("d", 1, 0, 0, 0) == 0, "they are not sent yet, and count"
+    placement.remove("a")
+    placement.remove("a")
+    assert placed("e", 1, 0, 0, 0) == 2

@@ -1,10 +1,8 @@
-"""What is made of single modules of vLLM: attention, mixers, quantised layers, inputs per layer, adapters."""
+"""What is made of single modules of vLLM: attention, mixers and quantised layers."""
 
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +11,6 @@ import torch
 from torch import nn
 from vllm import EngineArgs
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
-from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fusion.fused_act_quant import maybe_fused_act_quant
@@ -27,13 +24,8 @@ from nnsight_engine.families.places import Place
 from nnsight_engine.modeling.bundled import bundled_model_path
 from nnsight_engine.vllm_backend.attention_hooks import attention_form
 from nnsight_engine.vllm_backend.hooks import keep_inputs_plain
-from nnsight_engine.vllm_backend.mixer_states import mixer_state_shape
 from nnsight_engine.vllm_backend.model_layout import BlockPoints
 from nnsight_engine.vllm_backend.model_points import ModelPoints
-from nnsight_engine.vllm_backend.steps.adapters import AdaptersMixin
-from nnsight_engine.vllm_backend.steps.inputs_per_layer import supply_inputs_per_layer
-from nnsight_engine.vllm_backend.traces.block_adapters import NO_ADAPTER, NO_SLOT, BlockAdapters
-from nnsight_engine.vllm_backend.traces.errors import AdapterNotLoadedError
 
 
 def test_attention_patterns_are_computed_as_vllm_attends_or_refused() -> None:
@@ -66,13 +58,6 @@ def test_there_is_no_pattern_where_positions_attend_to_later_ones() -> None:
     causal = BlockPoints(LLAMA_LEAVES, LLAMA.kernel, num_heads=2, num_kv_heads=1, head_dim=4)
     shapes, others = causal.shapes(8), dataclasses.replace(causal, is_causal=False).shapes(8)
     assert shapes.keys() - others.keys() == {"attn.pattern"}
-
-
-def test_a_mixer_whose_kernel_postpones_updates_has_no_state() -> None:
-    sizes = {"num_heads": 2, "head_dim": 3, "ssm_state_size": 4}
-    for replays, shape in ((False, (2, 3, 4)), (True, ())):
-        mixer = SimpleNamespace(**sizes, use_replayssm=replays)
-        assert mixer_state_shape(cast("nn.Module", mixer)) == shape
 
 
 class Projection(LinearBase):
@@ -108,84 +93,3 @@ def test_a_point_before_a_quantised_layer_is_a_plain_tensor() -> None:
     gate, up = rows.chunk(2, dim=-1)
     activations: Any = maybe_fused_act_quant(block.act_fn, rows, block.down_proj)
     torch.testing.assert_close(activations, nn.functional.silu(gate) * up)
-
-
-class Gemma3nForCausalLM(nn.Module):
-    """Returns the inputs per layer that it is given; has the parts of vLLM's class that are used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = cast("Any", nn.Module())
-        self.model.config = SimpleNamespace(num_hidden_layers=3, hidden_size_per_layer_input=4)
-        self.model.embed_tokens = nn.Embedding(11, 2)
-        self.model.get_per_layer_input_embeddings = nn.Embedding(11, 12)
-
-    def forward(
-        self, input_ids: torch.Tensor | None, positions: torch.Tensor, *, per_layer_inputs: Any = None
-    ) -> Any:
-        return per_layer_inputs
-
-
-class OtherModel(Gemma3nForCausalLM):
-    """A model of another name."""
-
-
-@torch.no_grad()
-def test_gemma_3n_of_text_gets_inputs_per_layer_in_memory_that_stays() -> None:
-    model, other = Gemma3nForCausalLM(), OtherModel()
-    for one in (model, other):
-        supply_inputs_per_layer(one, 8)
-    embedded = model.model.get_per_layer_input_embeddings
-    first, second = torch.tensor([3, 1, 4]), torch.tensor([1, 5])
-    given = model(input_ids=first, positions=first)
-    assert torch.equal(given, embedded(first).view(-1, 3, 4))
-    again = model(second, second)
-    assert torch.equal(again, embedded(second).view(-1, 3, 4))
-    assert again.data_ptr() == given.data_ptr()
-    own = torch.ones(2, 3, 4)
-    assert model(second, second, per_layer_inputs=own) is own
-    assert model(None, second) is None
-    assert other(first, first) is None
-
-
-class Runner:
-    given: list[int]
-
-    def _set_active_loras(self, _prompts: Any, _rows: Any, adapters: Iterable[LoRARequest]) -> None:
-        self.given = [one.lora_int_id for one in adapters]
-
-
-class InterventionRunner(AdaptersMixin, Runner):  # type: ignore[misc] # as vLLM's runner
-    pass
-
-
-def test_adapters_take_slots_in_one_order_on_all_ranks() -> None:
-    runner, numbers = InterventionRunner(), [7, 1, 30, 4, 12]
-    adapters = {LoRARequest(f"adapter {number}", number, "/srv/adapter") for number in numbers}
-    runner._set_active_loras((), (), adapters)
-    assert runner.given == sorted(numbers), "whatever the order of vLLM's sets"
-
-
-def test_a_call_has_the_adapter_of_its_block_and_the_model_that_of_the_step() -> None:
-    adapters = BlockAdapters(lambda: [7, None, 9])
-    found: list[int | None] = []
-
-    def block(adapter: int) -> None:
-        adapters.enter(adapter)
-        found.append(adapters.slot())
-
-    for adapter in (9, 7, NO_ADAPTER):
-        thread = threading.Thread(target=block, args=(adapter,))
-        thread.start()
-        thread.join()
-    assert found == [2, 0, NO_SLOT]
-    assert adapters.slot() is None
-    with adapters.using(7):
-        assert adapters.slot() == 0
-        with adapters.using(NO_ADAPTER):
-            assert adapters.slot() == NO_SLOT
-        assert adapters.current == 7
-    assert adapters.slot() is None
-    adapters.enter(8)
-    with pytest.raises(AdapterNotLoadedError, match="max_loras"):
-        adapters.slot()

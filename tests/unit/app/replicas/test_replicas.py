@@ -223,7 +223,3 @@ def test_each_number_says_whose_it_is_and_families_stay_together() -> None:
     assert requests.samples[0].labels["outcome"] == 'a "b"'
     assert [one.labels for one in up.samples] == [{"replica": "a"}, {"replica": "b"}]
     assert page.count("# TYPE up gauge") == 1
-
-
-def test_no_replica_no_metrics() -> None:
-    assert merged({}) == ""

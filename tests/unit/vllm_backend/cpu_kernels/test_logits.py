@@ -9,17 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.bad_words import apply_bad_words
 from vllm.v1.worker.gpu.sample.logit_bias import apply_logit_bias
-from vllm.v1.worker.gpu.sample.logprob import (
-    compute_token_logprobs,
-    compute_topk_scores,
-)
+from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs, compute_topk_scores
 from vllm.v1.worker.gpu.sample.min_p import apply_min_p
 from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
 from vllm.v1.worker.gpu.sample.penalties import apply_penalties, bincount
-from vllm.v1.worker.gpu.sample.prompt_logprob import get_prompt_logprobs_token_ids
 from vllm.v1.worker.gpu.sample.trace_replay import apply_trace_tokens
 
 Kernel = Callable[[str], Any]
@@ -184,18 +179,6 @@ def test_a_request_s_own_tokens_replace_the_best_ones(kernel: Kernel) -> None:
     )
     assert ids.tolist() == [[0, 41, 0, 0], [1, 12, 13, 0], [2, 14, 15, 0], [3, 16, 17, 0], [4, 31, 32, 33]]
     assert is_valid.sum(-1).tolist() == [2, 3, 3, 3, 4]
-
-
-def test_the_tokens_of_prompt_logprobs_are_the_following_ones() -> None:
-    ids = torch.arange(60, dtype=torch.int32).view(3, 20)
-    got = get_prompt_logprobs_token_ids(7, int32(0, 3, 7), int32(2, 0), int32(4, 0, 0), ids)
-    assert got.tolist() == [41, 42, 43, 5, 6, 7, 8]
-
-
-def test_nan_are_counted() -> None:
-    given = logits()
-    given[1, 3] = given[1, 9] = given[4, 0] = torch.nan
-    assert get_num_nans(given).tolist() == [0, 2, 0, 0, 1]
 
 
 @pytest.mark.parametrize("max_num_kept", [4, 50])

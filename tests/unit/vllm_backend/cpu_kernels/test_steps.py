@@ -1,12 +1,60 @@
-"""Inputs of a step, blocks of its requests, and what a step sampled: compared with loops over requests."""
+"""Which kernels have functions for CPUs, and the inputs of steps that few models have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import vllm
 from vllm.v1.worker.gpu import input_batch
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+from nnsight_engine.vllm_backend.cpu_kernels.install import FUNCTIONS, MISSING
+from nnsight_engine.vllm_backend.cpu_kernels.launches import MissingKernel
+
+WORKER = Path(vllm.__file__).parent / "v1/worker"
+OWN_ON_CPUS = {"mamba_utils:batch_memcpy_kernel"}
+"""Which vLLM itself replaces on CPUs."""
+
+
+def launched() -> Iterator[str]:
+    """Yield each kernel that a module launches, ``name[grid](...)``."""
+    for path in [*WORKER.glob("gpu/**/*.py"), WORKER / "utils.py", WORKER / "mamba_utils.py"]:
+        module = ".".join(path.relative_to(WORKER).with_suffix("").parts)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(func=ast.Subscript(value=ast.Name(id=name))) if name.endswith("_kernel"):
+                    yield f"{module}:{name}"
+
+
+def test_all_launched_kernels_are_known() -> None:
+    assert set(launched()) - OWN_ON_CPUS == FUNCTIONS.keys() | set(MISSING)
+    assert not FUNCTIONS.keys() & set(MISSING)
+
+
+def test_a_missing_kernel_says_its_name() -> None:
+    with pytest.raises(NotImplementedError, match=r"gpu\.cp_utils:_dcp.* has no function for CPUs"):
+        MissingKernel(MISSING[0])[1,]
+
+
+def test_options_without_a_function_are_refused() -> None:
+    zeros = torch.zeros(1)
+    with pytest.raises(NotImplementedError, match="_gumbel_sample_kernel has no function for CPUs with fp64"):
+        gumbel_sample(
+            torch.zeros(1, 4),
+            zeros.int(),
+            zeros,
+            zeros.long(),
+            zeros.long(),
+            apply_temperature=True,
+            is_drafting=False,
+            use_fp64=True,
+        )
+
 
 Kernel = Callable[[str], Any]
 MAX_REQUESTS, MAX_LENGTH = 6, 40
@@ -15,34 +63,6 @@ REQUESTS = torch.tensor([4, 0, 2], dtype=torch.int32)
 STARTS = torch.tensor([0, 5, 8, 11], dtype=torch.int32)
 PREFILL = torch.tensor([9, 0, 4, 0, 12, 0], dtype=torch.int32)
 COMPUTED = torch.tensor([6, 0, 7, 0, 0, 0], dtype=torch.int32)
-IDS = torch.arange(MAX_REQUESTS * MAX_LENGTH, dtype=torch.int32).view(MAX_REQUESTS, MAX_LENGTH)
-
-
-def test_prompt_tokens_are_written_and_those_that_follow() -> None:
-    ids, following = torch.zeros(12, dtype=torch.int32), torch.full((2, MAX_REQUESTS), -1, dtype=torch.int32)
-    input_batch.prepare_prefill_inputs(ids, following, REQUESTS, STARTS, IDS, PREFILL, COMPUTED)
-    assert ids.tolist() == [*range(160, 165), 6, 7, 8, 0, 0, 0, 0]
-    assert following.tolist() == [[0, -1, -1, -1, 165, -1], [0, -1, -1, -1, 166, -1]]
-
-
-def test_positions_and_lengths() -> None:
-    positions, lengths = torch.zeros(12, dtype=torch.int64), torch.full((MAX_REQUESTS,), 9, dtype=torch.int32)
-    input_batch.prepare_pos_seq_lens(REQUESTS, STARTS, COMPUTED, positions, lengths)
-    assert positions.tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 7, 8, 9, 0]
-    assert lengths.tolist() == [5, 9, 10, 0, 0, 0]
-
-
-def test_sampled_tokens_and_drafts_enter_a_batch() -> None:
-    ids = torch.arange(100, 111, dtype=torch.int32)
-    last = torch.arange(50, 50 + MAX_REQUESTS, dtype=torch.int32).view(-1, 1)
-    drafts = torch.arange(2 * MAX_REQUESTS).view(-1, 2)
-    rows = torch.tensor([0, 1, 2, 5], dtype=torch.int32)
-    lengths = torch.tensor([5, 9, 10], dtype=torch.int32)
-    indices = input_batch.combine_sampled_and_draft_tokens(
-        ids, REQUESTS, last, STARTS, lengths, PREFILL, drafts, rows, 5
-    )
-    assert indices.tolist() == [4, 7, 8, 9, 10]
-    assert ids.tolist() == [*range(100, 108), 52, 4, 5]
 
 
 def test_the_end_of_a_prompt_keeps_its_tokens() -> None:
@@ -59,52 +79,6 @@ def test_the_end_of_a_prompt_keeps_its_tokens() -> None:
         2,
     )
     assert ids.tolist() == [100, 101, 7]
-
-
-def test_refused_drafts_are_counted_and_prompts_sample_nothing() -> None:
-    sampled, rejected = input_batch.get_num_sampled_and_rejected(
-        torch.tensor([1, 1, 2], dtype=torch.int32),
-        torch.tensor([5, 9, 10], dtype=torch.int32),
-        torch.tensor([0, 1, 2, 5], dtype=torch.int32),
-        REQUESTS,
-        PREFILL,
-    )
-    assert (sampled.tolist(), rejected.tolist()) == ([0, 1, 2], [0, 0, 1])
-
-
-def test_a_step_s_results_enter_the_state() -> None:
-    requests = torch.tensor([4, -1, 2], dtype=torch.int32)
-    computed, last = COMPUTED.clone(), torch.full((MAX_REQUESTS, 1), -1)
-    counts, ids = torch.zeros(MAX_REQUESTS, 9, dtype=torch.int32), IDS.clone()
-    totals = torch.tensor([9, 0, 8, 0, 12, 0], dtype=torch.int32)
-    input_batch.post_update(
-        requests,
-        computed,
-        last,
-        counts,
-        torch.tensor([[1, 1, 1], [2, 2, 2], [3, 3, 8]]),
-        torch.tensor([0, 3, 3], dtype=torch.int32),
-        torch.tensor([0, 0, 1], dtype=torch.int32),
-        STARTS,
-        ids,
-        totals,
-    )
-    assert computed.tolist() == [6, 0, 9, 0, 5, 0]
-    assert last.view(-1).tolist() == [-1, -1, 8, -1, -1, -1]
-    assert totals.tolist() == [9, 0, 11, 0, 12, 0]
-    expected = IDS.clone()
-    expected[2, 8:11] = torch.tensor([3, 3, 8])
-    assert torch.equal(ids, expected)
-    assert [int(one) for one in (counts.sum(), counts[2, 3], counts[2, 8])] == [3, 2, 1]
-    input_batch.post_update_num_computed_tokens(REQUESTS, computed, STARTS)
-    assert computed.tolist() == [9, 0, 12, 0, 10, 0]
-
-
-def test_requests_are_repeated_for_their_logits() -> None:
-    requests, places = input_batch.expand_idx_mapping(
-        REQUESTS, 6, torch.tensor([0, 1, 4, 6], dtype=torch.int32), 3
-    )
-    assert (requests.tolist(), places.tolist()) == ([4, 0, 0, 0, 2, 2], [0, 0, 1, 2, 0, 1])
 
 
 def test_writes_reach_their_rows_and_tables(kernel: Kernel) -> None:
@@ -128,40 +102,6 @@ def test_writes_reach_their_rows_and_tables(kernel: Kernel) -> None:
         tables, None, *writes, torch.tensor([1, 0, 1]), BLOCK_SIZE=4, MULTI_GROUP=True
     )
     assert [one.sum().item() for one in tables] == [4, 21]
-
-
-def test_blocks_and_slots_are_those_of_the_requests(kernel: Kernel) -> None:
-    tables = [torch.arange(1, 31, dtype=torch.int32).view(5, 6) + 100 * group for group in range(2)]
-    targets = [torch.full((4, 6), -7, dtype=torch.int32) for _ in tables]
-    requests = torch.tensor([3, 1], dtype=torch.int32)
-    num_blocks = torch.tensor([[0, 2, 0, 4, 0], [0, 1, 0, 6, 0]], dtype=torch.int32)
-    kernel("gpu.block_table:_gather_block_tables_kernel")[2, 3](
-        requests, tables, targets, None, num_blocks, 5, 2, BLOCK_SIZE=4
-    )
-    assert targets[0].tolist() == [[19, 20, 21, 22, -7, -7], [7, 8, *[-7] * 4], [0] * 6, [-7] * 6]
-    assert targets[1].tolist() == [[*range(119, 125)], [107, *[-7] * 5], [0] * 6, [-7] * 6]
-
-    slots = torch.full((2, 8), 5)
-    kernel("gpu.block_table:_compute_slot_mappings_kernel")[2, 4](
-        8,
-        torch.tensor([3, -1, 1], dtype=torch.int32),
-        torch.tensor([0, 3, 4, 6], dtype=torch.int32),
-        torch.tensor([14, 15, 16, 99, 0, 5]),
-        tables,
-        None,
-        torch.tensor([16, 4]),
-        torch.tensor([True, True]),
-        None,
-        slots,
-        8,
-        0,
-        CP_SIZE=1,
-        CP_INTERLEAVE=1,
-        PAD_ID=-1,
-        TRITON_BLOCK_SIZE=4,
-    )
-    assert slots[0].tolist() == [19 * 16 + 14, 19 * 16 + 15, 20 * 16, -1, 7 * 16, 7 * 16 + 5, -1, -1]
-    assert slots[1].tolist() == [122 * 4 + 2, 122 * 4 + 3, 123 * 4, -1, 107 * 4, 108 * 4 + 1, -1, -1]
 
 
 def test_blocks_are_zeroed_in_each_segment(kernel: Kernel) -> None:
