@@ -28,6 +28,7 @@ def every_attempt() -> list[Attempt]:
     from tests.security.attempts import (  # noqa: PLC0415 - they import this
         beneath,
         budgets,
+        classes,
         engine,
         escapes,
         libraries,
@@ -36,6 +37,6 @@ def every_attempt() -> list[Attempt]:
 
     return [
         Attempt(f"{module.__name__.rpartition('.')[2]}-{name}", code.strip("\n"))
-        for module in (walks, escapes, libraries, engine, budgets, beneath)
+        for module in (walks, escapes, classes, libraries, engine, budgets, beneath)
         for name, code in module.ATTEMPTS.items()
     ]
