@@ -115,13 +115,6 @@ def keyed_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(scope="session")
-def float32_engine(request: pytest.FixtureRequest, narrow: Path) -> Engine:
-    """Run it in this process, for declarative requests; modules share it."""
-    engine = Engine(narrow, dtype="float32", block_size=32, max_num_batched_tokens=1024)
-    return shared(request, contextlib.closing(engine))
-
-
-@pytest.fixture(scope="session")
 def chunked_engine(request: pytest.FixtureRequest, narrow: Path) -> Engine:
     """Run it in float32 with so little memory that requests are chunked and preempted; modules share it."""
     engine = Engine(

@@ -54,7 +54,7 @@ def draw(world: World, seed: int, folder: Path) -> list[Json]:
     author, pick, found = Author(world, seed), random.Random(seed), list[Json]()
     while len(found) < NUM_REQUESTS:
         found += [request for request in author.case() if request["arrives"] < AFTER_ALL]
-    crowd = [_growing(pick.choices(world.vocab, k=_NEARLY_A_BLOCK)) for _ in range(NUM_BLOCKS)]
+    crowd = [_growing(world, pick.choices(world.vocab, k=_NEARLY_A_BLOCK), n) for n in range(NUM_BLOCKS)]
     drawn = [
         request
         | {"arrives": min(request["arrives"], _LAST_ARRIVAL), "sampling": _greedy(request["sampling"])}
@@ -63,10 +63,14 @@ def draw(world: World, seed: int, folder: Path) -> list[Json]:
     return drawn + ConditionalAuthor(world, pick, folder).requests()
 
 
-def _growing(ids: list[int]) -> Json:
+def _growing(world: World, ids: list[int], number: int) -> Json:
+    """Return a request that reads, and every second one that writes."""
     capture = {"op": "capture", "at": "layers.*.output", "name": "read"}
+    drawn = {"normal": number, "shape": [world.widths["output"]], "norm": world.norms["output"]}
+    steer = {"op": "steer", "at": "layers.1.output", "vector": {**drawn, "as": "numbers"}}
+    operations = [capture] if number % 2 else [steer, capture]
     sampling = {"logprobs": 2}
-    return {"ids": ids, "interventions": [capture], "max_tokens": 12, "sampling": sampling, "arrives": 0}
+    return {"ids": ids, "interventions": operations, "max_tokens": 12, "sampling": sampling, "arrives": 0}
 
 
 def _greedy(sampling: Json) -> Json:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -20,11 +23,18 @@ STEER = {
 }
 
 
+@pytest.fixture(scope="module")
+def engine(narrow: Path) -> Iterator[Engine]:
+    engine = Engine(narrow, dtype="float32", block_size=32, max_num_batched_tokens=1024)
+    yield engine
+    engine.close()
+
+
 @pytest.fixture
-def fresh(float32_engine: Engine) -> Engine:
+def fresh(engine: Engine) -> Engine:
     """Empty the prefix cache."""
-    assert float32_engine.llm.reset_prefix_cache()
-    return float32_engine
+    assert engine.llm.reset_prefix_cache()
+    return engine
 
 
 def test_plain_after_steered_is_not_poisoned_and_still_caches(fresh: Engine) -> None:

@@ -131,58 +131,7 @@ def test_a_change_moves_the_value_along_the_feature(
     assert (np.abs(after - before - expected) < rounding).all()
 
 
-def test_a_stream_has_the_features_of_each_token(client: httpx.Client, dictionary: dict[str, Any]) -> None:
-    del dictionary
-    read = {"op": "features", "dictionary": "ninth", "top_k": 2, "where": {"phase": "generated"}, "name": "f"}
-    whole = answer(client, [read])["interventions"]["results"]["f"]
-    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": True}
-    positions, rows = [], []
-    with client.stream("POST", "/v1/completions", json={**body, "interventions": [read]}) as stream:
-        for line in stream.iter_lines():
-            if line.startswith("data: {"):
-                choice = json.loads(line.removeprefix("data: "))["choices"][0]
-                part = choice.get("interventions", {}).get("results", {}).get("f")
-                if part is not None:
-                    assert len(part["positions"]) <= 1
-                    positions += part["positions"]
-                    rows += part["features"]
-    assert (positions, rows) == (whole["positions"], whole["features"])
 
 
-def test_a_preset_keeps_its_version_of_a_dictionary(
-    client: httpx.Client, dictionary: dict[str, Any], numbers: dict[str, Array]
-) -> None:
-    change = {"op": "feature", "dictionary": "ninth", "changes": [{"feature": "cats", "value": 30.0}]}
-    made = client.post("/v1/presets", json={"name": "catty", "interventions": [change]})
-    assert made.status_code == 201, made.text
-    newer = {name: -one for name, one in numbers.items()}
-    cfg = client.get(f"/v1/dictionaries/{dictionary['id']}/config").text
-    reply = client.post(
-        "/v1/dictionaries",
-        data={"name": "ninth", "cfg": cfg, "labels": json.dumps({"5": "cats"})},
-        files={"weights": ("sae_weights.safetensors", save(newer))},
-    )
-    assert reply.json()["version"] == 2
-    found = answer(client, [], preset="catty")["interventions"]
-    assert found["applied"][0]["dictionaries"] == [{"name": "ninth", "version": 1, "id": dictionary["id"]}]
-    client.delete(f"/v1/dictionaries/{reply.json()['id']}")
 
 
-def test_names_that_mean_nothing_are_refused(client: httpx.Client, dictionary: dict[str, Any]) -> None:
-    del dictionary
-    for op, code, param in (
-        ({"op": "features", "dictionary": "none"}, "unknown_dictionary", "interventions.0.dictionary"),
-        (
-            {"op": "features", "dictionary": "ninth", "features": ["dogs"]},
-            "unknown_feature",
-            "interventions.0.features.0",
-        ),
-        (
-            {"op": "flag", "when": {"dictionary": "ninth", "feature": 64}},
-            "unknown_feature",
-            "interventions.0.when.feature",
-        ),
-    ):
-        reply = client.post("/v1/completions", json={"prompt": PROMPT, "interventions": [op]})
-        error = reply.json()["error"]
-        assert (reply.status_code, error["code"], error["param"]) == (400, code, param), reply.text

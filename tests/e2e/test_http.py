@@ -36,23 +36,6 @@ def decode(tensor: dict[str, Any]) -> np.ndarray[Any, Any]:
     return np.frombuffer(base64.b64decode(tensor["data"]), np.float32).reshape(tensor["shape"])
 
 
-async def test_operations_are_for_the_prompts_that_they_name(live: Live) -> None:
-    body = {"model": MODEL, "max_tokens": 8, "temperature": 0}
-
-    async def choices(**more: Any) -> list[dict[str, Any]]:
-        answer = await live.http.post("/v1/completions", json=body | more)
-        assert answer.status_code == 200, answer.text
-        return list(answer.json()["choices"])
-
-    alone = await choices(prompt=PROMPT, interventions=[STEER])
-    told = [STEER | {"prompts": [1]}, PROBE | {"prompts": [1, 2]}]
-    plain, steered, read = await choices(prompt=[PROMPT] * 3, interventions=told)
-    assert plain["text"] == read["text"] != steered["text"]
-    found = [choice["interventions"] for choice in (plain, steered, read)]
-    assert [list(one["results"]) for one in found] == [[], ["probe"], ["probe"]]
-    assert [[one["op"] for one in each["applied"]] for each in found] == [[], ["steer", "probe"], ["probe"]]
-    written = alone[0]["interventions"]["provenance"]["fingerprint"]
-    assert [one["provenance"]["fingerprint"] for one in found] == ["", written, ""]
 
 
 async def test_a_text_s_tokens_are_those_that_positions_count(live: Live) -> None:

@@ -151,28 +151,5 @@ def test_a_prompt_capture_lets_decoding_be(tmp_path: Path) -> None:
         assert set(engine.held().values()) == {0}
 
 
-@pytest.mark.heavy
-def test_preempted_requests_have_each_row_once(tmp_path: Path) -> None:
-    checkpoint = write("llama", tmp_path)
-    prompts = [PROMPT[i : i + 40] for i in range(8)]
-    with serving(checkpoint, block_size=32, num_gpu_blocks_override=16) as engine:
-        replies = engine.run([Ask(prompt, [capture()], max_tokens=90) for prompt in prompts])
-    assert sum(reply.collected.recomputed_tokens for (reply,) in replies if reply.collected) > 0
-    for prompt, (reply,) in zip(prompts, replies, strict=True):
-        result = reply.result("p")
-        assert isinstance(result, CollectedCapture)
-        assert result.positions == list(range(len(prompt) + 89))
-        assert_patterns(reply, checkpoint, prompt=prompt)
 
 
-@pytest.mark.heavy
-def test_a_capture_that_grows_too_large_fails_alone(tmp_path: Path) -> None:
-    checkpoint = write("llama", tmp_path)
-    limits = EngineLimits(max_capture_bytes_per_request=700_000)
-    with serving(checkpoint, limits=limits) as engine:
-        plain = engine.ask(PROMPT, max_tokens=100)
-        batch = [Ask(PROMPT, [capture()], max_tokens=100), Ask(PROMPT, max_tokens=100)]
-        (failed,), (neighbour,) = engine.run(batch)
-        assert failed.failure.code == "capture_too_large"
-        assert neighbour.token_ids == plain.token_ids
-        assert set(engine.held().values()) == {0}

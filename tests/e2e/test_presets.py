@@ -88,26 +88,5 @@ def test_streamed_chats_by_each_road_are_those_of_the_operations(client: openai.
         assert text == written.choices[0].message.content
 
 
-def test_what_does_not_fit_the_model_is_refused_when_it_is_kept(client: openai.OpenAI) -> None:
-    for wrong, code in (
-        ({**STEER, "at": "layers.30.output"}, "unknown_layer"),
-        ({**STEER, "vector": [1.0] * 575}, "wrong_width"),
-        ({**STEER, "vector": [0.0] * WIDTH}, "invalid_value"),
-        ({**LENS, "top_k": 50_000}, "invalid_value"),
-        ({"op": "ablate", "at": "layers.1.attn.q", "method": "zero", "units": [WIDTH]}, "invalid_value"),
-    ):
-        body = {"name": "odd", "interventions": [wrong]}
-        with pytest.raises(openai.APIStatusError) as refused:
-            client.post("/presets", body=body, cast_to=object)
-        assert refused.value.code == code
 
 
-def test_an_unknown_preset_is_not_found(client: openai.OpenAI, model: str) -> None:
-    named: dict[str, dict[str, Any]] = {
-        "model_not_found": {"model": f"{model}:none"},
-        "preset_not_found": {"model": model, "extra_body": {"preset": "none"}},
-    }
-    for code, arguments in named.items():
-        with pytest.raises(openai.NotFoundError) as unknown:
-            client.completions.create(prompt=PROMPT, **arguments)
-        assert unknown.value.code == code

@@ -11,7 +11,6 @@ from pathlib import Path
 from nnsight_engine.modeling.bundled import bundled_model_path
 from tests.e2e.fuzz.bench import Bench, Setting
 from tests.e2e.fuzz.cases import Author
-from tests.e2e.fuzz.known import known_cases
 from tests.e2e.fuzz.rounds import BUNDLED, MOST_FAILURES, SHRINKING_S, Report, Round
 from tests.e2e.fuzz.world import Json
 from tests.families.checkpoints import write_checkpoint
@@ -44,8 +43,6 @@ def open_bench(played: Round, folder: Path) -> Bench:
 
 
 def _try_many(bench: Bench, played: Round, report: Report) -> None:
-    for case in known_cases(bench.world):
-        _try(bench, played, case, report)
     author = Author(bench.world, played.seed)
     until = time.monotonic() + played.seconds
     while time.monotonic() < until and len(report.failures) < MOST_FAILURES:
