@@ -129,9 +129,3 @@ def test_a_change_moves_the_value_along_the_feature(
     # The model computes in its own dtype: what is added is rounded at the size of the values.
     rounding = np.abs(before).max(axis=1, keepdims=True) / 100 + 0.05
     assert (np.abs(after - before - expected) < rounding).all()
-
-
-
-
-
-

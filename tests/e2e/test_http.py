@@ -36,8 +36,6 @@ def decode(tensor: dict[str, Any]) -> np.ndarray[Any, Any]:
     return np.frombuffer(base64.b64decode(tensor["data"]), np.float32).reshape(tensor["shape"])
 
 
-
-
 async def test_a_text_s_tokens_are_those_that_positions_count(live: Live) -> None:
     told = (await live.http.post("/v1/tokenize", json={"prompt": PROMPT})).json()["tokens"]
     assert "".join(token["text"] for token in told) == PROMPT

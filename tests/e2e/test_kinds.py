@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Final
 
 import pytest
@@ -51,10 +48,6 @@ def is_possible(suite: str, kind: EngineKind) -> bool:
     if suite == "conditions" and kind.num_stages > 1:
         return False
     return suite != "patterns" or kind.speculation not in {"eagle", "eagle3", "mtp"}
-
-
-
-
 
 
 def play(kind: EngineKind, suites: list[str]) -> None:

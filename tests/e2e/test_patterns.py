@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from nnsight_engine.plans.collect.results import CollectedCapture
-from nnsight_engine.vllm_backend.compat import EngineLimits
 from tests.e2e.harness import Ask, Engine, Reply
 from tests.families.checkpoints import IN_CORE, NUM_HEADS, NUM_LAYERS, write_checkpoint
 from tests.families.reference import load_reference_model
@@ -149,7 +148,3 @@ def test_a_prompt_capture_lets_decoding_be(tmp_path: Path) -> None:
         engine.core.abort_request([pending.request_id])
         engine.router.close(pending.request_id)
         assert set(engine.held().values()) == {0}
-
-
-
-

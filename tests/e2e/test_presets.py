@@ -86,7 +86,3 @@ def test_streamed_chats_by_each_road_are_those_of_the_operations(client: openai.
         assert {chunk.model for chunk in chunks} == {road["model"]}
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
         assert text == written.choices[0].message.content
-
-
-
-

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import AsyncGenerator, Collection, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +26,6 @@ from app.replicas.replica import Replica
 from app.settings import Settings
 from benchmarks.servers import free_port
 from nnsight_engine.core.errors import UnsupportedOptionError
-from tests.e2e import ray_ingress
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.integration.live import listening
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
@@ -175,16 +173,6 @@ def test_jobs_go_through_by_http_and_websocket(served: Served) -> None:
         events = [json.loads(message) for message in socket_]
     assert events[-1]["status"] == "COMPLETED"
     wait_for(lambda: served.num_leases() == 0)
-
-
-
-
-
-
-
-
-
-
 
 
 def test_a_configuration_is_refused_without_keys(

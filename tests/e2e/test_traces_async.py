@@ -108,17 +108,6 @@ def test_several_invokes_share_their_variables(model: VLLM) -> None:
     assert not finished[0].saves
 
 
-def test_several_choices_have_a_list_for_each_name(model: VLLM) -> None:
-    with model.trace(PROMPT, n=2, temperature=1.0, seed=3, max_tokens=3, ignore_eos=True) as tracer:
-        tokens = save([])
-        for _ in tracer.iter[:]:
-            tokens.append(model.samples.output.item())
-    outputs = asyncio.run(collected(tracer))
-    last = outputs[-1]
-    assert last.finished
-    assert [len(one) for one in last.saves["tokens"]] == [3, 3]
-
-
 def test_caches_edits_and_scans_are_there_too(model: VLLM) -> None:
     with model.edit(name="force"):
         model.samples.output[:] = 7
@@ -177,9 +166,6 @@ def test_outputs_are_streamed_once(model: VLLM) -> None:
         tracer.backend()
 
 
-def test_what_cannot_travel_is_named_before_anything_runs(model: VLLM) -> None:
-    handle = open(__file__)  # noqa: SIM115 - an object that no process can share
-    with handle, pytest.raises(Exception, match="handle"), model.trace(PROMPT, **GREEDY):
-        save(handle.name)
+def test_the_mode_is_sync_or_async() -> None:
     with pytest.raises(ValueError, match="sync"):
         VLLM("x", mode="both")  # type: ignore[arg-type] # a wrong value

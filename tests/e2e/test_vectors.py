@@ -11,7 +11,6 @@ import pytest
 import safetensors.numpy
 
 from tests.e2e.server import Server
-from tests.waiting import wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -143,10 +142,6 @@ def test_a_name_is_exactly_its_numbers(client: httpx.Client, trained: dict[str, 
         "scale": -0.1,
     }
     assert complete(client, everywhere)["text"] != complete(client)["text"]
-
-
-
-
 
 
 def test_what_vllm_refuses_is_said_of_the_prompt(client: httpx.Client) -> None:
