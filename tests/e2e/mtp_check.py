@@ -1,21 +1,13 @@
-"""The usual requests beside each other, on engines whose drafts come from the model's own MTP layer.
-
-``python -m tests.e2e.mtp_check FOLDER KIND...`` plays them on engines of these kinds, one after another, on
-the model in the folder. It writes the answers as ``KIND``, and ``report.json``: by kind and request, how many
-rows were drafted and refused.
-"""
+"""The usual requests beside each other, on engines whose drafts come from the model's own MTP layer."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any, Final
 
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.check_process import REPORT
 from tests.e2e.engine_kinds import EngineKind, prepared
-from tests.e2e.fuzz.player import Answer, Player
+from tests.e2e.fuzz.player import Player
 from tests.e2e.fuzz.world import Json
 from tests.e2e.harness import Engine
 from tests.e2e.same_answers import encoded
@@ -70,8 +62,12 @@ def requests() -> list[Json]:
     ]
 
 
-def play(kind: EngineKind, model: Path) -> list[Answer]:
-    """Return the answers that an engine gives."""
+def check(name: str, folder: Path) -> dict[str, dict[str, int]]:
+    """Play on an engine of the kind of this name, with the model in the folder.
+
+    The answers are written as the name. Returns by request how many rows were drafted and refused.
+    """
+    kind, model = EngineKind.named(name), folder / MODEL
     with prepared(kind):
         vllm = VLLM(
             str(model),
@@ -86,19 +82,6 @@ def play(kind: EngineKind, model: Path) -> list[Answer]:
     answers = Player(vllm, engine, requests()).play()
     assert not any(engine.held().values())
     vllm.shutdown()
-    return answers
-
-
-def main(folder: Path, names: list[str]) -> None:
-    """Play on each engine, and report."""
-    report = {}
-    for name in names:
-        answers = play(EngineKind.named(name), folder / MODEL)
-        (folder / name).write_bytes(encoded(answers))
-        rows = ({"drafted": answer.drafted, "refused": answer.refused} for answer in answers)
-        report[name] = dict(zip(OPERATIONS, rows, strict=True))
-    (folder / REPORT).write_text(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    (folder / name).write_bytes(encoded(answers))
+    rows = ({"drafted": answer.drafted, "refused": answer.refused} for answer in answers)
+    return dict(zip(OPERATIONS, rows, strict=True))

@@ -1,15 +1,8 @@
-"""One block, one rank or two: what it reads is the same, and what it writes does the same.
-
-``python -m tests.e2e.tensor_parallel_check FOLDER CASE...`` writes the cases' checkpoints, runs every block
-of ``BLOCKS`` on an engine of one rank and on one of two, and writes ``report.json``: by case and block what
-went wrong, or null. ``test_traces_tensor_parallel`` reads it.
-"""
+"""One block, one rank or two: what it reads is the same, and what it writes does the same."""
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +14,6 @@ from nnsight_engine import save
 from nnsight_engine.core.trees import map_tensors, tensors
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e import point_blocks as both
-from tests.e2e.check_process import REPORT
 from tests.e2e.point_blocks import OTHER, PROMPT, Values
 from tests.families.checkpoints import write_checkpoint
 from tests.families.moves import LAYER
@@ -297,25 +289,12 @@ def started(checkpoint: Path, num_ranks: int) -> VLLM:
     )
 
 
-def checked(checkpoint: Path) -> dict[str, str | None]:
+def check(case: str, folder: Path) -> dict[str, str | None]:
     """Run the blocks on one rank and on two; returns what went wrong with each."""
+    checkpoint = write_checkpoint(case, folder / case, **CASES[case])
     found: list[dict[str, Values | str]] = []
     for num_ranks in (1, 2):
         model = started(checkpoint, num_ranks)
         found.append({name: both.tried(block, model) for name, block in BLOCKS.items()})
         model.shutdown()
     return {name: both.difference(found[0][name], found[1][name]) for name in BLOCKS}
-
-
-def main() -> None:
-    """Check the cases named on the command line."""
-    folder, *cases = sys.argv[1:]
-    checkpoints = {case: write_checkpoint(case, Path(folder) / case, **CASES[case]) for case in cases}
-    report = {}
-    for case, checkpoint in checkpoints.items():
-        report[case] = checked(checkpoint)
-        (Path(folder) / REPORT).write_text(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()

@@ -374,7 +374,8 @@ def test_breakable_graphs_are_not_replayed(
 
 def report_on(kind: EngineKind, folder: Path) -> Any:
     """Run one engine of a kind that is cut, and one without drafts that is not."""
-    return report_of("tests.e2e.cuda_graphs_check", folder, [str(kind)], environment=environment(kind))
+    checks = "tests.e2e.cuda_graphs_check"
+    return report_of(checks, folder, [str(kind)], environment=environment(kind))[str(kind)]
 
 
 @pytest.fixture(scope="module", params=[V1_SYNC, V2_SYNC], ids=str)

@@ -18,9 +18,6 @@ from tests.families.checkpoints import write_checkpoint
 pytestmark = pytest.mark.e2e
 
 Answers = dict[str, list[dict[str, Any]]]
-SEEDS = (53, 739_949_000)
-"""Of the cases: one has all that is asserted below to come up, in the other a request leaves that some
-engines have answered by then."""
 ASKED = frozenset(
     {
         *("ablate", "capture", "detect", "feature", "features", "flag", "logit_lens", "patch", "probe"),
@@ -50,12 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def played(folder: Path, names: Sequence[str]) -> Answers:
     """Return the answers of engines of one runner, and see that the requests met what they are to meet."""
     first = V1_SYNC if names[0].startswith("v1") else V2_SYNC
-    report = report_of(
-        "tests.e2e.random_requests",
-        folder,
-        [",".join(map(str, SEEDS)), *names],
-        environment=environment(first),
-    )
+    report = report_of("tests.e2e.random_requests", folder, names, environment=environment(first))
     found = {}
     for name, entry in report.items():
         counts, answers = entry["counts"], decoded((folder / name).read_bytes())

@@ -1,9 +1,7 @@
 """What travels between a block in the engine's own process and the one that traces, in both directions.
 
-``python -m tests.e2e.traces_processes_check FOLDER`` runs every case of ``CASES`` on an engine in a process
-of its own, then on one in this process, and writes ``report.json``: by case what went wrong, or null. A case
-returns values, which must be the same on both; what else it promises, it asserts. ``test_traces_processes``
-reads the report.
+A case returns values, which must be the same on an engine in a process of its own and on one in this process;
+what else it promises, it asserts.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import sys
@@ -32,7 +29,6 @@ from nnsight_engine.interleaving.threads import TimeBudgetError
 from nnsight_engine.serialization import DecodeError
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.check_process import REPORT
 from tests.e2e.traces import HeldTracer, Plain, run_together
 from tests.families.checkpoints import HIDDEN_SIZE, write_checkpoint
 
@@ -425,10 +421,9 @@ def difference(wanted: Any, got: Any, tolerance: float) -> str:
     )
 
 
-def main() -> None:
-    """Run everything on both engines."""
-    folder = Path(sys.argv[1])
-    checkpoint = write_checkpoint("llama", folder / "llama")
+def check(family: str, folder: Path) -> dict[str, str | None]:
+    """Run every case on both engines; return by case what went wrong."""
+    checkpoint = write_checkpoint(family, folder / family)
     apart = run_all(checkpoint)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     here = run_all(checkpoint)
@@ -440,8 +435,4 @@ def main() -> None:
             if isinstance(one, Failed)
         ]
         report[name] = "\n".join(failed) or difference(here[name], apart[name], _TOLERANCE) or None
-    (folder / REPORT).write_text(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()
+    return report

@@ -1,12 +1,11 @@
-"""The process of one round: reads it from standard input and writes ``report.json`` into a given folder."""
+"""What runs in the process of a round."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from nnsight_engine.modeling.bundled import bundled_model_path
 from tests.e2e.fuzz.bench import Bench, Setting
@@ -18,8 +17,9 @@ from tests.families.checkpoints import write_checkpoint
 _CASES_BETWEEN_LOOKS = 20
 
 
-def play(played: Round, folder: Path) -> Report:
-    """Play a round on a server that it starts."""
+def check(text: str, folder: Path) -> dict[str, Any]:
+    """Play a round, given as JSON, on a server that it starts; return the report's fields."""
+    played = Round.from_json(text)
     bench = open_bench(played, folder)
     report = Report()
     try:
@@ -30,7 +30,7 @@ def play(played: Round, folder: Path) -> Report:
     finally:
         report.counts = dict(bench.counts)
         bench.close()
-    return report
+    return dataclasses.asdict(report)
 
 
 def open_bench(played: Round, folder: Path) -> Bench:
@@ -60,14 +60,3 @@ def _try(bench: Bench, played: Round, case: list[Json], report: Report) -> None:
     if found:
         smallest = case if played.case is not None else bench.smallest(case, SHRINKING_S)
         report.failures.append((found[:4], dataclasses.replace(played, case=smallest).to_json()))
-
-
-def main() -> None:
-    """Play the round on standard input."""
-    folder = Path(sys.argv[1])
-    report = play(Round.from_json(sys.stdin.read()), folder)
-    (folder / "report.json").write_text(json.dumps(dataclasses.asdict(report)))
-
-
-if __name__ == "__main__":
-    main()
