@@ -10,7 +10,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from tests.e2e.keyed import made
+from tests.e2e.keyed import keys_in
 from tests.e2e.live import MODEL, Live, live_server
 from tests.narrow_model import WIDTH
 from tests.waiting import wait_for_async
@@ -24,22 +24,23 @@ STEER = {"op": "steer", "at": "layers.15.output", "vector": [0.0] * WIDTH, "scal
 
 
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def keys(data: Path) -> Iterator[dict[str, str]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(tmp_path_factory.mktemp("data")))
         patch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
-        yield {
-            "acme": made(patch, "acme"),
-            "rival": made(patch, "rival"),
-            "operator": made(patch, "operator", "--scopes", "admin"),
-        }
+        yield keys_in(data, acme=(), rival=(), operator=("--scopes", "admin"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def live(
-    narrow: Path, keys: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+    narrow: Path, data: Path, keys: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Live]:
-    async with live_server(narrow, tmp_path_factory.mktemp("results"), request_timeout_s=LIMIT_S) as live:
+    settings = {"request_timeout_s": LIMIT_S, "data_dir": data}
+    async with live_server(narrow, tmp_path_factory.mktemp("results"), **settings) as live:
         path, headers = "/v1/admin/tenants/acme/limits", {"authorization": f"Bearer {keys['operator']}"}
         assert (await live.http.put(path, json={"concurrency": 1}, headers=headers)).is_success
         yield live

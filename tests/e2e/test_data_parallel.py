@@ -90,7 +90,7 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     """Serve a tiny model on two engines."""
     arguments = ["--data-parallel-size", "2", "--max-model-len", "128"]
     with serving_several(folder, tmp_path_factory.mktemp("data"), arguments) as (server, keys):
-        yield Served(server, folder, **keys)
+        yield Served(server, folder, keys["trusted"], keys["untrusted"], keys["monitor"])
 
 
 @pytest.fixture

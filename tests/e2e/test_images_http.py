@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.e2e.keyed import made
+from tests.e2e.keyed import keys_in
 from tests.e2e.seeing_reference import IMAGES, LAYER, NUM_TOKENS, TEXT, SeeingReference
 from tests.e2e.server import Server
 from tests.families.checkpoints import HIDDEN_SIZE
@@ -51,9 +51,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
     folder = tmp_path_factory.mktemp("seeing")
     reference = SeeingReference(write_idefics3(folder / "idefics3"))
     data = folder / "data"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(data))
-        keys = [made(patch, "acme"), made(patch, "rival")]
+    keys = [*keys_in(data, acme=(), rival=()).values()]
     arguments = ["--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "256"]
     environment = {"NNSIGHT_ENGINE_DATA_DIR": str(data)}
     with Server(str(folder / "idefics3"), arguments=arguments, environment=environment) as server:
