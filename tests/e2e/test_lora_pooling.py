@@ -106,9 +106,7 @@ async def test_each_name_embeds_as_its_merged_weights_in_one_batch(
             torch.testing.assert_close(torch.tensor(item["embedding"]), wanted, rtol=1e-4, atol=1e-5)
 
 
-async def test_points_inside_adapted_layers_have_the_adapted_values(
-    embedder: Live, adapted: Adapted
-) -> None:
+async def test_points_inside_adapted_layers_have_the_adapted_values(embedder: Live, adapted: Adapted) -> None:
     ids = build_tokenizer().encode(LONG)
     capture = {"op": "capture", "at": [INSIDE, POINT], "where": {"positions": [0, 70, -1]}, "name": "c"}
     items = await asyncio.gather(*(embedded(embedder, name, LONG, [capture]) for name in NAMED))
@@ -206,9 +204,7 @@ async def classified(live: Live, name: str, operations: list[dict[str, Any]]) ->
 
 
 @pytest.mark.parametrize("head", ["none", "low rank", "whole"])
-async def test_a_classifiers_adapters_may_have_heads(
-    adapted: Adapted, tmp_path: Path, head: str
-) -> None:
+async def test_a_classifiers_adapters_may_have_heads(adapted: Adapted, tmp_path: Path, head: str) -> None:
     ids = torch.tensor([build_tokenizer().encode(LONG)])
     asked: list[tuple[str, list[dict[str, Any]]]] = []
     modules, wanted = [], []

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.live import MODEL
 from tests.e2e.keyed import beside_vllm
+from tests.e2e.live import MODEL
 from tests.e2e.test_same_as_vllm import stripped
 from tests.families.checkpoints import write_checkpoint
 
@@ -42,7 +42,15 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[httpx.Client]]:
     model = write_checkpoint("qwen3", tmp_path_factory.mktemp("embedding") / "qwen3")
-    options = ["--served-model-name", MODEL, "--max-model-len", "256", "--enforce-eager", "--dtype", "float32"]
+    options = [
+        "--served-model-name",
+        MODEL,
+        "--max-model-len",
+        "256",
+        "--enforce-eager",
+        "--dtype",
+        "float32",
+    ]
     options += ["--runner", "pooling", "--convert", "embed", "--max-num-seqs", "1"]
     options += ["--pooler-config", json.dumps({"seq_pooling_type": "MEAN"})]
     with beside_vllm(model, options, tmp_path_factory.mktemp("data")) as clients:

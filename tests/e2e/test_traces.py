@@ -18,7 +18,8 @@ from nnsight_engine.interleaving.events import MissedProviderError, OutOfOrderEr
 from nnsight_engine.interleaving.threads import TimeBudgetError
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.traces import HeldTracer, Plain, live_objects, run_and_abort, run_together, traced_engine
+from tests.e2e.traced_scenarios import assert_an_abort_leaves_nothing
+from tests.e2e.traces import HeldTracer, Plain, run_together, traced_engine
 from tests.narrow_model import NEXT, PROMPT, WIDTH
 from tests.shared_names import Program
 
@@ -331,11 +332,7 @@ def test_what_is_drawn_at_random_is_the_traces_own(model: VLLM) -> None:
 
 
 def test_an_aborted_request_leaves_nothing(model: VLLM) -> None:
-    with model.trace(PROMPT, max_tokens=100, tracer_cls=HeldTracer, **GREEDY) as held:
-        for _ in held.iter[:]:
-            model.model.layers[3].output
-    assert run_and_abort(model, held.sent, num_tokens=4) == {"traced": 1, "traces": 1}
-    assert not live_objects(model)
+    assert_an_abort_leaves_nothing(model, {"traced": 1, "traces": 1})
 
 
 def test_what_is_wrong_is_said_before_anything_runs(model: VLLM) -> None:

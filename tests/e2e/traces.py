@@ -130,31 +130,6 @@ def run_together(
     return Ran(outcomes, outputs, num_steps)
 
 
-def errors_beside(
-    model: VLLM, idle: SentTrace, traces: Sequence[SentTrace], plain: Sequence[Plain], max_steps: int = 2000
-) -> list[BaseException | None]:
-    """Run traces one by one, each beside plain requests, which keep every bit; return the traces' errors.
-
-    Args:
-        model: The engine.
-        idle: A trace that does nothing, with whose plain requests those of the others are compared.
-        traces: The traces.
-        plain: The requests beside each; at least one has log-probabilities.
-        max_steps: See ``run_together``.
-    """
-    calm = run_together(model, [idle], plain, late=1, max_steps=max_steps)
-    names = [f"plain-{number}" for number in range(len(plain))]
-    assert any(map(calm.logprobs, names))
-    errors = []
-    for trace in traces:
-        ran = run_together(model, [trace], plain, late=1, max_steps=max_steps)
-        for name in names:
-            assert ran.tokens(name) == calm.tokens(name)
-            assert ran.logprobs(name) == calm.logprobs(name)
-        errors.append(ran.outcomes[0].error)
-    return errors
-
-
 def random_state(worker: Any) -> list[int]:
     """Return the state of the generator with which a worker samples."""
     del worker

@@ -21,7 +21,6 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from vllm import SamplingParams
 
 from nnsight_engine import save
 from nnsight_engine.interleaving.events import MissedProviderError
@@ -29,12 +28,13 @@ from nnsight_engine.interleaving.threads import TimeBudgetError
 from nnsight_engine.serialization import DecodeError
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.traces import HeldTracer, Plain, run_together
+from tests.e2e import traced_scenarios as scenarios
+from tests.e2e.point_blocks import PROMPT
+from tests.e2e.traced_scenarios import GREEDY
+from tests.e2e.traces import HeldTracer
 from tests.families.checkpoints import HIDDEN_SIZE, write_checkpoint
 
-PROMPT: Final = [45, 257, 80, 301, 77, 78, 260, 90]
 OTHER: Final = [91, 120, 33, 44, 260, 18]
-GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "ignore_eos": True}
 DTYPES: Final = (
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.bool, torch.uint8,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -192,17 +192,6 @@ def lists_shared_by_invokes(model: VLLM) -> Any:
     return [rows["first"], rows["second"]]
 
 
-def several_choices(model: VLLM) -> Any:
-    with traced(model, PROMPT, n=3, temperature=1.0, top_k=1, max_tokens=3) as tracer:
-        tokens, rows = save([]), save([])
-        for _ in tracer.iter[:]:
-            rows.append(model.layers[2].output)
-            tokens.append(model.samples.output.item())
-        answer = tracer.result.save()
-    assert [list(choice.token_ids) for choice in answer[0].outputs] == tokens
-    return [tokens, rows]
-
-
 def own_code(model: VLLM) -> Any:
     torch.manual_seed(0)
     network = torch.nn.Sequential(torch.nn.Linear(HIDDEN_SIZE, 8), torch.nn.GELU())
@@ -307,37 +296,18 @@ def what_never_comes(model: VLLM) -> Any:
     return still_works(model)
 
 
-def neighbours(model: VLLM) -> Any:
-    greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    plain = [Plain(f"I think {number} dogs", greedy) for number in range(7)]
-    quiet = run_together(model, [], plain)
-    held = []
-    with traced(model, PROMPT, max_tokens=8, tracer_cls=HeldTracer) as tracer:
+def failing_beside_others(model: VLLM) -> Any:
+    with traced(model, PROMPT, max_tokens=8, tracer_cls=HeldTracer) as leaving:
         _ = model.layers[1].output
         leave()
-    held.append(tracer.sent)
-    with traced(model, PROMPT, max_tokens=8, tracer_cls=HeldTracer) as tracer:
-        for step in tracer.iter[:]:
+    with traced(model, PROMPT, max_tokens=8, tracer_cls=HeldTracer) as spoiling:
+        for step in spoiling.iter[:]:
             model.layers[1].output[:] = float("nan")
             if step == 3:
                 raise OwnError(3)
-    held.append(tracer.sent)
-    with traced(model, PROMPT, max_tokens=8, tracer_cls=HeldTracer) as tracer:
-        _ = model.layers[1].output
-        spin()
-    held.append(tracer.sent)
-    with traced(model, PROMPT, max_tokens=8, tracer_cls=HeldTracer) as tracer:
-        seen = save([])
-        for _ in tracer.iter[:]:
-            seen.append(model.samples.output.item())
-    held.append(tracer.sent)
-    ran = run_together(model, held, plain, late=2)
-    for number in range(len(plain)):
-        assert ran.tokens(f"plain-{number}") == quiet.tokens(f"plain-{number}"), number
-    errors = [type(ran.outcomes[number].error).__name__ for number in range(len(held))]
-    assert errors == ["SystemExit", "OwnError", "TimeBudgetError", "NoneType"], errors
-    assert ran.outcomes[3].saves["seen"] == ran.tokens("trace-3")
-    return [ran.tokens("trace-3"), [quiet.tokens(f"plain-{number}") for number in range(len(plain))]]
+    failing = {"SystemExit": leaving.sent, "OwnError": spoiling.sent}
+    scenarios.assert_each_fails_alone(model, failing | scenarios.failing_at(model, 1))
+    return still_works(model)
 
 
 def still_works(model: VLLM) -> Any:
@@ -353,7 +323,6 @@ CASES: Final[dict[str, Callable[[VLLM], Any]]] = {
         tensors_of_every_dtype,
         containers,
         lists_shared_by_invokes,
-        several_choices,
         own_code,
         objects_of_ones_own_are_refused,
         an_error_of_ones_own,
@@ -363,7 +332,8 @@ CASES: Final[dict[str, Callable[[VLLM], Any]]] = {
         what_ends_a_thread,
         what_never_ends,
         what_never_comes,
-        neighbours,
+        failing_beside_others,
+        *scenarios.SCENARIOS,
     )
 }
 
