@@ -105,13 +105,14 @@ def on_one_rank(checkpoint: Path) -> Reply:
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Path, on_one_rank: Reply) -> Iterator[VLLM]:
-    """Start an engine of two ranks, with memory for six blocks of 32 positions."""
+def model(request: pytest.FixtureRequest, checkpoint: Path, on_one_rank: Reply) -> Iterator[VLLM]:
+    """Start an engine of two ranks, with memory for six blocks of 32 positions, and a time for blocks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "VLLM_CPU_OMP_THREADS_BIND", "nobind")
         patch.setitem(os.environ, "OMP_NUM_THREADS", "1")
         options = {"max_model_len": 128, "block_size": 32, "num_gpu_blocks_override": 7, "max_num_seqs": 8}
-        limits = EngineLimits(trace_step_s=3.0, sandbox_step_s=1.0, sandbox_cpu_s=60)
+        step_s = getattr(request, "param", 1.0)
+        limits = EngineLimits(trace_step_s=step_s, sandbox_step_s=1.0, sandbox_cpu_s=60)
         with traced_engine(checkpoint, tensor_parallel_size=2, limits=limits, **options) as model:
             yield model
 
@@ -334,6 +335,11 @@ def test_what_is_no_trace_ends_its_request_only(model: VLLM) -> None:
 # In sandboxes.
 
 
+patient = pytest.mark.parametrize("model", [60.0], indirect=True, scope="module", ids=["patient"])
+"""With an engine of their own, whose blocks have the time that processes take on a busy machine."""
+
+
+@patient
 @pytest.mark.heavy
 @pytest.mark.parametrize("scenario", SANDBOXED, ids=named)
 def test_sandboxed_blocks_give_what_trusted_ones_give(model: VLLM, scenario: Scenario) -> None:
@@ -358,6 +364,7 @@ def at_odds_in_sandboxes(model: VLLM) -> dict[str, SentTrace]:
     return {name: tracer.sent for name, tracer in held.items()}
 
 
+@patient
 @pytest.mark.heavy
 def test_sandboxed_blocks_that_fail_fail_alone(model: VLLM) -> None:
     with in_sandboxes(model):
@@ -365,6 +372,7 @@ def test_sandboxed_blocks_that_fail_fail_alone(model: VLLM) -> None:
         assert_each_fails_alone(model, failing, at_once=False)
 
 
+@patient
 @pytest.mark.heavy
 def test_preempted_and_deferred_blocks_see_each_step_once(model: VLLM, alone: list[dict[str, Any]]) -> None:
     with in_sandboxes(model):
@@ -373,6 +381,7 @@ def test_preempted_and_deferred_blocks_see_each_step_once(model: VLLM, alone: li
     assert counted.num_undone > 0
 
 
+@patient
 @pytest.mark.heavy
 def test_ranks_sample_alike_when_a_step_goes_on_without_a_block(model: VLLM) -> None:
     def sampled() -> list[int]:
@@ -393,6 +402,7 @@ def test_ranks_sample_alike_when_a_step_goes_on_without_a_block(model: VLLM) -> 
     assert first == second
 
 
+@patient
 @pytest.mark.heavy
 def test_an_aborted_request_of_a_sandbox_leaves_nothing(model: VLLM) -> None:
     with in_sandboxes(model):
