@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,13 +151,18 @@ class Engine:
 
     def run(self, asks: Sequence[Ask]) -> list[list[Reply]]:
         """Run requests together; return the choices of each."""
-        pending = [self.submit(ask) for ask in asks]
-        done: dict[str, Any] = {}
+        return self.finish([self.submit(ask) for ask in asks])
+
+    def finish(self, pending: Sequence[Pending], done: Mapping[str, Any] | None = None) -> list[list[Reply]]:
+        """Run to the end, and return the choices of these requests; ``done`` has what ended before."""
+        outputs = dict(done or {})
         while self.core.has_unfinished_requests():
-            for output in self.core.step():
-                if output.finished:
-                    done[output.request_id] = output
-        return [self.replies(entry, done[entry.request_id]) for entry in pending]
+            outputs |= self.step()
+        return [self.replies(entry, outputs[entry.request_id]) for entry in pending]
+
+    def step(self) -> dict[str, Any]:
+        """Run one step, and return by their ids what requests ended with it."""
+        return {output.request_id: output for output in self.core.step() if output.finished}
 
     def submit(self, ask: Ask, tamper: Callable[[SamplingParams], None] | None = None) -> Pending:
         """Queue one request; ``tamper`` may change what the engine is sent."""
