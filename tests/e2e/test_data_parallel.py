@@ -211,22 +211,6 @@ def test_traces_run_again_and_again_on_either_engine(
     assert [after - start for after, start in zip(served.served(), before, strict=True)] == [6, 6]
 
 
-async def test_traces_at_once_are_divided(served: Served, model: VLLM, local: LanguageModel) -> None:
-    before = await asyncio.to_thread(served.served)
-
-    def run(prompt: list[int]) -> Any:
-        with model.trace(prompt, max_tokens=8, **GREEDY):
-            model.layers[1].output[:] *= 3.0
-            hidden = model.layers[2].output.save()
-        return hidden  # noqa: RET504 - the trace binds it
-
-    found = await asyncio.gather(*(asyncio.to_thread(run, prompt) for prompt in PROMPTS))
-    for prompt, hidden in zip(PROMPTS, found, strict=True):
-        close(hidden, hidden_of(local, prompt, 3.0))
-    after = await asyncio.to_thread(served.served)
-    assert min(end - start for end, start in zip(after, before, strict=True)) >= 4
-
-
 def test_sessions_and_edits_run_on_either_engine(model: VLLM, local: LanguageModel) -> None:
     with model.edit(name="doubled") as doubled:
         model.layers[1].output[:] *= 2.0

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
 from examples.steer_sentiment import (
@@ -48,21 +47,6 @@ def test_steered_text_differs_and_leans_towards_the_direction(bundled_server: Se
     assert all(row.steered_projection > row.baseline_projection for row in comparisons)
 
 
-def test_the_direction_separates_sentences_that_it_was_not_made_from(bundled_server: Server) -> None:
-    with Client(bundled_server.base_url) as client:
-        direction = capture_means(client, CHEERFUL, LAYER) - capture_means(client, GLOOMY, LAYER)
-        glad = capture_means(client, ["The children laughed and danced in the sunshine."], LAYER)
-        sad = capture_means(client, ["The children were sick and cried in the dark."], LAYER)
-    assert np.dot(glad, direction) > np.dot(sad, direction)
-
-
-def test_no_scale_changes_nothing(bundled_server: Server) -> None:
-    with Client(bundled_server.base_url) as client:
-        direction = np.ones(576, np.float32)
-        (row,) = compare(client, PROMPTS[:1], direction, LAYER, 0.0, max_tokens=8)
-    assert row.steered == row.baseline
-
-
 def test_the_lens_has_every_layer_and_ends_with_the_models_own_next_token(bundled_server: Server) -> None:
     with Client(bundled_server.base_url) as client:
         lens = read_lens(client, LENS_PROMPT)
@@ -76,12 +60,6 @@ def test_run_by_a_person_it_prints_both_tables(bundled_server: Server) -> None:
     assert result.returncode == 0, result.stderr
     for text in ("baseline", "steered", "layers.15.output", "most likely next", "Paris"):
         assert text in result.stdout
-
-
-def test_a_layer_may_be_counted_from_the_end(bundled_server: Server) -> None:
-    result = run("--base-url", bundled_server.base_url, "--max-tokens", "2", "--layer", "-1")
-    assert result.returncode == 0, result.stderr
-    assert "layers.-1.output" in result.stdout
 
 
 def test_a_missing_layer_is_reported_with_the_rule(bundled_server: Server) -> None:

@@ -143,22 +143,6 @@ def test_the_rows_of_images_are_read_and_written_alone(engine: Engine, reference
     assert torch.equal(again, rows.tensor("c", VISION)), "the encoder's cache has what was encoded"
 
 
-@pytest.mark.parametrize(
-    ("operation", "images", "code"),
-    [
-        ({"at": VISION}, (), ErrorCode.POSITION_OUT_OF_RANGE),
-        ({"at": [VISION, AT]}, IMAGES, ErrorCode.UNSUPPORTED_COMBINATION),
-        ({"at": VISION, "where": {"phase": "generated"}}, IMAGES, ErrorCode.CONTRADICTORY_WHERE),
-    ],
-)
-def test_rows_of_images_that_are_not_there_are_refused(
-    engine: Engine, operation: dict[str, Any], images: tuple[Image, ...], code: ErrorCode
-) -> None:
-    with pytest.raises(ApiError) as caught:
-        ask(engine, {"op": "capture", **operation}, images=images)
-    assert caught.value.code is code
-
-
 def test_the_lens_reads_images(engine: Engine, reference: SeeingReference) -> None:
     lens = {"op": "logit_lens", "layers": "all", "top_k": 1, "where": {"images": [1]}, "name": "c"}
     result = ask(engine, lens).result("c")
@@ -180,29 +164,6 @@ def test_requests_with_the_same_text_and_other_images_share_nothing(engine: Engi
     assert first == pytest.approx(again, abs=1e-4)
     assert abs(first - other) > 1e-3
     assert replies[2].num_cached_tokens > replies[1].num_cached_tokens
-
-
-@pytest.mark.parametrize(
-    ("images", "where", "message"),
-    [
-        (IMAGES, {"images": [2]}, "has 2 images, got 2"),
-        (IMAGES, {"images": [-3]}, "has 2 images, got -3"),
-        ((), {"images": [0]}, "no images"),
-    ],
-)
-def test_an_image_that_is_not_there_is_refused(
-    engine: Engine, images: tuple[Image, ...], where: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ApiError, match=message) as caught:
-        ask(engine, {**CAPTURE, "where": where}, images=images)
-    assert caught.value.code is ErrorCode.POSITION_OUT_OF_RANGE
-    assert caught.value.param == "interventions.0.where.images.0"
-
-
-def test_an_image_at_other_positions_is_contradictory(engine: Engine) -> None:
-    with pytest.raises(ApiError) as caught:
-        ask(engine, {**CAPTURE, "where": {"images": [0], "phase": "generated"}})
-    assert caught.value.code is ErrorCode.CONTRADICTORY_WHERE
 
 
 def test_marks_between_the_parts_of_an_image_are_none_of_its_positions(engine: Engine) -> None:
@@ -343,29 +304,54 @@ def test_reads_in_the_encoder_see_earlier_writes(engine: Engine, reference: Seei
     assert torch.equal(reply.tensor("after", IN_ENCODER), torch.full_like(rows, 2.0))
 
 
+RANGE, MIXED = ErrorCode.POSITION_OUT_OF_RANGE, ErrorCode.UNSUPPORTED_COMBINATION
+
+
 @pytest.mark.parametrize(
     ("operation", "images", "code", "param"),
     [
-        ({}, (), ErrorCode.POSITION_OUT_OF_RANGE, "at"),
-        ({"where": {"images": [2]}}, IMAGES, ErrorCode.POSITION_OUT_OF_RANGE, "where.images.0"),
-        ({"at": [IN_ENCODER, VISION]}, IMAGES, ErrorCode.UNSUPPORTED_COMBINATION, "at"),
-        ({"where": {"positions": [0]}}, IMAGES, ErrorCode.UNSUPPORTED_COMBINATION, "where"),
-        ({"where": {"phase": "generated"}}, IMAGES, ErrorCode.CONTRADICTORY_WHERE, "where.phase"),
+        ({"at": AT, "where": {"images": [2]}}, IMAGES, RANGE, "where.images.0"),
+        ({"at": AT, "where": {"images": [-3]}}, IMAGES, RANGE, "where.images.0"),
+        ({"at": AT, "where": {"images": [0]}}, (), RANGE, "where.images.0"),
+        (
+            {"at": AT, "where": {"images": [0], "phase": "generated"}},
+            IMAGES,
+            ErrorCode.CONTRADICTORY_WHERE,
+            "where",
+        ),
+        ({"at": VISION}, (), RANGE, "at"),
+        ({"at": [VISION, AT]}, IMAGES, MIXED, "at"),
+        (
+            {"at": VISION, "where": {"phase": "generated"}},
+            IMAGES,
+            ErrorCode.CONTRADICTORY_WHERE,
+            "where.phase",
+        ),
+        ({"at": IN_ENCODER}, (), RANGE, "at"),
+        ({"at": IN_ENCODER, "where": {"images": [2]}}, IMAGES, RANGE, "where.images.0"),
+        ({"at": [IN_ENCODER, VISION]}, IMAGES, MIXED, "at"),
+        ({"at": IN_ENCODER, "where": {"positions": [0]}}, IMAGES, MIXED, "where"),
+        (
+            {"at": IN_ENCODER, "where": {"phase": "generated"}},
+            IMAGES,
+            ErrorCode.CONTRADICTORY_WHERE,
+            "where.phase",
+        ),
         ({"at": "vision.layers.3.output"}, IMAGES, ErrorCode.UNKNOWN_LAYER, "at"),
         ({"at": "vision.layers.0.mlp.act"}, IMAGES, ErrorCode.UNKNOWN_POINT, "at"),
         (
-            {"op": "patch", "values": [[0.0] * WIDTH], "where": {"images": [0]}},
+            {"op": "patch", "at": IN_ENCODER, "values": [[0.0] * WIDTH], "where": {"images": [0]}},
             IMAGES,
             ErrorCode.INVALID_VALUE,
             "values",
         ),
     ],
 )
-def test_what_is_not_in_the_encoder_is_refused(
+def test_what_is_not_in_an_image_is_refused(
     engine: Engine, operation: dict[str, Any], images: tuple[Image, ...], code: ErrorCode, param: str
 ) -> None:
     with pytest.raises(ApiError) as caught:
-        ask(engine, {"op": "capture", "at": IN_ENCODER, **operation}, images=images)
+        ask(engine, {"op": "capture", **operation}, images=images)
     assert (caught.value.code, caught.value.param) == (code, f"interventions.0.{param}")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_engine.plans.collect.results import CollectedCapture, CollectedLens, CollectedProbe
+from nnsight_engine.plans.collect.results import CollectedCapture, CollectedProbe
 from tests.e2e import harness
 from tests.e2e.harness import Ask, Engine
 from tests.e2e.reference import Reference
@@ -62,93 +62,31 @@ def test_captures_of_generated_positions_equal_transformers(engine: Engine, refe
     torch.testing.assert_close(reply.tensor("c", point) / scale, expected / scale, rtol=1e-3, atol=1e-5)
 
 
-def test_reductions_and_dtypes(engine: Engine) -> None:
-    point = f"layers.{LAYER}.output"
-    where = {"range": [1, 6]}
-    reply = engine.ask(
-        PROMPT,
-        [
-            {"op": "capture", "at": point, "name": "rows", "where": where},
-            {"op": "capture", "at": point, "name": "mean", "reduce": "mean", "where": where},
-            {"op": "capture", "at": point, "name": "last", "reduce": "last", "where": where},
-            {"op": "capture", "at": point, "name": "half", "dtype": "bfloat16", "where": where},
-        ],
-        max_tokens=1,
-    )
-    rows = reply.tensor("rows", point)
-    assert rows.shape == (5, 576)
-    torch.testing.assert_close(reply.tensor("mean", point), rows.mean(dim=0), rtol=1e-4, atol=1e-4)
-    assert torch.equal(reply.tensor("last", point), rows[-1])
-    assert torch.equal(reply.tensor("half", point), rows.bfloat16().float())
-    mean = reply.result("mean")
-    assert isinstance(mean, CollectedCapture)
-    assert mean.positions == [1, 2, 3, 4, 5]
-
-
-def test_last_reduction_over_a_generation_is_the_last_fed_token(engine: Engine) -> None:
-    point = f"layers.{LAYER}.output"
-    both = [
-        {"op": "capture", "at": point, "name": "rows"},
-        {"op": "capture", "at": point, "name": "last", "reduce": "last"},
-        {"op": "capture", "at": point, "name": "mean", "reduce": "mean"},
-    ]
-    reply = engine.ask(PROMPT, both, max_tokens=5)
-    rows = reply.tensor("rows", point)
-    assert torch.equal(reply.tensor("last", point), rows[-1])
-    torch.testing.assert_close(reply.tensor("mean", point), rows.mean(dim=0), rtol=1e-4, atol=1e-4)
-
-
-def test_a_mean_over_points_of_different_widths(engine: Engine) -> None:
+def test_other_forms_of_reads_are_of_the_rows(engine: Engine) -> None:
     points = [f"layers.{LAYER}.output", f"layers.{LAYER}.mlp.act", f"layers.{LAYER}.attn.output"]
-    both = [
-        {"op": "capture", "at": points, "name": "rows"},
-        {"op": "capture", "at": points, "name": "mean", "reduce": "mean"},
+    point, weights = points[0], random_vector(1)
+    fields: list[dict[str, Any]] = [
+        {"name": "rows", "at": points},
+        {"name": "mean", "at": points, "reduce": "mean"},
+        {"name": "last", "at": point, "reduce": "last"},
+        {"name": "half", "at": point, "dtype": "bfloat16"},
     ]
-    reply = engine.ask(PROMPT, both, max_tokens=4)
-    for point in points:
-        expected = reply.tensor("rows", point).mean(dim=0)
-        torch.testing.assert_close(reply.tensor("mean", point), expected, rtol=1e-4, atol=1e-3)
-
-
-def test_probe_is_the_dot_product(engine: Engine) -> None:
-    weights = random_vector(1)
-    point = f"layers.{LAYER}.output"
-    reply = engine.ask(
-        PROMPT,
-        [
-            {"op": "probe", "at": point, "weights": weights, "bias": 0.5, "name": "p"},
-            {"op": "capture", "at": point, "name": "c"},
-        ],
-        max_tokens=4,
-    )
-    probe = reply.result("p")
-    assert isinstance(probe, CollectedProbe)
-    expected = reply.tensor("c", point) @ torch.tensor(weights) + 0.5
-    torch.testing.assert_close(torch.tensor(probe.points[point]), expected, rtol=1e-4, atol=1e-2)
-
-
-def test_lens_at_the_last_layer_is_the_models_own_distribution(engine: Engine, reference: Reference) -> None:
-    ids = engine.token_ids(PROMPT)
-    reply = engine.ask(
-        PROMPT,
-        [{"op": "logit_lens", "layers": "all", "top_k": 5, "targets": [" Paris", 0], "name": "lens"}],
-        max_tokens=1,
-    )
-    lens = reply.result("lens")
-    assert isinstance(lens, CollectedLens)
-    assert sorted(lens.layers) == list(range(30))
-    logprobs = torch.log_softmax(reference.run(ids)["logits"], dim=-1)
-    paris = engine.tokenizer.encode(" Paris", add_special_tokens=False)[0]
-    for position, (top, targets) in enumerate(lens.layers[29]):
-        expected = logprobs[position].topk(5)
-        torch.testing.assert_close(
-            torch.tensor([token.logprob for token in top]), expected.values, rtol=1e-3, atol=1e-3
-        )
-        assert [token.id for token in targets] == [paris, 0]
-        rank = int((logprobs[position] > logprobs[position, paris]).sum()) + 1
-        assert targets[0].rank is not None
-        assert abs(targets[0].rank - rank) <= max(1, rank // 100)
-    assert lens.layers[29][-1][0][0].id == reply.token_ids[0] == paris
+    for where in ({}, {"where": {"range": [1, 6]}}):
+        reads = [{"op": "capture", **one, **where} for one in fields]
+        probe = {"op": "probe", "at": point, "weights": weights, "bias": 0.5, "name": "p", **where}
+        reply = engine.ask(PROMPT, [*reads, probe], max_tokens=5)
+        rows = reply.tensor("rows", point)
+        assert len(rows) == (5 if where else len(engine.token_ids(PROMPT)) + 4)
+        for one in points:
+            mean = reply.tensor("rows", one).mean(dim=0)
+            torch.testing.assert_close(reply.tensor("mean", one), mean, rtol=1e-4, atol=1e-3)
+        assert torch.equal(reply.tensor("last", point), rows[-1])
+        assert torch.equal(reply.tensor("half", point), rows.bfloat16().float())
+        probed = reply.result("p")
+        assert isinstance(probed, CollectedProbe)
+        assert probed.positions == reply.result("mean").positions
+        expected = rows @ torch.tensor(weights) + 0.5
+        torch.testing.assert_close(torch.tensor(probed.points[point]), expected, rtol=1e-4, atol=1e-2)
 
 
 def test_patching_a_clean_runs_activations_reproduces_its_next_token(engine: Engine) -> None:

@@ -86,16 +86,6 @@ async def test_code_writes_loops_prints_and_gets_variables(live: Live) -> None:
     assert declared["text"] == choice["text"]
 
 
-async def test_each_choice_saves_its_own_result(live: Live) -> None:
-    operation = op("answer = tracer.result.save()")
-    body = {"prompt": PROMPT, "n": 3, "temperature": 2.0, "seed": 5, "return_token_ids": True}
-    choices = (await live.post(**body, interventions=[operation])).json()["choices"]
-    assert len({choice["text"] for choice in choices}) == 3
-    for choice in choices:
-        answer = saves(choice)["answer"]
-        assert (answer["text"], answer["token_ids"]) == (choice["text"], choice["token_ids"])
-
-
 async def test_what_a_cache_missed_is_among_the_warnings(live: Live) -> None:
     code = "h = model.layers[5].output[-1].float().save()\ntracer.cache(modules=[model.layers[2]])"
     result = (await traced(live, code, max_tokens=1))["interventions"]["results"]["t"]
@@ -148,11 +138,14 @@ async def test_a_stream_tells_what_is_new_with_each_chunk_and_all_with_the_last(
 
 async def test_every_prompt_and_choice_has_its_own_variables(live: Live) -> None:
     code = "tokens = save([])\nfor _ in tracer.iter[:]:\n    tokens.append(model.samples.output.item())"
+    code += "\nanswer = tracer.result.save()"
     sampling = {"prompt": [PROMPT, "Hello"], "n": 2, "temperature": 1.0, "seed": 5, "max_tokens": 4}
     body = (await live.post(interventions=[op(code)], return_token_ids=True, **sampling)).json()
     assert len(body["choices"]) == 4
     for choice in body["choices"]:
-        assert saves(choice)["tokens"] == choice["token_ids"]
+        answer = saves(choice)["answer"]
+        assert saves(choice)["tokens"] == answer["token_ids"] == choice["token_ids"]
+        assert answer["text"] == choice["text"]
     refused = await live.post(interventions=[op(code)], stream=True, **sampling)
     assert refused.json()["error"]["code"] == "unsupported_combination"
 

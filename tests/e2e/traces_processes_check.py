@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from nnsight_engine import save
-from nnsight_engine.interleaving.events import MissedProviderError
 from nnsight_engine.interleaving.threads import TimeBudgetError
 from nnsight_engine.serialization import DecodeError
 from nnsight_engine.vllm_backend.compat import EngineLimits
@@ -278,24 +277,6 @@ def what_ends_a_thread(model: VLLM) -> Any:
     return still_works(model)
 
 
-def what_never_ends(model: VLLM) -> Any:
-    with raises(TimeBudgetError), traced(model, PROMPT):
-        _ = model.layers[1].output
-        spin()
-    with raises(TimeBudgetError), traced(model, PROMPT):
-        sleep_through_everything()
-    return still_works(model)
-
-
-def what_never_comes(model: VLLM) -> Any:
-    with raises(MissedProviderError, "rotary_emb"), traced(model, PROMPT):
-        model.model.layers[0].self_attn.rotary_emb.apply_rotary_emb.output.save()
-    with raises(MissedProviderError, "step 5"), traced(model, PROMPT, max_tokens=2) as tracer:
-        for _ in tracer.iter[5]:
-            pass
-    return still_works(model)
-
-
 def failing_beside_others(model: VLLM) -> Any:
     with traced(model, PROMPT, max_tokens=8, tracer_cls=HeldTracer) as leaving:
         _ = model.layers[1].output
@@ -330,8 +311,6 @@ CASES: Final[dict[str, Callable[[VLLM], Any]]] = {
         what_cannot_travel_back,
         what_does_harm_as_it_travels,
         what_ends_a_thread,
-        what_never_ends,
-        what_never_comes,
         failing_beside_others,
         *scenarios.SCENARIOS,
     )
