@@ -15,10 +15,10 @@ from vllm import SamplingParams
 
 from nnsight_engine import save
 from nnsight_engine.interleaving.events import MissedProviderError, OutOfOrderError
-from nnsight_engine.interleaving.threads import TimeBudgetError
 from nnsight_engine.vllm_backend.compat import EngineLimits
+from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.traced_scenarios import assert_an_abort_leaves_nothing
+from tests.e2e.traced_scenarios import assert_an_abort_leaves_nothing, assert_failed_as, failing_at
 from tests.e2e.traces import HeldTracer, Plain, run_together, traced_engine
 from tests.narrow_model import NEXT, PROMPT, WIDTH
 from tests.shared_names import Program
@@ -221,60 +221,43 @@ def test_what_does_not_come_is_named(model: VLLM) -> None:
         model.model.layers[2].output.save()
 
 
-def failing(model: VLLM) -> list[HeldTracer]:
-    """Return traces that end badly, each in its own way."""
-    held = []
-    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
-        model.model.layers[1].output
-        raise KeyError("mine")
-    held.append(tracer)
-    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
-        model.model.layers[1].output
-        while True:
-            pass
-    held.append(tracer)
-    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+def failing(model: VLLM) -> dict[str, SentTrace]:
+    """Return traces that end badly, each in its own way, by the names of their errors."""
+    options: dict[str, Any] = {"max_tokens": 8, "tracer_cls": HeldTracer, **GREEDY}
+    held: dict[str, Any] = {}
+    with model.trace(PROMPT, **options) as held["TimeBudgetError asleep"]:
         model.model.layers[1].output
         time.sleep(3600)
-    held.append(tracer)
-    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+    with model.trace(PROMPT, **options) as held["SystemExit"]:
         model.model.layers[1].output
         raise SystemExit
-    held.append(tracer)
-    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+    with model.trace(PROMPT, **options) as held["OutOfOrderError"]:
         model.model.layers[1].output
         while True:
             try:  # noqa: SIM105 - as stubborn code does
                 model.model.layers[0].output
             except Exception:  # noqa: BLE001 - the same
                 pass
-    held.append(tracer)
-    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+    with model.trace(PROMPT, **options) as held["EncodeError"]:
         handle = save(open("/dev/null"))  # noqa: F841, SIM115 - saved, and does not travel
-    held.append(tracer)
-    return held
+    return failing_at(model, 1) | {name: tracer.sent for name, tracer in held.items()}
 
 
 def test_whoever_fails_fails_alone(model: VLLM) -> None:
-    prompts = [f"Neighbour {number} says that" for number in range(7)]
-    greedy = SamplingParams(max_tokens=8, temperature=0.0, logprobs=5)
-    quiet = run_together(model, [], [Plain(prompt, greedy) for prompt in prompts])
-    held = failing(model)
+    greedy = SamplingParams(max_tokens=8, temperature=0.0)
+    plain = [Plain(f"Neighbour {number} says that", greedy) for number in range(7)]
+    quiet = run_together(model, [], plain)
     with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as well:
         tokens = save([])
         for _ in well.iter[:]:
             tokens.append(model.samples.output.item())
-    sent = [tracer.sent for tracer in [*held, well]]
-    ran = run_together(model, sent, [Plain(prompt, greedy) for prompt in prompts], late=2)
-    for number in range(7):
+    held = failing(model)
+    ran = run_together(model, [well.sent, *held.values()], plain, late=2)
+    for number in range(len(plain)):
         assert ran.tokens(f"plain-{number}") == quiet.tokens(f"plain-{number}")
-    errors = [type(ran.outcomes[number].error) for number in range(len(held))]
-    assert errors[:2] == [KeyError, TimeBudgetError]
-    assert errors[2] is TimeBudgetError
-    assert errors[3].__name__ == "SystemExit"
-    assert errors[4] is OutOfOrderError
-    assert "handle" in str(ran.outcomes[5].error)
-    assert ran.outcomes[6].saves["tokens"] == plain_tokens(model, PROMPT, 8)
+    assert ran.outcomes[0].saves["tokens"] == plain_tokens(model, PROMPT, 8)
+    for number, name in enumerate(held, 1):
+        assert_failed_as(name, ran.outcomes[number])
 
 
 def test_a_trace_in_a_block_fails_that_block_alone(model: VLLM) -> None:

@@ -14,6 +14,7 @@ import torch
 from vllm import SamplingParams
 
 from nnsight_engine import save
+from nnsight_engine.remote_backend.values.outcomes import Outcome
 from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.point_blocks import OTHER, PROMPT
@@ -256,9 +257,14 @@ def assert_each_fails_alone(model: VLLM, failing: Mapping[str, SentTrace], *, at
             assert ran.tokens(f"plain-{number}") == calm.tokens(f"plain-{number}"), names
             assert ran.logprobs(f"plain-{number}") == calm.logprobs(f"plain-{number}") != [], names
         for number, name in enumerate(names):
-            error = ran.outcomes[number].error
-            assert {kind.__name__ for kind in type(error).__mro__} & set(name.split()), (name, error)
+            assert_failed_as(name, ran.outcomes[number])
     assert still_works(model)
+
+
+def assert_failed_as(name: str, outcome: Outcome) -> None:
+    """See that a trace failed with an error of a class that is named."""
+    kinds = {kind.__name__ for kind in type(outcome.error).__mro__}
+    assert kinds & set(name.split()), (name, outcome.error)
 
 
 def assert_an_abort_leaves_nothing(model: VLLM, held: dict[str, int]) -> None:
