@@ -18,8 +18,8 @@ import torch
 
 import nnsight_engine
 from nnsight_engine import LanguageModel, save
-from nnsight_engine.core.tensor_bytes import tensor_from_bytes
 from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.answers import tensor_of
 from tests.e2e.faults import engine_processes, kill
 from tests.e2e.keyed import serving_several
 from tests.e2e.server import Server
@@ -115,13 +115,8 @@ def hidden_of(local: LanguageModel, prompt: list[int], factor: float = 1.0) -> t
     return found
 
 
-def tensor_of(sent: dict[str, Any]) -> torch.Tensor:
-    """Return a tensor of an answer."""
-    return tensor_from_bytes(sent["dtype"], sent["shape"], base64.b64decode(sent["data"]))
-
-
-def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+def close(ours: Any, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(torch.as_tensor(ours), theirs, rtol=1e-3, atol=1e-4)
 
 
 def test_requests_at_once_are_answered_by_both_engines_with_the_models_values(
@@ -130,7 +125,7 @@ def test_requests_at_once_are_answered_by_both_engines_with_the_models_values(
     before = served.served()
     vector = torch.linspace(-1, 1, local.config.hidden_size)
 
-    def ask(prompt: list[int]) -> torch.Tensor:
+    def ask(prompt: list[int]) -> Any:
         scale = prompt[-1] / 4
         steer = {"op": "steer", "at": "layers.1.output", "vector": vector.tolist(), "scale": scale}
         where = {"phase": "prompt"}

@@ -14,6 +14,7 @@ import safetensors.numpy
 from app.detectors.files import stored_detector
 from app.training.scores import auroc
 from nnsight_engine.core.detector import Detector
+from tests.e2e.answers import tensor_of
 from tests.e2e.server import Server
 from tests.e2e.test_vectors import CHEERFUL, GLOOMY
 
@@ -113,7 +114,7 @@ def scores_of(client: httpx.Client, detector: Detector, texts: list[str]) -> Any
     assert answer.status_code == 200, answer.text
     found = [choice["interventions"]["results"]["x"]["points"] for choice in answer.json()["choices"]]
     values = {
-        point: np.stack([np.frombuffer(base64.b64decode(one[point]["data"]), np.float32) for one in found])
+        point: np.stack([tensor_of(one[point]) for one in found])
         for point in points
     }
     return detector.scores(values)
@@ -154,8 +155,8 @@ def test_a_probe_of_the_weights_is_the_detector_before_its_link(client: httpx.Cl
     capture = {"op": "capture", "at": part.point, "dtype": "float32", "name": "x", "where": where}
     body = {"prompt": NEW_CHEERFUL[0], "max_tokens": 1, "interventions": [capture, {**probe, "where": where}]}
     results = client.post("/v1/completions", json=body).json()["choices"][0]["interventions"]["results"]
-    values = np.frombuffer(base64.b64decode(results["x"]["points"][part.point]["data"]), np.float32)
-    (score,) = detector_of(client, made).scores({part.point: values[None]})
+    values = tensor_of(results["x"]["points"][part.point])
+    (score,) = detector_of(client, made).scores({part.point: values})
     (logit,) = results["probe_1"]["points"][part.point]
     assert 1 / (1 + np.exp(-logit)) == pytest.approx(score, rel=1e-2, abs=1e-3)
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import save
 
+from tests.e2e.answers import answer, tensor_of
 from tests.e2e.server import Server
 from tests.narrow_model import WIDTH
 
@@ -20,7 +21,6 @@ pytestmark = pytest.mark.e2e
 
 NUM_FEATURES = 64
 AT = "layers.9.output"
-PROMPT = "The Eiffel Tower is in the city of"
 LABELS = {"3": "cats", "9": "rain"}
 
 Array = npt.NDArray[np.float32]
@@ -63,19 +63,6 @@ def dictionary(client: httpx.Client, numbers: dict[str, Array]) -> dict[str, Any
     return made
 
 
-def answer(client: httpx.Client, operations: list[dict[str, Any]], **more: object) -> dict[str, Any]:
-    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **more}
-    reply = client.post("/v1/completions", json={**body, "interventions": operations})
-    assert reply.status_code == 200, reply.text
-    choice: dict[str, Any] = reply.json()["choices"][0]
-    return choice
-
-
-def captured(result: dict[str, Any]) -> Array:
-    tensor = result["points"][AT]
-    return np.frombuffer(base64.b64decode(tensor["data"]), tensor["dtype"]).reshape(tensor["shape"])
-
-
 def encoded(numbers: dict[str, Array], x: Array) -> Array:
     found: Array = np.maximum(x @ numbers["W_enc"] + numbers["b_enc"], 0)
     return found
@@ -86,15 +73,13 @@ def test_features_are_read_by_label_and_by_rank(
 ) -> None:
     found = answer(
         client,
-        [
-            {"op": "features", "dictionary": "ninth", "features": ["rain", 5], "name": "given"},
-            {"op": "features", "dictionary": "ninth@1", "top_k": 4, "name": "top"},
-            {"op": "capture", "at": AT, "dtype": "float32", "name": "x"},
-            {"op": "flag", "when": {"dictionary": "ninth", "feature": "cats", "above": 0.5}, "name": "cats"},
-        ],
+        {"op": "features", "dictionary": "ninth", "features": ["rain", 5], "name": "given"},
+        {"op": "features", "dictionary": "ninth@1", "top_k": 4, "name": "top"},
+        {"op": "capture", "at": AT, "dtype": "float32", "name": "x"},
+        {"op": "flag", "when": {"dictionary": "ninth", "feature": "cats", "above": 0.5}, "name": "cats"},
     )["interventions"]
     results = found["results"]
-    activations = encoded(numbers, captured(results["x"]))
+    activations = encoded(numbers, tensor_of(results["x"]["points"][AT]))
     assert results["given"]["positions"] == [*range(len(activations))]
     for own, given, top in zip(
         activations, results["given"]["features"], results["top"]["features"], strict=True
@@ -120,10 +105,9 @@ def test_a_change_moves_the_value_along_the_feature(
         "changes": [{"feature": "cats", "value": 40.0}, {"feature": 7, "mode": "ablate"}],
     }
     read = {"op": "capture", "at": AT, "dtype": "float32"}
-    results = answer(client, [{**read, "name": "before"}, change, {**read, "name": "after"}])[
-        "interventions"
-    ]["results"]
-    before, after = captured(results["before"]), captured(results["after"])
+    found = answer(client, {**read, "name": "before"}, change, {**read, "name": "after"})
+    results = found["interventions"]["results"]
+    before, after = (tensor_of(results[name]["points"][AT]) for name in ("before", "after"))
     old = encoded(numbers, before)
     expected = (40 - old[:, 3:4]) * numbers["W_dec"][3] - old[:, 7:8] * numbers["W_dec"][7]
     # The model computes in its own dtype: what is added is rounded at the size of the values.

@@ -12,6 +12,7 @@ import pytest
 import safetensors.numpy
 from openai import AsyncOpenAI
 
+from tests.e2e.answers import tensor_of
 from tests.e2e.harness import random_vector
 from tests.e2e.live import MODEL, Live
 from tests.narrow_model import NEXT, PROMPT, WIDTH
@@ -28,12 +29,6 @@ STEER = {
 PROBE = {"op": "probe", "at": "layers.15.output", "weights": random_vector(1), "name": "probe"}
 LENS = {"op": "logit_lens", "layers": "all", "top_k": 3, "where": {"phase": "generated"}, "name": "lens"}
 CAPTURE = {"op": "capture", "at": "layers.10.output", "dtype": "float32", "name": "resid"}
-
-
-def decode(tensor: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """Return an inline float32 tensor."""
-    assert tensor["dtype"] == "float32"
-    return np.frombuffer(base64.b64decode(tensor["data"]), np.float32).reshape(tensor["shape"])
 
 
 async def test_a_text_s_tokens_are_those_that_positions_count(live: Live) -> None:
@@ -95,7 +90,7 @@ async def test_openais_client_passes_interventions_and_reads_results(live: Live)
     assert extra is not None
     answer = extra["interventions"]
     positions = answer["results"]["resid"]["positions"]
-    assert decode(answer["results"]["resid"]["points"]["layers.10.output"]).shape == (len(positions), WIDTH)
+    assert tensor_of(answer["results"]["resid"]["points"]["layers.10.output"]).shape == (len(positions), WIDTH)
     assert [entry["op"] for entry in answer["applied"]] == ["steer", "capture"]
     assert answer["applied"][0]["positions"] == positions
     assert len(answer["provenance"]["fingerprint"]) == 64
@@ -129,9 +124,9 @@ async def test_a_stream_carries_each_tokens_results_with_that_token(live: Live) 
     streamed = [value for part in parts for value in part["results"]["probe"]["points"]["layers.15.output"]]
     assert streamed == whole["interventions"]["results"]["probe"]["points"]["layers.15.output"]
     assert parts[-1]["applied"] == whole["interventions"]["applied"]
-    mean = decode(parts[-1]["results"]["mean"]["points"]["layers.10.output"])
+    mean = tensor_of(parts[-1]["results"]["mean"]["points"]["layers.10.output"])
     np.testing.assert_allclose(
-        mean, decode(whole["interventions"]["results"]["mean"]["points"]["layers.10.output"]), rtol=1e-5
+        mean, tensor_of(whole["interventions"]["results"]["mean"]["points"]["layers.10.output"]), rtol=1e-5
     )
 
 
@@ -143,7 +138,7 @@ async def test_several_prompts_and_choices_each_have_their_own_results(live: Liv
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
     for choice in body["choices"]:
         results = choice["interventions"]["results"]
-        ids = np.frombuffer(base64.b64decode(results["ids"]["points"]["samples"]["data"]), np.int64)
+        ids = tensor_of(results["ids"]["points"]["samples"])
         assert ids.tolist() == choice["token_ids"]
         num_prompt = len(choice["prompt_token_ids"] or []) or results["ids"]["positions"][0] + 1
         assert results["probe"]["positions"] == list(range(num_prompt + 3))
@@ -222,7 +217,7 @@ async def test_large_results_are_files_equal_to_what_was_captured(live: Live) ->
     expected = inline["choices"][0]["interventions"]["results"]["big"]["points"]
     for point in points:
         assert tensors[point]["shape"] == list(stored[tensors[point]["key"]].shape)
-        np.testing.assert_array_equal(stored[tensors[point]["key"]][[0, 5]], decode(expected[point]))
+        np.testing.assert_array_equal(stored[tensors[point]["key"]][[0, 5]], tensor_of(expected[point]))
     assert (await live.http.get("/v1/results/unknown")).json()["error"]["code"] == "result_not_found"
 
 

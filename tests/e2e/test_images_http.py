@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.e2e.answers import tensor_of
 from tests.e2e.keyed import keys_in
 from tests.e2e.seeing_reference import IMAGES, LAYER, NUM_TOKENS, TEXT, SeeingReference
 from tests.e2e.server import Server
@@ -93,8 +94,7 @@ def first_image(seeing: Seeing) -> list[int]:
 
 
 def value_of(link: dict[str, Any]) -> torch.Tensor:
-    numbers = np.frombuffer(base64.b64decode(link["data"]), np.float32)
-    return torch.from_numpy(numbers.copy()).reshape(link["shape"])
+    return torch.tensor(tensor_of(link))
 
 
 def results_of(answer: httpx.Response, *, stream: bool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nnsight_engine.plans.collect.results import TensorResult
 from tests.e2e.adapted import ADAPTED, BASE, FIRST, SECOND, Adapted, write_adapted
-from tests.e2e.fuzz.nearness import as_tensor
+from tests.e2e.answers import tensor_of
 from tests.e2e.harness import random_vector
 from tests.e2e.keyed import OPERATOR, keys_in
 from tests.e2e.live import MODEL, Live, live_server
@@ -87,10 +87,6 @@ async def embedded(live: Live, name: str, text: str, operations: Any = (), **mor
     return item
 
 
-def tensor_of(sent: Any) -> torch.Tensor:
-    return as_tensor(TensorResult(sent["dtype"], sent["shape"], base64.b64decode(sent["data"])))
-
-
 @pytest.mark.parametrize("text", [TEXT, LONG], ids=["short", "in chunks"])
 async def test_each_name_embeds_as_its_merged_weights_in_one_batch(
     embedder: Live, embeddings: dict[str, Reference], text: str
@@ -116,7 +112,7 @@ async def test_points_inside_adapted_layers_have_the_adapted_values(embedder: Li
         assert found["positions"] == [0, 70, len(ids) - 1]
         for point, tensor in found["points"].items():
             rows = wanted[point][[0, 70, -1]]
-            torch.testing.assert_close(tensor_of(tensor), rows, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(torch.tensor(tensor_of(tensor)), rows, rtol=1e-4, atol=1e-4)
 
 
 async def test_a_preset_follows_an_adapters_name(embedder: Live, embeddings: dict[str, Reference]) -> None:

@@ -16,6 +16,7 @@ from nnsight_engine import save
 from nnsight_engine.remote_backend.values.received_blocks import SAVED
 from nnsight_engine.serialization import SentBlock, encode_trace
 from nnsight_engine.tracing.tracer import Tracer
+from tests.e2e.answers import tensor_of
 from tests.e2e.live import MODEL, Live
 from tests.narrow_model import NEXT, PROMPT, WIDTH
 from tests.waiting import wait_for_async
@@ -42,17 +43,12 @@ def saves(choice: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def decode(tensor: dict[str, Any]) -> np.ndarray[Any, Any]:
-    dtype = {"float32": np.float32, "int64": np.int64}[tensor["dtype"]]
-    return np.frombuffer(base64.b64decode(tensor["data"]), dtype).reshape(tensor["shape"])
-
-
 async def test_what_code_saves_is_what_a_capture_gives(live: Live) -> None:
     capture = {"op": "capture", "at": "layers.5.output", "dtype": "float32", "name": "c", "reduce": "last"}
     captured = (await live.post(prompt=PROMPT, max_tokens=1, interventions=[capture])).json()["choices"][0]
     choice = await traced(live, HIDDEN, max_tokens=1)
     expected = captured["interventions"]["results"]["c"]["points"]["layers.5.output"]
-    np.testing.assert_allclose(decode(saves(choice)["hs"]), decode(expected), rtol=1e-2, atol=1e-2)
+    np.testing.assert_allclose(tensor_of(saves(choice)["hs"]), tensor_of(expected), rtol=1e-2, atol=1e-2)
     assert choice["text"] == captured["text"]
     assert choice["interventions"]["results"]["t"]["type"] == "trace"
     assert choice["interventions"]["provenance"] == {"tier": "tap"}
@@ -106,7 +102,7 @@ async def test_tensors_go_in_and_chat_works_too(live: Live) -> None:
     )
     body = response.json()
     found = saves(body["choices"][0])["twice"]
-    assert decode(found["a"][0]).tolist() == [0, 2, 4]
+    assert tensor_of(found["a"][0]).tolist() == [0, 2, 4]
     assert found["n"] == body["usage"]["prompt_tokens"]
 
 
@@ -182,7 +178,7 @@ async def test_a_block_that_the_library_wrote_runs_too(live: Live) -> None:
     data = encode_trace([tracer.kept], {SAVED: []}, reference=reference)
     block = {"op": "trace", "name": "t", "block": base64.b64encode(data).decode()}
     choice = (await live.post(prompt=PROMPT, max_tokens=1, interventions=[block])).json()["choices"][0]
-    hidden = decode(saves(await traced(live, HIDDEN, max_tokens=1))["hs"])
+    hidden = tensor_of(saves(await traced(live, HIDDEN, max_tokens=1))["hs"])
     assert saves(choice)["norm"] == pytest.approx(2 * np.linalg.norm(hidden), rel=1e-3)
     for broken in (b"junk", data[:-9], encode_trace([tracer.kept] * 2, reference=reference)):
         bad = {"op": "trace", "block": base64.b64encode(broken).decode()}
