@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator
 from typing import Any
 
@@ -113,10 +112,7 @@ def scores_of(client: httpx.Client, detector: Detector, texts: list[str]) -> Any
     answer = client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     found = [choice["interventions"]["results"]["x"]["points"] for choice in answer.json()["choices"]]
-    values = {
-        point: np.stack([tensor_of(one[point]) for one in found])
-        for point in points
-    }
+    values = {point: np.stack([tensor_of(one[point]) for one in found]) for point in points}
     return detector.scores(values)
 
 

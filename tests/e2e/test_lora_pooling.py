@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from nnsight_engine.plans.collect.results import TensorResult
 from tests.e2e.adapted import ADAPTED, BASE, FIRST, SECOND, Adapted, write_adapted
 from tests.e2e.answers import tensor_of
 from tests.e2e.harness import random_vector

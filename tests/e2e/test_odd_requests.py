@@ -199,38 +199,6 @@ async def test_what_vllm_refuses_late_names_the_field_and_the_step(
     assert step in error["message"], error
 
 
-async def test_the_messages_say_what_to_send_instead(http: httpx.AsyncClient) -> None:
-    async def message(**odd: Any) -> tuple[str, str | None]:
-        body = {"prompt": "A bird sat", "max_tokens": 1, **odd}
-        answer = await send(http, OddRequest("POST", COMPLETIONS, body))
-        error = answer.json()["error"]
-        return error["message"], error["param"]
-
-    def capture(**odd: Any) -> dict[str, Any]:
-        return {"interventions": [{"op": "capture", "at": POINT, **odd}]}
-
-    said, param = await message(stream_options={"include_usage": True})
-    assert "stream=True" in said
-    assert param == "stream_options"
-    said, param = await message(prompt=[""])
-    assert "at least one character" in said
-    assert param == "prompt"
-    said, param = await message(interventions=[{"op": "logit_lens", "layers": 5}])
-    assert "a list of layers such as [5]" in said
-    assert param == "interventions.0.layers"
-    said, param = await message(**capture(where={"range": [0]}))
-    assert "[start, stop]" in said
-    said, param = await message(**capture(reduec="last"))
-    assert "reduce, dtype" in said
-    assert param == "interventions.0.reduec"
-    said, param = await message(**capture(where={"rang": [0, 1]}))
-    assert "phase, positions, range, tokens, images, scope, exclude" in said
-    assert param == "interventions.0.where.rang"
-    said, param = await message(interventions=[OVERFLOW])
-    assert "smaller scale" in said
-    assert param == "interventions.0.scale"
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "operation", [None, STEER, {"op": "trace", "code": "pass"}], ids=["plain", "steer", "trace"]

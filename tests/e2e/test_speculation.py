@@ -5,7 +5,6 @@ The heavy form has the engine that vLLM chooses where kernels of Triton run: run
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterator
 from typing import Any
