@@ -440,9 +440,8 @@ def check(family: str, folder: Path) -> dict[str, str | None]:
     report |= _findings(certificate, UNSKIPPABLE.get(base, {}))
     model.shutdown()
     if family in COMPILED_FAMILIES:
-        engine = Engine(checkpoint, **options, **_COMPILED)
-        report |= {name: _outcome(check, engine, expected) for name, check in COMPILED_CHECKS.items()}
-        engine.close()
+        with Engine(checkpoint, **options, **_COMPILED) as engine:
+            report |= {name: _outcome(check, engine, expected) for name, check in COMPILED_CHECKS.items()}
     return report
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -132,6 +132,14 @@ class Engine:
         self.spec = ModelSpec.from_plain(answer(self.llm.collective_rpc("describe_interventions")))
         self.router = ResultRouter(self.spec)
         deliver_payloads(self.core.output_processor, {PLAN_KEY: self.router.deliver})
+
+    def __enter__(self) -> Self:
+        """Return the engine."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End it."""
+        self.close()
 
     def close(self) -> None:
         """End the engine, and drop it: a fixture may refer to this object until all tests are over."""
@@ -258,6 +266,12 @@ class Engine:
         counts = {name: max(one.get(name, 0) for one in workers) for name in set().union(*workers)}
         scheduler = self.core.engine_core.engine_core.scheduler
         return {**counts, "pending": scheduler.num_pending(), "open": len(self.router)}
+
+
+def small_engine(checkpoint: Path, **options: Any) -> Engine:
+    """Load a tiny model in float32."""
+    defaults: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "block_size": 32}
+    return Engine(checkpoint, **(defaults | options))
 
 
 @dataclasses.dataclass

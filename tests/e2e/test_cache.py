@@ -25,9 +25,8 @@ STEER = {
 
 @pytest.fixture(scope="module")
 def engine(narrow: Path) -> Iterator[Engine]:
-    engine = Engine(narrow, dtype="float32", block_size=32, max_num_batched_tokens=1024)
-    yield engine
-    engine.close()
+    with Engine(narrow, dtype="float32", block_size=32, max_num_batched_tokens=1024) as engine:
+        yield engine
 
 
 @pytest.fixture

@@ -20,9 +20,8 @@ pytestmark = pytest.mark.e2e
 def engine(narrow: Path) -> Iterator[Engine]:
     """Serve with room for little."""
     limits = EngineLimits(max_capture_bytes_per_request=44_000, max_capture_bytes_engine=55_000)
-    engine = Engine(narrow, limits=limits, dtype="float32")
-    yield engine
-    engine.close()
+    with Engine(narrow, limits=limits, dtype="float32") as engine:
+        yield engine
 
 
 def test_a_capture_over_the_limit_fails_alone_and_says_how_much(engine: Engine) -> None:

@@ -306,12 +306,9 @@ def test_an_adapter_of_a_real_model(bundled: Path, tmp_path: Path) -> None:
     activations = reference_activations(tmp_path / "merged", prompt)
     capture = {"op": "capture", "at": points, "where": {"phase": "prompt"}, "name": "captured"}
     options = {**_ENGINE, "max_num_seqs": 2}
-    engine = Engine(bundled, **options)
-    try:
+    with Engine(bundled, **options) as engine:
         request = LoRARequest("adapter", 1, str(adapter))
         reply, plain = engine.ask(prompt, [capture], adapter=request), engine.ask(prompt)
-    finally:
-        engine.close()
     assert reply.token_ids == continued(merged, prompt, len(reply.token_ids)).token_ids != plain.token_ids
     for point in points:
         wanted = activations[point]

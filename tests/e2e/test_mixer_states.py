@@ -58,15 +58,14 @@ def reference(checkpoint: Path) -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path, reference: torch.nn.Module) -> Iterator[Engine]:
-    engine = Engine(
+    with Engine(
         checkpoint,
         dtype="float32",
         max_model_len=256,
         max_num_batched_tokens=160,
         num_gpu_blocks_override=128,
-    )
-    yield engine
-    engine.close()
+    ) as engine:
+        yield engine
 
 
 def expected(model: Any, prompt_ids: list[int], generated: list[int]) -> list[dict[int, torch.Tensor]]:

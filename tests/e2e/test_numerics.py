@@ -26,9 +26,8 @@ random_vector = functools.partial(harness.random_vector, width=576)
 
 @pytest.fixture(scope="module")
 def engine(bundled: Path) -> Iterator[Engine]:
-    engine = Engine(bundled, dtype="float32", block_size=32, max_num_batched_tokens=1024)
-    yield engine
-    engine.close()
+    with Engine(bundled, dtype="float32", block_size=32, max_num_batched_tokens=1024) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 
 from nnsight_engine.plans.collect.results import CollectedCapture
-from tests.e2e.harness import Ask, Engine, Reply
+from tests.e2e.harness import Ask, Reply, small_engine
 from tests.families.checkpoints import IN_CORE, NUM_HEADS, NUM_LAYERS, write_checkpoint
 from tests.families.reference import load_reference_model
 
@@ -47,17 +45,6 @@ def expected_patterns(checkpoint: Path, token_ids: list[int]) -> list[torch.Tens
     return [attention[0].transpose(0, 1) for attention in attentions]
 
 
-@contextmanager
-def serving(checkpoint: Path, **options: Any) -> Iterator[Engine]:
-    """Serve a tiny model in float32."""
-    defaults: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8}
-    engine = Engine(checkpoint, **(defaults | options))
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
 def capture(at: str | list[str] = EVERY_LAYER, **fields: Any) -> dict[str, Any]:
     return {"op": "capture", "at": at, "name": "p"} | fields
 
@@ -81,7 +68,7 @@ def assert_patterns(reply: Reply, checkpoint: Path, name: str = "p", prompt: lis
 )
 def test_patterns_equal_transformers(family: str, tmp_path: Path) -> None:
     checkpoint = write(family, tmp_path)
-    with serving(checkpoint) as engine:
+    with small_engine(checkpoint) as engine:
         reply = engine.ask(
             PROMPT,
             [
@@ -119,7 +106,7 @@ def test_patterns_equal_transformers(family: str, tmp_path: Path) -> None:
 def test_patterns_do_not_depend_on_the_way(tmp_path: Path) -> None:
     checkpoint = write("mistral", tmp_path)
     late = capture(name="late", where={"phase": "generated"})
-    with serving(checkpoint, max_num_batched_tokens=24, enable_prefix_caching=True) as engine:
+    with small_engine(checkpoint, max_num_batched_tokens=24, enable_prefix_caching=True) as engine:
         # The prompt is in the cache, and a capture of generated positions alone must not use it.
         engine.ask(PROMPT, max_tokens=NUM_TOKENS)
         batch = [Ask(PROMPT, [capture(), late]), Ask(PROMPT[:30]), Ask(PROMPT, [late], NUM_TOKENS)]
@@ -136,7 +123,7 @@ def test_patterns_do_not_depend_on_the_way(tmp_path: Path) -> None:
 def test_a_prompt_capture_lets_decoding_be(tmp_path: Path) -> None:
     checkpoint = write("llama", tmp_path)
     compiled = {"enforce_eager": False, "compilation_config": {"backend": "eager"}}
-    with serving(checkpoint, **compiled) as engine:
+    with small_engine(checkpoint, **compiled) as engine:
         reply = engine.ask(PROMPT, [capture(where={"positions": [5, 20]})], max_tokens=NUM_TOKENS)
         assert_patterns(reply, checkpoint)
         pending = engine.submit(Ask(PROMPT, [capture(where={"positions": [5]}, reduce="last")], NUM_TOKENS))

@@ -30,10 +30,9 @@ def on_one_and_two_ranks(model: Path, interventions: list[dict[str, Any]], summa
     replies = []
     for size in (1, 2):
         options: dict[str, Any] = {"max_model_len": 128, "num_gpu_blocks_override": 32}
-        engine = Engine(model, dtype="float32", tensor_parallel_size=size, **options)
-        replies.append(engine.ask("Hello there, you", interventions, max_tokens=5))
-        assert (engine.spec.leaf(summand) is None) == (size > 1)
-        engine.close()
+        with Engine(model, dtype="float32", tensor_parallel_size=size, **options) as engine:
+            replies.append(engine.ask("Hello there, you", interventions, max_tokens=5))
+            assert (engine.spec.leaf(summand) is None) == (size > 1)
     assert replies[0].token_ids == replies[1].token_ids
     return replies
 

@@ -97,11 +97,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def on_one_rank(checkpoint: Path) -> Reply:
     """Return what one rank answers; the engine ends before another one starts."""
-    engine = Engine(checkpoint, dtype="float32", max_model_len=128, num_gpu_blocks_override=32)
-    try:
+    with Engine(checkpoint, dtype="float32", max_model_len=128, num_gpu_blocks_override=32) as engine:
         return declarative(engine)
-    finally:
-        engine.close()
 
 
 @pytest.fixture(scope="module")
