@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 # Before vLLM is imported: one process, so that a test can look inside, and little memory.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -25,11 +26,11 @@ from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.harness import Engine
 from tests.e2e.keyed import KeyedServer, serving_keys
 from tests.e2e.live import Live, live_server_in_a_thread
-from tests.e2e.reference import Reference
 from tests.e2e.renamed_model import renamed_engine
 from tests.e2e.server import Server
 from tests.e2e.watching import Watch, watched_reads
 from tests.families.checkpoints import write_checkpoint
+from tests.families.reference import load_reference_model
 from tests.narrow_model import NAME, write_narrow_model
 from tests.parallel import SHARED_FIXTURES
 from tests.sharing import SHARED, bring_together, is_last, shared, uses
@@ -72,9 +73,9 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(narrow: Path) -> Reference:
+def reference(narrow: Path) -> Any:
     """Return transformers' own float32 model."""
-    return Reference(narrow)
+    return load_reference_model(narrow)
 
 
 @pytest.fixture(scope="session")

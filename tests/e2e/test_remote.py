@@ -19,8 +19,8 @@ import nnsight_engine
 from nnsight_engine import RemoteBackend, RemoteError, save
 from nnsight_engine.serialization import EncodeError
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.reference import Reference
 from tests.e2e.server import Server
+from tests.hook_reference import first, outputs_of
 from tests.narrow_model import NEXT, PROMPT, WIDTH
 
 pytestmark = pytest.mark.e2e
@@ -50,12 +50,14 @@ def test_the_tree_is_the_servers(model: VLLM) -> None:
     assert model.tokenizer.decode(model.tokenizer.encode("hi")) == "hi"
 
 
-def test_values_come_home_and_are_the_models(model: VLLM, reference: Reference) -> None:
+def test_values_come_home_and_are_the_models(model: VLLM, reference: Any) -> None:
     with model.trace(PROMPT, temperature=0) as tracer:
         hidden = model.layers[15].output.save()
         logits = model.logits.output.save()
         result = tracer.result.save()
-    expected = reference.run(model.tokenizer.encode(PROMPT))["layers.15.output"]
+    ids = {"input_ids": torch.tensor([model.tokenizer.encode(PROMPT)])}
+    with torch.no_grad():
+        expected = first(outputs_of(reference, ids, "model.layers.15")[0])[0]
     assert hidden.shape == expected.shape
     assert torch.cosine_similarity(hidden.float(), expected).min() > 0.999
     assert model.tokenizer.decode(logits[0].argmax().item()) == NEXT

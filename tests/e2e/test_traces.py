@@ -40,7 +40,7 @@ def hidden(reference: Any, model: VLLM) -> tuple[torch.Tensor, ...]:
     """Return transformers' own values of the prompt."""
     ids = torch.tensor([model.tokenizer.encode(PROMPT)])
     with torch.no_grad():
-        states = reference.model(ids, output_hidden_states=True)
+        states = reference(ids, output_hidden_states=True)
     return (*states.hidden_states, states.logits)
 
 
