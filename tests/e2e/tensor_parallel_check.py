@@ -174,55 +174,14 @@ def flat(value: Any) -> torch.Tensor:
     return tensor
 
 
-def noise_is_one(model: VLLM) -> Values:
-    shape, width = model.points()[f"layers.{LAYER}.attn.q"], model.points()["embed.output"][0]
-    with both.opened(model, PROMPT):
-        noise = save(torch.randn(len(PROMPT), *shape))
-        model.layers[LAYER].attn.q = noise
-        more = save(torch.rand(len(PROMPT), width) * random.random() + np.random.rand())
-        model.layers[LAYER].output += more
-        drawn = model.logits.output.clone().save()
-    with both.opened(model, PROMPT):
-        model.layers[LAYER].attn.q = noise
-        model.layers[LAYER].output += more
-        given = model.logits.output.clone().save()
-    return {"difference": 1 + (drawn - given).abs().max()[None]}
 
 
-def samples_are_forced(model: VLLM) -> Values:
-    forced = [5, 77, 301, 18]
-    with both.opened(model, PROMPT, len(forced)) as tracer:
-        logits = save([])
-        for number in tracer.iter[:]:
-            logits.append(model.logits.output.clone())
-            model.samples.output = torch.tensor([[forced[number]]])
-        result = tracer.result.save()
-    return {"tokens": tokens_of(result), **numbered("logits", logits)}
 
 
-def logits_are_forced(model: VLLM) -> Values:
-    with both.opened(model, PROMPT, 3) as tracer:
-        sampled = save([])
-        for number in tracer.iter[:]:
-            model.logits.output[:, 40 + number] += 100.0
-            sampled.append(model.samples.output.clone().float())
-        result = tracer.result.save()
-    return {"tokens": tokens_of(result), **numbered("sampled", sampled)}
 
 
-def drawn_tokens(model: VLLM) -> Values:
-    sampling: dict[str, Any] = {"temperature": 1.5, "max_tokens": 12, "ignore_eos": True, "seed": 3}
-    with model.trace(PROMPT, **sampling) as tracer:
-        for _ in tracer.iter[:]:
-            torch.rand(7)
-            model.layers[LAYER].output *= 1.01
-        result = tracer.result.save()
-    return {"tokens": tokens_of(result)}
 
 
-def tokens_of(result: Any) -> torch.Tensor:
-    """Return a request's tokens."""
-    return torch.tensor([float(token) for token in result.outputs[0].token_ids])
 
 
 def read_in_chunks(model: VLLM) -> Values:
@@ -264,10 +223,6 @@ BLOCKS: Final[dict[str, Callable[[Any], Values]]] = both.BLOCKS | {
         look_at_weights,
         skip_projections,
         apply_modules_all_along,
-        noise_is_one,
-        samples_are_forced,
-        logits_are_forced,
-        drawn_tokens,
         read_in_chunks,
         write_in_chunks,
     )

@@ -37,45 +37,6 @@ NEW_GLOOMY = [
 ]
 
 
-FRENCH = [
-    "Je ne sais pas où il habite.",
-    "Le train part à huit heures demain matin.",
-    "Elle a acheté du pain et du fromage.",
-    "Nous irons à la mer cet été avec nos amis.",
-    "Il fait très froid dans cette maison.",
-    "Quel est le prix de ce livre?",
-    "Les enfants jouent dans le jardin.",
-    "Merci beaucoup pour votre aide.",
-]
-ENGLISH = [
-    "I do not know where he lives.",
-    "The train leaves at eight tomorrow morning.",
-    "She bought some bread and cheese.",
-    "We will go to the sea this summer with our friends.",
-    "It is very cold in this house.",
-    "What is the price of this book?",
-    "The children are playing in the garden.",
-    "Thank you very much for your help.",
-]
-NEW_FRENCH = [
-    "Le médecin arrive dans une heure.",
-    "J'ai oublié mes clés au bureau.",
-    "La ville est belle sous la neige.",
-    "Pourquoi riez-vous de lui?",
-    "Mon frère travaille à Lyon.",
-    "Il faut fermer la fenêtre ce soir.",
-]
-NEW_ENGLISH = [
-    "The doctor arrives in an hour.",
-    "I forgot my keys at the office.",
-    "The town is beautiful under the snow.",
-    "Why do you laugh at him?",
-    "My brother works in Leeds.",
-    "The window must be closed tonight.",
-]
-MOODS = (CHEERFUL, GLOOMY, NEW_CHEERFUL, NEW_GLOOMY)
-LANGUAGES = (FRENCH, ENGLISH, NEW_FRENCH, NEW_ENGLISH)
-"""Texts to train on and new ones; a distance is for texts that are alike, as those of a language are."""
 
 
 @pytest.fixture(scope="module")
@@ -116,26 +77,21 @@ def scores_of(client: httpx.Client, detector: Detector, texts: list[str]) -> Any
     return detector.scores(values)
 
 
-@pytest.mark.parametrize(
-    ("kind", "texts"),
-    [("linear", MOODS), ("mlp", MOODS), ("distance", LANGUAGES)],
-    ids=["linear", "mlp", "distance"],
-)
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
 @pytest.mark.parametrize("layers", ["best", "10:14"])
 def test_a_trained_detector_tells_new_texts_apart(
-    client: httpx.Client, kind: str, texts: tuple[list[str], ...], layers: str
+    client: httpx.Client, kind: str, layers: str
 ) -> None:
-    positive, negative, new_positive, new_negative = texts
-    made = train(client, kind=kind, layers=layers, positive=positive, negative=negative)
+    made = train(client, kind=kind, layers=layers)
     assert made["training"]["auroc"] >= 0.75, made
     detector = detector_of(client, made)
     assert len(detector.parts) == (1 if layers == "best" else 4)
-    new = [scores_of(client, detector, side) for side in (new_positive, new_negative)]
+    new = [scores_of(client, detector, side) for side in (NEW_CHEERFUL, NEW_GLOOMY)]
     assert auroc(*new) > 0.75, new
-    seen = [scores_of(client, detector, side) for side in (positive, negative)]
+    seen = [scores_of(client, detector, side) for side in (CHEERFUL, GLOOMY)]
     assert auroc(*seen) > 0.9, seen
     right = int((seen[0] >= made["threshold"]).sum() + (seen[1] < made["threshold"]).sum())
-    assert right > 0.8 * (len(positive) + len(negative)), (made["threshold"], seen)
+    assert right > 0.8 * (len(CHEERFUL) + len(GLOOMY)), (made["threshold"], seen)
 
 
 def test_a_probe_of_the_weights_is_the_detector_before_its_link(client: httpx.Client) -> None:

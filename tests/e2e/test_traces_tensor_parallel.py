@@ -53,7 +53,7 @@ pytestmark = pytest.mark.e2e
 _GROUPS: Final = (("llama", "qwen3"), ("gpt2", "gpt_neox"), ("gemma4",))
 """Cases that share a process. Ranks with the same keys; norms per head; a fused projection with a bias;
 transformers' own modules; heads of several sizes."""
-SANDBOXED: Final[list[Scenario]] = [
+PLAYED: Final[list[Scenario]] = [
     *SCENARIOS,
     *(
         point_blocks.BLOCKS[name]
@@ -68,7 +68,6 @@ SANDBOXED: Final[list[Scenario]] = [
         )
     ),
 ]
-"""Scenarios that run in sandbox processes too."""
 
 Report = dict[str, dict[str, str | None]]
 
@@ -95,14 +94,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def on_one_rank(checkpoint: Path) -> Reply:
-    """Return what one rank answers; the engine ends before another one starts."""
-    with Engine(checkpoint, dtype="float32", max_model_len=128, num_gpu_blocks_override=32) as engine:
-        return declarative(engine)
+def on_one_rank(checkpoint: Path) -> dict[str, Any]:
+    """Return what one rank gives; the engine ends before another one starts."""
+    with traced_engine(checkpoint, max_model_len=128, num_gpu_blocks_override=32) as model:
+        found: dict[str, Any] = {named(scenario): scenario(model) for scenario in PLAYED}
+        return found | {"declarative": declarative(Engine.around(model.engine))}
 
 
 @pytest.fixture(scope="module")
-def model(request: pytest.FixtureRequest, checkpoint: Path, on_one_rank: Reply) -> Iterator[VLLM]:
+def model(request: pytest.FixtureRequest, checkpoint: Path, on_one_rank: dict[str, Any]) -> Iterator[VLLM]:
     """Start an engine of two ranks, with memory for six blocks of 32 positions, and a time for blocks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -133,8 +133,8 @@ def declarative(engine: Engine) -> Reply:
     return engine.ask("Hello there, you", interventions, max_tokens=5)
 
 
-def test_two_ranks_answer_as_one(model: VLLM, on_one_rank: Reply) -> None:
-    engine, expected = Engine.around(model.engine), on_one_rank
+def test_two_ranks_answer_as_one(model: VLLM, on_one_rank: dict[str, Any]) -> None:
+    engine, expected = Engine.around(model.engine), on_one_rank["declarative"]
     reply = declarative(engine)
     assert reply.failure is None
     assert reply.token_ids == expected.token_ids
@@ -160,6 +160,13 @@ def test_two_ranks_answer_as_one(model: VLLM, on_one_rank: Reply) -> None:
     assert reply.result("lens").positions == expected.result("lens").positions
     # What each rank holds a part of is not offered, rather than offered wrong.
     assert engine.spec.leaf("attn.q") is None
+
+
+@pytest.mark.parametrize("scenario", PLAYED, ids=named)
+def test_blocks_do_on_two_ranks_what_they_do_on_one(
+    model: VLLM, on_one_rank: dict[str, Any], scenario: Scenario
+) -> None:
+    assert_same(scenario(model), on_one_rank[named(scenario)])
 
 
 # What ranks hold in common.
@@ -338,12 +345,13 @@ patient = pytest.mark.parametrize("model", [60.0], indirect=True, scope="module"
 
 @patient
 @pytest.mark.heavy
-@pytest.mark.parametrize("scenario", SANDBOXED, ids=named)
-def test_sandboxed_blocks_give_what_trusted_ones_give(model: VLLM, scenario: Scenario) -> None:
-    expected = scenario(model)
+@pytest.mark.parametrize("scenario", PLAYED, ids=named)
+def test_sandboxed_blocks_do_on_two_ranks_what_trusted_ones_do_on_one(
+    model: VLLM, on_one_rank: dict[str, Any], scenario: Scenario
+) -> None:
     with in_sandboxes(model):
         found = scenario(model)
-    assert_same(found, expected)
+    assert_same(found, on_one_rank[named(scenario)])
 
 
 def at_odds_in_sandboxes(model: VLLM) -> dict[str, SentTrace]:
