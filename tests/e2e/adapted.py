@@ -36,7 +36,6 @@ class Adapted:
 
 
 def write_adapted(family: str, folder: Path) -> Adapted:
-    """Write the files of a family."""
     base = write_checkpoint(family, folder / BASE)
     adapters = {
         name: write_adapter(base, folder / name, seed=number) for number, name in enumerate(NAMES[1:], 1)

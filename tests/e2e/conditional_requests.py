@@ -55,7 +55,6 @@ class ConditionalAuthor:
     """
 
     def __init__(self, world: World, pick: random.Random, folder: Path) -> None:
-        """Make the dictionary."""
         self._world, self._pick = world, pick
         self._width = world.widths["output"]
         config = DictionaryConfig(

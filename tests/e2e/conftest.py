@@ -62,7 +62,6 @@ def reads_change_nothing(watch: Watch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def bundled() -> Path:
-    """Return the bundled model's folder."""
     return bundled_model_path()
 
 

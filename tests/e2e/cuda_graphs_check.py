@@ -40,7 +40,6 @@ OPERATIONS: Final[dict[str, list[dict[str, Any]]]] = {
 
 
 def runner_of(model: VLLM) -> Any:
-    """Return the runner of an engine in this process."""
     return model.engine.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
@@ -52,7 +51,6 @@ class Steps:
     """
 
     def __init__(self, model: VLLM) -> None:
-        """Listen."""
         self._chosen: list[tuple[str, int]] = []
         self._runner = runner_of(model)
         self._before = Counter(self._runner.handler.counts.steps)
@@ -81,7 +79,6 @@ class Steps:
         self._runner.prepare_inputs = noting
 
     def take(self) -> dict[str, Any]:
-        """Return what was noted since the last time."""
         chosen, self._chosen = self._chosen, []
         after = Counter(self._runner.handler.counts.steps)
         before, self._before = self._before, after

@@ -101,7 +101,6 @@ class Expected:
 
 
 def expect(checkpoint: Path) -> Expected:
-    """Compute everything with transformers."""
     activations = reference_activations(checkpoint, PROMPT_IDS)
     generator = torch.Generator().manual_seed(7)
     vectors = {
@@ -273,7 +272,6 @@ def check_structure(engine: Engine, expected: Expected) -> None:
 
 
 def _structure_differences(worker: Any) -> list[str]:
-    """Compare in a worker, whose modules stay there."""
     runner = worker.model_runner
     found = found_family(ModelRuns(runner.get_model(), worker.vllm_config, worker.device))
     points = runner.handler.interventions.points
@@ -314,7 +312,6 @@ def check_compiled_hooks(engine: Engine, expected: Expected) -> None:
 
 
 def _refusal(engine: Engine, operation: dict[str, Any]) -> ErrorCode | None:
-    """Return the code with which an operation is refused; None if it is not."""
     try:
         engine.ask(PROMPT_IDS, [operation])
     except ApiError as error:

@@ -32,7 +32,6 @@ class Proxy:
         self.port = self._listener.getsockname()[1]
 
     def cut(self) -> None:
-        """End all connections, and refuse others."""
         # A thread that waits in ``accept`` holds the socket until it is shut down.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -87,7 +86,6 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def filled(folder: Path) -> Iterator[None]:
-    """Leave no room on a folder's disk."""
     ballast = folder / "ballast"
     with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(4096)):

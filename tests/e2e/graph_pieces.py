@@ -26,7 +26,6 @@ class GraphedAttention(CPUAttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> type[GraphedMetadataBuilder]:
-        """Return what makes its metadata."""
         return GraphedMetadataBuilder
 
 
@@ -75,8 +74,6 @@ class FullGraphs:
 
 
 class NoPasses(PostGradPassManager):
-    """Leaves the graph as it is."""
-
     def __call__(self, graph: Any) -> None:
         """Do nothing."""
 

@@ -75,14 +75,12 @@ class Reply:
     num_cached_tokens: int
 
     def result(self, name: str) -> OperationResult:
-        """Return the result called ``name``."""
         assert self.collected is not None, self.failure
         found = next(result for result in self.collected.results if result.name == name)
         assert not isinstance(found, CollectedTrace)
         return found
 
     def tensor(self, name: str, point: str) -> torch.Tensor:
-        """Return a captured tensor as float32."""
         result = self.result(name)
         assert isinstance(result, CollectedCapture)
         return as_tensor(result.points[point])
@@ -134,11 +132,9 @@ class Engine:
         deliver_payloads(self.core.output_processor, {PLAN_KEY: self.router.deliver})
 
     def __enter__(self) -> Self:
-        """Return the engine."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End it."""
         self.close()
 
     def close(self) -> None:
@@ -147,7 +143,6 @@ class Engine:
         del self.llm, self.core
 
     def token_ids(self, prompt: str | list[int]) -> list[int]:
-        """Return the prompt as ids."""
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def ask(
@@ -234,7 +229,6 @@ class Engine:
         return pending
 
     def replies(self, pending: Pending, output: Any) -> list[Reply]:
-        """Return the choices of a finished request."""
         self.router.close(pending.request_id)
         replies = []
         for choice in output.outputs:
@@ -276,7 +270,5 @@ def small_engine(checkpoint: Path, **options: Any) -> Engine:
 
 @dataclasses.dataclass
 class Pending:
-    """A request in flight."""
-
     request_id: str
     collectors: list[RequestCollector]

@@ -62,7 +62,6 @@ def opened(model: Any, prompt: list[int] | None, num_tokens: int = 1) -> Any:
 
 
 def given(model: Any, prompt: list[int]) -> Any:
-    """Return a prompt as the engine takes it."""
     return prompt if isinstance(model, VLLM) else torch.tensor([prompt])
 
 
@@ -76,7 +75,6 @@ def writable(model: Any) -> list[str]:
 
 
 def whole(output: Any) -> Any:
-    """Return what a module returns, or the first of several."""
     return output[0] if isinstance(output, tuple) else output
 
 

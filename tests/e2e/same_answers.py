@@ -46,12 +46,10 @@ Ranking = list[tuple[int, float]]
 
 
 def encoded(answers: Sequence[Answer]) -> bytes:
-    """Return answers as bytes."""
     return msgspec.msgpack.encode(answers)
 
 
 def decoded(data: bytes) -> list[dict[str, Any]]:
-    """Return answers from bytes."""
     return msgspec.msgpack.decode(data, strict=False, type=list[dict[str, Any]])
 
 

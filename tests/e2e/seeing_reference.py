@@ -24,8 +24,6 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class SeeingReference:
-    """The checkpoint in transformers."""
-
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
         self.model: Any = load_reference_model(checkpoint)
@@ -90,7 +88,6 @@ class SeeingReference:
     def generated(
         self, positions: Sequence[int] = (), change: Change = lambda rows: rows, *, text: str = TEXT
     ) -> list[int]:
-        """Return the greedy tokens with some rows changed."""
         inputs = self.inputs(text, IMAGES)
         with self.changing(positions, change):
             ids = self.model.generate(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 
 from nnsight_engine import save
@@ -172,16 +170,6 @@ def flat(value: Any) -> torch.Tensor:
     """Return the tensor of what a module returns, a tuple from some."""
     tensor: torch.Tensor = value[0] if isinstance(value, tuple) else value
     return tensor
-
-
-
-
-
-
-
-
-
-
 
 
 def read_in_chunks(model: VLLM) -> Values:

@@ -42,7 +42,6 @@ SCOPES: Final = ("reasoning", "content", "tool_calls")
 
 
 def write_with_markers(folder: Path) -> Path:
-    """Write a tiny model whose tokenizer has the markers."""
     write_checkpoint("llama", folder)
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(list(MARKERS))
@@ -110,7 +109,6 @@ async def prompt_len(live: Live) -> int:
 
 
 async def asked(live: Live, forced: Forced, *operations: dict[str, Any], **body: Any) -> dict[str, Any]:
-    """Return the choice of a chat."""
     body = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": forced.max_tokens} | body
     response = await live.post(
         "/v1/chat/completions", interventions=[forced.patch, *operations], ignore_eos=True, **body

@@ -47,8 +47,6 @@ async def live(
 
 
 class Tenant:
-    """A tenant of the server."""
-
     def __init__(self, live: Live, key: str) -> None:
         self.http = live.http
         self.headers = {"authorization": f"Bearer {key}"}
@@ -64,13 +62,11 @@ class Tenant:
         return await self.post(**body, ignore_eos=True)
 
     async def begin(self, num_tokens: int) -> str:
-        """Begin a response in the background and return its id."""
         answer = await self.create(num_tokens, background=True)
         assert (answer.status_code, answer.json()["status"]) == (200, "queued"), answer.text
         return str(answer.json()["id"])
 
     async def ended(self, response_id: str) -> dict[str, Any]:
-        """Wait for a response, and until nothing runs any more; return it."""
         await wait_for_async(self.is_idle, 300)
         found: dict[str, Any] = (await self.get(f"/v1/responses/{response_id}")).json()
         return found

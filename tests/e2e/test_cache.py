@@ -31,7 +31,6 @@ def engine(narrow: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def fresh(engine: Engine) -> Engine:
-    """Empty the prefix cache."""
     assert engine.llm.reset_prefix_cache()
     return engine
 

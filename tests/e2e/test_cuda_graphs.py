@@ -109,7 +109,6 @@ class RunnerV1(V1RunnerMixin, GPUModelRunner):
     """As much of vLLM's runner V1, with interventions, as chooses a step's graph."""
 
     def __init__(self, config: VllmConfig, graphs: StepGraphs, decode_query_len: int) -> None:
-        """Fill the dispatcher, as vLLM does once it knows the attention."""
         self.vllm_config = config
         self.model_config = config.model_config
         self.uniform_decode_query_len = decode_query_len
@@ -145,7 +144,6 @@ class ManagerV2(CudaGraphManager):
     varlen_decode = False
 
     def __init__(self, config: VllmConfig, graphs: StepGraphs, decode_query_len: int) -> None:
-        """Make it for decodes of one row, and one for each draft."""
         mode, varlen = config.compilation_config.cudagraph_mode, self.varlen_decode
         super().__init__(config, torch.device("cpu"), mode, decode_query_len, varlen_decode=varlen)
         self._graphs_captured = True
@@ -304,7 +302,6 @@ def report_on(kind: EngineKind, folder: Path) -> Any:
 
 @pytest.fixture(scope="module", params=[V1_SYNC, V2_SYNC], ids=str)
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Run engines of each runner."""
     return report_on(request.param, tmp_path_factory.mktemp("graphs"))
 
 
@@ -355,7 +352,6 @@ def test_its_interventions_run_where_they_run_without_pieces(report: Any) -> Non
 
 @pytest.fixture(scope="module", params=["v1-sync-self_draft", "v2-sync-self_draft"])
 def drafted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Run engines of each runner, where the model is its own draft."""
     return report_on(EngineKind.named(request.param), tmp_path_factory.mktemp("drafted"))
 
 

@@ -56,7 +56,6 @@ class Served:
         return Exposition(self.get("/metrics", self.monitor).text)
 
     def served(self) -> list[float]:
-        """Return the number of requests that each engine has completed."""
         metrics = self.metrics()
         return [metrics.value("vllm:request_success_total", engine=engine) for engine in ENGINES]
 
@@ -86,7 +85,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Serve a tiny model on two engines."""
     arguments = ["--data-parallel-size", "2", "--max-model-len", "128"]
     with serving_several(folder, tmp_path_factory.mktemp("data"), arguments) as (server, keys):
         yield Served(server, folder, keys["trusted"], keys["untrusted"], keys["monitor"])
@@ -94,14 +92,12 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @pytest.fixture
 def model(served: Served, monkeypatch: pytest.MonkeyPatch) -> VLLM:
-    """Return what a client with the trusted key has."""
     monkeypatch.setattr(nnsight_engine.CONFIG.API, "KEY", served.trusted)
     return VLLM(str(served.folder), remote=served.server.base_url)
 
 
 @pytest.fixture(scope="module")
 def local(folder: Path) -> LanguageModel:
-    """Return the same model without vLLM."""
     return LanguageModel(str(folder), dispatch=True, dtype=torch.float32)
 
 

@@ -37,8 +37,6 @@ NEW_GLOOMY = [
 ]
 
 
-
-
 @pytest.fixture(scope="module")
 def client(bundled_server: Server) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=bundled_server.base_url, timeout=120) as client:
@@ -79,9 +77,7 @@ def scores_of(client: httpx.Client, detector: Detector, texts: list[str]) -> Any
 
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 @pytest.mark.parametrize("layers", ["best", "10:14"])
-def test_a_trained_detector_tells_new_texts_apart(
-    client: httpx.Client, kind: str, layers: str
-) -> None:
+def test_a_trained_detector_tells_new_texts_apart(client: httpx.Client, kind: str, layers: str) -> None:
     made = train(client, kind=kind, layers=layers)
     assert made["training"]["auroc"] >= 0.75, made
     detector = detector_of(client, made)

@@ -6,12 +6,10 @@ All of them are read by the whole command, and give vLLM's configuration of an e
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
 import yaml  # type: ignore[import-untyped] # it has no types
 from vllm.config import VllmConfig
@@ -23,7 +21,6 @@ from app.engine.vllm_arguments import engine_arguments
 from app.http_options import HttpOptions, listening_options, log_options
 from app.settings import Settings
 from nnsight_engine.vllm_backend.unsupported_options import check_supported
-from tests.e2e.server import Server
 from tests.families.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.e2e
@@ -186,7 +183,3 @@ def test_it_is_refused_with_the_reason(
     assert main(ours(line, places)) == 1
     assert REFUSED[line] in capsys.readouterr().err
     assert not started
-
-
-
-

@@ -76,8 +76,6 @@ async def test_a_paused_engine_answers_later_and_none_is_asked_to_abort(live: Li
 
 
 class Reference:
-    """The checkpoint in transformers."""
-
     def __init__(self, path: Path) -> None:
         self.model: Any = load_reference_model(path)
         config: Any = self.model.config

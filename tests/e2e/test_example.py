@@ -109,14 +109,7 @@ def test_the_key_is_taken_from_the_variable(
     assert seen == ["Bearer made-up", None]
 
 
-
-
-
-
-
-
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the example as a person does."""
     command = [sys.executable, "examples/steer_sentiment.py", *arguments]
     return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120, check=False)
 
@@ -230,6 +223,5 @@ def test_the_lock_of_the_javascript_example_names_no_place_to_download_from() ->
 
 
 def run_node(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the example as a person does."""
     command = ["node", "steer.mjs", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)

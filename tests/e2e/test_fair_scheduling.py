@@ -65,7 +65,6 @@ def flooding(index: int, sampling: dict[str, Any]) -> Ask:
 
 
 def steps_to_the_end(engine: Engine, request_id: str, done: dict[str, Any]) -> int:
-    """Run steps until a request has ended, and return how many."""
     for count in range(1, 2000):
         done |= engine.step()
         if request_id in done:

@@ -106,7 +106,6 @@ class Faulty:
         return text
 
     def streamed(self, **body: Any) -> tuple[Streamed, Future[None]]:
-        """Begin a stream, and wait for its first event."""
         stream = Streamed()
         body = {"prompt": PROMPT, "max_tokens": LONG, "min_tokens": LONG, "stream": True, **body}
 
@@ -191,7 +190,6 @@ def faulty(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 @pytest.fixture(scope="module")
 def trace(faulty: Faulty, narrow: Path) -> bytes:
-    """A trace of some seconds."""
     outline = faulty.client.get("/v1/traces/outline").json()
     return endless(VLLM(str(narrow)), outline, max_tokens=90, min_tokens=90).to_bytes()
 

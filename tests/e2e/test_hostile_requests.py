@@ -191,7 +191,6 @@ def forking_process(hostile: Hostile) -> psutil.Process:
 
 
 def compiling(hostile: Hostile) -> int:
-    """Return how many grammars are being compiled."""
     return len(forking_process(hostile).children())
 
 

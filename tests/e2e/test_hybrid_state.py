@@ -29,7 +29,6 @@ def prompt(seed: int, length: int = 110) -> list[int]:
 
 
 def steer(scale: float, **where: Any) -> dict[str, Any]:
-    """Return a write at the first mixer."""
     vector = torch.randn(HIDDEN_SIZE, generator=torch.Generator().manual_seed(3)).tolist()
     found = {"op": "steer", "at": "layers.0.mixer.output", "vector": vector, "scale": scale}
     return found | ({"where": where} if where else {})

@@ -30,8 +30,6 @@ CHAT: Final = "/v1/chat/completions"
 
 
 class Seeing:
-    """The server, and clients of two tenants."""
-
     def __init__(self, server: Server, keys: list[str], reference: SeeingReference) -> None:
         self.reference = reference
         self.clients = [
@@ -74,7 +72,6 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def two_images() -> list[dict[str, Any]]:
-    """Return ``TEXT`` as the parts of a message."""
     texts = TEXT.split(IMAGE_TOKEN)
     urls = [image_part(data_url(image)) for image in IMAGES]
     return [text_part(texts[0]), urls[0], text_part(texts[1]), urls[1], text_part(texts[2])]
@@ -106,8 +103,6 @@ def results_of(answer: httpx.Response, *, stream: bool) -> dict[str, Any]:
     parts = [json.loads(frame) for frame in frames if frame.startswith("{")]
     of_parts = [choice.get("interventions", {}) for part in parts for choice in part["choices"]]
     return {name: one for part in of_parts for name, one in part.get("results", {}).items()}
-
-
 
 
 def test_an_image_is_steered_captured_and_named_in_the_answer(seeing: Seeing) -> None:
@@ -169,8 +164,6 @@ def test_images_larger_than_a_text_may_be_are_taken_by_all_routes(seeing: Seeing
         assert [one for span in found["images"][0] for one in range(*span)] == positions
 
 
-
-
 def test_each_tenant_reads_the_encoder_for_its_own_image(seeing: Seeing) -> None:
     at = "vision.layers.0.output"
     points = {one["name"]: one for one in seeing.clients[0].get("/v1/capabilities").json()["points"]}
@@ -230,5 +223,3 @@ def test_a_client_names_an_image_to_send_it_once_and_no_other_tenant_has_it(seei
     others = seeing.chat([again, text_part(" good")], client=1)
     assert others.status_code == 400
     assert "Cache miss" in others.json()["error"]["message"]
-
-

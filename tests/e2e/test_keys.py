@@ -26,8 +26,6 @@ pytestmark = pytest.mark.e2e
 
 
 class Keyed:
-    """A server, and the keys of two tenants."""
-
     def __init__(self, found: KeyedServer) -> None:
         self.url = found.server.base_url
         self.ours, self.theirs, self.admins = (found.keys[name] for name in ("acme", "rival", "admin"))

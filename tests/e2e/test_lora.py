@@ -82,7 +82,6 @@ def values(adapted: Adapted) -> dict[str, Values | str]:
     ],
 )
 def workers(request: pytest.FixtureRequest) -> Iterator[dict[str, int]]:
-    """Choose the engine's workers."""
     chosen: dict[str, int] = request.param
     with pytest.MonkeyPatch.context() as patch:
         if chosen:

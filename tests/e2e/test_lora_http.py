@@ -82,7 +82,6 @@ async def live(
 
 
 async def continued(live: Live, name: str, **body: Any) -> list[int]:
-    """Return the tokens with which a model continues the prompt."""
     body = {"prompt": PROMPT_IDS, "max_tokens": _NUM_TOKENS, "ignore_eos": True} | body
     response = await live.post(model=name, return_token_ids=True, **body)
     assert response.status_code == 200, response.text

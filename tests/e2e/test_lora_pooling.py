@@ -75,7 +75,6 @@ async def embedder(
 
 
 async def embedded(live: Live, name: str, text: str, operations: Any = (), **more: Any) -> Any:
-    """Return the only item of an answer."""
     body = {"model": name, "input": text, "encoding_format": "float", **more}
     body |= {"interventions": operations} if operations else {}
     answer = await live.http.post("/v1/embeddings", json=body)

@@ -60,7 +60,6 @@ class Served:
         return httpx.post(f"{self.server.base_url}{path}", json=body, headers=headers, timeout=180)
 
     def choice(self, name: str, *operations: dict[str, Any], **body: Any) -> Any:
-        """Continue the prompt, and return the only choice."""
         body = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True} | body
         body |= {"interventions": list(operations)} if operations else {}
         answer = self.post("/v1/completions", model=self.models[name], prompt=PROMPT_IDS, **body)
@@ -69,7 +68,6 @@ class Served:
         return choice
 
     def load(self, name: str, folder: Path) -> int:
-        """Load an adapter; return the status of the answer."""
         return self.post("/v1/load_lora_adapter", lora_name=name, lora_path=str(folder)).status_code
 
 

@@ -31,7 +31,6 @@ Answers = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the model."""
     path = tmp_path_factory.mktemp("mtp")
     write_with_mtp(path / MODEL)
     return path

@@ -38,7 +38,6 @@ def twin(bundled: Path, engine: Engine) -> Twin:
 
 
 def drawn(seed: int, *rows: int) -> dict[str, Any]:
-    """Return what stands for vectors."""
     return {"normal": seed, "shape": [*rows, WIDTH], "norm": 24.0, "as": "numbers"}
 
 

@@ -31,7 +31,6 @@ def op(code: str, **fields: Any) -> dict[str, Any]:
 
 
 async def traced(live: Live, code: str, *, variables: dict[str, Any] | None = None, **body: Any) -> Any:
-    """Run code beside a completion; returns its only choice."""
     body = {"prompt": PROMPT, "interventions": [op(code, variables=variables or {})], **body}
     response = await live.post(**body)
     assert response.status_code == 200, response.text

@@ -30,7 +30,6 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 
 
 def write(family: str, folder: Path) -> Path:
-    """Write a checkpoint whose config is changed as above."""
     checkpoint = write_checkpoint(family, folder)
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | CHECKPOINTS[family]))
@@ -50,7 +49,6 @@ def capture(at: str | list[str] = EVERY_LAYER, **fields: Any) -> dict[str, Any]:
 
 
 def assert_patterns(reply: Reply, checkpoint: Path, name: str = "p", prompt: list[int] = PROMPT) -> None:
-    """Assert that every captured row is transformers'."""
     expected = expected_patterns(checkpoint, prompt + reply.token_ids[:-1])
     result = reply.result(name)
     assert isinstance(result, CollectedCapture)

@@ -38,7 +38,6 @@ REFERENCE = f"{V1_SYNC}:roomy"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the model."""
     path = tmp_path_factory.mktemp("random")
     write_checkpoint("llama", path / MODEL)
     return path

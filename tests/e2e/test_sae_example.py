@@ -25,7 +25,6 @@ WIDTH: Final = 576
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the example as a person does."""
     command = [sys.executable, "-m", "examples.sae_on_server", *arguments]
     return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=240, check=False)
 
@@ -70,8 +69,6 @@ def test_it_trains_stores_labels_reads_and_steers(bundled_server: Server, tmp_pa
     assert again.returncode == 0, again.stderr
     assert "Stored as small@2" in again.stdout
     assert (tmp_path / "states.safetensors").stat().st_mtime_ns == written
-
-
 
 
 def test_the_servers_own_examples_are_there_and_change_what_is_written(bundled_server: Server) -> None:

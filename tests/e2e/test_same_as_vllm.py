@@ -153,7 +153,6 @@ def stripped(value: Any) -> Any:
 
 
 def answer(client: httpx.Client, path: str, body: dict[str, Any]) -> tuple[int, str, Any]:
-    """Return status, content type and content of an answer."""
     response = client.post(
         path if path.startswith("/") else f"/v1/{path}", json={"model": MODEL, "temperature": 0} | body
     )

@@ -32,12 +32,10 @@ class Sandboxed:
 
     @classmethod
     def of(cls, found: KeyedServer) -> Sandboxed:
-        """Return the server that modules share."""
         keys = found.keys
         return cls(found.server.base_url, keys["stranger"], keys["friend"], found.canary, keys["monitor"])
 
     def complete(self, code: str | None, key: str | None = None, **body: Any) -> httpx.Response:
-        """Send a completion, with code beside it perhaps."""
         body = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, **body}
         if code is not None:
             body["interventions"] = [{"op": "trace", "code": code, "name": "t"}]

@@ -56,14 +56,11 @@ class Asked:
 
 
 class Sleeper:
-    """A server, and what a client sends to it."""
-
     def __init__(self, live: Live, trace: bytes) -> None:
         self.live = live
         self.trace = trace
 
     def ask(self) -> Asked:
-        """Send requests of all kinds, streamed and whole, and a trace."""
         begun = [asyncio.Event() for _ in [*KINDS, "trace"]]
         streams = {
             kind: asyncio.create_task(self._stream(event, KINDS[kind]))

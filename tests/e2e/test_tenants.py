@@ -39,24 +39,19 @@ BESIDE: Final[dict[str, dict[str, Any]]] = {
 
 @dataclass
 class Tenant:
-    """Somebody with a key."""
-
     url: str
     key: str
 
     def post(self, **body: Any) -> httpx.Response:
-        """Send a completion."""
         body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, **body}
         headers = {"authorization": f"Bearer {self.key}"}
         return httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=300)
 
     def trace(self, code: str, **body: Any) -> httpx.Response:
-        """Send a completion with code beside it."""
         return self.post(interventions=[{"op": "trace", "code": code, "name": "t"}], **body)
 
 
 def texts_of(tenant: Tenant) -> list[str]:
-    """Return what a tenant's requests are answered with."""
     return [tenant.post(prompt=f"{number}. {PROMPT}").json()["choices"][0]["text"] for number in range(4)]
 
 

@@ -30,14 +30,12 @@ GREEDY: dict[str, Any] = {"temperature": 0.0}
 
 @pytest.fixture(scope="module")
 def model(narrow: Path) -> Iterator[VLLM]:
-    """Start an engine in this process."""
     with traced_engine(narrow, max_num_seqs=32, limits=EngineLimits(trace_step_s=2.0)) as model:
         yield model
 
 
 @pytest.fixture(scope="module")
 def hidden(reference: Any, model: VLLM) -> tuple[torch.Tensor, ...]:
-    """Return transformers' own values of the prompt."""
     ids = torch.tensor([model.tokenizer.encode(PROMPT)])
     with torch.no_grad():
         states = reference(ids, output_hidden_states=True)
@@ -45,7 +43,6 @@ def hidden(reference: Any, model: VLLM) -> tuple[torch.Tensor, ...]:
 
 
 def plain_tokens(model: VLLM, prompt: str, max_tokens: int) -> list[int]:
-    """Return what the engine generates by itself."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     (output,) = model.engine.generate([prompt], params, use_tqdm=False)
     return list(output.outputs[0].token_ids)

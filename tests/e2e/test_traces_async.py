@@ -24,7 +24,6 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a tiny model."""
     return write_checkpoint("llama", tmp_path_factory.mktemp("async"))
 
 
@@ -57,7 +56,6 @@ def traced_hidden(model: VLLM, prompt: list[int], max_tokens: int) -> Any:
 
 
 async def collected(tracer: Any) -> list[Any]:
-    """Return all outputs of a trace."""
     return [output async for output in tracer.backend()]
 
 

@@ -40,13 +40,11 @@ HEADERS = {"content-type": MEDIA_TYPE}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a tiny model."""
     return write_checkpoint("llama", tmp_path_factory.mktemp("http"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def live(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
-    """Serve it."""
     options = ("--max-model-len", "128", "--dtype", "float32")
     async with live_server(folder, tmp_path_factory.mktemp("results"), *options) as live:
         yield live
@@ -100,7 +98,6 @@ def endless(model: VLLM, outline: dict[str, Any], **sampling: Any) -> TraceReque
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def outline(live: Live) -> dict[str, Any]:
-    """Return what the server says of its model."""
     body: dict[str, Any] = (await live.http.get("/v1/traces/outline")).json()
     return body
 
@@ -212,7 +209,6 @@ async def test_a_block_raises_where_it_was_written_and_the_others_go_on(
 
 
 def shout(text: str) -> None:
-    """Print, as a function that a block calls."""
     print(text.upper())  # noqa: T201 - it is what is tested
 
 
@@ -301,7 +297,6 @@ async def test_one_bad_request_ends_those_beside_it(
 
 
 async def send(live: Live, request: TraceRequest | bytes) -> httpx.Response:
-    """Send a trace and return the whole answer."""
     content = request if isinstance(request, bytes) else request.to_bytes()
     return await live.http.post("/v1/traces", content=content, headers=HEADERS)
 

@@ -125,7 +125,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> dict[str, Any]:
-    """Return what one stage gives."""
     with traced_engine(checkpoint, **OPTIONS) as model:
         found: dict[str, Any] = {scenario.__name__: scenario(model) for scenario in ALL}
         return found | {"tree": repr(model), "generated": generated_alone(model, 6)}

@@ -49,7 +49,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> Values:
-    """Return what one worker in this process gives."""
     with traced_engine(checkpoint, max_model_len=64) as model:
         return writes_seen_in_later_layers(model)
 

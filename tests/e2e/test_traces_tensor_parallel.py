@@ -74,7 +74,6 @@ Report = dict[str, dict[str, str | None]]
 
 @pytest.fixture(scope="module", params=_GROUPS, ids="-".join)
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """Run the blocks of a group of cases."""
     found: Report = report_of(
         "tests.e2e.tensor_parallel_check", tmp_path_factory.mktemp("cases"), request.param
     )
@@ -115,7 +114,6 @@ def model(request: pytest.FixtureRequest, checkpoint: Path, on_one_rank: dict[st
 
 
 def declarative(engine: Engine) -> Reply:
-    """Ask for operations of many kinds."""
     width = engine.spec.hidden_size
     dictionary = random_dictionary(0, width)
     changes = [{"feature": 3, "mode": "add", "value": 2.0}, {"feature": 9, "mode": "ablate"}]

@@ -46,7 +46,6 @@ def client(bundled_server: Server) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def trained(client: httpx.Client) -> dict[str, dict[str, Any]]:
-    """Return a vector of each method."""
     return {
         method: train(client, name=method.replace("_", "-"), method=method)
         for method in ("mean_difference", "pca", "logistic")

@@ -177,7 +177,6 @@ SCENARIOS: Final[list[Scenario]] = [
 
 
 def named(scenario: Scenario) -> str:
-    """Return a scenario's name, for a test's."""
     return scenario.__name__
 
 
@@ -186,7 +185,6 @@ def assert_same(found: Values, expected: Values) -> None:
 
 
 def still_works(model: VLLM) -> bool:
-    """Tell whether a block is served as it should be."""
     with model.trace(PROMPT, max_tokens=2, **GREEDY) as tracer:
         queries = model.layers[1].attn.q.shape.save()
         lens = model.lm_head(model.norm(model.layers[2].output)).save()
@@ -224,7 +222,6 @@ def ending_its_process(model: VLLM, layer: int) -> dict[str, SentTrace]:
 
 
 def idle(model: VLLM) -> SentTrace:
-    """Return a trace that does nothing."""
     with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
         pass
     sent: SentTrace = tracer.sent

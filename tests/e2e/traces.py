@@ -59,22 +59,17 @@ class HeldTracer(RequestTracer):
 
 @dataclasses.dataclass
 class Plain:
-    """A request without a block."""
-
     prompt: Any
     params: SamplingParams
 
 
 @dataclasses.dataclass
 class Ran:
-    """What came of a run."""
-
     outcomes: dict[int, Outcome]
     outputs: dict[str, RequestOutput]
     num_steps: int
 
     def tokens(self, name: str) -> list[int]:
-        """Return a request's tokens."""
         return list(self.outputs[name].outputs[0].token_ids)
 
     def logprobs(self, name: str) -> list[dict[int, float]]:
@@ -196,7 +191,6 @@ def counted_recomputations(model: VLLM) -> Iterator[Recomputed]:
 
 
 def collected(model: VLLM, trace: SentTrace, outputs: list[RequestOutput]) -> Outcome:
-    """Return the outcome of a trace of one request, which has ended."""
     (outcome,) = finished(model, trace, outputs)
     return outcome
 

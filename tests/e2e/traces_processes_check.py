@@ -6,10 +6,8 @@ what else it promises, it asserts.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
-import math
 import os
 import sys
 import threading
@@ -19,7 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 
 from nnsight_engine import save
@@ -38,8 +35,6 @@ _TOLERANCE: Final = 1e-4
 
 
 class OwnError(ValueError):
-    """An error of the user's, with an attribute."""
-
     def __init__(self, number: int) -> None:
         super().__init__(f"my number is {number}")
         self.number = number
@@ -47,15 +42,11 @@ class OwnError(ValueError):
 
 @dataclasses.dataclass
 class Pair:
-    """A container of the user's."""
-
     first: Any
     second: Any
 
 
 class Doubler:
-    """Code of the user's, with a state."""
-
     def __init__(self, times: int) -> None:
         self.times = times
 
@@ -122,10 +113,6 @@ def traced(model: VLLM, *prompt: list[int], **options: Any) -> Any:
 
 
 # Values.
-
-
-
-
 
 
 def lists_shared_by_invokes(model: VLLM) -> Any:
@@ -273,8 +260,6 @@ CASES: Final[dict[str, Callable[[VLLM], Any]]] = {
 
 @dataclasses.dataclass
 class Failed:
-    """What a case raised."""
-
     text: str
 
 
@@ -299,8 +284,6 @@ def _tried(case: Callable[[VLLM], Any], model: VLLM) -> Any:
         return case(model)
     except Exception:  # noqa: BLE001 - whatever it is, the report says it and the next case runs
         return Failed(traceback.format_exc())
-
-
 
 
 def _difference(here: Any, apart: Any) -> str | None:

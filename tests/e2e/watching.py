@@ -31,7 +31,6 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        """Start with nothing seen."""
         self.changed: list[str] = []
         self.num_compared = 0
 

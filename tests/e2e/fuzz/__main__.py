@@ -30,7 +30,6 @@ def rounds(seed: int, seconds: float) -> Iterator[Round]:
 
 
 def main() -> int:
-    """Play rounds; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument(

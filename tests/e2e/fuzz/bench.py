@@ -63,7 +63,6 @@ class Bench:
     """
 
     def __init__(self, setting: Setting, *, max_prompt: int = 120, max_generated: int = 32) -> None:
-        """Start the server."""
         options = {"enforce_eager": True, "max_num_seqs": 64, **SHAPES[setting.shape]}
         if "num_gpu_blocks_override" in options:
             options["num_gpu_blocks_override"] *= _num_kinds_of_attention(setting.model)
@@ -94,7 +93,6 @@ class Bench:
         )
 
     def close(self) -> None:
-        """End the server."""
         self._model.shutdown()
 
     def _token_ids(self, text: str) -> list[int]:
@@ -120,7 +118,6 @@ class Bench:
         return found
 
     def left_behind(self) -> dict[str, int]:
-        """Return what the engine holds without requests."""
         return {name: count for name, count in self.engine.held().items() if count}
 
     def smallest(self, requests: list[Json], seconds: float) -> list[Json]:

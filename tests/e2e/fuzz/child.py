@@ -34,7 +34,6 @@ def check(text: str, folder: Path) -> dict[str, Any]:
 
 
 def open_bench(played: Round, folder: Path) -> Bench:
-    """Start the server of a round."""
     if played.family == BUNDLED:
         setting = Setting(bundled_model_path(), played.dtype, played.shape, is_large=True)
         return Bench(setting, max_prompt=60, max_generated=8)

@@ -17,7 +17,6 @@ class Clauses:
     """
 
     def __init__(self, world: World, pick: random.Random) -> None:
-        """Keep both."""
         self._world, self._random = world, pick
 
     def spelled(self, token: int) -> int | str:
@@ -25,7 +24,6 @@ class Clauses:
         return self._world.texts.get(token, token) if self._random.random() < 0.5 else token
 
     def where(self, request: Json) -> Json:
-        """Return a clause."""
         pick = self._random
         clause = self._clause(request)
         if pick.random() < 0.3:

@@ -98,8 +98,6 @@ class _Gathered:
 
 @dataclasses.dataclass(slots=True)
 class _Live:
-    """A request on the engine."""
-
     index: int
     pending: Pending
     gathered: list[_Gathered]
@@ -130,7 +128,6 @@ class Player:
     """
 
     def __init__(self, model: VLLM, engine: Engine, requests: list[Json]) -> None:
-        """Start without requests."""
         self._model, self._engine, self._requests = model, engine, requests
         self._answers = [Answer() for _ in requests]
         self._live: dict[str, _Live] = {}

@@ -54,7 +54,6 @@ class Round:
 
     @classmethod
     def from_json(cls, text: str) -> Round:
-        """Read what ``to_json`` wrote."""
         return cls(**json.loads(text))
 
 
@@ -71,7 +70,6 @@ class Report:
     failures: list[tuple[list[str], str]] = dataclasses.field(default_factory=list)
 
     def __str__(self) -> str:
-        """Return it in lines."""
         counts = ", ".join(f"{number} {what}" for what, number in sorted(self.counts.items()))
         return "\n".join([counts, *(f"WRONG {'; '.join(faults)}\n{case}" for faults, case in self.failures)])
 

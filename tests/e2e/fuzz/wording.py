@@ -16,7 +16,6 @@ PARTS = ("content", "reasoning", "tool_calls")
 
 
 def is_write(operation: dict[str, Any]) -> bool:
-    """Return whether an operation changes what the model computes."""
     return operation["op"] in {"steer", "ablate", "patch"}
 
 
@@ -36,7 +35,6 @@ def points(operation: dict[str, Any], num_layers: int) -> list[str]:
 
 
 def lens_layers(layers: Any, num_layers: int) -> list[int]:
-    """Return the layers of a lens."""
     if layers == "all":
         return list(range(num_layers))
     if isinstance(layers, str):
@@ -117,7 +115,6 @@ def at_end(position: int, prompt_len: int) -> int:
 
 
 def token_ids(tokens: Sequence[int | str], encode: Encode) -> list[int]:
-    """Return the tokens as ids."""
     return [token if isinstance(token, int) else encode(token)[0] for token in tokens]
 
 

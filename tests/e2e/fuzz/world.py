@@ -41,7 +41,6 @@ class World:
 
     @classmethod
     def of(cls, spec: ModelSpec, twin: Twin, decode: Any, *, max_prompt: int, max_generated: int) -> World:
-        """Measure a model."""
         leaves = [leaf for leaf in spec.leaves if leaf.name not in {"samples", "attn.pattern"}]
         vocab = list(range(1, twin.model.config.vocab_size))
         own = {"embed.output", "norm.output", "logits"}
@@ -59,5 +58,4 @@ class World:
         return cls(twin.num_layers, widths, norms, vocab, texts, *size, twin.markers)
 
     def at(self, leaf: str, layer: str | int) -> str:
-        """Return the name of a point."""
         return leaf if leaf in {"embed.output", "norm.output", "logits"} else f"layers.{layer}.{leaf}"
