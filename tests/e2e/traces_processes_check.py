@@ -40,10 +40,9 @@ class OwnError(ValueError):
         self.number = number
 
 
-@dataclasses.dataclass
 class Pair:
-    first: Any
-    second: Any
+    def __init__(self, first: Any, second: Any) -> None:
+        self.first, self.second = first, second
 
 
 class Doubler:
