@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.check_process import report_of
 from tests.e2e.conditional_requests import OF_ONE_STAGE
+from tests.e2e.draft_checkpoints import write_with_mtp
 from tests.e2e.engine_kinds import KINDS, V1_SYNC, V2_SYNC, EngineKind, environment
 from tests.e2e.random_requests import MODEL
 from tests.e2e.same_answers import decoded, differences
@@ -101,3 +102,28 @@ def test_random_requests_are_answered_alike_on_other_kinds(
 ) -> None:
     name = f"{kind}:tight"
     assert_alike(played(folder, [name]), answers, name)
+
+
+@pytest.fixture(scope="module")
+def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mtp")
+    write_with_mtp(path / MODEL)
+    return path
+
+
+@pytest.fixture(scope="module")
+def without_drafts(with_mtp: Path) -> Answers:
+    return played(with_mtp, [REFERENCE])
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("kind", ["v1-sync-mtp", "v1-async-mtp", "v2-sync-mtp", "v2-async-mtp"])
+def test_drafts_of_a_models_own_layer_change_no_answer(
+    with_mtp: Path, without_drafts: Answers, kind: str
+) -> None:
+    """Nor are that layer's values among the model's."""
+    name = f"{kind}:tight"
+    found = played(with_mtp, [name])
+    assert_alike(found, without_drafts, name)
+    drafted, refused = (sum(answer[what] for answer in found[name]) for what in ("drafted", "refused"))
+    assert drafted > refused > 0

@@ -41,7 +41,8 @@ class World:
 
     @classmethod
     def of(cls, spec: ModelSpec, twin: Twin, decode: Any, *, max_prompt: int, max_generated: int) -> World:
-        leaves = [leaf for leaf in spec.leaves if leaf.name not in {"samples", "attn.pattern"}]
+        others = ("samples", "attn.pattern", "moe.")
+        leaves = [leaf for leaf in spec.leaves if not leaf.name.startswith(others)]
         vocab = list(range(1, twin.model.config.vocab_size))
         own = {"embed.output", "norm.output", "logits"}
         names = {leaf.name: leaf.name if leaf.name in own else f"layers.*.{leaf.name}" for leaf in leaves}
