@@ -89,14 +89,6 @@ def test_writes_reach_the_model_and_nothing_else(model: VLLM) -> None:
     assert plain_tokens(model, PROMPT, 4) == plain_tokens(model, PROMPT, 4)
 
 
-def test_a_sampled_token_can_be_replaced(model: VLLM) -> None:
-    with model.trace(PROMPT, max_tokens=3, **GREEDY) as tracer:
-        for _ in tracer.iter[:]:
-            model.samples.output = torch.tensor([[7]])
-        result = tracer.result.save()
-    assert list(result.outputs[0].token_ids) == [7, 7, 7]
-
-
 @pytest.mark.parametrize(
     ("place", "number", "why"),
     [
@@ -129,60 +121,12 @@ def test_a_prompts_tokens_can_be_replaced(model: VLLM) -> None:
     torch.testing.assert_close(patched, logits, rtol=1e-4, atol=1e-4)
 
 
-def test_invokes_share_variables_and_wait_for_each_other(model: VLLM) -> None:
-    with model.trace(**GREEDY) as tracer:
-        order = save([])
-        barrier = tracer.barrier(2)
-        with tracer.invoke(PROMPT):
-            clean = model.model.layers[4].mlp.output
-            order.append("read")
-            barrier()
-        with tracer.invoke("Rome is in the country of the"):
-            barrier()
-            model.model.layers[4].mlp.output[-1] = clean[-1]
-            patched = model.model.layers[4].mlp.output[-1].save()
-            order.append("patched")
-        with tracer.invoke(PROMPT, max_tokens=2):
-            again = model.model.layers[4].mlp.output[-1].save()
-    assert order == ["read", "patched"]
-    assert torch.equal(patched, again)
-
-
-def test_a_skipped_module_gives_the_given_value(model: VLLM) -> None:
-    with model.trace(PROMPT, **GREEDY):
-        value = model.model.layers[7].mlp.input.clone()
-        model.model.layers[8].mlp.skip(value)
-        out = model.model.layers[8].mlp.output.save()
-        value = save(value)
-    assert torch.equal(out, value)
-
-
-def test_stop_ends_the_request(model: VLLM) -> None:
-    with model.trace(PROMPT, max_tokens=50, **GREEDY) as tracer:
-        seen = save([])
-        for step in tracer.iter[:]:
-            seen.append(model.samples.output.item())
-            if step == 2:
-                tracer.stop()
-    assert seen == plain_tokens(model, PROMPT, 3)
-
-
 def test_operations_inside_a_forward(model: VLLM) -> None:
     with model.trace(PROMPT, **GREEDY):
         gate_up = model.model.layers[2].mlp.source.self_gate_up_proj_0.output.save()
         down = model.model.layers[2].mlp.source.self_down_proj_0.input.save()
     gate, up = gate_up[0].chunk(2, dim=-1)
     torch.testing.assert_close(down, torch.nn.functional.silu(gate) * up)
-
-
-def test_several_choices_give_several_values(model: VLLM) -> None:
-    with model.trace(PROMPT, n=3, temperature=1.0, seed=5, max_tokens=4) as tracer:
-        tokens = save([])
-        for _ in tracer.iter[:]:
-            tokens.append(model.samples.output.item())
-        result = tracer.result.save()
-    assert [list(choice.token_ids) for choice in result[0].outputs] == tokens
-    assert len({tuple(one) for one in tokens}) > 1
 
 
 def test_custom_modules_and_functions_are_sent(model: VLLM) -> None:

@@ -345,11 +345,6 @@ async def test_blocks_that_cannot_be_read_are_errors_of_theirs(server: Live) -> 
             assert [type(outcome.error).__name__ for outcome in outcomes] == ["DecodeError"] * num
 
 
-async def test_a_plain_request_cannot_bring_blocks(server: Live) -> None:
-    response = await server.post(prompt=PROMPT, vllm_xargs={TRACE_KEY: "x"})
-    assert response.status_code == 400
-
-
 async def test_results_are_compressed_on_request(server: Live, model: VLLM, outline: dict[str, Any]) -> None:
     recorder = Recorder(outline)
     with pytest.raises(RemoteError, match="only recorded"):
@@ -364,23 +359,6 @@ async def test_results_are_compressed_on_request(server: Live, model: VLLM, outl
         assert torch.equal(outcome.saves["zeros"], torch.zeros(10_000))
         sizes.append(len(frames[-1].data))
     assert sizes[1] < sizes[0] / 10
-
-
-async def test_what_was_not_saved_comes_if_it_is_wanted(
-    server: Live, model: VLLM, outline: dict[str, Any]
-) -> None:
-    recorder = Recorder(outline)
-    with pytest.raises(RemoteError, match="only recorded"):
-        with model.trace(PROMPT, backend=RemoteBackend(transport=recorder)):
-            shape = list(model.layers[0].output.shape)
-            twice = [*shape, *shape]  # noqa: F841 - looked up by name
-            kept = save([1])  # noqa: F841 - likewise
-    head = msgspec.structs.replace(recorder.sent[0].head, wanted=["twice", "kept", "unknown"])
-    frames = [
-        frame async for frame in frames_of(server, TraceRequest(head, recorder.sent[0].parts).to_bytes())
-    ]
-    (outcome,) = read_outcomes(frames[-1].data, [])
-    assert (outcome.flows, outcome.saves) == ({"twice": [6, 128, 6, 128]}, {"kept": [1]})
 
 
 async def test_waiting_requests_get_an_error_when_the_engine_dies(

@@ -151,6 +151,7 @@ def several_choices(model: VLLM) -> Values:
             tokens.append(model.samples.output.item())
         result = tracer.result.save()
     assert [list(choice.token_ids) for choice in result[0].outputs] == tokens
+    assert len({tuple(one) for one in tokens}) > 1
     assert all(len(one) == 2 for one in drawn)
     return {"tokens": tokens}
 
