@@ -1,4 +1,4 @@
-"""A server of one model, dtype and shape, on which cases are tried, and failing ones made small.
+"""A server of one model, dtype and shape, on which cases are tried.
 
 Shapes differ in what the engine must do beside interventions: ``roomy`` has memory for all, ``tight``
 splits prompts over steps and preempts requests, ``compiled`` serves taps inside the compiled step.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import time
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -120,21 +119,6 @@ class Bench:
     def left_behind(self) -> dict[str, int]:
         return {name: count for name, count in self.engine.held().items() if count}
 
-    def smallest(self, requests: list[Json], seconds: float) -> list[Json]:
-        """Return a minimal part of a failing case that fails too."""
-        until = time.monotonic() + seconds
-        for step in (_without_a_request, _without_an_operation):
-            place = 0
-            while time.monotonic() < until:
-                smaller = step(requests, place)
-                if smaller is None:
-                    break
-                if smaller and self.faults(smaller):
-                    requests = smaller
-                else:
-                    place += 1
-        return requests
-
     def _answered(self, request: Json, answer: Answer) -> list[str]:
         sampling = request["sampling"]
         found = []
@@ -227,17 +211,3 @@ def _is_empty(clauses: list[Json], prompt_len: int) -> bool:
         stop is not None and wording.at_end(start, prompt_len) >= wording.at_end(stop, prompt_len)
         for start, stop in ranges
     )
-
-
-def _without_a_request(requests: list[Json], place: int) -> list[Json] | None:
-    return None if place >= len(requests) else requests[:place] + requests[place + 1 :]
-
-
-def _without_an_operation(requests: list[Json], place: int) -> list[Json] | None:
-    pairs = [(r, o) for r, request in enumerate(requests) for o in range(len(request["interventions"]))]
-    if place >= len(pairs):
-        return None
-    index, gone = pairs[place]
-    request = requests[index]
-    kept = [op for number, op in enumerate(request["interventions"]) if number != gone]
-    return [*requests[:index], request | {"interventions": kept}, *requests[index + 1 :]]

@@ -10,7 +10,7 @@ from typing import Any
 from nnsight_engine.modeling.bundled import bundled_model_path
 from tests.e2e.fuzz.bench import Bench, Setting
 from tests.e2e.fuzz.cases import Author
-from tests.e2e.fuzz.rounds import BUNDLED, MOST_FAILURES, SHRINKING_S, Report, Round
+from tests.e2e.fuzz.rounds import BUNDLED, MOST_FAILURES, Report, Round
 from tests.e2e.fuzz.world import Json
 from tests.families.checkpoints import write_checkpoint
 
@@ -57,5 +57,4 @@ def _try_many(bench: Bench, played: Round, report: Report) -> None:
 def _try(bench: Bench, played: Round, case: list[Json], report: Report) -> None:
     found = bench.faults(case)
     if found:
-        smallest = case if played.case is not None else bench.smallest(case, SHRINKING_S)
-        report.failures.append((found[:4], dataclasses.replace(played, case=smallest).to_json()))
+        report.failures.append((found[:4], dataclasses.replace(played, case=case).to_json()))
