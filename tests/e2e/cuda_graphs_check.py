@@ -21,8 +21,7 @@ from nnsight_engine import save
 from nnsight_engine.plans.collect.results import CollectedCapture
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.engine_kinds import EngineKind
-from tests.e2e.graph_pieces import FullGraphs, Piece
-from tests.e2e.graphed_platform import CAPTURE_SIZES, GraphedCpuPlatform
+from tests.e2e.graphed_platform import CAPTURE_SIZES, FullGraphs, GraphedCpuPlatform, Piece
 from tests.e2e.harness import Ask, Engine, Reply, random_vector
 from tests.e2e.traces import HeldTracer, run_together, traced_engine
 from tests.families.checkpoints import HIDDEN_SIZE, write_checkpoint
@@ -44,11 +43,7 @@ def runner_of(model: VLLM) -> Any:
 
 
 class Steps:
-    """Notes how each step is run.
-
-    Args:
-        model: The engine, in this process.
-    """
+    """Notes how each step is run."""
 
     def __init__(self, model: VLLM) -> None:
         self._chosen: list[tuple[str, int]] = []
