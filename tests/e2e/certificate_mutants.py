@@ -29,13 +29,7 @@ Patch = pytest.MonkeyPatch
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mutant:
-    """A fault.
-
-    Attributes:
-        family: The family of the tiny checkpoint.
-        fault: Puts it into the engine.
-        found: Pairs of a subject and a kind of comparison that must not be ok.
-    """
+    """A fault of a family's engine, and the subjects and comparisons that must not be ok then."""
 
     family: str
     fault: Callable[[Patch], None]

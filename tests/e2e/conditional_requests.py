@@ -46,13 +46,7 @@ def operation_names(request: Json) -> list[str]:
 
 
 class ConditionalAuthor:
-    """Writes requests.
-
-    Args:
-        world: What they are of.
-        pick: What draws.
-        folder: Where the dictionary is written.
-    """
+    """Writes requests, and their dictionary into a folder."""
 
     def __init__(self, world: World, pick: random.Random, folder: Path) -> None:
         self._world, self._pick = world, pick

@@ -19,11 +19,7 @@ _PIECE_BYTES: Final = 2**16
 
 
 class Proxy:
-    """TCP on this machine, passed on to a Unix socket until it is cut.
-
-    Args:
-        target: The socket's path.
-    """
+    """TCP on this machine, passed on to a Unix socket until it is cut."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -137,8 +133,7 @@ def held(server: int, temporary: Path, shared: Shared) -> dict[str, int]:
 class Shared:
     """What a server and its processes have in shared memory, or had and have left there.
 
-    Args:
-        server: Its process. What those of other servers on this machine have does not count.
+    What those of other servers on this machine have does not count.
     """
 
     def __init__(self, server: int) -> None:

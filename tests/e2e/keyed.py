@@ -40,14 +40,7 @@ class KeyedServer:
 def serving_several(
     checkpoint: Path, data: Path, arguments: Sequence[str], **variables: str
 ) -> Iterator[tuple[Server, dict[str, str]]]:
-    """Serve a tiny model with several workers or engines; yield the server, and a key of each kind.
-
-    Args:
-        checkpoint: The model.
-        data: Takes the server's data.
-        arguments: vLLM's options, which ask for several.
-        **variables: More of the server's environment.
-    """
+    """Serve a tiny model with several workers or engines; yield the server, and a key of each kind."""
     keys = keys_in(data, trusted=(), untrusted=STRANGER, monitor=("--scopes", "metrics"), operator=OPERATOR)
     environment = {
         "NNSIGHT_ENGINE_DATA_DIR": str(data),
@@ -65,11 +58,7 @@ def serving_several(
 
 @contextlib.contextmanager
 def serving_keys(folder: Path) -> Iterator[KeyedServer]:
-    """Serve the bundled model to tenants of many kinds.
-
-    Args:
-        folder: Takes the server's data and the canary.
-    """
+    """Serve the bundled model to tenants of many kinds."""
     data, canary, secret = folder / "data", folder / "canary", secrets.token_hex()
     canary.mkdir()
     (canary / "file").write_text(secrets.token_hex())

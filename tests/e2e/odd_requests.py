@@ -101,15 +101,7 @@ _ABSENT: Final = object()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OddRequest:
-    """A request, and where it is odd.
-
-    Attributes:
-        method: HTTP's.
-        url: With its query.
-        body: The JSON; None for none.
-        place: What of the body is odd.
-        headers: More than its content type.
-    """
+    """A request, and which place of its JSON body, if any, is odd."""
 
     method: str
     url: str
@@ -128,12 +120,7 @@ class OddRequest:
 
 
 def requests(document: Any, seed: int) -> Iterator[OddRequest]:
-    """Yield requests for ever.
-
-    Args:
-        document: The server's OpenAPI document.
-        seed: Decides them all.
-    """
+    """Yield requests of a server with this OpenAPI document for ever."""
     chance = random.Random(seed)
     fields = [(path, name) for path in BODIES for name in sorted(_fields(document, path))]
     for path, name in fields:  # each once, before any twice

@@ -71,12 +71,7 @@ class SeeingReference:
         return [output.flatten(0, 1) for output in outputs]
 
     def last_logits(self, layer: int, change: Change) -> torch.Tensor:
-        """Return the logits after ``TEXT``, ``[vocabulary]``, with a block of the encoder changed.
-
-        Args:
-            layer: The block.
-            change: Returns its new output, ``[patches of both images, width]``.
-        """
+        """Return the logits after ``TEXT``, ``[vocabulary]``, with a block of the encoder changed."""
 
         def edit(output: torch.Tensor) -> torch.Tensor:
             return change(output.flatten(0, 1).clone()).view_as(output)

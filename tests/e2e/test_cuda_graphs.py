@@ -135,11 +135,7 @@ class RunnerV1(V1RunnerMixin, GPUModelRunner):
 
 
 class ManagerV2(CudaGraphManager):
-    """vLLM's manager of runner V2's graphs, as if it had captured them.
-
-    Attributes:
-        varlen_decode: Whether full graphs serve decodes of different lengths.
-    """
+    """vLLM's manager of runner V2's graphs, as if it had captured them."""
 
     varlen_decode = False
 

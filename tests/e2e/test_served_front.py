@@ -39,11 +39,7 @@ _PROJECT: Final = Path(__file__).resolve().parents[2]
 
 
 class StartedReplica(Replica):
-    """A replica whose server the test has started; its calls are the real ones.
-
-    Args:
-        urls: The servers' addresses, by the replica's rank.
-    """
+    """A replica whose server, that of its rank, the test has started; its calls are the real ones."""
 
     async def __init__(self, urls: list[str]) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         context = serve.get_replica_context()

@@ -280,10 +280,8 @@ def assert_an_abort_leaves_nothing(model: VLLM, held: dict[str, int]) -> None:
 def generating(model: VLLM, number: int, busy_s: float = 0.0) -> SentTrace:
     """Return a trace that writes inside a layer, and reads inside the next, at each of 50 tokens.
 
-    Args:
-        model: The engine.
-        number: Which one; its prompt and its tokens take four blocks of 32.
-        busy_s: How long the block computes at the third token, between the write and the read.
+    Its prompt and its tokens take four blocks of 32. At the third token the block computes for ``busy_s``
+    between the write and the read.
     """
     prompt = [(token + number) % 319 for token in PROMPT * 7]
     direction = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))

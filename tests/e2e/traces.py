@@ -90,12 +90,8 @@ def run_together(
 ) -> Ran:
     """Run traces of one request each, and plain requests, in one engine at the same time.
 
-    Args:
-        model: The engine.
-        traces: Named ``trace-0`` and so on; the outcome of each is found by its number.
-        plain: Named ``plain-0`` and so on.
-        late: How many steps after the plain requests the traces come.
-        max_steps: How many steps the engine may take; those without tokens wait for sandbox processes.
+    They are named ``trace-0``, ``plain-0`` and so on. Traces come ``late`` steps after plain requests. The
+    engine may take ``max_steps`` steps; those without tokens wait for sandbox processes.
     """
     engine: Any = model.engine.llm_engine
     outputs: dict[str, RequestOutput] = {}

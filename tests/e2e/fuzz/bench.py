@@ -39,14 +39,7 @@ _MEAN_ONLY: Final = frozenset({"prompt_was_chunked", "unsupported_combination", 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
-    """Which server.
-
-    Attributes:
-        model: The checkpoint.
-        dtype: The server's, ``float32`` or ``bfloat16``.
-        shape: One of ``SHAPES``.
-        is_large: Whether float64 would take too long.
-    """
+    """Which server; of a large model, float64 would take too long."""
 
     model: Path
     dtype: str
@@ -55,11 +48,7 @@ class Setting:
 
 
 class Bench:
-    """The server and its twins; ``close`` it in the end.
-
-    Attributes:
-        counts: What has come up: requests, refusals, preemptions and so on.
-    """
+    """The server and its twins, and what has come up; ``close`` it in the end."""
 
     def __init__(self, setting: Setting, *, max_prompt: int = 120, max_generated: int = 32) -> None:
         options = {"enforce_eager": True, "max_num_seqs": 64, **SHAPES[setting.shape]}

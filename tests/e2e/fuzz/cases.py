@@ -22,12 +22,7 @@ _FORMS: Final = ("numbers", "float32", "bfloat16", "float16")
 
 
 class Author:
-    """Writes cases.
-
-    Args:
-        world: What they are of.
-        seed: Cases of one seed are the same.
-    """
+    """Writes cases, the same ones for the same seed."""
 
     def __init__(self, world: World, seed: int) -> None:
         self._world = world

@@ -9,12 +9,7 @@ from tests.e2e.fuzz.world import Json, World
 
 
 class Clauses:
-    """Draws clauses for requests.
-
-    Args:
-        world: Of which model.
-        pick: What draws.
-    """
+    """Draws clauses for requests."""
 
     def __init__(self, world: World, pick: random.Random) -> None:
         self._world, self._random = world, pick

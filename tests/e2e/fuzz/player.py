@@ -119,13 +119,7 @@ class _Live:
 
 
 class Player:
-    """Plays one case.
-
-    Args:
-        model: Where.
-        engine: The same, as one that takes operations.
-        requests: The case's.
-    """
+    """Plays one case on a model, whose engine takes operations."""
 
     def __init__(self, model: VLLM, engine: Engine, requests: list[Json]) -> None:
         self._model, self._engine, self._requests = model, engine, requests

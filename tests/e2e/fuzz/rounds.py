@@ -58,12 +58,7 @@ class Round:
 
 @dataclasses.dataclass(slots=True)
 class Report:
-    """What came of a round.
-
-    Attributes:
-        counts: How often what came up.
-        failures: What was wrong, and as JSON the round that shows it.
-    """
+    """What came of a round; with what was wrong, as JSON, the round that shows it."""
 
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     failures: list[tuple[list[str], str]] = dataclasses.field(default_factory=list)

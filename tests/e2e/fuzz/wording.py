@@ -80,16 +80,7 @@ def names(
     encode: Encode,
     part: str | None = None,
 ) -> bool:
-    """Return whether a where-clause names a position.
-
-    Args:
-        where: The clause.
-        position: The position.
-        token: Its input token.
-        prompt_len: Number of prompt tokens.
-        encode: Token ids of a text.
-        part: The part of the answer to which it belongs.
-    """
+    """Return whether a where-clause names a position of this input token, in this part of the answer."""
     is_prompt = position < prompt_len
     if where.get("phase", "all") not in {"all", "prompt" if is_prompt else "generated"}:
         return False
