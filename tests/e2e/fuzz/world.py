@@ -41,10 +41,14 @@ class World:
 
     @classmethod
     def of(cls, spec: ModelSpec, twin: Twin, decode: Any, *, max_prompt: int, max_generated: int) -> World:
-        others = ("samples", "attn.pattern", "moe.")
-        leaves = [leaf for leaf in spec.leaves if not leaf.name.startswith(others)]
-        vocab = list(range(1, twin.model.config.vocab_size))
         own = {"embed.output", "norm.output", "logits"}
+        leaves = [
+            leaf
+            for leaf in spec.leaves
+            if leaf.name not in {"samples", "attn.pattern"}
+            and (leaf.name in own or len(spec.layers_of(leaf.name)) == twin.num_layers)
+        ]
+        vocab = list(range(1, twin.model.config.vocab_size))
         names = {leaf.name: leaf.name if leaf.name in own else f"layers.*.{leaf.name}" for leaf in leaves}
         ids = random.Random(0).sample(vocab, 32)
         seen = twin.run(ids, len(ids), [{"op": "capture", "at": name} for name in names.values()]).seen
