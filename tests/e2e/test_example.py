@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from examples.steer_sentiment import (
     PROMPTS,
     capture_means,
     compare,
-    main,
     read_lens,
 )
 from examples.steer_sentiment import Server as Client
@@ -74,39 +72,6 @@ def test_without_a_server_the_message_says_how_to_start_one() -> None:
     assert result.returncode == 1
     assert "make serve" in result.stderr
     assert "Traceback" not in result.stderr
-
-
-Handler = Callable[[httpx.Request], httpx.Response]
-
-
-@pytest.fixture
-def answered_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Handler], None]:
-    """Has a function answer in place of a server."""
-
-    def answered_by(handler: Handler) -> None:
-        client = functools.partial(httpx.Client, transport=httpx.MockTransport(handler))
-        monkeypatch.setattr("examples.steer_sentiment.httpx.Client", client)
-
-    return answered_by
-
-
-def test_the_key_is_taken_from_the_variable(
-    answered_by: Callable[[Handler], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    seen = []
-
-    def refuse(request: httpx.Request) -> httpx.Response:
-        seen.append(request.headers.get("authorization"))
-        return httpx.Response(401, json={"error": {"message": "no such key", "code": "invalid_key"}})
-
-    answered_by(refuse)
-    for key in ("made-up", ""):
-        monkeypatch.setenv("NNSIGHT_ENGINE_KEY", key)
-        assert main([]) == 1
-        assert "no such key (status 401, code invalid_key)" in capsys.readouterr().err
-    assert seen == ["Bearer made-up", None]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

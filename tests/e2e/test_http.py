@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -212,36 +211,6 @@ async def test_large_results_are_files_equal_to_what_was_captured(live: Live) ->
         assert tensors[point]["shape"] == list(stored[tensors[point]["key"]].shape)
         np.testing.assert_array_equal(stored[tensors[point]["key"]][[0, 5]], tensor_of(expected[point]))
     assert (await live.http.get("/v1/results/unknown")).json()["error"]["code"] == "result_not_found"
-
-
-BAD: list[tuple[dict[str, Any], int, str]] = [
-    ({"op": "teleport"}, 400, "unknown_operation"),
-    ({"op": "capture", "at": "layers.30.output"}, 400, "unknown_layer"),
-    ({"op": "capture", "at": "layers.3.mood"}, 400, "unknown_point"),
-    ({"op": "steer", "at": "layers.3.output", "vector": [1.0, 2.0]}, 400, "wrong_width"),
-    ({"op": "capture", "at": "layers.3.output", "where": {"positions": []}}, 400, "empty_where"),
-    (
-        {"op": "capture", "at": "layers.3.output", "where": {"phase": "generated", "positions": [0]}},
-        400,
-        "contradictory_where",
-    ),
-    ({"op": "capture", "at": "layers.3.output", "where": {"positions": [-99]}}, 400, "position_out_of_range"),
-    ({"op": "capture", "at": 7}, 422, "invalid_shape"),
-    ({"op": "steer", "at": "layers.3.output", "vector": {"name": "joy"}}, 400, "unknown_vector"),
-]
-
-
-@pytest.mark.parametrize(("operation", "status", "code"), BAD, ids=lambda value: str(value)[:50])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_bad_operations_are_refused_with_a_status_even_when_streaming(
-    live: Live, operation: dict[str, Any], status: int, code: str, stream: bool
-) -> None:
-    response = await live.post(prompt=PROMPT, stream=stream, interventions=[operation])
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert error["code"] == code
-    assert error["param"].startswith("interventions.0")
-    assert len(error["message"]) > 20
 
 
 async def test_beam_search_and_forged_plans_are_refused(live: Live) -> None:

@@ -129,16 +129,6 @@ def test_a_stream_names_the_images_at_its_end(seeing: Seeing) -> None:
     assert '"provenance"' in told[0]
 
 
-def test_code_sees_images(seeing: Seeing) -> None:
-    positions = first_image(seeing)
-    code = f"rows = model.points['{AT}'][{positions}].save()"
-    found = seeing.chat(two_images(), interventions=[{"op": "trace", "code": code, "name": "t"}]).json()
-    found = found["choices"][0]["interventions"]
-    rows = seeing.reference.activations(RENDERED)[AT][positions]
-    torch.testing.assert_close(value_of(found["results"]["t"]["saves"]["rows"]), rows, rtol=1e-3, atol=1e-4)
-    assert found["images"][0][0][0] == positions[0]
-
-
 def test_images_larger_than_a_text_may_be_are_taken_by_all_routes(seeing: Seeing) -> None:
     pixels = np.random.default_rng(1).integers(0, 255, (128, 128, 3), dtype=np.uint8)
     url = data_url(Image.fromarray(pixels))

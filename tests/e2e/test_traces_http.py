@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import struct
-import traceback
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -161,40 +160,9 @@ async def test_answers_and_metrics_say_which_steps_ran_uncompiled(
     assert after["plain"] >= before["plain"] + 4
 
 
-async def test_invokes_are_requests_of_their_own_and_share_variables(server: Live, model: VLLM) -> None:
-    def run() -> tuple[list[Any], Any, Any]:
-        with model.trace(max_tokens=2, **GREEDY) as tracer:
-            order = save([])
-            both = tracer.barrier(2)
-            with tracer.invoke(PROMPT):
-                first = model.layers[0].output
-                both()
-                order.append("first")
-            with tracer.invoke("a text", temperature=1.0, n=2, seed=3):
-                width = model.layers[0].output.shape.save()
-            with tracer.invoke(PROMPT[::-1]):
-                own = model.layers[0].output
-                both()
-                same = save(torch.equal(first, own.flip(0)))
-        return order, width, same
-
-    order, width, same = await asyncio.to_thread(run)
-    assert order == ["first"]
-    assert [list(one)[1] for one in width] == [128, 128]
-    assert same is False
-
-
-async def test_a_block_raises_where_it_was_written_and_the_others_go_on(
+async def test_a_block_that_fails_lets_the_others_go_on(
     server: Live, model: VLLM, outline: dict[str, Any]
 ) -> None:
-    def run() -> None:
-        with model.trace(PROMPT):
-            hidden = model.layers[0].output
-            hidden.no_such_method()  # here
-
-    with pytest.raises(AttributeError, match="no_such_method") as caught:
-        await asyncio.to_thread(run)
-    assert "hidden.no_such_method()  # here" in "".join(traceback.format_exception(caught.value))
     recorder = Recorder(outline)
     with pytest.raises(RemoteError, match="only recorded"):
         with model.trace(backend=RemoteBackend(transport=recorder), max_tokens=1) as tracer:
