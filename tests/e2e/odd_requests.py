@@ -94,6 +94,9 @@ BODIES: Final[dict[str, list[dict[str, Any]]]] = {
 """Bodies that are taken as they are, by route."""
 
 _KNOWN: Final = {COMPLETIONS: CompletionRequest, CHAT: ChatCompletionRequest}
+_ODD_TEXTS: Final = [
+    "", "x", "-1", "0", "1e9", "9" * 30, "null", "nan", "%00", "%ff", "%f0%9f%98%80", "..%2f", "a" * 3000,
+]  # fmt: skip
 _LONG: Final = {"max_tokens", "max_completion_tokens"}
 _KEPT: Final = {("interventions", index, "op") for index in range(len(OPERATIONS))}
 _ABSENT: Final = object()
@@ -156,23 +159,7 @@ def _with(path: str, place: Place | None, chance: random.Random) -> OddRequest:
 
 def _asked(method: str, path: str, parameter: dict[str, Any], chance: random.Random) -> OddRequest:
     """Return a request that is odd in its path, its query or a header."""
-    odd = chance.choice(
-        [
-            "",
-            "x",
-            "-1",
-            "0",
-            "1e9",
-            "9" * 30,
-            "null",
-            "nan",
-            "%00",
-            "%ff",
-            "%f0%9f%98%80",
-            "..%2f",
-            "a" * 3000,
-        ]
-    )
+    odd = chance.choice(_ODD_TEXTS)
     url, headers = path, {}
     if parameter["in"] == "path":
         url = path.replace(f"{{{parameter['name']}}}", odd)

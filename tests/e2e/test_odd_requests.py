@@ -221,15 +221,9 @@ async def test_what_overflows_in_the_model_is_null(http: httpx.AsyncClient, path
     given: dict[str, Any] = {"prompt": "A bird", "logprobs": 2, "echo": True}
     if path == CHAT:
         given = {"messages": SAID, "logprobs": True, "top_logprobs": 2}
+    given |= {"max_tokens": 3, "stream": stream, "interventions": [HUGE]}
     for temperature in (0, 1):
-        body = {
-            **given,
-            "max_tokens": 3,
-            "temperature": temperature,
-            "stream": stream,
-            "interventions": [HUGE],
-        }
-        answer = await send(http, OddRequest("POST", path, body))
+        answer = await send(http, OddRequest("POST", path, {**given, "temperature": temperature}))
         assert answer.status_code == 200, answer.text
         assert fault_in(answer) is None
         assert "null" in answer.text
@@ -250,7 +244,6 @@ async def test_a_stream_of_several_choices_with_echo_and_logprobs_is_refused(htt
 async def test_tokens_of_conversations_and_ids_are_those_of_completions(http: httpx.AsyncClient) -> None:
     async def tokens(**body: Any) -> list[dict[str, Any]]:
         answer = await send(http, OddRequest("POST", "/v1/tokenize", body))
-        assert answer.status_code == 200, answer.text
         return list(answer.json()["tokens"])
 
     text = await tokens(prompt="A bird sat")
