@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import httpx
 import pytest
@@ -21,9 +21,30 @@ OPERATOR: Final = ("--scopes", ",".join(("admin", "metrics", *SCOPES)))
 """Options of a key that may do everything."""
 STRANGER: Final = ("--tier", "sandboxed")
 """Options of a key whose code is sandboxed."""
+ENGINE_HEADER: Final = "X-data-parallel-rank"
+"""vLLM's header, which chooses the engine of a request."""
 _SEVERAL_START_S: Final = 600.0
 SECRET: Final = "NNSIGHT_ENGINE_TEST_SECRET"
 """A variable of the server's, which no client is to learn."""
+
+
+class Tenant(httpx.Client):
+    """A client with a key; ``engine`` chooses the engine of a request."""
+
+    def __init__(self, server: Server, key: str) -> None:
+        super().__init__(base_url=server.base_url, headers={"authorization": f"Bearer {key}"}, timeout=300)
+        self.key = key
+
+    def complete(self, *operations: dict[str, Any], engine: str = "", **body: Any) -> httpx.Response:
+        asked = {"max_tokens": 8, "temperature": 0, **body}
+        asked |= {"interventions": list(operations)} if operations else {}
+        return self.post("/v1/completions", json=asked, headers={ENGINE_HEADER: engine} if engine else None)
+
+    def choices(self, *operations: dict[str, Any], **asked: Any) -> list[dict[str, Any]]:
+        answer = self.complete(*operations, **asked)
+        assert answer.status_code == 200, answer.text
+        found: list[dict[str, Any]] = answer.json()["choices"]
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +55,9 @@ class KeyedServer:
     keys: dict[str, str]
     canary: Path
     secret: str
+
+    def tenant(self, name: str) -> Tenant:
+        return Tenant(self.server, self.keys[name])
 
 
 @contextlib.contextmanager

@@ -53,11 +53,7 @@ class Hostile:
 
     def __init__(self, found: KeyedServer) -> None:
         self.server = found.server
-        self.http = httpx.Client(
-            base_url=found.server.base_url,
-            headers={"authorization": f"Bearer {found.keys['acme']}"},
-            timeout=120,
-        )
+        self.http = found.tenant("acme")
 
     def post(self, path: str, fields: dict[str, Any], **more: Any) -> httpx.Response:
         body = {"max_tokens": 12, "temperature": 0, **fields}

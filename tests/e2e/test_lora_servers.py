@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 import pytest
 
 from tests.e2e.adapted import (
@@ -24,9 +23,9 @@ from tests.e2e.adapted import (
 )
 from tests.e2e.family_check import PROMPT_IDS, Expected
 from tests.e2e.faults import engine_processes, kill
-from tests.e2e.keyed import beside_vllm, serving_several
+from tests.e2e.keyed import Tenant, beside_vllm, serving_several
 from tests.e2e.server import Server
-from tests.e2e.test_data_parallel import ENGINES, HEADER
+from tests.e2e.test_data_parallel import ENGINES
 from tests.waiting import wait_for
 
 __all__ = ["adapted", "expected"]  # fixtures
@@ -45,30 +44,21 @@ top = int(model.logits.output.argmax()).save()
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """A server, its models' names, and keys of an operator and of a stranger, whose code is sandboxed."""
+    """A server, its models' names, an operator and a stranger, whose code is sandboxed."""
 
     server: Server
     models: dict[str, str]
-    operator: str
-    stranger: str
+    operator: Tenant
+    stranger: Tenant
 
-    def post(self, path: str, key: str = "", **body: Any) -> httpx.Response:
-        """Send a request; ``engine=`` chooses the engine."""
-        headers = {"authorization": f"Bearer {key or self.operator}"}
-        if "engine" in body:
-            headers[HEADER] = body.pop("engine")
-        return httpx.post(f"{self.server.base_url}{path}", json=body, headers=headers, timeout=180)
-
-    def choice(self, name: str, *operations: dict[str, Any], **body: Any) -> Any:
-        body = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True} | body
-        body |= {"interventions": list(operations)} if operations else {}
-        answer = self.post("/v1/completions", model=self.models[name], prompt=PROMPT_IDS, **body)
-        assert answer.status_code == 200, answer.text
-        (choice,) = answer.json()["choices"]
+    def choice(self, name: str, *operations: dict[str, Any], by: Tenant | None = None, **body: Any) -> Any:
+        asked = {"model": self.models[name], "prompt": PROMPT_IDS, "max_tokens": 6, "ignore_eos": True}
+        (choice,) = (by or self.operator).choices(*operations, **asked, return_token_ids=True, **body)
         return choice
 
     def load(self, name: str, folder: Path) -> int:
-        return self.post("/v1/load_lora_adapter", lora_name=name, lora_path=str(folder)).status_code
+        body = {"lora_name": name, "lora_path": str(folder)}
+        return self.operator.post("/v1/load_lora_adapter", json=body).status_code
 
 
 @pytest.fixture(scope="module", params=[*KINDS, TWO_ENGINES])
@@ -93,7 +83,7 @@ def served(
     variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} | patience
     with serving_several(adapted.base, data, arguments, **variables) as (server, keys):
         models = {BASE: str(adapted.base), FIRST: FIRST, SECOND: SECOND}
-        served = Served(server, models, keys["operator"], keys["untrusted"])
+        served = Served(server, models, *(Tenant(server, keys[name]) for name in ("operator", "untrusted")))
         bad = head_adapter(tmp_path_factory.mktemp("head"))
         assert [served.load("bad", bad), served.load(SECOND, adapted.adapters[SECOND])] == [500, 200]
         yield served
@@ -127,10 +117,10 @@ def test_a_module_that_code_calls_has_the_adapter_of_its_request(
     """Also for code in a sandbox process, several at once."""
     code = {"op": "trace", "code": CODE, "name": "t"}
     asked = [*NAMES, *NAMES]
-    key = getattr(served, caller)
+    by = getattr(served, caller)
 
     def saves(name: str) -> Any:
-        return served.choice(name, code, key=key)["interventions"]["results"]["t"]["saves"]
+        return served.choice(name, code, by=by)["interventions"]["results"]["t"]["saves"]
 
     with ThreadPoolExecutor(len(asked)) as pool:
         for name, found in zip(asked, pool.map(saves, asked), strict=True):
@@ -144,11 +134,12 @@ def test_engines_that_are_started_again_have_the_adapters_that_they_had_at_last(
 ) -> None:
     """The last test of a server."""
     assert served.load("third", adapted.adapters[FIRST]) == 200
-    assert served.post("/v1/unload_lora_adapter", lora_name="third").status_code == 200
-    assert served.post("/v1/completions", model="third", prompt="a").status_code == 404
+    operator = served.operator
+    assert operator.post("/v1/unload_lora_adapter", json={"lora_name": "third"}).status_code == 200
+    assert operator.complete(model="third", prompt="a").status_code == 404
 
     def is_ready() -> bool:
-        return httpx.get(f"{served.server.base_url}/health/ready", timeout=60).is_success
+        return operator.get("/health/ready").is_success
 
     kill(next(one for one in engine_processes(served.server.process.pid) if "EngineCore" in one.name()))
     wait_for(lambda: not is_ready())
@@ -156,7 +147,7 @@ def test_engines_that_are_started_again_have_the_adapters_that_they_had_at_last(
     for name in NAMES:
         for engine in ENGINES:
             assert served.choice(name, engine=engine)["token_ids"] == expected[name].plain.token_ids
-    assert served.post("/v1/completions", model="third", prompt="a").status_code == 404
+    assert operator.complete(model="third", prompt="a").status_code == 404
 
 
 def test_adapters_are_loaded_and_unloaded_as_by_vllms_server(adapted: Adapted, tmp_path: Path) -> None:
