@@ -60,7 +60,7 @@ def target(server: Sandboxed, secret: str) -> Iterator[Target]:
 
 
 def test_the_whole_corpus_gets_nowhere_and_nobody_notices(keyed_server: KeyedServer) -> None:
-    with target(Sandboxed.of(keyed_server), keyed_server.secret) as here:
+    with target(Sandboxed(keyed_server), keyed_server.secret) as here:
         expected, found = here.tokens(), set[str]()
         is_over = threading.Event()
 
