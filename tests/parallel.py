@@ -19,7 +19,6 @@ _TOGETHER: Final = {
         f"tests/e2e/test_{name}.py"
         for name in (
             "remote",
-            "presets",
             "odd_requests",
             "clients",
             "conditions_http",

@@ -15,7 +15,6 @@ import torch
 
 from nnsight_engine import LanguageModel, save
 from nnsight_engine.envoys.architectures.errors import PatternError, PointValueError, UnknownPointError
-from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.point_blocks import OTHER, PROMPT
 from tests.families.checkpoints import HIDDEN_SIZE, NUM_LAYERS, write_checkpoint
@@ -203,8 +202,3 @@ def test_a_prompt_in_chunks_is_written_with_what_the_block_has(model: VLLM, loca
         model.layers[1].output = value
         result = tracer.result.save()
     assert list(result.outputs[0].token_ids) == [expected]
-
-
-def test_a_prompt_in_chunks_is_not_edited_in_place(model: VLLM) -> None:
-    with pytest.raises(ChunkedPromptError, match=r"layers\.1\.output"), model.trace(LONG, **GREEDY):
-        model.layers[1].output[-1] = 0
