@@ -6,7 +6,6 @@ splits prompts over steps and preempts requests, ``compiled`` serves taps inside
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import traceback
@@ -16,6 +15,7 @@ from typing import Any, Final
 
 import torch
 
+from nnsight_engine.modeling.bundled import bundled_model_path
 from nnsight_engine.plans.answer_parts import AnswerMarkers
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.fuzz import wording
@@ -23,8 +23,10 @@ from tests.e2e.fuzz.caching import cache_faults
 from tests.e2e.fuzz.expected import Twin
 from tests.e2e.fuzz.judge import Judge
 from tests.e2e.fuzz.player import Answer, Player
+from tests.e2e.fuzz.rounds import BUNDLED, Round
 from tests.e2e.fuzz.world import Json, World
 from tests.e2e.harness import Engine
+from tests.families.checkpoints import write_checkpoint
 
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "roomy": {"max_num_batched_tokens": 512},
@@ -37,27 +39,19 @@ _NO_POSITION: Final = frozenset({"contradictory_where", "empty_where", "position
 _MEAN_ONLY: Final = frozenset({"prompt_was_chunked", "unsupported_combination", "contradictory_where"})
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Setting:
-    """Which server; of a large model, float64 would take too long."""
-
-    model: Path
-    dtype: str
-    shape: str
-    is_large: bool = False
-
-
 class Bench:
     """The server and its twins, and what has come up; ``close`` it in the end."""
 
-    def __init__(self, setting: Setting, *, max_prompt: int = 120, max_generated: int = 32) -> None:
-        options = {"enforce_eager": True, "max_num_seqs": 64, **SHAPES[setting.shape]}
+    def __init__(self, played: Round, folder: Path) -> None:
+        is_large = played.family == BUNDLED
+        model = bundled_model_path() if is_large else write_checkpoint(played.family, folder / "model")
+        options = {"enforce_eager": True, "max_num_seqs": 64, **SHAPES[played.shape]}
         if "num_gpu_blocks_override" in options:
-            options["num_gpu_blocks_override"] *= _num_kinds_of_attention(setting.model)
+            options["num_gpu_blocks_override"] *= _num_kinds_of_attention(model)
         self._model = VLLM(
-            str(setting.model),
+            str(model),
             dispatch=True,
-            dtype=setting.dtype,
+            dtype=played.dtype,
             block_size=32,
             max_model_len=_MAX_LEN,
             enable_prefix_caching=True,
@@ -65,19 +59,19 @@ class Bench:
         )
         self.engine = Engine.around(self._model.engine)
         self._encode = functools.cache(self._token_ids)
-        dtype = getattr(torch, setting.dtype)
-        rounded = Twin(setting.model, dtype, dtype, self._encode)
-        is_slow = setting.dtype == "float32" and setting.is_large
-        exact = rounded if is_slow else Twin(setting.model, dtype, _WIDER[setting.dtype], self._encode)
+        dtype = getattr(torch, played.dtype)
+        rounded = Twin(model, dtype, dtype, self._encode)
+        is_slow = is_large and played.dtype == "float32"  # in float64, that is
+        exact = rounded if is_slow else Twin(model, dtype, _WIDER[played.dtype], self._encode)
         self.engine.markers = rounded.markers
-        self._judge = Judge(exact, rounded, setting.dtype)
+        self._judge = Judge(exact, rounded, played.dtype)
         self.counts: Counter[str] = Counter()
         self.world = World.of(
             self.engine.spec,
             rounded,
             self.engine.tokenizer.decode,
-            max_prompt=max_prompt,
-            max_generated=max_generated,
+            max_prompt=60 if is_large else 120,
+            max_generated=8 if is_large else 32,
         )
 
     def close(self) -> None:

@@ -7,12 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nnsight_engine.modeling.bundled import bundled_model_path
-from tests.e2e.fuzz.bench import Bench, Setting
+from tests.e2e.fuzz.bench import Bench
 from tests.e2e.fuzz.cases import Author
-from tests.e2e.fuzz.rounds import BUNDLED, MOST_FAILURES, Report, Round
+from tests.e2e.fuzz.rounds import MOST_FAILURES, Report, Round
 from tests.e2e.fuzz.world import Json
-from tests.families.checkpoints import write_checkpoint
 
 _CASES_BETWEEN_LOOKS = 20
 
@@ -20,7 +18,7 @@ _CASES_BETWEEN_LOOKS = 20
 def check(text: str, folder: Path) -> dict[str, Any]:
     """Play a round, given as JSON, on a server that it starts; return the report's fields."""
     played = Round.from_json(text)
-    bench = open_bench(played, folder)
+    bench = Bench(played, folder)
     report = Report()
     try:
         if played.case is not None:
@@ -31,14 +29,6 @@ def check(text: str, folder: Path) -> dict[str, Any]:
         report.counts = dict(bench.counts)
         bench.close()
     return dataclasses.asdict(report)
-
-
-def open_bench(played: Round, folder: Path) -> Bench:
-    if played.family == BUNDLED:
-        setting = Setting(bundled_model_path(), played.dtype, played.shape, is_large=True)
-        return Bench(setting, max_prompt=60, max_generated=8)
-    model = write_checkpoint(played.family, folder / "model")
-    return Bench(Setting(model, played.dtype, played.shape))
 
 
 def _try_many(bench: Bench, played: Round, report: Report) -> None:
