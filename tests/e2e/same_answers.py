@@ -53,6 +53,12 @@ def decoded(data: bytes) -> list[dict[str, Any]]:
     return msgspec.msgpack.decode(data, strict=False, type=list[dict[str, Any]])
 
 
+def differences_between(got: object, wanted: object) -> list[str]:
+    """Return in what dataclasses of answers differ from others."""
+    one, other = (msgspec.msgpack.decode(msgspec.msgpack.encode(value)) for value in (got, wanted))
+    return list(_differences("answer", one, other))
+
+
 def differences(got: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     """Return in what an answer differs from another, or nothing where one of them had to be an error."""
     if had_to_fail(got) or had_to_fail(wanted):
