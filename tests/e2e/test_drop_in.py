@@ -1,6 +1,6 @@
 """Command lines as vLLM's documentation writes them, with ``nnsight-engine serve`` for ``vllm serve``.
 
-All of them are read by the whole command, and give vLLM's configuration of an engine. Some then serve.
+All of them are read by the whole command, and give vLLM's configuration of an engine.
 """
 
 from __future__ import annotations

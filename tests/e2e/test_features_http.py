@@ -1,4 +1,4 @@
-"""Features over HTTP: an uploaded dictionary read and changed by label, in answers, streams and presets."""
+"""Features over HTTP: an uploaded dictionary read and changed by label."""
 
 from __future__ import annotations
 
