@@ -19,8 +19,6 @@ _TOGETHER: Final = {
         f"tests/e2e/test_{name}.py"
         for name in (
             "remote",
-            "jobs",
-            "presets",
             "odd_requests",
             "clients",
             "conditions_http",
@@ -37,8 +35,9 @@ _TOGETHER: Final = {
         f"tests/e2e/test_{name}.py"
         for name in ("keys", "sandbox", "sandbox_corpus", "tenants", "hostile_requests")
     ),
-    "float32_engine": tuple(f"tests/e2e/test_{name}.py" for name in ("cache", "sixteen_vectors")),
-    "chunked_engine": tuple(f"tests/e2e/test_{name}.py" for name in ("conditions", "features")),
+    "chunked_engine": tuple(
+        f"tests/e2e/test_{name}.py" for name in ("chunked_prefill", "conditions", "features")
+    ),
     "renamed_model": tuple(
         f"tests/e2e/test_traces_{name}.py" for name in ("caches", "edits", "names", "scans")
     ),
@@ -53,7 +52,6 @@ SHARED_FIXTURES: Final = (
     "shared_live",
     "narrow_server",
     "keyed_server",
-    "float32_engine",
     "chunked_engine",
     "renamed_model",
 )

@@ -1,13 +1,8 @@
-"""Faults put into the location of points on purpose, each of which a certificate must find.
-
-``python -m tests.e2e.certificate_mutants FOLDER MUTANT...`` writes ``report.json``: by mutant what is wrong,
-as ``[subject, what, status]``. ``none`` is no fault.
-"""
+"""Faults put into the location of points on purpose, each of which a certificate must find."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +22,6 @@ from nnsight_engine.plans.step import writes
 from nnsight_engine.vllm_backend import model_points
 from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.check_process import in_forks
 from tests.families.checkpoints import write_checkpoint
 
 Patch = pytest.MonkeyPatch
@@ -35,13 +29,7 @@ Patch = pytest.MonkeyPatch
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mutant:
-    """A fault.
-
-    Attributes:
-        family: The family of the tiny checkpoint.
-        fault: Puts it into the engine.
-        found: Pairs of a subject and a kind of comparison that must not be ok.
-    """
+    """A fault of a family's engine, and the subjects and comparisons that must not be ok then."""
 
     family: str
     fault: Callable[[Patch], None]
@@ -137,8 +125,8 @@ MUTANTS: Final = {
 }
 
 
-def run(name: str, folder: Path) -> list[tuple[str, str, str]]:
-    """Return what a certificate finds wrong with a mutant."""
+def check(name: str, folder: Path) -> list[tuple[str, str, str]]:
+    """Return what a certificate finds wrong with a mutant: subject, kind of comparison and status."""
     mutant = MUTANTS[name]
     request = CheckRequest(str(write_checkpoint(mutant.family, folder / name)))
     reference = compute(request, lambda *_: None)
@@ -150,13 +138,3 @@ def run(name: str, folder: Path) -> list[tuple[str, str, str]]:
     return [
         (one.subject, one.what, one.verdict.status) for one in findings if one.verdict.status is not Status.OK
     ]
-
-
-def main() -> None:
-    """Write the report of the mutants named on the command line."""
-    folder, *names = sys.argv[1:]
-    in_forks(lambda name: run(name, Path(folder)), Path(folder), names)
-
-
-if __name__ == "__main__":
-    main()

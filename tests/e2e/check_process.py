@@ -1,21 +1,23 @@
-"""Checks that run in a process of their own, whose name is a module's, and leave a report.
+"""Checks that run in processes of their own and leave a report.
 
-The process is given a folder and the names of what to check; it writes ``report.json`` there. Several checks
-that must not meet in one process share what takes longest, the imports: each runs in a fork (``in_forks``).
+A module of checks has a function ``check`` that takes a name and a folder, and returns what JSON can say.
+Checks that must not meet in one process share what takes longest, the imports: each runs in a fork of the
+process that has imported the module, in order.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-REPORT: Final = "report.json"
+_REPORT: Final = "report.json"
 _PROJECT: Final = Path(__file__).resolve().parents[2]
 _TIMEOUT_S: Final = 600
 _OUTPUT_SHOWN: Final = 6000
@@ -24,12 +26,17 @@ _OUTPUT_SHOWN: Final = 6000
 def report_of(
     module: str,
     folder: Path,
-    names: Sequence[str] = (),
+    names: Sequence[str],
     *,
     engine_in_process: bool = True,
     environment: Mapping[str, str] | None = None,
-) -> Any:
-    """Run the checks and return their report; raises AssertionError with the output when there is none."""
+    timeout_s: float = _TIMEOUT_S,
+) -> dict[str, Any]:
+    """Run the checks of a module; return by name what they return.
+
+    Raises:
+        AssertionError: One of them ended without a report; with the output.
+    """
     variables = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if engine_in_process else "1",
@@ -39,17 +46,18 @@ def report_of(
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-m", module, str(folder), *names],
+        [sys.executable, "-m", __name__, module, str(folder), *names],
         cwd=_PROJECT,
         env={**variables, **(environment or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=_TIMEOUT_S,
+        timeout=timeout_s,
         check=False,
     )
     output = done.stdout.decode("utf-8", "replace")[-_OUTPUT_SHOWN:]
     assert done.returncode == 0, f"{module} {' '.join(names)} exited with {done.returncode}:\n{output}"
-    return json.loads((folder / REPORT).read_text())
+    found: dict[str, Any] = json.loads((folder / _REPORT).read_text())
+    return found
 
 
 def own_cache(cache: Path) -> Path:
@@ -66,16 +74,14 @@ def own_cache(cache: Path) -> Path:
     return cache
 
 
-def in_forks(check: Callable[[str], Any], folder: Path, names: Sequence[str]) -> None:
-    """Run a check of each name in a fork of this process, in order, and write what they return, by name.
-
-    The process has imported what they need, and run nothing of it. It ends where one of them fails.
-    """
+def main(module: str, folder: Path, names: Sequence[str]) -> None:
+    """Run each check in a fork of this process, which has run nothing of it; ends where one of them fails."""
+    check = importlib.import_module(module).check
     context = multiprocessing.get_context("fork")
     reports = {}
     for name in names:
         said, saying = context.Pipe(duplex=False)
-        process = context.Process(target=lambda name=name, saying=saying: saying.send(check(name)))
+        process = context.Process(target=lambda name=name, saying=saying: saying.send(check(name, folder)))
         process.start()
         saying.close()
         try:
@@ -84,4 +90,8 @@ def in_forks(check: Callable[[str], Any], folder: Path, names: Sequence[str]) ->
             process.join()
             sys.exit(f"the check of {name} ended with {process.exitcode}")
         process.join()
-    (folder / REPORT).write_text(json.dumps(reports))
+    (folder / _REPORT).write_text(json.dumps(reports))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

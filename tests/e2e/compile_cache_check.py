@@ -1,20 +1,14 @@
-"""Engines that compile with a cache which others have filled, each in a process of its own.
-
-``python -m tests.e2e.compile_cache_check FOLDER TAPS...`` serves with these taps, ``none`` for plain vLLM,
-and writes into ``report.json`` what each generates alone and steered, and the key of vLLM's compile cache.
-"""
+"""Engines that compile with a cache which others have filled, each in a process of its own."""
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
 
 from nnsight_engine.vllm_backend.compat import EngineLimits
-from tests.e2e.check_process import in_forks
 from tests.e2e.harness import Ask, Engine, random_vector
 from tests.families.checkpoints import write_checkpoint
 
@@ -23,8 +17,8 @@ NUM_TOKENS = 6
 STEER = {"op": "steer", "at": "layers.1.output", "vector": random_vector(0, 128), "scale": 4.0}
 
 
-def report(folder: Path, taps: str) -> dict[str, Any]:
-    """Generate, and report."""
+def check(taps: str, folder: Path) -> dict[str, Any]:
+    """Return what an engine with these taps (``none``: plain vLLM) generates, and its compile cache's key."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     checkpoint = folder / "llama"
     if not checkpoint.exists():
@@ -49,7 +43,3 @@ def report(folder: Path, taps: str) -> dict[str, Any]:
         assert steered.collected is not None
         found = {"plain": alone.token_ids, "steered": steered.token_ids, "tier": steered.collected.tier}
     return {**found, "key": llm.llm_engine.vllm_config.compute_hash()}
-
-
-if __name__ == "__main__":
-    in_forks(lambda taps: report(Path(sys.argv[1]), taps), Path(sys.argv[1]), sys.argv[2:])

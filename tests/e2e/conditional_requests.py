@@ -46,16 +46,9 @@ def operation_names(request: Json) -> list[str]:
 
 
 class ConditionalAuthor:
-    """Writes requests.
-
-    Args:
-        world: What they are of.
-        pick: What draws.
-        folder: Where the dictionary is written.
-    """
+    """Writes requests, and their dictionary into a folder."""
 
     def __init__(self, world: World, pick: random.Random, folder: Path) -> None:
-        """Make the dictionary."""
         self._world, self._pick = world, pick
         self._width = world.widths["output"]
         config = DictionaryConfig(

@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 # Before vLLM is imported: one process, so that a test can look inside, and little memory.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -25,12 +26,12 @@ from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.harness import Engine
 from tests.e2e.keyed import KeyedServer, serving_keys
 from tests.e2e.live import Live, live_server_in_a_thread
-from tests.e2e.reference import Reference
 from tests.e2e.renamed_model import renamed_engine
 from tests.e2e.server import Server
 from tests.e2e.strict_answers import checked_answers
 from tests.e2e.watching import Watch, watched_reads
 from tests.families.checkpoints import write_checkpoint
+from tests.families.reference import load_reference_model
 from tests.narrow_model import NAME, write_narrow_model
 from tests.parallel import SHARED_FIXTURES
 from tests.sharing import SHARED, bring_together, is_last, shared, uses
@@ -68,7 +69,6 @@ def reads_change_nothing(watch: Watch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def bundled() -> Path:
-    """Return the bundled model's folder."""
     return bundled_model_path()
 
 
@@ -79,9 +79,9 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(narrow: Path) -> Reference:
+def reference(narrow: Path) -> Any:
     """Return transformers' own float32 model."""
-    return Reference(narrow)
+    return load_reference_model(narrow)
 
 
 @pytest.fixture(scope="session")
@@ -119,13 +119,6 @@ async def live(shared_live: Live) -> AsyncIterator[Live]:
 def keyed_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> KeyedServer:
     """Serve the bundled model, whose answers follow grammars and whose steps cost, to tenants with keys."""
     return shared(request, serving_keys(tmp_path_factory.mktemp("keyed")))
-
-
-@pytest.fixture(scope="session")
-def float32_engine(request: pytest.FixtureRequest, narrow: Path) -> Engine:
-    """Run it in this process, for declarative requests; modules share it."""
-    engine = Engine(narrow, dtype="float32", block_size=32, max_num_batched_tokens=1024)
-    return shared(request, contextlib.closing(engine))
 
 
 @pytest.fixture(scope="session")

@@ -1,16 +1,13 @@
 """An engine whose model is cut into pieces for CUDA graphs, beside one that is neither cut nor compiled.
 
-``python -m tests.e2e.cuda_graphs_check FOLDER KIND`` runs the same requests on both, on
-``GraphedCpuPlatform``; drafts of the kind are for the engine that is cut. It writes ``report.json``: by
-engine and request the tokens, the tiers of its steps, the modes and sizes that were chosen for them, and how
-far what it captured is from the other engine's. ``test_cuda_graphs`` reads it.
+The same requests run on both, on ``GraphedCpuPlatform``; drafts of a kind are for the engine that is cut.
+Reported are each request's tokens, the tiers of its steps, the modes and sizes chosen for them, and how far
+what it captured is from the other engine's.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any, Final
@@ -23,10 +20,8 @@ from vllm.platforms import current_platform
 from nnsight_engine import save
 from nnsight_engine.plans.collect.results import CollectedCapture
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.check_process import REPORT
 from tests.e2e.engine_kinds import EngineKind
-from tests.e2e.graph_pieces import FullGraphs, Piece
-from tests.e2e.graphed_platform import CAPTURE_SIZES, GraphedCpuPlatform
+from tests.e2e.graphed_platform import CAPTURE_SIZES, FullGraphs, GraphedCpuPlatform, Piece
 from tests.e2e.harness import Ask, Engine, Reply, random_vector
 from tests.e2e.traces import HeldTracer, run_together, traced_engine
 from tests.families.checkpoints import HIDDEN_SIZE, write_checkpoint
@@ -44,19 +39,13 @@ OPERATIONS: Final[dict[str, list[dict[str, Any]]]] = {
 
 
 def runner_of(model: VLLM) -> Any:
-    """Return the runner of an engine in this process."""
     return model.engine.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
 class Steps:
-    """Notes how each step is run.
-
-    Args:
-        model: The engine, in this process.
-    """
+    """Notes how each step is run."""
 
     def __init__(self, model: VLLM) -> None:
-        """Listen."""
         self._chosen: list[tuple[str, int]] = []
         self._runner = runner_of(model)
         self._before = Counter(self._runner.handler.counts.steps)
@@ -85,7 +74,6 @@ class Steps:
         self._runner.prepare_inputs = noting
 
     def take(self) -> dict[str, Any]:
-        """Return what was noted since the last time."""
         chosen, self._chosen = self._chosen, []
         after = Counter(self._runner.handler.counts.steps)
         before, self._before = self._before, after
@@ -151,8 +139,9 @@ def observe(model: VLLM) -> tuple[dict[str, dict[str, Any]], dict[str, list[torc
     return report, captured
 
 
-def main(folder: Path, kind: EngineKind) -> None:
-    """Run both engines, the one that is cut of this kind, and report."""
+def check(name: str, folder: Path) -> dict[str, Any]:
+    """Run both engines, the one that is cut of the kind of this name."""
+    kind = EngineKind.named(name)
     current_platform.__class__ = GraphedCpuPlatform  # all modules share the instance
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     checkpoint = write_checkpoint("llama", folder / "llama")
@@ -169,7 +158,7 @@ def main(folder: Path, kind: EngineKind) -> None:
     for name, values in captured.items():
         pairs = zip(values, expected[name], strict=True)
         cut[name]["off"] = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
-    report = {
+    return {
         "eager": eager,
         "cut": cut,
         "splitting_ops": splitting_ops,
@@ -177,8 +166,3 @@ def main(folder: Path, kind: EngineKind) -> None:
         "num_with_cuts": compilation_counter.num_piecewise_graphs_seen,
         "num_replayed": Piece.num_replayed,
     }
-    (folder / REPORT).write_text(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), EngineKind.named(sys.argv[2]))

@@ -57,7 +57,6 @@ class EngineKind:
     num_stages: int = 1
 
     def __str__(self) -> str:
-        """Return its name, as ``named`` reads it."""
         scheduling = "async" if self.is_async else "sync"
         stages = [f"{self.num_stages}_stages"] if self.num_stages > 1 else []
         return "-".join([self.runner, scheduling, *([self.speculation] if self.speculation else []), *stages])
@@ -203,7 +202,6 @@ def prepared(kind: EngineKind) -> Iterator[None]:
 
 
 def main(name: str, arguments: list[str]) -> None:
-    """Become pytest, with engines of a kind."""
     command = [sys.executable, "-m", "pytest", "--numprocesses", "0", *arguments]
     os.execve(sys.executable, command, {**os.environ, **environment(EngineKind.named(name))})
 

@@ -2,17 +2,13 @@
 
 Engines would pile up in one process, and vLLM's Transformers backend (GPT-NeoX) changes
 transformers' classes for the whole process: what transformers and ``LanguageModel`` compute is computed here
-before the first engine starts. ``test_families`` runs this module and reads the report it writes.
-
-``python -m tests.e2e.family_check FOLDER FAMILY...`` writes checkpoints and ``report.json``, by family
-and check, block of ``point_blocks``, or kind of comparison of a certificate, what went wrong or null, into
-the folder, and each certificate beside it, as ``tests.families.certify`` reads them.
+before the first engine starts. ``test_families`` runs this module and reads its report. Each certificate is
+left in the folder, as ``tests.families.certify`` reads them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -33,7 +29,6 @@ from nnsight_engine.certificate.verdicts import Status
 from nnsight_engine.core.leaves import STATE
 from nnsight_engine.plans.collect.results import CollectedCapture, CollectedLens, CollectedToken
 from nnsight_engine.vllm_backend.structure import ModelRuns, found_family
-from tests.e2e.check_process import in_forks
 from tests.e2e.engine_kinds import options_of_process
 from tests.e2e.harness import Ask, Engine, Reply
 from tests.e2e.point_blocks import (
@@ -106,7 +101,6 @@ class Expected:
 
 
 def expect(checkpoint: Path) -> Expected:
-    """Compute everything with transformers."""
     activations = reference_activations(checkpoint, PROMPT_IDS)
     generator = torch.Generator().manual_seed(7)
     vectors = {
@@ -278,7 +272,6 @@ def check_structure(engine: Engine, expected: Expected) -> None:
 
 
 def _structure_differences(worker: Any) -> list[str]:
-    """Compare in a worker, whose modules stay there."""
     runner = worker.model_runner
     found = found_family(ModelRuns(runner.get_model(), worker.vllm_config, worker.device))
     points = runner.handler.interventions.points
@@ -319,7 +312,6 @@ def check_compiled_hooks(engine: Engine, expected: Expected) -> None:
 
 
 def _refusal(engine: Engine, operation: dict[str, Any]) -> ErrorCode | None:
-    """Return the code with which an operation is refused; None if it is not."""
     try:
         engine.ask(PROMPT_IDS, [operation])
     except ApiError as error:
@@ -411,8 +403,8 @@ QUANTISED: Final = "_in_"
 """Between a family and the format of its weights."""
 
 
-def run(family: str, folder: Path) -> dict[str, str | None]:
-    """Run every check and every block of a family on one engine; by name what went wrong, or None."""
+def check(family: str, folder: Path) -> dict[str, str | None]:
+    """Run a family's checks, blocks and comparisons on one engine; by name what went wrong, or None."""
     base, _, form_name = family.removesuffix(ADAPTED).partition(QUANTISED)
     adapter, form = None, FORMATS.get(form_name)
     checkpoint = wanted = write_checkpoint(base, folder / family, seed=0 if form is None else form.seed)
@@ -445,9 +437,8 @@ def run(family: str, folder: Path) -> dict[str, str | None]:
     report |= _findings(certificate, UNSKIPPABLE.get(base, {}))
     model.shutdown()
     if family in COMPILED_FAMILIES:
-        engine = Engine(checkpoint, **options, **_COMPILED)
-        report |= {name: _outcome(check, engine, expected) for name, check in COMPILED_CHECKS.items()}
-        engine.close()
+        with Engine(checkpoint, **options, **_COMPILED) as engine:
+            report |= {name: _outcome(check, engine, expected) for name, check in COMPILED_CHECKS.items()}
     return report
 
 
@@ -476,13 +467,3 @@ def _findings(certificate: Certificate, unskippable: Mapping[str, str]) -> dict[
         or None
         for what in CERTIFICATE
     }
-
-
-def main() -> None:
-    """Write the report of the families named on the command line."""
-    folder, *families = sys.argv[1:]
-    in_forks(lambda family: run(family, Path(folder)), Path(folder), families)
-
-
-if __name__ == "__main__":
-    main()

@@ -20,12 +20,9 @@ _PER_PROCESS: Final = 4
 
 
 class FamilyReports:
-    """Checks the families that a module's selected tests are about, when the first test asks for one of them.
+    """Checks the families that the selected tests of a fixture's module are about, once one is asked for.
 
-    Args:
-        request: Of a fixture of the module whose tests have ``family`` as their first parameter.
-        folder: Makes a folder.
-        environment: Variables of the processes.
+    These tests have ``family`` as their first parameter.
     """
 
     def __init__(

@@ -19,11 +19,7 @@ _PIECE_BYTES: Final = 2**16
 
 
 class Proxy:
-    """TCP on this machine, passed on to a Unix socket until it is cut.
-
-    Args:
-        target: The socket's path.
-    """
+    """TCP on this machine, passed on to a Unix socket until it is cut."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -32,7 +28,6 @@ class Proxy:
         self.port = self._listener.getsockname()[1]
 
     def cut(self) -> None:
-        """End all connections, and refuse others."""
         # A thread that waits in ``accept`` holds the socket until it is shut down.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -87,7 +82,6 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def filled(folder: Path) -> Iterator[None]:
-    """Leave no room on a folder's disk."""
     ballast = folder / "ballast"
     with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(4096)):
@@ -139,8 +133,7 @@ def held(server: int, temporary: Path, shared: Shared) -> dict[str, int]:
 class Shared:
     """What a server and its processes have in shared memory, or had and have left there.
 
-    Args:
-        server: Its process. What those of other servers on this machine have does not count.
+    What those of other servers on this machine have does not count.
     """
 
     def __init__(self, server: int) -> None:

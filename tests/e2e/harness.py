@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -75,14 +75,12 @@ class Reply:
     num_cached_tokens: int
 
     def result(self, name: str) -> OperationResult:
-        """Return the result called ``name``."""
         assert self.collected is not None, self.failure
         found = next(result for result in self.collected.results if result.name == name)
         assert not isinstance(found, CollectedTrace)
         return found
 
     def tensor(self, name: str, point: str) -> torch.Tensor:
-        """Return a captured tensor as float32."""
         result = self.result(name)
         assert isinstance(result, CollectedCapture)
         return as_tensor(result.points[point])
@@ -133,13 +131,18 @@ class Engine:
         self.router = ResultRouter(self.spec)
         deliver_payloads(self.core.output_processor, {PLAN_KEY: self.router.deliver})
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """End the engine, and drop it: a fixture may refer to this object until all tests are over."""
         self.core.engine_core.shutdown()
         del self.llm, self.core
 
     def token_ids(self, prompt: str | list[int]) -> list[int]:
-        """Return the prompt as ids."""
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def ask(
@@ -151,13 +154,18 @@ class Engine:
 
     def run(self, asks: Sequence[Ask]) -> list[list[Reply]]:
         """Run requests together; return the choices of each."""
-        pending = [self.submit(ask) for ask in asks]
-        done: dict[str, Any] = {}
+        return self.finish([self.submit(ask) for ask in asks])
+
+    def finish(self, pending: Sequence[Pending], done: Mapping[str, Any] | None = None) -> list[list[Reply]]:
+        """Run to the end, and return the choices of these requests; ``done`` has what ended before."""
+        outputs = dict(done or {})
         while self.core.has_unfinished_requests():
-            for output in self.core.step():
-                if output.finished:
-                    done[output.request_id] = output
-        return [self.replies(entry, done[entry.request_id]) for entry in pending]
+            outputs |= self.step()
+        return [self.replies(entry, outputs[entry.request_id]) for entry in pending]
+
+    def step(self) -> dict[str, Any]:
+        """Run one step, and return by their ids what requests ended with it."""
+        return {output.request_id: output for output in self.core.step() if output.finished}
 
     def submit(self, ask: Ask, tamper: Callable[[SamplingParams], None] | None = None) -> Pending:
         """Queue one request; ``tamper`` may change what the engine is sent."""
@@ -221,7 +229,6 @@ class Engine:
         return pending
 
     def replies(self, pending: Pending, output: Any) -> list[Reply]:
-        """Return the choices of a finished request."""
         self.router.close(pending.request_id)
         replies = []
         for choice in output.outputs:
@@ -255,9 +262,13 @@ class Engine:
         return {**counts, "pending": scheduler.num_pending(), "open": len(self.router)}
 
 
+def small_engine(checkpoint: Path, **options: Any) -> Engine:
+    """Load a tiny model in float32."""
+    defaults: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "block_size": 32}
+    return Engine(checkpoint, **(defaults | options))
+
+
 @dataclasses.dataclass
 class Pending:
-    """A request in flight."""
-
     request_id: str
     collectors: list[RequestCollector]

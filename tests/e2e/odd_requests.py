@@ -94,6 +94,9 @@ BODIES: Final[dict[str, list[dict[str, Any]]]] = {
 """Bodies that are taken as they are, by route."""
 
 _KNOWN: Final = {COMPLETIONS: CompletionRequest, CHAT: ChatCompletionRequest}
+_ODD_TEXTS: Final = [
+    "", "x", "-1", "0", "1e9", "9" * 30, "null", "nan", "%00", "%ff", "%f0%9f%98%80", "..%2f", "a" * 3000,
+]  # fmt: skip
 _LONG: Final = {"max_tokens", "max_completion_tokens"}
 _KEPT: Final = {("interventions", index, "op") for index in range(len(OPERATIONS))}
 _ABSENT: Final = object()
@@ -101,15 +104,7 @@ _ABSENT: Final = object()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OddRequest:
-    """A request, and where it is odd.
-
-    Attributes:
-        method: HTTP's.
-        url: With its query.
-        body: The JSON; None for none.
-        place: What of the body is odd.
-        headers: More than its content type.
-    """
+    """A request, and which place of its JSON body, if any, is odd."""
 
     method: str
     url: str
@@ -128,12 +123,7 @@ class OddRequest:
 
 
 def requests(document: Any, seed: int) -> Iterator[OddRequest]:
-    """Yield requests for ever.
-
-    Args:
-        document: The server's OpenAPI document.
-        seed: Decides them all.
-    """
+    """Yield requests of a server with this OpenAPI document for ever."""
     chance = random.Random(seed)
     fields = [(path, name) for path in BODIES for name in sorted(_fields(document, path))]
     for path, name in fields:  # each once, before any twice
@@ -169,23 +159,7 @@ def _with(path: str, place: Place | None, chance: random.Random) -> OddRequest:
 
 def _asked(method: str, path: str, parameter: dict[str, Any], chance: random.Random) -> OddRequest:
     """Return a request that is odd in its path, its query or a header."""
-    odd = chance.choice(
-        [
-            "",
-            "x",
-            "-1",
-            "0",
-            "1e9",
-            "9" * 30,
-            "null",
-            "nan",
-            "%00",
-            "%ff",
-            "%f0%9f%98%80",
-            "..%2f",
-            "a" * 3000,
-        ]
-    )
+    odd = chance.choice(_ODD_TEXTS)
     url, headers = path, {}
     if parameter["in"] == "path":
         url = path.replace(f"{{{parameter['name']}}}", odd)

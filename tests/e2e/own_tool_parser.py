@@ -14,7 +14,6 @@ class CallsEverything(ToolParser):
     """Calls the first tool with the text."""
 
     def extract_tool_calls(self, model_output: str, request: Any) -> ExtractedToolCallInformation:
-        """Return the call."""
         if not request.tools:
             return ExtractedToolCallInformation(tools_called=False, tool_calls=[], content=model_output)
         name = request.tools[0].function.name

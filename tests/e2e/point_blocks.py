@@ -35,11 +35,7 @@ Values = dict[str, Any]
 
 
 class AdaptedVLLM(VLLM):
-    """An engine whose blocks run with a LoRA adapter.
-
-    Attributes:
-        adapter: The adapter; None for none.
-    """
+    """An engine whose blocks run with a LoRA adapter."""
 
     adapter: LoRARequest | None
 
@@ -62,7 +58,6 @@ def opened(model: Any, prompt: list[int] | None, num_tokens: int = 1) -> Any:
 
 
 def given(model: Any, prompt: list[int]) -> Any:
-    """Return a prompt as the engine takes it."""
     return prompt if isinstance(model, VLLM) else torch.tensor([prompt])
 
 
@@ -76,7 +71,6 @@ def writable(model: Any) -> list[str]:
 
 
 def whole(output: Any) -> Any:
-    """Return what a module returns, or the first of several."""
     return output[0] if isinstance(output, tuple) else output
 
 
@@ -329,13 +323,7 @@ def expected_values(checkpoint: Path, names: Iterable[str] = BLOCKS) -> dict[str
 
 
 def compared(model: VLLM, wanted: dict[str, Values | str], tolerance: float = 0.0) -> dict[str, str | None]:
-    """Run the blocks on vLLM; returns what went wrong with each.
-
-    Args:
-        model: The engine.
-        wanted: What ``expected_values`` returned.
-        tolerance: Largest difference, relative to the largest value, beyond float32's rounding.
-    """
+    """Run the blocks on vLLM, and compare with what ``expected_values`` returned; returns what went wrong."""
     return {name: difference(value, tried(BLOCKS[name], model), tolerance) for name, value in wanted.items()}
 
 

@@ -1,16 +1,8 @@
-"""The same random requests on engines of several kinds, with what the engine does beside them.
-
-``python -m tests.e2e.random_requests FOLDER SEEDS NAME...`` plays them on one engine after another, each
-named as ``v1-sync:tight``, kind and shape, on the model in the folder; each seed of ``1,2`` is a case. It
-writes the answers as ``NAME``, and ``report.json``: by name, what came up, and what each request asks for
-and whether it leaves. All kinds of a call have one model runner.
-"""
+"""The same random requests on engines of several kinds, with what the engine does beside them."""
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +10,6 @@ from typing import Any, Final
 import torch
 
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.check_process import REPORT
 from tests.e2e.conditional_requests import ConditionalAuthor, operation_names
 from tests.e2e.engine_kinds import EngineKind, prepared
 from tests.e2e.fuzz.cases import AFTER_ALL, Author
@@ -29,6 +20,8 @@ from tests.e2e.harness import Engine
 from tests.e2e.same_answers import encoded
 
 MODEL: Final = "model"
+SEEDS: Final = (53, 739_949_000)
+"""Of the cases: one has all that is to come up, in the other one leaves that some engines have answered."""
 NUM_REQUESTS: Final = 14
 """Requests of a case, beside those with conditions and features; the engine ends empty each time."""
 BLOCK: Final = 32
@@ -54,7 +47,7 @@ def draw(world: World, seed: int, folder: Path) -> list[Json]:
     author, pick, found = Author(world, seed), random.Random(seed), list[Json]()
     while len(found) < NUM_REQUESTS:
         found += [request for request in author.case() if request["arrives"] < AFTER_ALL]
-    crowd = [_growing(pick.choices(world.vocab, k=_NEARLY_A_BLOCK)) for _ in range(NUM_BLOCKS)]
+    crowd = [_growing(world, pick.choices(world.vocab, k=_NEARLY_A_BLOCK), n) for n in range(NUM_BLOCKS)]
     drawn = [
         request
         | {"arrives": min(request["arrives"], _LAST_ARRIVAL), "sampling": _greedy(request["sampling"])}
@@ -63,20 +56,27 @@ def draw(world: World, seed: int, folder: Path) -> list[Json]:
     return drawn + ConditionalAuthor(world, pick, folder).requests()
 
 
-def _growing(ids: list[int]) -> Json:
+def _growing(world: World, ids: list[int], number: int) -> Json:
+    """Return a request that reads, and every second one that writes."""
     capture = {"op": "capture", "at": "layers.*.output", "name": "read"}
+    drawn = {"normal": number, "shape": [world.widths["output"]], "norm": world.norms["output"]}
+    steer = {"op": "steer", "at": "layers.1.output", "vector": {**drawn, "as": "numbers"}}
+    operations = [capture] if number % 2 else [steer, capture]
     sampling = {"logprobs": 2}
-    return {"ids": ids, "interventions": [capture], "max_tokens": 12, "sampling": sampling, "arrives": 0}
+    return {"ids": ids, "interventions": operations, "max_tokens": 12, "sampling": sampling, "arrives": 0}
 
 
 def _greedy(sampling: Json) -> Json:
     return {name: value for name, value in sampling.items() if name in _SAMPLING}
 
 
-def play(
-    kind: EngineKind, shape: str, model: Path, seeds: list[int]
-) -> tuple[list[Answer], list[dict[str, Any]], dict[str, int]]:
-    """Return the answers that an engine gives, what is known of each request, and what came up."""
+def check(name: str, folder: Path) -> dict[str, Any]:
+    """Play on an engine of a kind and a shape, such as ``v1-sync:tight``, with the model in the folder.
+
+    The answers are written as the name. Returns what is known of each request, and what came up.
+    """
+    kind_name, shape = name.split(":")
+    kind, model = EngineKind.named(kind_name), folder / MODEL
     options = kind.options(model) | SHAPES[shape]
     with prepared(kind):
         vllm = VLLM(
@@ -89,8 +89,8 @@ def play(
             **options,
         )
     engine = Engine.around(vllm.engine)
-    answers, known, counts = [], list[dict[str, Any]](), Counter[str]()
-    for seed in seeds:
+    answers, known, counts = list[Answer](), list[dict[str, Any]](), Counter[str]()
+    for seed in SEEDS:
         requests = draw(_world(engine, model), seed, model.parent)
         played = Player(vllm, engine, requests).play()
         answers += played
@@ -105,7 +105,8 @@ def play(
             counts["of parts"] += "'scope'" in str(request["interventions"])
     counts.update({f"left behind: {name}": count for name, count in engine.held().items() if count})
     vllm.shutdown()
-    return answers, known, dict(counts)
+    (folder / name).write_bytes(encoded(answers))
+    return {"requests": known, "counts": dict(counts)}
 
 
 def _world(engine: Engine, model: Path) -> World:
@@ -118,18 +119,3 @@ def _world(engine: Engine, model: Path) -> World:
     return World.of(
         engine.spec, twin, engine.tokenizer.decode, max_prompt=_MAX_PROMPT, max_generated=_MAX_GENERATED
     )
-
-
-def main(folder: Path, seeds: list[int], names: list[str]) -> None:
-    """Play on each engine, and report."""
-    report = {}
-    for name in names:
-        kind, shape = name.split(":")
-        answers, known, counts = play(EngineKind.named(kind), shape, folder / MODEL, seeds)
-        report[name] = {"requests": known, "counts": counts}
-        (folder / name).write_bytes(encoded(answers))
-    (folder / REPORT).write_text(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), [int(seed) for seed in sys.argv[2].split(",")], sys.argv[3:])

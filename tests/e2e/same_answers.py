@@ -46,13 +46,17 @@ Ranking = list[tuple[int, float]]
 
 
 def encoded(answers: Sequence[Answer]) -> bytes:
-    """Return answers as bytes."""
     return msgspec.msgpack.encode(answers)
 
 
 def decoded(data: bytes) -> list[dict[str, Any]]:
-    """Return answers from bytes."""
     return msgspec.msgpack.decode(data, strict=False, type=list[dict[str, Any]])
+
+
+def differences_between(got: object, wanted: object) -> list[str]:
+    """Return in what dataclasses of answers differ from others."""
+    one, other = (msgspec.msgpack.decode(msgspec.msgpack.encode(value)) for value in (got, wanted))
+    return list(_differences("answer", one, other))
 
 
 def differences(got: dict[str, Any], wanted: dict[str, Any]) -> list[str]:

@@ -24,8 +24,6 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class SeeingReference:
-    """The checkpoint in transformers."""
-
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
         self.model: Any = load_reference_model(checkpoint)
@@ -73,12 +71,7 @@ class SeeingReference:
         return [output.flatten(0, 1) for output in outputs]
 
     def last_logits(self, layer: int, change: Change) -> torch.Tensor:
-        """Return the logits after ``TEXT``, ``[vocabulary]``, with a block of the encoder changed.
-
-        Args:
-            layer: The block.
-            change: Returns its new output, ``[patches of both images, width]``.
-        """
+        """Return the logits after ``TEXT``, ``[vocabulary]``, with a block of the encoder changed."""
 
         def edit(output: torch.Tensor) -> torch.Tensor:
             return change(output.flatten(0, 1).clone()).view_as(output)
@@ -90,7 +83,6 @@ class SeeingReference:
     def generated(
         self, positions: Sequence[int] = (), change: Change = lambda rows: rows, *, text: str = TEXT
     ) -> list[int]:
-        """Return the greedy tokens with some rows changed."""
         inputs = self.inputs(text, IMAGES)
         with self.changing(positions, change):
             ids = self.model.generate(

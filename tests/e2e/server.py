@@ -120,7 +120,6 @@ class Server:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End the server."""
         self.stop()
 
     def stop(self) -> None:

@@ -56,7 +56,6 @@ class Soak:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Begin to ask, or go on."""
         self._stopping.clear()
         self._threads = [
             threading.Thread(target=self._ask, args=(self._random.randrange(2**30),))
@@ -153,7 +152,6 @@ class Soak:
 
 
 def main() -> int:
-    """Run it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--pause", type=float, default=90.0, help="seconds between faults, about")

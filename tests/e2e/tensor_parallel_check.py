@@ -1,47 +1,23 @@
-"""One block, one rank or two: what it reads is the same, and what it writes does the same.
-
-``python -m tests.e2e.tensor_parallel_check FOLDER CASE...`` writes the cases' checkpoints, runs every block
-of ``BLOCKS`` on an engine of one rank and on one of two, and writes ``report.json``: by case and block what
-went wrong, or null. ``test_traces_tensor_parallel`` reads it.
-"""
+"""One block, one rank or two: what it reads is the same, and what it writes does the same."""
 
 from __future__ import annotations
 
-import json
-import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 
 from nnsight_engine import save
 from nnsight_engine.core.trees import map_tensors, tensors
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e import point_blocks as both
-from tests.e2e.check_process import REPORT
 from tests.e2e.point_blocks import OTHER, PROMPT, Values
 from tests.families.checkpoints import write_checkpoint
 from tests.families.moves import LAYER
 
-CASES: Final[dict[str, dict[str, Any]]] = {
-    "llama": {"num_key_value_heads": 1},  # which both ranks have
-    "qwen3": {},
-    "gpt2": {},
-    "gpt_neox": {},
-    "mistral": {},
-    "qwen2": {},
-    "gemma2": {},
-    "gemma3": {},
-    "gemma4": {},
-    "phi3": {},
-    "opt": {},
-    "opt_post_norm": {},
-    "gpt_neox_sequential": {},
-}
-"""Checkpoints, and what is different in their configs."""
+_CHANGED: Final[dict[str, dict[str, Any]]] = {"llama": {"num_key_value_heads": 1}}
+"""What is different in checkpoints' configs: both ranks have the keys of Llama's."""
 
 LONG: Final = [*PROMPT, *OTHER, *PROMPT[::-1]]
 """A prompt that comes in chunks."""
@@ -182,57 +158,6 @@ def flat(value: Any) -> torch.Tensor:
     return tensor
 
 
-def noise_is_one(model: VLLM) -> Values:
-    shape, width = model.points()[f"layers.{LAYER}.attn.q"], model.points()["embed.output"][0]
-    with both.opened(model, PROMPT):
-        noise = save(torch.randn(len(PROMPT), *shape))
-        model.layers[LAYER].attn.q = noise
-        more = save(torch.rand(len(PROMPT), width) * random.random() + np.random.rand())
-        model.layers[LAYER].output += more
-        drawn = model.logits.output.clone().save()
-    with both.opened(model, PROMPT):
-        model.layers[LAYER].attn.q = noise
-        model.layers[LAYER].output += more
-        given = model.logits.output.clone().save()
-    return {"difference": 1 + (drawn - given).abs().max()[None]}
-
-
-def samples_are_forced(model: VLLM) -> Values:
-    forced = [5, 77, 301, 18]
-    with both.opened(model, PROMPT, len(forced)) as tracer:
-        logits = save([])
-        for number in tracer.iter[:]:
-            logits.append(model.logits.output.clone())
-            model.samples.output = torch.tensor([[forced[number]]])
-        result = tracer.result.save()
-    return {"tokens": tokens_of(result), **numbered("logits", logits)}
-
-
-def logits_are_forced(model: VLLM) -> Values:
-    with both.opened(model, PROMPT, 3) as tracer:
-        sampled = save([])
-        for number in tracer.iter[:]:
-            model.logits.output[:, 40 + number] += 100.0
-            sampled.append(model.samples.output.clone().float())
-        result = tracer.result.save()
-    return {"tokens": tokens_of(result), **numbered("sampled", sampled)}
-
-
-def drawn_tokens(model: VLLM) -> Values:
-    sampling: dict[str, Any] = {"temperature": 1.5, "max_tokens": 12, "ignore_eos": True, "seed": 3}
-    with model.trace(PROMPT, **sampling) as tracer:
-        for _ in tracer.iter[:]:
-            torch.rand(7)
-            model.layers[LAYER].output *= 1.01
-        result = tracer.result.save()
-    return {"tokens": tokens_of(result)}
-
-
-def tokens_of(result: Any) -> torch.Tensor:
-    """Return a request's tokens."""
-    return torch.tensor([float(token) for token in result.outputs[0].token_ids])
-
-
 def read_in_chunks(model: VLLM) -> Values:
     found: Values = {}
     for name in model.points():
@@ -272,10 +197,6 @@ BLOCKS: Final[dict[str, Callable[[Any], Values]]] = both.BLOCKS | {
         look_at_weights,
         skip_projections,
         apply_modules_all_along,
-        noise_is_one,
-        samples_are_forced,
-        logits_are_forced,
-        drawn_tokens,
         read_in_chunks,
         write_in_chunks,
     )
@@ -297,25 +218,12 @@ def started(checkpoint: Path, num_ranks: int) -> VLLM:
     )
 
 
-def checked(checkpoint: Path) -> dict[str, str | None]:
+def check(case: str, folder: Path) -> dict[str, str | None]:
     """Run the blocks on one rank and on two; returns what went wrong with each."""
+    checkpoint = write_checkpoint(case, folder / case, **_CHANGED.get(case, {}))
     found: list[dict[str, Values | str]] = []
     for num_ranks in (1, 2):
         model = started(checkpoint, num_ranks)
         found.append({name: both.tried(block, model) for name, block in BLOCKS.items()})
         model.shutdown()
     return {name: both.difference(found[0][name], found[1][name]) for name in BLOCKS}
-
-
-def main() -> None:
-    """Check the cases named on the command line."""
-    folder, *cases = sys.argv[1:]
-    checkpoints = {case: write_checkpoint(case, Path(folder) / case, **CASES[case]) for case in cases}
-    report = {}
-    for case, checkpoint in checkpoints.items():
-        report[case] = checked(checkpoint)
-        (Path(folder) / REPORT).write_text(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from vllm.tool_parsers import ToolParserManager
 
 from app.engine.answer_markers import TOOL_MARKERS, find_markers
+from tests.e2e.answers import tensor_of
 from tests.e2e.live import Live, live_server
 from tests.families.checkpoints import CHAT_TEMPLATE, build_tokenizer, write_checkpoint
 
@@ -41,7 +42,6 @@ SCOPES: Final = ("reasoning", "content", "tool_calls")
 
 
 def write_with_markers(folder: Path) -> Path:
-    """Write a tiny model whose tokenizer has the markers."""
     write_checkpoint("llama", folder)
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(list(MARKERS))
@@ -109,7 +109,6 @@ async def prompt_len(live: Live) -> int:
 
 
 async def asked(live: Live, forced: Forced, *operations: dict[str, Any], **body: Any) -> dict[str, Any]:
-    """Return the choice of a chat."""
     body = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": forced.max_tokens} | body
     response = await live.post(
         "/v1/chat/completions", interventions=[forced.patch, *operations], ignore_eos=True, **body
@@ -157,8 +156,7 @@ async def test_steering_leaves_the_other_parts_alone(
         steer = {"op": "steer", "at": "layers.1.output", "vector": [1.0] * 128, "where": {"scope": scope}}
         choice = await asked(live, forced, *[steer][:number], capture("seen", {}))
         result = choice["interventions"]["results"]["seen"]["points"]["layers.1.output"]
-        data = np.frombuffer(base64.b64decode(result["data"]), np.float32)
-        rows[number] = data.reshape(len(forced.everywhere), -1)
+        rows[number] = tensor_of(result)
     changed = np.flatnonzero(np.abs(rows[1] - rows[0]).max(axis=1) > 0.5).tolist()
     assert changed == forced.positions[scope]
     np.testing.assert_allclose(rows[1][changed] - rows[0][changed], 1.0, atol=1e-3)

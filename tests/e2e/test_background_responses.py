@@ -10,7 +10,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from tests.e2e.keyed import made
+from tests.e2e.keyed import keys_in
 from tests.e2e.live import MODEL, Live, live_server
 from tests.narrow_model import WIDTH
 from tests.waiting import wait_for_async
@@ -24,30 +24,29 @@ STEER = {"op": "steer", "at": "layers.15.output", "vector": [0.0] * WIDTH, "scal
 
 
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def keys(data: Path) -> Iterator[dict[str, str]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(tmp_path_factory.mktemp("data")))
         patch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
-        yield {
-            "acme": made(patch, "acme"),
-            "rival": made(patch, "rival"),
-            "operator": made(patch, "operator", "--scopes", "admin"),
-        }
+        yield keys_in(data, acme=(), rival=(), operator=("--scopes", "admin"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def live(
-    narrow: Path, keys: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+    narrow: Path, data: Path, keys: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Live]:
-    async with live_server(narrow, tmp_path_factory.mktemp("results"), request_timeout_s=LIMIT_S) as live:
+    settings = {"request_timeout_s": LIMIT_S, "data_dir": data}
+    async with live_server(narrow, tmp_path_factory.mktemp("results"), **settings) as live:
         path, headers = "/v1/admin/tenants/acme/limits", {"authorization": f"Bearer {keys['operator']}"}
         assert (await live.http.put(path, json={"concurrency": 1}, headers=headers)).is_success
         yield live
 
 
 class Tenant:
-    """A tenant of the server."""
-
     def __init__(self, live: Live, key: str) -> None:
         self.http = live.http
         self.headers = {"authorization": f"Bearer {key}"}
@@ -63,13 +62,11 @@ class Tenant:
         return await self.post(**body, ignore_eos=True)
 
     async def begin(self, num_tokens: int) -> str:
-        """Begin a response in the background and return its id."""
         answer = await self.create(num_tokens, background=True)
         assert (answer.status_code, answer.json()["status"]) == (200, "queued"), answer.text
         return str(answer.json()["id"])
 
     async def ended(self, response_id: str) -> dict[str, Any]:
-        """Wait for a response, and until nothing runs any more; return it."""
         await wait_for_async(self.is_idle, 300)
         found: dict[str, Any] = (await self.get(f"/v1/responses/{response_id}")).json()
         return found

@@ -19,15 +19,12 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture(scope="module")
 def engine(narrow: Path) -> Iterator[Engine]:
-    """Serve the narrow model in its own bfloat16."""
-    engine = Engine(narrow, enable_prefix_caching=False)
-    yield engine
-    engine.close()
+    with Engine(narrow, enable_prefix_caching=False) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
 def plain(engine: Engine) -> list[Reply]:
-    """Run the batch with nobody intervening."""
     return [reply for (reply,) in engine.run(asks([]))]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -20,11 +23,16 @@ STEER = {
 }
 
 
+@pytest.fixture(scope="module")
+def engine(narrow: Path) -> Iterator[Engine]:
+    with Engine(narrow, dtype="float32", block_size=32, max_num_batched_tokens=1024) as engine:
+        yield engine
+
+
 @pytest.fixture
-def fresh(float32_engine: Engine) -> Engine:
-    """Empty the prefix cache."""
-    assert float32_engine.llm.reset_prefix_cache()
-    return float32_engine
+def fresh(engine: Engine) -> Engine:
+    assert engine.llm.reset_prefix_cache()
+    return engine
 
 
 def test_plain_after_steered_is_not_poisoned_and_still_caches(fresh: Engine) -> None:

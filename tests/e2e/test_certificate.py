@@ -78,7 +78,6 @@ def test_linear_attention_is_ok_in_bfloat16(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[str, str, str]]]:
-    """What a certificate finds wrong with each mutant."""
     found = report_of("tests.e2e.certificate_mutants", tmp_path_factory.mktemp("mutants"), list(MUTANTS))
     return {
         name: [(subject, what, status) for subject, what, status in faults] for name, faults in found.items()

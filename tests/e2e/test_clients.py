@@ -65,7 +65,6 @@ def ask(request: pytest.FixtureRequest, narrow_server: Server) -> Ask:
 
 @pytest.fixture(scope="module")
 def expected(ask: Ask) -> dict[str, Any]:
-    """Return what OpenAI's client gets."""
     return ask("openai")
 
 
@@ -74,7 +73,6 @@ def text(pieces: list[str | None]) -> str:
 
 
 def norm(results: dict[str, Any]) -> float:
-    """Return the length of the captured row."""
     (point,) = results["seen"]["points"].values()
     assert point["shape"] == [WIDTH]
     row = memoryview(base64.b64decode(point["data"])).cast("f")

@@ -30,13 +30,11 @@ def model(narrow: Path) -> Iterator[VLLM]:
 
 @pytest.fixture(scope="module")
 def engine(model: VLLM) -> Engine:
-    """Return the same engine for declarative requests."""
     return Engine.around(model.engine)
 
 
 @pytest.fixture(scope="module")
 def plain(engine: Engine) -> list[Reply]:
-    """Run the batch with nobody intervening."""
     return [reply for (reply,) in engine.run(asks([]))]
 
 

@@ -11,7 +11,7 @@ import torch
 
 from api_schemas.conditions import NamedDetector
 from api_schemas.detectors import DetectorUsed
-from nnsight_engine.core.detector import Detector, DetectorPart, Form, Link
+from nnsight_engine.core.detector import Detector
 from nnsight_engine.plans.collect.results import CollectedMarks, CollectedScores
 from tests.condition_reference import PlayedTest, inner_tests, random_condition, random_detector, truth
 from tests.e2e.harness import Ask, Engine, Reply, random_vector
@@ -215,15 +215,3 @@ def test_choices_have_conditions_of_their_own(engine: Engine) -> None:
         scores = found.points["layers.9.output"]
         assert marks.positions == [index for index, score in enumerate(scores) if score > 0]
     assert len({tuple(reply.token_ids) for reply in replies}) > 1
-
-
-def test_a_detector_of_a_name_is_compared_with_its_own_threshold(engine: Engine) -> None:
-    scores, _ = _scores(engine, PROMPTS[0], 2)
-    median = float(np.median(scores))
-    part = DetectorPart("layers.9.output", Form.LINEAR, {"weights": np.eye(WIDTH, dtype=np.float32)[0]})
-    detector = Detector((part,), link=Link.IDENTITY, threshold=median)
-    named = NamedDetector.of(DetectorUsed(name="d", version=1, id="d"), detector)
-    flag = {"op": "flag", "when": {"detector": named}, "name": "f"}
-    ((reply,),) = engine.run([Ask(PROMPTS[0], [flag], max_tokens=2)])
-    marks: Any = reply.result("f")
-    assert marks.positions == [index for index, score in enumerate(scores) if score > median]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,13 +9,13 @@ import httpx
 import numpy as np
 import pytest
 
+from tests.e2e.answers import answer, streamed
 from tests.e2e.server import Server
-from tests.narrow_model import WIDTH
+from tests.narrow_model import PROMPT, WIDTH
 
 pytestmark = pytest.mark.e2e
 
 AT = "layers.9.output"
-PROMPT = "The Eiffel Tower is in the city of"
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +28,7 @@ def client(narrow_server: Server) -> Iterator[httpx.Client]:
 def scores(client: httpx.Client) -> list[float]:
     """One number of the residual stream at each position of the answer."""
     probe = {"op": "probe", "at": AT, "weights": one_number(), "name": "p"}
-    found = answer(client, [probe])["interventions"]["results"]["p"]["points"][AT]
+    found = answer(client, probe)["interventions"]["results"]["p"]["points"][AT]
     assert isinstance(found, list)
     return found
 
@@ -48,20 +47,12 @@ def one_number() -> list[float]:
     return [float(index == 6) for index in range(WIDTH)]
 
 
-def answer(client: httpx.Client, operations: list[dict[str, Any]], **more: object) -> dict[str, Any]:
-    body = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0, "ignore_eos": True, **more}
-    reply = client.post("/v1/completions", json={**body, "interventions": operations})
-    assert reply.status_code == 200, reply.text
-    choice: dict[str, Any] = reply.json()["choices"][0]
-    return choice
-
-
 def test_a_name_has_the_detector_s_scores_and_threshold(
     client: httpx.Client, detector: dict[str, Any], scores: list[float]
 ) -> None:
     detect = {"op": "detect", "detector": "first@1", "name": "score"}
     flag = {"op": "flag", "when": {"detector": {"name": "first", "id": detector["id"]}}, "name": "high"}
-    found = answer(client, [detect, flag])["interventions"]
+    found = answer(client, detect, flag)["interventions"]
     assert found["results"]["score"]["scores"] == pytest.approx(scores, rel=1e-2, abs=1e-2)
     own = found["results"]["score"]["scores"]
     threshold = detector["threshold"]
@@ -73,7 +64,7 @@ def test_a_name_has_the_detector_s_scores_and_threshold(
 
 
 def test_a_stream_ends_where_a_stop_holds(client: httpx.Client, scores: list[float]) -> None:
-    plain = answer(client, [{"op": "capture", "at": "samples", "name": "s"}], logprobs=0)
+    plain = answer(client, {"op": "capture", "at": "samples", "name": "s"}, logprobs=0)
     prompt_len = len(scores) - 15
     own = scores[prompt_len:]
     first = max(range(3, 12), key=lambda index: own[index] - max(own[:index]))
@@ -87,18 +78,13 @@ def test_a_stream_ends_where_a_stop_holds(client: httpx.Client, scores: list[flo
         },
     }
     tokens = plain["logprobs"]["tokens"]
-    ended = answer(client, [stop])
+    ended = answer(client, stop)
     assert ended["text"] == "".join(tokens[: first + 1])
     assert ended["finish_reason"] == "stop"
     assert ended["stop_reason"] == {"intervention": "enough"}
-    body = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0, "ignore_eos": True, "stream": True}
-    text, last = "", {}
-    with client.stream("POST", "/v1/completions", json={**body, "interventions": [stop]}) as stream:
-        for line in stream.iter_lines():
-            if line.startswith("data: {"):
-                last = json.loads(line.removeprefix("data: "))["choices"][0]
-                text += last["text"]
-    assert text == ended["text"]
+    parts = streamed(client, prompt=PROMPT, max_tokens=16, ignore_eos=True, interventions=[stop])
+    assert "".join(part["text"] for part in parts) == ended["text"]
+    last = parts[-1]
     assert last["stop_reason"] == {"intervention": "enough"}
     assert last["interventions"]["results"]["enough"]["positions"] == [prompt_len + first]
 
@@ -113,12 +99,7 @@ def test_a_stream_that_stops_in_the_prompt_has_a_last_event(client: httpx.Client
     asked = (
         {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
     )
-    body = {"max_tokens": 4, "stream": True, "interventions": [stop], **asked}
-    choices = []
-    with client.stream("POST", path, json=body) as stream:
-        for line in stream.iter_lines():
-            if line.startswith("data: {"):
-                choices += json.loads(line.removeprefix("data: "))["choices"]
+    choices = streamed(client, path, max_tokens=4, interventions=[stop], **asked)
     assert choices[-1]["finish_reason"] == "stop"
     assert choices[-1]["stop_reason"] == {"intervention": "s"}
     assert choices[-1]["interventions"]["results"]["s"]["positions"][0] == 0
@@ -131,7 +112,7 @@ def test_a_condition_names_a_vector_of_the_server(client: httpx.Client) -> None:
     probe = {"at": AT, "weights": {"name": "axis"}}
     inline = {"at": AT, "weights": one_number()}
     named, numbers = (
-        answer(client, [{"op": "flag", "when": {"probe": one, "above": 0.0}, "name": "f"}])
+        answer(client, {"op": "flag", "when": {"probe": one, "above": 0.0}, "name": "f"})
         for one in (probe, inline)
     )
     assert named["interventions"]["results"] == numbers["interventions"]["results"]
@@ -143,7 +124,7 @@ def test_a_preset_keeps_the_version_of_a_detector(client: httpx.Client, detector
     assert made.status_code == 201, made.text
     pinned = made.json()["interventions"][0]["when"]["not"]["detector"]
     assert pinned == {"name": "first@1", "id": detector["id"]}
-    found = answer(client, [], preset="watch")["interventions"]["results"]["low"]
+    found = answer(client, preset="watch")["interventions"]["results"]["low"]
     assert found["type"] == "flag"
 
 
@@ -155,7 +136,7 @@ def test_marked_choices_are_counted(client: httpx.Client, detector: dict[str, An
 
     before = counted()
     always = {"detector": "first", "above": -1e9}
-    answer(client, [{"op": "flag", "when": always, "name": "a"}, {"op": "flag", "when": always, "name": "b"}])
+    answer(client, {"op": "flag", "when": always, "name": "a"}, {"op": "flag", "when": always, "name": "b"})
     assert detector["name"] == "first"
     assert counted() == before + 1
 

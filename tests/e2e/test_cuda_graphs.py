@@ -7,6 +7,7 @@ There is no GPU here. vLLM's own configuration, dispatcher and runner choose as 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,27 +53,15 @@ def on_gpu(mode: str = "FULL_AND_PIECEWISE", **options: Any) -> CompilationConfi
 
 
 def test_the_model_is_cut_at_taps_and_at_attention() -> None:
-    config = on_gpu()
-    before = list(config.splitting_ops or [])
-    assert cut_at_taps(config)
-    assert config.splitting_ops == [*before, *TAP_OPS]
+    config, other = on_gpu(), on_gpu()
+    before = other.splitting_ops = list(config.splitting_ops or [])
+    config.splitting_ops = before  # a list that engines share is left alone
+    for _ in range(2):  # a second call adds nothing
+        assert cut_at_taps(config)
+        assert config.splitting_ops == [*before, *TAP_OPS]
+    assert not set(TAP_OPS) & set(other.splitting_ops)
     assert ATTENTION in before
     assert config.is_attention_compiled_piecewise()
-
-
-def test_a_second_call_adds_nothing() -> None:
-    config = on_gpu()
-    cut_at_taps(config)
-    once = config.splitting_ops
-    assert cut_at_taps(config)
-    assert config.splitting_ops == once
-
-
-def test_a_list_that_engines_share_is_left_alone() -> None:
-    config, other = on_gpu(), on_gpu()
-    other.splitting_ops = config.splitting_ops
-    cut_at_taps(config)
-    assert not set(TAP_OPS) & set(other.splitting_ops or [])
 
 
 def test_graphs_that_inductor_cuts_are_cut_at_taps() -> None:
@@ -116,18 +105,15 @@ def test_on_a_cpu_nothing_is_cut(engine_config: VllmConfig) -> None:
     assert not set(TAP_OPS) & set(config.splitting_ops or [])
 
 
-class ChoosingRunner(V1RunnerMixin, GPUModelRunner):
-    """As much of vLLM's runner, with interventions, as chooses a step's graph."""
+class RunnerV1(V1RunnerMixin, GPUModelRunner):
+    """As much of vLLM's runner V1, with interventions, as chooses a step's graph."""
 
-    def __init__(self, config: VllmConfig, *, has_taps: bool, decode_query_len: int) -> None:
-        """Fill the dispatcher, as vLLM does once it knows the attention."""
+    def __init__(self, config: VllmConfig, graphs: StepGraphs, decode_query_len: int) -> None:
         self.vllm_config = config
         self.model_config = config.model_config
         self.uniform_decode_query_len = decode_query_len
-        self.handler: Any = SimpleNamespace()
-        self.graphs = self.handler.graphs = StepGraphs(
-            is_cut=has_taps and cut_at_taps(config.compilation_config)
-        )
+        self.handler: Any = SimpleNamespace(graphs=graphs)
+        self.graphs = graphs
         self.cudagraph_dispatcher = CudagraphDispatcher(config)
         self.cudagraph_dispatcher.initialize_cudagraph_keys(
             config.compilation_config.cudagraph_mode, decode_query_len
@@ -148,13 +134,36 @@ class ChoosingRunner(V1RunnerMixin, GPUModelRunner):
         return mode.name, batch.num_tokens
 
 
-def runner_with(
-    engine_config: VllmConfig, mode: str, *, has_taps: bool = True, decode_query_len: int = 1
-) -> ChoosingRunner:
-    """Return the runner of an engine with graphs of this mode."""
-    config = copy.copy(engine_config)
-    config.compilation_config = on_gpu(mode)
-    return ChoosingRunner(config, has_taps=has_taps, decode_query_len=decode_query_len)
+class ManagerV2(CudaGraphManager):
+    """vLLM's manager of runner V2's graphs, as if it had captured them."""
+
+    varlen_decode = False
+
+    def __init__(self, config: VllmConfig, graphs: StepGraphs, decode_query_len: int) -> None:
+        mode, varlen = config.compilation_config.cudagraph_mode, self.varlen_decode
+        super().__init__(config, torch.device("cpu"), mode, decode_query_len, varlen_decode=varlen)
+        self._graphs_captured = True
+        self.graphs = graphs
+
+    def choice(self, tokens: dict[str, int]) -> tuple[str, int]:
+        """Return the same, asked for as runner V2 does."""
+        numbers = list(tokens.values())
+        is_decode = max(numbers) <= self.decode_query_len
+        with self.graphs.constraining(self):
+            chosen = self.dispatch(
+                len(numbers),
+                sum(numbers),
+                numbers[0] if is_decode and len(set(numbers)) == 1 else None,
+                num_active_loras=0,
+                max_query_len=max(numbers) if is_decode else None,
+            )
+        return chosen.cg_mode.name, chosen.num_tokens
+
+
+class VarlenManagerV2(ManagerV2):
+    """Has full graphs for decodes of different lengths."""
+
+    varlen_decode = True
 
 
 DECODING = {"a": 1, "b": 1, "c": 1}
@@ -164,29 +173,41 @@ UNDRAFTED = {"a": 4, "b": 1}
 """One request without drafts beside one with them."""
 PROMPTS = {"a": 1, "b": 1, "c": 5}
 LONG = {"a": 1, "b": 1, "c": 40}
+Make = Callable[..., Any]
 
 
-@pytest.fixture
-def runner(engine_config: VllmConfig) -> ChoosingRunner:
-    """Return the runner of an engine with vLLM's default graphs."""
-    return runner_with(engine_config, "FULL_AND_PIECEWISE")
+@pytest.fixture(params=[RunnerV1, ManagerV2, VarlenManagerV2])
+def make(request: pytest.FixtureRequest, engine_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Return what makes a runner of an engine with graphs of some mode, the only pipeline stage."""
+    stage = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: stage)
+    monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda _self: None)
+
+    def make(mode: str = "FULL_AND_PIECEWISE", *, has_taps: bool = True, decode_query_len: int = 1) -> Any:
+        config = copy.copy(engine_config)
+        config.compilation_config = on_gpu(mode)
+        graphs = StepGraphs(is_cut=has_taps and cut_at_taps(config.compilation_config))
+        return request.param(config, graphs, decode_query_len)
+
+    return make
 
 
-def test_steps_without_interventions_get_what_vllm_gives(runner: ChoosingRunner) -> None:
+def test_a_step_with_interventions_gets_pieces_or_nothing(make: Make) -> None:
+    runner = make()
     runner.graphs.begin([], set(), DECODING)
-    assert runner.choice(DECODING) == (FULL, 4)
-    assert runner.choice(PROMPTS) == (PIECEWISE, 8)
-    assert runner.choice(LONG) == (NONE, 42)
-
-
-def test_a_step_with_interventions_gets_pieces_or_nothing(runner: ChoosingRunner) -> None:
+    assert [runner.choice(step) for step in (DECODING, PROMPTS, LONG)] == [
+        (FULL, 4),
+        (PIECEWISE, 8),
+        (NONE, 42),
+    ]
+    runner.graphs.end()
     runner.graphs.begin(["b"], set(), DECODING)
     assert runner.choice(DECODING) == (PIECEWISE, 4)
-    assert runner.choice(PROMPTS) == (PIECEWISE, 8)
-    assert runner.choice(LONG) == (NONE, 42)
+    assert [runner.choice(step) for step in (PROMPTS, LONG)] == [(PIECEWISE, 8), (NONE, 42)]
 
 
-def test_full_graphs_are_back_without_the_request(runner: ChoosingRunner) -> None:
+def test_full_graphs_are_back_without_the_request(make: Make) -> None:
+    runner = make()
     runner.graphs.begin(["b"], set(), DECODING)
     runner.graphs.end()
     runner.graphs.begin([], set(), DECODING)
@@ -200,7 +221,9 @@ def test_full_graphs_are_back_without_the_request(runner: ChoosingRunner) -> Non
     assert runner.choice(DECODING)[0] == FULL
 
 
-def test_captures_between_steps_get_the_graph_that_they_capture(runner: ChoosingRunner) -> None:
+@pytest.mark.parametrize("make", [RunnerV1], indirect=True)
+def test_captures_between_steps_get_the_graph_that_they_capture(make: Make) -> None:
+    runner = make()
     runner.graphs.begin(["b"], set(), DECODING)
     runner.graphs.end()
     sizes = dict.fromkeys("abcd", 1)
@@ -209,13 +232,11 @@ def test_captures_between_steps_get_the_graph_that_they_capture(runner: Choosing
     assert runner.choice(sizes, force_eager=True) == (NONE, 4)
 
 
-with_and_without_drafts = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("decoding", "num_padded"),
     [pytest.param(DECODING, 4, id="no drafts"), pytest.param(DRAFTED, 8, id="three drafts")],
 )
-"""Decodes of one length, and the size of the graph that holds them."""
-
-every_mode = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("mode", "idle", "intervening"),
     [
         ("FULL_AND_PIECEWISE", FULL, PIECEWISE),
@@ -225,20 +246,10 @@ every_mode = pytest.mark.parametrize(
         ("NONE", NONE, NONE),
     ],
 )
-"""Modes of graphs, and the kind of a decode step where nothing intervenes and where something does."""
-
-
-@with_and_without_drafts
-@every_mode
 def test_every_mode_of_graphs(
-    engine_config: VllmConfig,
-    mode: str,
-    idle: str,
-    intervening: str,
-    decoding: dict[str, int],
-    num_padded: int,
+    make: Make, mode: str, idle: str, intervening: str, decoding: dict[str, int], num_padded: int
 ) -> None:
-    runner = runner_with(engine_config, mode, decode_query_len=max(decoding.values()))
+    runner = make(mode, decode_query_len=max(decoding.values()))
     assert runner.choice(decoding)[0] == idle
     runner.graphs.begin(["b"], set(), decoding)
     num_rows = sum(decoding.values()) if intervening == NONE else num_padded
@@ -247,126 +258,33 @@ def test_every_mode_of_graphs(
     assert runner.choice(decoding)[0] == idle
 
 
-def test_a_request_without_drafts_among_drafted_ones_needs_pieces(engine_config: VllmConfig) -> None:
-    runner = runner_with(engine_config, "FULL_AND_PIECEWISE", decode_query_len=4)
+@pytest.mark.parametrize(
+    ("make", "idle"),
+    [(RunnerV1, PIECEWISE), (ManagerV2, PIECEWISE), (VarlenManagerV2, FULL)],
+    indirect=["make"],
+)
+def test_a_request_without_drafts_among_drafted_ones_needs_pieces(make: Make, idle: str) -> None:
+    runner = make(decode_query_len=4)
     runner.graphs.begin([], set(), UNDRAFTED)
+    assert runner.choice(UNDRAFTED) == (idle, 8)
+    runner.graphs.end()
+    runner.graphs.begin(["b"], set(), UNDRAFTED)
     assert runner.choice(UNDRAFTED) == (PIECEWISE, 8)
 
 
-def test_pieces_that_do_not_end_at_taps_are_not_replayed(engine_config: VllmConfig) -> None:
-    runner = runner_with(engine_config, "FULL_AND_PIECEWISE", has_taps=False)
-    assert not set(TAP_OPS) & set(runner.vllm_config.compilation_config.splitting_ops or [])
+def test_pieces_that_do_not_end_at_taps_are_not_replayed(make: Make) -> None:
+    runner = make(has_taps=False)
     runner.graphs.begin(["b"], set(), DECODING)
-    assert runner.choice(DECODING) == (NONE, 3)
+    assert [runner.choice(step) for step in (DECODING, PROMPTS)] == [(NONE, 3), (NONE, 7)]
 
 
-# The same on the V2 runner.
-
-
-class Manager(CudaGraphManager):
-    """vLLM's manager of the V2 runner's graphs, as if it had captured them.
-
-    Args:
-        config: The engine's configuration.
-        decode_query_len: Rows of a request that decodes: one, and one for each draft.
-        varlen_decode: Whether full graphs serve decodes of different lengths.
-    """
-
-    def __init__(self, config: VllmConfig, *, decode_query_len: int = 1, varlen_decode: bool = False) -> None:
-        mode = config.compilation_config.cudagraph_mode
-        super().__init__(config, torch.device("cpu"), mode, decode_query_len, varlen_decode=varlen_decode)
-        self._graphs_captured = True
-
-    def choice(self, graphs: StepGraphs, tokens: dict[str, int]) -> tuple[str, int]:
-        """Return the mode and the number of rows of a step, asked for as the V2 runner does."""
-        numbers = list(tokens.values())
-        is_decode = max(numbers) <= self.decode_query_len
-        with graphs.constraining(self):
-            chosen = self.dispatch(
-                len(numbers),
-                sum(numbers),
-                numbers[0] if is_decode and len(set(numbers)) == 1 else None,
-                num_active_loras=0,
-                max_query_len=max(numbers) if is_decode else None,
-            )
-        return chosen.cg_mode.name, chosen.num_tokens
-
-
-@pytest.fixture
-def stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be the only pipeline stage, without processes."""
-    monkeypatch.setattr(
-        cudagraph_utils, "get_pp_group", lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True)
-    )
-    monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda _self: None)
-
-
-def manager_with(
-    engine_config: VllmConfig, mode: str, *, has_taps: bool = True, **options: Any
-) -> tuple[Manager, StepGraphs]:
-    config = copy.copy(engine_config)
-    config.compilation_config = on_gpu(mode)
-    graphs = StepGraphs(is_cut=has_taps and cut_at_taps(config.compilation_config))
-    return Manager(config, **options), graphs
-
-
-@pytest.mark.usefixtures("stage")
-@with_and_without_drafts
-@pytest.mark.parametrize("varlen_decode", [False, True])
-@every_mode
-def test_every_mode_of_graphs_on_the_v2_runner(
-    engine_config: VllmConfig,
-    mode: str,
-    idle: str,
-    intervening: str,
-    decoding: dict[str, int],
-    num_padded: int,
-    *,
-    varlen_decode: bool,
-) -> None:
-    decode_query_len = max(decoding.values())
-    manager, graphs = manager_with(
-        engine_config, mode, varlen_decode=varlen_decode, decode_query_len=decode_query_len
-    )
-    assert manager.choice(graphs, decoding)[0] == idle
-    graphs.begin(["b"], set(), decoding)
-    chosen, num_rows = manager.choice(graphs, decoding)
-    assert chosen == intervening
-    assert num_rows == (sum(decoding.values()) if chosen == NONE else num_padded)
-    graphs.end()
-    assert manager.choice(graphs, decoding)[0] == idle
-
-
-@pytest.mark.usefixtures("stage")
-@pytest.mark.parametrize(("varlen_decode", "idle"), [(False, PIECEWISE), (True, FULL)])
-def test_a_request_without_drafts_among_drafted_ones_on_the_v2_runner(
-    engine_config: VllmConfig, idle: str, *, varlen_decode: bool
-) -> None:
-    manager, graphs = manager_with(
-        engine_config, "FULL_AND_PIECEWISE", varlen_decode=varlen_decode, decode_query_len=4
-    )
-    assert manager.choice(graphs, UNDRAFTED) == (idle, 8)
-    graphs.begin(["b"], set(), UNDRAFTED)
-    assert manager.choice(graphs, UNDRAFTED) == (PIECEWISE, 8)
-
-
-@pytest.mark.usefixtures("stage")
-def test_pieces_that_do_not_end_at_taps_are_not_replayed_on_the_v2_runner(engine_config: VllmConfig) -> None:
-    manager, graphs = manager_with(engine_config, "FULL_AND_PIECEWISE", has_taps=False)
-    graphs.begin(["b"], set(), DECODING)
-    assert manager.choice(graphs, DECODING) == (NONE, 3)
-    assert manager.choice(graphs, PROMPTS) == (NONE, 7)
-
-
-@pytest.mark.usefixtures("stage")
-def test_breakable_graphs_are_not_replayed(
-    engine_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manager, graphs = manager_with(engine_config, "FULL_AND_PIECEWISE")
+@pytest.mark.parametrize("make", [ManagerV2], indirect=True)
+def test_breakable_graphs_are_not_replayed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = make()
     monkeypatch.setattr(manager, "use_breakable_cg", True)
-    assert manager.choice(graphs, PROMPTS)[0] == PIECEWISE
-    graphs.begin(["b"], set(), PROMPTS)
-    assert manager.choice(graphs, PROMPTS) == (NONE, 7)
+    assert manager.choice(PROMPTS)[0] == PIECEWISE
+    manager.graphs.begin(["b"], set(), PROMPTS)
+    assert manager.choice(PROMPTS) == (NONE, 7)
 
 
 # An engine whose model is cut.
@@ -374,12 +292,12 @@ def test_breakable_graphs_are_not_replayed(
 
 def report_on(kind: EngineKind, folder: Path) -> Any:
     """Run one engine of a kind that is cut, and one without drafts that is not."""
-    return report_of("tests.e2e.cuda_graphs_check", folder, [str(kind)], environment=environment(kind))
+    checks = "tests.e2e.cuda_graphs_check"
+    return report_of(checks, folder, [str(kind)], environment=environment(kind))[str(kind)]
 
 
 @pytest.fixture(scope="module", params=[V1_SYNC, V2_SYNC], ids=str)
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Run engines of each runner."""
     return report_on(request.param, tmp_path_factory.mktemp("graphs"))
 
 
@@ -430,7 +348,6 @@ def test_its_interventions_run_where_they_run_without_pieces(report: Any) -> Non
 
 @pytest.fixture(scope="module", params=["v1-sync-self_draft", "v2-sync-self_draft"])
 def drafted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Run engines of each runner, where the model is its own draft."""
     return report_on(EngineKind.named(request.param), tmp_path_factory.mktemp("drafted"))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import dataclasses
 import time
 from collections.abc import Iterator
@@ -11,17 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 import psutil
 import pytest
 import torch
 
 import nnsight_engine
 from nnsight_engine import LanguageModel, save
-from nnsight_engine.core.tensor_bytes import tensor_from_bytes
 from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.answers import tensor_of
 from tests.e2e.faults import engine_processes, kill
-from tests.e2e.keyed import serving_several
+from tests.e2e.keyed import Tenant, serving_several
 from tests.e2e.server import Server
 from tests.families.checkpoints import write_checkpoint
 from tests.monitoring import OURS, Exposition
@@ -33,51 +31,33 @@ ENGINES: Final = ("0", "1")
 GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "ignore_eos": True}
 PROMPTS: Final = [[5, 9, 11, first] for first in range(12)]
 CODE: Final = "h = model.layers[1].output.sum(-1).save()"
-HEADER: Final = "X-data-parallel-rank"
-"""vLLM's header, which chooses the engine of a request."""
 _COUNTED_S: Final = 1.1
 """After which the server asks the engines for their counts again."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """A server and its model, a key whose code is trusted, one without trust, and one that sees metrics."""
+    """A server, one whose code is trusted, one without trust, and one who sees metrics."""
 
     server: Server
-    folder: Path
-    trusted: str
-    untrusted: str
-    monitor: str
-
-    def get(self, path: str, key: str) -> httpx.Response:
-        return httpx.get(f"{self.server.base_url}{path}", headers=_of(key), timeout=120)
+    trusted: Tenant
+    untrusted: Tenant
+    monitor: Tenant
 
     def metrics(self) -> Exposition:
         time.sleep(_COUNTED_S)
-        return Exposition(self.get("/metrics", self.monitor).text)
+        return Exposition(self.monitor.get("/metrics").text)
 
     def served(self) -> list[float]:
-        """Return the number of requests that each engine has completed."""
         metrics = self.metrics()
         return [metrics.value("vllm:request_success_total", engine=engine) for engine in ENGINES]
 
     def choices(
-        self, prompt: list[int], *interventions: dict[str, Any], key: str = "", **body: Any
+        self, prompt: list[int], *interventions: dict[str, Any], by: Tenant | None = None, **body: Any
     ) -> list[dict[str, Any]]:
-        """Complete a prompt with interventions; ``engine=`` chooses the engine."""
-        headers = _of(key or self.trusted)
-        if "engine" in body:
-            headers[HEADER] = body.pop("engine")
-        whole = {"prompt": prompt, "max_tokens": 3, "interventions": list(interventions), **GREEDY, **body}
-        url = f"{self.server.base_url}/v1/completions"
-        answer = httpx.post(url, json=whole, headers=headers, timeout=180)
-        assert answer.status_code == 200, answer.text
-        choices: list[dict[str, Any]] = answer.json()["choices"]
-        return choices
-
-
-def _of(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
+        return (by or self.trusted).choices(
+            *interventions, **{"prompt": prompt, "max_tokens": 3, **GREEDY, **body}
+        )
 
 
 @pytest.fixture(scope="module")
@@ -87,22 +67,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Serve a tiny model on two engines."""
     arguments = ["--data-parallel-size", "2", "--max-model-len", "128"]
     with serving_several(folder, tmp_path_factory.mktemp("data"), arguments) as (server, keys):
-        yield Served(server, folder, **keys)
+        yield Served(server, *(Tenant(server, keys[name]) for name in ("trusted", "untrusted", "monitor")))
 
 
 @pytest.fixture
-def model(served: Served, monkeypatch: pytest.MonkeyPatch) -> VLLM:
-    """Return what a client with the trusted key has."""
-    monkeypatch.setattr(nnsight_engine.CONFIG.API, "KEY", served.trusted)
-    return VLLM(str(served.folder), remote=served.server.base_url)
+def model(served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch) -> VLLM:
+    monkeypatch.setattr(nnsight_engine.CONFIG.API, "KEY", served.trusted.key)
+    return VLLM(str(folder), remote=served.server.base_url)
 
 
 @pytest.fixture(scope="module")
 def local(folder: Path) -> LanguageModel:
-    """Return the same model without vLLM."""
     return LanguageModel(str(folder), dispatch=True, dtype=torch.float32)
 
 
@@ -115,13 +92,8 @@ def hidden_of(local: LanguageModel, prompt: list[int], factor: float = 1.0) -> t
     return found
 
 
-def tensor_of(sent: dict[str, Any]) -> torch.Tensor:
-    """Return a tensor of an answer."""
-    return tensor_from_bytes(sent["dtype"], sent["shape"], base64.b64decode(sent["data"]))
-
-
-def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+def close(ours: Any, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(torch.as_tensor(ours), theirs, rtol=1e-3, atol=1e-4)
 
 
 def test_requests_at_once_are_answered_by_both_engines_with_the_models_values(
@@ -130,7 +102,7 @@ def test_requests_at_once_are_answered_by_both_engines_with_the_models_values(
     before = served.served()
     vector = torch.linspace(-1, 1, local.config.hidden_size)
 
-    def ask(prompt: list[int]) -> torch.Tensor:
+    def ask(prompt: list[int]) -> Any:
         scale = prompt[-1] / 4
         steer = {"op": "steer", "at": "layers.1.output", "vector": vector.tolist(), "scale": scale}
         where = {"phase": "prompt"}
@@ -211,22 +183,6 @@ def test_traces_run_again_and_again_on_either_engine(
     assert [after - start for after, start in zip(served.served(), before, strict=True)] == [6, 6]
 
 
-async def test_traces_at_once_are_divided(served: Served, model: VLLM, local: LanguageModel) -> None:
-    before = await asyncio.to_thread(served.served)
-
-    def run(prompt: list[int]) -> Any:
-        with model.trace(prompt, max_tokens=8, **GREEDY):
-            model.layers[1].output[:] *= 3.0
-            hidden = model.layers[2].output.save()
-        return hidden  # noqa: RET504 - the trace binds it
-
-    found = await asyncio.gather(*(asyncio.to_thread(run, prompt) for prompt in PROMPTS))
-    for prompt, hidden in zip(PROMPTS, found, strict=True):
-        close(hidden, hidden_of(local, prompt, 3.0))
-    after = await asyncio.to_thread(served.served)
-    assert min(end - start for end, start in zip(after, before, strict=True)) >= 4
-
-
 def test_sessions_and_edits_run_on_either_engine(model: VLLM, local: LanguageModel) -> None:
     with model.edit(name="doubled") as doubled:
         model.layers[1].output[:] *= 2.0
@@ -250,8 +206,8 @@ def test_sessions_and_edits_run_on_either_engine(model: VLLM, local: LanguageMod
 def test_code_without_trust_runs_in_sandboxes_of_either_engine(served: Served) -> None:
     code = {"op": "trace", "code": CODE, "name": "t"}
 
-    def saved(prompt: list[int], key: str) -> Any:
-        (choice,) = served.choices(prompt, code, key=key)
+    def saved(prompt: list[int], by: Tenant) -> Any:
+        (choice,) = served.choices(prompt, code, by=by)
         return choice["interventions"]["results"]["t"]["saves"]["h"]
 
     before, num_before = served.served(), served.metrics().value(f"{OURS}sandboxes_total", event="started")
@@ -262,9 +218,7 @@ def test_code_without_trust_runs_in_sandboxes_of_either_engine(served: Served) -
 
 
 def test_an_engine_that_does_not_exist_is_named(served: Served) -> None:
-    url = f"{served.server.base_url}/v1/completions"
-    headers = {**_of(served.trusted), HEADER: "2"}
-    answer = httpx.post(url, json={"prompt": PROMPTS[0]}, headers=headers, timeout=60)
+    answer = served.trusted.complete(prompt=PROMPTS[0], engine="2")
     assert answer.status_code == 400
     assert "data_parallel_rank 2" in answer.json()["error"]["message"]
 
@@ -274,11 +228,9 @@ def test_a_dead_engine_is_reported_and_all_are_started_again(served: Served) -> 
     engines = [one for one in engine_processes(pid) if "EngineCore" in one.name()]
     assert len(engines) == len(ENGINES)
     kill(engines[1])
-    wait_for(lambda: served.get("/health/ready", served.trusted).status_code == 503)
-    url = f"{served.server.base_url}/v1/completions"
-    refused = httpx.post(url, json={"prompt": PROMPTS[0]}, headers=_of(served.trusted), timeout=60)
-    assert refused.status_code == 503
-    wait_for(lambda: served.get("/health/ready", served.trusted).is_success, 180)
+    wait_for(lambda: served.trusted.get("/health/ready").status_code == 503)
+    assert served.trusted.complete(prompt=PROMPTS[0]).status_code == 503
+    wait_for(lambda: served.trusted.get("/health/ready").is_success, 180)
     assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in engines)
     capture = {"op": "capture", "at": "layers.1.output", "name": "c"}
     first, second = (served.choices(PROMPTS[0], capture, engine=engine) for engine in ENGINES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import safetensors.numpy
 from app.detectors.files import stored_detector
 from app.training.scores import auroc
 from nnsight_engine.core.detector import Detector
+from tests.e2e.answers import tensor_of
 from tests.e2e.server import Server
 from tests.e2e.test_vectors import CHEERFUL, GLOOMY
 
@@ -35,47 +35,6 @@ NEW_GLOOMY = [
     "I am sorry, that is terrible news.",
     "He wept, lost and miserable far from home.",
 ]
-
-
-FRENCH = [
-    "Je ne sais pas où il habite.",
-    "Le train part à huit heures demain matin.",
-    "Elle a acheté du pain et du fromage.",
-    "Nous irons à la mer cet été avec nos amis.",
-    "Il fait très froid dans cette maison.",
-    "Quel est le prix de ce livre?",
-    "Les enfants jouent dans le jardin.",
-    "Merci beaucoup pour votre aide.",
-]
-ENGLISH = [
-    "I do not know where he lives.",
-    "The train leaves at eight tomorrow morning.",
-    "She bought some bread and cheese.",
-    "We will go to the sea this summer with our friends.",
-    "It is very cold in this house.",
-    "What is the price of this book?",
-    "The children are playing in the garden.",
-    "Thank you very much for your help.",
-]
-NEW_FRENCH = [
-    "Le médecin arrive dans une heure.",
-    "J'ai oublié mes clés au bureau.",
-    "La ville est belle sous la neige.",
-    "Pourquoi riez-vous de lui?",
-    "Mon frère travaille à Lyon.",
-    "Il faut fermer la fenêtre ce soir.",
-]
-NEW_ENGLISH = [
-    "The doctor arrives in an hour.",
-    "I forgot my keys at the office.",
-    "The town is beautiful under the snow.",
-    "Why do you laugh at him?",
-    "My brother works in Leeds.",
-    "The window must be closed tonight.",
-]
-MOODS = (CHEERFUL, GLOOMY, NEW_CHEERFUL, NEW_GLOOMY)
-LANGUAGES = (FRENCH, ENGLISH, NEW_FRENCH, NEW_ENGLISH)
-"""Texts to train on and new ones; a distance is for texts that are alike, as those of a language are."""
 
 
 @pytest.fixture(scope="module")
@@ -112,33 +71,23 @@ def scores_of(client: httpx.Client, detector: Detector, texts: list[str]) -> Any
     answer = client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     found = [choice["interventions"]["results"]["x"]["points"] for choice in answer.json()["choices"]]
-    values = {
-        point: np.stack([np.frombuffer(base64.b64decode(one[point]["data"]), np.float32) for one in found])
-        for point in points
-    }
+    values = {point: np.stack([tensor_of(one[point]) for one in found]) for point in points}
     return detector.scores(values)
 
 
-@pytest.mark.parametrize(
-    ("kind", "texts"),
-    [("linear", MOODS), ("mlp", MOODS), ("distance", LANGUAGES)],
-    ids=["linear", "mlp", "distance"],
-)
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
 @pytest.mark.parametrize("layers", ["best", "10:14"])
-def test_a_trained_detector_tells_new_texts_apart(
-    client: httpx.Client, kind: str, texts: tuple[list[str], ...], layers: str
-) -> None:
-    positive, negative, new_positive, new_negative = texts
-    made = train(client, kind=kind, layers=layers, positive=positive, negative=negative)
+def test_a_trained_detector_tells_new_texts_apart(client: httpx.Client, kind: str, layers: str) -> None:
+    made = train(client, kind=kind, layers=layers)
     assert made["training"]["auroc"] >= 0.75, made
     detector = detector_of(client, made)
     assert len(detector.parts) == (1 if layers == "best" else 4)
-    new = [scores_of(client, detector, side) for side in (new_positive, new_negative)]
+    new = [scores_of(client, detector, side) for side in (NEW_CHEERFUL, NEW_GLOOMY)]
     assert auroc(*new) > 0.75, new
-    seen = [scores_of(client, detector, side) for side in (positive, negative)]
+    seen = [scores_of(client, detector, side) for side in (CHEERFUL, GLOOMY)]
     assert auroc(*seen) > 0.9, seen
     right = int((seen[0] >= made["threshold"]).sum() + (seen[1] < made["threshold"]).sum())
-    assert right > 0.8 * (len(positive) + len(negative)), (made["threshold"], seen)
+    assert right > 0.8 * (len(CHEERFUL) + len(GLOOMY)), (made["threshold"], seen)
 
 
 def test_a_probe_of_the_weights_is_the_detector_before_its_link(client: httpx.Client) -> None:
@@ -154,8 +103,8 @@ def test_a_probe_of_the_weights_is_the_detector_before_its_link(client: httpx.Cl
     capture = {"op": "capture", "at": part.point, "dtype": "float32", "name": "x", "where": where}
     body = {"prompt": NEW_CHEERFUL[0], "max_tokens": 1, "interventions": [capture, {**probe, "where": where}]}
     results = client.post("/v1/completions", json=body).json()["choices"][0]["interventions"]["results"]
-    values = np.frombuffer(base64.b64decode(results["x"]["points"][part.point]["data"]), np.float32)
-    (score,) = detector_of(client, made).scores({part.point: values[None]})
+    values = tensor_of(results["x"]["points"][part.point])
+    (score,) = detector_of(client, made).scores({part.point: values})
     (logit,) = results["probe_1"]["points"][part.point]
     assert 1 / (1 + np.exp(-logit)) == pytest.approx(score, rel=1e-2, abs=1e-3)
 
@@ -170,16 +119,10 @@ def test_a_detector_can_be_uploaded_again(client: httpx.Client) -> None:
     narrow = {"parts": [{"at": "layers.3.output", "form": "linear", "weights": [1.0] * 575}]}
     refused = client.post("/v1/detectors", json={"name": "narrow", **narrow})
     assert refused.json()["error"]["code"] == "wrong_width"
-    for at, code in (
-        ("layers.3.attn.pattern", "unsupported_at_point"),
-        ("samples", "unsupported_at_point"),
-        ("layers.30.output", "unknown_layer"),
-        ("layers.3:5.output", "invalid_detector"),
-        ("layers.3.moe.output", "unknown_point"),
-    ):
+    for at in ("layers.3.attn.pattern", "samples"):
         part = {"at": at, "form": "linear", "weights": [1.0] * 576}
         refused = client.post("/v1/detectors", json={"name": "narrow", "parts": [part]})
-        assert refused.json()["error"]["code"] == code, (at, refused.text)
+        assert refused.json()["error"]["code"] == "unsupported_at_point", (at, refused.text)
     assert client.get("/v1/detectors", params={"name": "narrow"}).json()["data"] == []
     queries = {"parts": [{"at": "layers.3.attn.q", "form": "linear", "weights": [0.5] * 576}]}
     assert client.post("/v1/detectors", json={"name": "queries", **queries}).status_code == 201

@@ -22,9 +22,6 @@ def test_the_engine_gives_the_tokens_of_transformers(family: str, tmp_path: Path
     checkpoint = write(family, tmp_path)
     reference: Any = load_reference_model(checkpoint)
     expected = continued(reference, PROMPT_IDS, NUM_TOKENS)
-    engine = Engine(checkpoint, dtype="float32", max_model_len=128, num_gpu_blocks_override=128)
-    try:
+    with Engine(checkpoint, dtype="float32", max_model_len=128, num_gpu_blocks_override=128) as engine:
         reply = engine.ask(list(PROMPT_IDS), max_tokens=NUM_TOKENS)
-    finally:
-        engine.close()
     assert reply.token_ids == expected.token_ids

@@ -1,17 +1,15 @@
 """Command lines as vLLM's documentation writes them, with ``nnsight-engine serve`` for ``vllm serve``.
 
-All of them are read by the whole command, and give vLLM's configuration of an engine. Some then serve.
+All of them are read by the whole command, and give vLLM's configuration of an engine.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
 import yaml  # type: ignore[import-untyped] # it has no types
 from vllm.config import VllmConfig
@@ -23,7 +21,6 @@ from app.engine.vllm_arguments import engine_arguments
 from app.http_options import HttpOptions, listening_options, log_options
 from app.settings import Settings
 from nnsight_engine.vllm_backend.unsupported_options import check_supported
-from tests.e2e.server import Server
 from tests.families.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.e2e
@@ -186,32 +183,3 @@ def test_it_is_refused_with_the_reason(
     assert main(ours(line, places)) == 1
     assert REFUSED[line] in capsys.readouterr().err
     assert not started
-
-
-SERVED = """
-vllm serve --model MODEL --dtype float32 --max-model-len 128 --enable-auto-tool-choice \
-  --tool-call-parser hermes --chat-template TEMPLATE --generation-config vllm --seed 42 \
-  --served-model-name tiny tiny-alias --api-key token-abc123 --disable-log-stats
-vllm serve MODEL --config CONFIG --hf-overrides '{"max_position_embeddings": 200}' -O3 --max-num-seqs 2 \
-  --override-generation-config '{"temperature": 0.0}' --no-enable-prefix-caching
-vllm serve MODEL --served-model-name tiny --structured-outputs-config.backend guidance --trust-remote-code \
-  --scheduling-policy priority --reasoning-parser granite --enable-log-requests --speculative-config \
-  '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
-"""
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("line", SERVED.strip().splitlines())
-def test_it_serves(line: str, places: dict[str, str]) -> None:
-    _, *arguments = ours(line, places)
-    messages = [{"role": "user", "content": "I think dogs"}]
-    steer = {"op": "steer", "at": "layers.1.output", "vector": [1.0] * 128}
-    capture = {"op": "capture", "at": "layers.2.output", "name": "seen"}
-    headers = {"authorization": "Bearer token-abc123"} if "--api-key" in line else {}
-    with Server(arguments=arguments) as server, httpx.Client(base_url=server.base_url, timeout=60) as client:
-        for operations in ([], [steer, capture]):
-            body = {"model": "tiny", "messages": messages, "max_tokens": 4, "interventions": operations}
-            answer = client.post("/v1/chat/completions", json=body, headers=headers)
-            assert answer.status_code == 200, answer.text
-            choice = answer.json()["choices"][0]
-            assert bool(operations) is ("seen" in json.dumps(choice.get("interventions") or {}))

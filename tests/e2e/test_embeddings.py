@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import pytest_asyncio
 import torch
 from openai import AsyncOpenAI
 
 from nnsight_engine.vllm_backend.pausing_async_llm import PauseRefusedError
+from tests.e2e.answers import tensor_of
 from tests.e2e.harness import random_vector
 from tests.e2e.live import MODEL, Live, live_server
 from tests.families.checkpoints import build_tokenizer, write_checkpoint
@@ -77,8 +76,6 @@ async def test_a_paused_engine_answers_later_and_none_is_asked_to_abort(live: Li
 
 
 class Reference:
-    """The checkpoint in transformers."""
-
     def __init__(self, path: Path) -> None:
         self.model: Any = load_reference_model(path)
         config: Any = self.model.config
@@ -142,8 +139,7 @@ async def test_captures_over_chunks(live: Live, checkpoint: Path) -> None:
         result = item["interventions"]["results"]["c"]
         assert result["positions"] == [0, 70, len(ids) - 1]
         for point, tensor in result["points"].items():
-            values = np.frombuffer(base64.b64decode(tensor["data"]), np.float32).reshape(tensor["shape"])
-            assert torch.allclose(torch.tensor(values), expected[point][[0, 70, -1]], atol=1e-4)
+            assert torch.allclose(torch.tensor(tensor_of(tensor)), expected[point][[0, 70, -1]], atol=1e-4)
 
 
 async def test_operations_that_need_tokens_are_refused(live: Live) -> None:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
 from examples.steer_sentiment import (
@@ -26,7 +24,6 @@ from examples.steer_sentiment import (
     PROMPTS,
     capture_means,
     compare,
-    main,
     read_lens,
 )
 from examples.steer_sentiment import Server as Client
@@ -48,21 +45,6 @@ def test_steered_text_differs_and_leans_towards_the_direction(bundled_server: Se
     assert all(row.steered_projection > row.baseline_projection for row in comparisons)
 
 
-def test_the_direction_separates_sentences_that_it_was_not_made_from(bundled_server: Server) -> None:
-    with Client(bundled_server.base_url) as client:
-        direction = capture_means(client, CHEERFUL, LAYER) - capture_means(client, GLOOMY, LAYER)
-        glad = capture_means(client, ["The children laughed and danced in the sunshine."], LAYER)
-        sad = capture_means(client, ["The children were sick and cried in the dark."], LAYER)
-    assert np.dot(glad, direction) > np.dot(sad, direction)
-
-
-def test_no_scale_changes_nothing(bundled_server: Server) -> None:
-    with Client(bundled_server.base_url) as client:
-        direction = np.ones(576, np.float32)
-        (row,) = compare(client, PROMPTS[:1], direction, LAYER, 0.0, max_tokens=8)
-    assert row.steered == row.baseline
-
-
 def test_the_lens_has_every_layer_and_ends_with_the_models_own_next_token(bundled_server: Server) -> None:
     with Client(bundled_server.base_url) as client:
         lens = read_lens(client, LENS_PROMPT)
@@ -76,12 +58,6 @@ def test_run_by_a_person_it_prints_both_tables(bundled_server: Server) -> None:
     assert result.returncode == 0, result.stderr
     for text in ("baseline", "steered", "layers.15.output", "most likely next", "Paris"):
         assert text in result.stdout
-
-
-def test_a_layer_may_be_counted_from_the_end(bundled_server: Server) -> None:
-    result = run("--base-url", bundled_server.base_url, "--max-tokens", "2", "--layer", "-1")
-    assert result.returncode == 0, result.stderr
-    assert "layers.-1.output" in result.stdout
 
 
 def test_a_missing_layer_is_reported_with_the_rule(bundled_server: Server) -> None:
@@ -98,71 +74,7 @@ def test_without_a_server_the_message_says_how_to_start_one() -> None:
     assert "Traceback" not in result.stderr
 
 
-Handler = Callable[[httpx.Request], httpx.Response]
-
-
-@pytest.fixture
-def answered_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Handler], None]:
-    """Has a function answer in place of a server."""
-
-    def answered_by(handler: Handler) -> None:
-        client = functools.partial(httpx.Client, transport=httpx.MockTransport(handler))
-        monkeypatch.setattr("examples.steer_sentiment.httpx.Client", client)
-
-    return answered_by
-
-
-def test_the_key_is_taken_from_the_variable(
-    answered_by: Callable[[Handler], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    seen = []
-
-    def refuse(request: httpx.Request) -> httpx.Response:
-        seen.append(request.headers.get("authorization"))
-        return httpx.Response(401, json={"error": {"message": "no such key", "code": "invalid_key"}})
-
-    answered_by(refuse)
-    for key in ("made-up", ""):
-        monkeypatch.setenv("NNSIGHT_ENGINE_KEY", key)
-        assert main([]) == 1
-        assert "no such key (status 401, code invalid_key)" in capsys.readouterr().err
-    assert seen == ["Bearer made-up", None]
-
-
-def test_a_slow_server_is_not_reported_as_missing(
-    answered_by: Callable[[Handler], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    def wait(request: httpx.Request) -> httpx.Response:
-        raise httpx.ReadTimeout("timed out", request=request)
-
-    answered_by(wait)
-    assert main([]) == 1
-    told = capsys.readouterr().err
-    assert "did not answer within 120 s" in told
-    assert "make serve" not in told
-
-
-def test_interrupted_it_ends_without_a_traceback(
-    answered_by: Callable[[Handler], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt(request: httpx.Request) -> httpx.Response:
-        raise KeyboardInterrupt
-
-    answered_by(interrupt)
-    assert main([]) == 130
-    assert not capsys.readouterr().err
-
-
-def test_too_few_tokens_are_refused_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--max-tokens", "1"])
-    assert "--max-tokens must be 2 or more, got 1" in capsys.readouterr().err
-
-
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the example as a person does."""
     command = [sys.executable, "examples/steer_sentiment.py", *arguments]
     return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120, check=False)
 
@@ -276,6 +188,5 @@ def test_the_lock_of_the_javascript_example_names_no_place_to_download_from() ->
 
 
 def run_node(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the example as a person does."""
     command = ["node", "steer.mjs", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,8 @@ pytestmark = pytest.mark.e2e
 def engine(narrow: Path) -> Iterator[Engine]:
     """Serve with room for little."""
     limits = EngineLimits(max_capture_bytes_per_request=44_000, max_capture_bytes_engine=55_000)
-    engine = Engine(narrow, limits=limits, dtype="float32")
-    yield engine
-    engine.close()
+    with Engine(narrow, limits=limits, dtype="float32") as engine:
+        yield engine
 
 
 def test_a_capture_over_the_limit_fails_alone_and_says_how_much(engine: Engine) -> None:
@@ -52,21 +50,17 @@ def test_the_engines_limit_counts_all_requests(engine: Engine) -> None:
 
 def test_a_request_that_shares_blocks_with_a_failing_one_is_still_steered(engine: Engine) -> None:
     prompt = "The history of the city begins with a small settlement by the river. " * 4
-    steer = {"op": "steer", "at": "layers.5.output", "vector": random_vector(0), "scale": 4}
-    capture = {"op": "capture", "at": "layers.0.output", "name": "c", "where": {"phase": "prompt"}}
+    steer: dict[str, Any] = {"op": "steer", "at": "layers.5.output", "vector": random_vector(0), "scale": 4}
+    capture: dict[str, Any] = {"op": "capture", "at": "layers.0.output", "where": {"phase": "prompt"}}
     expected = engine.ask(prompt, [steer], max_tokens=8).token_ids
     assert expected != engine.ask(prompt, max_tokens=8).token_ids
     assert engine.llm.reset_prefix_cache()
     holding = engine.submit(Ask(prompt, [capture], max_tokens=40))
     engine.core.step()
     batch = [
-        engine.submit(Ask(prompt, [steer, capture], max_tokens=8)),
-        engine.submit(Ask(prompt, [steer], max_tokens=8)),
+        engine.submit(Ask(prompt, operations, max_tokens=8)) for operations in ([steer, capture], [steer])
     ]
-    done: dict[str, Any] = {}
-    while engine.core.has_unfinished_requests():
-        done |= {output.request_id: output for output in engine.core.step() if output.finished}
-    failed, sharing, held = (engine.replies(entry, done[entry.request_id])[0] for entry in (*batch, holding))
+    (failed,), (sharing,), (held,) = engine.finish([*batch, holding])
     assert failed.failure is not None
     assert failed.failure.code == "engine_capture_full"
     assert held.failure is None
@@ -81,11 +75,7 @@ def test_a_plan_that_raises_in_the_worker_fails_alone(engine: Engine) -> None:
     ((expected,),) = engine.run([good])
     steer = {"op": "steer", "at": "layers.5.output", "vector": random_vector(0)}
     entries = [engine.submit(good), engine.submit_broken(Ask("Hello", [steer], max_tokens=6))]
-    done: dict[str, Any] = {}
-    while engine.core.has_unfinished_requests():
-        done |= {output.request_id: output for output in engine.core.step() if output.finished}
-    (reply,) = engine.replies(entries[0], done[entries[0].request_id])
-    (broken,) = engine.replies(entries[1], done[entries[1].request_id])
+    (reply,), (broken,) = engine.finish(entries)
     assert reply.token_ids == expected.token_ids
     assert broken.failure.code == "wrong_width"
     assert set(engine.held().values()) == {0}
@@ -135,12 +125,9 @@ def test_a_request_that_comes_after_a_failed_one_is_steered(engine: Engine, num_
     entries = [engine.submit_broken(ask)]
     done: dict[str, Any] = {}
     for _ in range(num_steps):
-        done |= {output.request_id: output for output in engine.core.step() if output.finished}
+        done |= engine.step()
     is_known = bool(done)
-    entries.append(engine.submit(ask))
-    while engine.core.has_unfinished_requests():
-        done |= {output.request_id: output for output in engine.core.step() if output.finished}
-    (broken,), (reply,) = (engine.replies(entry, done[entry.request_id]) for entry in entries)
+    (broken,), (reply,) = engine.finish([*entries, engine.submit(ask)], done)
     assert broken.failure.code == "wrong_width"
     if reply.failure is not None:
         assert not is_known
@@ -164,42 +151,6 @@ def test_a_vector_of_many_requests_is_held_once(engine: Engine) -> None:
         engine.router.close(entry.request_id)
     assert set(engine.held().values()) == {0}
     assert len(contents) == 0
-
-
-@pytest.mark.heavy
-def test_two_hundred_mixed_requests(engine: Engine) -> None:
-    rng = random.Random(0)
-    expected = engine.ask("I think dogs are", max_tokens=5).token_ids
-    kinds: list[list[dict[str, Any]]] = [
-        [],
-        [{"op": "steer", "at": "layers.5.output", "vector": random_vector(0), "scale": 0.1}],
-        [{"op": "capture", "at": "layers.*.output", "where": {"phase": "generated"}}],
-        [{"op": "probe", "at": "layers.3:9.output", "weights": random_vector(1)}],
-        [{"op": "ablate", "at": "layers.2.mlp.act", "units": [1, 2]}],
-        [{"op": "logit_lens", "layers": [29], "where": {"phase": "generated"}}],
-        [{"op": "ablate", "at": "layers.9.output", "method": "mean"}],
-        [{"op": "capture", "at": "logits", "reduce": "last", "where": {"positions": [-1]}}],
-    ]
-    waiting = []
-    for number in range(200):
-        ask = Ask(
-            f"{number} is a number, and " + "so on " * rng.randint(0, 30),
-            rng.choice(kinds),
-            max_tokens=rng.randint(2, 12),
-            sampling={"temperature": rng.choice([0.0, 1.0])},
-        )
-        waiting.append(engine.submit(ask))
-        engine.core.step()
-        if rng.random() < 0.15:
-            victim = waiting.pop(rng.randrange(len(waiting)))
-            engine.core.abort_request([victim.request_id])
-            engine.router.close(victim.request_id)
-    while engine.core.has_unfinished_requests():
-        engine.core.step()
-    for entry in waiting:
-        engine.router.close(entry.request_id)
-    assert engine.ask("I think dogs are", max_tokens=5).token_ids == expected
-    assert set(engine.held().values()) == {0}
 
 
 @pytest.mark.parametrize("size", [1e38, pytest.param(-1e38, marks=pytest.mark.heavy)])

@@ -65,9 +65,8 @@ def flooding(index: int, sampling: dict[str, Any]) -> Ask:
 
 
 def steps_to_the_end(engine: Engine, request_id: str, done: dict[str, Any]) -> int:
-    """Run steps until a request has ended, and return how many."""
     for count in range(1, 2000):
-        done |= {output.request_id: output for output in engine.core.step() if output.finished}
+        done |= engine.step()
         if request_id in done:
             return count
     raise AssertionError("it does not end")
@@ -78,7 +77,7 @@ def test_a_first_token_comes_at_once_though_places_and_memory_are_taken(engine: 
     pending = [engine.submit(ask) for ask in flood]
     done: dict[str, Any] = {}
     for _ in range(20):
-        done |= {output.request_id: output for output in engine.core.step() if output.finished}
+        done |= engine.step()
     small = engine.submit(Ask("The", max_tokens=1, sampling=FEW))
     assert steps_to_the_end(engine, small.request_id, done) == 1
     long = engine.submit(Ask("The", max_tokens=30, sampling=FEW))
@@ -86,7 +85,7 @@ def test_a_first_token_comes_at_once_though_places_and_memory_are_taken(engine: 
     large = engine.submit(Ask(LARGE, max_tokens=1, sampling=FEW))
     assert steps_to_the_end(engine, large.request_id, done) == 1
     while engine.core.has_unfinished_requests():
-        done |= {output.request_id: output for output in engine.core.step() if output.finished}
+        done |= engine.step()
     (answered,) = engine.replies(large, done[large.request_id])
     assert answered.token_ids == engine.ask(LARGE, max_tokens=1).token_ids
     recomputed = 0
@@ -114,7 +113,7 @@ def test_nothing_is_preempted_for_what_a_paused_engine_does_not_start(engine: En
     large = engine.submit(Ask(LARGE, max_tokens=1, sampling=FEW))
     done: dict[str, Any] = {}
     for _ in range(40):
-        done |= {output.request_id: output for output in engine.core.step() if output.finished}
+        done |= engine.step()
     assert done.keys() == {entry.request_id for entry in pending}
     core.engine_core.scheduler.set_pause_state(PauseState.UNPAUSED)
     assert steps_to_the_end(engine, large.request_id, done) == 1
@@ -152,7 +151,7 @@ def test_a_flood_of_traces_gets_its_turns_and_keeps_its_prompts_whole(model: VLL
     for count in range(2000):
         if count % 5 == 0:  # the other one has always something to do
             engine.submit(Ask("The", max_tokens=4, sampling=FEW))
-        done |= {output.request_id: output for output in engine.core.step() if output.finished}
+        done |= engine.step()
         if all(f"trace-{number}" in done for number in range(8)):
             break
     while engine.core.has_unfinished_requests():
@@ -172,7 +171,7 @@ def test_one_tenant_alone_takes_as_many_steps_as_none(engine: Engine) -> None:
         done: dict[str, Any] = {}
         count = 0
         while engine.core.has_unfinished_requests():
-            done |= {output.request_id: output for output in engine.core.step() if output.finished}
+            done |= engine.step()
             count += 1
         counts.append(count)
         for entry in pending:

@@ -46,7 +46,7 @@ from tests.e2e.faults import (
     sandbox_processes,
     small_disk,
 )
-from tests.e2e.keyed import made
+from tests.e2e.keyed import OPERATOR, STRANGER, keys_in
 from tests.e2e.server import Server
 from tests.e2e.test_traces_http import endless
 from tests.waiting import wait_for
@@ -106,7 +106,6 @@ class Faulty:
         return text
 
     def streamed(self, **body: Any) -> tuple[Streamed, Future[None]]:
-        """Begin a stream, and wait for its first event."""
         stream = Streamed()
         body = {"prompt": PROMPT, "max_tokens": LONG, "min_tokens": LONG, "stream": True, **body}
 
@@ -179,23 +178,18 @@ def faulty(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
             "NNSIGHT_ENGINE_MAX_SANDBOXES": "2",
         }
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("DATA_DIR", "DATABASE_URL"):
-                patch.setenv(f"NNSIGHT_ENGINE_{name}", environment[f"NNSIGHT_ENGINE_{name}"])
-            keys = (
-                made(patch, "acme", "--scopes", "completions,interventions,code,metrics"),
-                made(patch, "stranger", "--tier", "sandboxed"),
-            )
+            patch.setenv("NNSIGHT_ENGINE_DATABASE_URL", url)
+            keys = keys_in(disk / "data", acme=OPERATOR, stranger=STRANGER)
         server = stack.enter_context(
             Server(arguments=["--max-model-len", "1024"], environment=environment, ready_timeout_s=_READY_S)
         )
-        faulty = Faulty(server, keys, disk, Path(temporary))
+        faulty = Faulty(server, (keys["acme"], keys["stranger"]), disk, Path(temporary))
         faulty.proxy, faulty.database_url = proxy, direct
         yield faulty
 
 
 @pytest.fixture(scope="module")
 def trace(faulty: Faulty, narrow: Path) -> bytes:
-    """A trace of some seconds."""
     outline = faulty.client.get("/v1/traces/outline").json()
     return endless(VLLM(str(narrow)), outline, max_tokens=90, min_tokens=90).to_bytes()
 

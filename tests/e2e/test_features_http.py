@@ -1,8 +1,7 @@
-"""Features over HTTP: an uploaded dictionary read and changed by label, in answers, streams and presets."""
+"""Features over HTTP: an uploaded dictionary read and changed by label."""
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +12,7 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import save
 
+from tests.e2e.answers import answer, tensor_of
 from tests.e2e.server import Server
 from tests.narrow_model import WIDTH
 
@@ -20,7 +20,6 @@ pytestmark = pytest.mark.e2e
 
 NUM_FEATURES = 64
 AT = "layers.9.output"
-PROMPT = "The Eiffel Tower is in the city of"
 LABELS = {"3": "cats", "9": "rain"}
 
 Array = npt.NDArray[np.float32]
@@ -63,19 +62,6 @@ def dictionary(client: httpx.Client, numbers: dict[str, Array]) -> dict[str, Any
     return made
 
 
-def answer(client: httpx.Client, operations: list[dict[str, Any]], **more: object) -> dict[str, Any]:
-    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **more}
-    reply = client.post("/v1/completions", json={**body, "interventions": operations})
-    assert reply.status_code == 200, reply.text
-    choice: dict[str, Any] = reply.json()["choices"][0]
-    return choice
-
-
-def captured(result: dict[str, Any]) -> Array:
-    tensor = result["points"][AT]
-    return np.frombuffer(base64.b64decode(tensor["data"]), tensor["dtype"]).reshape(tensor["shape"])
-
-
 def encoded(numbers: dict[str, Array], x: Array) -> Array:
     found: Array = np.maximum(x @ numbers["W_enc"] + numbers["b_enc"], 0)
     return found
@@ -86,15 +72,13 @@ def test_features_are_read_by_label_and_by_rank(
 ) -> None:
     found = answer(
         client,
-        [
-            {"op": "features", "dictionary": "ninth", "features": ["rain", 5], "name": "given"},
-            {"op": "features", "dictionary": "ninth@1", "top_k": 4, "name": "top"},
-            {"op": "capture", "at": AT, "dtype": "float32", "name": "x"},
-            {"op": "flag", "when": {"dictionary": "ninth", "feature": "cats", "above": 0.5}, "name": "cats"},
-        ],
+        {"op": "features", "dictionary": "ninth", "features": ["rain", 5], "name": "given"},
+        {"op": "features", "dictionary": "ninth@1", "top_k": 4, "name": "top"},
+        {"op": "capture", "at": AT, "dtype": "float32", "name": "x"},
+        {"op": "flag", "when": {"dictionary": "ninth", "feature": "cats", "above": 0.5}, "name": "cats"},
     )["interventions"]
     results = found["results"]
-    activations = encoded(numbers, captured(results["x"]))
+    activations = encoded(numbers, tensor_of(results["x"]["points"][AT]))
     assert results["given"]["positions"] == [*range(len(activations))]
     for own, given, top in zip(
         activations, results["given"]["features"], results["top"]["features"], strict=True
@@ -120,69 +104,11 @@ def test_a_change_moves_the_value_along_the_feature(
         "changes": [{"feature": "cats", "value": 40.0}, {"feature": 7, "mode": "ablate"}],
     }
     read = {"op": "capture", "at": AT, "dtype": "float32"}
-    results = answer(client, [{**read, "name": "before"}, change, {**read, "name": "after"}])[
-        "interventions"
-    ]["results"]
-    before, after = captured(results["before"]), captured(results["after"])
+    found = answer(client, {**read, "name": "before"}, change, {**read, "name": "after"})
+    results = found["interventions"]["results"]
+    before, after = (tensor_of(results[name]["points"][AT]) for name in ("before", "after"))
     old = encoded(numbers, before)
     expected = (40 - old[:, 3:4]) * numbers["W_dec"][3] - old[:, 7:8] * numbers["W_dec"][7]
     # The model computes in its own dtype: what is added is rounded at the size of the values.
     rounding = np.abs(before).max(axis=1, keepdims=True) / 100 + 0.05
     assert (np.abs(after - before - expected) < rounding).all()
-
-
-def test_a_stream_has_the_features_of_each_token(client: httpx.Client, dictionary: dict[str, Any]) -> None:
-    del dictionary
-    read = {"op": "features", "dictionary": "ninth", "top_k": 2, "where": {"phase": "generated"}, "name": "f"}
-    whole = answer(client, [read])["interventions"]["results"]["f"]
-    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": True}
-    positions, rows = [], []
-    with client.stream("POST", "/v1/completions", json={**body, "interventions": [read]}) as stream:
-        for line in stream.iter_lines():
-            if line.startswith("data: {"):
-                choice = json.loads(line.removeprefix("data: "))["choices"][0]
-                part = choice.get("interventions", {}).get("results", {}).get("f")
-                if part is not None:
-                    assert len(part["positions"]) <= 1
-                    positions += part["positions"]
-                    rows += part["features"]
-    assert (positions, rows) == (whole["positions"], whole["features"])
-
-
-def test_a_preset_keeps_its_version_of_a_dictionary(
-    client: httpx.Client, dictionary: dict[str, Any], numbers: dict[str, Array]
-) -> None:
-    change = {"op": "feature", "dictionary": "ninth", "changes": [{"feature": "cats", "value": 30.0}]}
-    made = client.post("/v1/presets", json={"name": "catty", "interventions": [change]})
-    assert made.status_code == 201, made.text
-    newer = {name: -one for name, one in numbers.items()}
-    cfg = client.get(f"/v1/dictionaries/{dictionary['id']}/config").text
-    reply = client.post(
-        "/v1/dictionaries",
-        data={"name": "ninth", "cfg": cfg, "labels": json.dumps({"5": "cats"})},
-        files={"weights": ("sae_weights.safetensors", save(newer))},
-    )
-    assert reply.json()["version"] == 2
-    found = answer(client, [], preset="catty")["interventions"]
-    assert found["applied"][0]["dictionaries"] == [{"name": "ninth", "version": 1, "id": dictionary["id"]}]
-    client.delete(f"/v1/dictionaries/{reply.json()['id']}")
-
-
-def test_names_that_mean_nothing_are_refused(client: httpx.Client, dictionary: dict[str, Any]) -> None:
-    del dictionary
-    for op, code, param in (
-        ({"op": "features", "dictionary": "none"}, "unknown_dictionary", "interventions.0.dictionary"),
-        (
-            {"op": "features", "dictionary": "ninth", "features": ["dogs"]},
-            "unknown_feature",
-            "interventions.0.features.0",
-        ),
-        (
-            {"op": "flag", "when": {"dictionary": "ninth", "feature": 64}},
-            "unknown_feature",
-            "interventions.0.when.feature",
-        ),
-    ):
-        reply = client.post("/v1/completions", json={"prompt": PROMPT, "interventions": [op]})
-        error = reply.json()["error"]
-        assert (reply.status_code, error["code"], error["param"]) == (400, code, param), reply.text

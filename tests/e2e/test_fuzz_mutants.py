@@ -8,7 +8,6 @@ import pytest
 
 from tests.e2e.fuzz.bench import Bench
 from tests.e2e.fuzz.cases import Author
-from tests.e2e.fuzz.child import open_bench
 from tests.e2e.fuzz.mutants import MUTANTS, Mutant
 from tests.e2e.fuzz.rounds import Round
 from tests.e2e.watching import Watch
@@ -21,7 +20,7 @@ _NUM_CASES = 120
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """Serve in bfloat16, where rounding hides most, with split prompts and preemptions."""
-    bench = open_bench(Round("llama", "bfloat16", "tight"), tmp_path_factory.mktemp("fuzz"))
+    bench = Bench(Round("llama", "bfloat16", "tight"), tmp_path_factory.mktemp("fuzz"))
     yield bench
     bench.close()
 

@@ -196,11 +196,7 @@ PHASES: Final[dict[type, tuple[str, ...]]] = {
 
 
 class Counter:
-    """Counts calls that would wait, in all phases of steps.
-
-    Attributes:
-        found: The calls, with their stacks.
-    """
+    """Finds calls that would wait, with their stacks, in all phases of steps."""
 
     def __init__(self) -> None:
         self.found: list[str] = []

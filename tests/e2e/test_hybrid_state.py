@@ -29,7 +29,6 @@ def prompt(seed: int, length: int = 110) -> list[int]:
 
 
 def steer(scale: float, **where: Any) -> dict[str, Any]:
-    """Return a write at the first mixer."""
     vector = torch.randn(HIDDEN_SIZE, generator=torch.Generator().manual_seed(3)).tolist()
     found = {"op": "steer", "at": "layers.0.mixer.output", "vector": vector, "scale": scale}
     return found | ({"where": where} if where else {})
@@ -54,26 +53,23 @@ def batch() -> list[Ask]:
 @pytest.fixture(scope="module")
 def calm(checkpoint: Path, batch: list[Ask]) -> list[Reply]:
     """The same requests one by one, with each prompt in one step."""
-    engine = Engine(checkpoint, dtype="float32", max_model_len=256, enable_prefix_caching=False)
-    replies = [reply for ask in batch for (reply,) in engine.run([ask])]
-    engine.close()
-    return replies
+    with Engine(checkpoint, dtype="float32", max_model_len=256, enable_prefix_caching=False) as engine:
+        return [reply for ask in batch for (reply,) in engine.run([ask])]
 
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path, calm: list[Reply]) -> Iterator[Engine]:
     """Serve with chunks, a prefix cache, and too little memory for all requests at once."""
     assert calm
-    engine = Engine(
+    with Engine(
         checkpoint,
         dtype="float32",
         max_model_len=256,
         max_num_batched_tokens=160,
         num_gpu_blocks_override=10,
         enable_prefix_caching=checkpoint.name.startswith(CACHED),
-    )
-    yield engine
-    engine.close()
+    ) as engine:
+        yield engine
 
 
 def assert_same(reply: Reply, expected: Reply) -> None:

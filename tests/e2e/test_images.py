@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -15,7 +13,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.points import VISION
 from nnsight_engine.plans.collect.results import CollectedCapture, CollectedLens, CollectedProbe
 from nnsight_engine.vllm_backend.prompt_media import media_of
-from tests.e2e.harness import Ask, Engine, Reply, random_vector
+from tests.e2e.harness import Ask, Engine, Reply, random_vector, small_engine
 from tests.e2e.seeing_reference import IMAGES, LAYER, NUM_TOKENS, TEXT, Change, SeeingReference
 from tests.families.checkpoints import HIDDEN_SIZE, NUM_LAYERS
 from tests.families.seeing import IMAGE_TOKEN, picture, write_idefics3
@@ -27,16 +25,6 @@ VECTOR: Final = random_vector(3, HIDDEN_SIZE)
 SCALE: Final = 8
 
 
-@contextmanager
-def serving(checkpoint: Path, **options: Any) -> Iterator[Engine]:
-    defaults: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "block_size": 32}
-    engine = Engine(checkpoint, **(defaults | options))
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> SeeingReference:
     return SeeingReference(write_idefics3(tmp_path_factory.mktemp("idefics3")))
@@ -44,7 +32,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> SeeingReference:
 
 @pytest.fixture(scope="module")
 def engine(reference: SeeingReference) -> Iterator[Engine]:
-    with serving(reference.checkpoint) as engine:
+    with small_engine(reference.checkpoint) as engine:
         yield engine
 
 
@@ -143,22 +131,6 @@ def test_the_rows_of_images_are_read_and_written_alone(engine: Engine, reference
     assert torch.equal(again, rows.tensor("c", VISION)), "the encoder's cache has what was encoded"
 
 
-@pytest.mark.parametrize(
-    ("operation", "images", "code"),
-    [
-        ({"at": VISION}, (), ErrorCode.POSITION_OUT_OF_RANGE),
-        ({"at": [VISION, AT]}, IMAGES, ErrorCode.UNSUPPORTED_COMBINATION),
-        ({"at": VISION, "where": {"phase": "generated"}}, IMAGES, ErrorCode.CONTRADICTORY_WHERE),
-    ],
-)
-def test_rows_of_images_that_are_not_there_are_refused(
-    engine: Engine, operation: dict[str, Any], images: tuple[Image, ...], code: ErrorCode
-) -> None:
-    with pytest.raises(ApiError) as caught:
-        ask(engine, {"op": "capture", **operation}, images=images)
-    assert caught.value.code is code
-
-
 def test_the_lens_reads_images(engine: Engine, reference: SeeingReference) -> None:
     lens = {"op": "logit_lens", "layers": "all", "top_k": 1, "where": {"images": [1]}, "name": "c"}
     result = ask(engine, lens).result("c")
@@ -180,29 +152,6 @@ def test_requests_with_the_same_text_and_other_images_share_nothing(engine: Engi
     assert first == pytest.approx(again, abs=1e-4)
     assert abs(first - other) > 1e-3
     assert replies[2].num_cached_tokens > replies[1].num_cached_tokens
-
-
-@pytest.mark.parametrize(
-    ("images", "where", "message"),
-    [
-        (IMAGES, {"images": [2]}, "has 2 images, got 2"),
-        (IMAGES, {"images": [-3]}, "has 2 images, got -3"),
-        ((), {"images": [0]}, "no images"),
-    ],
-)
-def test_an_image_that_is_not_there_is_refused(
-    engine: Engine, images: tuple[Image, ...], where: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ApiError, match=message) as caught:
-        ask(engine, {**CAPTURE, "where": where}, images=images)
-    assert caught.value.code is ErrorCode.POSITION_OUT_OF_RANGE
-    assert caught.value.param == "interventions.0.where.images.0"
-
-
-def test_an_image_at_other_positions_is_contradictory(engine: Engine) -> None:
-    with pytest.raises(ApiError) as caught:
-        ask(engine, {**CAPTURE, "where": {"images": [0], "phase": "generated"}})
-    assert caught.value.code is ErrorCode.CONTRADICTORY_WHERE
 
 
 def test_marks_between_the_parts_of_an_image_are_none_of_its_positions(engine: Engine) -> None:
@@ -343,29 +292,54 @@ def test_reads_in_the_encoder_see_earlier_writes(engine: Engine, reference: Seei
     assert torch.equal(reply.tensor("after", IN_ENCODER), torch.full_like(rows, 2.0))
 
 
+RANGE, MIXED = ErrorCode.POSITION_OUT_OF_RANGE, ErrorCode.UNSUPPORTED_COMBINATION
+
+
 @pytest.mark.parametrize(
     ("operation", "images", "code", "param"),
     [
-        ({}, (), ErrorCode.POSITION_OUT_OF_RANGE, "at"),
-        ({"where": {"images": [2]}}, IMAGES, ErrorCode.POSITION_OUT_OF_RANGE, "where.images.0"),
-        ({"at": [IN_ENCODER, VISION]}, IMAGES, ErrorCode.UNSUPPORTED_COMBINATION, "at"),
-        ({"where": {"positions": [0]}}, IMAGES, ErrorCode.UNSUPPORTED_COMBINATION, "where"),
-        ({"where": {"phase": "generated"}}, IMAGES, ErrorCode.CONTRADICTORY_WHERE, "where.phase"),
+        ({"at": AT, "where": {"images": [2]}}, IMAGES, RANGE, "where.images.0"),
+        ({"at": AT, "where": {"images": [-3]}}, IMAGES, RANGE, "where.images.0"),
+        ({"at": AT, "where": {"images": [0]}}, (), RANGE, "where.images.0"),
+        (
+            {"at": AT, "where": {"images": [0], "phase": "generated"}},
+            IMAGES,
+            ErrorCode.CONTRADICTORY_WHERE,
+            "where",
+        ),
+        ({"at": VISION}, (), RANGE, "at"),
+        ({"at": [VISION, AT]}, IMAGES, MIXED, "at"),
+        (
+            {"at": VISION, "where": {"phase": "generated"}},
+            IMAGES,
+            ErrorCode.CONTRADICTORY_WHERE,
+            "where",
+        ),
+        ({"at": IN_ENCODER}, (), RANGE, "at"),
+        ({"at": IN_ENCODER, "where": {"images": [2]}}, IMAGES, RANGE, "where.images.0"),
+        ({"at": [IN_ENCODER, VISION]}, IMAGES, MIXED, "at"),
+        ({"at": IN_ENCODER, "where": {"positions": [0]}}, IMAGES, MIXED, "where"),
+        (
+            {"at": IN_ENCODER, "where": {"phase": "generated"}},
+            IMAGES,
+            ErrorCode.CONTRADICTORY_WHERE,
+            "where.phase",
+        ),
         ({"at": "vision.layers.3.output"}, IMAGES, ErrorCode.UNKNOWN_LAYER, "at"),
         ({"at": "vision.layers.0.mlp.act"}, IMAGES, ErrorCode.UNKNOWN_POINT, "at"),
         (
-            {"op": "patch", "values": [[0.0] * WIDTH], "where": {"images": [0]}},
+            {"op": "patch", "at": IN_ENCODER, "values": [[0.0] * WIDTH], "where": {"images": [0]}},
             IMAGES,
             ErrorCode.INVALID_VALUE,
             "values",
         ),
     ],
 )
-def test_what_is_not_in_the_encoder_is_refused(
+def test_what_is_not_in_an_image_is_refused(
     engine: Engine, operation: dict[str, Any], images: tuple[Image, ...], code: ErrorCode, param: str
 ) -> None:
     with pytest.raises(ApiError) as caught:
-        ask(engine, {"op": "capture", "at": IN_ENCODER, **operation}, images=images)
+        ask(engine, {"op": "capture", **operation}, images=images)
     assert (caught.value.code, caught.value.param) == (code, f"interventions.0.{param}")
 
 
@@ -376,7 +350,7 @@ def test_chunks_of_an_image_are_as_the_whole_and_preempted_prompts_read_once(
     reference: SeeingReference,
 ) -> None:
     options = {"max_num_batched_tokens": 24, "max_num_seqs": 4, "num_gpu_blocks_override": 12}
-    with serving(reference.checkpoint, **options) as engine:
+    with small_engine(reference.checkpoint, **options) as engine:
         reply = ask(engine, {**CAPTURE, "where": {"phase": "prompt"}})
         assert_captured(reply, reference.activations())
         steer = {"op": "steer", "at": AT, "vector": VECTOR, "scale": SCALE, "where": {"images": [1]}}

@@ -15,7 +15,7 @@ import nnsight_engine
 from nnsight_engine import RemoteBackend, RemoteError, save
 from nnsight_engine.modeling.bundled import BUNDLED_MODEL_NAME
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.keyed import SCOPES, KeyedServer
+from tests.e2e.keyed import SCOPES, KeyedServer, Tenant
 from tests.waiting import wait_for
 
 LONG = "The Eiffel Tower is in the city of Paris. " * 20
@@ -26,27 +26,20 @@ pytestmark = pytest.mark.e2e
 
 
 class Keyed:
-    """A server, and the keys of two tenants."""
-
     def __init__(self, found: KeyedServer) -> None:
-        self.url = found.server.base_url
-        self.ours, self.theirs, self.admins = (found.keys[name] for name in ("acme", "rival", "admin"))
+        self.found, self.url = found, found.server.base_url
+        self.ours, self.theirs = found.keys["acme"], found.keys["rival"]
 
-    def limited(self, **limits: float) -> httpx.Client:
+    def limited(self, **limits: float) -> Tenant:
         """Return a client with a key of its own that may do so much."""
         new = {"tenant": "acme", "tier": "trusted", "limits": limits, "scopes": SCOPES}
-        made = self.client(self.admins).post("/v1/admin/keys", json=new).json()
-        return self.client(made["key"])
+        made = self.found.tenant("admin").post("/v1/admin/keys", json=new).json()
+        return Tenant(self.found.server, made["key"])
 
-    def client(self, key: str) -> httpx.Client:
-        return httpx.Client(base_url=self.url, headers={"authorization": f"Bearer {key}"}, timeout=60)
-
-    def num_cached(self, key: str) -> int:
+    def num_cached(self, name: str) -> int:
         """Return how many tokens of a long prompt were computed for somebody before."""
-        body = {"prompt": LONG, "max_tokens": 1}
-        headers = {"authorization": f"Bearer {key}"}
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=60)
-        return int((answer.json()["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
+        usage = self.found.tenant(name).complete(prompt=LONG, max_tokens=1).json()["usage"]
+        return int((usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +71,7 @@ def test_ours_sends_them_too(keyed: Keyed, bundled: Path, monkeypatch: pytest.Mo
 
 
 def test_tenants_share_no_prefix_cache(keyed: Keyed) -> None:
-    counts = [keyed.num_cached(key) for key in (keyed.ours, keyed.ours, keyed.theirs, keyed.theirs)]
+    counts = [keyed.num_cached(name) for name in ("acme", "acme", "rival", "rival")]
     assert counts[0] == counts[2] == 0
     assert counts[1] == counts[3] > 100
 

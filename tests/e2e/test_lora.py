@@ -19,19 +19,30 @@ from vllm.lora.request import LoRARequest
 from nnsight_engine import LanguageModel, save
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.adapted import (
+    BASE,
+    BLOCK_SIZE,
+    CONTEXT,
+    FIRST,
+    SECOND,
+    Adapted,
+    adapted,
+    expected,
+    head_adapter,
+)
 from tests.e2e.engine_kinds import options_of_process
-from tests.e2e.family_check import CHECKS, PROMPT_IDS, Expected, expect
+from tests.e2e.family_check import CHECKS, PROMPT_IDS, Expected
 from tests.e2e.harness import Ask, Engine, Reply, random_vector
 from tests.e2e.point_blocks import BLOCKS, AdaptedVLLM, Values, difference, expected_values, tried
-from tests.families.adapters import RANK, write_adapter, write_merged, write_weights
-from tests.families.checkpoints import HIDDEN_SIZE, write_checkpoint
+from tests.families.adapters import RANK, write_adapter, write_merged
+from tests.families.checkpoints import HIDDEN_SIZE
 from tests.families.edits import continued
 from tests.families.reference import load_reference_model, reference_activations
 
+__all__ = ["adapted", "expected"]  # fixtures
+
 pytestmark = pytest.mark.e2e
 
-CONTEXT: Final = 128
-BLOCK_SIZE: Final = 32
 _ENGINE: Final[dict[str, Any]] = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -50,44 +61,16 @@ _CAPTURED: Final = ["layers.0.mlp.output", "layers.2.attn.q", "layers.2.mlp.act"
 _Value = TypeVar("_Value")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Adapted:
-    """The checkpoint with an adapter or without one.
-
-    Attributes:
-        request: The adapter; None for the checkpoint as it is.
-        merged: The same as a checkpoint of its own.
-    """
-
-    request: LoRARequest | None
-    merged: Path
+@pytest.fixture(scope="module")
+def requests(adapted: Adapted) -> dict[str, LoRARequest | None]:
+    """Return by name what asks for an adapter, and None for the checkpoint as it is."""
+    named = enumerate(adapted.adapters.items(), 1)
+    return {BASE: None} | {name: LoRARequest(name, number, str(one)) for number, (name, one) in named}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def models(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Adapted]:
-    found = {"base": Adapted(None, checkpoint)}
-    for number, name in enumerate(("first", "second"), 1):
-        adapter = write_adapter(checkpoint, tmp_path_factory.mktemp(name), seed=number)
-        merged = write_merged(checkpoint, adapter, tmp_path_factory.mktemp(f"merged_{name}"))
-        found[name] = Adapted(LoRARequest(name, number, str(adapter)), merged)
-    return found
-
-
-@pytest.fixture(scope="module")
-def expected(models: dict[str, Adapted]) -> dict[str, Expected]:
-    found = {name: expect(model.merged) for name, model in models.items()}
-    assert len({tuple(one.plain.token_ids) for one in found.values()}) == len(found)
-    return found
-
-
-@pytest.fixture(scope="module")
-def values(models: dict[str, Adapted]) -> dict[str, Values | str]:
-    return expected_values(models["first"].merged)
+def values(adapted: Adapted) -> dict[str, Values | str]:
+    return expected_values(adapted.merged[FIRST])
 
 
 @pytest.fixture(
@@ -99,7 +82,6 @@ def values(models: dict[str, Adapted]) -> dict[str, Values | str]:
     ],
 )
 def workers(request: pytest.FixtureRequest) -> Iterator[dict[str, int]]:
-    """Choose the engine's workers."""
     chosen: dict[str, int] = request.param
     with pytest.MonkeyPatch.context() as patch:
         if chosen:
@@ -111,15 +93,15 @@ def workers(request: pytest.FixtureRequest) -> Iterator[dict[str, int]]:
 @pytest.fixture(scope="module")
 def model(
     workers: dict[str, int],
-    checkpoint: Path,
-    models: dict[str, Adapted],
+    adapted: Adapted,
+    requests: dict[str, LoRARequest | None],
     expected: dict[str, Expected],
     values: dict[str, Values | str],
 ) -> Iterator[AdaptedVLLM]:
     """Start the engine, after transformers has computed what it is compared with."""
-    options = {**_ENGINE, **options_of_process(checkpoint), **workers}
-    model = AdaptedVLLM(str(checkpoint), dispatch=True, **options)
-    model.__dict__["adapter"] = models["first"].request
+    options = {**_ENGINE, **options_of_process(adapted.base), **workers}
+    model = AdaptedVLLM(str(adapted.base), dispatch=True, **options)
+    model.__dict__["adapter"] = requests[FIRST]
     yield model
     model.shutdown()
 
@@ -145,11 +127,15 @@ def offered(expected: Expected, engine: Engine) -> Expected:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("name", ["first", "base"])
+@pytest.mark.parametrize("name", [FIRST, BASE])
 def test_an_adapter_gives_what_the_merged_weights_give(
-    engine: Engine, models: dict[str, Adapted], expected: dict[str, Expected], name: str, check: str
+    engine: Engine,
+    requests: dict[str, LoRARequest | None],
+    expected: dict[str, Expected],
+    name: str,
+    check: str,
 ) -> None:
-    engine.adapter = models[name].request
+    engine.adapter = requests[name]
     try:
         CHECKS[check](engine, offered(expected[name], engine))
     finally:
@@ -191,11 +177,11 @@ def _assert_equal(one: Reply, other: Reply, captured: list[str]) -> None:
 
 
 def test_each_request_of_a_mixed_batch_is_as_among_plain_requests(
-    engine: Engine, models: dict[str, Adapted]
+    engine: Engine, requests: dict[str, LoRARequest | None]
 ) -> None:
-    names = ["first", "base", "second", "first", "base", "second", "base"]
+    names = [FIRST, BASE, SECOND, FIRST, BASE, SECOND, BASE]
     asks = [
-        _ask(number, models[name].request, _steer(engine, number) if number > 2 else [])
+        _ask(number, requests[name], _steer(engine, number) if number > 2 else [])
         for number, name in enumerate(names)
     ]
     together = [reply for (reply,) in engine.run(asks)]
@@ -209,10 +195,10 @@ def test_each_request_of_a_mixed_batch_is_as_among_plain_requests(
 
 
 def test_more_adapters_than_slots_take_turns(
-    engine: Engine, models: dict[str, Adapted], checkpoint: Path, tmp_path: Path
+    engine: Engine, requests: dict[str, LoRARequest | None], adapted: Adapted, tmp_path: Path
 ) -> None:
-    third = LoRARequest("third", 3, str(write_adapter(checkpoint, tmp_path / "third", seed=3)))
-    adapters = [models["first"].request, None, third, models["second"].request, third]
+    third = LoRARequest("third", 3, str(write_adapter(adapted.base, tmp_path / "third", seed=3)))
+    adapters = [requests[FIRST], None, third, requests[SECOND], third]
     asks = [_ask(number, adapter, _steer(engine, number)) for number, adapter in enumerate(adapters)]
     together = [reply for (reply,) in engine.run(asks)]
     for ask, reply in zip(asks, together, strict=True):
@@ -223,12 +209,12 @@ def test_more_adapters_than_slots_take_turns(
             torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
 
 
-def test_logprobs_of_an_adapted_prompt(engine: Engine, models: dict[str, Adapted]) -> None:
+def test_logprobs_of_an_adapted_prompt(engine: Engine, requests: dict[str, LoRARequest | None]) -> None:
     """The unembedding of many rows uses no request's adapter."""
     sampling = {"prompt_logprobs": 0}
     with_it = [
-        Ask(PROMPT_IDS, _steer(engine, number), sampling=sampling, adapter=models[name].request)
-        for number, name in enumerate(("first", "second", "base"))
+        Ask(PROMPT_IDS, _steer(engine, number), sampling=sampling, adapter=requests[name])
+        for number, name in enumerate((FIRST, SECOND, BASE))
     ]
     replies = [reply for (reply,) in engine.run(with_it)]
     assert all(reply.failure is None for reply in replies)
@@ -239,37 +225,40 @@ def test_logprobs_of_an_adapted_prompt(engine: Engine, models: dict[str, Adapted
 
 @pytest.mark.parametrize("num_writes", [0, 1], ids=["plain", "steered"])
 def test_adapters_never_share_the_prefix_cache(
-    engine: Engine, models: dict[str, Adapted], num_writes: int
+    engine: Engine, requests: dict[str, LoRARequest | None], num_writes: int
 ) -> None:
     prompt = [*_LONG, 100 + num_writes]
     only_writes = _steer(engine, 1)[:num_writes]
     cold = {}
-    for name, model in models.items():
-        cold[name] = engine.ask(prompt, only_writes, sampling=dict(_LOGPROBS), adapter=model.request)
+    for name, adapter in requests.items():
+        cold[name] = engine.ask(prompt, only_writes, sampling=dict(_LOGPROBS), adapter=adapter)
         assert cold[name].num_cached_tokens == 0, name
-    for name, model in models.items():
-        warm = engine.ask(prompt, only_writes, sampling=dict(_LOGPROBS), adapter=model.request)
+    for name, adapter in requests.items():
+        warm = engine.ask(prompt, only_writes, sampling=dict(_LOGPROBS), adapter=adapter)
         assert warm.num_cached_tokens >= 64, name
         assert warm.token_ids == cold[name].token_ids
-    assert len({tuple(reply.token_ids) for reply in cold.values()}) == len(models)
+    assert len({tuple(reply.token_ids) for reply in cold.values()}) == len(requests)
 
 
 # Blocks that call modules.
 
 
 def test_a_block_calls_modules_with_its_own_requests_adapter(
-    model: AdaptedVLLM, workers: dict[str, int], models: dict[str, Adapted]
+    model: AdaptedVLLM,
+    workers: dict[str, int],
+    adapted: Adapted,
+    requests: dict[str, LoRARequest | None],
 ) -> None:
     """Whatever the number of rows and whoever else is in the batch; on an early stage while it runs."""
     waits = "pipeline_parallel_size" in workers
     rows = torch.randn(5, HIDDEN_SIZE, generator=torch.Generator().manual_seed(1))
     greedy: dict[str, Any] = {"max_tokens": 3, "temperature": 0.0, "ignore_eos": True}
     with model.trace(**greedy) as tracer:
-        with tracer.invoke(PROMPT_IDS, lora_request=models["first"].request):
+        with tracer.invoke(PROMPT_IDS, lora_request=requests[FIRST]):
             if waits:
                 _ = model.layers[0].output
             of_first = save([model.layers[1].mlp(rows), model.model.layers[0].self_attn.qkv_proj(rows)[0]])
-        with tracer.invoke(PROMPT_IDS[1:], lora_request=models["second"].request):
+        with tracer.invoke(PROMPT_IDS[1:], lora_request=requests[SECOND]):
             _ = model.layers[1].output
             of_second = save([model.layers[1].mlp(rows), model.model.layers[0].self_attn.qkv_proj(rows)[0]])
         with tracer.invoke(PROMPT_IDS[2:]):
@@ -277,8 +266,8 @@ def test_a_block_calls_modules_with_its_own_requests_adapter(
                 if waits:
                     _ = model.layers[0].output
                 of_base = save([model.layers[1].mlp(rows), model.model.layers[0].self_attn.qkv_proj(rows)[0]])
-    for name, got in (("first", of_first), ("second", of_second), ("base", of_base)):
-        wanted = _called(models[name].merged, rows)
+    for name, got in ((FIRST, of_first), (SECOND, of_second), (BASE, of_base)):
+        wanted = _called(adapted.merged[name], rows)
         for one, other in zip(got, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
@@ -294,29 +283,17 @@ def _called(merged: Path, rows: torch.Tensor) -> list[torch.Tensor]:
 # What is refused.
 
 
-def head_adapter(directory: Path) -> Path:
-    """Write an adapter of the unembedding."""
-    weights = {
-        "base_model.model.lm_head.lora_A.weight": torch.ones(RANK, HIDDEN_SIZE),
-        "base_model.model.lm_head.lora_B.weight": torch.ones(319, RANK),
-    }
-    write_weights(weights, directory)
-    return directory
-
-
 def test_an_adapter_of_the_unembedding_is_refused_by_every_worker(
-    engine: Engine, models: dict[str, Adapted], tmp_path: Path
+    engine: Engine, adapted: Adapted, tmp_path: Path
 ) -> None:
-    adapter = models["first"].request
-    assert adapter is not None
-    for folder, refused in ((head_adapter(tmp_path), True), (adapter.lora_path, False)):
+    for folder, refused in ((head_adapter(tmp_path), True), (adapted.adapters[FIRST], False)):
         found = engine.llm.collective_rpc("load_adapter", args=("another", 9, str(folder)))
         assert [one is not None and "lm_head" in one for one in found] == [refused] * len(found)
 
 
-def test_a_target_before_the_lens_is_refused_by_name(checkpoint: Path) -> None:
+def test_a_target_before_the_lens_is_refused_by_name(adapted: Adapted) -> None:
     with pytest.raises(UnsupportedOptionError, match="lm_head"):
-        VLLM(str(checkpoint), dispatch=True, **_ENGINE, lora_target_modules=["lm_head"])
+        VLLM(str(adapted.base), dispatch=True, **_ENGINE, lora_target_modules=["lm_head"])
 
 
 @pytest.mark.heavy
@@ -328,12 +305,9 @@ def test_an_adapter_of_a_real_model(bundled: Path, tmp_path: Path) -> None:
     activations = reference_activations(tmp_path / "merged", prompt)
     capture = {"op": "capture", "at": points, "where": {"phase": "prompt"}, "name": "captured"}
     options = {**_ENGINE, "max_num_seqs": 2}
-    engine = Engine(bundled, **options)
-    try:
+    with Engine(bundled, **options) as engine:
         request = LoRARequest("adapter", 1, str(adapter))
         reply, plain = engine.ask(prompt, [capture], adapter=request), engine.ask(prompt)
-    finally:
-        engine.close()
     assert reply.token_ids == continued(merged, prompt, len(reply.token_ids)).token_ids != plain.token_ids
     for point in points:
         wanted = activations[point]

@@ -16,58 +16,42 @@ import torch
 from nnsight_engine import CONFIG, save
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.family_check import PROMPT_IDS, Expected, expect
-from tests.e2e.keyed import SCOPES, made
+from tests.e2e.adapted import (
+    ADAPTED,
+    BASE,
+    BLOCK_SIZE,
+    CONTEXT,
+    FIRST,
+    SECOND,
+    Adapted,
+    adapted,
+    expected,
+    head_adapter,
+)
+from tests.e2e.family_check import PROMPT_IDS, Expected
+from tests.e2e.keyed import OPERATOR, keys_in
 from tests.e2e.live import MODEL, Live, live_server
-from tests.e2e.test_lora import BLOCK_SIZE, CONTEXT, head_adapter
-from tests.families.adapters import RANK, write_adapter, write_merged
-from tests.families.checkpoints import write_checkpoint
+
+__all__ = ["adapted", "expected"]  # fixtures
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy, pytest.mark.asyncio(loop_scope="module")]
 
 _NUM_TOKENS: Final = 6
+NAMED: Final = {FIRST: FIRST, MODEL: BASE}
+"""What the models of the server are among those that transformers has computed."""
 _LOAD: Final = "/v1/load_lora_adapter"
 _UNLOAD: Final = "/v1/unload_lora_adapter"
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Write a tiny model as ``base``, and two adapters."""
-    base = write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
-    names = ("first", "second")
-    adapters = {
-        name: write_adapter(base, tmp_path_factory.mktemp(name), seed=seed)
-        for seed, name in enumerate(names, 1)
-    }
-    return {"base": base, **adapters}
-
-
-@pytest.fixture(scope="module")
-def expected(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Expected]:
-    """Compute what each model gives, with transformers."""
-    merged = {
-        name: write_merged(folders["base"], folders[name], tmp_path_factory.mktemp(f"merged_{name}"))
-        for name in ("first", "second")
-    }
-    return {name: expect(folder) for name, folder in {**merged, MODEL: folders["base"]}.items()}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("data")
-
-
-@pytest.fixture(scope="module")
-def keys(data: Path) -> Iterator[dict[str, str]]:
-    """Make keys of an operator, whom the server and this process's clients know, and of a stranger."""
+def key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """Make an operator's key, whom the server's data and this process's clients know."""
+    data = tmp_path_factory.mktemp("data")
+    key = keys_in(data, operator=OPERATOR)["operator"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(data))
-        operator = made(patch, "operator", "--scopes", ",".join(("admin", *SCOPES)))
-        stranger = made(patch, "stranger", "--tier", "sandboxed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CONFIG.API, "KEY", operator)
+        patch.setattr(CONFIG.API, "KEY", key)
         patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
-        yield {"operator": operator, "stranger": stranger}
+        yield key, data
 
 
 @pytest.fixture(scope="module")
@@ -79,27 +63,25 @@ def root_level() -> int:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def live(
     root_level: int,
-    folders: dict[str, Path],
+    adapted: Adapted,
     expected: dict[str, Expected],
-    data: Path,
-    keys: dict[str, str],
+    key: tuple[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Live]:
     """Serve the model with the first adapter."""
     del root_level  # read before the start
     options = (
         *("--max-model-len", str(CONTEXT), "--dtype", "float32", "--block-size", str(BLOCK_SIZE)),
-        *("--enable-lora", "--max-loras", "2", "--max-lora-rank", str(RANK)),
-        *("--lora-modules", f"first={folders['first']}"),
+        *ADAPTED,
+        *("--lora-modules", f"first={adapted.adapters[FIRST]}"),
     )
     results = tmp_path_factory.mktemp("results")
-    async with live_server(folders["base"], results, *options, data_dir=data) as live:
-        live.http.headers["authorization"] = f"Bearer {keys['operator']}"
+    async with live_server(adapted.base, results, *options, data_dir=key[1]) as live:
+        live.http.headers["authorization"] = f"Bearer {key[0]}"
         yield live
 
 
 async def continued(live: Live, name: str, **body: Any) -> list[int]:
-    """Return the tokens with which a model continues the prompt."""
     body = {"prompt": PROMPT_IDS, "max_tokens": _NUM_TOKENS, "ignore_eos": True} | body
     response = await live.post(model=name, return_token_ids=True, **body)
     assert response.status_code == 200, response.text
@@ -117,10 +99,10 @@ async def names(live: Live) -> set[str]:
     return {card["id"] for card in (await live.http.get("/v1/models")).json()["data"]}
 
 
-async def test_an_adapter_is_a_model_of_the_list(live: Live, folders: dict[str, Path]) -> None:
+async def test_an_adapter_is_a_model_of_the_list(live: Live, adapted: Adapted) -> None:
     cards = {card["id"]: card for card in (await live.http.get("/v1/models")).json()["data"]}
     assert cards.keys() == {MODEL, "first"}
-    assert (cards["first"]["parent"], cards["first"]["root"]) == (MODEL, str(folders["first"]))
+    assert (cards["first"]["parent"], cards["first"]["root"]) == (MODEL, str(adapted.adapters[FIRST]))
     assert (await live.http.get("/v1/capabilities")).json()["adapters"] == ["first"]
     assert "first" in (await live.http.get("/v1/status")).json()["models"][0]["names"]
 
@@ -130,13 +112,13 @@ async def test_warnings_are_still_logged(root_level: int) -> None:
     assert logging.root.level == root_level <= logging.WARNING
 
 
-@pytest.mark.parametrize("name", ["first", MODEL])
+@pytest.mark.parametrize("name", NAMED)
 async def test_each_name_gives_what_its_merged_weights_give(
     live: Live, expected: dict[str, Expected], name: str
 ) -> None:
     capture = {"op": "capture", "at": "layers.2.mlp.output", "where": {"phase": "prompt"}, "name": "x"}
     tokens = await continued(live, name)
-    assert tokens == expected[name].plain.token_ids
+    assert tokens == expected[NAMED[name]].plain.token_ids
     body = {"prompt": PROMPT_IDS, "max_tokens": 1, "interventions": [capture, {"op": "logit_lens"}]}
     (choice,) = (await live.post(model=name, **body)).json()["choices"]
     assert len(choice["interventions"]["results"]["x"]["points"]) == 1
@@ -164,9 +146,9 @@ async def test_every_route_takes_an_adapter_and_no_unknown_name(
 
 
 async def test_adapters_are_loaded_and_unloaded_at_run_time(
-    live: Live, folders: dict[str, Path], expected: dict[str, Expected], tmp_path: Path
+    live: Live, adapted: Adapted, expected: dict[str, Expected], tmp_path: Path
 ) -> None:
-    folder = shutil.copytree(folders["second"], tmp_path / "adapter")
+    folder = shutil.copytree(adapted.adapters[SECOND], tmp_path / "adapter")
     given = {"lora_name": "other", "lora_path": str(folder)}
     assert "added successfully" in await change(live, _LOAD, 200, **given)
     assert await names(live) == {MODEL, "first", "other"}
@@ -178,7 +160,7 @@ async def test_adapters_are_loaded_and_unloaded_at_run_time(
     assert (await live.post(model="other", prompt="a")).status_code == 404
     await change(live, _UNLOAD, 404, lora_name="other")
     # Other weights under the same name and path: nothing is left of the ones before.
-    shutil.copytree(folders["first"], folder, dirs_exist_ok=True)
+    shutil.copytree(adapted.adapters[FIRST], folder, dirs_exist_ok=True)
     await change(live, _LOAD, 200, **given)
     assert await continued(live, "other") == expected["first"].plain.token_ids
     of_first = await continued(live, "first", **long)
@@ -190,12 +172,12 @@ async def test_adapters_are_loaded_and_unloaded_at_run_time(
 
 
 async def test_what_cannot_be_loaded_is_refused(
-    live: Live, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    live: Live, adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = {"lora_name": "bad", "lora_path": str(tmp_path / "missing")}
     await change(live, _LOAD, 404, **given)
     assert "lm_head" in await change(live, _LOAD, 500, lora_name="bad", lora_path=str(head_adapter(tmp_path)))
-    in_place = {"lora_name": "first", "lora_path": str(folders["second"]), "load_inplace": True}
+    in_place = {"lora_name": "first", "lora_path": str(adapted.adapters[SECOND]), "load_inplace": True}
     assert "load_inplace" in await change(live, _LOAD, 400, **in_place)
     assert await names(live) == {MODEL, "first"}
     monkeypatch.delenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING")
@@ -227,41 +209,14 @@ def _logits_of_session(live: Live, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("send", [_logits, _logits_of_session])
-@pytest.mark.parametrize("name", ["first", MODEL])
+@pytest.mark.parametrize("name", NAMED)
 async def test_a_trace_runs_with_the_adapter_that_it_names(
     live: Live, expected: dict[str, Expected], name: str, send: Any
 ) -> None:
     logits = await asyncio.to_thread(send, live, name)
-    torch.testing.assert_close(logits, expected[name].plain.logits[0], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(logits, expected[NAMED[name]].plain.logits[0], rtol=1e-3, atol=1e-4)
 
 
 async def test_a_trace_of_an_unknown_adapter_is_refused(live: Live) -> None:
     with pytest.raises(RemoteError, match="third"):
         await asyncio.to_thread(_logits, live, "third")
-
-
-@pytest.mark.parametrize("caller", ["operator", "stranger"])
-async def test_the_operation_trace_runs_with_the_adapter(
-    live: Live, expected: dict[str, Expected], keys: dict[str, str], caller: str
-) -> None:
-    """Also in a sandbox, for which the worker calls modules."""
-    headers = {"authorization": f"Bearer {keys[caller]}"}
-    code = "x = model.layers[1].mlp.input\nsame = (model.layers[1].mlp(x) - model.layers[1].mlp.output)"
-    code += ".abs().max().item().save()\ntop = int(model.logits.output.argmax()).save()"
-    body = {
-        "prompt": PROMPT_IDS,
-        "max_tokens": 1,
-        "interventions": [{"op": "trace", "code": code, "name": "t"}],
-    }
-
-    async def send(name: str) -> Any:
-        given = {"model": name, "temperature": 0, **body}
-        return await live.http.post("/v1/completions", json=given, headers=headers)
-
-    names = ("first", MODEL) * 2
-    for name, response in zip(names, await asyncio.gather(*map(send, names)), strict=True):
-        assert response.status_code == 200, response.text
-        (choice,) = response.json()["choices"]
-        saves = choice["interventions"]["results"]["t"]["saves"]
-        assert saves["top"] == expected[name].plain.token_ids[0]
-        assert saves["same"] < 1e-4

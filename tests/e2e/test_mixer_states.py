@@ -58,15 +58,14 @@ def reference(checkpoint: Path) -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path, reference: torch.nn.Module) -> Iterator[Engine]:
-    engine = Engine(
+    with Engine(
         checkpoint,
         dtype="float32",
         max_model_len=256,
         max_num_batched_tokens=160,
         num_gpu_blocks_override=128,
-    )
-    yield engine
-    engine.close()
+    ) as engine:
+        yield engine
 
 
 def expected(model: Any, prompt_ids: list[int], generated: list[int]) -> list[dict[int, torch.Tensor]]:
@@ -110,15 +109,11 @@ def test_states_are_those_of_transformers(family: str, engine: Engine, reference
 def test_states_come_once_after_a_preemption(family: str, engine: Engine, reference: torch.nn.Module) -> None:
     asks = [Ask(prompt(10 + index, 90), [CAPTURE], max_tokens=NUM_TOKENS) for index in range(3)]
     pending = [engine.submit(ask) for ask in asks]
-    done: dict[str, Any] = {}
     for num_steps in (5, 9):
         for _ in range(num_steps):
             engine.core.step()
         engine.core.reset_prefix_cache(reset_running_requests=True)
-    while engine.core.has_unfinished_requests():
-        done |= {output.request_id: output for output in engine.core.step() if output.finished}
-    for ask, one in zip(asks, pending, strict=True):
-        (reply,) = engine.replies(one, done[one.request_id])
+    for ask, (reply,) in zip(asks, engine.finish(pending), strict=True):
         assert_states(family, reply, reference, ask)
         assert reply.collected is not None
         assert reply.collected.recomputed_tokens >= len(ask.prompt)

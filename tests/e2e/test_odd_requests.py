@@ -199,38 +199,6 @@ async def test_what_vllm_refuses_late_names_the_field_and_the_step(
     assert step in error["message"], error
 
 
-async def test_the_messages_say_what_to_send_instead(http: httpx.AsyncClient) -> None:
-    async def message(**odd: Any) -> tuple[str, str | None]:
-        body = {"prompt": "A bird sat", "max_tokens": 1, **odd}
-        answer = await send(http, OddRequest("POST", COMPLETIONS, body))
-        error = answer.json()["error"]
-        return error["message"], error["param"]
-
-    def capture(**odd: Any) -> dict[str, Any]:
-        return {"interventions": [{"op": "capture", "at": POINT, **odd}]}
-
-    said, param = await message(stream_options={"include_usage": True})
-    assert "stream=True" in said
-    assert param == "stream_options"
-    said, param = await message(prompt=[""])
-    assert "at least one character" in said
-    assert param == "prompt"
-    said, param = await message(interventions=[{"op": "logit_lens", "layers": 5}])
-    assert "a list of layers such as [5]" in said
-    assert param == "interventions.0.layers"
-    said, param = await message(**capture(where={"range": [0]}))
-    assert "[start, stop]" in said
-    said, param = await message(**capture(reduec="last"))
-    assert "reduce, dtype" in said
-    assert param == "interventions.0.reduec"
-    said, param = await message(**capture(where={"rang": [0, 1]}))
-    assert "phase, positions, range, tokens, images, scope, exclude" in said
-    assert param == "interventions.0.where.rang"
-    said, param = await message(interventions=[OVERFLOW])
-    assert "smaller scale" in said
-    assert param == "interventions.0.scale"
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "operation", [None, STEER, {"op": "trace", "code": "pass"}], ids=["plain", "steer", "trace"]
@@ -253,15 +221,9 @@ async def test_what_overflows_in_the_model_is_null(http: httpx.AsyncClient, path
     given: dict[str, Any] = {"prompt": "A bird", "logprobs": 2, "echo": True}
     if path == CHAT:
         given = {"messages": SAID, "logprobs": True, "top_logprobs": 2}
+    given |= {"max_tokens": 3, "stream": stream, "interventions": [HUGE]}
     for temperature in (0, 1):
-        body = {
-            **given,
-            "max_tokens": 3,
-            "temperature": temperature,
-            "stream": stream,
-            "interventions": [HUGE],
-        }
-        answer = await send(http, OddRequest("POST", path, body))
+        answer = await send(http, OddRequest("POST", path, {**given, "temperature": temperature}))
         assert answer.status_code == 200, answer.text
         assert fault_in(answer) is None
         assert "null" in answer.text
@@ -282,7 +244,6 @@ async def test_a_stream_of_several_choices_with_echo_and_logprobs_is_refused(htt
 async def test_tokens_of_conversations_and_ids_are_those_of_completions(http: httpx.AsyncClient) -> None:
     async def tokens(**body: Any) -> list[dict[str, Any]]:
         answer = await send(http, OddRequest("POST", "/v1/tokenize", body))
-        assert answer.status_code == 200, answer.text
         return list(answer.json()["tokens"])
 
     text = await tokens(prompt="A bird sat")

@@ -16,6 +16,7 @@ from nnsight_engine import save
 from nnsight_engine.remote_backend.values.received_blocks import SAVED
 from nnsight_engine.serialization import SentBlock, encode_trace
 from nnsight_engine.tracing.tracer import Tracer
+from tests.e2e.answers import tensor_of
 from tests.e2e.live import MODEL, Live
 from tests.narrow_model import NEXT, PROMPT, WIDTH
 from tests.waiting import wait_for_async
@@ -30,7 +31,6 @@ def op(code: str, **fields: Any) -> dict[str, Any]:
 
 
 async def traced(live: Live, code: str, *, variables: dict[str, Any] | None = None, **body: Any) -> Any:
-    """Run code beside a completion; returns its only choice."""
     body = {"prompt": PROMPT, "interventions": [op(code, variables=variables or {})], **body}
     response = await live.post(**body)
     assert response.status_code == 200, response.text
@@ -42,17 +42,12 @@ def saves(choice: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def decode(tensor: dict[str, Any]) -> np.ndarray[Any, Any]:
-    dtype = {"float32": np.float32, "int64": np.int64}[tensor["dtype"]]
-    return np.frombuffer(base64.b64decode(tensor["data"]), dtype).reshape(tensor["shape"])
-
-
 async def test_what_code_saves_is_what_a_capture_gives(live: Live) -> None:
     capture = {"op": "capture", "at": "layers.5.output", "dtype": "float32", "name": "c", "reduce": "last"}
     captured = (await live.post(prompt=PROMPT, max_tokens=1, interventions=[capture])).json()["choices"][0]
     choice = await traced(live, HIDDEN, max_tokens=1)
     expected = captured["interventions"]["results"]["c"]["points"]["layers.5.output"]
-    np.testing.assert_allclose(decode(saves(choice)["hs"]), decode(expected), rtol=1e-2, atol=1e-2)
+    np.testing.assert_allclose(tensor_of(saves(choice)["hs"]), tensor_of(expected), rtol=1e-2, atol=1e-2)
     assert choice["text"] == captured["text"]
     assert choice["interventions"]["results"]["t"]["type"] == "trace"
     assert choice["interventions"]["provenance"] == {"tier": "tap"}
@@ -86,16 +81,6 @@ async def test_code_writes_loops_prints_and_gets_variables(live: Live) -> None:
     assert declared["text"] == choice["text"]
 
 
-async def test_each_choice_saves_its_own_result(live: Live) -> None:
-    operation = op("answer = tracer.result.save()")
-    body = {"prompt": PROMPT, "n": 3, "temperature": 2.0, "seed": 5, "return_token_ids": True}
-    choices = (await live.post(**body, interventions=[operation])).json()["choices"]
-    assert len({choice["text"] for choice in choices}) == 3
-    for choice in choices:
-        answer = saves(choice)["answer"]
-        assert (answer["text"], answer["token_ids"]) == (choice["text"], choice["token_ids"])
-
-
 async def test_what_a_cache_missed_is_among_the_warnings(live: Live) -> None:
     code = "h = model.layers[5].output[-1].float().save()\ntracer.cache(modules=[model.layers[2]])"
     result = (await traced(live, code, max_tokens=1))["interventions"]["results"]["t"]
@@ -116,7 +101,7 @@ async def test_tensors_go_in_and_chat_works_too(live: Live) -> None:
     )
     body = response.json()
     found = saves(body["choices"][0])["twice"]
-    assert decode(found["a"][0]).tolist() == [0, 2, 4]
+    assert tensor_of(found["a"][0]).tolist() == [0, 2, 4]
     assert found["n"] == body["usage"]["prompt_tokens"]
 
 
@@ -148,11 +133,14 @@ async def test_a_stream_tells_what_is_new_with_each_chunk_and_all_with_the_last(
 
 async def test_every_prompt_and_choice_has_its_own_variables(live: Live) -> None:
     code = "tokens = save([])\nfor _ in tracer.iter[:]:\n    tokens.append(model.samples.output.item())"
+    code += "\nanswer = tracer.result.save()"
     sampling = {"prompt": [PROMPT, "Hello"], "n": 2, "temperature": 1.0, "seed": 5, "max_tokens": 4}
     body = (await live.post(interventions=[op(code)], return_token_ids=True, **sampling)).json()
     assert len(body["choices"]) == 4
     for choice in body["choices"]:
-        assert saves(choice)["tokens"] == choice["token_ids"]
+        answer = saves(choice)["answer"]
+        assert saves(choice)["tokens"] == answer["token_ids"] == choice["token_ids"]
+        assert answer["text"] == choice["text"]
     refused = await live.post(interventions=[op(code)], stream=True, **sampling)
     assert refused.json()["error"]["code"] == "unsupported_combination"
 
@@ -189,7 +177,7 @@ async def test_a_block_that_the_library_wrote_runs_too(live: Live) -> None:
     data = encode_trace([tracer.kept], {SAVED: []}, reference=reference)
     block = {"op": "trace", "name": "t", "block": base64.b64encode(data).decode()}
     choice = (await live.post(prompt=PROMPT, max_tokens=1, interventions=[block])).json()["choices"][0]
-    hidden = decode(saves(await traced(live, HIDDEN, max_tokens=1))["hs"])
+    hidden = tensor_of(saves(await traced(live, HIDDEN, max_tokens=1))["hs"])
     assert saves(choice)["norm"] == pytest.approx(2 * np.linalg.norm(hidden), rel=1e-3)
     for broken in (b"junk", data[:-9], encode_trace([tracer.kept] * 2, reference=reference)):
         bad = {"op": "trace", "block": base64.b64encode(broken).decode()}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,7 @@ import pytest
 import torch
 
 from nnsight_engine.plans.collect.results import CollectedCapture
-from nnsight_engine.vllm_backend.compat import EngineLimits
-from tests.e2e.harness import Ask, Engine, Reply
+from tests.e2e.harness import Ask, Reply, small_engine
 from tests.families.checkpoints import IN_CORE, NUM_HEADS, NUM_LAYERS, write_checkpoint
 from tests.families.reference import load_reference_model
 
@@ -33,7 +30,6 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 
 
 def write(family: str, folder: Path) -> Path:
-    """Write a checkpoint whose config is changed as above."""
     checkpoint = write_checkpoint(family, folder)
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | CHECKPOINTS[family]))
@@ -48,23 +44,11 @@ def expected_patterns(checkpoint: Path, token_ids: list[int]) -> list[torch.Tens
     return [attention[0].transpose(0, 1) for attention in attentions]
 
 
-@contextmanager
-def serving(checkpoint: Path, **options: Any) -> Iterator[Engine]:
-    """Serve a tiny model in float32."""
-    defaults: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8}
-    engine = Engine(checkpoint, **(defaults | options))
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
 def capture(at: str | list[str] = EVERY_LAYER, **fields: Any) -> dict[str, Any]:
     return {"op": "capture", "at": at, "name": "p"} | fields
 
 
 def assert_patterns(reply: Reply, checkpoint: Path, name: str = "p", prompt: list[int] = PROMPT) -> None:
-    """Assert that every captured row is transformers'."""
     expected = expected_patterns(checkpoint, prompt + reply.token_ids[:-1])
     result = reply.result(name)
     assert isinstance(result, CollectedCapture)
@@ -82,7 +66,7 @@ def assert_patterns(reply: Reply, checkpoint: Path, name: str = "p", prompt: lis
 )
 def test_patterns_equal_transformers(family: str, tmp_path: Path) -> None:
     checkpoint = write(family, tmp_path)
-    with serving(checkpoint) as engine:
+    with small_engine(checkpoint) as engine:
         reply = engine.ask(
             PROMPT,
             [
@@ -120,7 +104,7 @@ def test_patterns_equal_transformers(family: str, tmp_path: Path) -> None:
 def test_patterns_do_not_depend_on_the_way(tmp_path: Path) -> None:
     checkpoint = write("mistral", tmp_path)
     late = capture(name="late", where={"phase": "generated"})
-    with serving(checkpoint, max_num_batched_tokens=24, enable_prefix_caching=True) as engine:
+    with small_engine(checkpoint, max_num_batched_tokens=24, enable_prefix_caching=True) as engine:
         # The prompt is in the cache, and a capture of generated positions alone must not use it.
         engine.ask(PROMPT, max_tokens=NUM_TOKENS)
         batch = [Ask(PROMPT, [capture(), late]), Ask(PROMPT[:30]), Ask(PROMPT, [late], NUM_TOKENS)]
@@ -137,7 +121,7 @@ def test_patterns_do_not_depend_on_the_way(tmp_path: Path) -> None:
 def test_a_prompt_capture_lets_decoding_be(tmp_path: Path) -> None:
     checkpoint = write("llama", tmp_path)
     compiled = {"enforce_eager": False, "compilation_config": {"backend": "eager"}}
-    with serving(checkpoint, **compiled) as engine:
+    with small_engine(checkpoint, **compiled) as engine:
         reply = engine.ask(PROMPT, [capture(where={"positions": [5, 20]})], max_tokens=NUM_TOKENS)
         assert_patterns(reply, checkpoint)
         pending = engine.submit(Ask(PROMPT, [capture(where={"positions": [5]}, reduce="last")], NUM_TOKENS))
@@ -148,31 +132,4 @@ def test_a_prompt_capture_lets_decoding_be(tmp_path: Path) -> None:
         assert counts["captured_bytes"] == NUM_LAYERS * NUM_HEADS * 6 * 4
         engine.core.abort_request([pending.request_id])
         engine.router.close(pending.request_id)
-        assert set(engine.held().values()) == {0}
-
-
-@pytest.mark.heavy
-def test_preempted_requests_have_each_row_once(tmp_path: Path) -> None:
-    checkpoint = write("llama", tmp_path)
-    prompts = [PROMPT[i : i + 40] for i in range(8)]
-    with serving(checkpoint, block_size=32, num_gpu_blocks_override=16) as engine:
-        replies = engine.run([Ask(prompt, [capture()], max_tokens=90) for prompt in prompts])
-    assert sum(reply.collected.recomputed_tokens for (reply,) in replies if reply.collected) > 0
-    for prompt, (reply,) in zip(prompts, replies, strict=True):
-        result = reply.result("p")
-        assert isinstance(result, CollectedCapture)
-        assert result.positions == list(range(len(prompt) + 89))
-        assert_patterns(reply, checkpoint, prompt=prompt)
-
-
-@pytest.mark.heavy
-def test_a_capture_that_grows_too_large_fails_alone(tmp_path: Path) -> None:
-    checkpoint = write("llama", tmp_path)
-    limits = EngineLimits(max_capture_bytes_per_request=700_000)
-    with serving(checkpoint, limits=limits) as engine:
-        plain = engine.ask(PROMPT, max_tokens=100)
-        batch = [Ask(PROMPT, [capture()], max_tokens=100), Ask(PROMPT, max_tokens=100)]
-        (failed,), (neighbour,) = engine.run(batch)
-        assert failed.failure.code == "capture_too_large"
-        assert neighbour.token_ids == plain.token_ids
         assert set(engine.held().values()) == {0}

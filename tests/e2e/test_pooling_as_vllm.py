@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.e2e.keyed import beside_vllm
 from tests.e2e.live import MODEL
-from tests.e2e.server import Server
 from tests.e2e.test_same_as_vllm import stripped
 from tests.families.checkpoints import write_checkpoint
 
@@ -43,7 +41,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[httpx.Client]]:
-    path = str(write_checkpoint("qwen3", tmp_path_factory.mktemp("embedding") / "qwen3"))
+    model = write_checkpoint("qwen3", tmp_path_factory.mktemp("embedding") / "qwen3")
     options = [
         "--served-model-name",
         MODEL,
@@ -55,15 +53,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[httpx.Cli
     ]
     options += ["--runner", "pooling", "--convert", "embed", "--max-num-seqs", "1"]
     options += ["--pooler-config", json.dumps({"seq_pooling_type": "MEAN"})]
-    vllm = Server(
-        command=["-m", "vllm.entrypoints.openai.api_server"],
-        ready_path="/health",
-        arguments=["--model", path, *options],
-        environment={"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-    )
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
-        both = list(pool.map(stack.enter_context, [Server(path, arguments=options), vllm]))
-        yield [stack.enter_context(httpx.Client(base_url=server.base_url, timeout=120)) for server in both]
+    with beside_vllm(model, options, tmp_path_factory.mktemp("data")) as clients:
+        yield clients
 
 
 @pytest.mark.parametrize("name", REQUESTS)

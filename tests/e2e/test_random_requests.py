@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.check_process import report_of
 from tests.e2e.conditional_requests import OF_ONE_STAGE
+from tests.e2e.draft_checkpoints import write_with_mtp
 from tests.e2e.engine_kinds import KINDS, V1_SYNC, V2_SYNC, EngineKind, environment
 from tests.e2e.random_requests import MODEL
 from tests.e2e.same_answers import decoded, differences
@@ -18,9 +19,6 @@ from tests.families.checkpoints import write_checkpoint
 pytestmark = pytest.mark.e2e
 
 Answers = dict[str, list[dict[str, Any]]]
-SEEDS = (53, 739_949_000)
-"""Of the cases: one has all that is asserted below to come up, in the other a request leaves that some
-engines have answered by then."""
 ASKED = frozenset(
     {
         *("ablate", "capture", "detect", "feature", "features", "flag", "logit_lens", "patch", "probe"),
@@ -40,7 +38,6 @@ REFERENCE = f"{V1_SYNC}:roomy"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the model."""
     path = tmp_path_factory.mktemp("random")
     write_checkpoint("llama", path / MODEL)
     return path
@@ -49,12 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def played(folder: Path, names: Sequence[str]) -> Answers:
     """Return the answers of engines of one runner, and see that the requests met what they are to meet."""
     first = V1_SYNC if names[0].startswith("v1") else V2_SYNC
-    report = report_of(
-        "tests.e2e.random_requests",
-        folder,
-        [",".join(map(str, SEEDS)), *names],
-        environment=environment(first),
-    )
+    report = report_of("tests.e2e.random_requests", folder, names, environment=environment(first))
     found = {}
     for name, entry in report.items():
         counts, answers = entry["counts"], decoded((folder / name).read_bytes())
@@ -108,3 +100,28 @@ def test_random_requests_are_answered_alike_on_other_kinds(
 ) -> None:
     name = f"{kind}:tight"
     assert_alike(played(folder, [name]), answers, name)
+
+
+@pytest.fixture(scope="module")
+def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mtp")
+    write_with_mtp(path / MODEL)
+    return path
+
+
+@pytest.fixture(scope="module")
+def without_drafts(with_mtp: Path) -> Answers:
+    return played(with_mtp, [REFERENCE])
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("kind", ["v1-sync-mtp", "v1-async-mtp", "v2-sync-mtp", "v2-async-mtp"])
+def test_drafts_of_a_models_own_layer_change_no_answer(
+    with_mtp: Path, without_drafts: Answers, kind: str
+) -> None:
+    """Nor are that layer's values among the model's."""
+    name = f"{kind}:tight"
+    found = played(with_mtp, [name])
+    assert_alike(found, without_drafts, name)
+    drafted, refused = (sum(answer[what] for answer in found[name]) for what in ("drafted", "refused"))
+    assert drafted > refused > 0

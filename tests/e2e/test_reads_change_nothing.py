@@ -47,16 +47,13 @@ class Served:
         assert self.cached.num_cached_tokens
 
     def forgotten(self) -> Served:
-        """Empty the prefix cache."""
         assert self.model.engine.reset_prefix_cache()
         return self
 
     def plain(self) -> Reply:
-        """Ask without interventions."""
         return self.engine.ask(PROMPT, max_tokens=4, sampling=SAMPLING)
 
     def reads(self, interventions: list[dict[str, Any]]) -> Reply:
-        """Read over an empty prefix cache."""
         return self.forgotten().engine.ask(PROMPT, interventions, max_tokens=4, sampling=SAMPLING)
 
     def check(self, reply: Reply) -> None:
@@ -75,7 +72,6 @@ def _same(reply: Reply, expected: Reply) -> None:
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def served(request: pytest.FixtureRequest, narrow: Path) -> Iterator[Served]:
-    """Serve the narrow model in each dtype."""
     options = {"max_num_batched_tokens": 1024, "enable_prefix_caching": True}
     with traced_engine(narrow, dtype=request.param, **options) as model:
         yield Served(model)

@@ -36,8 +36,6 @@ BEGINNINGS: Final = ["".join(WORDS[number:] + WORDS[:number]) * 3 for number in 
 
 
 class Replicated:
-    """The command, its replicas, and a client."""
-
     def __init__(self, server: Server, checkpoint: Path) -> None:
         self.server = server
         self.checkpoint = checkpoint
@@ -54,7 +52,6 @@ class Replicated:
         return set(re.findall(r'replica="([^"]+)"', self.client.get("/metrics").text))
 
     def server_of(self, name: str) -> psutil.Process:
-        """Return the process of a replica's server."""
         [found] = [one for one in self.servers() if one.environ()["NNSIGHT_ENGINE_REPLICA"] == name]
         return found
 
@@ -131,8 +128,6 @@ def test_a_result_is_fetched_from_the_replica_that_has_it(replicated: Replicated
 
 
 class Load:
-    """Streams and jobs, from many clients at once."""
-
     def __init__(self, replicated: Replicated) -> None:
         self._replicated = replicated
         self._begun = threading.Semaphore(0)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.keyed import SCOPES, made
+from tests.e2e.keyed import beside_vllm
 from tests.e2e.live import MODEL
-from tests.e2e.server import Server
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
@@ -137,34 +134,12 @@ VOLATILE = {"id", "created", "system_fingerprint", "created_at", "item_id", "seq
 
 @pytest.fixture(scope="module")
 def servers(narrow: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[httpx.Client]]:
-    """Serve the narrow model twice: by us, and by vLLM itself."""
     options = ["--served-model-name", MODEL, "--max-model-len", "512", "--enforce-eager"]
     options += ["--dtype", "float32"]  # which ours chooses by itself on some processors
     # One sequence at a time: which prompts share a step depends on when they arrive, and moves last digits.
     options += ["--max-num-seqs", "1"]
-    vllm = Server(
-        command=["-m", "vllm.entrypoints.openai.api_server"],
-        ready_path="/health",
-        arguments=["--model", str(narrow), *options],
-        environment={
-            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_SERVER_DEV_MODE": "1",
-            **STORES,
-        },
-    )
-    data = {"NNSIGHT_ENGINE_DATA_DIR": str(tmp_path_factory.mktemp("data"))}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(*next(iter(data.items())))
-        key = made(patch, "operator", "--scopes", ",".join(("admin", "metrics", *SCOPES)))
-    ours = Server(str(narrow), arguments=options, environment=STORES | data)
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
-        both = list(pool.map(stack.enter_context, [ours, vllm]))
-        headers = {"authorization": f"Bearer {key}"}  # which vLLM's does not ask for
-        yield [
-            stack.enter_context(httpx.Client(base_url=server.base_url, timeout=120, headers=headers))
-            for server in both
-        ]
+    with beside_vllm(narrow, options, tmp_path_factory.mktemp("data"), **STORES) as clients:
+        yield clients
 
 
 def stripped(value: Any) -> Any:
@@ -178,7 +153,6 @@ def stripped(value: Any) -> Any:
 
 
 def answer(client: httpx.Client, path: str, body: dict[str, Any]) -> tuple[int, str, Any]:
-    """Return status, content type and content of an answer."""
     response = client.post(
         path if path.startswith("/") else f"/v1/{path}", json={"model": MODEL, "temperature": 0} | body
     )

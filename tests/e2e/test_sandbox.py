@@ -14,7 +14,7 @@ import torch
 
 import nnsight_engine
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.keyed import KeyedServer
+from tests.e2e.keyed import KeyedServer, Tenant
 from tests.monitoring import OURS, Exposition
 from tests.waiting import wait_for
 
@@ -23,29 +23,18 @@ pytestmark = pytest.mark.e2e
 
 
 class Sandboxed:
-    """A server, a key whose code is sandboxed, one whose code is trusted, and a file not to be touched."""
+    """Tenants of a server, one whose code is sandboxed and one whose is trusted, and a file not to touch."""
 
-    def __init__(self, url: str, stranger: str, trusted: str, canary: Path, monitor: str = "") -> None:
-        self.url, self.stranger, self.trusted, self.canary = url, stranger, trusted, canary
-        self.monitor = monitor
-        """A key that may look at metrics, if there is one."""
+    def __init__(self, found: KeyedServer) -> None:
+        self.url, self.canary = found.server.base_url, found.canary
+        self.stranger, self.trusted = found.tenant("stranger"), found.tenant("friend")
 
-    @classmethod
-    def of(cls, found: KeyedServer) -> Sandboxed:
-        """Return the server that modules share."""
-        keys = found.keys
-        return cls(found.server.base_url, keys["stranger"], keys["friend"], found.canary, keys["monitor"])
+    def complete(self, code: str | None, by: Tenant | None = None, **body: Any) -> httpx.Response:
+        operations = [] if code is None else [{"op": "trace", "code": code, "name": "t"}]
+        return (by or self.stranger).complete(*operations, **{"prompt": PROMPT, "max_tokens": 1, **body})
 
-    def complete(self, code: str | None, key: str | None = None, **body: Any) -> httpx.Response:
-        """Send a completion, with code beside it perhaps."""
-        body = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, **body}
-        if code is not None:
-            body["interventions"] = [{"op": "trace", "code": code, "name": "t"}]
-        headers = {"authorization": f"Bearer {key or self.stranger}"}
-        return httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=180)
-
-    def saves(self, code: str, key: str | None = None, **body: Any) -> Any:
-        answer = self.complete(code, key, **body)
+    def saves(self, code: str, by: Tenant | None = None, **body: Any) -> Any:
+        answer = self.complete(code, by, **body)
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]["interventions"]["results"]["t"]["saves"]
 
@@ -58,12 +47,9 @@ class Sandboxed:
 
 @pytest.fixture(scope="module")
 def sandboxed(keyed_server: KeyedServer) -> Iterator[Sandboxed]:
-    untouched, found = keyed_server.canary.read_text(), Sandboxed.of(keyed_server)
+    untouched, found = keyed_server.canary.read_text(), Sandboxed(keyed_server)
     yield found
-    counts = httpx.get(
-        f"{found.url}/v1/status", headers={"authorization": f"Bearer {found.trusted}"}, timeout=60
-    )
-    assert counts.status_code == 200
+    assert found.trusted.get("/v1/status").status_code == 200
     assert found.canary.read_text() == untouched
 
 
@@ -93,8 +79,8 @@ BLOCKS = {
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_give_what_trusted_ones_give(name: str, sandboxed: Sandboxed) -> None:
     one, other = (
-        sandboxed.saves(BLOCKS[name], key, max_tokens=4 if name == "steps" else 1)
-        for key in (sandboxed.stranger, sandboxed.trusted)
+        sandboxed.saves(BLOCKS[name], by, max_tokens=4 if name == "steps" else 1)
+        for by in (sandboxed.stranger, sandboxed.trusted)
     )
     if name == "random":  # each trace draws its own
         assert one.keys() == other.keys()
@@ -107,8 +93,8 @@ def test_traces_of_the_library_run_there_too(
 ) -> None:
     model = VLLM(str(bundled), remote=sandboxed.url)
     found = []
-    for key in (sandboxed.stranger, sandboxed.trusted):
-        monkeypatch.setattr(nnsight_engine.CONFIG.API, "KEY", key)
+    for tenant in (sandboxed.stranger, sandboxed.trusted):
+        monkeypatch.setattr(nnsight_engine.CONFIG.API, "KEY", tenant.key)
         with model.trace(temperature=0.0, max_tokens=2) as tracer:
             barrier = tracer.barrier(2)
             with tracer.invoke(PROMPT):
@@ -130,8 +116,8 @@ def test_what_a_cache_missed_is_warned_of_over_the_network(
     sandboxed: Sandboxed, bundled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = VLLM(str(bundled), remote=sandboxed.url)
-    for key in (sandboxed.stranger, sandboxed.trusted):
-        monkeypatch.setattr(nnsight_engine.CONFIG.API, "KEY", key)
+    for tenant in (sandboxed.stranger, sandboxed.trusted):
+        monkeypatch.setattr(nnsight_engine.CONFIG.API, "KEY", tenant.key)
         warned = pytest.warns(UserWarning, match=r"layers\.2\.output, which had run before")
         with warned as caught, model.trace(PROMPT, temperature=0.0, max_tokens=1) as tracer:
             _ = model.layers[6].output
@@ -197,11 +183,14 @@ def test_the_hostile_fail_alone(name: str, sandboxed: Sandboxed) -> None:
     assert sandboxed.saves("h = model.layers[1].output.shape[-1]\nh = save(h)") == {"h": 576}
 
 
-def test_metrics_tell_of_sandboxes_and_of_those_that_were_killed(sandboxed: Sandboxed) -> None:
+def test_metrics_tell_of_sandboxes_and_of_those_that_were_killed(
+    sandboxed: Sandboxed, keyed_server: KeyedServer
+) -> None:
+    monitor = keyed_server.tenant("monitor")
+
     def told() -> Exposition:
         time.sleep(1.1)  # the engine is asked once a second
-        headers = {"authorization": f"Bearer {sandboxed.monitor}"}
-        return Exposition(httpx.get(f"{sandboxed.url}/metrics", headers=headers, timeout=60).text)
+        return Exposition(monitor.get("/metrics").text)
 
     def grown(event: str) -> float:
         name = f"{OURS}sandboxes_total"
@@ -251,7 +240,7 @@ def test_one_tenants_process_is_not_anothers(sandboxed: Sandboxed, bundled: Path
 def test_jobs_of_sandboxed_keys_run_sandboxed(
     sandboxed: Sandboxed, bundled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nnsight_engine.CONFIG.API, "KEY", sandboxed.stranger)
+    monkeypatch.setattr(nnsight_engine.CONFIG.API, "KEY", sandboxed.stranger.key)
     model = VLLM(str(bundled), remote=sandboxed.url)
     with model.trace(PROMPT, blocking=False) as tracer:
         weight = model.lm_head.weight.save()  # noqa: F841 - nobody gets it

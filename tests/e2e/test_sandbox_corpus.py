@@ -20,8 +20,6 @@ _AT_ONCE = 6
 
 
 class Target:
-    """A server, and what nobody is to touch."""
-
     def __init__(self, server: Sandboxed, listener: socket.socket, secret: str) -> None:
         self.server, self.secret = server, secret
         self._listener = listener
@@ -48,7 +46,6 @@ class Target:
             self._listener.accept()
 
     def tokens(self) -> str:
-        """Return what a plain request generates."""
         answer = self.server.complete(None, max_tokens=8)
         assert answer.status_code == 200, answer.text
         text: str = answer.json()["choices"][0]["text"]
@@ -63,7 +60,7 @@ def target(server: Sandboxed, secret: str) -> Iterator[Target]:
 
 
 def test_the_whole_corpus_gets_nowhere_and_nobody_notices(keyed_server: KeyedServer) -> None:
-    with target(Sandboxed.of(keyed_server), keyed_server.secret) as here:
+    with target(Sandboxed(keyed_server), keyed_server.secret) as here:
         expected, found = here.tokens(), set[str]()
         is_over = threading.Event()
 

@@ -52,8 +52,6 @@ SHARED = ["--max-model-len", "512", "--dtype", "float32"]
 
 
 class Client(httpx.Client):
-    """A client of a server that asks for chats."""
-
     def __init__(self, server: Server, **headers: str) -> None:
         super().__init__(base_url=server.base_url, timeout=120, headers=headers)
         self.server = server
@@ -65,7 +63,6 @@ class Client(httpx.Client):
         return found
 
     def prompt(self, **body: Any) -> str:
-        """Return a conversation as the model sees it."""
         tokens = self.post("/tokenize", json={"messages": MESSAGES, **body}).json()["tokens"]
         text: str = self.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
         return text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import AsyncGenerator, Collection, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +26,6 @@ from app.replicas.replica import Replica
 from app.settings import Settings
 from benchmarks.servers import free_port
 from nnsight_engine.core.errors import UnsupportedOptionError
-from tests.e2e import ray_ingress
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.integration.live import listening
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
@@ -41,11 +39,7 @@ _PROJECT: Final = Path(__file__).resolve().parents[2]
 
 
 class StartedReplica(Replica):
-    """A replica whose server the test has started; its calls are the real ones.
-
-    Args:
-        urls: The servers' addresses, by the replica's rank.
-    """
+    """A replica whose server, that of its rank, the test has started; its calls are the real ones."""
 
     async def __init__(self, urls: list[str]) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         context = serve.get_replica_context()
@@ -175,55 +169,6 @@ def test_jobs_go_through_by_http_and_websocket(served: Served) -> None:
         events = [json.loads(message) for message in socket_]
     assert events[-1]["status"] == "COMPLETED"
     wait_for(lambda: served.num_leases() == 0)
-
-
-@pytest.fixture(scope="module")
-def direct(served: Served) -> Iterator[str]:
-    """Return the address of replicas that are Ray Serve's own ingress, with no front of ours."""
-    routing = {"request_router_class": "tests.e2e.ray_ingress.MarkRouter"}
-    replicas = ray_ingress.deployment().options(
-        num_replicas=2,
-        max_ongoing_requests=100,
-        ray_actor_options={"num_cpus": 0},
-        request_router_config=routing,
-        graceful_shutdown_timeout_s=0,
-    )
-    serve.run(replicas.bind(), name="direct", route_prefix="/direct")
-    address = f"{served.url}/direct/"
-    wait_for(lambda: httpx.get(address).is_success)
-    yield address
-    serve.delete("direct")
-
-
-def replicas_of(address: str, **request: Any) -> set[str]:
-    return {httpx.post(address, **request).headers["x-replica"] for _ in range(6)}
-
-
-def test_a_router_of_rays_own_ingress_does_not_see_prompts(direct: str) -> None:
-    """So it cannot lead those that begin alike to one replica: decision 34."""
-    assert len(replicas_of(direct, headers={"x-beginning": ray_ingress.MARK})) == 1
-    assert len(replicas_of(direct, json={"prompt": ray_ingress.MARK})) == 2
-
-
-def test_rays_own_ingress_keeps_what_a_client_does_not_take(direct: str) -> None:
-    most = ray_ingress.PIECE_BYTES * ray_ingress.NUM_PIECES
-
-    def sent() -> int:
-        counts: list[int] = [httpx.get(direct).json()["sent"] for _ in range(4)]
-        return max(counts)
-
-    with httpx.stream("GET", f"{direct}flood") as answer:
-        assert answer.status_code == 200
-        wait_for(lambda: sent() == most)  # of which this has read nothing but the head
-
-
-def test_rays_own_ingress_accepts_bodies_without_a_reader(direct: str) -> None:
-    size = 64 * 1024 * 1024
-    address = httpx.URL(direct)
-    head = f"POST {address.path}upload HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n\r\n"
-    with socket.create_connection((address.host, address.port), timeout=30) as sending:
-        sending.sendall(head.encode())
-        sending.sendall(bytes(size))  # fails where it is waited for
 
 
 def test_a_configuration_is_refused_without_keys(

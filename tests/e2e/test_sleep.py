@@ -7,7 +7,7 @@ import base64
 import dataclasses
 import json
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.keyed import SCOPES, made
+from tests.e2e.keyed import OPERATOR, keys_in
 from tests.e2e.live import MODEL, Live, live_server
 from tests.e2e.server import Server
 from tests.e2e.test_traces_http import endless, frames_of
@@ -56,14 +56,11 @@ class Asked:
 
 
 class Sleeper:
-    """A server, and what a client sends to it."""
-
     def __init__(self, live: Live, trace: bytes) -> None:
         self.live = live
         self.trace = trace
 
     def ask(self) -> Asked:
-        """Send requests of all kinds, streamed and whole, and a trace."""
         begun = [asyncio.Event() for _ in [*KINDS, "trace"]]
         streams = {
             kind: asyncio.create_task(self._stream(event, KINDS[kind]))
@@ -155,20 +152,15 @@ async def read(asked: Asked) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(tmp_path_factory.mktemp("data")))
-        yield made(patch, "operator", "--scopes", ",".join((*SCOPES, "admin", "metrics")))
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def whole(key: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sleeper]:
+async def whole(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sleeper]:
     """Serve a tiny model, with a short limit on the time in which an engine must answer."""
     folder = write_checkpoint("llama", tmp_path_factory.mktemp("sleep"))
     options = ("--max-model-len", "256", "--dtype", "float32")
-    limits = {"engine_stall_timeout_s": STALL_S, "inline_tensor_bytes": 2**24}
-    async with live_server(folder, tmp_path_factory.mktemp("results"), *options, **limits) as live:
+    data = tmp_path_factory.mktemp("data")
+    key = keys_in(data, operator=OPERATOR)["operator"]
+    settings = {"engine_stall_timeout_s": STALL_S, "inline_tensor_bytes": 2**24, "data_dir": data}
+    async with live_server(folder, tmp_path_factory.mktemp("results"), *options, **settings) as live:
         live.http.headers["authorization"] = f"Bearer {key}"
         outline = (await live.http.get("/v1/traces/outline")).json()
         model = VLLM(str(folder), remote=str(live.http.base_url))

@@ -5,7 +5,6 @@ The heavy form has the engine that vLLM chooses where kernels of Triton run: run
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.e2e.answers import tensor_of
 from tests.e2e.engine_kinds import EngineKind, environment
 from tests.e2e.server import Server
 from tests.families.checkpoints import write_checkpoint
@@ -62,9 +62,7 @@ def completion(server: Server, operations: list[dict[str, Any]], **more: Any) ->
 
 
 def tensor(choice: dict[str, Any], name: str, point: str) -> npt.NDArray[Any]:
-    found = choice["interventions"]["results"][name]["points"][point]
-    dtype = np.int64 if point == "samples" else np.float32
-    return np.frombuffer(base64.b64decode(found["data"]), dtype).reshape(found["shape"])
+    return tensor_of(choice["interventions"]["results"][name]["points"][point])
 
 
 def counted(server: Server, name: str) -> float:

@@ -7,13 +7,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Final
 
 import httpx
 import pytest
 
-from tests.e2e.keyed import KeyedServer
+from tests.e2e.keyed import KeyedServer, Tenant
 from tests.liveness import Bystanders
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
@@ -37,27 +36,12 @@ BESIDE: Final[dict[str, dict[str, Any]]] = {
 """Beside the last a block cannot be left out of a step."""
 
 
-@dataclass
-class Tenant:
-    """Somebody with a key."""
-
-    url: str
-    key: str
-
-    def post(self, **body: Any) -> httpx.Response:
-        """Send a completion."""
-        body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, **body}
-        headers = {"authorization": f"Bearer {self.key}"}
-        return httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=300)
-
-    def trace(self, code: str, **body: Any) -> httpx.Response:
-        """Send a completion with code beside it."""
-        return self.post(interventions=[{"op": "trace", "code": code, "name": "t"}], **body)
+def trace(tenant: Tenant, code: str, **body: Any) -> httpx.Response:
+    return tenant.complete({"op": "trace", "code": code, "name": "t"}, prompt=PROMPT, **body)
 
 
 def texts_of(tenant: Tenant) -> list[str]:
-    """Return what a tenant's requests are answered with."""
-    return [tenant.post(prompt=f"{number}. {PROMPT}").json()["choices"][0]["text"] for number in range(4)]
+    return [tenant.choices(prompt=f"{number}. {PROMPT}")[0]["text"] for number in range(4)]
 
 
 def answers_beside(
@@ -82,25 +66,25 @@ def answers_beside(
                 one.result()
         assert texts == expected
 
-    Bystanders(httpx.URL(neighbour.url).port or 0, neighbour.key).unharmed(send)
+    Bystanders(neighbour.base_url.port or 0, neighbour.key).unharmed(send)
     return answers
 
 
 @pytest.fixture
 def stranger(keyed_server: KeyedServer) -> Tenant:
-    return Tenant(keyed_server.server.base_url, keyed_server.keys["stranger"])
+    return keyed_server.tenant("stranger")
 
 
 @pytest.fixture
 def neighbour(keyed_server: KeyedServer) -> Tenant:
-    return Tenant(keyed_server.server.base_url, keyed_server.keys["rival"])
+    return keyed_server.tenant("rival")
 
 
 @pytest.mark.parametrize("name", SLOW_BLOCKS)
 def test_slow_blocks_of_a_tenant_keep_nobody_else_waiting(
     name: str, stranger: Tenant, neighbour: Tenant
 ) -> None:
-    answers = answers_beside(neighbour, 8, lambda: stranger.trace(SLOW_BLOCKS[name], **BESIDE[name]))
+    answers = answers_beside(neighbour, 8, lambda: trace(stranger, SLOW_BLOCKS[name], **BESIDE[name]))
     texts = set()
     for answer in answers:
         if answer.status_code == 400:  # where the machine is so busy that a block hardly computes
@@ -144,7 +128,7 @@ def test_what_costs_too_much_is_refused_and_keeps_nobody_else_waiting(
     name: str, stranger: Tenant, neighbour: Tenant
 ) -> None:
     code, said = COSTLY[name]
-    for answer in answers_beside(neighbour, 4, lambda: stranger.trace(code, max_tokens=1)):
+    for answer in answers_beside(neighbour, 4, lambda: trace(stranger, code, max_tokens=1)):
         assert answer.status_code == 400, answer.text
         assert re.search(said, answer.json()["error"]["message"]), answer.text
 
@@ -174,7 +158,7 @@ SLOW
     told = []
     for slow in ("wait()", "pass"):
         for sampling in ({"temperature": 0}, {"temperature": 1.5, "seed": 7, "logprobs": 2}):
-            answer = stranger.trace(code.replace("SLOW", slow), max_tokens=5, **sampling)
+            answer = trace(stranger, code.replace("SLOW", slow), max_tokens=5, **sampling)
             assert answer.status_code == 200, answer.text
             choice = answer.json()["choices"][0]
             seen = choice["interventions"]["results"]["t"]["saves"]["seen"]

@@ -15,10 +15,11 @@ from vllm import SamplingParams
 
 from nnsight_engine import save
 from nnsight_engine.interleaving.events import MissedProviderError, OutOfOrderError
-from nnsight_engine.interleaving.threads import TimeBudgetError
 from nnsight_engine.vllm_backend.compat import EngineLimits
+from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.traces import HeldTracer, Plain, live_objects, run_and_abort, run_together, traced_engine
+from tests.e2e.traced_scenarios import assert_an_abort_leaves_nothing, assert_failed_as, failing_at
+from tests.e2e.traces import HeldTracer, Plain, run_together, traced_engine
 from tests.narrow_model import NEXT, PROMPT, WIDTH
 from tests.shared_names import Program
 
@@ -29,22 +30,19 @@ GREEDY: dict[str, Any] = {"temperature": 0.0}
 
 @pytest.fixture(scope="module")
 def model(narrow: Path) -> Iterator[VLLM]:
-    """Start an engine in this process."""
     with traced_engine(narrow, max_num_seqs=32, limits=EngineLimits(trace_step_s=2.0)) as model:
         yield model
 
 
 @pytest.fixture(scope="module")
 def hidden(reference: Any, model: VLLM) -> tuple[torch.Tensor, ...]:
-    """Return transformers' own values of the prompt."""
     ids = torch.tensor([model.tokenizer.encode(PROMPT)])
     with torch.no_grad():
-        states = reference.model(ids, output_hidden_states=True)
+        states = reference(ids, output_hidden_states=True)
     return (*states.hidden_states, states.logits)
 
 
 def plain_tokens(model: VLLM, prompt: str, max_tokens: int) -> list[int]:
-    """Return what the engine generates by itself."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     (output,) = model.engine.generate([prompt], params, use_tqdm=False)
     return list(output.outputs[0].token_ids)
@@ -91,14 +89,6 @@ def test_writes_reach_the_model_and_nothing_else(model: VLLM) -> None:
     assert plain_tokens(model, PROMPT, 4) == plain_tokens(model, PROMPT, 4)
 
 
-def test_a_sampled_token_can_be_replaced(model: VLLM) -> None:
-    with model.trace(PROMPT, max_tokens=3, **GREEDY) as tracer:
-        for _ in tracer.iter[:]:
-            model.samples.output = torch.tensor([[7]])
-        result = tracer.result.save()
-    assert list(result.outputs[0].token_ids) == [7, 7, 7]
-
-
 @pytest.mark.parametrize(
     ("place", "number", "why"),
     [
@@ -131,60 +121,12 @@ def test_a_prompts_tokens_can_be_replaced(model: VLLM) -> None:
     torch.testing.assert_close(patched, logits, rtol=1e-4, atol=1e-4)
 
 
-def test_invokes_share_variables_and_wait_for_each_other(model: VLLM) -> None:
-    with model.trace(**GREEDY) as tracer:
-        order = save([])
-        barrier = tracer.barrier(2)
-        with tracer.invoke(PROMPT):
-            clean = model.model.layers[4].mlp.output
-            order.append("read")
-            barrier()
-        with tracer.invoke("Rome is in the country of the"):
-            barrier()
-            model.model.layers[4].mlp.output[-1] = clean[-1]
-            patched = model.model.layers[4].mlp.output[-1].save()
-            order.append("patched")
-        with tracer.invoke(PROMPT, max_tokens=2):
-            again = model.model.layers[4].mlp.output[-1].save()
-    assert order == ["read", "patched"]
-    assert torch.equal(patched, again)
-
-
-def test_a_skipped_module_gives_the_given_value(model: VLLM) -> None:
-    with model.trace(PROMPT, **GREEDY):
-        value = model.model.layers[7].mlp.input.clone()
-        model.model.layers[8].mlp.skip(value)
-        out = model.model.layers[8].mlp.output.save()
-        value = save(value)
-    assert torch.equal(out, value)
-
-
-def test_stop_ends_the_request(model: VLLM) -> None:
-    with model.trace(PROMPT, max_tokens=50, **GREEDY) as tracer:
-        seen = save([])
-        for step in tracer.iter[:]:
-            seen.append(model.samples.output.item())
-            if step == 2:
-                tracer.stop()
-    assert seen == plain_tokens(model, PROMPT, 3)
-
-
 def test_operations_inside_a_forward(model: VLLM) -> None:
     with model.trace(PROMPT, **GREEDY):
         gate_up = model.model.layers[2].mlp.source.self_gate_up_proj_0.output.save()
         down = model.model.layers[2].mlp.source.self_down_proj_0.input.save()
     gate, up = gate_up[0].chunk(2, dim=-1)
     torch.testing.assert_close(down, torch.nn.functional.silu(gate) * up)
-
-
-def test_several_choices_give_several_values(model: VLLM) -> None:
-    with model.trace(PROMPT, n=3, temperature=1.0, seed=5, max_tokens=4) as tracer:
-        tokens = save([])
-        for _ in tracer.iter[:]:
-            tokens.append(model.samples.output.item())
-        result = tracer.result.save()
-    assert [list(choice.token_ids) for choice in result[0].outputs] == tokens
-    assert len({tuple(one) for one in tokens}) > 1
 
 
 def test_custom_modules_and_functions_are_sent(model: VLLM) -> None:
@@ -220,60 +162,43 @@ def test_what_does_not_come_is_named(model: VLLM) -> None:
         model.model.layers[2].output.save()
 
 
-def failing(model: VLLM) -> list[HeldTracer]:
-    """Return traces that end badly, each in its own way."""
-    held = []
-    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
-        model.model.layers[1].output
-        raise KeyError("mine")
-    held.append(tracer)
-    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
-        model.model.layers[1].output
-        while True:
-            pass
-    held.append(tracer)
-    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+def failing(model: VLLM) -> dict[str, SentTrace]:
+    """Return traces that end badly, each in its own way, by the names of their errors."""
+    options: dict[str, Any] = {"max_tokens": 8, "tracer_cls": HeldTracer, **GREEDY}
+    held: dict[str, Any] = {}
+    with model.trace(PROMPT, **options) as held["TimeBudgetError asleep"]:
         model.model.layers[1].output
         time.sleep(3600)
-    held.append(tracer)
-    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+    with model.trace(PROMPT, **options) as held["SystemExit"]:
         model.model.layers[1].output
         raise SystemExit
-    held.append(tracer)
-    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+    with model.trace(PROMPT, **options) as held["OutOfOrderError"]:
         model.model.layers[1].output
         while True:
             try:  # noqa: SIM105 - as stubborn code does
                 model.model.layers[0].output
             except Exception:  # noqa: BLE001 - the same
                 pass
-    held.append(tracer)
-    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+    with model.trace(PROMPT, **options) as held["EncodeError"]:
         handle = save(open("/dev/null"))  # noqa: F841, SIM115 - saved, and does not travel
-    held.append(tracer)
-    return held
+    return failing_at(model, 1) | {name: tracer.sent for name, tracer in held.items()}
 
 
 def test_whoever_fails_fails_alone(model: VLLM) -> None:
-    prompts = [f"Neighbour {number} says that" for number in range(7)]
-    greedy = SamplingParams(max_tokens=8, temperature=0.0, logprobs=5)
-    quiet = run_together(model, [], [Plain(prompt, greedy) for prompt in prompts])
-    held = failing(model)
+    greedy = SamplingParams(max_tokens=8, temperature=0.0)
+    plain = [Plain(f"Neighbour {number} says that", greedy) for number in range(7)]
+    quiet = run_together(model, [], plain)
     with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as well:
         tokens = save([])
         for _ in well.iter[:]:
             tokens.append(model.samples.output.item())
-    sent = [tracer.sent for tracer in [*held, well]]
-    ran = run_together(model, sent, [Plain(prompt, greedy) for prompt in prompts], late=2)
-    for number in range(7):
+    held = failing(model)
+    ran = run_together(model, [well.sent, *held.values()], plain, late=2)
+    for number in range(len(plain)):
         assert ran.tokens(f"plain-{number}") == quiet.tokens(f"plain-{number}")
-    errors = [type(ran.outcomes[number].error) for number in range(len(held))]
-    assert errors[:2] == [KeyError, TimeBudgetError]
-    assert errors[2] is TimeBudgetError
-    assert errors[3].__name__ == "SystemExit"
-    assert errors[4] is OutOfOrderError
-    assert "handle" in str(ran.outcomes[5].error)
-    assert ran.outcomes[6].saves["tokens"] == plain_tokens(model, PROMPT, 8)
+    assert ran.outcomes[0].saves["tokens"] == plain_tokens(model, PROMPT, 8)
+    for number, name in enumerate(held, 1):
+        assert_failed_as(name, ran.outcomes[number])
 
 
 def test_a_trace_in_a_block_fails_that_block_alone(model: VLLM) -> None:
@@ -331,11 +256,7 @@ def test_what_is_drawn_at_random_is_the_traces_own(model: VLLM) -> None:
 
 
 def test_an_aborted_request_leaves_nothing(model: VLLM) -> None:
-    with model.trace(PROMPT, max_tokens=100, tracer_cls=HeldTracer, **GREEDY) as held:
-        for _ in held.iter[:]:
-            model.model.layers[3].output
-    assert run_and_abort(model, held.sent, num_tokens=4) == {"traced": 1, "traces": 1}
-    assert not live_objects(model)
+    assert_an_abort_leaves_nothing(model, {"traced": 1, "traces": 1})
 
 
 def test_what_is_wrong_is_said_before_anything_runs(model: VLLM) -> None:

@@ -24,7 +24,6 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a tiny model."""
     return write_checkpoint("llama", tmp_path_factory.mktemp("async"))
 
 
@@ -57,7 +56,6 @@ def traced_hidden(model: VLLM, prompt: list[int], max_tokens: int) -> Any:
 
 
 async def collected(tracer: Any) -> list[Any]:
-    """Return all outputs of a trace."""
     return [output async for output in tracer.backend()]
 
 
@@ -106,17 +104,6 @@ def test_several_invokes_share_their_variables(model: VLLM) -> None:
     assert finished[1].saves["patched"].shape[0] == len(PROMPT)
     assert finished[1].saves["logits"].shape[0] == 1
     assert not finished[0].saves
-
-
-def test_several_choices_have_a_list_for_each_name(model: VLLM) -> None:
-    with model.trace(PROMPT, n=2, temperature=1.0, seed=3, max_tokens=3, ignore_eos=True) as tracer:
-        tokens = save([])
-        for _ in tracer.iter[:]:
-            tokens.append(model.samples.output.item())
-    outputs = asyncio.run(collected(tracer))
-    last = outputs[-1]
-    assert last.finished
-    assert [len(one) for one in last.saves["tokens"]] == [3, 3]
 
 
 def test_caches_edits_and_scans_are_there_too(model: VLLM) -> None:
@@ -177,9 +164,6 @@ def test_outputs_are_streamed_once(model: VLLM) -> None:
         tracer.backend()
 
 
-def test_what_cannot_travel_is_named_before_anything_runs(model: VLLM) -> None:
-    handle = open(__file__)  # noqa: SIM115 - an object that no process can share
-    with handle, pytest.raises(Exception, match="handle"), model.trace(PROMPT, **GREEDY):
-        save(handle.name)
+def test_the_mode_is_sync_or_async() -> None:
     with pytest.raises(ValueError, match="sync"):
         VLLM("x", mode="both")  # type: ignore[arg-type] # a wrong value

@@ -17,7 +17,7 @@ from nnsight_engine.vllm_backend.traces.errors import (
 )
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.renamed_model import DIRECTION, GREEDY, LONG, OTHER, PROMPT, close, local, model, plain_tokens
-from tests.e2e.traces import HeldTracer, run_together
+from tests.e2e.traces import HeldTracer, counted_recomputations, run_together
 
 __all__ = ["local", "model"]  # fixtures
 
@@ -164,21 +164,18 @@ def caching(model: VLLM, number: int) -> SentTrace:
 def test_preempted_requests_cache_once_and_are_edited_again(model: VLLM) -> None:
     with model.edit(name="push"):
         model.layers[1].output[:] += DIRECTION * 0.3
-    together = run_together(model, [caching(model, number) for number in range(8)])
-    alone = [run_together(model, [caching(model, number)]) for number in range(8)]
-    assert together.num_steps > 90 + 8 * 2, "nothing was preempted, so nothing was shown"
+    with counted_recomputations(model) as counted:
+        together = run_together(model, [caching(model, number) for number in range(8)])
+    assert counted.num_preempted > 0
     for number in range(8):
-        mine, theirs = together.outcomes[number], alone[number].outcomes[0]
+        mine = together.outcomes[number]
+        theirs = run_together(model, [caching(model, number)]).outcomes[0].saves["cache"]
         assert mine.error is None
         tokens = mine.saves["cache"]["model.samples"].output
         assert [int(token) for token in tokens] == together.tokens(f"trace-{number}")
-        assert tokens == theirs.saves["cache"]["model.samples"].output
-        for one, other in zip(
-            mine.saves["cache"].model.layers[2].output,
-            theirs.saves["cache"].model.layers[2].output,
-            strict=True,
-        ):
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+        assert tokens == theirs["model.samples"].output
+        rows = [one.model.layers[2].output for one in (mine.saves["cache"], theirs)]
+        torch.testing.assert_close(*rows, rtol=1e-3, atol=1e-3)
 
 
 def test_what_a_cache_cannot_do_is_said_at_its_line(model: VLLM) -> None:

@@ -9,12 +9,14 @@ import torch
 from vllm import SamplingParams
 
 from nnsight_engine import LanguageModel, save
+from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.traces.errors import (
     ChunkedPromptError,
     EditLimitError,
 )
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.renamed_model import DIRECTION, GREEDY, LONG, OTHER, PROMPT, close, local, model, plain_tokens
+from tests.e2e.traced_scenarios import assert_failed_as
 from tests.e2e.traces import HeldTracer, Plain, run_together
 
 __all__ = ["local", "model"]  # fixtures
@@ -129,55 +131,42 @@ def test_edits_and_chunks_of_a_prompt(model: VLLM) -> None:
     assert "in the edit" in caught.value.__notes__[0]
 
 
-def failing(model: VLLM) -> list[HeldTracer]:
-    """Return traces whose edits end badly, each in its own way."""
+def failing(model: VLLM) -> dict[str, SentTrace]:
+    """Return traces whose edits end badly, each in its own way, by the names of their errors."""
     options: dict[str, Any] = {"max_tokens": 8, "tracer_cls": HeldTracer, "ignore_eos": True, **GREEDY}
-    held = []
-    with model.edit() as broken:
+    edited: dict[str, Any] = {}
+    with model.edit() as edited["RuntimeError"]:
         model.layers[1].output @ torch.ones(3)
-    with model.edit() as endless:
+    with model.edit() as edited["TimeBudgetError"]:
         model.layers[1].output
         while True:
             pass
-    with model.edit() as lost:
+    with model.edit() as edited["OutOfOrderError"]:
         model.layers[2].output
         model.layers[1].output
-    with model.edit() as absent:
+    with model.edit() as edited["MissedProviderError"]:
         model.model.layers[1].self_attn.rotary_emb.apply_rotary_emb.output
-    for edited in (broken, endless, lost, absent):
-        with edited.trace(PROMPT, **options) as tracer:
-            out = save(edited.layers[3].output)  # noqa: F841 - never comes home
-        held.append(tracer)
-    with model.trace(PROMPT, **options) as tracer:
-        tracer.cache(modules=[model.layers[1]])
-        raise KeyError("mine")
-    held.append(tracer)
+    held = {}
+    for name, one in edited.items():
+        with one.trace(PROMPT, **options) as tracer:
+            out = save(one.layers[3].output)  # noqa: F841 - never comes home
+        held[name] = tracer.sent
     return held
 
 
 def test_an_edit_that_fails_fails_its_own_request(model: VLLM) -> None:
-    greedy = SamplingParams(max_tokens=8, logprobs=5, **GREEDY)
-    neighbours = [Plain(f"{OTHER} {number}", greedy) for number in range(5)]
-    quiet = run_together(model, [], neighbours)
-    sent = [tracer.sent for tracer in failing(model)]
+    greedy = SamplingParams(max_tokens=8, **GREEDY)
+    plain = [Plain(f"{OTHER} {number}", greedy) for number in range(5)]
+    quiet = run_together(model, [], plain)
     with model.edit() as fine:
         model.layers[1].output[:] *= 1.5
     with fine.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as well:
         cache = well.cache()  # noqa: F841 - fetched by name
-    ran = run_together(model, [*sent, well.sent], neighbours, late=2)
-    for number in range(5):
-        ours, theirs = ran.outputs[f"plain-{number}"], quiet.outputs[f"plain-{number}"]
-        assert list(ours.outputs[0].token_ids) == list(theirs.outputs[0].token_ids)
-    errors = [ran.outcomes[number].error for number in range(len(sent))]
-    names = [type(error).__name__ for error in errors]
-    assert names == [
-        "RuntimeError",
-        "TimeBudgetError",
-        "OutOfOrderError",
-        "MissedProviderError",
-        "KeyError",
-    ]
-    for number in range(4):
-        assert any("in the edit" in note for note in getattr(errors[number], "__notes__", ()))
-    assert ran.outcomes[len(sent)].error is None
-    assert len(ran.outcomes[len(sent)].saves["cache"]) > 40
+    held = failing(model)
+    ran = run_together(model, [well.sent, *held.values()], plain, late=2)
+    for number in range(len(plain)):
+        assert ran.tokens(f"plain-{number}") == quiet.tokens(f"plain-{number}")
+    assert len(ran.outcomes[0].saves["cache"]) > 40
+    for number, name in enumerate(held, 1):
+        assert_failed_as(name, ran.outcomes[number])
+        assert any("in the edit" in note for note in getattr(ran.outcomes[number].error, "__notes__", ()))

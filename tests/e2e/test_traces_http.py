@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import struct
-import traceback
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -40,13 +39,11 @@ HEADERS = {"content-type": MEDIA_TYPE}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a tiny model."""
     return write_checkpoint("llama", tmp_path_factory.mktemp("http"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def live(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
-    """Serve it."""
     options = ("--max-model-len", "128", "--dtype", "float32")
     async with live_server(folder, tmp_path_factory.mktemp("results"), *options) as live:
         yield live
@@ -100,7 +97,6 @@ def endless(model: VLLM, outline: dict[str, Any], **sampling: Any) -> TraceReque
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def outline(live: Live) -> dict[str, Any]:
-    """Return what the server says of its model."""
     body: dict[str, Any] = (await live.http.get("/v1/traces/outline")).json()
     return body
 
@@ -164,40 +160,9 @@ async def test_answers_and_metrics_say_which_steps_ran_uncompiled(
     assert after["plain"] >= before["plain"] + 4
 
 
-async def test_invokes_are_requests_of_their_own_and_share_variables(server: Live, model: VLLM) -> None:
-    def run() -> tuple[list[Any], Any, Any]:
-        with model.trace(max_tokens=2, **GREEDY) as tracer:
-            order = save([])
-            both = tracer.barrier(2)
-            with tracer.invoke(PROMPT):
-                first = model.layers[0].output
-                both()
-                order.append("first")
-            with tracer.invoke("a text", temperature=1.0, n=2, seed=3):
-                width = model.layers[0].output.shape.save()
-            with tracer.invoke(PROMPT[::-1]):
-                own = model.layers[0].output
-                both()
-                same = save(torch.equal(first, own.flip(0)))
-        return order, width, same
-
-    order, width, same = await asyncio.to_thread(run)
-    assert order == ["first"]
-    assert [list(one)[1] for one in width] == [128, 128]
-    assert same is False
-
-
-async def test_a_block_raises_where_it_was_written_and_the_others_go_on(
+async def test_a_block_that_fails_lets_the_others_go_on(
     server: Live, model: VLLM, outline: dict[str, Any]
 ) -> None:
-    def run() -> None:
-        with model.trace(PROMPT):
-            hidden = model.layers[0].output
-            hidden.no_such_method()  # here
-
-    with pytest.raises(AttributeError, match="no_such_method") as caught:
-        await asyncio.to_thread(run)
-    assert "hidden.no_such_method()  # here" in "".join(traceback.format_exception(caught.value))
     recorder = Recorder(outline)
     with pytest.raises(RemoteError, match="only recorded"):
         with model.trace(backend=RemoteBackend(transport=recorder), max_tokens=1) as tracer:
@@ -212,7 +177,6 @@ async def test_a_block_raises_where_it_was_written_and_the_others_go_on(
 
 
 def shout(text: str) -> None:
-    """Print, as a function that a block calls."""
     print(text.upper())  # noqa: T201 - it is what is tested
 
 
@@ -301,7 +265,6 @@ async def test_one_bad_request_ends_those_beside_it(
 
 
 async def send(live: Live, request: TraceRequest | bytes) -> httpx.Response:
-    """Send a trace and return the whole answer."""
     content = request if isinstance(request, bytes) else request.to_bytes()
     return await live.http.post("/v1/traces", content=content, headers=HEADERS)
 
@@ -350,11 +313,6 @@ async def test_blocks_that_cannot_be_read_are_errors_of_theirs(server: Live) -> 
             assert [type(outcome.error).__name__ for outcome in outcomes] == ["DecodeError"] * num
 
 
-async def test_a_plain_request_cannot_bring_blocks(server: Live) -> None:
-    response = await server.post(prompt=PROMPT, vllm_xargs={TRACE_KEY: "x"})
-    assert response.status_code == 400
-
-
 async def test_results_are_compressed_on_request(server: Live, model: VLLM, outline: dict[str, Any]) -> None:
     recorder = Recorder(outline)
     with pytest.raises(RemoteError, match="only recorded"):
@@ -369,23 +327,6 @@ async def test_results_are_compressed_on_request(server: Live, model: VLLM, outl
         assert torch.equal(outcome.saves["zeros"], torch.zeros(10_000))
         sizes.append(len(frames[-1].data))
     assert sizes[1] < sizes[0] / 10
-
-
-async def test_what_was_not_saved_comes_if_it_is_wanted(
-    server: Live, model: VLLM, outline: dict[str, Any]
-) -> None:
-    recorder = Recorder(outline)
-    with pytest.raises(RemoteError, match="only recorded"):
-        with model.trace(PROMPT, backend=RemoteBackend(transport=recorder)):
-            shape = list(model.layers[0].output.shape)
-            twice = [*shape, *shape]  # noqa: F841 - looked up by name
-            kept = save([1])  # noqa: F841 - likewise
-    head = msgspec.structs.replace(recorder.sent[0].head, wanted=["twice", "kept", "unknown"])
-    frames = [
-        frame async for frame in frames_of(server, TraceRequest(head, recorder.sent[0].parts).to_bytes())
-    ]
-    (outcome,) = read_outcomes(frames[-1].data, [])
-    assert (outcome.flows, outcome.saves) == ({"twice": [6, 128, 6, 128]}, {"kept": [1]})
 
 
 async def test_waiting_requests_get_an_error_when_the_engine_dies(

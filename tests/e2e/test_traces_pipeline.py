@@ -3,48 +3,49 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
-from vllm import SamplingParams
 
 from nnsight_engine import save
 from nnsight_engine.envoys.source.errors import SourceNotAvailableError
 from nnsight_engine.interleaving.events import MissedProviderError, OutOfOrderError
-from nnsight_engine.interleaving.threads import TimeBudgetError
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError, StageError
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.point_blocks import BLOCKS
+from tests.e2e.point_blocks import BLOCKS, PROMPT
 from tests.e2e.sandboxed import in_sandboxes
-from tests.e2e.traces import (
-    HeldTracer,
-    Plain,
-    Ran,
-    counted_recomputations,
-    errors_beside,
-    live_objects,
-    run_and_abort,
-    run_together,
-    traced_engine,
+from tests.e2e.traced_scenarios import (
+    GREEDY,
+    SCENARIOS,
+    Scenario,
+    Values,
+    assert_an_abort_leaves_nothing,
+    assert_each_fails_alone,
+    assert_generated,
+    assert_same,
+    ending_its_process,
+    failing_at,
+    generated_alone,
+    idle,
+    named,
+    neighbours,
+    still_works,
 )
+from tests.e2e.traces import HeldTracer, run_together, traced_engine
 from tests.families.checkpoints import write_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
-PROMPT: Final = [45, 257, 80, 301, 77, 78, 260, 90]
-OTHER: Final = [91, 120, 33, 44, 260, 18, 77, 45]
 LONG: Final = [7 + 3 * position % 250 for position in range(100)]
-GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "ignore_eos": True}
 OPTIONS: Final[dict[str, Any]] = {
     "max_model_len": 128,
     "max_num_batched_tokens": 64,
@@ -55,16 +56,11 @@ OPTIONS: Final[dict[str, Any]] = {
 }
 """Steps of 64 tokens and little memory, so that prompts come in chunks and requests are preempted."""
 
-_MAX_STEPS: Final = 20_000
-"""Enough for steps without tokens, which wait for sandbox processes."""
-
-Scenario = Callable[[VLLM], dict[str, Any]]
-
 
 # Layers 0 and 1 are on the first stage, 2 and 3 on the second. What each gives must not depend on that.
 
 
-def every_module(model: VLLM) -> dict[str, Any]:
+def every_module(model: VLLM) -> Values:
     seen: dict[str, Any] = {}
     for path, module in model.named_modules():
         if "rotary" in path:
@@ -79,111 +75,7 @@ def every_module(model: VLLM) -> dict[str, Any]:
     return seen
 
 
-def whole_model(model: VLLM) -> dict[str, Any]:
-    with model.trace(PROMPT, **GREEDY):
-        tokens = model.model.inputs[0][0].save()
-        embedded = model.model.embed_tokens.output.save()
-        hidden = model.model.output.save()
-    return {"embedded": embedded, "tokens": tokens, "hidden": hidden}
-
-
-def writes_on_one_stage_seen_on_the_other(model: VLLM) -> dict[str, Any]:
-    with model.trace(PROMPT, max_tokens=3, **GREEDY) as tracer:
-        seen = save([])
-        for _ in tracer.iter[:]:
-            model.model.layers[0].mlp.output[:] *= -1
-            model.model.layers[1].output = [tensor * 1.5 for tensor in model.model.layers[1].output]
-            seen.append(model.layers[3].output.clone())
-    return {"seen": seen}
-
-
-def value_carried_to_the_next_stage(model: VLLM) -> dict[str, Any]:
-    with model.trace(PROMPT, **GREEDY):
-        early = model.layers[0].output
-        model.layers[3].mlp.output[:] += early
-        logits = model.logits.output.save()
-    return {"logits": logits}
-
-
-def value_carried_to_the_next_token(model: VLLM) -> dict[str, Any]:
-    with model.trace(PROMPT, max_tokens=4, **GREEDY) as tracer:
-        late, seen = torch.zeros(1, 128), save([])
-        for _ in tracer.iter[:]:
-            model.layers[1].output[:] += late
-            seen.append(model.layers[1].output.clone())
-            late = model.layers[3].output[-1:].clone()
-            seen.append(model.samples.output.item())
-        result = tracer.result.save()
-    return {"seen": seen, "tokens": list(result.outputs[0].token_ids)}
-
-
-def tokens_written(model: VLLM) -> dict[str, Any]:
-    with model.trace(PROMPT, max_tokens=3, **GREEDY) as tracer:
-        first = model.layers[0].output.clone().save()
-        model.samples.output = torch.tensor([[7]])
-        second = model.next().layers[0].output.clone().save()
-        model.logits.output[:] = torch.nn.functional.one_hot(torch.tensor([9]), 319) * 100.0
-        result = tracer.result.save()
-    tokens = list(result.outputs[0].token_ids)
-    assert tokens[:2] == [7, 9]
-    return {"first": first, "second": second, "tokens": tokens}
-
-
-def invokes_that_wait_for_each_other(model: VLLM) -> dict[str, Any]:
-    with model.trace(**GREEDY) as tracer:
-        order = save([])
-        barrier = tracer.barrier(2)
-        with tracer.invoke(OTHER):
-            late = model.layers[0].output[-1].clone()
-            order.append("early")
-            barrier()
-            later = model.layers[2].output[-1].clone()
-            order.append("late")
-            barrier()
-        with tracer.invoke(PROMPT, max_tokens=2):
-            barrier()
-            model.layers[0].output[-1] = late
-            barrier()
-            model.layers[2].output[-1] = later
-            order.append("patched")
-            logits = model.logits.output.save()
-    assert order == ["early", "late", "patched"]
-    return {"logits": logits}
-
-
-def modules_skipped(model: VLLM) -> dict[str, Any]:
-    with model.trace(PROMPT, **GREEDY):
-        model.model.layers[0].mlp.skip(model.model.layers[0].mlp.input * 0.5)
-        model.layers[2].skip(model.layers[2].input * 2)
-        logits = model.logits.output.save()
-    return {"logits": logits}
-
-
-def stopped_on_the_first_stage(model: VLLM) -> dict[str, Any]:
-    with model.trace(PROMPT, max_tokens=50, **GREEDY) as tracer:
-        seen = save([])
-        for step in tracer.iter[:]:
-            seen.append(model.layers[0].output.clone())
-            if step == 2:
-                tracer.stop()
-            seen.append(model.samples.output.item())
-    return {"seen": seen}
-
-
-def modules_called(model: VLLM) -> dict[str, Any]:
-    with model.trace(PROMPT, **GREEDY):
-        first = model.model.embed_tokens(torch.tensor([9])).save()
-        early = model.layers[0].output
-        again = model.model.layers[1].mlp(early).save()
-        token = model.model.embed_tokens(torch.tensor([7])).save()
-        width = save(model.model.layers[0].mlp.down_proj.input_size)
-        late = model.layers[3].output
-        lens = model.lm_head(model.norm(early)).save()
-        mlp = model.model.layers[3].mlp(late).save()
-    return {"first": first, "again": again, "token": token, "lens": lens, "mlp": mlp, "width": width}
-
-
-def operations(model: VLLM) -> dict[str, Any]:
+def operations(model: VLLM) -> Values:
     seen: dict[str, Any] = {}
     for layer in range(4):
         with model.trace(PROMPT, max_tokens=2, **GREEDY) as tracer:
@@ -196,19 +88,7 @@ def operations(model: VLLM) -> dict[str, Any]:
     return seen
 
 
-def several_choices(model: VLLM) -> dict[str, Any]:
-    with model.trace(PROMPT, n=3, temperature=1.0, seed=5, max_tokens=4) as tracer:
-        tokens, drawn = save([]), save(torch.randn(2))
-        for _ in tracer.iter[:]:
-            model.layers[1].output[:] += 0.5
-            tokens.append(model.samples.output.item())
-        result = tracer.result.save()
-    assert [list(choice.token_ids) for choice in result[0].outputs] == tokens
-    assert all(len(one) == 2 for one in drawn)
-    return {"tokens": tokens}
-
-
-def prompts_in_chunks(model: VLLM) -> dict[str, Any]:
+def prompts_in_chunks(model: VLLM) -> Values:
     seen: dict[str, Any] = {}
     value = torch.randn(len(LONG), 128, generator=torch.Generator().manual_seed(0))
     for layer in (1, 2):
@@ -229,28 +109,13 @@ def prompts_in_chunks(model: VLLM) -> dict[str, Any]:
 
 
 SANDBOXED: Final[list[Scenario]] = [
-    whole_model,
-    writes_on_one_stage_seen_on_the_other,
-    value_carried_to_the_next_stage,
-    value_carried_to_the_next_token,
-    tokens_written,
-    invokes_that_wait_for_each_other,
-    modules_skipped,
-    stopped_on_the_first_stage,
-    modules_called,
-    several_choices,
+    *SCENARIOS,
     prompts_in_chunks,
     BLOCKS["patch_between_invokes"],
     BLOCKS["look_through_a_lens"],
 ]
 """Scenarios that run in sandbox processes too."""
-
-SCENARIOS: Final[list[Scenario]] = [
-    every_module,
-    operations,
-    *SANDBOXED,
-    *(block for block in BLOCKS.values() if block not in SANDBOXED),
-]
+ALL: Final = [every_module, operations, *SANDBOXED, *(one for one in BLOCKS.values() if one not in SANDBOXED)]
 
 
 @pytest.fixture(scope="module")
@@ -260,12 +125,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> dict[str, Any]:
-    """Return what one stage gives."""
     with traced_engine(checkpoint, **OPTIONS) as model:
-        found: dict[str, Any] = {scenario.__name__: scenario(model) for scenario in SCENARIOS}
-        found["tree"] = repr(model)
-        found["preempted"] = [outcome.saves for outcome in preempted(model).outcomes.values()]
-        return found
+        found: dict[str, Any] = {scenario.__name__: scenario(model) for scenario in ALL}
+        return found | {"tree": repr(model), "generated": generated_alone(model, 6)}
 
 
 @pytest.fixture(scope="module")
@@ -279,118 +141,30 @@ def model(checkpoint: Path, expected: dict[str, Any]) -> Iterator[VLLM]:
             yield engine
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: str(scenario.__name__))
+@pytest.mark.parametrize("scenario", ALL, ids=named)
 def test_two_stages_do_what_one_does(model: VLLM, expected: dict[str, Any], scenario: Scenario) -> None:
-    torch.testing.assert_close(scenario(model), expected[scenario.__name__], rtol=1e-4, atol=1e-4)
+    assert_same(scenario(model), expected[scenario.__name__])
 
 
-@pytest.mark.parametrize("scenario", SANDBOXED, ids=lambda scenario: str(scenario.__name__))
+@pytest.mark.parametrize("scenario", SANDBOXED, ids=named)
 def test_sandboxed_blocks_do_on_two_stages_what_trusted_ones_do_on_one(
     model: VLLM, expected: dict[str, Any], scenario: Scenario
 ) -> None:
     with in_sandboxes(model):
         found = scenario(model)
-    torch.testing.assert_close(found, expected[scenario.__name__], rtol=1e-4, atol=1e-4)
+    assert_same(found, expected[scenario.__name__])
 
 
 def test_the_tree_shows_the_modules_of_all_stages(model: VLLM, expected: dict[str, Any]) -> None:
     assert repr(model) == expected["tree"]
 
 
-def generating(model: VLLM, number: int) -> SentTrace:
-    """Return a trace that reads on both stages, and writes on one, at each of 50 tokens."""
-    direction = torch.randn(128, generator=torch.Generator().manual_seed(number))
-    with model.trace([number + 20, *LONG[:57]], max_tokens=50, tracer_cls=HeldTracer, **GREEDY) as tracer:
-        rows, tokens = save([]), save([])
-        for _ in tracer.iter[:]:
-            model.model.layers[number % 3].mlp.output[:] += direction * 0.3
-            rows.append(model.layers[1 + number % 3].output)
-            tokens.append(model.samples.output.item())
-    sent: SentTrace = tracer.sent
-    return sent
-
-
-def preempted(model: VLLM) -> Ran:
-    """Run more than the engine has memory for."""
-    return run_together(model, [generating(model, number) for number in range(6)])
-
-
-def test_preempted_requests_read_once_and_write_again(model: VLLM, expected: dict[str, Any]) -> None:
-    with counted_recomputations(model) as counted:
-        ran = preempted(model)
-    assert counted.num_preempted > 0
-    for number, alone in enumerate(expected["preempted"]):
-        outcome = ran.outcomes[number]
-        assert outcome.error is None, outcome.error
-        assert outcome.saves["tokens"] == alone["tokens"]
-        torch.testing.assert_close(outcome.saves["rows"], alone["rows"], rtol=1e-3, atol=1e-3)
-
-
-def failing(model: VLLM) -> list[SentTrace]:
-    """Return traces that end badly, each in its own way, on either stage."""
-    held = []
-    for layer in (1, 3):
-        with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
-            model.layers[layer].output
-            raise KeyError("mine")
-        held.append(tracer.sent)
-        with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
-            model.layers[layer].output
-            while True:
-                pass
-        held.append(tracer.sent)
-        with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
-            model.layers[layer].output = torch.zeros(3, 3)
-        held.append(tracer.sent)
-    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
-        while True:
-            model.model.layers[0].mlp(model.layers[0].output)
-            time.sleep(3600)
-    held.append(tracer.sent)
-    return held
-
-
-def neighbours() -> list[Plain]:
-    greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=5)
-    drawn = SamplingParams(max_tokens=8, temperature=1.0, seed=3, ignore_eos=True, logprobs=5)
-    return [
-        Plain({"prompt_token_ids": [number + 5, *OTHER]}, drawn if number % 2 else greedy)
-        for number in range(5)
-    ]
-
-
-def test_whoever_fails_fails_alone_and_nobody_notices(model: VLLM) -> None:
-    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as idle:
-        pass
-    calm = run_together(model, [idle.sent], neighbours(), late=1)
-    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as well:
-        seen = save([])
-        for _ in well.iter[:]:
-            for layer in model.model.layers:
-                layer.mlp.output[:] += torch.randn(128)
-            seen.append(model.samples.output.item())
-    ran = run_together(model, [*failing(model), well.sent], neighbours(), late=1)
-    for number in range(5):
-        assert ran.tokens(f"plain-{number}") == calm.tokens(f"plain-{number}")
-        assert ran.logprobs(f"plain-{number}") == calm.logprobs(f"plain-{number}")
-    errors = [type(ran.outcomes[number].error) for number in range(7)]
-    assert errors == [KeyError, TimeBudgetError, ValueError] * 2 + [TimeBudgetError]
-    assert ran.outcomes[7].error is None
-    assert ran.outcomes[7].saves["seen"] == ran.tokens("trace-7")
-
-
-def test_sandboxed_requests_that_are_preempted_see_each_step_once(
-    model: VLLM, expected: dict[str, Any]
+@pytest.mark.parametrize("where", [contextlib.nullcontext, in_sandboxes], ids=["trusted", "sandboxed"])
+def test_preempted_requests_read_once_and_write_again(
+    model: VLLM, expected: dict[str, Any], where: Any
 ) -> None:
-    with in_sandboxes(model), counted_recomputations(model) as counted:
-        sent = [generating(model, number) for number in range(6)]
-        ran = run_together(model, sent, max_steps=_MAX_STEPS)
-    assert counted.num_preempted > 0
-    for number, alone in enumerate(expected["preempted"]):
-        outcome = ran.outcomes[number]
-        assert outcome.error is None, outcome.error
-        assert outcome.saves["tokens"] == alone["tokens"]
-        torch.testing.assert_close(outcome.saves["rows"], alone["rows"], rtol=1e-3, atol=1e-3)
+    with where(model):
+        assert assert_generated(model, expected["generated"]).num_preempted > 0
 
 
 @contextlib.contextmanager
@@ -419,56 +193,52 @@ def test_a_request_that_returns_with_about_the_tokens_of_a_step_reads_once(
 ) -> None:
     # An early stage has not received the last token of a request that is preempted.
     with preempting_at(model, OPTIONS["max_num_batched_tokens"] + num_more) as done:
-        outcome = run_together(model, [generating(model, 0)]).outcomes[0]
+        assert_generated(model, expected["generated"][:1])
     assert len(done) == 1
-    assert outcome.error is None, outcome.error
-    alone = expected["preempted"][0]
-    assert outcome.saves["tokens"] == alone["tokens"]
-    torch.testing.assert_close(outcome.saves["rows"], alone["rows"], rtol=1e-3, atol=1e-3)
 
 
-def failing_in_a_sandbox(model: VLLM) -> dict[str, SentTrace]:
-    """Return traces that end badly, or end their process, on either stage, by their errors."""
-    opened = functools.partial(model.trace, PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY)
-    held: dict[str, Any] = {}
-    for layer in (1, 3):
-        with opened() as held[f"KeyError {layer}"]:
-            model.layers[layer].output.sum()
-            raise KeyError("mine")
-        with opened() as held[f"SandboxEndedError {layer}"]:
-            model.layers[layer].output.sum()
-            exec("import os; os._exit(0)")
-    with opened() as held["TimeBudgetError or SandboxEndedError"]:
-        model.layers[1].output.sum()
+def calling_before_it_sleeps(model: VLLM) -> dict[str, SentTrace]:
+    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
         while True:
-            pass
-    with opened() as held["StageError"]:
+            model.model.layers[0].mlp(model.layers[0].output)
+            time.sleep(3600)
+    return {"TimeBudgetError": tracer.sent}
+
+
+def test_whoever_fails_fails_alone(model: VLLM) -> None:
+    failing = failing_at(model, 1) | failing_at(model, 3) | calling_before_it_sleeps(model)
+    assert_each_fails_alone(model, failing)
+
+
+def test_who_writes_everywhere_disturbs_nobody(model: VLLM) -> None:
+    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as wild:
+        seen = save([])
+        for _ in wild.iter[:]:
+            for layer in model.model.layers:
+                layer.mlp.output[:] += torch.randn(128)
+            seen.append(model.samples.output.item())
+    calm, ran = (run_together(model, [one], neighbours(), late=1) for one in (idle(model), wild.sent))
+    for number in range(len(neighbours())):
+        assert ran.logprobs(f"plain-{number}") == calm.logprobs(f"plain-{number}")
+    assert ran.outcomes[0].saves["seen"] == ran.tokens("trace-0") != calm.tokens("trace-0")
+
+
+def calling_what_is_not_there(model: VLLM) -> dict[str, SentTrace]:
+    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as passed:
         model.model.layers[0].mlp(model.layers[3].output)
-    with opened() as held["SandboxedError"]:
+    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as misshapen:
         model.model.layers[0].mlp(torch.ones(2, 7))
-    return {name: tracer.sent for name, tracer in held.items()}
+    return {"StageError": passed.sent, "SandboxedError": misshapen.sent}
 
 
 def test_sandboxed_blocks_that_fail_fail_alone(model: VLLM) -> None:
     with in_sandboxes(model):
-        with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as idle:
-            pass
-        sent = failing_in_a_sandbox(model)
-        # One by one: the traces of one tenant share the time that a step waits for them.
-        errors = errors_beside(model, idle.sent, list(sent.values()), neighbours(), _MAX_STEPS)
-    for expected, error in zip(sent, errors, strict=True):
-        assert type(error).__name__ in expected.split()
-    with in_sandboxes(model), model.trace(PROMPT, **GREEDY):
-        token = model.samples.output.save()
-    assert token.shape == (1, 1)
+        failing = failing_at(model, 1) | ending_its_process(model, 1) | ending_its_process(model, 3)
+        assert_each_fails_alone(model, failing | calling_what_is_not_there(model), at_once=False)
 
 
 def test_an_aborted_request_leaves_nothing(model: VLLM) -> None:
-    with model.trace(PROMPT, max_tokens=60, tracer_cls=HeldTracer, **GREEDY) as held:
-        for _ in held.iter[:]:
-            model.layers[0].output
-    assert run_and_abort(model, held.sent, num_tokens=7) == {"traced": 1, "traces": 1}
-    assert not live_objects(model)
+    assert_an_abort_leaves_nothing(model, {"traced": 1, "traces": 1})
 
 
 def test_what_cannot_come_is_named(model: VLLM) -> None:
@@ -504,5 +274,6 @@ def test_what_cannot_come_is_named(model: VLLM) -> None:
     with pytest.raises(ValueError, match="hook=True"), model.trace(PROMPT):
         model.model.layers[1].mlp(model.layers[0].output, hook=True)
     with model.trace(PROMPT, **GREEDY):
-        token = model.samples.output.save()
-    assert token.shape == (1, 1)
+        width = save(model.model.layers[0].mlp.down_proj.input_size)
+    assert width == 192
+    assert still_works(model)

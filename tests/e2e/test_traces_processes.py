@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("processes")
-    return report_of("tests.e2e.traces_processes_check", folder, engine_in_process=False)
+    checks = "tests.e2e.traces_processes_check"
+    return report_of(checks, folder, ["llama"], engine_in_process=False)["llama"]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -17,37 +17,19 @@ from typing import Any, Final
 
 import pytest
 import ray
-import torch
 from ray._private import services
 
-from nnsight_engine import save
 from nnsight_engine.vllm_backend import ray_plugin
-from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.sandboxed import in_sandboxes
+from tests.e2e.traced_scenarios import Values, assert_same, writes_seen_in_later_layers
 from tests.e2e.traces import traced_engine
 from tests.families.checkpoints import write_checkpoint
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
-PROMPT: Final = [45, 257, 80, 301, 77, 78, 260, 90]
 _PATIENCE_S: Final = 60
 _PROJECT: Final = Path(__file__).resolve().parents[2]
-
-Values = list[Any]
-
-
-def traced(model: VLLM) -> Values:
-    """Read and write on all layers while three tokens are generated."""
-    with model.trace(PROMPT, max_tokens=3, temperature=0.0, ignore_eos=True) as tracer:
-        values = save([])
-        for _ in tracer.iter[:]:
-            values.append(model.layers[0].output.clone())
-            model.layers[1].output[:] *= 1.5
-            values.append(model.layers[3].output.clone())
-            values.append(model.logits.output.clone())
-            values.append(model.samples.output.item())
-    return values
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,9 +49,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> Values:
-    """Return what one worker in this process gives."""
     with traced_engine(checkpoint, max_model_len=64) as model:
-        return traced(model)
+        return writes_seen_in_later_layers(model)
 
 
 def check(checkpoint: Path, expected: Values, option: str) -> None:
@@ -80,10 +61,10 @@ def check(checkpoint: Path, expected: Values, option: str) -> None:
     options: dict[str, Any] = {"max_model_len": 64, "num_gpu_blocks_override": 32}
     options |= {"distributed_executor_backend": "ray", option: 2}
     with traced_engine(checkpoint, **options) as model:
-        torch.testing.assert_close(traced(model), expected, rtol=1e-3, atol=1e-4)
+        assert_same(writes_seen_in_later_layers(model), expected)
         with in_sandboxes(model):
-            sandboxed = traced(model)
-        torch.testing.assert_close(sandboxed, expected, rtol=1e-3, atol=1e-4)
+            sandboxed = writes_seen_in_later_layers(model)
+        assert_same(sandboxed, expected)
 
 
 def test_a_cluster_is_started_and_ended_with_the_engine(checkpoint: Path, expected: Values) -> None:

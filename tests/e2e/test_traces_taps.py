@@ -175,7 +175,6 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 def nothing(model: VLLM) -> None:
-    """Ask for nothing first."""
     del model
 
 

@@ -1,12 +1,11 @@
 """Blocks over two tensor-parallel ranks: the same values as on one, and no way to set the ranks at odds.
 
 Blocks by family run in a process of their own, see ``tensor_parallel_check``. The other tests share one
-engine, whose memory is so small that requests are preempted.
+engine, whose memory is so small that requests are preempted; what is trusted and what runs in sandboxes.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 import threading
@@ -22,26 +21,32 @@ from vllm import SamplingParams
 
 from benchmarks.dictionaries import random_dictionary
 from nnsight_engine import save
-from nnsight_engine.interleaving.threads import TimeBudgetError
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
-from nnsight_engine.vllm_backend.traces.errors import SpreadModuleError
 from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e import point_blocks
 from tests.e2e.check_process import report_of
 from tests.e2e.harness import Engine, Reply, random_vector
 from tests.e2e.point_blocks import OTHER, PROMPT
+from tests.e2e.same_answers import differences_between
+from tests.e2e.sandboxed import in_sandboxes
 from tests.e2e.tensor_parallel_check import BLOCKS
-from tests.e2e.traces import (
-    HeldTracer,
-    Plain,
-    errors_beside,
-    live_objects,
-    random_state,
-    run_and_abort,
-    run_together,
-    traced_engine,
+from tests.e2e.traced_scenarios import (
+    GREEDY,
+    SCENARIOS,
+    Scenario,
+    assert_an_abort_leaves_nothing,
+    assert_each_fails_alone,
+    assert_generated,
+    assert_same,
+    ending_its_process,
+    failing_at,
+    generated_alone,
+    named,
+    still_works,
 )
+from tests.e2e.traces import HeldTracer, Plain, random_state, run_together, traced_engine
 from tests.families.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.e2e
@@ -49,16 +54,27 @@ pytestmark = pytest.mark.e2e
 _GROUPS: Final = (("llama", "qwen3"), ("gpt2", "gpt_neox"), ("gemma4",))
 """Cases that share a process. Ranks with the same keys; norms per head; a fused projection with a bias;
 transformers' own modules; heads of several sizes."""
-
-GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "ignore_eos": True}
-_BUDGET_S: Final = 1.0
+PLAYED: Final[list[Scenario]] = [
+    *SCENARIOS,
+    *(
+        point_blocks.BLOCKS[name]
+        for name in (
+            "read_by_attribute",
+            "ablate_a_head",
+            "patch_from_another_prompt",
+            "patch_between_invokes",
+            "steer_while_generating",
+            "skip_a_layer",
+            "look_through_a_lens",
+        )
+    ),
+]
 
 Report = dict[str, dict[str, str | None]]
 
 
 @pytest.fixture(scope="module", params=_GROUPS, ids="-".join)
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """Run the blocks of a group of cases."""
     found: Report = report_of(
         "tests.e2e.tensor_parallel_check", tmp_path_factory.mktemp("cases"), request.param
     )
@@ -78,45 +94,28 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def on_one_rank(checkpoint: Path) -> Reply:
-    """Return what one rank answers; the engine ends before another one starts."""
-    engine = Engine(checkpoint, dtype="float32", max_model_len=128, num_gpu_blocks_override=32)
-    try:
-        return declarative(engine)
-    finally:
-        engine.close()
+def on_one_rank(checkpoint: Path) -> dict[str, Any]:
+    """Return what one rank gives; the engine ends before another one starts."""
+    with traced_engine(checkpoint, max_model_len=128, num_gpu_blocks_override=32) as model:
+        found: dict[str, Any] = {"declarative": declarative(Engine.around(model.engine))}
+        # A worker hears of what has finished in the next step.
+        return found | {named(scenario): scenario(model) for scenario in PLAYED}
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Path, on_one_rank: Reply) -> Iterator[VLLM]:
-    """Start an engine of two ranks, with memory for six blocks of 32 positions."""
+def model(request: pytest.FixtureRequest, checkpoint: Path, on_one_rank: dict[str, Any]) -> Iterator[VLLM]:
+    """Start an engine of two ranks, with memory for six blocks of 32 positions, and a time for blocks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "VLLM_CPU_OMP_THREADS_BIND", "nobind")
         patch.setitem(os.environ, "OMP_NUM_THREADS", "1")
-        options = {
-            "max_model_len": 128,
-            "block_size": 32,
-            "num_gpu_blocks_override": 7,
-            "max_num_seqs": 8,
-        }
-        limits = EngineLimits(trace_step_s=_BUDGET_S)
+        options = {"max_model_len": 128, "block_size": 32, "num_gpu_blocks_override": 7, "max_num_seqs": 8}
+        step_s = getattr(request, "param", 1.0)
+        limits = EngineLimits(trace_step_s=step_s, sandbox_step_s=1.0, sandbox_cpu_s=60)
         with traced_engine(checkpoint, tensor_parallel_size=2, limits=limits, **options) as model:
             yield model
 
 
-def still_works(model: VLLM) -> bool:
-    """Tell whether a block is served as it should be."""
-    with model.trace(PROMPT, max_tokens=2, **GREEDY) as tracer:
-        queries = model.layers[1].attn.q.shape.save()
-        lens = model.lm_head(model.norm(model.layers[2].output)).save()
-        tokens = save([])
-        for _ in tracer.iter[:]:
-            tokens.append(model.samples.output.item())
-    return tuple(queries) == (len(PROMPT), 4, 32) and lens.shape == (len(PROMPT), 319) and len(tokens) == 2
-
-
 def declarative(engine: Engine) -> Reply:
-    """Ask for operations of many kinds."""
     width = engine.spec.hidden_size
     dictionary = random_dictionary(0, width)
     changes = [{"feature": 3, "mode": "add", "value": 2.0}, {"feature": 9, "mode": "ablate"}]
@@ -134,33 +133,21 @@ def declarative(engine: Engine) -> Reply:
     return engine.ask("Hello there, you", interventions, max_tokens=5)
 
 
-def test_two_ranks_answer_as_one(model: VLLM, on_one_rank: Reply) -> None:
-    engine, expected = Engine.around(model.engine), on_one_rank
+def test_two_ranks_answer_as_one(model: VLLM, on_one_rank: dict[str, Any]) -> None:
+    engine, expected = Engine.around(model.engine), on_one_rank["declarative"]
     reply = declarative(engine)
-    assert reply.failure is None
-    assert reply.token_ids == expected.token_ids
-    for point in ("layers.0.output", "layers.3.output", "layers.2.attn.output"):
-        torch.testing.assert_close(
-            reply.tensor("c", point), expected.tensor("c", point), rtol=1e-3, atol=1e-4
-        )
-    torch.testing.assert_close(
-        reply.tensor("logits", "logits"), expected.tensor("logits", "logits"), rtol=1e-3, atol=1e-4
-    )
-    found: list[Any] = [one.result("features") for one in (reply, expected)]
-    ids, activations = (
-        [[[pair[part] for pair in row] for row in one.rows] for one in found] for part in (0, 1)
-    )
-    assert ids[0] == ids[1]
-    torch.testing.assert_close(
-        torch.tensor(activations[0]), torch.tensor(activations[1]), rtol=1e-3, atol=1e-4
-    )
-    assert found[0].positions == found[1].positions
-    flagged = reply.result("flag").positions
-    assert flagged == expected.result("flag").positions
-    assert 0 < len(flagged) < len(found[0].positions)
-    assert reply.result("lens").positions == expected.result("lens").positions
+    assert (reply.failure, reply.token_ids) == (None, expected.token_ids)
+    assert not differences_between(reply.collected, expected.collected)
+    assert 0 < len(reply.result("flag").positions) < len(reply.result("features").positions)
     # What each rank holds a part of is not offered, rather than offered wrong.
     assert engine.spec.leaf("attn.q") is None
+
+
+@pytest.mark.parametrize("scenario", PLAYED, ids=named)
+def test_blocks_do_on_two_ranks_what_they_do_on_one(
+    model: VLLM, on_one_rank: dict[str, Any], scenario: Scenario
+) -> None:
+    assert_same(scenario(model), on_one_rank[named(scenario)])
 
 
 # What ranks hold in common.
@@ -251,100 +238,52 @@ def test_neighbours_keep_every_bit(model: VLLM) -> None:
         assert wild.logprobs(f"plain-{number}") == calm.logprobs(f"plain-{number}")
 
 
-def generating(model: VLLM, number: int) -> SentTrace:
-    """Return a trace that writes what is spread over ranks, and reads, at each of 50 tokens."""
-    prompt = [(token + number) % 319 for token in PROMPT]
-    direction = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
-    with model.trace(prompt, max_tokens=50, tracer_cls=HeldTracer, **GREEDY) as tracer:
-        rows, tokens = save([]), save([])
-        for _ in tracer.iter[:]:
-            model.layers[1].attn.heads[:] += direction
-            rows.append(model.layers[2].attn.k)
-            tokens.append(model.samples.output.item())
-    sent: SentTrace = tracer.sent
-    return sent
+@pytest.fixture(scope="module")
+def alone(model: VLLM) -> list[dict[str, Any]]:
+    return generated_alone(model, 4)
 
 
-def test_preempted_requests_write_again_on_every_rank(model: VLLM) -> None:
-    together = run_together(model, [generating(model, number) for number in range(4)])
-    assert together.num_steps > 60, "nothing was preempted, so nothing was shown"
-    for number in range(4):
-        alone = run_together(model, [generating(model, number)]).outcomes[0]
-        mine = together.outcomes[number]
-        assert mine.error is None
-        assert mine.saves["tokens"] == alone.saves["tokens"]
-        for one, other in zip(mine.saves["rows"], alone.saves["rows"], strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+def test_preempted_requests_write_again_on_every_rank(model: VLLM, alone: list[dict[str, Any]]) -> None:
+    assert assert_generated(model, alone).num_preempted > 0
 
 
 # Blocks that go wrong.
 
 
-def failing(model: VLLM) -> list[SentTrace]:
-    """Return traces that end badly, each in its own way."""
-    opened = functools.partial(model.trace, PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY)
-    held = []
-    with opened() as tracer:
-        model.layers[1].attn.q
-        raise KeyError("mine")
-    held.append(tracer)
-    with opened() as tracer:
-        model.layers[1].attn.q
-        while True:
-            pass
-    held.append(tracer)
-    with opened() as tracer:
+def at_odds(model: VLLM) -> dict[str, SentTrace]:
+    """Return traces that would set the ranks at odds, by their errors."""
+    options: dict[str, Any] = {"max_tokens": 8, "tracer_cls": HeldTracer, **GREEDY}
+    held: dict[str, Any] = {}
+    with model.trace(PROMPT, **options) as held["TimeBudgetError asleep"]:
         model.layers[1].attn.q
         time.sleep(3600)
-    held.append(tracer)
-    with opened() as tracer:
+    with model.trace(PROMPT, **options) as held["TimeBudgetError calling"]:
         while True:
             model.lm_head(torch.ones(4, 128))
-    held.append(tracer)
-    with opened() as tracer:
+    with model.trace(PROMPT, **options) as held["RuntimeError of a width"]:
         model.lm_head(torch.ones(4, 7))
-    held.append(tracer)
-    with opened() as tracer:
+    with model.trace(PROMPT, **options) as held["ValueError of columns"]:
         model.model.layers[1].self_attn.o_proj(torch.ones(4, 256))
-    held.append(tracer)
-    with opened() as tracer:
+    with model.trace(PROMPT, **options) as held["SpreadModuleError of a value"]:
         model.model.layers[1].mlp(threading)
-    held.append(tracer)
-    with opened() as tracer:
+    with model.trace(PROMPT, **options) as held["SpreadModuleError of hooks"]:
         model.model.layers[1].mlp(torch.ones(4, 128), hook=True)
-    held.append(tracer)
-    with opened() as tracer:
+    with model.trace(PROMPT, **options) as held["SpreadModuleError of hooks, later"]:
         model.layers[1].attn.q
         model.model.layers[1].mlp(torch.ones(4, 128), hook=True)
-    held.append(tracer)
-    with opened() as tracer:
+    with model.trace(PROMPT, **options) as held["SpreadModuleError of a loader"]:
         model.model.layers[1].mlp.down_proj.weight_loader(1, 2)
-    held.append(tracer)
-    with opened() as tracer:
+    with model.trace(PROMPT, **options) as held["SpreadModuleError of a source"]:
         model.model.layers[1].mlp.source.self_down_proj_0.output.sum()
-    held.append(tracer)
-    with opened() as tracer:
+    with model.trace(PROMPT, **options) as held["SpreadModuleError of a cache"]:
         model.model.layers[1].self_attn.attn.kv_cache.sum()
-    held.append(tracer)
-    with opened() as tracer:
+    with model.trace(PROMPT, **options) as held["PointValueError"]:
         model.layers[1].attn.q = torch.zeros(len(PROMPT), 2, 32)
-    held.append(tracer)
-    return [tracer.sent for tracer in held]
+    return {name: tracer.sent for name, tracer in held.items()}
 
 
 def test_whoever_fails_fails_alone(model: VLLM) -> None:
-    params = SamplingParams(max_tokens=8, temperature=0.0, logprobs=5)
-    plain = [Plain({"prompt_token_ids": OTHER}, params)]
-    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as idle:
-        pass
-    found = errors_beside(model, idle.sent, failing(model), plain)
-    names = [type(error).__name__ for error in found]
-    assert names[:4] == ["KeyError", *[TimeBudgetError.__name__] * 3]
-    assert names[4:6] == ["RuntimeError", "ValueError"]
-    assert "128 columns" in str(found[5])
-    assert names[6:12] == [SpreadModuleError.__name__] * 6
-    assert names[12] == "PointValueError"
-    assert still_works(model)
+    assert_each_fails_alone(model, failing_at(model, 1) | at_odds(model), at_once=False)
 
 
 def test_a_thread_of_the_blocks_own_cannot_call_all_ranks(model: VLLM) -> None:
@@ -366,21 +305,8 @@ def test_a_thread_of_the_blocks_own_cannot_call_all_ranks(model: VLLM) -> None:
     assert still_works(model)
 
 
-def test_a_block_that_stops_ends_its_request(model: VLLM) -> None:
-    with model.trace(PROMPT, max_tokens=8, **GREEDY) as tracer:
-        queries = model.layers[1].attn.q.save()
-        tracer.stop()
-    assert queries.shape == (len(PROMPT), 4, 32)
-    assert still_works(model)
-
-
 def test_an_aborted_request_leaves_nothing(model: VLLM) -> None:
-    with model.trace(PROMPT, max_tokens=100, tracer_cls=HeldTracer, **GREEDY) as held:
-        for _ in held.iter[:]:
-            model.layers[1].attn.q[:] = 0
-    assert run_and_abort(model, held.sent, num_tokens=4) == {"traced": 1, "traces": 1}
-    assert not live_objects(model)
-    assert still_works(model)
+    assert_an_abort_leaves_nothing(model, {"traced": 1, "traces": 1})
 
 
 def test_what_is_no_trace_ends_its_request_only(model: VLLM) -> None:
@@ -391,11 +317,79 @@ def test_what_is_no_trace_ends_its_request_only(model: VLLM) -> None:
     assert still_works(model)
 
 
-def test_choices_run_a_block_each(model: VLLM) -> None:
-    with model.trace(PROMPT, n=2, temperature=1.0, max_tokens=3, ignore_eos=True) as tracer:
-        tokens = save([])
-        for _ in tracer.iter[:]:
-            model.layers[1].attn.v[:] *= 1.5
-            tokens.append(model.samples.output.item())
-        result = tracer.result.save()
-    assert [list(choice.token_ids) for choice in result[0].outputs] == tokens
+# In sandboxes.
+
+
+patient = pytest.mark.parametrize("model", [60.0], indirect=True, scope="module", ids=["patient"])
+"""With an engine of their own, whose blocks have the time that processes take on a busy machine."""
+
+
+@patient
+@pytest.mark.heavy
+@pytest.mark.parametrize("scenario", PLAYED, ids=named)
+def test_sandboxed_blocks_do_on_two_ranks_what_trusted_ones_do_on_one(
+    model: VLLM, on_one_rank: dict[str, Any], scenario: Scenario
+) -> None:
+    with in_sandboxes(model):
+        found = scenario(model)
+    assert_same(found, on_one_rank[named(scenario)])
+
+
+def at_odds_in_sandboxes(model: VLLM) -> dict[str, SentTrace]:
+    options: dict[str, Any] = {"max_tokens": 8, "tracer_cls": HeldTracer, **GREEDY}
+    held: dict[str, Any] = {}
+    with model.trace(PROMPT, **options) as held["TimeBudgetError SandboxEndedError SandboxedError"]:
+        while True:
+            model.lm_head(torch.ones(4, 128))
+    with model.trace(PROMPT, **options) as held["SandboxedError of a width"]:
+        model.lm_head(torch.ones(4, 7))
+    with model.trace(PROMPT, **options) as held["SandboxedError of a weight"]:
+        model.model.layers[1].mlp.down_proj.weight.sum()
+    with model.trace(PROMPT, **options) as held["PointValueError"]:
+        model.layers[1].attn.q = torch.zeros(len(PROMPT), 2, 32)
+    return {name: tracer.sent for name, tracer in held.items()}
+
+
+@patient
+@pytest.mark.heavy
+def test_sandboxed_blocks_that_fail_fail_alone(model: VLLM) -> None:
+    with in_sandboxes(model):
+        failing = failing_at(model, 1) | ending_its_process(model, 1) | at_odds_in_sandboxes(model)
+        assert_each_fails_alone(model, failing, at_once=False)
+
+
+@patient
+@pytest.mark.heavy
+def test_preempted_and_deferred_blocks_see_each_step_once(model: VLLM, alone: list[dict[str, Any]]) -> None:
+    with in_sandboxes(model):
+        counted = assert_generated(model, alone, busy_s=0.2)  # longer than a step waits
+    assert counted.num_preempted > 0
+    assert counted.num_undone > 0
+
+
+@patient
+@pytest.mark.heavy
+def test_ranks_sample_alike_when_a_step_goes_on_without_a_block(model: VLLM) -> None:
+    def sampled() -> list[int]:
+        with model.trace(PROMPT, temperature=1.0, seed=3, max_tokens=6, ignore_eos=True) as tracer:
+            for _ in tracer.iter[:]:
+                model.layers[1].mlp.act *= 1.5
+                end = time.process_time() + 0.2  # longer than a step waits
+                while time.process_time() < end:
+                    pass
+                model.samples.output.item()
+            result = tracer.result.save()
+        return list(result.outputs[0].token_ids)
+
+    expected = sampled()
+    with in_sandboxes(model):
+        assert sampled() == expected
+    first, second = model.engine.collective_rpc(random_state)
+    assert first == second
+
+
+@patient
+@pytest.mark.heavy
+def test_an_aborted_request_of_a_sandbox_leaves_nothing(model: VLLM) -> None:
+    with in_sandboxes(model):
+        assert_an_abort_leaves_nothing(model, {"sandboxes": 1, "traces": 1})

@@ -11,7 +11,6 @@ import pytest
 import safetensors.numpy
 
 from tests.e2e.server import Server
-from tests.waiting import wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -47,7 +46,6 @@ def client(bundled_server: Server) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def trained(client: httpx.Client) -> dict[str, dict[str, Any]]:
-    """Return a vector of each method."""
     return {
         method: train(client, name=method.replace("_", "-"), method=method)
         for method in ("mean_difference", "pca", "logistic")
@@ -143,40 +141,6 @@ def test_a_name_is_exactly_its_numbers(client: httpx.Client, trained: dict[str, 
         "scale": -0.1,
     }
     assert complete(client, everywhere)["text"] != complete(client)["text"]
-
-
-def test_a_training_is_repeatable_and_streams(
-    client: httpx.Client, trained: dict[str, dict[str, Any]]
-) -> None:
-    again = train(client, name="again")
-    first = trained["mean_difference"]
-    contents = [
-        safetensors.numpy.load(client.get(f"/v1/vectors/{made['id']}/content").content)
-        for made in (first, again)
-    ]
-    for point, row in contents[0].items():
-        # The engine's own numbers depend a little on what shares a step.
-        np.testing.assert_allclose(contents[1][point], row, rtol=0.05, atol=0.02 * np.abs(row).max())
-    body = {"name": "chat", "layers": "10:14", "position": "mean", "stream": True}
-    sides = {
-        side: [[{"role": "user", "content": text}] for text in texts]
-        for side, texts in (("positive", CHEERFUL), ("negative", GLOOMY))
-    }
-    text = client.post("/v1/vectors/train", json={**body, **sides}).text
-    assert text.count('"stage":"capture"') == 16
-    assert text.count('"stage":"fit"') == 4
-    assert '"best_layer"' in text
-    assert text.endswith("data: [DONE]\n\n")
-
-
-def test_a_disconnected_client_ends_its_training(client: httpx.Client) -> None:
-    yes, no = [[f"{word} {n}" for n in range(200)] for word in ("yes", "no")]
-    body = {"name": "left", "stream": True, "positive": yes, "negative": no}
-    with client.stream("POST", "/v1/vectors/train", json=body) as answer:
-        assert '"capture"' in next(answer.iter_lines())
-    wait_for(lambda: not client.get("/v1/status").json()["in_flight"])
-    assert client.get("/v1/vectors", params={"name": "left"}).json()["data"] == []
-    assert complete(client, max_tokens=2)["text"]
 
 
 def test_what_vllm_refuses_is_said_of_the_prompt(client: httpx.Client) -> None:

@@ -59,22 +59,17 @@ class HeldTracer(RequestTracer):
 
 @dataclasses.dataclass
 class Plain:
-    """A request without a block."""
-
     prompt: Any
     params: SamplingParams
 
 
 @dataclasses.dataclass
 class Ran:
-    """What came of a run."""
-
     outcomes: dict[int, Outcome]
     outputs: dict[str, RequestOutput]
     num_steps: int
 
     def tokens(self, name: str) -> list[int]:
-        """Return a request's tokens."""
         return list(self.outputs[name].outputs[0].token_ids)
 
     def logprobs(self, name: str) -> list[dict[int, float]]:
@@ -95,12 +90,8 @@ def run_together(
 ) -> Ran:
     """Run traces of one request each, and plain requests, in one engine at the same time.
 
-    Args:
-        model: The engine.
-        traces: Named ``trace-0`` and so on; the outcome of each is found by its number.
-        plain: Named ``plain-0`` and so on.
-        late: How many steps after the plain requests the traces come.
-        max_steps: How many steps the engine may take; those without tokens wait for sandbox processes.
+    They are named ``trace-0``, ``plain-0`` and so on. Traces come ``late`` steps after plain requests. The
+    engine may take ``max_steps`` steps; those without tokens wait for sandbox processes.
     """
     engine: Any = model.engine.llm_engine
     outputs: dict[str, RequestOutput] = {}
@@ -128,31 +119,6 @@ def run_together(
         if found:
             outcomes[number] = found[0]
     return Ran(outcomes, outputs, num_steps)
-
-
-def errors_beside(
-    model: VLLM, idle: SentTrace, traces: Sequence[SentTrace], plain: Sequence[Plain], max_steps: int = 2000
-) -> list[BaseException | None]:
-    """Run traces one by one, each beside plain requests, which keep every bit; return the traces' errors.
-
-    Args:
-        model: The engine.
-        idle: A trace that does nothing, with whose plain requests those of the others are compared.
-        traces: The traces.
-        plain: The requests beside each; at least one has log-probabilities.
-        max_steps: See ``run_together``.
-    """
-    calm = run_together(model, [idle], plain, late=1, max_steps=max_steps)
-    names = [f"plain-{number}" for number in range(len(plain))]
-    assert any(map(calm.logprobs, names))
-    errors = []
-    for trace in traces:
-        ran = run_together(model, [trace], plain, late=1, max_steps=max_steps)
-        for name in names:
-            assert ran.tokens(name) == calm.tokens(name)
-            assert ran.logprobs(name) == calm.logprobs(name)
-        errors.append(ran.outcomes[0].error)
-    return errors
 
 
 def random_state(worker: Any) -> list[int]:
@@ -221,7 +187,6 @@ def counted_recomputations(model: VLLM) -> Iterator[Recomputed]:
 
 
 def collected(model: VLLM, trace: SentTrace, outputs: list[RequestOutput]) -> Outcome:
-    """Return the outcome of a trace of one request, which has ended."""
     (outcome,) = finished(model, trace, outputs)
     return outcome
 

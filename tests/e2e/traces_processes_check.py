@@ -1,18 +1,13 @@
 """What travels between a block in the engine's own process and the one that traces, in both directions.
 
-``python -m tests.e2e.traces_processes_check FOLDER`` runs every case of ``CASES`` on an engine in a process
-of its own, then on one in this process, and writes ``report.json``: by case what went wrong, or null. A case
-returns values, which must be the same on both; what else it promises, it asserts. ``test_traces_processes``
-reads the report.
+A case returns values, which must be the same on an engine in a process of its own and on one in this process;
+what else it promises, it asserts.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
-import json
-import math
 import os
 import sys
 import threading
@@ -22,49 +17,35 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
-from vllm import SamplingParams
 
 from nnsight_engine import save
-from nnsight_engine.interleaving.events import MissedProviderError
 from nnsight_engine.interleaving.threads import TimeBudgetError
 from nnsight_engine.serialization import DecodeError
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.check_process import REPORT
-from tests.e2e.traces import HeldTracer, Plain, run_together
+from tests.e2e import traced_scenarios as scenarios
+from tests.e2e.point_blocks import PROMPT
+from tests.e2e.traced_scenarios import GREEDY
+from tests.e2e.traces import HeldTracer
 from tests.families.checkpoints import HIDDEN_SIZE, write_checkpoint
 
-PROMPT: Final = [45, 257, 80, 301, 77, 78, 260, 90]
 OTHER: Final = [91, 120, 33, 44, 260, 18]
-GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "ignore_eos": True}
-DTYPES: Final = (
-    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.bool, torch.uint8,
-    torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2,
-)  # fmt: skip
 _TOLERANCE: Final = 1e-4
 
 
 class OwnError(ValueError):
-    """An error of the user's, with an attribute."""
-
     def __init__(self, number: int) -> None:
         super().__init__(f"my number is {number}")
         self.number = number
 
 
-@dataclasses.dataclass
 class Pair:
-    """A container of the user's."""
-
-    first: Any
-    second: Any
+    def __init__(self, first: Any, second: Any) -> None:
+        self.first, self.second = first, second
 
 
 class Doubler:
-    """Code of the user's, with a state."""
-
     def __init__(self, times: int) -> None:
         self.times = times
 
@@ -133,50 +114,6 @@ def traced(model: VLLM, *prompt: list[int], **options: Any) -> Any:
 # Values.
 
 
-def tensors_of_every_dtype(model: VLLM) -> Any:
-    with traced(model, PROMPT):
-        hidden = model.layers[1].output
-        found: dict[str, Any] = save({})
-        for dtype in DTYPES:
-            found[str(dtype)] = (hidden * 100).to(dtype)
-        found["scalar"] = hidden.sum()
-        found["empty"] = hidden[:0]
-        found["strided"] = hidden.T[::3]
-        found["parameter"] = torch.nn.Parameter(hidden[0])
-        found["view"] = hidden[2:4]
-    for dtype in DTYPES:
-        assert found[str(dtype)].dtype == dtype
-        assert found[str(dtype)].shape == (len(PROMPT), HIDDEN_SIZE)
-    assert found["scalar"].shape == ()
-    assert found["empty"].shape == (0, HIDDEN_SIZE)
-    return {name: value.detach().to(torch.float64) for name, value in found.items() if not value.is_complex()}
-
-
-def containers(model: VLLM) -> Any:
-    with traced(model, PROMPT):
-        hidden = model.layers[1].output[-1].clone()
-        inner = [hidden, hidden]
-        found: dict[str, Any] = save({
-            "nested": [{"a": (1, [2.5, inner])}, inner],
-            "sets": (frozenset({1, 2}), {"x", "y"}),
-            "numbers": (2**100, -1, True, None, 1 + 2j, float("inf")),
-            "texts": ("é\u2028\0", b"\x00\xff", bytearray(b"ab")),
-            "counted": collections.Counter("aab"),
-            "ordered": collections.OrderedDict(b=1, a=2),
-            "slices": (slice(1, None, 2), range(3), ..., torch.float16),
-            "numpy": (hidden.numpy(), np.float32(1.5)),
-        })  # fmt: skip
-        nan = save(float("nan"))
-    assert found["nested"][0]["a"][1][1] is found["nested"][1], "what was one list is two"
-    assert found["nested"][1][0] is found["nested"][1][1]
-    assert math.isnan(nan)
-    assert isinstance(found["counted"], collections.Counter)
-    found["numpy"] = [torch.from_numpy(found["numpy"][0]), float(found["numpy"][1])]
-    found["slices"] = repr(found["slices"])
-    found["sets"] = [sorted(one) for one in found["sets"]]
-    return found
-
-
 def lists_shared_by_invokes(model: VLLM) -> Any:
     with traced(model) as tracer:
         order, rows = save([]), save({})
@@ -194,17 +131,6 @@ def lists_shared_by_invokes(model: VLLM) -> Any:
     assert order == ["first", "second"]
     assert rows["order"] is order
     return [rows["first"], rows["second"]]
-
-
-def several_choices(model: VLLM) -> Any:
-    with traced(model, PROMPT, n=3, temperature=1.0, top_k=1, max_tokens=3) as tracer:
-        tokens, rows = save([]), save([])
-        for _ in tracer.iter[:]:
-            rows.append(model.layers[2].output)
-            tokens.append(model.samples.output.item())
-        answer = tracer.result.save()
-    assert [list(choice.token_ids) for choice in answer[0].outputs] == tokens
-    return [tokens, rows]
 
 
 def own_code(model: VLLM) -> Any:
@@ -249,13 +175,6 @@ def an_error_of_ones_own(model: VLLM) -> Any:
     return still_works(model)
 
 
-def an_error_of_torchs(model: VLLM) -> Any:
-    with raises(RuntimeError, "size mismatch") as caught, traced(model, PROMPT):
-        model.layers[1].output @ torch.ones(3)  # the line
-    assert "# the line" in "".join(traceback.format_exception(caught[0]))
-    return still_works(model)
-
-
 def what_cannot_travel_back(model: VLLM) -> Any:
     with raises("EncodeError", "handle"), traced(model, PROMPT):
         handle = save(open("/dev/null"))  # noqa: F841, SIM115 - as said
@@ -293,55 +212,18 @@ def what_ends_a_thread(model: VLLM) -> Any:
     return still_works(model)
 
 
-def what_never_ends(model: VLLM) -> Any:
-    with raises(TimeBudgetError), traced(model, PROMPT):
-        _ = model.layers[1].output
-        spin()
-    with raises(TimeBudgetError), traced(model, PROMPT):
-        sleep_through_everything()
-    return still_works(model)
-
-
-def what_never_comes(model: VLLM) -> Any:
-    with raises(MissedProviderError, "rotary_emb"), traced(model, PROMPT):
-        model.model.layers[0].self_attn.rotary_emb.apply_rotary_emb.output.save()
-    with raises(MissedProviderError, "step 5"), traced(model, PROMPT, max_tokens=2) as tracer:
-        for _ in tracer.iter[5]:
-            pass
-    return still_works(model)
-
-
-def neighbours(model: VLLM) -> Any:
-    greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    plain = [Plain(f"I think {number} dogs", greedy) for number in range(7)]
-    quiet = run_together(model, [], plain)
-    held = []
-    with traced(model, PROMPT, max_tokens=8, tracer_cls=HeldTracer) as tracer:
+def failing_beside_others(model: VLLM) -> Any:
+    with traced(model, PROMPT, max_tokens=8, tracer_cls=HeldTracer) as leaving:
         _ = model.layers[1].output
         leave()
-    held.append(tracer.sent)
-    with traced(model, PROMPT, max_tokens=8, tracer_cls=HeldTracer) as tracer:
-        for step in tracer.iter[:]:
+    with traced(model, PROMPT, max_tokens=8, tracer_cls=HeldTracer) as spoiling:
+        for step in spoiling.iter[:]:
             model.layers[1].output[:] = float("nan")
             if step == 3:
                 raise OwnError(3)
-    held.append(tracer.sent)
-    with traced(model, PROMPT, max_tokens=8, tracer_cls=HeldTracer) as tracer:
-        _ = model.layers[1].output
-        spin()
-    held.append(tracer.sent)
-    with traced(model, PROMPT, max_tokens=8, tracer_cls=HeldTracer) as tracer:
-        seen = save([])
-        for _ in tracer.iter[:]:
-            seen.append(model.samples.output.item())
-    held.append(tracer.sent)
-    ran = run_together(model, held, plain, late=2)
-    for number in range(len(plain)):
-        assert ran.tokens(f"plain-{number}") == quiet.tokens(f"plain-{number}"), number
-    errors = [type(ran.outcomes[number].error).__name__ for number in range(len(held))]
-    assert errors == ["SystemExit", "OwnError", "TimeBudgetError", "NoneType"], errors
-    assert ran.outcomes[3].saves["seen"] == ran.tokens("trace-3")
-    return [ran.tokens("trace-3"), [quiet.tokens(f"plain-{number}") for number in range(len(plain))]]
+    failing = {"SystemExit": leaving.sent, "OwnError": spoiling.sent}
+    scenarios.assert_each_fails_alone(model, failing | scenarios.failing_at(model, 1))
+    return still_works(model)
 
 
 def still_works(model: VLLM) -> Any:
@@ -354,28 +236,21 @@ def still_works(model: VLLM) -> Any:
 CASES: Final[dict[str, Callable[[VLLM], Any]]] = {
     case.__name__: case
     for case in (
-        tensors_of_every_dtype,
-        containers,
         lists_shared_by_invokes,
-        several_choices,
         own_code,
         objects_of_ones_own_are_refused,
         an_error_of_ones_own,
-        an_error_of_torchs,
         what_cannot_travel_back,
         what_does_harm_as_it_travels,
         what_ends_a_thread,
-        what_never_ends,
-        what_never_comes,
-        neighbours,
+        failing_beside_others,
+        *scenarios.SCENARIOS,
     )
 }
 
 
 @dataclasses.dataclass
 class Failed:
-    """What a case raised."""
-
     text: str
 
 
@@ -402,33 +277,17 @@ def _tried(case: Callable[[VLLM], Any], model: VLLM) -> Any:
         return Failed(traceback.format_exc())
 
 
-def difference(wanted: Any, got: Any, tolerance: float) -> str:
-    """Say where two trees differ, or return an empty text."""
-    if isinstance(wanted, torch.Tensor):
-        if wanted.shape != got.shape:
-            return f"of shape {tuple(wanted.shape)} and {tuple(got.shape)}"
-        scale = max(1.0, float(wanted.abs().max())) if wanted.numel() else 1.0
-        apart = float((wanted.double() - got.double()).abs().max()) / scale if wanted.numel() else 0.0
-        return "" if apart <= tolerance else f"apart by {apart:.2g}"
-    if isinstance(wanted, dict):
-        if wanted.keys() != got.keys():
-            return f"names {sorted(wanted)} and {sorted(got)}"
-        pairs = [(name, wanted[name], got[name]) for name in wanted]
-    elif isinstance(wanted, list | tuple):
-        if len(wanted) != len(got):
-            return f"{len(wanted)} and {len(got)} items"
-        pairs = [(str(at), one, other) for at, (one, other) in enumerate(zip(wanted, got, strict=True))]
-    else:
-        return "" if wanted == got else f"{wanted!r} and {got!r}"
-    return next(
-        (f"{name}: {how}" for name, one, other in pairs if (how := difference(one, other, tolerance))), ""
-    )
+def _difference(here: Any, apart: Any) -> str | None:
+    try:
+        torch.testing.assert_close(apart, here, rtol=_TOLERANCE, atol=_TOLERANCE)
+    except AssertionError as error:
+        return str(error)
+    return None
 
 
-def main() -> None:
-    """Run everything on both engines."""
-    folder = Path(sys.argv[1])
-    checkpoint = write_checkpoint("llama", folder / "llama")
+def check(family: str, folder: Path) -> dict[str, str | None]:
+    """Run every case on both engines; return by case what went wrong."""
+    checkpoint = write_checkpoint(family, folder / family)
     apart = run_all(checkpoint)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     here = run_all(checkpoint)
@@ -439,9 +298,5 @@ def main() -> None:
             for where, one in (("apart", apart[name]), ("here", here[name]))
             if isinstance(one, Failed)
         ]
-        report[name] = "\n".join(failed) or difference(here[name], apart[name], _TOLERANCE) or None
-    (folder / REPORT).write_text(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()
+        report[name] = "\n".join(failed) or _difference(here[name], apart[name])
+    return report

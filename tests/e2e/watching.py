@@ -23,15 +23,9 @@ from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 
 class Watch:
-    """What reads have changed.
-
-    Attributes:
-        changed: Each change, in words.
-        num_compared: How many tensors were compared.
-    """
+    """What reads have changed, in words, and how many tensors were compared."""
 
     def __init__(self) -> None:
-        """Start with nothing seen."""
         self.changed: list[str] = []
         self.num_compared = 0
 

@@ -17,7 +17,6 @@ asked = json.loads(sys.argv[1])
 
 
 async def main() -> None:
-    """Ask, and print what was answered."""
     name = f"openai-api/ours/{asked['model']}"
     model = get_model(name, base_url=f"{asked['url']}/v1", api_key="none")
     messages = [ChatMessageUser(content=one["content"]) for one in asked["messages"]]

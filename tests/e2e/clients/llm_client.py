@@ -23,7 +23,6 @@ class Steered(Chat):
     """A model whose requests carry interventions."""
 
     def build_kwargs(self, prompt: Any, stream: bool) -> dict[str, Any]:
-        """Add the field to a request."""
         kwargs = super().build_kwargs(prompt, stream)
         return {**kwargs, "extra_body": {"interventions": asked["interventions"]}}
 

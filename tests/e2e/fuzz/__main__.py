@@ -1,8 +1,8 @@
 """Random requests against transformers, for as long as one likes: ``make fuzz``.
 
 ``python -m tests.e2e.fuzz --minutes 5`` plays less. Rounds take turns over models, dtypes and shapes of the
-engine. What is wrong is printed with a round as JSON that shows it, as small as it became; ``--replay FILE``
-plays such a round again. Ends with status 1 where something was wrong.
+engine. What is wrong is printed with a round as JSON that shows it; ``--replay FILE`` plays such a round
+again. Ends with status 1 where something was wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ def rounds(seed: int, seconds: float) -> Iterator[Round]:
 
 
 def main() -> int:
-    """Play rounds; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""A server of one model, dtype and shape, on which cases are tried, and failing ones made small.
+"""A server of one model, dtype and shape, on which cases are tried.
 
 Shapes differ in what the engine must do beside interventions: ``roomy`` has memory for all, ``tight``
 splits prompts over steps and preempts requests, ``compiled`` serves taps inside the compiled step.
@@ -6,10 +6,8 @@ splits prompts over steps and preempts requests, ``compiled`` serves taps inside
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
-import time
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any, Final
 
 import torch
 
+from nnsight_engine.modeling.bundled import bundled_model_path
 from nnsight_engine.plans.answer_parts import AnswerMarkers
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.fuzz import wording
@@ -24,8 +23,10 @@ from tests.e2e.fuzz.caching import cache_faults
 from tests.e2e.fuzz.expected import Twin
 from tests.e2e.fuzz.judge import Judge
 from tests.e2e.fuzz.player import Answer, Player
+from tests.e2e.fuzz.rounds import BUNDLED, Round
 from tests.e2e.fuzz.world import Json, World
 from tests.e2e.harness import Engine
+from tests.families.checkpoints import write_checkpoint
 
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "roomy": {"max_num_batched_tokens": 512},
@@ -38,39 +39,19 @@ _NO_POSITION: Final = frozenset({"contradictory_where", "empty_where", "position
 _MEAN_ONLY: Final = frozenset({"prompt_was_chunked", "unsupported_combination", "contradictory_where"})
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Setting:
-    """Which server.
-
-    Attributes:
-        model: The checkpoint.
-        dtype: The server's, ``float32`` or ``bfloat16``.
-        shape: One of ``SHAPES``.
-        is_large: Whether float64 would take too long.
-    """
-
-    model: Path
-    dtype: str
-    shape: str
-    is_large: bool = False
-
-
 class Bench:
-    """The server and its twins; ``close`` it in the end.
+    """The server and its twins, and what has come up; ``close`` it in the end."""
 
-    Attributes:
-        counts: What has come up: requests, refusals, preemptions and so on.
-    """
-
-    def __init__(self, setting: Setting, *, max_prompt: int = 120, max_generated: int = 32) -> None:
-        """Start the server."""
-        options = {"enforce_eager": True, "max_num_seqs": 64, **SHAPES[setting.shape]}
+    def __init__(self, played: Round, folder: Path) -> None:
+        is_large = played.family == BUNDLED
+        model = bundled_model_path() if is_large else write_checkpoint(played.family, folder / "model")
+        options = {"enforce_eager": True, "max_num_seqs": 64, **SHAPES[played.shape]}
         if "num_gpu_blocks_override" in options:
-            options["num_gpu_blocks_override"] *= _num_kinds_of_attention(setting.model)
+            options["num_gpu_blocks_override"] *= _num_kinds_of_attention(model)
         self._model = VLLM(
-            str(setting.model),
+            str(model),
             dispatch=True,
-            dtype=setting.dtype,
+            dtype=played.dtype,
             block_size=32,
             max_model_len=_MAX_LEN,
             enable_prefix_caching=True,
@@ -78,23 +59,22 @@ class Bench:
         )
         self.engine = Engine.around(self._model.engine)
         self._encode = functools.cache(self._token_ids)
-        dtype = getattr(torch, setting.dtype)
-        rounded = Twin(setting.model, dtype, dtype, self._encode)
-        is_slow = setting.dtype == "float32" and setting.is_large
-        exact = rounded if is_slow else Twin(setting.model, dtype, _WIDER[setting.dtype], self._encode)
+        dtype = getattr(torch, played.dtype)
+        rounded = Twin(model, dtype, dtype, self._encode)
+        is_slow = is_large and played.dtype == "float32"  # in float64, that is
+        exact = rounded if is_slow else Twin(model, dtype, _WIDER[played.dtype], self._encode)
         self.engine.markers = rounded.markers
-        self._judge = Judge(exact, rounded, setting.dtype)
+        self._judge = Judge(exact, rounded, played.dtype)
         self.counts: Counter[str] = Counter()
         self.world = World.of(
             self.engine.spec,
             rounded,
             self.engine.tokenizer.decode,
-            max_prompt=max_prompt,
-            max_generated=max_generated,
+            max_prompt=60 if is_large else 120,
+            max_generated=8 if is_large else 32,
         )
 
     def close(self) -> None:
-        """End the server."""
         self._model.shutdown()
 
     def _token_ids(self, text: str) -> list[int]:
@@ -120,23 +100,7 @@ class Bench:
         return found
 
     def left_behind(self) -> dict[str, int]:
-        """Return what the engine holds without requests."""
         return {name: count for name, count in self.engine.held().items() if count}
-
-    def smallest(self, requests: list[Json], seconds: float) -> list[Json]:
-        """Return a minimal part of a failing case that fails too."""
-        until = time.monotonic() + seconds
-        for step in (_without_a_request, _without_an_operation):
-            place = 0
-            while time.monotonic() < until:
-                smaller = step(requests, place)
-                if smaller is None:
-                    break
-                if smaller and self.faults(smaller):
-                    requests = smaller
-                else:
-                    place += 1
-        return requests
 
     def _answered(self, request: Json, answer: Answer) -> list[str]:
         sampling = request["sampling"]
@@ -230,17 +194,3 @@ def _is_empty(clauses: list[Json], prompt_len: int) -> bool:
         stop is not None and wording.at_end(start, prompt_len) >= wording.at_end(stop, prompt_len)
         for start, stop in ranges
     )
-
-
-def _without_a_request(requests: list[Json], place: int) -> list[Json] | None:
-    return None if place >= len(requests) else requests[:place] + requests[place + 1 :]
-
-
-def _without_an_operation(requests: list[Json], place: int) -> list[Json] | None:
-    pairs = [(r, o) for r, request in enumerate(requests) for o in range(len(request["interventions"]))]
-    if place >= len(pairs):
-        return None
-    index, gone = pairs[place]
-    request = requests[index]
-    kept = [op for number, op in enumerate(request["interventions"]) if number != gone]
-    return [*requests[:index], request | {"interventions": kept}, *requests[index + 1 :]]

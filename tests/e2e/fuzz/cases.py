@@ -22,21 +22,14 @@ _FORMS: Final = ("numbers", "float32", "bfloat16", "float16")
 
 
 class Author:
-    """Writes cases.
-
-    Args:
-        world: What they are of.
-        seed: Cases of one seed are the same.
-    """
+    """Writes cases, the same ones for the same seed."""
 
     def __init__(self, world: World, seed: int) -> None:
-        """Begin with the first case."""
         self._world = world
         self._random = random.Random(seed)
         self._clauses = Clauses(world, self._random)
 
     def case(self) -> list[Json]:
-        """Return the requests of the next case."""
         pick = self._random
         bases = [
             self._tokens(pick.randint(8, self._world.max_prompt - 12)) for _ in range(pick.randint(1, 3))

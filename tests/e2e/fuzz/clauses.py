@@ -9,15 +9,9 @@ from tests.e2e.fuzz.world import Json, World
 
 
 class Clauses:
-    """Draws clauses for requests.
-
-    Args:
-        world: Of which model.
-        pick: What draws.
-    """
+    """Draws clauses for requests."""
 
     def __init__(self, world: World, pick: random.Random) -> None:
-        """Keep both."""
         self._world, self._random = world, pick
 
     def spelled(self, token: int) -> int | str:
@@ -25,7 +19,6 @@ class Clauses:
         return self._world.texts.get(token, token) if self._random.random() < 0.5 else token
 
     def where(self, request: Json) -> Json:
-        """Return a clause."""
         pick = self._random
         clause = self._clause(request)
         if pick.random() < 0.3:

@@ -66,7 +66,6 @@ class Twin:
     def __init__(
         self, path: Path, dtype: torch.dtype, computes_in: torch.dtype, encode: wording.Encode
     ) -> None:
-        """Load it."""
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation="eager", local_files_only=True
         ).eval()
@@ -132,8 +131,6 @@ class Twin:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Act:
-    """One operation at one point."""
-
     op: Op
     point: str
     number: int
@@ -153,7 +150,6 @@ class _Act:
         return changed.to(value.dtype)
 
     def read(self, value: torch.Tensor) -> None:
-        """Keep what is read."""
         rows = value[self.positions]
         if self.op["op"] == "logit_lens":
             self.seen.rows[self.point] = self.twin.unembed(rows).float()

@@ -75,11 +75,9 @@ class Judge:
     """
 
     def __init__(self, exact: Twin, rounded: Twin, dtype: str) -> None:
-        """Keep them."""
         self._exact, self._rounded, self._dtype = exact, rounded, dtype
 
     def faults(self, request: Json, choice: Choice) -> list[str]:
-        """Return what is wrong with a choice."""
         ids, operations, sampling = request["ids"], request["interventions"], request["sampling"]
         fed = [*ids, *choice.token_ids][:-1]
         exact = self._exact.run(fed, len(ids), operations)
@@ -98,8 +96,6 @@ class Judge:
 
 
 class _Comparison:
-    """One choice beside what was expected."""
-
     def __init__(
         self, exact: Expected, rounded: Expected, dtype: str, operations: Sequence[Op], twin: Twin
     ) -> None:
@@ -110,7 +106,6 @@ class _Comparison:
         self._log_slack = self._log_bound(exact.logits, rounded.logits)
 
     def tokens(self, prompt_len: int, choice: Choice, *, greedy: bool) -> list[str]:
-        """Return what is wrong with the tokens and their log-probabilities."""
         logprobs = self._exact.logits.log_softmax(dim=-1)[prompt_len - 1 :]
         found = []
         for step, token in enumerate(choice.token_ids):
@@ -126,7 +121,6 @@ class _Comparison:
         return found[:3]
 
     def prompt(self, ids: list[int], given: PromptLogprobs, top_k: int | None) -> list[str]:
-        """Return what is wrong with the log-probabilities of the prompt."""
         if top_k is None or len(given) != len(ids) or given[0]:
             return [f"the prompt of {len(ids)} has {len(given)} log-probabilities, {top_k} were asked for"]
         logprobs = self._exact.logits.log_softmax(dim=-1)

@@ -33,33 +33,12 @@ def _skip_a_row(patch: Patch) -> None:
     patch.setattr(writes.Add, "run", run)
 
 
-def _add_twice(patch: Patch) -> None:
-    """What is added is added again."""
-    right = writes.Add.run
-
-    def run(self: writes.Add, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        right(self, hidden, residual)
-        right(self, hidden, residual)
-
-    patch.setattr(writes.Add, "run", run)
-
-
 def _wrong_scale(patch: Patch) -> None:
     """A write is a tenth too strong."""
     right = writes.NormMatch.run
 
     def run(self: writes.NormMatch, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         right(dataclasses.replace(self, direction=self.direction * 1.1), hidden, residual)
-
-    patch.setattr(writes.NormMatch, "run", run)
-
-
-def _norm_of_half(patch: Patch) -> None:
-    """A norm is taken of a part of the residual stream."""
-    right = writes.NormMatch.run
-
-    def run(self: writes.NormMatch, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        right(self, hidden, None)
 
     patch.setattr(writes.NormMatch, "run", run)
 
@@ -73,16 +52,6 @@ def _dimension_left(patch: Patch) -> None:
         right(dataclasses.replace(self, bases=bases), hidden, residual)
 
     patch.setattr(writes.Subspace, "run", run)
-
-
-def _another_row(patch: Patch) -> None:
-    """A write goes to the row before, a neighbour's perhaps."""
-    right = writes.Set.run
-
-    def run(self: writes.Set, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        right(dataclasses.replace(self, rows=(self.rows - 1).clamp(min=0)), hidden, residual)
-
-    patch.setattr(writes.Set, "run", run)
 
 
 def _keep_the_residual(patch: Patch) -> None:
@@ -124,16 +93,6 @@ def _late_phase(patch: Patch) -> None:
 
     def evaluate(rule: Any, positions: Any, token_ids: Any, prompt_len: int, parts: Any) -> Any:
         return right(rule, positions, token_ids, prompt_len - 1, parts)
-
-    patch.setattr(operation_rows, "evaluate", evaluate)
-
-
-def _no_exclude(patch: Patch) -> None:
-    """What a clause excludes is named."""
-    right = where.evaluate
-
-    def evaluate(rule: Any, positions: Any, token_ids: Any, prompt_len: int, parts: Any) -> Any:
-        return right(msgspec.structs.replace(rule, exclude=None), positions, token_ids, prompt_len, parts)
 
     patch.setattr(operation_rows, "evaluate", evaluate)
 
@@ -232,16 +191,12 @@ Mutant = Callable[[Patch], None]
 
 MUTANTS: Final[tuple[Mutant, ...]] = (
     _skip_a_row,
-    _add_twice,
     _wrong_scale,
-    _norm_of_half,
     _dimension_left,
-    _another_row,
     _keep_the_residual,
     _read_off_by_one,
     _read_in_place,
     _late_phase,
-    _no_exclude,
     _parts_begin_anew,
     _no_salt,
     _clients_share_a_salt,

@@ -32,12 +32,8 @@ def rows_faults(
 ) -> list[str]:
     """Return whether values have another shape than wanted, or a row is off by more than is allowed.
 
-    Args:
-        what: Of which point.
-        got: What came.
-        wanted: What was expected, as many numbers.
-        bound: How far a row may be off, in its norm.
-        rounding: Of the dtype in which it came, beside that, as a part of the row's norm.
+    A row may be off, in its norm, by the bound, and beside that by the rounding of the dtype in which it
+    came, a part of the row's norm.
     """
     if got.numel() != wanted.numel():
         return [f"{what} has shape {tuple(got.shape)}, not of {wanted.numel()} numbers"]

@@ -98,8 +98,6 @@ class _Gathered:
 
 @dataclasses.dataclass(slots=True)
 class _Live:
-    """A request on the engine."""
-
     index: int
     pending: Pending
     gathered: list[_Gathered]
@@ -121,16 +119,9 @@ class _Live:
 
 
 class Player:
-    """Plays one case.
-
-    Args:
-        model: Where.
-        engine: The same, as one that takes operations.
-        requests: The case's.
-    """
+    """Plays one case on a model, whose engine takes operations."""
 
     def __init__(self, model: VLLM, engine: Engine, requests: list[Json]) -> None:
-        """Start without requests."""
         self._model, self._engine, self._requests = model, engine, requests
         self._answers = [Answer() for _ in requests]
         self._live: dict[str, _Live] = {}

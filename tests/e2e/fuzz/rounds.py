@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-from tests.e2e.check_process import own_cache
+from tests.e2e.check_process import report_of
 
 BUNDLED: Final = "bundled"
 """Stands for a family: the bundled model, with its own tokenizer and thirty layers."""
@@ -20,19 +17,13 @@ FAMILIES: Final = ("llama", "qwen3", BUNDLED, "gpt2", "gemma2", "opt", "phi3")
 DTYPES: Final = ("float32", "bfloat16")
 SHAPES: Final = ("roomy", "tight", "compiled")
 MOST_FAILURES: Final = 3
-SHRINKING_S: Final = 30.0
 _STARTING_S: Final = 300.0
-_PROJECT: Final = Path(__file__).resolve().parents[3]
-_OUTPUT_SHOWN: Final = 4000
 _ENVIRONMENT: Final = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
 }
 
 
@@ -62,42 +53,26 @@ class Round:
 
     @classmethod
     def from_json(cls, text: str) -> Round:
-        """Read what ``to_json`` wrote."""
         return cls(**json.loads(text))
 
 
 @dataclasses.dataclass(slots=True)
 class Report:
-    """What came of a round.
-
-    Attributes:
-        counts: How often what came up.
-        failures: What was wrong, and as JSON the round that shows it, as small as it became.
-    """
+    """What came of a round; with what was wrong, as JSON, the round that shows it."""
 
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     failures: list[tuple[list[str], str]] = dataclasses.field(default_factory=list)
 
     def __str__(self) -> str:
-        """Return it in lines."""
         counts = ", ".join(f"{number} {what}" for what, number in sorted(self.counts.items()))
         return "\n".join([counts, *(f"WRONG {'; '.join(faults)}\n{case}" for faults, case in self.failures)])
 
 
 def play_round(played: Round) -> Report:
     """Play a round in a process of its own; raises AssertionError where that dies."""
+    name, timeout_s = played.to_json(), played.seconds + _STARTING_S
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.e2e.fuzz.child", folder],
-            cwd=_PROJECT,
-            env=os.environ | _ENVIRONMENT | {"VLLM_CACHE_ROOT": str(own_cache(Path(folder, "cache")))},
-            input=played.to_json().encode(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=played.seconds + _STARTING_S + MOST_FAILURES * SHRINKING_S,
-            check=False,
+        found = report_of(
+            "tests.e2e.fuzz.child", Path(folder), [name], environment=_ENVIRONMENT, timeout_s=timeout_s
         )
-        if done.returncode != 0:
-            output = done.stdout.decode("utf-8", "replace")[-_OUTPUT_SHOWN:]
-            raise AssertionError(f"{played} ended with status {done.returncode}:\n{output}")
-        return Report(**json.loads((Path(folder) / "report.json").read_text()))
+    return Report(**found[name])

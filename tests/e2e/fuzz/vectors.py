@@ -24,7 +24,6 @@ def numbers(drawn: dict[str, Any]) -> torch.Tensor:
 
 
 def sent(operation: dict[str, Any]) -> dict[str, Any]:
-    """Return the operation as a request has it."""
     found = {name: _sent(value) if name in FIELDS else value for name, value in operation.items()}
     if "vectors" in found:
         found["vectors"] = [sent(one) for one in found["vectors"]]

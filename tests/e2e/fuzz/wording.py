@@ -16,7 +16,6 @@ PARTS = ("content", "reasoning", "tool_calls")
 
 
 def is_write(operation: dict[str, Any]) -> bool:
-    """Return whether an operation changes what the model computes."""
     return operation["op"] in {"steer", "ablate", "patch"}
 
 
@@ -36,7 +35,6 @@ def points(operation: dict[str, Any], num_layers: int) -> list[str]:
 
 
 def lens_layers(layers: Any, num_layers: int) -> list[int]:
-    """Return the layers of a lens."""
     if layers == "all":
         return list(range(num_layers))
     if isinstance(layers, str):
@@ -82,16 +80,7 @@ def names(
     encode: Encode,
     part: str | None = None,
 ) -> bool:
-    """Return whether a where-clause names a position.
-
-    Args:
-        where: The clause.
-        position: The position.
-        token: Its input token.
-        prompt_len: Number of prompt tokens.
-        encode: Token ids of a text.
-        part: The part of the answer to which it belongs.
-    """
+    """Return whether a where-clause names a position of this input token, in this part of the answer."""
     is_prompt = position < prompt_len
     if where.get("phase", "all") not in {"all", "prompt" if is_prompt else "generated"}:
         return False
@@ -117,7 +106,6 @@ def at_end(position: int, prompt_len: int) -> int:
 
 
 def token_ids(tokens: Sequence[int | str], encode: Encode) -> list[int]:
-    """Return the tokens as ids."""
     return [token if isinstance(token, int) else encode(token)[0] for token in tokens]
 
 

@@ -41,10 +41,14 @@ class World:
 
     @classmethod
     def of(cls, spec: ModelSpec, twin: Twin, decode: Any, *, max_prompt: int, max_generated: int) -> World:
-        """Measure a model."""
-        leaves = [leaf for leaf in spec.leaves if leaf.name not in {"samples", "attn.pattern"}]
-        vocab = list(range(1, twin.model.config.vocab_size))
         own = {"embed.output", "norm.output", "logits"}
+        leaves = [
+            leaf
+            for leaf in spec.leaves
+            if leaf.name not in {"samples", "attn.pattern"}
+            and (leaf.name in own or len(spec.layers_of(leaf.name)) == twin.num_layers)
+        ]
+        vocab = list(range(1, twin.model.config.vocab_size))
         names = {leaf.name: leaf.name if leaf.name in own else f"layers.*.{leaf.name}" for leaf in leaves}
         ids = random.Random(0).sample(vocab, 32)
         seen = twin.run(ids, len(ids), [{"op": "capture", "at": name} for name in names.values()]).seen
@@ -59,5 +63,4 @@ class World:
         return cls(twin.num_layers, widths, norms, vocab, texts, *size, twin.markers)
 
     def at(self, leaf: str, layer: str | int) -> str:
-        """Return the name of a point."""
         return leaf if leaf in {"embed.output", "norm.output", "logits"} else f"layers.{layer}.{leaf}"
