@@ -17,6 +17,14 @@ from tests.security.host import Small, message_of, run
 
 BLOCKS = {
     "save": "hidden = model.layer1.output.save()",
+    "input": "given = model.layer1.input.save()\nrest = save(model.layer1.inputs[0][0])",
+    "replace": "model.layer1.output = model.layer1.output * 2\nout = model.output.save()",
+    "in-place": "model.layer1.output[:] = 0\nout = model.output.save()",
+    "augmented-attribute": "model.layer1.output += 1\nout = model.output.save()",
+    "apply-module": "h = model.layer1.output\nout = model.layer2(torch.relu(h)).save()",
+    "skip": "model.layer1.skip(torch.ones(1, 10))\nout = model.output.save()",
+    "stop": "h = model.layer1.output.save()\ntracer.stop()",
+    "cache": "cache = tracer.cache(modules=[model.layer1])",
     "cache-steps": """
 cache = tracer.cache()
 out = model.output.save()
@@ -29,6 +37,26 @@ direction = torch.nn.functional.normalize(torch.arange(10.0), dim=0)
 h = model.layer1.output
 model.layer1.output = h + 4.0 * direction * h.norm(dim=-1, keepdim=True)
 out = model.output.save()
+""",
+    "ablate": """
+direction = torch.linspace(-1, 1, 10)
+direction = direction / direction.norm()
+h = model.layer1.output
+h -= (h @ direction)[..., None] * direction
+out = model.output.save()
+""",
+    "lens": """
+probabilities = model.layer2(model.layer1.output.relu()).softmax(dim=-1)
+values, indices = probabilities.topk(2)
+best = save(indices)
+top = values.save()
+entropy = -(probabilities * probabilities.log()).sum().item()
+entropy = save(entropy)
+""",
+    "children": "names = save([child.path for child in model])\nnum = save(len(model))",
+    "get": """
+out = model.get('layer1').output.save()
+paths = save([model.get(path).path for path in ('model', 'model.layer2', 'layer2')])
 """,
     "class": """
 class Probe:
@@ -85,6 +113,17 @@ result.values.append(x.sum().item())
 out = save(asdict(result))
 text = save(repr(result))
 """,
+    "namedtuple-and-enum": """
+from collections import namedtuple
+from enum import Enum
+Point = namedtuple('Point', 'row column')
+class Kind(Enum):
+    LOW = 1
+    HIGH = 2
+point = Point(1, column=2)
+row, column = point
+out = save([row, column, point.row, point._replace(row=5).row, Kind.HIGH.name, Kind(1).value, len(list(Kind))])
+""",
     "numpy": """
 import numpy as np
 a = x.numpy()
@@ -128,6 +167,51 @@ out = save(Gradients().of(h, model.layer2.output.sum()))
 """,
     "autograd": "w = torch.ones(4, requires_grad=True)\nout = save(torch.autograd.grad((x @ w).sum(), w)[0])",
     "print": "print('hidden', model.layer1.output.shape, sep=': ')\nout = save(1)",
+    "token-ids": """
+prompt = torch.tensor([50256, 1212, 318, 257])
+batch = torch.tensor([[464, 3290, 30], [464, 2068, 7586]])
+labels = torch.as_tensor([100, 200, 300, 400, 500])
+out = save([prompt, batch, labels, x.new_tensor([10, 20, 30, 40, 50, 60, 70]), torch.tensor([torch.tensor(1.5), 2.0])])
+import numpy as np
+more = save([np.array([50256, 1212, 318]), np.asarray([[1.5, 2], [3, 4]]), np.array([np.arange(3), np.arange(3)])])
+picked = save([x[[2, 0]], x[torch.tensor([0, 1]), [1, 2]], np.arange(9)[[1, 2]], torch.tensor(range(3))])
+""",
+    "probe-trained": """
+torch.manual_seed(1)
+probe = torch.nn.Linear(4, 2)
+losses = []
+for step in range(5):
+    loss = torch.nn.functional.cross_entropy(probe(x), torch.tensor([0, 1, 0]))
+    weight, bias = torch.autograd.grad(loss, [probe.weight, probe.bias])
+    with torch.no_grad():
+        probe.weight.data -= 0.1 * weight
+        probe.bias.sub_(0.1 * bias)
+    losses.append(loss.item())
+out = save(losses)
+class Probe(torch.nn.Linear):
+    def __init__(self, width, *, scale=2.0):
+        super().__init__(width, 3, bias=False)
+        self.scale = scale
+    def forward(self, value): return super().forward(value) * self.scale
+class Same(torch.nn.Linear): pass
+net = torch.nn.Sequential(Probe(4), torch.nn.ReLU(), Same(3, 2))
+last = save([net(x), len(net), torch.nn.Embedding(9, 3)(torch.tensor([1, 8])).shape])
+""",
+    "numpy-more": """
+import numpy as np
+a = np.array([[1.0, 0.0], [3.0, 4.0]])
+out = save([np.divide(1.0, a, out=np.zeros_like(a), where=a != 0), a + [1, 2], a * 2, a @ a, a > [1, 0], a[:, [1, 0]], a[a > 1],
+    a.astype(int), a.astype('float32'), a.astype(np.float32).dtype == np.float32, np.zeros(2, dtype=int), np.einsum('ij,jk->ik', a, a),
+    np.concatenate([a, [[5, 6]]]), np.linalg.norm(a, 'fro'), np.sort(a, axis=0, kind='stable'), np.int64(3) + 1, np.float32(0.5) * a,
+    np.repeat(a, 2, axis=0), np.full((2, 2), 7), np.dtype('float32').itemsize, np.quantile(a, 0.5, method='linear'), 3 in np.array([1, 3])])
+a[0] = [9, 8]
+a[0], a[1] = a[1].copy(), a[0].copy()
+last = save(a)
+torch.manual_seed(0)
+b = torch.tensor(a)
+b[0], b[1] = b[1].clone(), b[0].clone()
+tensors = save(b)
+""",
     "text-and-bytes": "out = save(['é'.encode(), 'a'.encode('utf-8'), b'ab'.decode(), b'ab'.decode('ascii', errors='replace'), str(b'a', 'utf-8'), bytes('a', 'latin-1'), 'a'.encode('UTF-16-LE')])",
 }
 
