@@ -77,18 +77,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def frozen_heap() -> Iterator[None]:
-    """Keep it so: vLLM freezes an engine's objects, and unfreezes all, tests too, where one of them ends.
-
-    Starting an engine and ending it collects seven times, which would take as long as all else of it.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("freeze", "unfreeze"):
-            patch.setattr(gc, name, lambda: None)
-        yield
-
-
 def seed(name: str) -> None:
     """Let what is drawn from now on follow from the name; modules that nobody has imported stay so."""
     number = zlib.crc32(name.encode())

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from tests.memory import frozen_heap
+
 _REPORT: Final = "report.json"
 _PROJECT: Final = Path(__file__).resolve().parents[2]
 _TIMEOUT_S: Final = 600
@@ -79,17 +81,20 @@ def main(module: str, folder: Path, names: Sequence[str]) -> None:
     check = importlib.import_module(module).check
     context = multiprocessing.get_context("fork")
     reports = {}
-    for name in names:
-        said, saying = context.Pipe(duplex=False)
-        process = context.Process(target=lambda name=name, saying=saying: saying.send(check(name, folder)))
-        process.start()
-        saying.close()
-        try:
-            reports[name] = said.recv()
-        except EOFError:
+    with frozen_heap():
+        for name in names:
+            said, saying = context.Pipe(duplex=False)
+            process = context.Process(
+                target=lambda name=name, saying=saying: saying.send(check(name, folder))
+            )
+            process.start()
+            saying.close()
+            try:
+                reports[name] = said.recv()
+            except EOFError:
+                process.join()
+                sys.exit(f"the check of {name} ended with {process.exitcode}")
             process.join()
-            sys.exit(f"the check of {name} ended with {process.exitcode}")
-        process.join()
     (folder / _REPORT).write_text(json.dumps(reports))
 
 

@@ -32,6 +32,7 @@ from tests.e2e.strict_answers import checked_answers
 from tests.e2e.watching import Watch, watched_reads
 from tests.families.checkpoints import write_checkpoint
 from tests.families.reference import load_reference_model
+from tests.memory import frozen_heap
 from tests.narrow_model import NAME, write_narrow_model
 from tests.parallel import SHARED_FIXTURES
 from tests.sharing import SHARED, bring_together, is_last, shared, uses
@@ -43,6 +44,12 @@ def kernels_bound_once() -> Iterator[None]:
     bind = CpuPlatform.register_triton_kernel_overrides
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuPlatform, bind.__name__, staticmethod(functools.cache(bind)))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def heap() -> Iterator[None]:
+    with frozen_heap():
         yield
 
 
