@@ -7,9 +7,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-
 from api_schemas.errors import ApiError
 from api_schemas.interventions import FIELD
 from app.engine.call_results import CallResults
@@ -23,7 +20,9 @@ async def with_results(
     frames: AsyncIterator[str],
     engine: InterventionAsyncLLM,
     results: CallResults,
-    request: CompletionRequest | ChatCompletionRequest,
+    model: str,
+    *,
+    is_chat: bool,
 ) -> AsyncIterator[str]:
     """Yield a stream's events with the results of its choices."""
     call = results.call
@@ -32,7 +31,7 @@ async def with_results(
     try:
         async for frame in frames:
             if frame == DONE_FRAME:
-                async for last in _unsent(ended, chunk, results, request):
+                async for last in _unsent(ended, chunk, results, model, is_chat=is_chat):
                     yield last
                 yield frame
                 continue
@@ -55,7 +54,9 @@ async def _unsent(
     ended: set[int],
     chunk: JsonObject,
     results: CallResults,
-    request: CompletionRequest | ChatCompletionRequest,
+    model: str,
+    *,
+    is_chat: bool,
 ) -> AsyncIterator[str]:
     """Yield the last events of choices that a `stop` has ended in the prompt: vLLM sends none without text.
 
@@ -63,16 +64,16 @@ async def _unsent(
         ended: The choices whose last events were sent.
         chunk: An event of the stream, if there was any.
         results: The call.
-        request: Its request.
+        model: The model's name.
+        is_chat: Whether the events are of a chat.
     """
-    is_chat = isinstance(request, ChatCompletionRequest)
     for index in sorted(results.stopped() - ended):
         body = {"delta": {"role": "assistant", "content": ""}} if is_chat else {"text": "", "logprobs": None}
         head = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "object": "chat.completion.chunk" if is_chat else "text_completion",
             "created": int(time.time()),
-            "model": request.model,
+            "model": model,
         }
         head |= {key: chunk[key] for key in head if key in chunk}
         yield await _frame({**head, "choices": [{"index": index, **body, "finish_reason": "stop"}]}, results)

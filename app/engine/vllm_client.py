@@ -424,7 +424,12 @@ class VLLMEngineClient:
             if not hasattr(answer, "model_dump"):
                 frames = await started_stream(answer, refusals)
                 streams = True
-                return EngineReply(stream=with_results(frames, engine, results, request))
+                name = request.model or self.served().names[0]
+                return EngineReply(
+                    stream=with_results(
+                        frames, engine, results, name, is_chat=isinstance(request, ChatCompletionRequest)
+                    )
+                )
             found = answer.model_dump()
             for choice in found["choices"]:
                 choice[FIELD] = await results.rest(choice["index"])

@@ -53,7 +53,7 @@ def heap() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def strict_answers() -> Iterator[None]:
     with checked_answers():
         yield

@@ -25,24 +25,11 @@ from tests.e2e.family_check import (
 )
 from tests.e2e.family_reports import FamilyReports
 from tests.e2e.point_blocks import BESIDE_CERTIFICATE
-from tests.families.checkpoints import IN_CORE
+from tests.families.checkpoints import MECHANISMS
 from tests.families.quantised import FORMATS
 
 pytestmark = pytest.mark.e2e
 
-_MECHANISMS: Final = (
-    "llama",
-    "gpt2",
-    "gemma2",
-    "gemma3n",
-    "falcon",
-    "qwen3_moe",
-    "deepseek_v3",
-    "nemotron_h",
-)
-"""Dense with rotary positions; with learned positions, biases and layer norms; with norms behind the parts;
-with several streams; with attention beside the MLP; with experts; with latent attention; recurrent mixers.
-"""
 _ADAPTED: Final = tuple(
     f"{family}{ADAPTED}"
     for family in (
@@ -73,8 +60,9 @@ _COMPILED: Final = tuple(
 
 
 def thinned(families: Iterable[str]) -> list[Any]:
-    """Return parameters of which those outside of the core are heavy."""
-    return [one if one in IN_CORE else pytest.param(one, marks=pytest.mark.heavy) for one in families]
+    """Return parameters of which all but the first are heavy."""
+    first, *others = families
+    return [first, *(pytest.param(one, marks=pytest.mark.heavy) for one in others)]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +72,7 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(
     scope="module",
-    params=thinned((*_MECHANISMS, *_ADAPTED, *_QUANTISED)),
+    params=thinned((*MECHANISMS, *_ADAPTED, *_QUANTISED)),
 )
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)

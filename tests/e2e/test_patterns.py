@@ -11,10 +11,12 @@ import torch
 
 from nnsight_engine.plans.collect.results import CollectedCapture
 from tests.e2e.harness import Ask, Reply, small_engine
-from tests.families.checkpoints import IN_CORE, NUM_HEADS, NUM_LAYERS, write_checkpoint
+from tests.families.checkpoints import NUM_HEADS, NUM_LAYERS, write_checkpoint
 from tests.families.reference import load_reference_model
 
 pytestmark = pytest.mark.e2e
+
+_IN_CORE = ("llama", "gpt2")
 
 PROMPT = torch.randint(1, 300, (70,), generator=torch.Generator().manual_seed(5)).tolist()
 EVERY_LAYER = "layers.*.attn.pattern"
@@ -60,7 +62,7 @@ def assert_patterns(reply: Reply, checkpoint: Path, name: str = "p", prompt: lis
 @pytest.mark.parametrize(
     "family",
     [
-        family if family in IN_CORE else pytest.param(family, marks=pytest.mark.heavy)
+        family if family in _IN_CORE else pytest.param(family, marks=pytest.mark.heavy)
         for family in CHECKPOINTS
     ],
 )

@@ -19,7 +19,7 @@ from tests.e2e.engine_kinds import EngineKind, environment
 from tests.e2e.server import Server
 from tests.families.checkpoints import write_checkpoint
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 PROMPT = list(range(20, 31))
 NUM_TOKENS = 24

@@ -108,6 +108,8 @@ def model(request: pytest.FixtureRequest, checkpoint: Path, on_one_rank: dict[st
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "VLLM_CPU_OMP_THREADS_BIND", "nobind")
         patch.setitem(os.environ, "OMP_NUM_THREADS", "1")
+        # vLLM compiles how a rank looks tokens up when a block calls that first, which takes seconds.
+        patch.setitem(os.environ, "TORCH_COMPILE_DISABLE", "1")
         options = {"max_model_len": 128, "block_size": 32, "num_gpu_blocks_override": 7, "max_num_seqs": 8}
         step_s = getattr(request, "param", 1.0)
         limits = EngineLimits(trace_step_s=step_s, sandbox_step_s=1.0, sandbox_cpu_s=60)

@@ -139,7 +139,7 @@ def modules_called(model: VLLM) -> Values:
         token = model.model.embed_tokens(torch.tensor([7])).save()
         late = model.layers[3].output
         lens = model.lm_head(model.norm(early)).save()
-        mlp = model.model.layers[3].mlp(late).save()
+        mlp = model.model.layers[3].mlp(model.norm(late)).save()
     return {"first": first, "again": again, "down": down, "token": token, "lens": lens, "mlp": mlp}
 
 

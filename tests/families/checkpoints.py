@@ -98,9 +98,19 @@ heads as query heads."""
 UNTABLED: Final = ("flex_olmo", "hunyuan_moe", "lfm2_moe")
 """Decoders without a table, whose residual stream is found by their structure."""
 
-IN_CORE: Final = ("llama", "gpt2")
-"""The families that every change is tested with; the others are heavy. The two differ in positions, norms,
-biases, the MLP, and how queries, keys and values are projected."""
+MECHANISMS: Final = (
+    "llama",
+    "gpt2",
+    "gemma2",
+    "gemma3n",
+    "falcon",
+    "qwen3_moe",
+    "deepseek_v3",
+    "nemotron_h",
+)
+"""Dense with rotary positions; with learned positions, biases and layer norms; with norms behind the parts;
+with several streams; with attention beside the MLP; with experts; with latent attention; recurrent mixers.
+"""
 
 NUM_LAYERS: Final = 4
 HIDDEN_SIZE: Final = 128

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -101,12 +102,14 @@ def _assert_gone(process: int) -> None:
     wait_for(lambda: not psutil.pid_exists(process))
 
 
-def _whole_corpus() -> list[list[Attempt]]:
+def _portions() -> list[Any]:
+    """Return the corpus in portions, of which each has some attempts of every kind."""
     attempts = every_attempt()
-    return [attempts[at : at + 60] for at in range(0, len(attempts), 60)]
+    first, *others = (attempts[at::12] for at in range(12))
+    return [first, *(pytest.param(some, marks=pytest.mark.heavy) for some in others)]
 
 
-@pytest.mark.parametrize("attempts", _whole_corpus(), ids=lambda some: some[0].name)
+@pytest.mark.parametrize("attempts", _portions(), ids=lambda some: some[0].name)
 def test_an_attempt_gets_at_nothing_outside_of_its_process(
     attempts: list[Attempt], bare: ForkServer, canary: Canary
 ) -> None:

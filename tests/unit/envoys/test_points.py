@@ -18,7 +18,14 @@ from nnsight_engine.envoys.architectures.routing import expert_weights
 from nnsight_engine.families.registry import ENGINE_FAMILIES
 from nnsight_engine.interleaving.events import OutOfOrderError
 from nnsight_engine.modeling.base import NNsight
-from tests.families.checkpoints import FAMILIES, LOCAL_FAMILIES, NUM_LAYERS, VARIANTS, write_checkpoint
+from tests.families.checkpoints import (
+    FAMILIES,
+    LOCAL_FAMILIES,
+    MECHANISMS,
+    NUM_LAYERS,
+    VARIANTS,
+    write_checkpoint,
+)
 from tests.families.edits import place
 from tests.families.experts import UNFORCED, factors_of, weights_of
 from tests.families.moves import LAYER, move, moved, points_of_a_layer
@@ -32,7 +39,13 @@ IDS = torch.tensor([PROMPT_IDS])
 PAIR = torch.tensor([PROMPT_IDS, PROMPT_IDS[::-1]])
 
 
-@pytest.fixture(scope="module", params=FAMILIES + LOCAL_FAMILIES + VARIANTS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        family if family in MECHANISMS + VARIANTS else pytest.param(family, marks=pytest.mark.heavy)
+        for family in FAMILIES + LOCAL_FAMILIES + VARIANTS
+    ],
+)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(str(request.param), tmp_path_factory.mktemp(str(request.param)))
 
