@@ -88,7 +88,7 @@ serve: install ## OpenAI-compatible server on 127.0.0.1:$(PORT); MODEL empty mea
 	@exec $(BIN)/nnsight-engine serve $(MODEL) --port $(PORT) $(ARGS)
 
 test: install postgres promtool chromium node clients ## The tests that every change has to pass, on the real engine too
-	@$(if $(TESTS)$(SLICE),true,echo "The core of the tests, half an hour or more on two cores; those of what is not installed are skipped and listed at the end. make test-fast starts no engine.")
+	@$(if $(TESTS)$(SLICE),true,echo "The core of the tests, a quarter of an hour or more on two cores; those of what is not installed are skipped and listed at the end. make test-fast starts no engine.")
 	$(PYTEST) $(CORE)
 
 # Many of these wait rather than compute.
