@@ -54,19 +54,27 @@ _VALUE_CODES: Final = {"finite_number": ErrorCode.NOT_FINITE}
 _CODES: Final = {404: ErrorCode.NOT_FOUND, 405: ErrorCode.METHOD_NOT_ALLOWED}
 
 
-def error_bytes(error: ApiError) -> bytes:
-    """Return the error as ASCII JSON, whatever characters of the request the message contains."""
+def error_fields(error: ApiError) -> dict[str, Any]:
+    """Return the content of the error object, whatever characters of the request the message contains."""
     # A lone surrogate, legal in JSON, would fail pydantic's validation and the UTF-8 encoder.
     param = None if error.param is None else printable(error.param)
-    body = ApiError(error.code, printable(error.message), param).body()
-    return json.dumps(body.model_dump(mode="json"), separators=(",", ":")).encode("ascii")
+    return ApiError(error.code, printable(error.message), param).body().error.model_dump(mode="json")
+
+
+def error_bytes(error: ApiError) -> bytes:
+    """Return the error as ASCII JSON."""
+    return _json({"error": error_fields(error)})
 
 
 def message_error_bytes(error: ApiError) -> bytes:
     """Return the error in the form of Anthropic's API, with our fields beside its own."""
-    found = json.loads(error_bytes(error))["error"]
-    named = {**found, "type": _TYPES_OF_MESSAGES.get(found["type"], found["type"])}
-    return json.dumps({"type": "error", "error": named}, separators=(",", ":")).encode("ascii")
+    fields = error_fields(error)
+    named = {**fields, "type": _TYPES_OF_MESSAGES.get(fields["type"], fields["type"])}
+    return _json({"type": "error", "error": named})
+
+
+def _json(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode("ascii")
 
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:

@@ -31,7 +31,7 @@ from app.admission.estimates import of_text
 from app.body import BodyLimits, read_object
 from app.context import Context, Served, caller_of
 from app.engine.client import JsonObject
-from app.errors import error_bytes, message_error_bytes
+from app.errors import error_fields, message_error_bytes
 from app.media_parts import num_media_characters
 from app.openapi import EVENTS_TYPE, error_responses, event_schema, json_body, schema_of
 from app.request_context import context_of
@@ -141,20 +141,18 @@ def _error(error: ApiError, _before: bytes) -> bytes:
 
 
 def _message_error(error: ApiError, _before: bytes) -> bytes:
-    return _event("error", message_error_bytes(error))
+    return _error_event(message_error_bytes(error))
 
 
 def _response_error(error: ApiError, before: bytes) -> bytes:
-    found = json.loads(error_bytes(error))["error"]
-    numbers = _SEQUENCE_NUMBER.findall(before)
+    fields, numbers = error_fields(error), _SEQUENCE_NUMBER.findall(before)
     body = {"type": "error", "sequence_number": int(numbers[-1]) + 1 if numbers else 0}
-    return _event(
-        "error", json.dumps(body | {name: found[name] for name in ("code", "message", "param")}).encode()
-    )
+    body |= {name: fields[name] for name in ("code", "message", "param")}
+    return _error_event(json.dumps(body).encode())
 
 
-def _event(kind: str, data: bytes) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
+def _error_event(data: bytes) -> bytes:
+    return b"event: error\ndata: %s\n\n" % data
 
 
 _BODY: Final = {
