@@ -20,6 +20,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
+from nnsight_engine.vllm_backend.prompt_media import cache_media_once_sent
 from nnsight_engine.vllm_backend.rpc_results import answer
 from nnsight_engine.vllm_backend.trace_run import MergedRun
 from nnsight_engine.vllm_backend.traced_requests import TraceRequests, results_of
@@ -43,6 +44,7 @@ class SyncEngine:
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.inner = LLM(**arguments)
+        cache_media_once_sent(self.inner.llm_engine)
         self._turn = threading.RLock()  # vLLM's client of the engine's process is not thread-safe
 
     @property

@@ -19,6 +19,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from nnsight_engine.core.work_context import current_work
 from nnsight_engine.vllm_backend.metering import note_spent
+from nnsight_engine.vllm_backend.prompt_media import cache_media_once_sent
 from nnsight_engine.vllm_backend.rpc_results import PENDING, answer
 from nnsight_engine.vllm_backend.shared_memory_results import SharedMemoryResults
 from nnsight_engine.vllm_backend.trace_placement import TracePlacement
@@ -49,6 +50,7 @@ class TracingAsyncLLM(AsyncLLM):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Start the engine as vLLM does."""
         super().__init__(*args, **kwargs)
+        cache_media_once_sent(self)
         self.traces = TraceRouter()
         self._placement = TracePlacement(self.num_engines)
         self._background: set[asyncio.Future[None]] = set()

@@ -36,7 +36,7 @@ from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.vllm_backend.call import prepare_params, salted
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
 from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
-from nnsight_engine.vllm_backend.prompt_media import media_of
+from nnsight_engine.vllm_backend.prompt_media import cache_media_once_sent, media_of
 from nnsight_engine.vllm_backend.result_router import ResultRouter
 from nnsight_engine.vllm_backend.rpc_results import answer
 from tests.e2e.engine_kinds import options_of_process
@@ -130,6 +130,7 @@ class Engine:
         self.spec = ModelSpec.from_plain(answer(self.llm.collective_rpc("describe_interventions")))
         self.router = ResultRouter(self.spec)
         deliver_payloads(self.core.output_processor, {PLAN_KEY: self.router.deliver})
+        cache_media_once_sent(self.core)
 
     def __enter__(self) -> Self:
         return self

@@ -28,6 +28,16 @@ class Refusal(BaseModel):
     error: ErrorObject
 
 
+class PassedOnError(ErrorObject):
+    """An error of vLLM's own handlers, whose code is the status, as from vLLM's server."""
+
+    code: int  # type: ignore[assignment]
+
+
+class PassedOnRefusal(BaseModel):
+    error: ErrorObject | PassedOnError
+
+
 class StreamedChoice(CompletionChoice):
     finish_reason: Literal["stop", "length", "content_filter"] | None  # type: ignore[assignment]
 
@@ -54,7 +64,9 @@ _STREAMED: Final[Types] = {
     _MESSAGES: TypeAdapter(anthropic.types.RawMessageStreamEvent | anthropic.types.ErrorResponse),
 }
 _REFUSED: Final[Types] = {
-    path: TypeAdapter(anthropic.types.ErrorResponse if path == _MESSAGES else Refusal) for path in _WHOLE
+    **dict.fromkeys(_WHOLE, TypeAdapter(Refusal)),
+    **dict.fromkeys(("/v1/responses", "/v1/embeddings"), TypeAdapter(PassedOnRefusal)),
+    _MESSAGES: TypeAdapter(anthropic.types.ErrorResponse),
 }
 _DATA: Final = "data:"
 _END: Final = "[DONE]"

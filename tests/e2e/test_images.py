@@ -343,6 +343,22 @@ def test_what_is_not_in_an_image_is_refused(
     assert (caught.value.code, caught.value.param) == (code, f"interventions.0.{param}")
 
 
+def test_an_image_of_a_refused_request_is_processed_again_and_then_cached(engine: Engine) -> None:
+    prompt, images = f"{IMAGE_TOKEN} the city", (picture(77),)
+
+    def is_sent() -> bool:
+        (item,) = engine.rendered(Ask(prompt, images=images))["mm_kwargs"]["image"]
+        return item is not None
+
+    with pytest.raises(ApiError):
+        ask(engine, {"op": "capture", "at": AT, "where": {"images": [1]}}, prompt=prompt, images=images)
+    assert is_sent()
+    assert is_sent()
+    ask(engine, prompt=prompt, images=images)
+    assert not is_sent()
+    ask(engine, prompt=prompt, images=images)
+
+
 # Last, since its engine ends what the others' needs.
 
 

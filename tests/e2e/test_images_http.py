@@ -203,3 +203,25 @@ def test_images_that_would_fill_the_memory_are_refused(seeing: Seeing) -> None:
     answer = seeing.chat([image_part(data_url(picture(1)))] * 9)
     assert answer.status_code == 400
     assert "At most 8 image(s)" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        {"interventions": [{"op": "capture", "at": AT, "where": {"images": [1]}}]},
+        {"structured_outputs": {"regex": "("}},
+        {"max_tokens": 1000},
+        {"logprobs": True, "top_logprobs": 1000},
+        {"vllm_xargs": {"nnsight_engine": 1}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_an_image_of_a_refused_request_is_served_to_the_next(
+    seeing: Seeing, refused: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    image = Image.effect_noise((32, 32), 50 + len(request.node.name)).convert("RGB")
+    content = [image_part(data_url(image)), text_part(" good")]
+    assert seeing.chat(content, **refused).status_code in {400, 422}
+    for client in (1, 0):
+        answer = seeing.post(CHAT, messages=[{"role": "user", "content": content}], client=client)
+        assert answer.status_code == 200, answer.text

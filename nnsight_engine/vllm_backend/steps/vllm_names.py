@@ -554,7 +554,7 @@ _CLIENT: Final = (
     ),
     _used(
         "vllm.v1.engine.llm_engine:LLMEngine",
-        read="engine_core output_processor",
+        read="engine_core output_processor renderer",
         called={"abort_request": "request_ids, *, internal"},
     ),
     _used(
@@ -631,7 +631,14 @@ _SERVER: Final = (
         },
     ),
     _used("vllm.config.multimodal:MultiModalConfig", read="mm_encoder_tp_mode"),
-    _used("vllm.multimodal.inputs:MultiModalFeatureSpec", read="data identifier modality"),
+    _used("vllm.multimodal.inputs:MultiModalFeatureSpec", read="data identifier mm_hash modality"),
+    _used(
+        "vllm.multimodal.cache:LruKeyReplicatedSenderCache",
+        read="_cache is_cached_item",
+        called={"get_and_update_item": "mm_item, mm_hash"},
+    ),
+    _used("vllm.renderers.base:BaseRenderer", read="mm_processor_cache"),
+    _used("vllm.utils.cache:LRUCache", called={"__getitem__": "key, *, update_info", "pop": "key, default"}),
     _used("vllm.multimodal.inputs:PlaceholderRange", called={"extract_embeds_range": ""}, read="offset"),
     _used("vllm.utils.argparse_utils", read="FlexibleArgumentParser"),
     _used("vllm.utils.argparse_utils:FlexibleArgumentParser", called={"load_config_file": "file_path"}),
