@@ -205,6 +205,7 @@ class Special(Model):
 
 def test_a_block_in_a_method_keeps_super_and_private_names(over: Over) -> None:
     assert run(over(Special().traced()).blocks[0])["result"] == (1, 5, 1.0)
+    assert Special.traced.__globals__ is Model.describe.__globals__ is globals()
 
 
 def test_what_a_block_cannot_take_along_is_named(over: Over) -> None:
