@@ -37,8 +37,8 @@ class Keyed:
         return Tenant(self.found.server, made["key"])
 
     def num_cached(self, name: str) -> int:
-        """Return how many tokens of a long prompt were computed for somebody before."""
-        usage = self.found.tenant(name).complete(prompt=LONG, max_tokens=1).json()["usage"]
+        """Return how many tokens of a long prompt, which no other test sends, were computed before."""
+        usage = self.found.tenant(name).complete(prompt=f"Where? {LONG}", max_tokens=1).json()["usage"]
         return int((usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
 
 

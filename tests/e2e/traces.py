@@ -34,9 +34,13 @@ def traced_engine(model: Path, **options: Any) -> Iterator[VLLM]:
     """Start an engine in this process, eager and in float32; in the end it holds nothing of any trace."""
     defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512}
     engine = VLLM(str(model), dispatch=True, **{**defaults, **options_of_process(model), **options})
-    yield engine
-    assert not live_objects(engine)
-    engine.shutdown()
+    try:
+        yield engine
+        if live_objects(engine):  # a worker hears of a declarative request's end with the next step
+            engine.engine.generate("a", SamplingParams(max_tokens=1), use_tqdm=False)
+        assert not live_objects(engine)
+    finally:
+        engine.shutdown()
 
 
 def live_objects(model: VLLM) -> dict[str, int]:

@@ -27,11 +27,13 @@ from tests.security.played import (
     layer_of_one,
     play,
 )
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the process sandbox is Linux's")
 
 
 def test_a_step_that_goes_on_without_a_block_changes_nothing_of_what_it_does(server: ForkServer) -> None:
+    wait_for(lambda: server.is_ready)  # a step goes on without a trace that has no process yet
     patient = play(Worker(server), code_lasting(0))
     hurried = play(Worker(server, sandbox_wait_s=0.005), code_lasting(0.06))
     assert not patient.undone

@@ -19,9 +19,12 @@ import torch
 from torch import nn
 from vllm.lora.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
 from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from nnsight_engine.core.errors import UnsupportedOptionError
+from nnsight_engine.vllm_backend.compat import brings, params_of
 from nnsight_engine.vllm_backend.traces.block_adapters import NO_SLOT, BlockAdapters
+from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 
 _VOCABULARY: Final = (LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA)
 _BEFORE_UNEMBEDDING: Final = "project_out"
@@ -129,6 +132,19 @@ class AdaptersMixin:
     """Mixin in front of a runner's class."""
 
     lora_manager: Any
+
+    def add_adapters_of_blocks(self, scheduled: SchedulerOutput) -> None:
+        """Put the adapters of new requests into slots, since their blocks may call modules at once.
+
+        vLLM does so only before the step's forward pass.
+        """
+        adapters = {
+            request.lora_request.lora_int_id: request.lora_request
+            for request in scheduled.scheduled_new_reqs
+            if request.lora_request is not None and brings(params_of(request), TRACE_KEY)
+        }
+        for _, adapter in sorted(adapters.items()):  # in an order on which all ranks agree, as below
+            self.add_lora(adapter)  # type: ignore[attr-defined] # vLLM's runner has it
 
     def _set_active_loras(
         self,

@@ -153,6 +153,7 @@ class V1RunnerMixin(SeededChunksMixin, AdaptersMixin):
         """Register new requests, release finished ones, then run the step."""
         handler = self.handler
         handler.receive(intermediate_tensors)
+        self.add_adapters_of_blocks(scheduler_output)
         handler.begin(scheduler_output, self.due_prompt_logprobs)
         self._samples.forget(scheduler_output.finished_req_ids)
         self._scheduled = scheduler_output

@@ -171,6 +171,7 @@ class V2RunnerMixin(AdaptersMixin):
             return execute(dummy_run=True)
         handler, model = self.handler, self.model
         handler.receive(intermediate_tensors)
+        self.add_adapters_of_blocks(scheduler_output)
         handler.begin(scheduler_output, self.due_prompt_logprobs)
         self._samples.forget(scheduler_output.finished_req_ids)
         self.known_ids.begin(scheduler_output, handler.interventions.live)

@@ -67,6 +67,7 @@ _WORKER: Final = (
             "get_model": "",
             "_dummy_run": "num_tokens, *, cudagraph_runtime_mode",
             "_init_kv_zero_meta": "",
+            "add_lora": "lora_request",
         },
         overridden={
             "load_model": "load_dummy_weights=False, **others",
@@ -92,7 +93,7 @@ _WORKER: Final = (
         "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
         read="compilation_config cudagraph_manager device kv_block_zeroer kv_cache_config model "
         "model_state prompt_logprobs_worker uses_inputs_embeds vllm_config",
-        called={"_dummy_run": "num_tokens", "_init_kv_zero_meta": ""},
+        called={"_dummy_run": "num_tokens", "_init_kv_zero_meta": "", "add_lora": "lora_request"},
         overridden={
             "load_model": "load_dummy_weights=False, **others",
             "load_lora_model": "model, vllm_config, device",
@@ -353,7 +354,7 @@ _SCHEDULER: Final = (
     ),
     _used(
         "vllm.v1.core.sched.output:NewRequestData",
-        read="block_ids prefill_token_ids prompt_embeds prompt_token_ids req_id sampling_params",
+        read="block_ids lora_request prefill_token_ids prompt_embeds prompt_token_ids req_id sampling_params",
     ),
     _used(
         "vllm.v1.core.sched.output:CachedRequestData",
