@@ -35,6 +35,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 PROMPT = [5, 9, 11, 3, 17, 8]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 HEADERS = {"content-type": MEDIA_TYPE}
+OPTIONS = ("--max-model-len", "128", "--dtype", "float32")
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def live(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
-    options = ("--max-model-len", "128", "--dtype", "float32")
-    async with live_server(folder, tmp_path_factory.mktemp("results"), *options) as live:
+    async with live_server(folder, tmp_path_factory.mktemp("results"), *OPTIONS) as live:
         yield live
 
 
@@ -329,18 +329,19 @@ async def test_results_are_compressed_on_request(server: Live, model: VLLM, outl
     assert sizes[1] < sizes[0] / 10
 
 
+@pytest.mark.heavy
 async def test_waiting_requests_get_an_error_when_the_engine_dies(
-    live: Live, model: VLLM, outline: dict[str, Any]
+    folder: Path, model: VLLM, outline: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Last, since it is the end of the server."""
-    last: Frame | None = None
-    async for frame in frames_of(live, endless(model, outline).to_bytes()):
-        last = frame
-        if frame.kind is FrameKind.EVENT and frame.json()["status"] == "LOG":
-            for process in live.engine.engine.engine_core.resources.engine_manager.processes:
-                os.kill(process.pid, signal.SIGKILL)
-    assert last is not None
-    assert last.kind is FrameKind.ERROR
-    assert last.json()["error"]["code"] == "engine_dead"
-    response = await send(live, endless(model, outline))
-    assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_dead")
+    async with live_server(folder, tmp_path, *OPTIONS) as mortal:
+        last: Frame | None = None
+        async for frame in frames_of(mortal, endless(model, outline).to_bytes()):
+            last = frame
+            if frame.kind is FrameKind.EVENT and frame.json()["status"] == "LOG":
+                for process in mortal.engine.engine.engine_core.resources.engine_manager.processes:
+                    os.kill(process.pid, signal.SIGKILL)
+        assert last is not None
+        assert last.kind is FrameKind.ERROR
+        assert last.json()["error"]["code"] == "engine_dead"
+        response = await send(mortal, endless(model, outline))
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_dead")
