@@ -7,14 +7,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.parallel import SHARED_FIXTURES, group_of
-from tests.slices import COUNT, Durations, Recorder, Slice, slices_of
+from tests.slices import Durations, slices_of
 
 PROJECT = Path(__file__).resolve().parents[2]
 GROUPS = st.sampled_from([f"tests/e2e/test_{letter}.py" for letter in "abcdefghij"])
@@ -29,16 +27,6 @@ def test_slices_have_each_group_once_and_are_about_as_long(
     assert slices == slices_of(reversed(groups), count, seconds)
     lengths = [sum(seconds.get(group, 60) for group in one) for one in slices]
     assert max(lengths) - min(lengths) <= max((seconds.get(group, 60) for group in groups), default=0) + 1e-6
-
-
-@pytest.mark.parametrize("text", ["0/4", "5/4", "1", "1/0", "a/b", "", "1/4/2", "-1/4", "last"])
-def test_a_slice_that_there_is_not_is_refused(text: str) -> None:
-    with pytest.raises(pytest.UsageError, match="K/N with 1 <= K <= N"):
-        Slice.parse(text)
-
-
-def test_the_next_slice_is_the_one_that_the_durations_name() -> None:
-    assert [Slice.parse("next", number) for number in (0, 4)] == [Slice(0, COUNT), Slice(4, COUNT)]
 
 
 def test_a_run_plays_the_core_and_the_heavy_tests_of_its_slice(tmp_path: Path) -> None:
@@ -65,39 +53,6 @@ def test_a_run_plays_the_core_and_the_heavy_tests_of_its_slice(tmp_path: Path) -
     assert set.intersection(*slices) == core
     assert sorted(len(one - core) for one in slices) == [2, 4]
     assert Durations.read().next_slice > 0 or played("--slice", "next") == core
-
-
-def report(nodeid: str, seconds: float, *, heavy: bool) -> pytest.TestReport:
-    keywords: dict[str, Literal[1]] = {"heavy": 1} if heavy else {}
-    return pytest.TestReport(
-        nodeid, (nodeid, None, ""), keywords, "passed", None, "call", duration=seconds, start=0, stop=seconds
-    )
-
-
-def test_a_recorded_run_measures_its_groups_keeps_the_others_and_moves_on(tmp_path: Path) -> None:
-    path = tmp_path / "durations.json"
-    Durations(COUNT, {"tests/e2e/test_a.py": 1.0, "tests/e2e/test_b.py": 2.0}).write(path)
-    recorder = Recorder(Slice(COUNT, COUNT), path)
-    recorder.pytest_runtest_logreport(report("tests/e2e/test_a.py::test_1", 20, heavy=True))
-    recorder.pytest_runtest_logreport(report("tests/e2e/test_a.py::test_2", 30.04, heavy=True))
-    recorder.pytest_runtest_logreport(report("tests/e2e/test_b.py::test_1", 70, heavy=False))
-    recorder.pytest_sessionfinish()
-    expected = {"tests/e2e/test_a.py": 50.0, "tests/e2e/test_b.py": 2.0}
-    assert Durations.read(path) == Durations(1, expected)
-    Recorder(None, path).pytest_sessionfinish()
-    assert Durations.read(path).next_slice == 1
-
-
-def test_slices_are_cut_anew_when_all_have_been_recorded(tmp_path: Path) -> None:
-    path = tmp_path / "durations.json"
-    Durations(1, {"tests/e2e/test_a.py": 1.0}).write(path)
-    for number in range(1, COUNT + 1):
-        assert Durations.read(path).seconds == {"tests/e2e/test_a.py": 1.0}
-        recorder = Recorder(Slice(number, COUNT), path)
-        recorder.pytest_runtest_logreport(report(f"tests/e2e/test_{number}.py::test", number, heavy=True))
-        recorder.pytest_sessionfinish()
-    measured = {f"tests/e2e/test_{number}.py": float(number) for number in range(1, COUNT + 1)}
-    assert Durations.read(path) == Durations(1, {"tests/e2e/test_a.py": 1.0, **measured})
 
 
 def test_every_file_with_tests_is_collected() -> None:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.machine import Machine
-from loadtests.capacity_table import CapacityPoint, page, point_of, step_of
-from loadtests.records import EventKind, Records, percentiles
 from loadtests.refusals import EXPECTED
-from loadtests.run_process import RunError
-from loadtests.run_spec import HOSTILE, SCENARIOS, SHAPES, Model, RunSpec, phases_of
+from loadtests.run_spec import SHAPES, Model, phases_of
 from loadtests.streams import Stream
 from loadtests.summary import Percentiles, Summary, SummaryRow
 from loadtests.thresholds import DEFAULT_FILE, Threshold, ThresholdError, judged, read
@@ -41,59 +36,6 @@ def summary(*rows: SummaryRow, **rest: Any) -> Summary:
 
 
 # What is sent and counted.
-
-
-def test_a_row_has_requests_tokens_and_times_of_its_phase() -> None:
-    counts, phases = {"plain": 1, "flood": 1}, phases_of("steady", has_hostile=True)
-    records = Records(
-        RunSpec(
-            scenario="mixed", shape="steady", url="", model=MODEL, counts=counts, phases=phases, seconds=60
-        )
-    )
-
-    def tell(told: EventKind, ms: float, phase: str, kind: str = "plain", **rest: Any) -> None:
-        context = {"kind": kind, "phase": phase, "num_tokens": rest.pop("num_tokens", 0)}
-        records.take(told.value, ms, context, **rest)
-
-    for ms in (100.0, 300.0):
-        tell(EventKind.FIRST, ms / 10, "calm")
-        tell(EventKind.GAP, 5.0, "calm")
-        tell(EventKind.END, ms, "calm", num_tokens=10)
-    tell(EventKind.END, 1.0, "calm", exception=ValueError("429 queue_full"))
-    tell(EventKind.REFUSED, 1.0, "flood", "flood")
-    tell(EventKind.DISCONNECTED, 1.0, "flood", "flood")
-    calm, beside, flood = records.rows()
-    assert (calm.kind, calm.phase, calm.num_requests, calm.num_failed) == ("plain", "calm", 3, 1)
-    assert (calm.num_tokens, calm.requests_per_s, calm.tokens_per_s) == (20, 3 / 15, 20 / 15)
-    assert calm.error_share == 1 / 3
-    assert calm.e2e_ms is not None
-    assert (calm.e2e_ms.num, calm.e2e_ms.p50, calm.measure("ttft_p50")) == (2, 200.0, 20.0)
-    assert (beside.phase, beside.num_requests, beside.e2e_ms) == ("flood", 0, None)
-    assert (flood.kind, flood.num_requests, flood.num_refused, flood.num_left) == ("flood", 2, 1, 1)
-    assert (flood.error_share, flood.measure("e2e_p50")) == (0, None)
-    assert records.errors == {"plain: 429 queue_full": 1}
-    with pytest.raises(ValueError, match=r"ttft_p50.*got 'ttft_p42'"):
-        calm.measure("ttft_p42")
-    found = percentiles(array("d", range(101)))
-    assert found is not None
-    assert (found.num, found.p50, found.p95, found.p99) == (101, 50, 95, 99)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_phases_fill_the_run_and_then_it_is_over(shape: str) -> None:
-    phases = phases_of(shape, has_hostile=True)
-    run = RunSpec(scenario="mixed", shape=shape, url="", model=MODEL, counts={}, phases=phases, seconds=60)
-    assert sum(phase.share for phase in phases) == pytest.approx(1)
-    assert [run.phase_at(at) for at in (0, 59.9, 60.1)] == [phases[0], phases[-1], None]
-    assert [phase.is_counted for phase in phases] == [False] + [True] * (len(phases) - 1)
-    assert [phase for phase in phases if phase.is_hostile], "a hostile tenant comes in every shape"
-    assert not phases[0].is_hostile, "and there is a time without, to compare with"
-
-
-def test_every_scenario_is_in_the_mixed_one_and_has_plain_requests_to_compare_with() -> None:
-    assert {kind for kinds in SCENARIOS.values() for kind in kinds} == set(SCENARIOS["mixed"])
-    assert all("plain" in kinds for kinds in SCENARIOS.values())
-    assert set(EXPECTED) == set(HOSTILE)
 
 
 @pytest.mark.parametrize(
@@ -134,16 +76,6 @@ def usage(num_tokens: int) -> bytes:
 
 DONE = b"data: [DONE]\r\n"
 ERROR = b'data: {"error": {"message": "no", "code": "trace_failed"}}\n'
-
-
-def test_the_first_token_is_the_first_text_and_not_the_first_byte() -> None:
-    stream = stream_of(
-        (10.1, b": hello\n"), (10.2, b"\n"), (10.3, event("")), (10.5, event(" a")), (10.6, event(" b")),
-        (10.65, event("")), (10.9, event(" c")), (11, usage(5)), (11, DONE),
-    )  # fmt: skip
-    assert stream.first_s == pytest.approx(0.5)
-    assert stream.gaps_s == pytest.approx([0.1, 0.3])
-    assert (stream.num_tokens, stream.failure()) == (5, "")
 
 
 @pytest.mark.parametrize(
@@ -252,31 +184,3 @@ def test_the_projects_own_file_judges_every_phase_of_a_mixed_run(shape: str) -> 
 
 
 # The table of capacity.
-
-
-def test_a_point_has_everybodys_rates_and_the_plain_ones_times_after_the_warm_up() -> None:
-    warm_up = row("plain", "warm-up", itl=1, ttft_ms=times(1))
-    plain, lens = (
-        row("plain", "measured", itl=20, ttft_ms=times(40)),
-        row("lens", "measured", num_failed=1),
-    )
-    found = point_of("mixed", 2, summary(warm_up, plain, lens))
-    assert (found.requests_per_s, found.tokens_per_s, found.num_failed) == (1.0, 10.0, 1)
-    assert (found.ttft_ms.p50, found.itl_ms.p99) == (40, 60)
-    with pytest.raises(RunError, match="no plain request was answered"):
-        point_of("plain", 2, summary(row("plain", "measured"), warm_up))
-
-
-def test_the_step_is_a_line_through_the_plain_points() -> None:
-    points = [
-        CapacityPoint(
-            load=load, concurrency=concurrency, requests_per_s=1, tokens_per_s=30, num_failed=0,
-            ttft_ms=times(50), itl_ms=times(step), client_cpu=0.05,
-        )
-        for load, concurrency, step in (("plain", 1, 12), ("plain", 8, 26), ("mixed", 8, 999))
-    ]  # fmt: skip
-    assert step_of(points) == pytest.approx((10, 2))
-    assert step_of(points[1:]) is None
-    text = page(Machine("2026-11-23", "abc", "a processor", 2, 0.0, {"python": "3.11"}), points)
-    assert "| mixed | 8 | 1.00 | 30.0 | 0 | 50.0 |" in text
-    assert "10.0 ms + 2.00 ms a request" in text
