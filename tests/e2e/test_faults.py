@@ -189,9 +189,9 @@ def faulty(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 
 @pytest.fixture(scope="module")
-def trace(faulty: Faulty, narrow: Path) -> bytes:
+def trace(faulty: Faulty, bundled: Path) -> bytes:
     outline = faulty.client.get("/v1/traces/outline").json()
-    return endless(VLLM(str(narrow)), outline, max_tokens=90, min_tokens=90).to_bytes()
+    return endless(VLLM(str(bundled)), outline, max_tokens=90, min_tokens=90).to_bytes()
 
 
 def test_a_killed_sandbox_costs_its_own_request_at_most(faulty: Faulty) -> None:

@@ -64,7 +64,7 @@ async def embedder(
     del embeddings  # computed before the start
     options = [*_OPTIONS, "--convert", "embed", "--lora-modules", f"first={adapted.adapters[FIRST]}"]
     results, data = tmp_path_factory.mktemp("results"), tmp_path_factory.mktemp("data")
-    key = keys_in(data, operator=OPERATOR)["operator"]
+    key = (await asyncio.to_thread(keys_in, data, operator=OPERATOR))["operator"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
         async with live_server(adapted.base, results, *options, data_dir=data) as live:

@@ -158,7 +158,7 @@ async def whole(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sleep
     folder = write_checkpoint("llama", tmp_path_factory.mktemp("sleep"))
     options = ("--max-model-len", "256", "--dtype", "float32")
     data = tmp_path_factory.mktemp("data")
-    key = keys_in(data, operator=OPERATOR)["operator"]
+    key = (await asyncio.to_thread(keys_in, data, operator=OPERATOR))["operator"]
     settings = {"engine_stall_timeout_s": STALL_S, "inline_tensor_bytes": 2**24, "data_dir": data}
     async with live_server(folder, tmp_path_factory.mktemp("results"), *options, **settings) as live:
         live.http.headers["authorization"] = f"Bearer {key}"
