@@ -153,8 +153,8 @@ def assert_alike(found: Any, expected: Any) -> None:
         for one, other in zip(found, expected, strict=True):
             assert_alike(one, other)
     elif isinstance(expected, bytes):
-        rows = [np.frombuffer(one, np.float32) for one in (found, expected)]
-        np.testing.assert_allclose(*rows, rtol=1e-3, atol=1e-4)
+        rows, wanted = (np.frombuffer(one, np.float32) for one in (found, expected))
+        np.testing.assert_allclose(rows, wanted, rtol=1e-3, atol=1e-4)
     else:
         assert found == expected
 
