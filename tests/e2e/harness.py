@@ -113,6 +113,7 @@ class Engine:
         }
         ours = engine_options(limits or EngineLimits())
         llm = LLM(model=str(model), **(ours | defaults | options_of_process(model) | options))
+        cache_media_once_sent(llm.llm_engine)
         self.use(llm)
 
     @classmethod
@@ -130,7 +131,6 @@ class Engine:
         self.spec = ModelSpec.from_plain(answer(self.llm.collective_rpc("describe_interventions")))
         self.router = ResultRouter(self.spec)
         deliver_payloads(self.core.output_processor, {PLAN_KEY: self.router.deliver})
-        cache_media_once_sent(self.core)
 
     def __enter__(self) -> Self:
         return self
