@@ -39,7 +39,7 @@ _TOGETHER: Final = {
         f"tests/e2e/test_{name}.py" for name in ("chunked_prefill", "conditions", "features")
     ),
     "renamed_model": tuple(
-        f"tests/e2e/test_traces_{name}.py" for name in ("caches", "edits", "names", "scans")
+        f"tests/e2e/test_traces_{name}.py" for name in ("caches", "edits", "names", "runs", "scans")
     ),
     "ray": tuple(f"tests/e2e/test_{name}.py" for name in ("traces_ray", "served_front", "replicas")),
     "guide": ("tests/guide/",),
