@@ -17,7 +17,6 @@ from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError, TraceBytesError
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.engine_kinds import kind_of_process
 from tests.e2e.traced_scenarios import GREEDY, assert_generated, generated_alone
 from tests.e2e.traces import HeldTracer, Plain, run_together, traced_engine
 from tests.families.checkpoints import HIDDEN_SIZE, write_checkpoint
@@ -38,13 +37,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(checkpoint: Path) -> Iterator[VLLM]:
-    """Start an engine with steps of 64 tokens, memory for 20 blocks of 32, and a MiB for each block."""
+    """Start an engine with steps of 64 tokens, memory for 12 blocks of 32, and a MiB for each block."""
     options = {
         "limits": EngineLimits(max_trace_bytes=1024 * 1024),
         "max_num_batched_tokens": 64,
         "max_num_seqs": 16,
         "block_size": 32,
-        "num_gpu_blocks_override": 20,
+        "num_gpu_blocks_override": 12,
     }
     with traced_engine(checkpoint, max_model_len=192, **options) as model:
         yield model
@@ -102,10 +101,7 @@ def test_short_prompts_are_not_split_however_busy_the_step(model: VLLM) -> None:
 
 
 def test_preempted_requests_read_once_and_write_again(model: VLLM) -> None:
-    found = assert_generated(model, generated_alone(model, 8))
-    kind = kind_of_process()
-    # Requests whose drafts are all accepted end before memory is short.
-    assert found.num_preempted > 0 or (kind is not None and kind.speculation == "self_draft")
+    assert assert_generated(model, generated_alone(model, 8)).num_preempted > 0
 
 
 def test_writes_never_reach_the_prefix_cache(model: VLLM) -> None:
