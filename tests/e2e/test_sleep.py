@@ -39,7 +39,7 @@ KINDS: dict[str, list[Any]] = {
     "declared": [STEER, CAPTURE],
     "code": [{"op": "trace", "code": "h = model.layers[1].output.float().save()", "name": "t"}],
 }
-STALL_S = 2.0
+STALL_S = 6.0
 PAUSES = {"sleep": ("/sleep?level=0&mode=", "/wake_up"), "pause": ("/pause?mode=", "/resume")}
 
 

@@ -54,6 +54,8 @@ pytestmark = pytest.mark.e2e
 _GROUPS: Final = (("llama", "qwen3"), ("gpt2", "gpt_neox"), ("gemma4",))
 """Cases that share a process. Ranks with the same keys; norms per head; a fused projection with a bias;
 transformers' own modules; heads of several sizes."""
+WAIT_S: Final = 0.5
+"""How long a step waits for sandboxes."""
 PLAYED: Final[list[Scenario]] = [
     *SCENARIOS,
     *(
@@ -112,7 +114,12 @@ def model(request: pytest.FixtureRequest, checkpoint: Path, on_one_rank: dict[st
         patch.setitem(os.environ, "TORCH_COMPILE_DISABLE", "1")
         options = {"max_model_len": 128, "block_size": 32, "num_gpu_blocks_override": 7, "max_num_seqs": 8}
         step_s = getattr(request, "param", 1.0)
-        limits = EngineLimits(trace_step_s=step_s, sandbox_step_s=1.0, sandbox_cpu_s=60)
+        limits = EngineLimits(
+            trace_step_s=step_s,
+            sandbox_step_s=3.0,
+            sandbox_cpu_s=60,
+            sandbox_wait_s=WAIT_S,  # so that only blocks are late that are to be
+        )
         with traced_engine(checkpoint, tensor_parallel_size=2, limits=limits, **options) as model:
             yield model
 
@@ -364,7 +371,7 @@ def test_sandboxed_blocks_that_fail_fail_alone(model: VLLM) -> None:
 @pytest.mark.heavy
 def test_preempted_and_deferred_blocks_see_each_step_once(model: VLLM, alone: list[dict[str, Any]]) -> None:
     with in_sandboxes(model):
-        counted = assert_generated(model, alone, busy_s=0.2)  # longer than a step waits
+        counted = assert_generated(model, alone, busy_s=1.5 * WAIT_S)
     assert counted.num_preempted > 0
     assert counted.num_undone > 0
 
