@@ -1,11 +1,13 @@
 """Whatever a test reads over HTTP has the form that the clients of OpenAI and Anthropic declare.
 
-These clients take an answer as it comes; here it is parsed strictly. What they do not know is allowed beside.
+These clients take an answer as it comes; here it is parsed strictly. What they do not know is allowed beside,
+and null where a log-probability has overflowed, or is that of a prompt's first token.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal
 
@@ -97,12 +99,29 @@ def check(response: httpx.Response) -> None:
     if not response.is_success:
         _REFUSED[path].validate_json(response.content, strict=True)
     elif not is_stream:
-        _WHOLE[path].validate_json(response.content, strict=True)
+        _WHOLE[path].validate_json(_with_logprobs(response.content), strict=True)
     else:
         for line in response.text.splitlines():
             data = line.removeprefix(_DATA).strip()
             if line.startswith(_DATA) and data != _END:
-                _STREAMED[path].validate_json(data, strict=True)
+                _STREAMED[path].validate_json(_with_logprobs(data), strict=True)
+
+
+def _with_logprobs(content: str | bytes) -> str:
+    """Return an answer with a number for each log-probability that is null."""
+    answer = json.loads(content)
+    for choice in answer.get("choices", ()):
+        logprobs = choice.get("logprobs") or {}
+        for token in logprobs.get("content") or ():
+            for one in (token, *token["top_logprobs"]):
+                one["logprob"] = one["logprob"] or 0.0
+        if "token_logprobs" in logprobs:
+            logprobs["token_logprobs"] = [one or 0.0 for one in logprobs["token_logprobs"]]
+            top = logprobs["top_logprobs"] or ()
+            logprobs["top_logprobs"] = [
+                {name: value or 0.0 for name, value in (one or {}).items()} for one in top
+            ]
+    return json.dumps(answer)
 
 
 @contextlib.contextmanager
