@@ -42,7 +42,7 @@ class ProbeResult(BaseModel):
 
     type: Literal["probe"] = "probe"
     positions: list[int]
-    points: dict[str, list[float | None]]
+    points: dict[str, list[float | None]] | dict[str, TensorLink]
 
 
 class LensToken(BaseModel):
@@ -66,12 +66,21 @@ class LensRow(BaseModel):
     targets: list[LensTarget]
 
 
+class LensLinks(BaseModel):
+    """One layer's lens in a file: ``[positions, top_k]``, and of the targets ``[positions, targets]``."""
+
+    ids: TensorLink
+    logprobs: TensorLink
+    target_logprobs: TensorLink
+    ranks: TensorLink
+
+
 class LogitLensResult(BaseModel):
-    """Rows by layer (a number in digits), one per position."""
+    """Rows by layer (a number in digits), one per position; in a file if they are many."""
 
     type: Literal["logit_lens"] = "logit_lens"
     positions: list[int]
-    layers: dict[str, list[LensRow]]
+    layers: dict[str, list[LensRow]] | dict[str, LensLinks]
 
 
 class TraceResult(BaseModel):
@@ -97,13 +106,20 @@ class DetectResult(BaseModel):
 
     type: Literal["detect"] = "detect"
     positions: list[int]
-    scores: list[float | None]
+    scores: list[float | None] | TensorLink
 
 
 class FeatureActivation(DictionaryFeature):
     """A feature and its activation at a position; null if it is not finite."""
 
     activation: float | None
+
+
+class FeatureLinks(BaseModel):
+    """Features in a file, ``[positions, features]``; of the most active ones those of 0 are not active."""
+
+    ids: TensorLink
+    activations: TensorLink
 
 
 class FeaturesResult(BaseModel):
@@ -114,7 +130,7 @@ class FeaturesResult(BaseModel):
 
     type: Literal["features"] = "features"
     positions: list[int]
-    features: list[list[FeatureActivation]]
+    features: list[list[FeatureActivation]] | FeatureLinks
 
 
 class StopResult(BaseModel):

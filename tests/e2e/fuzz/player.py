@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, Final
 
+import numpy as np
 import pytest
 from vllm.sampling_params import RequestOutputKind
 
@@ -261,19 +262,28 @@ def _appended(first: Result, more: Result) -> Result:
             points = {name: _longer(tensor, more.points[name]) for name, tensor in first.points.items()}
             return dataclasses.replace(first, positions=positions, points=points)
         case CollectedProbe(), CollectedProbe():
-            numbers = {name: [*values, *more.points[name]] for name, values in first.points.items()}
+            numbers = {name: np.append(values, more.points[name]) for name, values in first.points.items()}
             return dataclasses.replace(first, positions=positions, points=numbers)
         case CollectedLens(), CollectedLens():
-            layers = {layer: [*rows, *more.layers[layer]] for layer, rows in first.layers.items()}
+            names = ("ids", "logprobs", "target_logprobs", "ranks")
+            layers = {
+                layer: _stacked(rows, more.layers[layer], *names) for layer, rows in first.layers.items()
+            }
             return dataclasses.replace(first, positions=positions, layers=layers)
         case CollectedScores(), CollectedScores():
-            return dataclasses.replace(first, positions=positions, scores=[*first.scores, *more.scores])
+            return dataclasses.replace(_stacked(first, more, "scores"), positions=positions)
         case CollectedFeatures(), CollectedFeatures():
-            return dataclasses.replace(first, positions=positions, rows=[*first.rows, *more.rows])
+            return dataclasses.replace(_stacked(first, more, "ids", "activations"), positions=positions)
         case CollectedMarks(), CollectedMarks():
             return dataclasses.replace(first, positions=positions)
         case _:
             raise AssertionError(f"{first.name} changes its kind")
+
+
+def _stacked(first: Any, more: Any, *names: str) -> Any:
+    """Return a result whose arrays of these names continue with another's."""
+    arrays = {name: np.concatenate((getattr(first, name), getattr(more, name))) for name in names}
+    return dataclasses.replace(first, **arrays)
 
 
 def _check_widths(result: Result) -> None:
