@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -22,7 +21,6 @@ from api_schemas.excerpt import clip
 from api_schemas.interventions import Intervention
 from api_schemas.operation_names import detectors_used, dictionaries_used, vectors_used
 from api_schemas.operations import Steer
-from api_schemas.results import LensLinks
 from app.engine.feature_results import LabelBudget, features_json
 from app.json_text import Rows
 from app.settings import Settings
@@ -56,6 +54,14 @@ _OBJECT_TEXT_BYTES: Final = 60
 
 _GROWN: Final = "~grown"
 """The first part of a file's keys for items that lists grew by; no key of a saved value begins with it."""
+
+_NUMBERS: Final[Mapping[type[Any], tuple[str, str, Any]]] = {
+    CollectedProbe: ("probe", "points", {}),
+    CollectedScores: ("detect", "scores", []),
+    CollectedFeatures: ("features", "features", []),
+    CollectedLens: ("logit_lens", "layers", {}),
+}
+"""Type and field of results whose numbers may be in a file, and the field's value then."""
 
 Decode = Callable[[int], str]
 Array = npt.NDArray[np.float32] | npt.NDArray[np.int32]
@@ -191,31 +197,21 @@ def _arrays_of(result: CollectedResult) -> dict[str, Array]:
         return {
             f"{layer}/{name}": getattr(rows, name)
             for layer, rows in result.layers.items()
-            for name in LensLinks.model_fields
+            for name in ("ids", "logprobs", "target_logprobs", "ranks")
         }
     return {}
 
 
 def _tensor_of(array: Array) -> TensorResult:
-    if array.dtype == np.int32:
-        array = array.astype(np.int64)
-    return TensorResult(array.dtype.name, array.shape, array.tobytes())
+    values = array.astype(np.int64) if array.dtype == np.int32 else array
+    return TensorResult(values.dtype.name, values.shape, values.tobytes())
 
 
 def _linked_json(result: CollectedResult, arrays: Mapping[str, Array], file: _Stored) -> dict[str, Any]:
     """Return a result whose numbers are in a file."""
+    kind, field, empty = _NUMBERS[type(result)]
     links = {place: file.reference(result.name, place, _tensor_of(array)) for place, array in arrays.items()}
-    if isinstance(result, CollectedProbe):
-        return {"type": "probe", "positions": result.positions, "points": links}
-    if isinstance(result, CollectedScores):
-        return {"type": "detect", "positions": result.positions, **links}
-    if isinstance(result, CollectedFeatures):
-        return {"type": "features", "positions": result.positions, "features": links}
-    layers: dict[str, dict[str, Any]] = defaultdict(dict)
-    for place, link in links.items():
-        layer, _, name = place.partition("/")
-        layers[layer][name] = link
-    return {"type": "logit_lens", "positions": result.positions, "layers": layers}
+    return {"type": kind, "positions": result.positions, field: empty, "tensors": links}  # type: ignore[union-attr]  # no trace's
 
 
 class _Inline:

@@ -150,7 +150,7 @@ def _lens_rows(positions: list[int], top_k: int, num_targets: int) -> LensRows:
         return np.add.outer(np.array(positions, np.int32), np.arange(count, dtype=np.int32))
 
     def logprobs(count: int) -> npt.NDArray[np.float32]:
-        return np.tile(-0.5 * np.arange(1, count + 1, dtype=np.float32), (len(positions), 1))
+        return np.tile(np.arange(1, count + 1) / -2, (len(positions), 1)).astype(np.float32)
 
     ranks = np.tile(np.arange(1, num_targets + 1, dtype=np.int32), (len(positions), 1))
     targets = tuple(range(num_targets))

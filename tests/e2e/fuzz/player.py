@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import pytest
@@ -40,6 +40,7 @@ from tests.e2e.harness import Ask, Engine, Pending
 
 _MAX_STEPS: Final = 20_000
 Result = OperationResult
+One = TypeVar("One")
 
 
 @dataclasses.dataclass(slots=True)
@@ -271,19 +272,19 @@ def _appended(first: Result, more: Result) -> Result:
             }
             return dataclasses.replace(first, positions=positions, layers=layers)
         case CollectedScores(), CollectedScores():
-            return dataclasses.replace(_stacked(first, more, "scores"), positions=positions)
+            return _stacked(dataclasses.replace(first, positions=positions), more, "scores")
         case CollectedFeatures(), CollectedFeatures():
-            return dataclasses.replace(_stacked(first, more, "ids", "activations"), positions=positions)
+            return _stacked(dataclasses.replace(first, positions=positions), more, "ids", "activations")
         case CollectedMarks(), CollectedMarks():
             return dataclasses.replace(first, positions=positions)
         case _:
             raise AssertionError(f"{first.name} changes its kind")
 
 
-def _stacked(first: Any, more: Any, *names: str) -> Any:
+def _stacked(first: One, more: Any, *names: str) -> One:
     """Return a result whose arrays of these names continue with another's."""
     arrays = {name: np.concatenate((getattr(first, name), getattr(more, name))) for name in names}
-    return dataclasses.replace(first, **arrays)
+    return dataclasses.replace(first, **arrays)  # type: ignore[type-var]
 
 
 def _check_widths(result: Result) -> None:

@@ -197,29 +197,28 @@ async def test_numbers_that_are_too_large_as_json_are_in_the_file(store: ResultS
     assert "url" not in str(inline)
     found = (await answer(*results, json_bytes=size - 1))["results"]
     assert "data" in str(found["c"])
-    links = {
-        "p": found["p/q"]["points"][at],
-        "d": found["d"]["scores"],
-        **found["f"]["features"],
-        **{f"lens {name}": link for name, link in found["l"]["layers"]["7"].items()},
-    }
-    arrays = await stored(store, links["d"]["url"])
-    assert {name: arrays[link["key"]].tolist() for name, link in links.items()} == {
-        "p": [0.25, math.inf],
-        "d": [1.5, 2.5],
-        "ids": [[7, 1]],
-        "activations": [[3.5, 0.0]],
-        "lens ids": [[3, 4]],
-        "lens logprobs": [[-0.5, -math.inf]],
-        "lens target_logprobs": [[-2.0]],
-        "lens ranks": [[17]],
+    arrays = await stored(store, found["d"]["tensors"]["scores"]["url"])
+    assert {
+        name: {place: arrays[link["key"]].tolist() for place, link in found[name]["tensors"].items()}
+        for name in ("p/q", "d", "f", "l")
+    } == {
+        "p/q": {at: [0.25, math.inf]},
+        "d": {"scores": [1.5, 2.5]},
+        "f": {"ids": [[7, 1]], "activations": [[3.5, 0.0]]},
+        "l": {
+            "7/ids": [[3, 4]],
+            "7/logprobs": [[-0.5, -math.inf]],
+            "7/target_logprobs": [[-2.0]],
+            "7/ranks": [[17]],
+        },
     }
 
 
 async def test_a_million_numbers_do_not_hold_up_the_event_loop(answer: Answer):
     """Others have their turn after each piece of the work, of which there are hundreds."""
     count = 10_000
-    lens = LensRows(*(one if isinstance(one, tuple) else np.repeat(one, 50, axis=0) for one in astuple(LENS)))
+    many: Any = (one if isinstance(one, tuple) else np.repeat(one, 50, axis=0) for one in astuple(LENS))
+    lens = LensRows(*many)
     results = [
         CollectedFeatures(
             "f",
