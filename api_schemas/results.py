@@ -37,11 +37,20 @@ class CaptureResult(BaseModel):
     reduce: Literal["none", "mean", "last"] = "none"
 
 
-class ProbeResult(BaseModel):
-    """One number per position at each point; null if it overflowed."""
+class NumbersResult(BaseModel):
+    """Numbers that are in a file if they are too many for JSON; the result has none itself then."""
+
+    positions: list[int]
+    tensors: dict[str, TensorLink] | None = Field(
+        default=None,
+        description="The numbers in a file, by their path in the result; absent if they are here.",
+    )
+
+
+class ProbeResult(NumbersResult):
+    """One number per position at each point; null if it overflowed. In a file: by point."""
 
     type: Literal["probe"] = "probe"
-    positions: list[int]
     points: dict[str, list[float | None]]
 
 
@@ -66,11 +75,14 @@ class LensRow(BaseModel):
     targets: list[LensTarget]
 
 
-class LogitLensResult(BaseModel):
-    """Rows by layer (a number in digits), one per position."""
+class LogitLensResult(NumbersResult):
+    """Rows by layer (a number in digits), one per position.
+
+    In a file, of layer 3: ``3/ids`` and ``3/logprobs``, ``[positions, top_k]``; ``3/target_logprobs`` and
+    ``3/ranks``, ``[positions, targets]``.
+    """
 
     type: Literal["logit_lens"] = "logit_lens"
-    positions: list[int]
     layers: dict[str, list[LensRow]]
 
 
@@ -92,11 +104,10 @@ class TraceResult(BaseModel):
     )
 
 
-class DetectResult(BaseModel):
-    """A detector's score at each position; null if it is not finite."""
+class DetectResult(NumbersResult):
+    """A detector's score at each position; null if it is not finite. In a file: ``scores``."""
 
     type: Literal["detect"] = "detect"
-    positions: list[int]
     scores: list[float | None]
 
 
@@ -106,14 +117,15 @@ class FeatureActivation(DictionaryFeature):
     activation: float | None
 
 
-class FeaturesResult(BaseModel):
+class FeaturesResult(NumbersResult):
     """Activations of a dictionary's features, a list for each position.
 
-    Of the most active ones, the strongest first; or of those that the request names, in its order.
+    Of the most active ones, the strongest first; or of those that the request names, in its order. In a file:
+    ``ids`` and ``activations``, ``[positions, features]``; a feature of the most active ones with 0 is not
+    active.
     """
 
     type: Literal["features"] = "features"
-    positions: list[int]
     features: list[list[FeatureActivation]]
 
 

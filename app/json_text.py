@@ -6,11 +6,38 @@ operations; lone surrogates, which UTF-8 cannot encode, become escapes, as in pr
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
-from typing import Any
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
 
-from starlette.responses import JSONResponse
+_PIECE_ITEMS: Final = 2000
+"""Numbers, or objects of one, that are made and serialized before other requests have their turn: some ms."""
+
+
+class Rows:
+    """A list of an answer, which ``json_bytes`` makes and serializes in pieces.
+
+    Args:
+        num_rows: Its length.
+        row_size: Numbers per row, or objects of one.
+        make: Returns the rows from one index up to another.
+    """
+
+    def __init__(self, num_rows: int, row_size: int, make: Callable[[int, int], Iterable[Any]]) -> None:
+        self._num_rows = num_rows
+        self._row_size = max(1, row_size)
+        self._make = make
+
+    def pieces(self) -> Iterator[tuple[list[Any], int]]:
+        """Yield the rows, with the number of their items."""
+        step = max(1, _PIECE_ITEMS // self._row_size)
+        for start in range(0, self._num_rows, step):
+            rows = list(self._make(start, min(start + step, self._num_rows)))
+            yield rows, len(rows) * self._row_size
 
 
 def printable(text: str) -> str:
@@ -18,26 +45,49 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def json_text(value: Any) -> str:
-    """Return a value as strict JSON that can be encoded in UTF-8."""
+def json_text(value: Any, default: Callable[[Any], Any] | None = None) -> str:
+    """Return a value as strict JSON that can be encoded in UTF-8; ``default`` is that of ``json.dumps``."""
     try:
-        text = _dumped(value)
+        text = _dumped(value, default)
         text.encode()
     except ValueError:  # of either: UnicodeEncodeError is a ValueError too
-        return _dumped(_sendable(value))
+        return _dumped(_sendable(value), default)
     return text
 
 
-class JsonAnswer(JSONResponse):
-    """A response with strict JSON."""
+async def json_bytes(value: Any) -> bytes:
+    """Return a value, which may contain ``Rows``, as strict JSON; between their pieces the loop is free."""
+    mark = secrets.token_hex(16)
+    found: dict[str, Rows] = {}
 
-    def render(self, content: Any) -> bytes:
-        """Return the encoded body."""
-        return json_text(content).encode()
+    def hold(rows: Any) -> str:
+        if not isinstance(rows, Rows):
+            raise TypeError(f"{type(rows).__name__} cannot be serialized as JSON")
+        key = f"{mark}-{id(rows)}"
+        found[key] = rows
+        return key
+
+    text = json_text(value, hold)
+    if not found:
+        return text.encode()
+    parts, num_items = list[bytes](), 0
+    for index, part in enumerate(re.split(f'"({mark}-[0-9]+)"', text)):
+        if index % 2 == 0:
+            parts.append(part.encode())
+            continue
+        parts.append(b"[")
+        for at, (rows, size) in enumerate(found[part].pieces()):
+            parts += (b"," if at else b"", json_text(rows)[1:-1].encode())
+            num_items += size
+            if num_items >= _PIECE_ITEMS:
+                num_items = 0
+                await asyncio.sleep(0)
+        parts.append(b"]")
+    return b"".join(parts)
 
 
-def _dumped(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+def _dumped(value: Any, default: Callable[[Any], Any] | None) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=default)
 
 
 def _sendable(value: Any) -> Any:
@@ -52,4 +102,4 @@ def _sendable(value: Any) -> Any:
     return value
 
 
-__all__ = ["JsonAnswer", "json_text", "printable"]
+__all__ = ["Rows", "json_bytes", "json_text", "printable"]

@@ -148,6 +148,12 @@ class Settings(BaseSettings):
         description="If the captured tensors of a choice exceed this, they are returned as a file at "
         "/v1/results/{id}.",
     )
+    inline_json_bytes: int = Field(
+        default=16 * MIB,
+        ge=0,
+        description="If the numbers that the other operations of a choice read (a lens, probes, scores, "
+        "features) would have more JSON than about this, they are returned in such a file, too.",
+    )
     result_ttl_s: float = Field(
         default=600.0, gt=0, description="How long a file at /v1/results/{id} is stored."
     )

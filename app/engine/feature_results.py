@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
 
 from api_schemas.dictionaries import LabelReader, NamedDictionary
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.interventions import Intervention
 from api_schemas.operations import Features
+from app.json_text import Rows
 from nnsight_engine.plans.collect.results import CollectedFeatures
-
-_SMALL: Final = 10_000
-"""More activations are converted in a thread, off the event loop."""
 
 
 class LabelBudget:
@@ -53,35 +50,19 @@ async def features_json(
     Raises:
         ApiError: ``capture_too_large``: the labels are too large.
     """
-    is_small = sum(map(len, result.rows)) <= _SMALL
-    counts = _counts(result) if is_small else await asyncio.to_thread(_counts, result)
+    active = result.ids[result.activations != 0.0] if result.drops_zeros else result.ids
+    features, counts = np.unique(active, return_counts=True)
     reader = _reader(result.name, operations)
-    labels = {} if reader is None else await reader.of(sorted(counts))
-    budget.take(sum(len(label.encode()) * counts[one] for one, label in labels.items()), result.name)
-    return _json(result, labels) if is_small else await asyncio.to_thread(_json, result, labels)
+    labels = {} if reader is None else await reader.of(features.tolist())
+    sizes = [len(labels[one].encode()) if one in labels else 0 for one in features.tolist()]
+    budget.take(int(np.dot(sizes, counts)), result.name)
 
+    def made(start: int, stop: int) -> Iterator[list[dict[str, Any]]]:
+        for row in result.rows(start, stop):
+            yield [{"id": one, "label": labels.get(one), "activation": value} for one, value in row]
 
-def _counts(result: CollectedFeatures) -> Counter[int]:
-    return Counter(feature for row in result.rows for feature, _ in row)
-
-
-def _json(result: CollectedFeatures, labels: Mapping[int, str]) -> dict[str, Any]:
-    return {
-        "type": "features",
-        "positions": result.positions,
-        "features": [
-            [
-                {"id": one, "label": labels.get(one), "activation": finite_or_none(activation)}
-                for one, activation in row
-            ]
-            for row in result.rows
-        ],
-    }
-
-
-def finite_or_none(value: float) -> float | None:
-    """Return a number as JSON can hold it: null means that it overflowed; 0 would be a wrong value."""
-    return value if math.isfinite(value) else None
+    rows = Rows(len(result.ids), result.ids.shape[1], made)
+    return {"type": "features", "positions": result.positions, "features": rows}
 
 
 def _reader(name: str, operations: Sequence[Intervention]) -> LabelReader | None:
@@ -91,4 +72,4 @@ def _reader(name: str, operations: Sequence[Intervention]) -> LabelReader | None
     return None
 
 
-__all__ = ["LabelBudget", "features_json", "finite_or_none"]
+__all__ = ["LabelBudget", "features_json"]

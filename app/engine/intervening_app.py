@@ -18,7 +18,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import FIELD
 from app.engine.call_results import CallResults
 from app.engine.echoed_model import with_model
-from app.json_text import json_text
+from app.json_text import json_bytes
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM, carrying
 from nnsight_engine.vllm_backend.call import InterventionCall
 
@@ -103,7 +103,7 @@ class _Answer:
     async def _send_body(self) -> None:
         content, start = bytes(self._content), self._start()
         if start["status"] == HTTPStatus.OK:
-            content = json_text(await self._with_results(content)).encode()
+            content = await json_bytes(await self._with_results(content))
         headers = [one for one in start["headers"] if one[0] != b"content-length"]
         size = str(len(content)).encode()
         await self._send({**start, "headers": [*headers, (b"content-length", size)]})
@@ -171,7 +171,7 @@ class _Answer:
         event = with_model(json.loads(data), sent_model)
         if found is not None:
             (event["response"] if kind in _LAST_RESPONSE else event)[FIELD] = found
-        return head + _DATA + json_text(event).encode()
+        return head + _DATA + await json_bytes(event)
 
     def _header(self, name: bytes) -> bytes:
         return next((value for found, value in self._start()["headers"] if found == name), b"")

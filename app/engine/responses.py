@@ -1,7 +1,8 @@
 """Serialization of a choice's collected results as the JSON of its ``interventions`` field.
 
 Tensors are inline as base64 while their total size is small, and otherwise in one safetensors file of the
-result store. Engine clients call ``choice_json`` for each choice, and for each token of a stream.
+result store; so are numbers whose JSON would be large. Engine clients call ``choice_json`` for each choice,
+and for each token of a stream.
 """
 
 from __future__ import annotations
@@ -9,15 +10,19 @@ from __future__ import annotations
 import base64
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.interventions import Intervention
 from api_schemas.operation_names import detectors_used, dictionaries_used, vectors_used
 from api_schemas.operations import Steer
-from app.engine.feature_results import LabelBudget, features_json, finite_or_none
+from app.engine.feature_results import LabelBudget, features_json
+from app.json_text import Rows
 from app.settings import Settings
 from app.storage.results import ResultStore
 from nnsight_engine.core.work_context import WorkContext
@@ -33,6 +38,7 @@ from nnsight_engine.plans.collect.results import (
     CollectedSites,
     CollectedToken,
     CollectedTrace,
+    LensRows,
     TensorResult,
 )
 
@@ -42,10 +48,23 @@ _LOWEST_LOGPROB: Final = -9999.0
 _NUMBER_BYTES: Final = 4
 """Size of a single number, as the engine stores it."""
 
+_NUMBER_TEXT_BYTES: Final = 20
+_OBJECT_TEXT_BYTES: Final = 60
+"""About the size of a number, and of a token or a feature with its number, as JSON."""
+
 _GROWN: Final = "~grown"
 """The first part of a file's keys for items that lists grew by; no key of a saved value begins with it."""
 
+_NUMBERS: Final[Mapping[type[Any], tuple[str, str, Any]]] = {
+    CollectedProbe: ("probe", "points", {}),
+    CollectedScores: ("detect", "scores", []),
+    CollectedFeatures: ("features", "features", []),
+    CollectedLens: ("logit_lens", "layers", {}),
+}
+"""Type and field of results whose numbers may be in a file, and the field's value then."""
+
 Decode = Callable[[int], str]
+Array = npt.NDArray[np.float32] | npt.NDArray[np.int32]
 
 _Plain = CollectedCapture | CollectedProbe | CollectedLens | CollectedScores | CollectedMarks | CollectedTrace
 
@@ -65,38 +84,52 @@ async def choice_json(
 
     Args:
         collected: The results.
-        store: Stores tensors that together exceed ``settings.inline_tensor_bytes``.
+        store: Stores tensors that together exceed ``settings.inline_tensor_bytes``, and the numbers of
+            results whose JSON would exceed ``settings.inline_json_bytes``.
         work: The request's: its tenant owns the tensors, its meter counts them.
         settings: The limit on inline tensors.
         decode: Returns the text of a token id.
         operations: The operations of the choice's prompt, in its order; for stored things that they name the
             answer says which version was used, and for features their labels.
-        inline: Whether tensors stay in the answer, however large.
+        inline: Whether tensors and numbers stay in the answer, however large.
         base_path: The prefix of ``/v1`` in the server's URLs (ASGI's ``root_path``).
 
     Returns:
-        ``results`` by name; in the final part also ``provenance`` and, except for code, ``applied``.
+        ``results`` by name, whose long lists are ``Rows``; in the final part also ``provenance`` and, except
+        for code, ``applied``.
 
     Raises:
         ApiError: The store refuses the tensors; ``trace_failed``: two tensors have the same path.
     """
-    tensors = _Inline()
     large = _by_key(collected.results)
     num_bytes = sum(len(tensor.data) for tensor in large.values())
     work.meter.captured_bytes += num_bytes + sum(map(_number_bytes, collected.results))
-    if num_bytes > settings.inline_tensor_bytes and not inline:
-        stored = await store.put(large, work.tenant, work.meter.key_id)
-        # Rounded down: the file exists at least as long as the answer says.
-        tensors = _Stored(f"{base_path}/v1/results/{stored.id}", math.floor(stored.expires_at))
-    labels = LabelBudget(settings.max_capture_bytes_per_request)
-    answer: dict[str, Any] = {
-        "results": {
-            result.name: await features_json(result, operations, labels)
-            if isinstance(result, CollectedFeatures)
-            else _result_json(result, tensors, decode)
+    text_bytes = sum(map(_text_bytes, collected.results))
+    has_large_text = text_bytes > settings.inline_json_bytes and not inline
+    if inline or num_bytes <= settings.inline_tensor_bytes:
+        large = {}
+    tensors = numbers = None
+    if large or has_large_text:
+        far = {
+            _file_key(result.name, place): _tensor_of(array)
             for result in collected.results
+            for place, array in _arrays_of(result).items()
+            if has_large_text
         }
-    }
+        stored = await store.put(large | far, work.tenant, work.meter.key_id)
+        # Rounded down: the file exists at least as long as the answer says.
+        file = _Stored(f"{base_path}/v1/results/{stored.id}", math.floor(stored.expires_at))
+        tensors, numbers = file if large else None, file if far else None
+    labels = LabelBudget(settings.max_capture_bytes_per_request)
+    answer: dict[str, Any] = {"results": {}}
+    for result in collected.results:
+        if numbers is not None and (arrays := _arrays_of(result)):
+            found = _linked_json(result, arrays, numbers)
+        elif isinstance(result, CollectedFeatures):
+            found = await features_json(result, operations, labels)
+        else:
+            found = _result_json(result, tensors or _Inline(), decode)
+        answer["results"][result.name] = found
     if collected.final:
         work.note_tier(collected.tier)
     if collected.final and collected.is_code:
@@ -141,16 +174,44 @@ def _applied_json(
 
 def _number_bytes(result: CollectedResult) -> int:
     """Return the size of the numbers in a result without tensors."""
+    return sum(array.nbytes for array in _arrays_of(result).values())
+
+
+def _text_bytes(result: CollectedResult) -> int:
+    """Return about the size of the JSON of a result without tensors."""
+    num_numbers = _number_bytes(result) // _NUMBER_BYTES
+    is_plain = isinstance(result, CollectedProbe | CollectedScores)
+    # A token or a feature has two numbers.
+    return num_numbers * _NUMBER_TEXT_BYTES if is_plain else num_numbers // 2 * _OBJECT_TEXT_BYTES
+
+
+def _arrays_of(result: CollectedResult) -> dict[str, Array]:
+    """Return the numbers of a result without tensors, by their paths in it."""
     if isinstance(result, CollectedProbe):
-        return _NUMBER_BYTES * len(result.points) * len(result.positions)
+        return dict(result.points)
     if isinstance(result, CollectedScores):
-        return _NUMBER_BYTES * len(result.positions)
+        return {"scores": result.scores}
     if isinstance(result, CollectedFeatures):
-        return 2 * _NUMBER_BYTES * sum(map(len, result.rows))
+        return {"ids": result.ids, "activations": result.activations}
     if isinstance(result, CollectedLens):
-        rows = (row for layer in result.layers.values() for row in layer)
-        return 2 * _NUMBER_BYTES * sum(len(top) + len(targets) for top, targets in rows)
-    return 0
+        return {
+            f"{layer}/{name}": getattr(rows, name)
+            for layer, rows in result.layers.items()
+            for name in ("ids", "logprobs", "target_logprobs", "ranks")
+        }
+    return {}
+
+
+def _tensor_of(array: Array) -> TensorResult:
+    values = array.astype(np.int64) if array.dtype == np.int32 else array
+    return TensorResult(values.dtype.name, values.shape, values.tobytes())
+
+
+def _linked_json(result: CollectedResult, arrays: Mapping[str, Array], file: _Stored) -> dict[str, Any]:
+    """Return a result whose numbers are in a file."""
+    kind, field, empty = _NUMBERS[type(result)]
+    links = {place: file.reference(result.name, place, _tensor_of(array)) for place, array in arrays.items()}
+    return {"type": kind, "positions": result.positions, field: empty, "tensors": links}  # type: ignore[union-attr]  # no trace's
 
 
 class _Inline:
@@ -250,32 +311,29 @@ def _result_json(result: _Plain, tensors: _Inline, decode: Decode) -> dict[str, 
     if isinstance(result, CollectedTrace):
         return _trace_json(result, tensors)
     if isinstance(result, CollectedProbe):
-        return {
-            "type": "probe",
-            "positions": result.positions,
-            "points": {
-                point: [finite_or_none(value) for value in values] for point, values in result.points.items()
-            },
-        }
+        points = {point: _numbers(values) for point, values in result.points.items()}
+        return {"type": "probe", "positions": result.positions, "points": points}
     if isinstance(result, CollectedScores):
-        scores = [finite_or_none(score) for score in result.scores]
-        return {"type": "detect", "positions": result.positions, "scores": scores}
+        return {"type": "detect", "positions": result.positions, "scores": _numbers(result.scores)}
     if isinstance(result, CollectedMarks):
         return {"type": result.kind, "positions": result.positions}
-    return {
-        "type": "logit_lens",
-        "positions": result.positions,
-        "layers": {
-            str(layer): [
-                {
-                    "top": [_token_json(token, decode) for token in top],
-                    "targets": [_token_json(token, decode) for token in targets],
-                }
-                for top, targets in rows
-            ]
-            for layer, rows in result.layers.items()
-        },
-    }
+    layers = {str(layer): _lens_rows(rows, decode) for layer, rows in result.layers.items()}
+    return {"type": "logit_lens", "positions": result.positions, "layers": layers}
+
+
+def _numbers(values: Array) -> Rows:
+    return Rows(len(values), 1, lambda start, stop: values[start:stop].tolist())
+
+
+def _lens_rows(rows: LensRows, decode: Decode) -> Rows:
+    def made(start: int, stop: int) -> Iterator[dict[str, Any]]:
+        for top, targets in rows.rows(start, stop):
+            yield {
+                "top": [_token_json(token, decode) for token in top],
+                "targets": [_token_json(token, decode) for token in targets],
+            }
+
+    return Rows(len(rows.ids), rows.ids.shape[1] + len(rows.targets), made)
 
 
 def _capture_json(capture: CollectedCapture, tensors: _Inline) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from api_schemas.interventions import FIELD
 from app.engine.call_results import CallResults
 from app.engine.client import JsonObject
 from app.errors import DONE_FRAME
-from app.json_text import json_text
+from app.json_text import json_bytes
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
 
 
@@ -86,7 +86,7 @@ async def _frame(chunk: JsonObject, results: CallResults) -> str:
         if found is not None:
             choice[FIELD] = found
             note_stop(choice)
-    return f"data: {json_text(chunk)}\n\n"
+    return f"data: {(await json_bytes(chunk)).decode()}\n\n"
 
 
 def note_stop(choice: JsonObject) -> None:

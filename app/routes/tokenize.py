@@ -10,7 +10,7 @@ from api_schemas.tokens import TokenizeRequest, TokenizeResponse
 from app.body import BodyLimits, read_object
 from app.context import Completer, Served
 from app.errors import validated
-from app.json_text import JsonAnswer
+from app.json_text import json_bytes
 from app.openapi import error_responses, json_body
 
 router = APIRouter(tags=["interventions"])
@@ -33,4 +33,4 @@ async def tokenize(request: Request, context: Served, caller: Completer) -> Resp
     limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
     wanted = validated(TokenizeRequest, await read_object(request, limits))
     reply = await context.engine.tokenize(wanted, request)
-    return JsonAnswer(reply.body, headers=reply.headers)
+    return Response(await json_bytes(reply.body), headers=reply.headers, media_type="application/json")

@@ -22,7 +22,7 @@ from app.body import BodyLimits, read_object
 from app.disconnect import while_connected
 from app.engine.client import EngineReply, JsonObject
 from app.engine.echoed_model import events_with_model, with_model
-from app.json_text import JsonAnswer
+from app.json_text import json_bytes
 from app.observability.token_times import TokenTimes
 from app.request_context import context_of
 from app.services.field_names import check_spelling
@@ -81,7 +81,8 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
         times.record_event(started.first)
     reply = started.reply
     if reply.stream is None:
-        return JsonAnswer(with_model(reply.body or {}, asked.sent_model), headers=reply.headers)
+        content = await json_bytes(with_model(reply.body or {}, asked.sent_model))
+        return Response(content, headers=reply.headers, media_type="application/json")
     stream = reply.stream
 
     async def on_close() -> None:

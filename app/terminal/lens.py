@@ -43,6 +43,8 @@ async def lens(server: Server, prompt: str, layers: str, console: Console, *, sh
             tokens, result = await _tokens(server, prompt), await _lens(server, prompt, layers)
         except (KeyError, IndexError, TypeError, ValidationError) as error:
             raise RemoteError(f"{server.url} answered without a lens; is it an NNsight Engine?") from error
+    if result.tensors:
+        raise RemoteError("The prompt is too long to print its lens; choose fewer layers.")
     print_lens(result, tokens, console, show_all=show_all)
 
 

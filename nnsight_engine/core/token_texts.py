@@ -64,9 +64,19 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Defer reading the vocabulary: a large one takes a while."""
         self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
 
     def text(self, token_id: int) -> str:
         """Return the text that names a token; see the module."""
+        known = self._texts.get(token_id)
+        if known is not None:
+            return known
+        found = self._found_text(token_id)
+        if token_id in self._entries:  # there is no end of others
+            self._texts[token_id] = found
+        return found
+
+    def _found_text(self, token_id: int) -> str:
         entry = self._entries.get(token_id)
         named = () if entry is None else (self._plain(token_id, entry), entry)
         # With leading zeros if another token has that text.

@@ -82,6 +82,8 @@ def _of_result(value: Any) -> _Read:
         result = LogitLensResult.model_validate(value)
     except ValidationError as error:
         raise VizError(f"this is no result of logit_lens: {error}") from error
+    if result.tensors:
+        raise VizError("the numbers of this lens are in a file: ask for fewer positions, layers or tokens")
     names = sorted(result.layers, key=int)
     tops = [[row.top[0] if row.top else None for row in result.layers[name]] for name in names]
     if not result.positions or any(len(row) != len(result.positions) for row in tops) or not tops:

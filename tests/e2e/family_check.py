@@ -222,7 +222,7 @@ def check_lens(engine: Engine, expected: Expected) -> None:
     assert isinstance(result, CollectedLens)
     assert result.positions == list(range(len(PROMPT_IDS) + NUM_TOKENS - 1)), result.positions
     logprobs = reply.tensor("logits", "logits").log_softmax(dim=-1)
-    rows = result.layers[NUM_LAYERS - 1]
+    rows = list(result.layers[NUM_LAYERS - 1].rows())
     top = logprobs.topk(5, dim=-1)
     _assert_close(_logprobs([tokens for tokens, _ in rows]), top.values, "top", expected.tolerance)
     targets = [tokens for _, tokens in rows]

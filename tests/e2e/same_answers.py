@@ -3,18 +3,22 @@
 In a ranking, tokens or features whose values are nearly equal may have changed places; a target's rank may be
 off by one. ``fuzz.judge`` compares ranks with those that the logits give.
 
-Answers are as ``encoded`` writes and ``decoded`` reads them: the dataclasses' fields as dictionaries.
+Answers are as ``encoded`` writes and ``decoded`` reads them: dataclasses' fields as dictionaries, arrays as
+lists, a lens and features row by row.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 import torch
 
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
+from nnsight_engine.plans.collect.results import CollectedFeatures, LensRows
 from tests.e2e.fuzz.judge import ROUNDING
 from tests.e2e.fuzz.player import Answer
 
@@ -46,7 +50,21 @@ Ranking = list[tuple[int, float]]
 
 
 def encoded(answers: Sequence[Answer]) -> bytes:
-    return msgspec.msgpack.encode(answers)
+    return msgspec.msgpack.encode(_plain(answers))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, LensRows):
+        return [[[token._asdict() for token in tokens] for tokens in row] for row in value.rows()]
+    if isinstance(value, CollectedFeatures):
+        return {"name": value.name, "positions": value.positions, "rows": list(value.rows())}
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if dataclasses.is_dataclass(value):
+        return {one.name: _plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def decoded(data: bytes) -> list[dict[str, Any]]:
@@ -55,7 +73,7 @@ def decoded(data: bytes) -> list[dict[str, Any]]:
 
 def differences_between(got: object, wanted: object) -> list[str]:
     """Return in what dataclasses of answers differ from others."""
-    one, other = (msgspec.msgpack.decode(msgspec.msgpack.encode(value)) for value in (got, wanted))
+    one, other = (msgspec.msgpack.decode(msgspec.msgpack.encode(_plain(value))) for value in (got, wanted))
     return list(_differences("answer", one, other))
 
 

@@ -128,7 +128,7 @@ class RandomRequest:
         given, top = reply.result("given"), reply.result("top")
         assert isinstance(given, CollectedFeatures)
         assert isinstance(top, CollectedFeatures)
-        for x, some, best in zip(read, given.rows, top.rows, strict=True):
+        for x, some, best in zip(read, given.rows(), top.rows(), strict=True):
             activations = self.read.plain.encode(x)
             assert [feature for feature, _ in some] == self.given
             strongest = sorted(activations[activations > 0], reverse=True)[: self.top_k]
@@ -185,5 +185,5 @@ def test_choices_have_features_of_their_own(engine: Engine, known: dict[str, Kno
     for reply in replies:
         found: Any = reply.result("f")
         x = reply.tensor("c", dictionary.at).double().numpy()
-        _assert_close([row[0][1] for row in found.rows], [dictionary.plain.encode(one)[5] for one in x])
+        _assert_close([row[0][1] for row in found.rows()], [dictionary.plain.encode(one)[5] for one in x])
     assert len({tuple(reply.token_ids) for reply in replies}) > 1

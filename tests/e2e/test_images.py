@@ -140,7 +140,7 @@ def test_the_lens_reads_images(engine: Engine, reference: SeeingReference) -> No
         with torch.no_grad():
             rows = reference.model.model.text_model.norm(values[f"layers.{layer}.output"][result.positions])
             expected = reference.model.lm_head(rows).argmax(dim=-1).tolist()
-        assert [top[0].id for top, _ in result.layers[layer]] == expected
+        assert result.layers[layer].ids[:, 0].tolist() == expected
 
 
 def test_requests_with_the_same_text_and_other_images_share_nothing(engine: Engine) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -25,6 +24,7 @@ from app.engine.responses import choice_json
 from app.engine.served_model import ServedModel
 from app.engine.traces import TraceEngine
 from app.errors import DONE_FRAME
+from app.json_text import json_bytes
 from app.request_context import context_of
 from app.settings import Settings
 from app.storage.results import ResultStore
@@ -301,9 +301,9 @@ class FakeEngineClient:
                     raise error
                 num_events += 1
                 job.work.meter.noted_tokens += 1
-                yield _event(job.envelope([await self._chunk(job, choice, step)], is_chunk=True))
+                yield await _event(job.envelope([await self._chunk(job, choice, step)], is_chunk=True))
             if with_usage:
-                yield _event(job.envelope([], is_chunk=True) | {"usage": job.usage()})
+                yield await _event(job.envelope([], is_chunk=True) | {"usage": job.usage()})
             yield DONE_FRAME
 
     async def _chunk(self, job: _Job, choice: _Choice, step: int) -> JsonObject:
@@ -412,5 +412,5 @@ def _message(job: _Job, key: str, text: str) -> JsonObject:
     return {"text": text, "logprobs": None}
 
 
-def _event(content: JsonObject) -> str:
-    return f"data: {json.dumps(content)}\n\n"
+async def _event(content: JsonObject) -> str:
+    return f"data: {(await json_bytes(content)).decode()}\n\n"

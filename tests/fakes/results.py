@@ -6,6 +6,9 @@ import struct
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from api_schemas.capabilities import Capabilities
 from api_schemas.interventions import Intervention, Operation
 from api_schemas.operation_names import condition_tests, points_of_names
@@ -21,9 +24,8 @@ from nnsight_engine.plans.collect.results import (
     CollectedResults,
     CollectedScores,
     CollectedSites,
-    CollectedToken,
     CollectedTrace,
-    LensRow,
+    LensRows,
     TensorResult,
 )
 
@@ -111,21 +113,23 @@ def _result(
         points = {point: _tensor(positions, _at(point, pull), is_reduced=is_reduced) for point in _points(op)}
         return CollectedCapture(name, positions, op.reduce, points)
     if isinstance(op, Probe):
-        return CollectedProbe(name, positions, {point: [p / 10 for p in positions] for point in _points(op)})
+        return CollectedProbe(name, positions, {point: _tenths(positions) for point in _points(op)})
     if isinstance(op, Detect):
-        return CollectedScores(name, positions, [p / 10 for p in positions])
+        return CollectedScores(name, positions, _tenths(positions))
     if isinstance(op, Features):
         ids = [one for one in op.features or range(op.top_k or 10) if isinstance(one, int)]
-        return CollectedFeatures(name, positions, [_activations(ids, position) for position in positions])
+        ranks = np.arange(1, len(ids) + 1)
+        activations = ((np.array(positions)[:, None] + 1) / ranks).astype(np.float32)
+        features = np.broadcast_to(np.array(ids, np.int32), activations.shape)
+        return CollectedFeatures(name, positions, features, activations, drops_zeros=op.top_k is not None)
     if isinstance(op, Stop | Flag):
         return CollectedMarks(name, op.op, _held(positions) if isinstance(op, Flag) else [])
-    num_targets = len(op.targets or ())
-    rows = [_row(position, op.top_k, num_targets) for position in positions]
+    rows = _lens_rows(positions, op.top_k, len(op.targets or ()))
     return CollectedLens(name, positions, dict.fromkeys(_layers(op), rows))
 
 
-def _activations(ids: Sequence[int], position: int) -> list[tuple[int, float]]:
-    return [(one, (position + 1) / (rank + 1)) for rank, one in enumerate(ids)]
+def _tenths(positions: list[int]) -> npt.NDArray[np.float32]:
+    return np.array(positions, np.float32) / 10
 
 
 def _at(point: str, pull: Sequence[float]) -> float:
@@ -141,10 +145,16 @@ def _tensor(positions: list[int], pull: float = 0.0, *, is_reduced: bool) -> Ten
     return TensorResult("float32", shape, struct.pack(f"<{len(numbers)}f", *numbers))
 
 
-def _row(position: int, top_k: int, num_targets: int) -> LensRow:
-    top = [CollectedToken(position + rank, -0.5 * (rank + 1)) for rank in range(top_k)]
-    targets = [CollectedToken(position + rank, -0.5 * (rank + 1), rank + 1) for rank in range(num_targets)]
-    return top, targets
+def _lens_rows(positions: list[int], top_k: int, num_targets: int) -> LensRows:
+    def ids(count: int) -> npt.NDArray[np.int32]:
+        return np.add.outer(np.array(positions, np.int32), np.arange(count, dtype=np.int32))
+
+    def logprobs(count: int) -> npt.NDArray[np.float32]:
+        return np.tile(np.arange(1, count + 1) / -2, (len(positions), 1)).astype(np.float32)
+
+    ranks = np.tile(np.arange(1, num_targets + 1, dtype=np.int32), (len(positions), 1))
+    targets = tuple(range(num_targets))
+    return LensRows(ids(top_k), logprobs(top_k), targets, logprobs(num_targets), ranks)
 
 
 CAPABILITIES: Final = Capabilities.model_validate(

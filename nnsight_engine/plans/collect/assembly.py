@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +24,7 @@ from nnsight_engine.plans.collect.results import (
     CollectedMarks,
     CollectedProbe,
     CollectedScores,
-    CollectedToken,
-    LensRow,
+    LensRows,
     TensorResult,
 )
 from nnsight_engine.plans.records import StepRecord, leaf_width, may_overflow, width_classes
@@ -40,6 +40,7 @@ _ITEM_DTYPES: dict[str, type[np.generic]] = {
 """Unsigned integer type of each dtype's size: values are moved with it, never computed with."""
 
 Values = npt.NDArray[np.generic]
+_Item = TypeVar("_Item", bound=np.generic)
 OperationResult = (
     CollectedCapture | CollectedProbe | CollectedLens | CollectedScores | CollectedFeatures | CollectedMarks
 )
@@ -66,15 +67,15 @@ def _result(op: PlannedOp, spec: ModelSpec, records: list[StepRecord]) -> Operat
     positions = [position for record in records for position in record.positions]
     match op.kind:
         case OperationKind.PROBE:
-            values = _join(records, 0, (-1, len(op.sites)), np.float32)
-            points = {str(site): values[:, i].tolist() for i, site in enumerate(op.sites)}
+            values = _join(records, 0, (len(op.sites),), np.float32)
+            points = {str(site): values[:, i] for i, site in enumerate(op.sites)}
             return CollectedProbe(op.name, positions, points)
         case OperationKind.LENS:
             return CollectedLens(op.name, positions, _lens_layers(op, records))
         case OperationKind.DETECT:
-            return CollectedScores(op.name, positions, _join(records, 0, (-1,), np.float32).tolist())
+            return CollectedScores(op.name, positions, _join(records, 0, (), np.float32))
         case OperationKind.FEATURES:
-            return CollectedFeatures(op.name, positions, _feature_rows(op, records))
+            return _features(op, positions, records)
         case OperationKind.STOP | OperationKind.FLAG:
             return CollectedMarks(op.name, op.kind, gated_positions(records))
         case _:
@@ -106,7 +107,7 @@ def _captured(op: PlannedOp, spec: ModelSpec, records: list[StepRecord]) -> dict
     for part, indices in enumerate(width_classes(op, spec)):
         width = leaf_width(op.sites[indices[0]], spec)
         if has_rows:
-            values = _join(records, part, (-1, len(indices), width), _ITEM_DTYPES[dtype])
+            values = _join(records, part, (len(indices), width), _ITEM_DTYPES[dtype])
             # Copied once here: NumPy's `tobytes` on a non-contiguous array is slow (item by item).
             values = np.ascontiguousarray(values.swapaxes(0, 1))
         elif op.reduce == "mean":
@@ -126,9 +127,14 @@ def _captured(op: PlannedOp, spec: ModelSpec, records: list[StepRecord]) -> dict
     return {str(op.sites[index]): points[index] for index in sorted(points)}
 
 
-def _join(records: list[StepRecord], part: int, shape: tuple[int, ...], dtype: type[np.generic]) -> Values:
+def _join(
+    records: list[StepRecord], part: int, row_shape: tuple[int, ...], dtype: type[_Item]
+) -> npt.NDArray[_Item]:
     """Return one part of all records, concatenated along the rows (the first axis)."""
-    pieces = [np.frombuffer(record.parts[part], dtype).reshape(shape) for record in records]
+    pieces = [
+        np.frombuffer(record.parts[part], dtype).reshape(len(record.positions), *row_shape)
+        for record in records
+    ]
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
@@ -180,45 +186,29 @@ def _beyond(dtype: str, what: str) -> InterventionError:
     )
 
 
-def _lens_layers(op: PlannedOp, records: list[StepRecord]) -> dict[int, list[LensRow]]:
-    num_sites, num_targets = len(op.sites), len(op.targets)
-    layers: dict[int, list[LensRow]] = {site.layer: [] for site in op.sites}
-    for record in records:
-        num_rows = len(record.positions)
-        ids = np.frombuffer(record.parts[0], np.int32).reshape(num_rows, num_sites, op.top_k)
-        logprobs = np.frombuffer(record.parts[1], np.float32).reshape(num_rows, num_sites, op.top_k)
-        of_targets = np.frombuffer(record.parts[2], np.float32).reshape(num_rows, num_sites, num_targets)
-        ranks = np.frombuffer(record.parts[3], np.int32).reshape(num_rows, num_sites, num_targets)
-        for i, site in enumerate(op.sites):
-            for row in range(num_rows):
-                top = [
-                    CollectedToken(token, logprob)
-                    for token, logprob in zip(ids[row, i].tolist(), logprobs[row, i].tolist(), strict=True)
-                ]
-                targets = [
-                    CollectedToken(token, logprob, rank)
-                    for token, logprob, rank in zip(
-                        op.targets, of_targets[row, i].tolist(), ranks[row, i].tolist(), strict=True
-                    )
-                ]
-                layers[site.layer].append((top, targets))
-    return layers
+def _lens_layers(op: PlannedOp, records: list[StepRecord]) -> dict[int, LensRows]:
+    top, targets = (len(op.sites), op.top_k), (len(op.sites), len(op.targets))
+    ids, logprobs = _join(records, 0, top, np.int32), _join(records, 1, top, np.float32)
+    of_targets, ranks = _join(records, 2, targets, np.float32), _join(records, 3, targets, np.int32)
+    return {
+        site.layer: LensRows(ids[:, i], logprobs[:, i], tuple(op.targets), of_targets[:, i], ranks[:, i])
+        for i, site in enumerate(op.sites)
+    }
 
 
-def _feature_rows(op: PlannedOp, records: list[StepRecord]) -> list[list[tuple[int, float]]]:
+def _features(op: PlannedOp, positions: list[int], records: list[StepRecord]) -> CollectedFeatures:
     """Return ids and activations of each position; of the most active features those that are active."""
     features = op.features
     if features is None:
         raise RuntimeError("the operation has no features")
-    if not features.top_k:
-        values = _join(records, 0, (-1, len(features.ids)), np.float32).tolist()
-        return [list(zip(features.ids, row, strict=True)) for row in values]
-    ids = _join(records, 0, (-1, features.top_k), np.int32).tolist()
-    values = _join(records, 1, (-1, features.top_k), np.float32).tolist()
-    return [
-        [(feature, value) for feature, value in zip(own, row, strict=True) if value != 0.0]
-        for own, row in zip(ids, values, strict=True)
-    ]
+    num = features.top_k or len(features.ids)
+    activations = _join(records, 1 if features.top_k else 0, (num,), np.float32)
+    ids = (
+        _join(records, 0, (num,), np.int32)
+        if features.top_k
+        else np.broadcast_to(np.array(features.ids, np.int32), activations.shape)
+    )
+    return CollectedFeatures(op.name, positions, ids, activations, drops_zeros=bool(features.top_k))
 
 
 def captured_patterns(

@@ -1,4 +1,4 @@
-"""Results of one choice as plain values, without torch, ready for conversion to JSON.
+"""Results of one choice as numbers and arrays, without torch, ready for conversion to JSON.
 
 The engine builds them from the worker's records, with each token of a stream or once at the
 end; the server converts them to the response's ``interventions`` object. Positions are absolute,
@@ -8,8 +8,14 @@ ascending and unique, and every list beside them has one entry per position.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int32]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +50,7 @@ class CollectedProbe:
 
     name: str
     positions: list[int]
-    points: dict[str, list[float]]
+    points: dict[str, FloatArray]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +59,7 @@ class CollectedScores:
 
     name: str
     positions: list[int]
-    scores: list[float]
+    scores: FloatArray
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,13 +69,24 @@ class CollectedFeatures:
     Attributes:
         name: Key of the result.
         positions: The positions.
-        rows: For each position pairs of a feature's id and its activation: the active features, the strongest
-            first, or those that the operation names, in its order.
+        ids: Ids of features, ``[positions, features]``: the strongest first, or those that the operation
+            names, in its order.
+        activations: Their activations, in the same shape.
+        drops_zeros: Whether features with an activation of 0 are left out.
     """
 
     name: str
     positions: list[int]
-    rows: list[list[tuple[int, float]]]
+    ids: IntArray
+    activations: FloatArray
+    drops_zeros: bool
+
+    def rows(self, start: int = 0, stop: int | None = None) -> Iterator[list[tuple[int, float]]]:
+        """Yield pairs of a feature's id and its activation, for each position of a range."""
+        ids, activations = (one[start:stop].tolist() for one in (self.ids, self.activations))
+        for pair in zip(ids, activations, strict=True):
+            row = zip(*pair, strict=True)
+            yield [one for one in row if one[1] != 0.0] if self.drops_zeros else list(row)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,8 +98,7 @@ class CollectedMarks:
     positions: list[int]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CollectedToken:
+class CollectedToken(NamedTuple):
     """A token in a lens result: natural log-probability, and for targets its rank (1 = most likely)."""
 
     id: int
@@ -95,12 +111,42 @@ LensRow = tuple[list[CollectedToken], list[CollectedToken]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LensRows:
+    """The lens of one layer.
+
+    Attributes:
+        ids: The most likely tokens, best first, ``[positions, top_k]``.
+        logprobs: Their log-probabilities.
+        targets: The targets' tokens.
+        target_logprobs: Their log-probabilities, ``[positions, targets]``.
+        ranks: Their ranks.
+    """
+
+    ids: IntArray
+    logprobs: FloatArray
+    targets: tuple[int, ...]
+    target_logprobs: FloatArray
+    ranks: IntArray
+
+    def rows(self, start: int = 0, stop: int | None = None) -> Iterator[LensRow]:
+        """Yield the rows of a range."""
+        arrays = (self.ids, self.logprobs, self.target_logprobs, self.ranks)
+        for ids, logprobs, of_targets, ranks in zip(
+            *(one[start:stop].tolist() for one in arrays), strict=True
+        ):
+            yield (
+                list(map(CollectedToken, ids, logprobs)),
+                list(map(CollectedToken, self.targets, of_targets, ranks)),
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CollectedLens:
-    """Lens results by layer: one row per position."""
+    """Lens results by layer."""
 
     name: str
     positions: list[int]
-    layers: dict[int, list[LensRow]]
+    layers: dict[int, LensRows]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

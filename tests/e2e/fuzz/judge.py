@@ -265,12 +265,11 @@ class _Comparison:
             exact, rounded = (e.seen[index].rows[point] for e in (self._exact, self._rounded))
             slack = self._log_bound(exact, rounded)
             rows = exact.log_softmax(dim=-1)
-            if len(result.layers[layer]) != len(rows):
-                found.append(f"layer {layer} has {len(result.layers[layer])} rows, not {len(rows)}")
+            seen = list(result.layers[layer].rows())
+            if len(seen) != len(rows):
+                found.append(f"layer {layer} has {len(seen)} rows, not {len(rows)}")
                 continue
-            for position, logprobs, (top, targets) in zip(
-                result.positions, rows, result.layers[layer], strict=True
-            ):
+            for position, logprobs, (top, targets) in zip(result.positions, rows, seen, strict=True):
                 faults = top_faults(top, logprobs, op["top_k"], slack) + target_faults(
                     targets, logprobs, slack
                 )

@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+import numpy as np
 import pytest
 from vllm.sampling_params import RequestOutputKind
 
@@ -39,6 +40,7 @@ from tests.e2e.harness import Ask, Engine, Pending
 
 _MAX_STEPS: Final = 20_000
 Result = OperationResult
+One = TypeVar("One")
 
 
 @dataclasses.dataclass(slots=True)
@@ -261,19 +263,28 @@ def _appended(first: Result, more: Result) -> Result:
             points = {name: _longer(tensor, more.points[name]) for name, tensor in first.points.items()}
             return dataclasses.replace(first, positions=positions, points=points)
         case CollectedProbe(), CollectedProbe():
-            numbers = {name: [*values, *more.points[name]] for name, values in first.points.items()}
+            numbers = {name: np.append(values, more.points[name]) for name, values in first.points.items()}
             return dataclasses.replace(first, positions=positions, points=numbers)
         case CollectedLens(), CollectedLens():
-            layers = {layer: [*rows, *more.layers[layer]] for layer, rows in first.layers.items()}
+            names = ("ids", "logprobs", "target_logprobs", "ranks")
+            layers = {
+                layer: _stacked(rows, more.layers[layer], *names) for layer, rows in first.layers.items()
+            }
             return dataclasses.replace(first, positions=positions, layers=layers)
         case CollectedScores(), CollectedScores():
-            return dataclasses.replace(first, positions=positions, scores=[*first.scores, *more.scores])
+            return _stacked(dataclasses.replace(first, positions=positions), more, "scores")
         case CollectedFeatures(), CollectedFeatures():
-            return dataclasses.replace(first, positions=positions, rows=[*first.rows, *more.rows])
+            return _stacked(dataclasses.replace(first, positions=positions), more, "ids", "activations")
         case CollectedMarks(), CollectedMarks():
             return dataclasses.replace(first, positions=positions)
         case _:
             raise AssertionError(f"{first.name} changes its kind")
+
+
+def _stacked(first: One, more: Any, *names: str) -> One:
+    """Return a result whose arrays of these names continue with another's."""
+    arrays = {name: np.concatenate((getattr(first, name), getattr(more, name))) for name in names}
+    return dataclasses.replace(first, **arrays)  # type: ignore[type-var]
 
 
 def _check_widths(result: Result) -> None:

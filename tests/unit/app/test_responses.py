@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from api_schemas.dictionaries import DictionaryUsed, NamedDictionary
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.operations import Features
 from api_schemas.results import ChoiceInterventions
+from app import json_text
 from app.allowance import Allowance
 from app.engine.responses import choice_json
 from app.settings import Settings
@@ -31,13 +33,26 @@ from nnsight_engine.plans.collect.results import (
     CollectedProbe,
     CollectedResult,
     CollectedResults,
+    CollectedScores,
     CollectedSites,
-    CollectedToken,
     CollectedTrace,
+    LensRows,
     TensorResult,
 )
 
 VALUES = np.arange(6, dtype="<f4").reshape(2, 3)
+
+
+def floats(values: Any) -> Any:
+    return np.array(values, np.float32)
+
+
+def ints(values: Any) -> Any:
+    return np.array(values, np.int32)
+
+
+LENS = LensRows(ints([[3, 4]]), floats([[-0.5, -math.inf]]), (9,), floats([[-2.0]]), ints([[17]]))
+"""Of one position."""
 
 
 @pytest_asyncio.fixture
@@ -55,17 +70,20 @@ Answer = Callable[..., Awaitable[dict[str, Any]]]
 def answer(store: ResultStore) -> Answer:
     """What a client gets of results."""
 
-    async def made(*results: CollectedResult, inline_bytes: int = 1000, **more: Any) -> dict[str, Any]:
+    async def made(
+        *results: CollectedResult, inline_bytes: int = 1000, json_bytes: int = 2**24, **more: Any
+    ) -> dict[str, Any]:
         of_answer = {name: more.pop(name) for name in ("work", "operations", "base_path") if name in more}
         found = await choice_json(
             CollectedResults(list(results), **more),
             store=store,
-            settings=Settings(inline_tensor_bytes=inline_bytes),
+            settings=Settings(inline_tensor_bytes=inline_bytes, inline_json_bytes=json_bytes),
             decode=lambda token_id: f" t{token_id}",
             **{"work": WorkContext(tenant="acme"), **of_answer},
         )
-        json.dumps(found, allow_nan=False)
-        return found
+        sent: dict[str, Any] = json.loads(await json_text.json_bytes(found))
+        ChoiceInterventions.model_validate(sent)
+        return sent
 
     return made
 
@@ -99,9 +117,8 @@ async def test_what_is_too_large_for_an_answer_is_one_file_behind_a_url(store: R
 
 
 async def test_probe_and_lens(answer: Answer):
-    row = ([CollectedToken(3, -0.5), CollectedToken(4, -math.inf)], [CollectedToken(9, -2.0, rank=17)])
-    probe = CollectedProbe("p", [0, 1], {"layers.3.output": [0.25, math.inf]})
-    found = await answer(probe, CollectedLens("lens", [1], {0: [row], 7: [row]}))
+    probe = CollectedProbe("p", [0, 1], {"layers.3.output": floats([0.25, math.inf])})
+    found = await answer(probe, CollectedLens("lens", [1], {0: LENS, 7: LENS}))
     assert found["results"]["p"] == {
         "type": "probe",
         "positions": [0, 1],
@@ -139,11 +156,11 @@ async def test_features_have_labels_and_null_for_what_overflowed(answer: Answer)
     used = DictionaryUsed(name="sae", version=3, id="dict_1")
     read = Features(dictionary=NamedDictionary.of(used, None, labels), name="f")
     other = Features(dictionary=NamedDictionary.of(used, None), name="g")
-    rows = [[(7, 3.5), (1, float("inf"))], [], [(7, float("nan")), (2, 0.0)]]
+    read_rows = floats([[3.5, math.inf], [0.0, 0.0], [math.nan, 0.5]])
     work = WorkContext(tenant="acme")
     found = await answer(
-        CollectedFeatures("f", [4, 5, 6], rows),
-        CollectedFeatures("g", [4], [[(7, 1.0)]]),
+        CollectedFeatures("f", [4, 5, 6], ints([[7, 1], [3, 4], [7, 2]]), read_rows, drops_zeros=True),
+        CollectedFeatures("g", [4], ints([[7, 2]]), floats([[1.0, 0.0]]), drops_zeros=False),
         applied=[CollectedSites("features", ["layers.3.output"], [4, 5, 6])] * 2,
         work=work,
         operations=[read, other],
@@ -154,25 +171,79 @@ async def test_features_have_labels_and_null_for_what_overflowed(answer: Answer)
         "features": [
             [{"id": 7, "label": "cats", "activation": 3.5}, {"id": 1, "label": None, "activation": None}],
             [],
-            [{"id": 7, "label": "cats", "activation": None}, {"id": 2, "label": "dogs", "activation": 0.0}],
+            [{"id": 7, "label": "cats", "activation": None}, {"id": 2, "label": "dogs", "activation": 0.5}],
         ],
     }
-    assert found["results"]["g"]["features"] == [[{"id": 7, "label": None, "activation": 1.0}]]
+    assert found["results"]["g"]["features"] == [
+        [{"id": 7, "label": None, "activation": 1.0}, {"id": 2, "label": None, "activation": 0.0}]
+    ]
     assert [one["dictionaries"] for one in found["applied"]] == [[used.model_dump()]] * 2
     assert labels.asked == [1, 2, 7]
-    assert work.meter.captured_bytes == 5 * 8
-    ChoiceInterventions.model_validate(found)
+    assert work.meter.captured_bytes == 8 * 8
 
 
-async def test_a_million_activations_do_not_hold_up_the_event_loop(answer: Answer):
-    rows = [[(feature, 1.0) for feature in range(100)]] * 10_000
-    task = asyncio.ensure_future(answer(CollectedFeatures("f", list(range(10_000)), rows), final=False))
-    num_turns = 0
-    while not task.done():
-        await asyncio.sleep(0.01)
-        num_turns += 1
-    assert num_turns > 5
-    assert len((await task)["results"]["f"]["features"]) == 10_000
+async def test_numbers_that_are_too_large_as_json_are_in_the_file(store: ResultStore, answer: Answer):
+    """At a limit the whole choice is inline, a byte below it all numbers are in a file."""
+    at = "layers.3.output"
+    results = [
+        CollectedProbe("p/q", [0, 1], {at: floats([0.25, math.inf])}),
+        CollectedScores("d", [0, 1], floats([1.5, 2.5])),
+        CollectedFeatures("f", [0], ints([[7, 1]]), floats([[3.5, 0.0]]), drops_zeros=True),
+        CollectedLens("l", [1], {7: LENS}),
+        capture("c"),
+    ]
+    size = 4 * 20 + (2 + 3) * 60
+    inline = await answer(*results, json_bytes=size)
+    assert "url" not in str(inline)
+    found = (await answer(*results, json_bytes=size - 1))["results"]
+    assert "data" in str(found["c"])
+    arrays = await stored(store, found["d"]["tensors"]["scores"]["url"])
+    assert {
+        name: {place: arrays[link["key"]].tolist() for place, link in found[name]["tensors"].items()}
+        for name in ("p/q", "d", "f", "l")
+    } == {
+        "p/q": {at: [0.25, math.inf]},
+        "d": {"scores": [1.5, 2.5]},
+        "f": {"ids": [[7, 1]], "activations": [[3.5, 0.0]]},
+        "l": {
+            "7/ids": [[3, 4]],
+            "7/logprobs": [[-0.5, -math.inf]],
+            "7/target_logprobs": [[-2.0]],
+            "7/ranks": [[17]],
+        },
+    }
+
+
+async def test_a_million_numbers_do_not_hold_up_the_event_loop(answer: Answer):
+    """Others have their turn after each piece of the work, of which there are hundreds."""
+    count = 10_000
+    many: Any = (one if isinstance(one, tuple) else np.repeat(one, 50, axis=0) for one in astuple(LENS))
+    lens = LensRows(*many)
+    results = [
+        CollectedFeatures(
+            "f",
+            [*range(count)],
+            ints([range(100)] * count),
+            np.ones((count, 100), np.float32),
+            drops_zeros=True,
+        ),
+        CollectedProbe("p", [*range(count)], {f"layers.{n}.output": floats(range(count)) for n in range(30)}),
+        CollectedLens("l", [*range(50)], dict.fromkeys(range(1000), lens)),
+    ]
+    num_turns, is_done = 0, False
+
+    async def count_turns() -> None:
+        nonlocal num_turns
+        while not is_done:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(count_turns())
+    found = (await answer(*results, json_bytes=2**30))["results"]
+    is_done = True
+    await beside
+    assert num_turns > 500
+    assert (len(found["f"]["features"]), len(found["l"]["layers"]["999"])) == (count, 50)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +283,7 @@ async def test_every_saved_tensor_has_a_key_of_its_own(
 
 
 async def test_results_and_points_whose_names_run_together_stay_apart(answer: Answer):
-    one = TensorResult("int32", (1,), bytes(4))
+    one = TensorResult("int64", (1,), bytes(8))
     captures = [
         CollectedCapture(name, [0], "none", {point: one}) for name, point in (("a", "b/c"), ("a/b", "c"))
     ]

@@ -341,7 +341,7 @@ def check(case: RandomCase, collected: CollectedResults, expected: Expected) -> 
 
 def check_features(op: Json, result: CollectedFeatures, expected: dict[int, Array]) -> None:
     assert result.positions == sorted(expected)
-    for position, row in zip(result.positions, result.rows, strict=True):
+    for position, row in zip(result.positions, result.rows(), strict=True):
         activations = expected[position]
         if "features" in op:
             assert [feature for feature, _ in row] == op["features"]
