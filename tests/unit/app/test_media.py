@@ -224,3 +224,6 @@ def test_media_do_not_count_as_text() -> None:
     assert num_media_characters({"messages": [{"content": [result]}]}) == len(url)
     schema = {"properties": {"content": parts}, "content": parts}
     assert num_media_characters({"tools": [{"function": {"parameters": schema}}], "messages": 3}) == 0
+    for field in ("interventions", "chat_template_kwargs"):
+        assert num_media_characters({field: {"content": parts}, "messages": [{"content": "a"}]}) == 0
+        assert num_media_characters({field: [{"content": parts}]}) == 0
