@@ -6,11 +6,17 @@ operations; lone surrogates, which UTF-8 cannot encode, become escapes, as in pr
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Final
 
 from starlette.responses import JSONResponse
+
+
+_AT_ONCE: Final = 128 * 1024
+"""Characters that are encoded before the event loop runs again."""
 
 
 def printable(text: str) -> str:
@@ -26,6 +32,41 @@ def json_text(value: Any) -> str:
     except ValueError:  # of either: UnicodeEncodeError is a ValueError too
         return _dumped(_sendable(value))
     return text
+
+
+async def encoded_json(value: Any) -> bytes:
+    """Return a request's JSON encoded again; the event loop runs meanwhile, however large it is.
+
+    A thread would not do: the encoder keeps the interpreter's lock.
+    """
+    encoded, until_pause = bytearray(), _AT_ONCE
+    for piece in _pieces(value):
+        encoded += piece.encode()
+        if len(encoded) > until_pause:
+            until_pause = len(encoded) + _AT_ONCE
+            await asyncio.sleep(0)
+    return bytes(encoded)
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    """Yield the JSON of a value in pieces of bounded size."""
+    if isinstance(value, dict):
+        for index, (key, item) in enumerate(value.items()):
+            yield f"{', ' if index else '{'}{json.dumps(key)}: "
+            yield from _pieces(item)
+        yield "}" if value else "{}"
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield ", " if index else "["
+            yield from _pieces(item)
+        yield "]" if value else "[]"
+    elif isinstance(value, str) and len(value) > _AT_ONCE:
+        yield '"'
+        for start in range(0, len(value), _AT_ONCE):
+            yield json.dumps(value[start : start + _AT_ONCE])[1:-1]
+        yield '"'
+    else:
+        yield json.dumps(value)
 
 
 class JsonAnswer(JSONResponse):
@@ -52,4 +93,4 @@ def _sendable(value: Any) -> Any:
     return value
 
 
-__all__ = ["JsonAnswer", "json_text", "printable"]
+__all__ = ["JsonAnswer", "encoded_json", "json_text", "printable"]

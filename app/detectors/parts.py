@@ -1,7 +1,7 @@
 """Parts of a detector, checked against the model: the only way from received numbers to a ``Detector``.
 
-Invariants of the result: each part reads one point of the model, at a place of its own, whose value is ``[width]``
-floats; every tensor has the shape of its form; every number is at most ``LARGEST_WEIGHT`` in size.
+Invariants of the result: each part reads one point of the model, at a place of its own, whose value is
+``[width]`` floats; every tensor has the shape of its form, of numbers up to ``LARGEST_WEIGHT`` in size.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def _numbers(
     if not (np.abs(numbers) <= LARGEST_WEIGHT).all():  # an infinite number is larger, and NaN is not smaller
         raise ApiError(
             ErrorCode.NOT_FINITE,
-            f"Every number must be finite, and at most {LARGEST_WEIGHT:g} in size, so that scores are finite in "
-            f"float32; `{name}` of the part at {point} has others.",
+            f"Every number must be finite, and at most {LARGEST_WEIGHT:g} in size, so that scores are finite "
+            f"in float32; `{name}` of the part at {point} has others.",
             f"{param}.{name}",
         )
     return numbers

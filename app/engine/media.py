@@ -98,8 +98,8 @@ def _decoding(kind: str) -> Iterator[None]:
         raise
     except ImportError as error:
         raise VLLMValidationError(
-            f"This server cannot decode {kind}: packages that vLLM needs for it are not installed (vllm[audio] "
-            "for audio); leave it out, or ask the server's operator"
+            f"This server cannot decode {kind}: packages that vLLM needs for it are not installed "
+            "(vllm[audio] for audio); leave it out, or ask the server's operator"
         ) from error
     except Exception as error:
         reason = clip(str(error).partition("\n")[0].strip())

@@ -160,8 +160,8 @@ def _check_numbers(file: Any, name: str, dtype: str) -> None:
         if not (numbers.float().abs() <= largest).all():
             raise ApiError(
                 ErrorCode.NOT_FINITE,
-                f"Every number of {name} must be finite, and at most {largest:.3g} in size, so that activations "
-                "are finite in float32; it has others.",
+                f"Every number of {name} must be finite, and at most {largest:.3g} in size, so that "
+                "activations are finite in float32; it has others.",
                 PARAM,
             )
         if name == _FACTORS and not (numbers == 1).all():

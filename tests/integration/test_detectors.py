@@ -216,7 +216,7 @@ async def test_a_detector_that_does_not_fit_the_model_any_more_is_refused(
 ) -> None:
     """The same name may stand for another model's weights."""
     await make(server)
-    (point,) = server.engine.capabilities().points
+    point, _ = server.engine.capabilities().points
     narrow = point.model_copy(update={"shape": [7], "width": 7})
     found = server.engine.capabilities().model_copy(update={"points": [narrow]})
     monkeypatch.setattr(server.engine, "capabilities", lambda: found)

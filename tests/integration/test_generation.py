@@ -67,7 +67,7 @@ async def test_a_texts_tokens_are_returned(serve: Serve, error_of: ErrorCheck):
         messages = [{"role": "user", "content": "three"}]
         answer = await server.client.post("/v1/tokenize", json={"messages": messages})
         assert len(answer.json()["tokens"]) == 1
-        wrong: tuple[tuple[JsonObject, str], ...] = (
+        wrong: tuple[tuple[dict[str, Any], str], ...] = (
             ({}, "prompt"),
             ({"prompt": "a", "messages": messages}, "prompt"),
             ({"prompt": ["a"]}, "prompt.0"),

@@ -86,7 +86,8 @@ def read_weights(value: TensorInput, param: str) -> TensorData:
     if largest > LARGEST_WEIGHT:
         raise ApiError(
             ErrorCode.NOT_FINITE,
-            f"A weight may be {LARGEST_WEIGHT:g} in size, so that scores are finite in float32; got {largest:g}.",
+            f"A weight may be {LARGEST_WEIGHT:g} in size, so that scores are finite in float32; got "
+            f"{largest:g}.",
             param,
         )
     return tensor
