@@ -135,7 +135,7 @@ class Not(Strict):
 
 
 def _kind(value: Any) -> str:
-    for join, kind in zip(_JOINS, (AllOf, AnyOf, Not), strict=True):
+    for join, kind in (("all", AllOf), ("any", AnyOf), ("not", Not)):
         if isinstance(value, kind) or (isinstance(value, dict) and join in value):
             return kind.__name__
     return Test.__name__

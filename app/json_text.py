@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from starlette.responses import JSONResponse
 
-
 _AT_ONCE: Final = 128 * 1024
 """Characters that are encoded before the event loop runs again."""
 

@@ -53,7 +53,7 @@ _SMALL_BYTES: Final = 128 * 1024
 """Larger JSON is parsed in a process of its own."""
 _MAX_WORDS: Final = 16
 _SEARCHES: Final = Allowance("searches of labels", total=2, each=1)
-"""Searches at once. Each reads all labels of a dictionary in a thread of the database, of which others need some.
+"""Searches at once. Each reads all labels of a dictionary in a thread of the database, which others need too.
 
 An index would not bound them: words of one or two letters, anywhere in a label, have none.
 """

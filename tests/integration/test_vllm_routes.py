@@ -238,7 +238,7 @@ def test_responses_under_way_are_kept_and_refused_above_the_limit() -> None:
             responses["more"] = Response("queued")
         assert caught.value.code == "queue_full"
         assert "more" not in responses
-        responses["more"] = Response("completed")  # its client has the answer, and no other is given up for it
+        responses["more"] = Response("completed")  # its client has the answer
         assert "more" not in responses
     with working_for(WorkContext(tenant="rival")):
         responses["other"] = Response("queued")

@@ -196,7 +196,8 @@ def test_media_that_cannot_be_decoded_are_the_request_s_fault(kind: str) -> None
 def test_options_of_media_that_no_decoder_has_are_the_request_s_fault() -> None:
     image = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
     for name in OPTIONS:
-        for value in (7, -1, "x", [], {}, [300, 0, 0], 1e9, 10**30):
+        values: list[Any] = [7, -1, "x", [], {}, [300, 0, 0], 1e9, 10**30]
+        for value in values:
             for kind in ("image", "audio", "video"):
                 status = status_of(kind, image, waits=True, **{kind: {name: value}})
                 assert status in {200, 400}, (kind, name, value)
