@@ -137,15 +137,16 @@ class Not(Strict):
 def _kind(value: Any) -> str:
     for join, kind in (("all", AllOf), ("any", AnyOf), ("not", Not)):
         if isinstance(value, kind) or (isinstance(value, dict) and join in value):
-            return join
-    return "test"
+            return kind.__name__
+    return Test.__name__
 
 
+# Tags stand in the locations of pydantic's errors, so none may be a field's name.
 When = Annotated[
-    Annotated[Test, Tag("test")]
-    | Annotated[AllOf, Tag("all")]
-    | Annotated[AnyOf, Tag("any")]
-    | Annotated[Not, Tag("not")],
+    Annotated[Test, Tag(Test.__name__)]
+    | Annotated[AllOf, Tag(AllOf.__name__)]
+    | Annotated[AnyOf, Tag(AnyOf.__name__)]
+    | Annotated[Not, Tag(Not.__name__)],
     Discriminator(_kind),
 ]
 """A condition."""

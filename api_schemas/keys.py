@@ -86,8 +86,8 @@ class NewKey(BaseModel):
         limits: Its own limits; those of its tenant apply as well.
         expires_in_s: Its lifetime, in seconds from now.
         trusted_codecs: Whether it may send blocks as pickles, if the server accepts them.
-        presets: The only presets by which it may intervene, ``calm`` or one version, ``calm@3``; null for no
-            such limit.
+        presets: The only presets by which it may intervene, ``calm`` or one version, ``calm@3``, which those
+            with code need; null for no such limit.
     """
 
     model_config = ConfigDict(

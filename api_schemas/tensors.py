@@ -148,9 +148,9 @@ def _kind(value: Any) -> str:
     if isinstance(value, TensorObject):
         return "tensor"
     if isinstance(value, VectorName):
-        return "name"
+        return VectorName.__name__
     if isinstance(value, dict):
-        return "name" if "name" in value else "tensor"
+        return VectorName.__name__ if "name" in value else "tensor"
     depth = 0
     while isinstance(value, list | tuple) and depth < len(_LIST_KINDS):
         depth += 1
@@ -194,7 +194,7 @@ TensorInput = Annotated[
     | Annotated[Items[Numbers], Tag("rows")]
     | Annotated[Items[Items[Numbers]], Tag("stacks")]
     | Annotated[TensorObject, Tag("tensor")]
-    | Annotated[VectorName, Tag("name")],
+    | Annotated[VectorName, Tag(VectorName.__name__)],
     Discriminator(_kind),
     AfterValidator(_check),
 ]

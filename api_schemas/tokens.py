@@ -58,13 +58,14 @@ class TokenizeMessages(Strict):
 
 def _kind(value: Any) -> str:
     has_messages = "messages" in value if isinstance(value, dict) else isinstance(value, TokenizeMessages)
-    return "messages" if has_messages else "prompt"
+    return TokenizeMessages.__name__ if has_messages else TokenizePrompt.__name__
 
 
 class TokenizeRequest(
     RootModel[
         Annotated[
-            Annotated[TokenizePrompt, Tag("prompt")] | Annotated[TokenizeMessages, Tag("messages")],
+            Annotated[TokenizePrompt, Tag(TokenizePrompt.__name__)]
+            | Annotated[TokenizeMessages, Tag(TokenizeMessages.__name__)],
             Discriminator(_kind),
         ]
     ]

@@ -40,6 +40,10 @@ class Rows:
             yield rows, len(rows) * self._row_size
 
 
+_AT_ONCE: Final = 128 * 1024
+"""Characters that are encoded before the event loop runs again."""
+
+
 def printable(text: str) -> str:
     """Return ``text`` with lone surrogates, which UTF-8 cannot encode, as escapes."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
@@ -53,6 +57,41 @@ def json_text(value: Any, default: Callable[[Any], Any] | None = None) -> str:
     except ValueError:  # of either: UnicodeEncodeError is a ValueError too
         return _dumped(_sendable(value), default)
     return text
+
+
+async def encoded_json(value: Any) -> bytes:
+    """Return a request's JSON encoded again; the event loop runs meanwhile, however large it is.
+
+    A thread would not do: the encoder keeps the interpreter's lock.
+    """
+    encoded, until_pause = bytearray(), _AT_ONCE
+    for piece in _pieces(value):
+        encoded += piece.encode()
+        if len(encoded) > until_pause:
+            until_pause = len(encoded) + _AT_ONCE
+            await asyncio.sleep(0)
+    return bytes(encoded)
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    """Yield the JSON of a value in pieces of bounded size."""
+    if isinstance(value, dict):
+        for index, (key, item) in enumerate(value.items()):
+            yield f"{', ' if index else '{'}{json.dumps(key)}: "
+            yield from _pieces(item)
+        yield "}" if value else "{}"
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield ", " if index else "["
+            yield from _pieces(item)
+        yield "]" if value else "[]"
+    elif isinstance(value, str) and len(value) > _AT_ONCE:
+        yield '"'
+        for start in range(0, len(value), _AT_ONCE):
+            yield json.dumps(value[start : start + _AT_ONCE])[1:-1]
+        yield '"'
+    else:
+        yield json.dumps(value)
 
 
 async def json_bytes(value: Any) -> bytes:
@@ -102,4 +141,4 @@ def _sendable(value: Any) -> Any:
     return value
 
 
-__all__ = ["Rows", "json_bytes", "json_text", "printable"]
+__all__ = ["Rows", "encoded_json", "json_bytes", "json_text", "printable"]

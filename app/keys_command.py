@@ -114,7 +114,10 @@ def create(  # noqa: PLR0913, PLR0917 - options of a command
     expires: Annotated[float | None, typer.Option(help="Days until it ends.")] = None,
     presets: Annotated[
         str,
-        typer.Option(help="The only presets by which it may intervene, like `calm,brief@2`; any if omitted."),
+        typer.Option(
+            help="The only presets by which it may intervene, like `calm,brief@2`; those with code need a "
+            "version; any if omitted."
+        ),
     ] = "",
 ) -> None:
     """Create a key and print it; it is not shown again."""

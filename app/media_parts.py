@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from api_schemas.interventions import FIELD
+
 _CONTENT: Final = "content"
-_TOOLS: Final = "tools"
+_NO_CONVERSATION: Final = ("tools", "chat_template_kwargs", FIELD)
+"""Fields in which nothing is taken for media: templates render them as text, or they are not vLLM's."""
 _SOURCES: Final = {
     "image_url": ("image_url", "url"),
     "input_image": ("image_url", "url"),
@@ -23,7 +26,7 @@ def content_parts(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for name, value in fields.items():
         if name == _CONTENT and isinstance(value, list):
             yield from (part for part in value if isinstance(part, dict))
-        if name != _TOOLS:
+        if name not in _NO_CONVERSATION:
             yield from _parts_in(value)
 
 

@@ -41,9 +41,14 @@ class Principal:
         """Whether the caller authenticated with a key, which a server with keys requires."""
         return bool(self.key_id)
 
-    def may_use(self, preset: Reference) -> bool:
-        """Return whether the caller may use a version of a preset."""
-        return self.presets is None or not self.presets.isdisjoint({preset.name, str(preset)})
+    def may_use(self, preset: Reference, *, has_code: bool) -> bool:
+        """Return whether the caller may use a version of a preset.
+
+        A limit to a name is a limit to what operations of later versions do, and code may do anything. So
+        versions with code must be named.
+        """
+        names = {str(preset)} if has_code else {preset.name, str(preset)}
+        return self.presets is None or not self.presets.isdisjoint(names)
 
     def check_free(self, what: str, param: str | None = None) -> None:
         """Check that the caller may intervene by other means than presets.

@@ -104,7 +104,7 @@ def read_file(
             zip(head.parts, _by_part(_named(content.tensors, head), len(head.parts)), strict=True)
         )
     ]
-    return detector_of(parts, head.bias, head.link, head.threshold), list(head.calibration)
+    return detector_of(parts, head.bias, head.link, head.threshold, spec), list(head.calibration)
 
 
 def check_size(tensors: Iterable[npt.NDArray[Any]], max_bytes: int, param: str) -> None:

@@ -1,7 +1,7 @@
 """Parts of a detector, checked against the model: the only way from received numbers to a ``Detector``.
 
-Invariants of the result: each part reads one point of the model, a different one, whose value is ``[width]``
-floats; every tensor has the shape of its form; every number is finite in float32.
+Invariants of the result: each part reads one point of the model, at a place of its own, whose value is
+``[width]`` floats; every tensor has the shape of its form, of numbers up to ``LARGEST_WEIGHT`` in size.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from nnsight_engine.core.detector import TENSORS, Detector, Form, Link, Numbers
 from nnsight_engine.core.detector import DetectorPart as Part
-from nnsight_engine.core.dtypes import LARGEST
+from nnsight_engine.core.dtypes import LARGEST, LARGEST_WEIGHT
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.plans.compile.sites import leaf_of, resolve_sites
+from nnsight_engine.plans.compile.sites import canonical_site, leaf_of, resolve_sites
+from nnsight_engine.plans.sites import PlannedSite
 
 _READ: Final = "probe"
 """The operation that takes the points that a detector may read."""
@@ -115,26 +116,32 @@ def _numbers(
         )
     with np.errstate(over="ignore", invalid="ignore"):
         numbers = tensor.astype(np.float32)
-    if not np.isfinite(numbers).all():
+    if not (np.abs(numbers) <= LARGEST_WEIGHT).all():  # an infinite number is larger, and NaN is not smaller
         raise ApiError(
             ErrorCode.NOT_FINITE,
-            f"Every number must be finite in float32; `{name}` of the part at {point} has others.",
+            f"Every number must be finite, and at most {LARGEST_WEIGHT:g} in size, so that scores are finite "
+            f"in float32; `{name}` of the part at {point} has others.",
             f"{param}.{name}",
         )
     return numbers
 
 
-def detector_of(parts: Sequence[Part], bias: float, link: str, threshold: float | None) -> Detector:
+def detector_of(
+    parts: Sequence[Part], bias: float, link: str, threshold: float | None, spec: ModelSpec
+) -> Detector:
     """Return a detector.
 
     Raises:
-        ApiError: ``invalid_detector``: two parts read one point; ``not_finite``: a number is beyond float32.
+        ApiError: ``invalid_detector``: two parts read one place; ``not_finite``: a number is beyond float32.
     """
-    seen: set[str] = set()
+    seen: dict[PlannedSite, str] = {}
     for part in parts:
-        if part.point in seen:
-            raise invalid(f"Parts read different points; two read {part.point}.", "parts")
-        seen.add(part.point)
+        (site,) = resolve_sites(part.point, _READ, spec, "parts")
+        place = canonical_site(site)
+        if place in seen:
+            same = "" if seen[place] == part.point else f", which is {seen[place]}"
+            raise invalid(f"Parts read different places; two read {part.point}{same}.", "parts")
+        seen[place] = part.point
     for name, number in (("bias", bias), ("threshold", threshold)):
         if number is not None and abs(number) > LARGEST["float32"]:
             raise ApiError(ErrorCode.NOT_FINITE, f"`{name}` must be finite in float32, got {number:g}.", name)

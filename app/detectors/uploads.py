@@ -101,7 +101,7 @@ def _read_numbers(value: dict[str, Any], spec: ModelSpec, max_bytes: int) -> Upl
         part_of(part, several, spec, f"parts.{index}")
         for index, (part, several) in enumerate(zip(new.parts, tensors, strict=True))
     ]
-    detector = detector_of(parts, new.bias, new.link, new.threshold)
+    detector = detector_of(parts, new.bias, new.link, new.threshold, spec)
     return UploadedDetector(new.name, new.shared, "json", None, detector, list(new.calibration))
 
 

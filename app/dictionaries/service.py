@@ -7,6 +7,7 @@ whose operations name a dictionary.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from pathlib import Path
@@ -18,6 +19,8 @@ from api_schemas.dictionaries import Dictionary, DictionaryList, FeatureList
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.fields import Strict
 from api_schemas.names import StoredName
+from app.admission.slot_pool import SlotPool
+from app.allowance import Allowance
 from app.auth.principal import Principal
 from app.body import BodyLimits, check_media_type, read_bytes
 from app.body_json import check_depth, parse_object
@@ -49,6 +52,12 @@ LABELS: Final = "labels"
 _SMALL_BYTES: Final = 128 * 1024
 """Larger JSON is parsed in a process of its own."""
 _MAX_WORDS: Final = 16
+_SEARCHES: Final = Allowance("searches of labels", total=2, each=1)
+"""Searches at once. Each reads all labels of a dictionary in a thread of the database, which others need too.
+
+An index would not bound them: words of one or two letters, anywhere in a label, have none.
+"""
+_WAITING: Final = Allowance.of("waiting searches of labels", 256, 0.5)
 _CHECKS_AT_ONCE: Final = 2
 """Files that are read at once to check their numbers; others of the server's threads stay free."""
 
@@ -83,6 +92,7 @@ class DictionaryService:
         self._files = DictionaryFiles(dictionary_folder(settings), self._space)
         self._adding = asyncio.Lock()
         self._checking = asyncio.Semaphore(_CHECKS_AT_ONCE)
+        self._searching = SlotPool(_SEARCHES, _WAITING)
         self._engine = engine
 
     @property
@@ -230,16 +240,17 @@ class DictionaryService:
         """Return a page of features; see ``DictionaryStore.features``.
 
         Raises:
-            ApiError: ``dictionary_not_found``; ``invalid_value``: too many words.
+            ApiError: ``dictionary_not_found``; ``invalid_value``: too many words; ``queue_full``.
         """
         words = query.split()
         if len(words) > _MAX_WORDS:
             raise ApiError(
                 ErrorCode.INVALID_VALUE, f"A query has at most {_MAX_WORDS} words, got {len(words)}.", "query"
             )
-        data, has_more = await self._store.features(
-            dictionary_id, tenant, words=words, feature=feature, after=after, limit=limit
-        )
+        async with self._searching.request(tenant, object()) if words else contextlib.nullcontext():
+            data, has_more = await self._store.features(
+                dictionary_id, tenant, words=words, feature=feature, after=after, limit=limit
+            )
         return FeatureList(data=data, last_id=data[-1].id if data else None, has_more=has_more)
 
     def resolver(self, tenant: str) -> DictionaryResolver:

@@ -10,16 +10,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from typing import Any, Final
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.engine.vllm_errors import raised
 from app.request_context import context_of, note_error
+from app.stored_responses import is_under_way
 
 logger = logging.getLogger(__name__)
-
-_UNDER_WAY: Final = frozenset({"queued", "in_progress"})
 
 
 class BackgroundApp:
@@ -50,7 +49,7 @@ class BackgroundApp:
         if task is not None:
             await _ended(task, scope)
         stored = self._serving.response_store.get(response_id)
-        if stored is not None and stored.status in _UNDER_WAY:
+        if stored is not None and is_under_way(stored):
             stored.status = "failed"
             if task is None:  # it had ended before the answer
                 note_error(scope, "internal_error")

@@ -1,18 +1,28 @@
 """Images, audio and videos of requests, as far as the operator lets clients have this server fetch them.
 
 vLLM fetches any URL unless ``--allowed-media-domains`` names hosts: a client could have the server read pages
-of the network that it is in. ``VLLM_MEDIA_CONNECTOR`` selects this class by its name in vLLM's registry.
+of the network that it is in. It also answers status 500 for most data that cannot be decoded.
+``VLLM_MEDIA_CONNECTOR`` selects this class by its name in vLLM's registry.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 import aiohttp
-from vllm.exceptions import VLLMUnprocessableEntityError, VLLMValidationError
+from vllm.exceptions import VLLMClientError, VLLMUnprocessableEntityError, VLLMValidationError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
+from api_schemas.excerpt import clip
 from app.process_environment import MEDIA_CONNECTOR
+
+_KINDS: Final = (
+    "image", "audio", "video", "image_embedding", "audio_embedding", "video_embedding",
+)  # fmt: skip
+"""What vLLM's ``fetch_…`` methods fetch."""
 
 
 class GuardedMediaConnector(MediaConnector):
@@ -51,6 +61,52 @@ class GuardedMediaConnector(MediaConnector):
                 "This server reads no media from files, since its operator has named no folder with "
                 "--allowed-local-media-path; send a data: URL"
             )
+
+
+def _decoded(kind: str, fetch: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fetch)
+    def fetched(*args: Any, **options: Any) -> Any:
+        with _decoding(kind):
+            return fetch(*args, **options)
+
+    return fetched
+
+
+def _decoded_async(kind: str, fetch: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fetch)
+    async def fetched(*args: Any, **options: Any) -> Any:
+        with _decoding(kind):
+            return await fetch(*args, **options)
+
+    return fetched
+
+
+for _kind in _KINDS:
+    for _name, _wrap in ((f"fetch_{_kind}", _decoded), (f"fetch_{_kind}_async", _decoded_async)):
+        setattr(GuardedMediaConnector, _name, _wrap(_kind, getattr(MediaConnector, _name)))
+
+
+@contextlib.contextmanager
+def _decoding(kind: str) -> Iterator[None]:
+    """Raise VLLMValidationError for whatever a decoder raises.
+
+    Decoders have no common class of errors for broken data: Pillow, NumPy and torch raise some fifteen.
+    """
+    try:
+        yield
+    except (VLLMClientError, ValueError, TypeError):  # wrong requests, to vLLM too
+        raise
+    except ImportError as error:
+        raise VLLMValidationError(
+            f"This server cannot decode {kind}: packages that vLLM needs for it are not installed "
+            "(vllm[audio] for audio); leave it out, or ask the server's operator"
+        ) from error
+    except Exception as error:
+        reason = clip(str(error).partition("\n")[0].strip())
+        raise VLLMValidationError(
+            f"Data of the type {kind} in this request cannot be decoded ({type(error).__name__}: {reason})",
+            parameter=kind,
+        ) from error
 
 
 def register_connector() -> None:

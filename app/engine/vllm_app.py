@@ -39,11 +39,9 @@ from api_schemas.excerpt import excerpt
 from app.engine.adapters import AdapterLocks, check_adapter_request, load_again
 from app.engine.vllm_errors import cause_of, raise_message_errors, raise_stream_errors, raised
 from app.errors import error_response
-from app.stored_responses import StoredResponses
+from app.stored_responses import stores_of_responses
 from app.vllm_routes import LOAD_ADAPTER, RESPONSES, UNLOAD_ADAPTER
 
-_STORES: Final = ("response_store", "msg_store", "event_store", "background_tasks")
-"""The dictionaries of vLLM's class for responses."""
 _OURS: Final = (ApiError, EngineDeadError, EngineGenerateError)
 
 
@@ -67,6 +65,7 @@ class VLLMApp(FastAPI):
         attach_adapter_router(self)
         logging.root.setLevel(root_level)  # a library imported for these routes sets it to ERROR
         self._has_routes = False
+        self._stored = stores_of_responses()
         self._models: OpenAIServingModels | None = None
 
     @property
@@ -120,8 +119,8 @@ class VLLMApp(FastAPI):
         for serving in (self.state.openai_serving_completion, self.state.openai_serving_chat):
             raise_stream_errors(serving)
         raise_message_errors(self.state.anthropic_serving_messages)
-        for name in _STORES:
-            setattr(self.state.openai_serving_responses, name, StoredResponses())
+        for name, store in self._stored.items():
+            setattr(self.state.openai_serving_responses, name, store)
 
     def serving(self, name: str) -> Any:
         """Return one of vLLM's serving classes; raises ApiError if the model does not generate."""

@@ -116,7 +116,7 @@ async def get_dictionary_config(dictionary_id: str, context: Served, caller: Int
 @router.get(
     "/{dictionary_id}/features",
     summary="List or search the features of a dictionary",
-    responses=error_responses(400, 404, 422, 503),
+    responses=error_responses(400, 404, 422, 429, 503),
 )
 async def list_features(
     dictionary_id: str,

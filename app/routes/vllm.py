@@ -32,6 +32,7 @@ from app.body import BodyLimits, read_object
 from app.context import Context, Served, caller_of
 from app.engine.client import JsonObject
 from app.errors import error_fields, message_error_bytes
+from app.json_text import encoded_json
 from app.media_parts import num_media_characters
 from app.openapi import EVENTS_TYPE, error_responses, event_schema, json_body, schema_of
 from app.request_context import context_of
@@ -73,7 +74,7 @@ def _endpoint(route: VLLMRoute) -> Callable[..., Awaitable[Response]]:
             if route.runs:
                 operations, body = await _prepared(route, fields, request, context)
             else:
-                body = json.dumps(fields).encode()
+                body = await encoded_json(fields)
         return PassedOn(
             await context.engine.vllm_app(operations, request, streams=streams, in_background=in_background),
             body,
@@ -124,7 +125,7 @@ async def _prepared(
             ErrorCode.UNSUPPORTED_COMBINATION, f"{route.path} takes no `{FIELD}`, and so no preset.", FIELD
         )
     isolate(operations, fields, request, asked.caller)
-    body = json.dumps(fields).encode()
+    body = await encoded_json(fields)
     if asked.admitted is not None:
         await asked.admitted.reserve(of_text(len(body) - num_media_characters(fields), fields))
     return await with_values(operations, context, asked.caller), body

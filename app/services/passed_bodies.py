@@ -65,7 +65,7 @@ def check_body(
             raise _invalid(f"vllm_xargs.{name}", "is an object: send it as a field of its own")
     if route.path == RESPONSES:
         _check_response(fields)
-        if num_characters > _MAX_STORED:
+        if sum(map(len, _texts(others, with_names=True))) > _MAX_STORED:
             fields["store"] = False
 
 
@@ -86,7 +86,7 @@ def check_in_background(fields: Mapping[str, Any], *, has_operations: bool) -> N
         "stream": (bool(fields.get("stream")), "the events of one that is cancelled would never end"),
         "store": (
             fields.get("store", True) is not True,
-            f"it is read later; texts may have {_MAX_STORED} characters",
+            f"it is read later; texts, images and names in it may have {_MAX_STORED} characters together",
         ),
     }
     for name, (is_refused, reason) in others.items():
@@ -163,15 +163,16 @@ def _objects(value: Any) -> Iterator[Any]:
             yield from _objects(one)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: Any, *, with_names: bool = False) -> Iterator[str]:
     if isinstance(value, str):
         yield value
+    elif isinstance(value, dict):
+        if with_names:
+            yield from value
+        yield from _texts(list(value.values()), with_names=with_names)
     elif isinstance(value, list):
         for one in value:
-            yield from _texts(one)
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _texts(one)
+            yield from _texts(one, with_names=with_names)
 
 
 def _invalid(name: str, text: str) -> ApiError:

@@ -55,11 +55,23 @@ def find_features(
     """
     row = FeatureLabelRow
     wanted = [row.dictionary == dictionary, row.feature > after]
-    wanted += [row.folded.contains(word.casefold(), autoescape=True) for word in words]
+    wanted += [row.folded.contains(word, autoescape=True) for word in _needed(words)]
     if feature is not None:
         wanted.append(row.feature == feature)
     found = session.execute(select(row.feature, row.text).where(*wanted).order_by(row.feature).limit(limit))
     return [DictionaryFeature(id=one, label=text) for one, text in found]
+
+
+def _needed(words: Sequence[str]) -> list[str]:
+    """Return folded words without those that are parts of others, the rarest first, by their length.
+
+    A label is compared until one does not occur, and each comparison costs as much as the label is long.
+    """
+    needed: list[str] = []
+    for word in sorted({word.casefold() for word in words}, key=len, reverse=True):
+        if not any(word in longer for longer in needed):
+            needed.append(word)
+    return needed
 
 
 def ids_of(session: Session, dictionary: int, labels: Sequence[str], limit: int) -> dict[str, list[int]]:

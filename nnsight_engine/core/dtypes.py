@@ -20,6 +20,13 @@ LARGEST: Final = {
 }
 """The largest finite number of each float dtype."""
 
+LARGEST_WEIGHT: Final = 1e16
+"""The largest absolute value of a weight that activations are multiplied with, also of biases beside it.
+
+Sums of such products, and of squares of a million weights, stay finite in float32. With larger ones a sum
+may overflow on its way, and a score or an activation that should be positive is 0.
+"""
+
 WIDER: Final = {"float16": "bfloat16 or float32", "bfloat16": "float32"}
 """The dtypes with a larger range than the key's, for error messages."""
 

@@ -6,6 +6,7 @@ The file is mapped and read in parts, so that checking gigabytes needs megabytes
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +16,7 @@ import torch
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
+from nnsight_engine.core.dtypes import LARGEST_WEIGHT
 from nnsight_engine.features.config import DictionaryConfig
 from nnsight_engine.features.dictionary import Dictionary
 
@@ -25,6 +27,8 @@ _LENGTH_BYTES: Final = 8
 _DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2}
 _PART_BYTES: Final = 16 * 1024 * 1024
+_LARGEST: Final = {"r_mag": math.log(LARGEST_WEIGHT)}
+"""The largest numbers of tensors of which the exponential is a weight."""
 _FACTORS: Final = "scaling_factor"
 """A tensor of older files, which is ignored if all of it is one."""
 _PICKLE: Final = re.compile(rb"\x80[\x00-\x05]")
@@ -57,7 +61,7 @@ def refuse_pickle(name: str, beginning: bytes) -> None:
 
 
 def check_weights(path: Path, config: DictionaryConfig) -> str:
-    """Check that a file has exactly a dictionary's tensors, in one dtype, and that all numbers are finite.
+    """Check that a file has exactly a dictionary's tensors, in one dtype, of numbers to compute with.
 
     Returns:
         The dtype, ``float32``, ``float16`` or ``bfloat16``.
@@ -149,12 +153,15 @@ def _check_numbers(file: Any, name: str, dtype: str) -> None:
     part = file.get_slice(name)
     num_rows, *rest = part.get_shape()
     step = max(1, _PART_BYTES // (_ITEM_BYTES[dtype] * (rest[0] if rest else 1)))
+    largest = _LARGEST.get(name, LARGEST_WEIGHT)
     for start in range(0, num_rows, step):
         numbers = part[start : start + step]
-        if not torch.isfinite(numbers).all():
+        # An infinite number is larger, and NaN is not smaller.
+        if not (numbers.float().abs() <= largest).all():
             raise ApiError(
                 ErrorCode.NOT_FINITE,
-                f"Every number of a dictionary must be finite; {name} has others.",
+                f"Every number of {name} must be finite, and at most {largest:.3g} in size, so that "
+                "activations are finite in float32; it has others.",
                 PARAM,
             )
         if name == _FACTORS and not (numbers == 1).all():

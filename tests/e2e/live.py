@@ -92,9 +92,8 @@ async def live_server(
     model: Path, result_dir: Path, *options: str, **settings_given: Any
 ) -> AsyncIterator[Live]:
     """Serve a model in float32 on a free port for the length of the block."""
-    settings = Settings(
-        port=0, result_dir=result_dir, drain_timeout_s=5, max_engine_restarts=0, **settings_given
-    )
+    chosen = {"port": 0, "drain_timeout_s": 5, "max_engine_restarts": 0, **settings_given}
+    settings = Settings(result_dir=result_dir, **chosen)
     store = new_store(settings)
     given = ["--served-model-name", MODEL, "--max-model-len", "1024", "--dtype", "float32", *options]
     args = parse([str(model), *given])

@@ -39,7 +39,7 @@ def keys(data: Path) -> Iterator[dict[str, str]]:
 async def live(
     narrow: Path, data: Path, keys: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Live]:
-    settings = {"request_timeout_s": LIMIT_S, "data_dir": data}
+    settings = {"request_timeout_s": LIMIT_S, "data_dir": data, "max_engine_restarts": 1}
     async with live_server(narrow, tmp_path_factory.mktemp("results"), **settings) as live:
         path, headers = "/v1/admin/tenants/acme/limits", {"authorization": f"Bearer {keys['operator']}"}
         assert (await live.http.put(path, json={"concurrency": 1}, headers=headers)).is_success
@@ -155,3 +155,22 @@ async def test_a_response_that_fails_before_its_first_token_is_failed(acme: Tena
 async def test_its_id_is_chosen_by_the_server(acme: Tenant) -> None:
     answer = await acme.create(SHORT, background=True, request_id="mine")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id")
+
+
+async def test_one_under_way_when_the_engine_dies_has_failed_and_others_are_still_read(
+    live: Live, acme: Tenant
+) -> None:
+    done = (await acme.create(SHORT)).json()
+    response_id = await acme.begin(LONG)
+    live.engine.engine.kill()
+
+    async def serves() -> bool:
+        return (await acme.create(1)).status_code == 200
+
+    await wait_for_async(serves, 300)
+    found = (await acme.get(f"/v1/responses/{response_id}")).json()
+    assert found["status"] == "failed"
+    kept = (await acme.get(f"/v1/responses/{done['id']}")).json()
+    assert kept["output"][0]["content"] == done["output"][0]["content"]
+    again = await acme.create(SHORT, previous_response_id=done["id"])
+    assert again.json()["usage"]["input_tokens"] > done["usage"]["input_tokens"]

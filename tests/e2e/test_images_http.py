@@ -20,6 +20,7 @@ from tests.e2e.seeing_reference import IMAGES, LAYER, NUM_TOKENS, TEXT, SeeingRe
 from tests.e2e.server import Server
 from tests.families.checkpoints import HIDDEN_SIZE
 from tests.families.seeing import IMAGE_TOKEN, picture, write_idefics3
+from tests.unit.app.test_media import claimed_png
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
@@ -177,6 +178,9 @@ def test_each_tenant_names_and_reads_an_image_of_its_own(seeing: Seeing) -> None
             torch.testing.assert_close(value_of(found["points"][at]), rows, rtol=0, atol=1e-4)
 
 
+BOMB: Final = f"data:image/png;base64,{base64.b64encode(claimed_png(60_000, 60_000)).decode()}"
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [
@@ -184,16 +188,31 @@ def test_each_tenant_names_and_reads_an_image_of_its_own(seeing: Seeing) -> None
         ("HTTPS://127.0.0.1:9/x.png", "--allowed-media-domains"),
         ("file:///etc/passwd", "--allowed-local-media-path"),
         ("data:image/png;base64,AAAA", "cannot identify image"),
+        (BOMB, "cannot be decoded (DecompressionBombError: Image size (3600000000 pixels)"),
     ],
+    ids=["http", "https", "file", "broken", "bomb"],
 )
-def test_media_from_elsewhere_are_refused(seeing: Seeing, url: str, message: str) -> None:
-    answer = seeing.chat([image_part(url)])
-    assert answer.status_code == 400
-    assert message in answer.json()["error"]["message"]
-    source = {"role": "user", "content": [{"type": "input_image", "image_url": url, "detail": "auto"}]}
-    answer = seeing.post("/v1/responses", input=[source], max_output_tokens=1)
-    assert answer.status_code == 400
-    assert message in answer.json()["error"]["message"]
+def test_media_from_elsewhere_and_broken_ones_are_refused_by_all_routes(
+    seeing: Seeing, url: str, message: str
+) -> None:
+    turns = [{"role": "user", "content": [image_part(url)]}]
+    source = {"type": "url", "url": url}
+    if url.startswith("data:"):
+        source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    shown = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+    seen = [{"role": "user", "content": [{"type": "input_image", "image_url": url, "detail": "auto"}]}]
+    bodies: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": turns},
+        "/tokenize": {"messages": turns},
+        "/v1/responses": {"input": seen, "max_output_tokens": 1},
+        "/v1/messages": {"messages": shown, "max_tokens": 1},
+        "/v1/messages/count_tokens": {"messages": shown},
+    }
+    for path, body in bodies.items():
+        for stream in {False, "count" not in path and path != "/tokenize"}:
+            answer = seeing.post(path, **body, **({"stream": True} if stream else {}))
+            assert (path, answer.status_code) == (path, 400), answer.text
+            assert message in answer.json()["error"]["message"]
 
 
 def test_images_that_would_fill_the_memory_are_refused(seeing: Seeing) -> None:

@@ -164,12 +164,13 @@ CAPABILITIES: Final = Capabilities.model_validate(
         "dtype": "float32",
         "points": [
             {
-                "name": "layers.*.output",
+                "name": f"layers.*.{leaf}",
                 "shape": [WIDTH],
                 "width": WIDTH,
                 "tier": "tap",
-                "operations": ["steer", "ablate", "patch", "capture", "probe", "logit_lens"],
+                "operations": ["steer", "ablate", "patch", "capture", "probe", *more],
             }
+            for leaf, more in (("output", ["logit_lens"]), ("input", []))
         ],
         "operations": ["steer", "ablate", "patch", "capture", "probe", "logit_lens"],
         "limits": {

@@ -123,7 +123,7 @@ def bad_files() -> dict[str, tuple[bytes, int, str, str]]:
         "a layer too many": (_part("layers.4.output"), 400, "unknown_layer", "-4 and 3"),
         "several points": (_part("layers.*.output"), *broken, "reads one point"),
         "sampled tokens": (_part("samples"), 400, "unknown_point", "samples"),
-        "two parts at one point": (as_file(two, rows), *broken, "two read layers.1.output"),
+        "two parts at one point": (as_file(two, rows), *broken, "two read layers.1.output."),
         "another model's width": (_part(weights=ROW[:7]), 400, "wrong_width", "[8]"),
         "a matrix": (_part(weights=ROW[None]), 400, "wrong_width", "[1, 8]"),
         "hidden units of none": (

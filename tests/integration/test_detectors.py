@@ -146,15 +146,18 @@ async def test_bad_files_are_refused_and_leave_nothing(server: Server, error_of:
     assert (await make(server))["version"] == 1
 
 
+SAME_PLACE = ("layers.1.output", "layers.2.input")
 BAD_BODIES: list[tuple[dict[str, Any], int, str]] = [
     ({"parts": []}, 422, "invalid_shape"),
     ({"parts": BODY["parts"] * 65}, 422, "invalid_shape"),
     ({"parts": BODY["parts"] * 2}, 400, "invalid_detector"),
+    ({"parts": [{**BODY["parts"][0], "at": at} for at in SAME_PLACE]}, 400, "invalid_detector"),
     ({"parts": [{"at": "layers.1.output", "form": "linear"}]}, 400, "invalid_detector"),
     ({"parts": [{**BODY["parts"][0], "mean": ROW.tolist()}]}, 400, "invalid_detector"),
     ({"parts": [{**BODY["parts"][0], "depth": 3}]}, 422, "invalid_shape"),
     ({"parts": [{**BODY["parts"][0], "weights": {"name": "joy"}}]}, 422, "invalid_shape"),
     ({"parts": [{**BODY["parts"][0], "weights": [1e39] * 8}]}, 400, "not_finite"),
+    ({"parts": [{**BODY["parts"][0], "weights": [-3e38] * 8}]}, 400, "not_finite"),
     ({"parts": [{**BODY["parts"][0], "weights": [1.0] * 2000}]}, 400, "wrong_width"),
     ({"parts": [{**BODY["parts"][0], "weights": [True] * 8}]}, 422, "invalid_shape"),
     ({"parts": [{**BODY["parts"][0], "at": "layers.9.output"}]}, 400, "unknown_layer"),
@@ -213,7 +216,7 @@ async def test_a_detector_that_does_not_fit_the_model_any_more_is_refused(
 ) -> None:
     """The same name may stand for another model's weights."""
     await make(server)
-    (point,) = server.engine.capabilities().points
+    point, _ = server.engine.capabilities().points
     narrow = point.model_copy(update={"shape": [7], "width": 7})
     found = server.engine.capabilities().model_copy(update={"points": [narrow]})
     monkeypatch.setattr(server.engine, "capabilities", lambda: found)

@@ -24,6 +24,7 @@ from tests.integration.dictionary_files import CFG, NUM_FEATURES, cfg, numbers, 
 from tests.integration.tenants import Tenants
 
 ROUTE: Final = "/v1/dictionaries"
+USER: Final = (Scope.INTERVENTIONS, Scope.COMPLETIONS)
 LABELS: Final = {
     "0": "Dogs and cats",
     "3": "cats",
@@ -294,6 +295,62 @@ async def test_labels_are_searched_by_words(server: Server, error_of: ErrorCheck
     assert ids(await features(server, dictionary_id, after=11)) == [12]
     many = await server.client.get(f"{ROUTE}/{dictionary_id}/features", params={"query": "x " * 17})
     error_of(many, 400, "invalid_value")
+
+
+@pytest.mark.both_databases
+async def test_a_search_finds_the_labels_in_which_all_words_occur(server: Server) -> None:
+    chance = np.random.default_rng(4)
+    syllables = ["a", "An", "ß", "SS", "%", "_", "\\", "é", "ana", "nab", "İ", "'"]
+
+    def some(least: int, most: int) -> str:
+        return "".join(chance.choice(syllables, int(chance.integers(least, most))))
+
+    labels = {index: " ".join(some(1, 4) for _ in range(4)) for index in range(NUM_FEATURES)}
+    made = await make(server, labels=json.dumps(labels).encode())
+    num_found = set()
+    for _ in range(60):
+        words = [some(1, 3) for _ in range(int(chance.integers(1, 5)))]
+        expected = [
+            (index, label)
+            for index, label in labels.items()
+            if all(word.casefold() in label.casefold() for word in words)
+        ]
+        assert await features(server, made["id"], query=" ".join(words)) == expected, words
+        num_found.add(len(expected))
+    assert len(num_found) > 3
+
+
+async def test_the_searches_of_a_tenant_leave_the_database_to_others(serve: Serve) -> None:
+    num_labels, num_searches = 40_000, 40
+    async with serve(max_body_bytes=2**24) as server:
+        tenants = Tenants(server)
+        headers = [await tenants.headers(name, *USER) for name in ("acme", "rival")]
+        shapes = {
+            "W_enc": (8, num_labels),
+            "W_dec": (num_labels, 8),
+            "b_enc": num_labels,
+            "threshold": num_labels,
+        }
+        tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        made = [
+            await make(server, weights(**tensors), cfg(d_sae=num_labels), headers=one, labels=labels)
+            for one, labels in zip(headers, (many_labels(num_labels), b'{"0": "x"}'), strict=True)
+        ]
+        paths = [f"{ROUTE}/{one['id']}/features" for one in made]
+        words = {"query": "a b c d e f g h i j k l m n o zz"}
+        searches = [
+            asyncio.create_task(server.client.get(paths[0], params=words, headers=headers[0]))
+            for _ in range(num_searches)
+        ]
+        await asyncio.wait(searches, return_when=asyncio.FIRST_COMPLETED)
+        for query in ({"query": "x"}, {}):
+            assert (await server.client.get(paths[1], params=query, headers=headers[1])).status_code == 200
+        assert sum(one.done() for one in searches) < num_searches // 2
+        assert {one.status_code for one in await asyncio.gather(*searches)} == {200}
+
+
+def many_labels(number: int) -> bytes:
+    return json.dumps(dict.fromkeys(range(number), "abcdefghijklmno")).encode()
 
 
 @pytest.mark.both_databases

@@ -67,13 +67,17 @@ async def test_a_texts_tokens_are_returned(serve: Serve, error_of: ErrorCheck):
         messages = [{"role": "user", "content": "three"}]
         answer = await server.client.post("/v1/tokenize", json={"messages": messages})
         assert len(answer.json()["tokens"]) == 1
-        for body in (
-            {},
-            {"prompt": "a", "messages": messages},
-            {"prompt": ["a"]},
-            {"prompt": "a", "more": 1},
-        ):
-            error_of(await server.client.post("/v1/tokenize", json=body), 422, "invalid_shape")
+        wrong: tuple[tuple[dict[str, Any], str], ...] = (
+            ({}, "prompt"),
+            ({"prompt": "a", "messages": messages}, "prompt"),
+            ({"prompt": ["a"]}, "prompt.0"),
+            ({"prompt": "a", "more": 1}, "more"),
+            ({"messages": messages, "more": 1}, "more"),
+        )
+        for body, param in wrong:
+            answer = await server.client.post("/v1/tokenize", json=body)
+            error_of(answer, 422, "invalid_shape")
+            assert answer.json()["error"]["param"] == param
 
 
 async def test_no_request_asks_for_more_choices_than_one_may(serve: Serve, error_of: ErrorCheck):

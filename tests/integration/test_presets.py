@@ -266,9 +266,20 @@ async def test_a_key_limited_to_presets_intervenes_by_these_only(
         await generate(server, limited, model=f"{MODEL}:{name}")
     await generate(server, limited)
     await make(server, headers=acme, name="brief")
+    coder = await tenants.headers("acme", *USER, Scope.CODE, tier=Tier.TRUSTED)
+    with_code = await tenants.headers(
+        "acme", *USER, Scope.CODE, tier=Tier.TRUSTED, presets=("calm", "calm@3")
+    )
+    for version in (2, 3):
+        await make(server, TRACE, headers=coder, name="calm")
+        answer = await client.post("/v1/completions", json={**PROMPT, "preset": "calm"}, headers=with_code)
+        if version == 2:
+            message = error_of(answer, 403, "preset_not_allowed")
+            assert "calm@2, whose code needs a key that names this version" in message
+        assert (version, answer.status_code) in {(2, 403), (3, 200)}
     refused: list[dict[str, Any]] = [
         {"preset": "brief"}, {"preset": "loud"}, {"model": f"{MODEL}:loud"}, {"interventions": [STEER]},
-        {"preset": "calm", "interventions": [STEER]}, {"preset": ["calm", "loud"]},
+        {"preset": "calm@1", "interventions": [STEER]}, {"preset": ["calm@1", "loud"]}, {"preset": "calm"},
     ]  # fmt: skip
     calls = server.engine.num_calls
     for body in refused:
@@ -287,8 +298,7 @@ async def test_a_key_limited_to_presets_intervenes_by_these_only(
     assert (await client.get("/v1/presets/loud", headers=limited)).status_code == 200
     # So is the key that replaces it, and lists say so.
     keys = (await client.get("/v1/admin/keys", headers=await tenants.headers("operator"))).json()["data"]
-    found = next(key for key in keys if key["presets"])
-    assert found["presets"] == ["calm", "brief@1"]
+    found = next(key for key in keys if key["presets"] == ["calm", "brief@1"])
     rotated = await server.context.keys.rotate(found["id"], 0)
     assert rotated.presets == ("calm", "brief@1")
     successor = {"authorization": f"Bearer {rotated.key}"}

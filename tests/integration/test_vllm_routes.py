@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,9 +13,12 @@ import pytest
 from api_schemas.errors import ApiError
 from api_schemas.interventions import FIELD
 from api_schemas.keys import Limits, Scope
+from app.json_text import encoded_json
 from app.services.passed_bodies import MAX_OBJECTS, check_body, num_texts
 from app.storage.audit import AuditStore, Wanted
+from app.stored_responses import MAX_OF_TENANT, stores_of_responses
 from app.vllm_routes import LOAD_ADAPTER, RESPONSES, VLLM_ROUTES
+from nnsight_engine.core.work_context import WorkContext, working_for
 from tests.fakes.results import MODEL
 from tests.fakes.vllm_app import num_open
 from tests.integration.conftest import ErrorCheck, Serve, Server
@@ -181,9 +185,68 @@ async def test_texts_beyond_the_models_context_are_not_tokenized(
 
 @pytest.mark.parametrize(("size", "is_stored"), [(1000, None), (70_000, False)])
 def test_large_responses_are_not_stored(size: int, is_stored: bool | None) -> None:
-    fields: dict[str, Any] = {"input": "x" * size}
-    check_body(next(route for route in JSON_ROUTES if route.path == RESPONSES), fields, 100_000, 10)
-    assert fields.get("store") is is_stored
+    text = "x" * size
+    for more in (
+        {"input": text},
+        {"input": [{"content": [{"type": "input_image", "image_url": text}]}]},
+        {"tools": [{"type": "function", "parameters": {"properties": {text: {}}}}]},
+        {"metadata": {"padding": text}},
+    ):
+        fields: dict[str, Any] = {"input": "x", **more}
+        check_body(next(route for route in JSON_ROUTES if route.path == RESPONSES), fields, 100_000, 10)
+        assert fields.get("store") is is_stored
+
+
+async def test_a_large_body_is_encoded_again_while_the_event_loop_runs() -> None:
+    value: dict[str, Any] = {
+        "text": '\x00"\\é\U0001f600' * 200_000, "empty": [{}, [], "", {"": None}],
+        "numbers": [0.1, -1e300, 10**30, True, False] * 50_000,
+    }  # fmt: skip
+    num_turns = 0
+
+    async def counting() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(counting())
+    encoded = await encoded_json(value)
+    task.cancel()
+    assert encoded == json.dumps(value).encode()
+    assert num_turns > len(encoded) // 2**20
+
+
+@dataclasses.dataclass
+class Response:
+    status: str
+
+
+def test_responses_under_way_are_kept_and_refused_above_the_limit() -> None:
+    stores = stores_of_responses()
+    responses, messages = stores["response_store"], stores["msg_store"]
+    under_way = [Response("queued" if index % 2 else "in_progress") for index in range(MAX_OF_TENANT - 1)]
+    with working_for(WorkContext(tenant="acme")):
+        for index, one in enumerate(under_way):
+            messages[f"b{index}"] = responses[f"b{index}"] = one
+        for index in range(3 * MAX_OF_TENANT):
+            messages[f"s{index}"] = responses[f"s{index}"] = Response("completed")
+        assert list(responses) == [*(f"b{index}" for index in range(len(under_way))), "s299"]
+        assert set(responses) <= set(messages)
+        responses["last"] = Response("queued")
+        with pytest.raises(ApiError) as caught:
+            responses["more"] = Response("queued")
+        assert caught.value.code == "queue_full"
+        assert "more" not in responses
+        responses["more"] = Response("completed")  # its client has the answer
+        assert "more" not in responses
+    with working_for(WorkContext(tenant="rival")):
+        responses["other"] = Response("queued")
+    with working_for(WorkContext(tenant="acme")):
+        under_way[7].status = "failed"
+        responses["more"] = Response("queued")
+        assert "b7" not in responses
+        assert len(responses) == MAX_OF_TENANT
 
 
 async def test_tokens_are_counted_before_the_engine_works(serve: Serve, error_of: ErrorCheck) -> None:

@@ -55,6 +55,7 @@ from app.version_service import VersionService, check_sharing
 _Used = VectorUsed | DetectorUsed | DictionaryUsed
 _Get = Callable[[str, str], Awaitable[Vector | Detector | Dictionary]]
 
+_CODE: Final = "trace"
 _MAX_LISTED: Final = 1000
 """Versions that the list of models looks at."""
 
@@ -237,8 +238,10 @@ class PresetService(VersionService[PresetStore]):
             reference = preset.reference
             if preset.model not in models:
                 raise one.not_found(f"{reference} is for the model {clip(preset.model)!r}")
-            if not caller.may_use(reference):
-                caller.check_free(f"the preset {reference}", one.param)
+            has_code = any(op["op"] == _CODE for op in preset.interventions)
+            if not caller.may_use(reference, has_code=has_code):
+                why = ", whose code needs a key that names this version" if has_code else ""
+                caller.check_free(f"the preset {reference}{why}", one.param)
             presets[preset.id] = preset
         return list(presets.values())
 

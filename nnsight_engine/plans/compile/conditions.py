@@ -20,7 +20,7 @@ from nnsight_engine.core.detector import Detector, Form
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.compile.features import FeatureCompiler
 from nnsight_engine.plans.compile.sites import leaf_of, resolve_sites
-from nnsight_engine.plans.compile.tensors import check_float32, check_rows, read_tensor
+from nnsight_engine.plans.compile.tensors import check_float32, check_rows, read_weights
 from nnsight_engine.plans.compile.where_clause import Named
 from nnsight_engine.plans.conditions import (
     AND,
@@ -165,7 +165,7 @@ class ConditionCompiler:
         if len(sites) > 1:
             raise ApiError(ErrorCode.INVALID_VALUE, "A condition's probe reads one point.", f"{param}.at")
         self._check_readable(sites[0], f"{param}.at")
-        tensor = read_tensor(probe.weights, f"{param}.weights")
+        tensor = read_weights(probe.weights, f"{param}.weights")
         check_rows(tensor, [leaf_of(sites[0], self._spec).width], f"{param}.weights")
         if len(tensor.shape) > 1:
             tensor = TensorData(tensor.dtype, tensor.shape[-1:], tensor.data)

@@ -44,6 +44,7 @@ from nnsight_engine.plans.compile.tensors import (
     check_range,
     check_rows,
     read_tensor,
+    read_weights,
     reorder_rows,
 )
 from nnsight_engine.plans.compile.where_clause import (
@@ -374,7 +375,7 @@ class OperationCompiler:
 
     def _probe(self, op: Probe, named: Named, name: str, param: str) -> PlannedOp:
         sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
-        tensor = read_tensor(op.weights, f"{param}.weights")
+        tensor = read_weights(op.weights, f"{param}.weights")
         check_rows(tensor, self._widths(sites), f"{param}.weights")
         bias = check_float32(op.bias, f"{param}.bias")
         return PlannedOp(OperationKind.PROBE, sites, named.rule, name, tensor=self._keep(tensor), bias=bias)

@@ -111,7 +111,7 @@ def _check_leaf(pattern: PointPattern, text: str, operation: str, spec: ModelSpe
 
 
 def _refuse_second(site: PlannedSite, seen: dict[PlannedSite, PlannedSite], param: str) -> None:
-    place = _canonical_site(site)
+    place = canonical_site(site)
     first = seen.setdefault(place, site)
     if first is not site:
         same = "named twice" if first == site else f"the same place as {first}"
@@ -122,7 +122,7 @@ def _refuse_second(site: PlannedSite, seen: dict[PlannedSite, PlannedSite], para
         )
 
 
-def _canonical_site(site: PlannedSite) -> PlannedSite:
+def canonical_site(site: PlannedSite) -> PlannedSite:
     """Return one canonical site for places with two names: a layer's input is the output before it."""
     if site.leaf != "input":
         return site

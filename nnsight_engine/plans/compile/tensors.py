@@ -13,7 +13,7 @@ import numpy as np
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.tensors import TensorInput, TensorObject, VectorName
-from nnsight_engine.core.dtypes import LARGEST, Floats, floats_from_bytes
+from nnsight_engine.core.dtypes import LARGEST, LARGEST_WEIGHT, Floats, floats_from_bytes
 from nnsight_engine.plans.request_plan import TensorData
 
 MIN_NORM: Final = 1e-15
@@ -73,6 +73,24 @@ def check_range(tensor: TensorData, scale: float, dtype: str, param: str) -> Non
             f"{LARGEST[dtype]:g}; got {largest:g}. Send {smaller}.",
             param,
         )
+
+
+def read_weights(value: TensorInput, param: str) -> TensorData:
+    """Return the tensor of weights with which activations are multiplied; raise as ``read_tensor`` does.
+
+    Raises:
+        ApiError: ``not_finite``, also for numbers beyond ``LARGEST_WEIGHT``.
+    """
+    tensor = read_tensor(value, param)
+    largest = float(np.abs(floats_from_bytes(tensor.dtype, tensor.data)).max(initial=0.0))
+    if largest > LARGEST_WEIGHT:
+        raise ApiError(
+            ErrorCode.NOT_FINITE,
+            f"A weight may be {LARGEST_WEIGHT:g} in size, so that scores are finite in float32; got "
+            f"{largest:g}.",
+            param,
+        )
+    return tensor
 
 
 def check_float32(number: float, param: str) -> float:

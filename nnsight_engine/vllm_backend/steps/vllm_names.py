@@ -625,7 +625,11 @@ _SERVER: Final = (
     _used("vllm.multimodal.media", read="MEDIA_CONNECTOR_REGISTRY MediaConnector"),
     _used(
         "vllm.multimodal.media.connector:MediaConnector",
-        read="allowed_local_media_path allowed_media_domains",
+        read="allowed_local_media_path allowed_media_domains "
+        "fetch_image fetch_audio fetch_video "
+        "fetch_image_embedding fetch_audio_embedding fetch_video_embedding "
+        "fetch_image_async fetch_audio_async fetch_video_async fetch_image_embedding_async "
+        "fetch_audio_embedding_async fetch_video_embedding_async",
         overridden={
             "load_from_url": "url, media_io, **others",
             "load_from_url_async": "url, media_io, **others",

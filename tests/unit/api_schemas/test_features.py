@@ -23,6 +23,7 @@ READ = {"op": "features", "dictionary": "sae"}
 SET = {"feature": 7, "value": 1.5}
 WRITE = {"op": "feature", "dictionary": "sae", "changes": [SET]}
 TEST = {"dictionary": "sae", "feature": 7}
+STEER = {"op": "steer", "at": "layers.3.output"}
 
 
 def flag(**test: Any) -> dict[str, Any]:
@@ -121,6 +122,12 @@ def test_an_operation_that_was_read_can_be_sent_again(raw: dict[str, Any]) -> No
         (WRITE | {"changes": [SET | {"strength": 1}]}, ErrorCode.INVALID_SHAPE, "changes.0.strength"),
         (WRITE | {"when": {"dictionary": "sae"}}, ErrorCode.INVALID_VALUE, "when.feature"),
         (WRITE | {"when": {"all": [TEST, {"feature": 3}]}}, ErrorCode.INVALID_VALUE, "when.all.1.detector"),
+        (WRITE | {"when": {"all": [TEST], "zz": 1}}, ErrorCode.INVALID_SHAPE, "when.zz"),
+        (WRITE | {"when": {"any": [TEST], "zz": 1}}, ErrorCode.INVALID_SHAPE, "when.zz"),
+        (WRITE | {"when": {"any": [{"not": TEST, "zz": 1}]}}, ErrorCode.INVALID_SHAPE, "when.any.0.zz"),
+        (WRITE | {"when": {"all": [TEST], "any": [TEST]}}, ErrorCode.INVALID_SHAPE, "when.any"),
+        (flag(zz=1), ErrorCode.INVALID_SHAPE, "when.zz"),
+        (STEER | {"vector": {"name": "joy", "zz": 1}}, ErrorCode.INVALID_SHAPE, "vector.zz"),
         (flag(detector="refusal"), ErrorCode.INVALID_VALUE, "when.detector"),
         (flag(dictionary=None, detector="refusal"), ErrorCode.INVALID_VALUE, "when.dictionary"),
         (flag(above=1, below=0), ErrorCode.INVALID_VALUE, "when.above"),

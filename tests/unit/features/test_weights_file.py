@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,8 +13,10 @@ import safetensors.torch
 import torch
 
 from api_schemas.errors import ApiError
+from nnsight_engine.core.dtypes import LARGEST_WEIGHT
 from nnsight_engine.features import weights_file
 from nnsight_engine.features.config import Architecture, DictionaryConfig
+from nnsight_engine.features.dictionary import Dictionary
 from nnsight_engine.features.weights_file import check_weights, load_dictionary, refuse_pickle
 from tests.unit.features.reference import some_config, some_tensors
 
@@ -64,8 +67,9 @@ def test_factors_of_one_are_ignored(tmp_path: Path) -> None:
         ({"b_enc": torch.zeros(1, 16)}, "invalid_dictionary", "b_enc must have the shape [16]"),
         ({"b_enc": torch.zeros(16, dtype=torch.float16)}, "wrong_dtype", "one dtype"),
         ({"scaling_factor": torch.ones(3)}, "invalid_dictionary", "scaling_factor must have the shape [16]"),
-        ({"b_dec": torch.full((8,), float("nan"))}, "not_finite", "b_dec has others"),
-        ({"W_dec": torch.full((16, 8), float("-inf"))}, "not_finite", "W_dec has others"),
+        ({"b_dec": torch.full((8,), float("nan"))}, "not_finite", "b_dec must be finite"),
+        ({"W_dec": torch.full((16, 8), float("-inf"))}, "not_finite", "W_dec must be finite"),
+        ({"W_enc": torch.full((8, 16), -3e38)}, "not_finite", "W_enc must be finite, and at most 1e+16"),
     ],
 )
 def test_tensors_that_do_not_fit(
@@ -83,6 +87,24 @@ def test_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     with pytest.raises(ApiError) as caught:
         check_weights(saved(tmp_path, tensors), CONFIG)
     assert caught.value.code == "wrong_dtype"
+
+
+def test_the_largest_weights_that_are_accepted_give_finite_activations(tmp_path: Path) -> None:
+    chance = np.random.default_rng(3)
+    for architecture in Architecture:
+        config = some_config(chance, architecture)
+        values = torch.from_numpy(chance.normal(size=(5, config.input_width)) * 1e4)
+        tensors = some_tensors(chance, config)
+        for name, one in tensors.items():
+            most = math.log(LARGEST_WEIGHT) if name == "r_mag" else LARGEST_WEIGHT
+            tensors[name] = one.sign() * (most * (1 - 1e-6))
+        check_weights(saved(tmp_path, tensors), config)
+        found = Dictionary(config, tensors).encode(values)
+        assert found.isfinite().all()
+        for name in tensors:
+            larger = tensors | {name: tensors[name] * 1.1}
+            with pytest.raises(ApiError, match=name):
+                check_weights(saved(tmp_path, larger), config)
 
 
 def test_one_bad_number_anywhere_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,6 +155,15 @@ MISFITS: dict[ErrorCode, list[tuple[dict[str, Any], str]]] = {
         (STEER | {"vector": [1e30] * 8, "scale": -1e30}, "scale"),
         (STEER | {"vector": [1e30] * 8, "scale": 1e30, "mode": "replace"}, "scale"),
         ({"op": "probe", "at": "layers.0.output", "weights": VECTOR, "bias": -1e39}, "bias"),
+        ({"op": "probe", "at": "layers.0.output", "weights": [3e38] * 8}, "weights"),
+        (
+            {"op": "probe", "at": "layers.0.output", "weights": tensor("bfloat16", [8], b"\x61\xff" * 8)},
+            "weights",
+        ),
+        (
+            {"op": "flag", "when": {"above": 0, "probe": {"at": "layers.0.output", "weights": [-1e17] * 8}}},
+            "when.probe.weights",
+        ),
         (STEER | {"mode": "affine", "gain": 1e39}, "gain"),
         (STEER | {"mode": "affine", "offset": -1e39}, "offset"),
         (STEER | {"mode": "clamp", "low": -1e39}, "low"),
