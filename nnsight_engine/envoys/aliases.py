@@ -134,7 +134,7 @@ def descend(envoy: Envoy, path: str, tried: frozenset[tuple[int, str]] = frozens
         if "_names" not in getattr(found, "__dict__", ()):
             return None  # a parameter, for example, has nothing below it
         if part in found._names:
-            found = found.__dict__[part]
+            found = found._child(part)
         elif hasattr(found._module, part):
             found = getattr(found, part)
         else:

@@ -189,6 +189,11 @@ class Cache:
         known = {str(envoy.path): envoy for envoy in model._walk()}
         if modules is None:
             paths = list(known)
+        elif any(isinstance(module, torch.Tensor) for module in modules):
+            raise ValueError(
+                "a cache takes modules and their paths, got a value that was read already; write the path of "
+                f"logits and samples, '{model.path}.logits'"
+            )
         else:
             paths = [module if isinstance(module, str) else str(module.path) for module in modules]
             unknown = [path for path in paths if path not in known]

@@ -13,6 +13,8 @@ from typing import Any, Self
 
 import torch
 
+from nnsight_engine.core.saves import Place
+from nnsight_engine.envoys import own_output
 from nnsight_engine.envoys.aliases import Aliases, Rename, by_alias, check_aliases
 from nnsight_engine.envoys.display import NoSuchModuleError, as_html, as_text, names_of
 from nnsight_engine.envoys.envoy_map import EnvoyMap, check_envoys, envoy_class
@@ -36,11 +38,12 @@ from nnsight_engine.tracing.tracer import SITES, Backend, Tracer, refuse_stateme
 _ENVOYS_OWN = frozenset({"path", "interleaver", "interleaving", "interleave", "fake_value"})
 
 backwards.install()
+own_output.install()
 
 _METHODS = (FunctionType, MethodType, BuiltinFunctionType)
 
 
-class Envoy(CallValues, EnvoyTree, Batchable):
+class Envoy(CallValues, EnvoyTree, Batchable, Place):
     """Represents a module and its submodules.
 
     Inside a trace, ``output``, ``input`` and ``inputs`` wait for the module's values and can be assigned.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nnsight_engine.core.saves import Place
 from nnsight_engine.envoys.callees import callee_of_text, find_by_running
 from nnsight_engine.envoys.source.errors import SourceNotAvailableError
 from nnsight_engine.envoys.source.listing import format_operation, format_source
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
 
 
-class OperationEnvoy(CallValues):
+class OperationEnvoy(CallValues, Place):
     """One call inside a function: its input, its output, and the calls inside its callee."""
 
     path: str | None
@@ -82,7 +83,7 @@ class OperationEnvoy(CallValues):
         return format_operation(self.holder.rewritten, self.operation, self.holder.path)
 
 
-class SourceEnvoy:
+class SourceEnvoy(Place):
     """The calls of one function, by name: ``source.self_c_proj_0``. Printing it shows their lines."""
 
     def __init__(self, path: str, function: Callable[..., Any], model: Envoy) -> None:

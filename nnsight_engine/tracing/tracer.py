@@ -223,7 +223,9 @@ class Tracer:
         self._read_variables()
         SAVES.enter()
         try:
-            return self.backend(self)
+            result = self.backend(self)
+            SAVES.check()
+            return result  # noqa: TRY300 - an error of the check is one of the block
         finally:  # for any backend, and for values saved before an error too
             try:
                 self.give_back()
