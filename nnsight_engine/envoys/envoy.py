@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from threading import get_ident
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Self
@@ -27,7 +27,12 @@ from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.envoys.tracers.scanning import ScanningTracer
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.envoys.tree import EnvoyTree
-from nnsight_engine.envoys.values import CallValues, names_input
+from nnsight_engine.envoys.values import (
+    CallValues,
+    named_arguments,
+    names_input,
+    unknown_arguments_error,
+)
 from nnsight_engine.interleaving.batching import Batchable, Batcher
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.interleaver import Interleaver
@@ -227,9 +232,14 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
 
         Raises:
             WithBlockNotFoundError: The caller is not a ``with`` statement.
+            TypeError: The module takes no argument of such a name.
         """
         refuse_statement(sys._getframe(1), "trace")
         self._root._check_runs("trace")
+        # Arguments without an input are for invokes, whose own arguments are not known yet.
+        has_input = self._has_input(args, kwargs)
+        if has_input and fn is None and tracer_cls.__init__ is InterleavingTracer.__init__:
+            self._check_arguments(kwargs)
         function = fn if fn is not None else self._run_module
         return tracer_cls(function, self, *args, backend=backend, validate=validate or scan, **kwargs)
 
@@ -237,6 +247,8 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         """Open a trace on fake tensors, which determines every shape and computes nothing."""
         refuse_statement(sys._getframe(1), "scan")
         self._root._check_runs("scan")
+        if fn is None and self._has_input(args, kwargs):
+            self._check_arguments(kwargs)
         return ScanningTracer(fn if fn is not None else self._run_module, self, *args, **kwargs)
 
     def edit(self, *, inplace: bool = False, backend: Backend | None = None) -> EditingTracer:
@@ -275,6 +287,17 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
     def _has_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether these arguments of a trace are an input, so that its block is the only invoke."""
         return bool(args) or names_input(type(self._module), kwargs)
+
+    def _check_arguments(self, kwargs: Mapping[str, Any]) -> None:
+        """Raise TypeError if nothing takes an argument of a trace; a class with its own inputs overrides it."""
+        if type(self)._prepare_input is not Batchable._prepare_input:
+            return
+        known, takes_others = named_arguments(type(self._module))
+        unknown = [] if takes_others else [name for name in kwargs if name not in known]
+        if unknown:
+            raise unknown_arguments_error(
+                unknown, known, f"{type(self._module).__name__}.forward of {self.path}"
+            )
 
     def _example_input(self) -> dict[str, Any] | None:
         """Return example arguments for a run that determines the model's calls; None if unknown."""

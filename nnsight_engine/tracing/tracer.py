@@ -225,7 +225,7 @@ class Tracer:
         try:
             result = self.backend(self)
             SAVES.check()
-            return result  # noqa: TRY300 - an error of the check is one of the block
+            return result
         finally:  # for any backend, and for values saved before an error too
             try:
                 self.give_back()

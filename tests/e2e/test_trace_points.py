@@ -166,7 +166,7 @@ def test_places_are_not_saved(model: VLLM) -> None:
         with pytest.raises(TypeError, match=r"layers\[1\].*output.save"), model.trace(PROMPT, **GREEDY):
             found = save([] if where == "later" else model.layers[1])
             found.append(model.layers[1].mlp)
-    with pytest.raises(ValueError, match="'model.logits'"), model.trace(PROMPT, **GREEDY) as tracer:
+    with pytest.raises(ValueError, match=r"'model\.logits'"), model.trace(PROMPT, **GREEDY) as tracer:
         tracer.cache(modules=[model.logits])
 
 
