@@ -21,6 +21,7 @@ from nnsight_engine.envoys.envoy_map import EnvoyMap, check_envoys, envoy_class
 from nnsight_engine.envoys.eproperty import eproperty
 from nnsight_engine.envoys.operations import ForwardSource, SourceEnvoy
 from nnsight_engine.envoys.probes import Probes
+from nnsight_engine.envoys.source.errors import SourceNotAvailableError
 from nnsight_engine.envoys.tracers import backwards
 from nnsight_engine.envoys.tracers.editing import Edit, EditingTracer
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
@@ -137,8 +138,8 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
             forward = ForwardSource(self._module, str(self.path), self._root)
             self.__dict__["_source"] = forward
             self._root._sources.append(forward)
-        if self._interleaver.interleaving:
-            forward.install()
+        if self._interleaver.interleaving and forward.install():
+            forward.source.count_from(self._interleaver.calls.get(f"{self.path}.input", 0))
         return forward.source
 
     def skip(self, value: Any) -> None:
@@ -289,7 +290,7 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         return bool(args) or names_input(type(self._module), kwargs)
 
     def _check_arguments(self, kwargs: Mapping[str, Any]) -> None:
-        """Raise TypeError if nothing takes an argument of a trace; a class with its own inputs overrides it."""
+        """Raise TypeError if nothing takes an argument of a trace. Classes with own inputs override it."""
         if type(self)._prepare_input is not Batchable._prepare_input:
             return
         known, takes_others = named_arguments(type(self._module))
@@ -530,8 +531,11 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         root.__dict__["_probes"] = None
         self.__dict__["_module"] = module
         if self._source is not None:
-            root._sources.remove(self._source)
-            self.__dict__["_source"] = None
+            try:
+                self._source.rebind(module)
+            except SourceNotAvailableError:
+                root._sources.remove(self._source)
+                self.__dict__["_source"] = None
         children = dict(module.named_children())
         for name, envoy in zip(tuple(self._names), tuple(self._children), strict=True):
             if name in children:
