@@ -9,13 +9,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from threading import get_ident
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
 from nnsight_engine.core.saves import Place
 from nnsight_engine.envoys import own_output
-from nnsight_engine.envoys.aliases import Aliases, Rename, by_alias, check_aliases
+from nnsight_engine.envoys.aliases import Aliases, Rename, by_alias, check_aliases, check_reached
 from nnsight_engine.envoys.display import NoSuchModuleError, as_html, as_text, names_of
 from nnsight_engine.envoys.envoy_map import EnvoyMap, check_envoys, envoy_class
 from nnsight_engine.envoys.eproperty import eproperty
@@ -59,6 +59,9 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         path: Path of the module, ``model.layers.3``; prefix of the names of its values.
         interleaver: The interleaver that the values of the tree pass through.
     """
+
+    _added_later: ClassVar[tuple[str, ...]] = ()
+    """Names of the modules that a class adds to the root when the tree has been built."""
 
     path: str | None
     interleaver: Interleaver
@@ -123,6 +126,8 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         for name, child in module.named_children():
             self._add_envoy(child, name)
         check_aliases(self)
+        if root is None:
+            self._check_names()
 
     # Values; `output`, `input` and `inputs` are in CallValues.
 
@@ -385,6 +390,10 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
             for envoy in envoys:
                 envoy.__dict__["_alias"] = before
             raise
+
+    def _check_names(self) -> None:
+        """Raise ValueError if an alias of the tree refers to nothing; called on the root."""
+        check_reached(self, self._added_later)
 
     def _drop_inspection_state(self) -> None:
         """Drop inspection state of this tree: rewritten forwards, values of a scan."""

@@ -55,6 +55,8 @@ class LanguageModel(GeneratingMixin, TransformersModel):
     input_names: ClassVar[tuple[str, ...]] = TOKEN_INPUTS
     """Keyword arguments that form an input."""
 
+    _added_later = ("generator",)
+
     tokenizer: PreTrainedTokenizerBase
     generator: Envoy
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.envoys.aliases import Rename
+from nnsight_engine.envoys.aliases import Rename, check_reached
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.envoy_map import EnvoyMap, check_envoys
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
@@ -141,7 +141,8 @@ class VLLM(StandardNames):
         """Build the module tree and the points from an engine's description of its model."""
         self._update(outlined(entries))
         self._add_values()
-        self.__dict__["_points"] = EnginePoints.on_client(self, spec)
+        points = self.__dict__["_points"] = EnginePoints.on_client(self, spec)
+        check_reached(self, points.name_parts())
         self.__dict__["_is_known"] = True
 
     def _fetch_description(self, transport: Transport) -> None:

@@ -192,6 +192,10 @@ class EnginePoints(NamedPoints):
 
     # Names.
 
+    def name_parts(self) -> set[str]:
+        """Return all names with which a path of standard names may begin."""
+        return {*_STANDARD, *_VALUES, *_GROUPS, *(part for name in self for part in name.split("."))}
+
     def standard(self, name: str) -> Any:
         """Return the object with a standard name: the points, the layers, one layer, or a part.
 
@@ -338,6 +342,9 @@ class StandardNames(Envoy):
             self._add_envoy(WrapperModule(), name)
             del self.__dict__[name]  # so that ``__getattr__`` is asked, which waits for the value in a block
 
+    def _check_names(self) -> None:
+        """Check nothing: the names may be those of modules of other stages, or standard names."""
+
     def __getattr__(self, name: str) -> Any:
         """Look a name up as ``Envoy`` does, then among the standard names, which never hide another name.
 
@@ -386,7 +393,7 @@ class StandardNames(Envoy):
 def further_names(envoy: Envoy, name: str) -> list[str]:
     """Return the paths that an additional name may refer to on an envoy."""
     aliases = envoy._alias  # noqa: SLF001 - an envoy of ours
-    return [] if aliases is None else aliases.resolve(name, is_root=envoy._is_root)  # noqa: SLF001 - the same
+    return [] if aliases is None else aliases.resolve(name)
 
 
 def place_of(value: object) -> tuple[str, str] | None:
