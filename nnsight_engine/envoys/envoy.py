@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
@@ -318,6 +319,34 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         copied = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
         copied.__dict__["_default_mediators"] = list(self._default_mediators)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return the envoy at the same place in a copy of the whole tree and its modules.
+
+        Raises:
+            ValueError: The model has edits, whose blocks name the original.
+        """
+        if self._default_mediators:
+            raise ValueError(
+                "edits name the model that they edit and are not copied: call clear_edits() before"
+            )
+        if not self._is_root and id(self._root) not in memo:
+            copy.deepcopy(self._root, memo)
+            found: Self = memo[id(self)]
+            return found
+        copied = memo[id(self)] = object.__new__(type(self))
+        fresh: dict[str, Any] = {
+            "_source": None,
+            "_sources": [],
+            "_fake": {},
+            "_probes": None,
+            "_by_module": {},
+        }
+        for name, value in self.__dict__.items():
+            copied.__dict__[name] = fresh[name] if name in fresh else copy.deepcopy(value, memo)
+        if self._is_root:
+            copied._by_module.update((id(envoy._module), envoy) for envoy in copied._walk())
         return copied
 
     @property

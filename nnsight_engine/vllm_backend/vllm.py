@@ -242,6 +242,15 @@ class VLLM(StandardNames):
         chosen, backend = _starting().tracing_with(self.host, tracer_cls, backend)
         return super().trace(*args, backend=backend, tracer_cls=chosen, **kwargs)
 
+    def generate(self, *args: Any, **kwargs: Any) -> InterleavingTracer:
+        """Open a trace, as ``with model.trace(prompt, max_new_tokens=5):`` does.
+
+        Raises:
+            WithBlockNotFoundError: The call is not in a ``with`` statement.
+        """
+        refuse_statement(sys._getframe(1), "generate")  # noqa: SLF001 - it inspects the caller
+        return self.trace(*args, **kwargs)
+
     def session(
         self, *, remote: Remote = None, blocking: bool = True, backend: Backend | None = None
     ) -> Session:

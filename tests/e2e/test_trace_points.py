@@ -15,6 +15,7 @@ import torch
 
 from nnsight_engine import LanguageModel, save
 from nnsight_engine.envoys.architectures.errors import PatternError, PointValueError, UnknownPointError
+from nnsight_engine.interleaving.events import MissedProviderError
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.point_blocks import OTHER, PROMPT
 from tests.families.checkpoints import HIDDEN_SIZE, NUM_LAYERS, write_checkpoint
@@ -159,6 +160,25 @@ def test_logits_and_samples_are_values(model: VLLM) -> None:
                 model.samples.output = torch.tensor([[12]])
             result = tracer.result.save()
         assert list(result.outputs[0].token_ids) == [12], written
+
+
+def test_generation_is_a_trace_of_several_tokens(model: VLLM) -> None:
+    tokens = []
+    for trace in (
+        model.generate(PROMPT, max_new_tokens=3, **GREEDY),
+        model.trace(PROMPT, max_tokens=3, **GREEDY),
+    ):
+        with trace as tracer:
+            result = tracer.result.save()
+        tokens.append(list(result.outputs[0].token_ids))
+    assert len(tokens[0]) == 3
+    assert tokens[0] == tokens[1]
+    with (
+        pytest.raises(MissedProviderError, match=r"step 7 was not reached: .* after 3 steps"),
+        model.generate(PROMPT, max_new_tokens=3, **GREEDY) as tracer,
+    ):
+        for _ in tracer.iter[7]:
+            model.logits.save()
 
 
 def test_places_are_not_saved(model: VLLM) -> None:
