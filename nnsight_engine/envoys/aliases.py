@@ -182,7 +182,9 @@ def check_reached(root: Envoy, known: Container[str] = ()) -> None:
         ValueError: No module has any of the paths of an alias, nor a child of the alias's name.
     """
     aliases = root._alias
-    for alias in aliases.names if aliases is not None else ():
+    if aliases is None:
+        return
+    for alias in aliases.names:
         paths = aliases.resolve(alias)
         if any(path.partition(".")[0] in known for path in paths):
             continue

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 from collections.abc import Collection
 from typing import Any, Final
@@ -72,9 +71,8 @@ def named_arguments(kind: type[torch.nn.Module]) -> tuple[frozenset[str], bool]:
     return frozenset(one.name for one in parameters if one.kind is not one.VAR_KEYWORD), takes_others
 
 
-@functools.lru_cache(maxsize=1024)
-def _parameters(kind: type[torch.nn.Module]) -> tuple[inspect.Parameter, ...]:
-    return tuple(inspect.signature(kind.forward).parameters.values())[1:]
+def _parameters(kind: type[torch.nn.Module]) -> list[inspect.Parameter]:
+    return list(inspect.signature(kind.forward).parameters.values())[1:]
 
 
 def unknown_arguments_error(unknown: Collection[str], known: Collection[str], where: str) -> TypeError:

@@ -141,7 +141,7 @@ def test_logits_and_samples_are_values(model: VLLM) -> None:
         for _ in tracer.iter[:]:
             logits = model.logits.save()
             others = [model.logits.output, model.logits, place.output]
-            same = [logits.output is logits, *(torch.equal(one, logits) for one in others)].save()
+            same = save([logits.output is logits, *(torch.equal(one, logits) for one in others)])
             model.logits.output[:, 11] = 1e4
             tokens = model.samples.save()
     assert same == [True] * 4
@@ -195,10 +195,10 @@ def test_parts_move_on_to_the_next_step(model: VLLM, local: LanguageModel, part:
     found = []
     for engine, options in ((model, {"max_tokens": 3, **GREEDY}), (local, {"max_new_tokens": 3})):
         with engine.trace(PROMPT, **options):
-            place = engine
+            place: Any = engine
             for name in part.replace("[", ".").replace("]", "").split("."):
                 place = place[int(name)] if name.isdecimal() else getattr(place, name)
-            values = [place.output].save()
+            values = save([place.output])
             for _ in range(2):
                 values.append(place.next().output)
         tensors = [value[0] if isinstance(value, tuple) else value for value in values]

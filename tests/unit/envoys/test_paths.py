@@ -22,7 +22,7 @@ TREES: st.SearchStrategy[Tree] = st.recursive(
 def test_a_deep_copy_has_modules_of_its_own() -> None:
     model = NNsight(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
     outer = model[0].source
-    copied = copy.deepcopy(model)
+    copied: Any = copy.deepcopy(model)
     part = copy.deepcopy(model[1])
     assert part.path == "model.1"
     assert part._module is not model[1]._module

@@ -232,7 +232,8 @@ def test_nothing_warns(gpt2: Pair) -> None:
 @pytest.mark.parametrize("how", ["trace", "scan", "invoke", "trace for invokes", "not entered"])
 @pytest.mark.parametrize("name", ["max_token", "trace", "output_hiden_states"])
 def test_arguments_that_nothing_takes_are_refused(pair: Pair, how: str, name: str) -> None:
-    model, unknown = pair.model, {name: 5}
+    model: Any = pair.model
+    unknown = {name: 5}
 
     def run() -> None:
         if how == "not entered":
@@ -255,8 +256,8 @@ def test_arguments_that_nothing_takes_are_refused(pair: Pair, how: str, name: st
     "name", ["output_hidden_states", "return_dict", "use_cache", "cu_seq_lens_q", "nothing"]
 )
 def test_arguments_that_some_module_takes_are_passed_on(pair: Pair, name: str) -> None:
-    value = None if name in {"cu_seq_lens_q", "nothing"} else True
-    with torch.no_grad(), pair.model.trace(SHORT, **{name: value}):
+    options: dict[str, Any] = {name: None if name in {"cu_seq_lens_q", "nothing"} else True}
+    with torch.no_grad(), pair.model.trace(SHORT, **options):
         logits = pair.model.output.logits.save()
     assert torch.equal(logits[0], pair.logits(SHORT))
 

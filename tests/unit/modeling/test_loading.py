@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, GPT2LMHeadModel
 
+from nnsight_engine.core.saves import save
 from nnsight_engine.modeling import vllm
 from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.modeling.mixins.meta import MetaMixin
@@ -61,8 +62,7 @@ def test_operations_taken_before_a_trace_loads_the_model_are_read_in_it(gpt2: Pa
     attended = next(one for one in inner if "scaled_dot_product_attention" in str(one.path))
     assert not model.dispatched
     with model.trace(LONG):
-        found = [attended.output, function.output[0]].save()
-    assert model.dispatched
+        found = save([attended.output, function.output[0]])
     assert torch.equal(found[0].transpose(1, 2), found[1])
 
 
