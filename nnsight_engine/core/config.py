@@ -82,6 +82,21 @@ class ApiOptions(_Section):
     HOST: str = "http://127.0.0.1:8000"
     KEY: str = dataclasses.field(default="", repr=False)
 
+    @property
+    def APIKEY(self) -> str:  # noqa: N802 - the name of an option
+        """The former name of ``KEY``, deprecated."""
+        _warn_of_apikey(stacklevel=3)
+        return self.KEY
+
+    @APIKEY.setter
+    def APIKEY(self, value: str) -> None:  # noqa: N802 - a setter's only form
+        _warn_of_apikey(stacklevel=4)
+        self.KEY = value
+
+
+def _warn_of_apikey(stacklevel: int) -> None:
+    warnings.warn("CONFIG.API.APIKEY is now CONFIG.API.KEY", DeprecationWarning, stacklevel=stacklevel)
+
 
 class Config:
     """The sections of options and the file that stores them.

@@ -11,18 +11,26 @@ themselves, because an ``id`` alone could be reused by another object within the
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
+_INDEX: Final = re.compile(r"\.(\d+)")
 
 _MAX_LOOKED_INTO = 4096
 """Number of items of a container that are searched for a mark; mark a longer list itself to keep it."""
 
 _MAX_DEPTH = 8
 """Depth to which nested containers are searched; a list may contain itself."""
+
+
+class Place:
+    """Base of objects that stand for a place in a model, such as envoys: they have values and are none."""
+
+    __slots__ = ()
 
 
 class Saves(threading.local):
@@ -55,9 +63,19 @@ class Saves(threading.local):
             self.depth, self.marked = 0, {}
 
     def mark(self, value: Any) -> None:
-        """Keep ``value`` beyond the trace; do nothing outside of one."""
+        """Keep ``value`` beyond the trace; do nothing outside of one.
+
+        Raises:
+            TypeError: ``value`` is a place in the model, or a plain container that holds one.
+        """
         if self.depth:
+            refuse_places(value)
             self.marked[id(value)] = value
+
+    def check(self) -> None:
+        """Raise TypeError if a place in the model was added to a saved container."""
+        for value in self.marked.values():
+            refuse_places(value)
 
     def keeps(self, value: Any) -> bool:
         """Return whether ``value`` is marked, or is a plain container that holds a marked value."""
@@ -77,6 +95,23 @@ def holds_marked(value: Any, marked: Mapping[int, Any], depth: int = _MAX_DEPTH)
     return False
 
 
+def refuse_places(value: Any, depth: int = _MAX_DEPTH) -> None:
+    """Raise TypeError if ``value`` is a place in a model, or is a plain container that holds one."""
+    kind = type(value)
+    if issubclass(kind, Place):
+        own = value.__dict__
+        path = str(own.get("path") or own.get("_prefix") or kind.__name__)
+        name = _INDEX.sub(r"[\1]", path)
+        raise TypeError(
+            f"{name} is a place in the model and no value, so it cannot be saved. Save a value that it has, "
+            f"such as its output: `{name}.output.save()`"
+        )
+    if depth and (kind is list or kind is tuple or kind is dict):
+        items = value.values() if kind is dict else value
+        for item in islice(items, _MAX_LOOKED_INTO):
+            refuse_places(item, depth - 1)
+
+
 SAVES = Saves()
 """The marks of the calling thread."""
 
@@ -84,8 +119,11 @@ SAVES = Saves()
 def save(value: T) -> T:
     """Keep ``value`` after the trace ends, and return it.
 
-    Works on any object: ``hidden = save(model.layers[3].output)``. A list, tuple or dict that holds a saved
+    Works on any value: ``hidden = save(model.layers[3].output)``. A list, tuple or dict that holds a saved
     value is kept as well. Outside a trace it only returns its argument.
+
+    Raises:
+        TypeError: ``value`` is an envoy, which has values and is none.
     """
     SAVES.mark(value)
     return value

@@ -1,15 +1,16 @@
 """Aliases of modules, so that the same code works on models that name the same module differently.
 
 ``rename`` maps a path to one name or several. ``"mlp": "feedforward"`` gives every module called ``mlp`` an
-alias. ``"transformer.h": "layers"`` and ``".transformer.h": ".layers"`` put the alias where the path
-starts; a leading dot means the root. The original name always stays valid.
+alias. ``"transformer.h": "layers"`` puts the alias where the path starts, at every module that has the path.
+The original name always stays valid. Paths and aliases may have a leading dot, which stands for the module
+where the path starts and changes nothing: ``".transformer.h": ".layers"``.
 
 A path may begin with the name of the root itself, as paths are printed: ``"model.transformer.h"``, and
 ``"model": "lm"`` names the root, in a model that has no module of that name at its root.
 
-One ``rename`` may serve several architectures: paths that a model lacks are ignored, so that
-``{"transformer.h": "layers", "model.layers": "layers"}`` is ``layers`` on either. Envoys use this when they
-are built and when a name is neither a child nor an attribute.
+One ``rename`` may serve several architectures: a model needs one of the paths of each alias, so that
+``{"transformer.h": "layers", "model.layers": "layers"}`` is ``layers`` on either. An alias without any is
+refused. Envoys use this when they are built and when a name is neither a child nor an attribute.
 """
 
 from __future__ import annotations
@@ -82,10 +83,9 @@ class Aliases:
                     "choose another name"
                 )
 
-    def resolve(self, alias: str, *, is_root: bool) -> list[str]:
-        """Return the paths that ``alias`` may refer to on this envoy, without leading dots."""
-        paths = self._paths.get(alias, ())
-        return [path.removeprefix(".") for path in paths if is_root or not path.startswith(".")]
+    def resolve(self, alias: str) -> list[str]:
+        """Return the paths that ``alias`` may refer to, without leading dots."""
+        return [path.removeprefix(".") for path in self._paths.get(alias, ())]
 
     def ways_to(self, path: tuple[str, ...]) -> list[tuple[str, ...]]:
         """Return a module's path from the root, and all its spellings with aliases.
@@ -97,17 +97,15 @@ class Aliases:
         for way in ways:
             for name, aliases in self._aliases.items():
                 parts = _parts(name)
-                starts = [1] if name.startswith(".") else range(1, len(way) - len(parts) + 1)
-                for start in starts:
+                for start in range(1, len(way) - len(parts) + 1):
                     if list(way[start : start + len(parts)]) == parts:
                         spelt = ((*way[:start], alias, *way[start + len(parts) :]) for alias in aliases)
                         ways.extend(one for one in spelt if one not in ways)
         return ways
 
-    def names_for(self, child: str, *, is_root: bool) -> list[str]:
+    def names_for(self, child: str) -> list[str]:
         """Return the aliases of a direct child, for listings."""
-        rooted = self._aliases.get(f".{child}", []) if is_root else []
-        return [*self._aliases.get(child, []), *rooted]
+        return [*self._aliases.get(child, []), *self._aliases.get(f".{child}", [])]
 
 
 def by_alias(envoy: Envoy, name: str, tried: frozenset[tuple[int, str]] = frozenset()) -> Any:
@@ -122,7 +120,7 @@ def by_alias(envoy: Envoy, name: str, tried: frozenset[tuple[int, str]] = frozen
     aliases = envoy._alias
     if aliases is None or here in tried:
         return None
-    paths = aliases.resolve(name, is_root=envoy._is_root)
+    paths = aliases.resolve(name)
     reached = (descend(envoy, path, tried | {here}) for path in [*paths, *_below_root(envoy, paths)])
     return next((found for found in reached if found is not None), None)
 
@@ -134,7 +132,7 @@ def descend(envoy: Envoy, path: str, tried: frozenset[tuple[int, str]] = frozens
         if "_names" not in getattr(found, "__dict__", ()):
             return None  # a parameter, for example, has nothing below it
         if part in found._names:
-            found = found.__dict__[part]
+            found = found._child(part)
         elif hasattr(found._module, part):
             found = getattr(found, part)
         else:
@@ -162,7 +160,7 @@ def check_aliases(envoy: Envoy) -> None:
     if envoy._is_root:
         aliases.refuse(dir(type(envoy)))
     for name in aliases.names:
-        paths = aliases.resolve(name, is_root=envoy._is_root)
+        paths = aliases.resolve(name)
         if len(paths) > 1:
             there = {id(found): path for path in paths if (found := descend(envoy, path)) is not None}
             if len(there) > 1:
@@ -171,6 +169,30 @@ def check_aliases(envoy: Envoy) -> None:
                     f"rename gives the name {name!r} to both {first!r} and {second!r} of {envoy.path}; "
                     "leave one of them out"
                 )
+
+
+def check_reached(root: Envoy, known: Container[str] = ()) -> None:
+    """Reject aliases that refer to nothing in the tree.
+
+    Args:
+        root: The root of the tree.
+        known: Names with which a path may begin that are no modules, or none yet.
+
+    Raises:
+        ValueError: No module has any of the paths of an alias, nor a child of the alias's name.
+    """
+    aliases = root._alias
+    if aliases is None:
+        return
+    for alias in aliases.names:
+        paths = aliases.resolve(alias)
+        if any(path.partition(".")[0] in known for path in paths):
+            continue
+        if not any(alias in one._names or by_alias(one, alias) is not None for one in root._walk()):
+            raise ValueError(
+                f"rename={{{paths[0]!r}: {alias!r}}}: this model has no {paths[0]!r}; print(model) shows its "
+                "modules"
+            )
 
 
 def ends_with(path: str, end: str, aliases: Aliases | None) -> bool:

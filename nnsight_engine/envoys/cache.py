@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
-from typing import TYPE_CHECKING, Any, Final, Self, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, overload
 
 import torch
 
@@ -33,6 +33,9 @@ class Entry:
         values: Values of all calls, by ``output`` or ``input``.
         numbers: Number of the call of each value.
     """
+
+    missing_is_none: ClassVar[bool] = False
+    """Whether a value that was not stored is None, as in nnsight, and not an error."""
 
     _index: _Index | None = None
 
@@ -96,6 +99,8 @@ class Entry:
 
     def _get(self, key: str) -> list[Any]:
         if key not in self.values:
+            if self.missing_is_none:
+                return [None]
             raise AttributeError(
                 f"the cache has no {key} here; store {key}s with tracer.cache({_OPTIONS[key]}=True), and "
                 "create the cache before the module runs"
@@ -115,9 +120,7 @@ class Entry:
     @property
     def input(self) -> Any:
         """The module's first argument; a list with one item per call if there were several."""
-        return _one_or_all(
-            [args[0] if args else next(iter(kwargs.values()), None) for args, kwargs in self._get("input")]
-        )
+        return _one_or_all([_first(value) for value in self._get("input")])
 
     def __repr__(self) -> str:
         """Return the kinds and numbers of values."""
@@ -189,6 +192,11 @@ class Cache:
         known = {str(envoy.path): envoy for envoy in model._walk()}
         if modules is None:
             paths = list(known)
+        elif any(isinstance(module, torch.Tensor) for module in modules):
+            raise ValueError(
+                "a cache takes modules and their paths, got a value that was read already; write the path of "
+                f"logits and samples, '{model.path}.logits'"
+            )
         else:
             paths = [module if isinstance(module, str) else str(module.path) for module in modules]
             unknown = [path for path in paths if path not in known]
@@ -282,7 +290,7 @@ class CacheView(Mapping[str, "CacheView"]):
             IndexError: There was no such call.
         """
         if isinstance(key, str):
-            return self._at_path(key) if not self._path else self._below(self._envoy[key])
+            return self._at_path(key) if not self._path else self._below(self._child(key))
         if not self._path or self._holds_numbered():
             return self._below(self._envoy[key])
         if isinstance(key, slice):
@@ -292,6 +300,13 @@ class CacheView(Mapping[str, "CacheView"]):
             return self._at_call(calls[key])
         except IndexError:
             raise IndexError(f"the cache has {len(calls)} calls of {self._path}, got {key}") from None
+
+    def _child(self, path: str) -> Any:
+        """Return the envoy at a path below this place."""
+        try:
+            return self._envoy[path] if "." not in path else at_path(self._envoy, path)
+        except NOT_THERE as error:
+            raise KeyError(f"{self._path} has no {path!r}") from error
 
     def _at_path(self, path: str) -> Self:
         if path in self._cache.entries:
@@ -426,6 +441,11 @@ class CacheView(Mapping[str, "CacheView"]):
 
     def _repr_html_(self) -> str:
         return cache_html(repr(self), {path: self._cache.entries[path].values for path in self.keys()})
+
+
+def _first(inputs: tuple[tuple[Any, ...], dict[str, Any]] | None) -> Any:
+    args, kwargs = inputs if inputs is not None else ((), {})
+    return args[0] if args else next(iter(kwargs.values()), None)
 
 
 def _one_or_all(calls: list[Any]) -> Any:

@@ -141,7 +141,7 @@ def _continues(envoy: Envoy, children: list[tuple[str, Node]], start: int, at: i
 
 def _names_for(envoy: Envoy, child: str) -> list[str]:
     aliases = envoy._alias
-    return aliases.names_for(child, is_root=envoy._is_root) if aliases is not None else []
+    return aliases.names_for(child) if aliases is not None else []
 
 
 def _aliases_here(envoy: Envoy) -> dict[str, str]:
@@ -151,7 +151,7 @@ def _aliases_here(envoy: Envoy) -> dict[str, str]:
         return {}
     found = {}
     for alias in aliases.names:
-        for path in aliases.resolve(alias, is_root=envoy._is_root):
+        for path in aliases.resolve(alias):
             if descend(envoy, path) is not None:
                 found[alias] = path
                 break

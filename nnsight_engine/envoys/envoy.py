@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from threading import get_ident
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
-from nnsight_engine.envoys.aliases import Aliases, Rename, by_alias, check_aliases
+from nnsight_engine.core.saves import Place
+from nnsight_engine.envoys import own_output
+from nnsight_engine.envoys.aliases import Aliases, Rename, by_alias, check_aliases, check_reached
 from nnsight_engine.envoys.display import NoSuchModuleError, as_html, as_text, names_of
 from nnsight_engine.envoys.envoy_map import EnvoyMap, check_envoys, envoy_class
 from nnsight_engine.envoys.eproperty import eproperty
 from nnsight_engine.envoys.operations import ForwardSource, SourceEnvoy
 from nnsight_engine.envoys.probes import Probes
+from nnsight_engine.envoys.source.errors import SourceNotAvailableError
 from nnsight_engine.envoys.tracers import backwards
 from nnsight_engine.envoys.tracers.editing import Edit, EditingTracer
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.envoys.tracers.scanning import ScanningTracer
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.envoys.tree import EnvoyTree
-from nnsight_engine.envoys.values import CallValues, names_input
+from nnsight_engine.envoys.values import (
+    CallValues,
+    named_arguments,
+    names_input,
+    unknown_arguments_error,
+)
 from nnsight_engine.interleaving.batching import Batchable, Batcher
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.interleaver import Interleaver
@@ -36,11 +45,12 @@ from nnsight_engine.tracing.tracer import SITES, Backend, Tracer, refuse_stateme
 _ENVOYS_OWN = frozenset({"path", "interleaver", "interleaving", "interleave", "fake_value"})
 
 backwards.install()
+own_output.install()
 
 _METHODS = (FunctionType, MethodType, BuiltinFunctionType)
 
 
-class Envoy(CallValues, EnvoyTree, Batchable):
+class Envoy(CallValues, EnvoyTree, Batchable, Place):
     """Represents a module and its submodules.
 
     Inside a trace, ``output``, ``input`` and ``inputs`` wait for the module's values and can be assigned.
@@ -50,6 +60,9 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         path: Path of the module, ``model.layers.3``; prefix of the names of its values.
         interleaver: The interleaver that the values of the tree pass through.
     """
+
+    _added_later: ClassVar[tuple[str, ...]] = ()
+    """Names of the modules that a class adds to the root when the tree has been built."""
 
     path: str | None
     interleaver: Interleaver
@@ -114,6 +127,8 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         for name, child in module.named_children():
             self._add_envoy(child, name)
         check_aliases(self)
+        if root is None:
+            self._check_names()
 
     # Values; `output`, `input` and `inputs` are in CallValues.
 
@@ -129,8 +144,8 @@ class Envoy(CallValues, EnvoyTree, Batchable):
             forward = ForwardSource(self._module, str(self.path), self._root)
             self.__dict__["_source"] = forward
             self._root._sources.append(forward)
-        if self._interleaver.interleaving:
-            forward.install()
+        if self._interleaver.interleaving and forward.install():
+            forward.source.count_from(self._interleaver.calls.get(f"{self.path}.input", 0))
         return forward.source
 
     def skip(self, value: Any) -> None:
@@ -224,9 +239,14 @@ class Envoy(CallValues, EnvoyTree, Batchable):
 
         Raises:
             WithBlockNotFoundError: The caller is not a ``with`` statement.
+            TypeError: The module takes no argument of such a name.
         """
         refuse_statement(sys._getframe(1), "trace")
         self._root._check_runs("trace")
+        # Arguments without an input are for invokes, whose own arguments are not known yet.
+        has_input = self._has_input(args, kwargs)
+        if has_input and fn is None and tracer_cls.__init__ is InterleavingTracer.__init__:
+            self._check_arguments(kwargs)
         function = fn if fn is not None else self._run_module
         return tracer_cls(function, self, *args, backend=backend, validate=validate or scan, **kwargs)
 
@@ -234,6 +254,8 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         """Open a trace on fake tensors, which determines every shape and computes nothing."""
         refuse_statement(sys._getframe(1), "scan")
         self._root._check_runs("scan")
+        if fn is None and self._has_input(args, kwargs):
+            self._check_arguments(kwargs)
         return ScanningTracer(fn if fn is not None else self._run_module, self, *args, **kwargs)
 
     def edit(self, *, inplace: bool = False, backend: Backend | None = None) -> EditingTracer:
@@ -273,6 +295,17 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         """Return whether these arguments of a trace are an input, so that its block is the only invoke."""
         return bool(args) or names_input(type(self._module), kwargs)
 
+    def _check_arguments(self, kwargs: Mapping[str, Any]) -> None:
+        """Raise TypeError if nothing takes an argument of a trace. Classes with own inputs override it."""
+        if type(self)._prepare_input is not Batchable._prepare_input:
+            return
+        known, takes_others = named_arguments(type(self._module))
+        unknown = [] if takes_others else [name for name in kwargs if name not in known]
+        if unknown:
+            raise unknown_arguments_error(
+                unknown, known, f"{type(self._module).__name__}.forward of {self.path}"
+            )
+
     def _example_input(self) -> dict[str, Any] | None:
         """Return example arguments for a run that determines the model's calls; None if unknown."""
         return None
@@ -286,6 +319,34 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         copied = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
         copied.__dict__["_default_mediators"] = list(self._default_mediators)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return the envoy at the same place in a copy of the whole tree and its modules.
+
+        Raises:
+            ValueError: The model has edits, whose blocks name the original.
+        """
+        if self._default_mediators:
+            raise ValueError(
+                "edits name the model that they edit and are not copied: call clear_edits() before"
+            )
+        if not self._is_root and id(self._root) not in memo:
+            copy.deepcopy(self._root, memo)
+            found: Self = memo[id(self)]
+            return found
+        copied = memo[id(self)] = object.__new__(type(self))
+        fresh: dict[str, Any] = {
+            "_source": None,
+            "_sources": [],
+            "_fake": {},
+            "_probes": None,
+            "_by_module": {},
+        }
+        for name, value in self.__dict__.items():
+            copied.__dict__[name] = fresh[name] if name in fresh else copy.deepcopy(value, memo)
+        if self._is_root:
+            copied._by_module.update((id(envoy._module), envoy) for envoy in copied._walk())
         return copied
 
     @property
@@ -358,6 +419,10 @@ class Envoy(CallValues, EnvoyTree, Batchable):
             for envoy in envoys:
                 envoy.__dict__["_alias"] = before
             raise
+
+    def _check_names(self) -> None:
+        """Raise ValueError if an alias of the tree refers to nothing; called on the root."""
+        check_reached(self, self._added_later)
 
     def _drop_inspection_state(self) -> None:
         """Drop inspection state of this tree: rewritten forwards, values of a scan."""
@@ -504,8 +569,11 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         root.__dict__["_probes"] = None
         self.__dict__["_module"] = module
         if self._source is not None:
-            root._sources.remove(self._source)
-            self.__dict__["_source"] = None
+            try:
+                self._source.rebind(module)
+            except SourceNotAvailableError:
+                root._sources.remove(self._source)
+                self.__dict__["_source"] = None
         children = dict(module.named_children())
         for name, envoy in zip(tuple(self._names), tuple(self._children), strict=True):
             if name in children:

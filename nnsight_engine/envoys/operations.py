@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nnsight_engine.core.saves import Place
 from nnsight_engine.envoys.callees import callee_of_text, find_by_running
 from nnsight_engine.envoys.source.errors import SourceNotAvailableError
 from nnsight_engine.envoys.source.listing import format_operation, format_source
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
 
 
-class OperationEnvoy(CallValues):
+class OperationEnvoy(CallValues, Place):
     """One call inside a function: its input, its output, and the calls inside its callee."""
 
     path: str | None
@@ -58,7 +59,9 @@ class OperationEnvoy(CallValues):
             return self._looked_up()
         provider = f"{self.path}.fn"
         number = self.interleaver.call_number(provider)
-        return self._known_as(mediator.send_event(Events.VALUE, provider, number))
+        inner = self._known_as(mediator.send_event(Events.VALUE, provider, number))
+        inner.count_from(self.interleaver.calls.get(f"{self.path}.input", 0))
+        return inner
 
     def _looked_up(self) -> SourceEnvoy:
         holder, name = self.holder, self.operation.name
@@ -82,7 +85,7 @@ class OperationEnvoy(CallValues):
         return format_operation(self.holder.rewritten, self.operation, self.holder.path)
 
 
-class SourceEnvoy:
+class SourceEnvoy(Place):
     """The calls of one function, by name: ``source.self_c_proj_0``. Printing it shows their lines."""
 
     def __init__(self, path: str, function: Callable[..., Any], model: Envoy) -> None:
@@ -109,6 +112,28 @@ class SourceEnvoy:
         self.operations = {
             operation.name: OperationEnvoy(operation, self) for operation in self.rewritten.operations
         }
+
+    def rebind(self, function: Callable[..., Any]) -> None:
+        """Rewrite another function of the same kind in its place; calls that both make keep their envoys.
+
+        Raises:
+            SourceNotAvailableError: Its source cannot be rewritten.
+        """
+        rewritten = rewrite(function, self._call, self.path)
+        before, self.original, self.rewritten = self.operations, function, rewritten
+        self.operations = {}
+        for operation in rewritten.operations:
+            envoy = before.get(operation.name) or OperationEnvoy(operation, self)
+            envoy.operation = operation
+            self.operations[operation.name] = envoy
+
+    def count_from(self, number: int) -> None:
+        """Count calls from ``number`` on, if the function was called as often before it was rewritten."""
+        if number:
+            paths = [str(operation.path) for operation in self]
+            self.interleaver.calls.update(
+                (f"{path}.{end}", number) for path in paths for end in ("fn", "input", "output")
+            )
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -188,18 +213,26 @@ class ForwardSource:
 
     def __init__(self, module: torch.nn.Module, path: str, model: Envoy) -> None:
         """Rewrite the forward of ``module``; ``model`` is the root of the tree."""
-        self.module = module
-        self.name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
+        self.module, self.name = module, _name_of_forward(module)
         self.source = SourceEnvoy(path, getattr(module, self.name), model)
         self._installed = False
         self._before: Any = None
 
-    def install(self) -> None:
-        """Replace the forward."""
-        if not self._installed:
-            self._installed = True
-            self._before = self.module.__dict__.get(self.name)
-            self.module.__dict__[self.name] = self.source.function
+    def rebind(self, module: torch.nn.Module) -> None:
+        """Rewrite the forward of another module in its place, such as one with weights."""
+        self.remove()
+        name = _name_of_forward(module)
+        self.source.rebind(getattr(module, name))
+        self.module, self.name = module, name
+
+    def install(self) -> bool:
+        """Replace the forward; return whether it was not replaced already."""
+        if self._installed:
+            return False
+        self._installed = True
+        self._before = self.module.__dict__.get(self.name)
+        self.module.__dict__[self.name] = self.source.function
+        return True
 
     def remove(self) -> None:
         """Put the original forward back."""
@@ -210,3 +243,7 @@ class ForwardSource:
             del self.module.__dict__[self.name]
         else:
             self.module.__dict__[self.name] = self._before
+
+
+def _name_of_forward(module: torch.nn.Module) -> str:
+    return "_old_forward" if "_old_forward" in module.__dict__ else "forward"

@@ -40,8 +40,11 @@ class EnvoyTree:
     def __getitem__(self, key: Any) -> Any:
         """Return a child: of a list of modules by number or slice, of a dict of modules by key."""
         if isinstance(key, str):
-            return self.__dict__[key] if key in self._names else getattr(self, key)
+            return self._child(key) if key in self._names else getattr(self, key)
         return self._children[key]
+
+    def _child(self, name: str) -> Envoy:
+        return self._children[self._names.index(name)]
 
     def __len__(self) -> int:
         """Return the number of children."""
@@ -136,12 +139,12 @@ def at_path(start: EnvoyTree, path: str) -> Any:
 def _followed(start: EnvoyTree, path: str) -> Any:
     found: Any = start
     for part in path.split("."):
-        if not part.isdecimal():
+        if isinstance(found, EnvoyTree) and part in found._names:
+            found = found._child(part)  # a number too: a dict of modules may have them for keys, in any order
+        elif not part.isdecimal():
             found = getattr(found, part)
         elif not isinstance(found, EnvoyTree):
             found = found[int(part)]
-        elif part in found._names:  # by name: a dict of modules may have numbers for keys, in any order
-            found = found.__dict__[part]
         else:
             raise NoSuchModuleError(cast("Envoy", found), part)
     return found

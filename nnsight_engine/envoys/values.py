@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from nnsight_engine.envoys.eproperty import eproperty
 from nnsight_engine.envoys.hooks import requires_input, requires_output
+
+_HERE_ONLY: Final = (
+    "A part of a model runs in this process: leave remote= out, or trace the whole model with it."
+)
 
 
 class CallValues:
@@ -53,8 +58,29 @@ def names_input(kind: type[torch.nn.Module], names: Collection[str]) -> bool:
     They are if they include all required parameters, or the first parameter if none is required. Other
     keyword arguments apply to every invoke of a trace, as ``model.trace(scale=2)`` does.
     """
-    parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
-    named = [one for one in parameters if one.kind not in {one.VAR_POSITIONAL, one.VAR_KEYWORD}]
+    named = [one for one in _parameters(kind) if one.kind not in {one.VAR_POSITIONAL, one.VAR_KEYWORD}]
     needed = {one.name for one in named if one.default is one.empty}
     first = {one.name for one in named[:1]}
     return bool(names) and bool(needed or first) and (needed or first) <= set(names)
+
+
+def named_arguments(kind: type[torch.nn.Module]) -> tuple[frozenset[str], bool]:
+    """Return the arguments that a module's forward names, and whether it takes others."""
+    parameters = _parameters(kind)
+    takes_others = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    return frozenset(one.name for one in parameters if one.kind is not one.VAR_KEYWORD), takes_others
+
+
+def _parameters(kind: type[torch.nn.Module]) -> list[inspect.Parameter]:
+    return list(inspect.signature(kind.forward).parameters.values())[1:]
+
+
+def unknown_arguments_error(unknown: Collection[str], known: Collection[str], where: str) -> TypeError:
+    """Return the error for arguments of a trace that nothing takes, with a name like the first."""
+    first = next(iter(unknown))
+    near = difflib.get_close_matches(first, known, n=1)
+    return TypeError(
+        f"{where} takes no argument {', '.join(unknown)}"
+        + (f"; did you mean {near[0]}?" if near else "")
+        + (f". {_HERE_ONLY}" if {"remote", "blocking"} & set(unknown) else "")
+    )

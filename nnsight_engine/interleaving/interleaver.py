@@ -89,6 +89,11 @@ class Interleaver(ModuleUse):
         for index, mediator in enumerate(mediators):
             mediator.idx = index
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Interleaver:
+        """Return an interleaver without a run, for the copy of a model."""
+        copied = memo[id(self)] = type(self)()
+        return copied
+
     def forget(self) -> None:
         """Drop all references of the last run; only saved values outlive it."""
         self.mediators = []

@@ -43,6 +43,7 @@ class IteratorTracer:
         mediator = self.interleaver.current
         if mediator is None:
             raise ValueError("steps are iterated inside a trace that has an input, or inside an invoke")
+        run = mediator.interleaver or self.interleaver  # of its own request, where several share a model
         mediator.loops.append(self)
         try:
             for step in self._numbers:
@@ -51,7 +52,7 @@ class IteratorTracer:
                         return
                     raise MissedProviderError(
                         f"Execution complete but step {step} was not reached: generation ended after "
-                        f"{self.interleaver.step + 1} steps. Use a slice, tracer.iter[{step}:], for steps "
+                        f"{run.step + 1} steps. Use a slice, tracer.iter[{step}:], for steps "
                         "that may not be reached."
                     )
                 mediator.iteration, mediator.moved_on = step, False

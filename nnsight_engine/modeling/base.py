@@ -11,6 +11,7 @@ from nnsight_engine.envoys.aliases import Rename
 from nnsight_engine.envoys.architectures.architecture import Architecture, architecture_of
 from nnsight_engine.envoys.architectures.points import Points
 from nnsight_engine.envoys.envoy import Envoy, EnvoyMap
+from nnsight_engine.envoys.own_output import with_own_output
 
 _STANDARD_NAMES: Final = ("points", "logits", "embed")
 
@@ -54,7 +55,7 @@ class NNsight(Envoy):
             if name == "points":
                 return points
             if name in points:
-                return points[name]
+                return with_own_output(points[name], self, name)
             if f"{name}.output" in points:
                 return points.group(name)
             raise

@@ -13,8 +13,10 @@ from typing import Any, ClassVar, Final
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import TransformersKwargs
 
 from nnsight_engine.envoys.envoy import Envoy
+from nnsight_engine.envoys.values import named_arguments, unknown_arguments_error
 from nnsight_engine.interleaving.batching import Batcher
 from nnsight_engine.modeling.generator import Generator, TokenFeed, rows_per_input, takes_streamer
 from nnsight_engine.modeling.invokes import join_shared, without_input
@@ -38,6 +40,7 @@ _MAX_NEW_TOKENS: Final = "max_new_tokens"
 _GENERATION_ONLY: Final = frozenset(
     {_MAX_NEW_TOKENS, "min_new_tokens", "do_sample", "num_beams", "temperature"}
 )
+_OF_ANY_MODEL: Final = frozenset({*TransformersKwargs.__optional_keys__, "return_dict"})
 
 
 class LanguageModel(GeneratingMixin, TransformersModel):
@@ -51,6 +54,8 @@ class LanguageModel(GeneratingMixin, TransformersModel):
     default_automodel: ClassVar[str] = "AutoModelForCausalLM"
     input_names: ClassVar[tuple[str, ...]] = TOKEN_INPUTS
     """Keyword arguments that form an input."""
+
+    _added_later = ("generator",)
 
     tokenizer: PreTrainedTokenizerBase
     generator: Envoy
@@ -173,6 +178,27 @@ class LanguageModel(GeneratingMixin, TransformersModel):
             for name, value in arguments.items()
         }
 
+    def _check_arguments(self, kwargs: Mapping[str, Any]) -> None:
+        # An invoke may make it a generation, and ``generate`` itself refuses what nothing takes.
+        if kwargs.get(_MAX_NEW_TOKENS) is None and not _GENERATION_ONLY & kwargs.keys():
+            self._refuse_unknown({name: kwargs[name] for name in kwargs if name not in self.input_names})
+
+    def _refuse_unknown(self, arguments: Mapping[str, Any]) -> None:
+        """Raise TypeError if no module of the model takes an argument, as ``generate`` does.
+
+        The model's forward passes all others on, to whatever module takes them; the rest would be ignored.
+        """
+        given = {name for name, value in arguments.items() if value is not None}
+        known, takes_others = named_arguments(type(self._module))
+        if not takes_others or given <= known:
+            return
+        kinds = {type(module) for module in self._module.modules()}
+        known = known.union(*(named_arguments(kind)[0] for kind in kinds), _OF_ANY_MODEL, ROW_INPUTS)
+        unknown = [name for name in arguments if name in given - known - {*self.tokenizer.model_input_names}]
+        if unknown:
+            near = {*known, *_GENERATION_ONLY}
+            raise unknown_arguments_error(unknown, near, f"a trace of {type(self._module).__name__}")
+
     def _example_input(self) -> dict[str, Any] | None:
         tokens = torch.zeros(1, 2, dtype=torch.long)
         return self._prepare_input(tokens)[1]
@@ -188,6 +214,7 @@ class LanguageModel(GeneratingMixin, TransformersModel):
                 f"{', '.join(sorted(misplaced))} is for generation, and a trace without {_MAX_NEW_TOKENS}= "
                 f"runs the model once: add it, or write `with model.generate(...)`"
             )
+        self._refuse_unknown(kwargs)
         return super()._run_module(*args, **self._on_device(kwargs))
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:

@@ -223,7 +223,9 @@ class Tracer:
         self._read_variables()
         SAVES.enter()
         try:
-            return self.backend(self)
+            result = self.backend(self)
+            SAVES.check()
+            return result
         finally:  # for any backend, and for values saved before an error too
             try:
                 self.give_back()

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.envoys.aliases import Rename
+from nnsight_engine.envoys.aliases import Rename, check_reached
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.envoy_map import EnvoyMap, check_envoys
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.envoys.tracers.session import Session
-from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.remote_backend.client.backend import RemoteBackend
 from nnsight_engine.remote_backend.client.location import Remote, chosen_backend
 from nnsight_engine.remote_backend.identity import name_of
@@ -27,7 +26,7 @@ from nnsight_engine.vllm_backend.model_outline import OutlineEntry, outlined
 from nnsight_engine.vllm_backend.prompts import INPUT_NAMES, Request, as_prompt, refuse_function, with_images
 from nnsight_engine.vllm_backend.remote import VLLMDialect, local_tokenizer
 from nnsight_engine.vllm_backend.rpc_results import answer
-from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES, EnginePoints, StandardNames
+from nnsight_engine.vllm_backend.traces.points import EnginePoints, StandardNames
 from nnsight_engine.vllm_backend.versions.check import check_from_environment
 
 if TYPE_CHECKING:
@@ -48,8 +47,8 @@ class VLLM(StandardNames):
 
     A block runs in the engine's workers, on the rows of its own request, while other requests share the
     steps. The values it saves are assigned to the user's variables. Modules are vLLM's: their values are
-    flat, ``[tokens, width]``; ``print(model)`` lists them. In addition there are ``model.logits.output``,
-    ``[1, vocabulary]``, and ``model.samples.output``, ``[1, 1]``, once per generated token, and the standard
+    flat, ``[tokens, width]``; ``print(model)`` lists them. In addition there are ``model.logits``,
+    ``[1, vocabulary]``, and ``model.samples``, ``[1, 1]``, once per generated token, and the standard
     points of ``LanguageModel``, as ``[tokens, ...]``: ``model.layers[3].attn.heads``, ``model.points``.
 
     Args:
@@ -141,9 +140,9 @@ class VLLM(StandardNames):
     def _set_description(self, entries: Sequence[OutlineEntry], spec: ModelSpec) -> None:
         """Build the module tree and the points from an engine's description of its model."""
         self._update(outlined(entries))
-        for name in (LOGITS, SAMPLES):
-            self._add_envoy(WrapperModule(), name)
-        self.__dict__["_points"] = EnginePoints.on_client(self, spec)
+        self._add_values()
+        points = self.__dict__["_points"] = EnginePoints.on_client(self, spec)
+        check_reached(self, points.name_parts())
         self.__dict__["_is_known"] = True
 
     def _fetch_description(self, transport: Transport) -> None:
@@ -242,6 +241,15 @@ class VLLM(StandardNames):
         self.dispatch()
         chosen, backend = _starting().tracing_with(self.host, tracer_cls, backend)
         return super().trace(*args, backend=backend, tracer_cls=chosen, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> InterleavingTracer:
+        """Open a trace, as ``with model.trace(prompt, max_new_tokens=5):`` does.
+
+        Raises:
+            WithBlockNotFoundError: The call is not in a ``with`` statement.
+        """
+        refuse_statement(sys._getframe(1), "generate")  # noqa: SLF001 - it inspects the caller
+        return self.trace(*args, **kwargs)
 
     def session(
         self, *, remote: Remote = None, blocking: bool = True, backend: Backend | None = None

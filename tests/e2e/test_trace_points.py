@@ -15,6 +15,7 @@ import torch
 
 from nnsight_engine import LanguageModel, save
 from nnsight_engine.envoys.architectures.errors import PatternError, PointValueError, UnknownPointError
+from nnsight_engine.interleaving.events import MissedProviderError
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.point_blocks import OTHER, PROMPT
 from tests.families.checkpoints import HIDDEN_SIZE, NUM_LAYERS, write_checkpoint
@@ -131,6 +132,80 @@ def test_parts_are_skipped(model: VLLM) -> None:
         before = save(hidden)
     torch.testing.assert_close(skipped, written)
     assert torch.equal(before, after)
+
+
+def test_logits_and_samples_are_values(model: VLLM) -> None:
+    place = model.logits
+    with model.trace(PROMPT, max_tokens=2, **GREEDY) as tracer:
+        first = save([model.logits.argmax(-1)])
+        for _ in tracer.iter[:]:
+            logits = model.logits.save()
+            others = [model.logits.output, model.logits, place.output]
+            same = save([logits.output is logits, *(torch.equal(one, logits) for one in others)])
+            model.logits.output[:, 11] = 1e4
+            tokens = model.samples.save()
+    assert same == [True] * 4
+    assert (type(logits), logits.shape, tokens.tolist()) == (torch.Tensor, (1, 319), [[11]])
+    assert first[0].item() != 11
+    forced = torch.nn.functional.one_hot(torch.tensor([12]), 319).float() * 100
+    for written in ("logits", "logits.output", "samples", "samples.output"):
+        with model.trace(PROMPT, max_tokens=1, **GREEDY) as tracer:
+            if written == "logits":
+                model.logits = forced
+            elif written == "logits.output":
+                model.logits.output = forced
+            elif written == "samples":
+                model.samples = torch.tensor([[12]])
+            else:
+                model.samples.output = torch.tensor([[12]])
+            result = tracer.result.save()
+        assert list(result.outputs[0].token_ids) == [12], written
+
+
+def test_generation_is_a_trace_of_several_tokens(model: VLLM) -> None:
+    tokens = []
+    for trace in (
+        model.generate(PROMPT, max_new_tokens=3, **GREEDY),
+        model.trace(PROMPT, max_tokens=3, **GREEDY),
+    ):
+        with trace as tracer:
+            result = tracer.result.save()
+        tokens.append(list(result.outputs[0].token_ids))
+    assert len(tokens[0]) == 3
+    assert tokens[0] == tokens[1]
+    with (
+        pytest.raises(MissedProviderError, match=r"step 7 was not reached: .* after 3 steps"),
+        model.generate(PROMPT, max_new_tokens=3, **GREEDY) as tracer,
+    ):
+        for _ in tracer.iter[7]:
+            model.logits.save()
+
+
+def test_places_are_not_saved(model: VLLM) -> None:
+    for where in ("itself", "later"):
+        with pytest.raises(TypeError, match=r"layers\[1\].*output.save"), model.trace(PROMPT, **GREEDY):
+            found = save([] if where == "later" else model.layers[1])
+            found.append(model.layers[1].mlp)
+    with pytest.raises(ValueError, match=r"'model\.logits'"), model.trace(PROMPT, **GREEDY) as tracer:
+        tracer.cache(modules=[model.logits])
+
+
+@pytest.mark.parametrize("part", ["embed", "layers[1]", "layers[1].attn", "layers[1].mlp", "norm"])
+def test_parts_move_on_to_the_next_step(model: VLLM, local: LanguageModel, part: str) -> None:
+    found = []
+    for engine, options in ((model, {"max_tokens": 3, **GREEDY}), (local, {"max_new_tokens": 3})):
+        with engine.trace(PROMPT, **options):
+            place: Any = engine
+            for name in part.replace("[", ".").replace("]", "").split("."):
+                place = place[int(name)] if name.isdecimal() else getattr(place, name)
+            values = save([place.output])
+            for _ in range(2):
+                values.append(place.next().output)
+        tensors = [value[0] if isinstance(value, tuple) else value for value in values]
+        found.append([value.reshape(-1, HIDDEN_SIZE) for value in tensors])
+    assert [len(value) for value in found[0]] == [len(PROMPT), 1, 1]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 # What goes wrong.

@@ -52,7 +52,7 @@ def test_a_cache_is_read_as_a_local_one_is(model: VLLM, local: LanguageModel) ->
 
 def test_a_cache_of_a_generation_has_every_step(model: VLLM) -> None:
     with model.trace(PROMPT, max_tokens=3, ignore_eos=True, **GREEDY) as tracer:
-        modules = [model.layers[2], model.layers[1].mlp, "model.samples", model.logits]
+        modules = [model.layers[2], model.layers[1].mlp, "model.samples", "model.logits"]
         cache = tracer.cache(modules=modules, dtype=torch.float16)
     num_tokens = len(model.tokenizer.encode(PROMPT))
     assert set(cache) == {"model.model.layers.2", "model.model.layers.1.mlp", "model.samples", "model.logits"}

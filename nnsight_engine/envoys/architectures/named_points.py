@@ -8,24 +8,32 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 
 from api_schemas.errors import ApiError
 from api_schemas.points import ENCODER_BLOCK, PointPattern, point_name
+from nnsight_engine.core.saves import Place
 from nnsight_engine.envoys.architectures.errors import UnknownPointError
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.architectures.module_points import PointAccess
+    from nnsight_engine.envoys.envoy import Envoy
 
 EMBED: Final = "embed.output"
 NORM: Final = "norm.output"
 LOGITS: Final = "logits"
 
 
-class NamedPoints(ABC):
-    """The points of one model. Calling it lists them, indexing reads and writes."""
+class NamedPoints(Place, ABC):
+    """The points of one model. Calling it lists them, indexing reads and writes.
+
+    Attributes:
+        root: The envoy of the model.
+    """
+
+    root: Envoy
 
     def __init__(self) -> None:
         self._points: dict[str, PointAccess] = {}
@@ -164,11 +172,11 @@ def _joined(num_layers: int, of_layer: Callable[[int], Iterable[str]]) -> list[s
     ]
 
 
-class PartList:
+class PartList(Place):
     """An ordered list of a model's parts under a standard name: its layers."""
 
 
-class PointGroup:
+class PointGroup(Place):
     """Points with a common prefix, as attributes: ``layers[3].mlp.act``, ``embed.output``.
 
     Args:
@@ -194,6 +202,12 @@ class PointGroup:
     def __setattr__(self, name: str, value: torch.Tensor) -> None:
         """Wait for the value of a point and replace it."""
         self.__dict__["_points"][f"{self.__dict__['_prefix']}.{name}"] = value
+
+    def next(self, step: int = 1) -> Self:
+        """Move this block's requests on by ``step`` generation steps."""
+        points: NamedPoints = self.__dict__["_points"]
+        points.root.next(step)
+        return self
 
     def __dir__(self) -> list[str]:
         """List the points."""

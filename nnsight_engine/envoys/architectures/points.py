@@ -48,7 +48,7 @@ class Points(NamedPoints):
     def __init__(self, root: Envoy, architecture: Architecture | None) -> None:
         """Offer the points of ``architecture``; without one, access raises NoStandardPointsError."""
         super().__init__()
-        self._root = root
+        self.root = root
         self.architecture = architecture
         self._tokens = TokenShape()
         self._cache = RunningCache()
@@ -60,12 +60,12 @@ class Points(NamedPoints):
     def __repr__(self) -> str:
         """List the points, those of all layers in one line per leaf."""
         if self.architecture is None:
-            return f"no standard points: {missing_for(self._root._module)}"
+            return f"no standard points: {missing_for(self.root._module)}"
         return super().__repr__()
 
     def layer_of(self, envoy: Envoy) -> int:
         """Return the number of the layer that ``envoy`` is or is in."""
-        layers = f"{self._root.path}.{self._known().path(self._known().family.layers)}."
+        layers = f"{self.root.path}.{self._known().path(self._known().family.layers)}."
         return int(str(envoy.path).removeprefix(layers).partition(".")[0])
 
     # Runs.
@@ -76,14 +76,14 @@ class Points(NamedPoints):
         if architecture is not None and any(map(architecture.has, architecture.family.flattened)):
             self._tokens.shape = None
             layers = [self._envoy(architecture.layer_path(index)) for index in range(architecture.num_layers)]
-            self._root.interleaver.watch(self._tokens, [f"{layer.path}.input" for layer in layers])
+            self.root.interleaver.watch(self._tokens, [f"{layer.path}.input" for layer in layers])
         if architecture is not None and architecture.has(leaf_names.STATE):
             mixers = [
                 self._envoy(architecture.layer_path(index, leaves[leaf_names.STATE].path))
                 for index, leaves in enumerate(architecture.leaves)
                 if leaf_names.STATE in leaves
             ]
-            self._root.interleaver.watch(self._cache, [f"{mixer.path}.input" for mixer in mixers])
+            self.root.interleaver.watch(self._cache, [f"{mixer.path}.input" for mixer in mixers])
 
     def after_run(self) -> None:
         """Restore the model after the run."""
@@ -96,7 +96,7 @@ class Points(NamedPoints):
 
     def _known(self) -> Architecture:
         if self.architecture is None:
-            module = self._root._module
+            module = self.root._module
             raise NoStandardPointsError(
                 f"{type(module).__name__} has no standard points: {missing_for(module)}. Use the paths of "
                 "its own modules, which print(model) shows."
@@ -129,13 +129,13 @@ class Points(NamedPoints):
         if name == NORM and architecture.has_norm:
             return self._module_point(name, architecture.path(architecture.family.norm), "output")
         if name == LOGITS and architecture.has_logits:
-            return LogitsPoint(self._root, (self._config().vocab_size,))
+            return LogitsPoint(self.root, (self._config().vocab_size,))
         layer, leaf = self._parsed(name)
         return self._encoder_point(name, layer) if leaf == ENCODER_BLOCK else self._leaf(name, layer, leaf)
 
     def _encoder_point(self, name: str, layer: int) -> EncoderPoint:
         block = self._envoy(f"{self._known().family.encoder}.{layer}")
-        config: Any = self._root._module.config
+        config: Any = self.root._module.config
         return EncoderPoint(name, block, "output", WHOLE, (config.vision_config.hidden_size,))
 
     def _leaf(self, name: str, layer: int, leaf: str) -> PointAccess:
@@ -175,11 +175,11 @@ class Points(NamedPoints):
         return ModulePoint(name, self._envoy(path), side, WHOLE, (self._config().hidden_size,))
 
     def _envoy(self, path: str) -> Envoy:
-        envoy: Envoy = self._root.get(f"{self._root.path}.{path}")
+        envoy: Envoy = self.root.get(f"{self.root.path}.{path}")
         return envoy
 
     def _config(self) -> Any:
-        config: Any = self._root._module.config
+        config: Any = self.root._module.config
         return config.get_text_config()
 
     def _shape(self, layer: int, leaf: str) -> tuple[int, ...]:

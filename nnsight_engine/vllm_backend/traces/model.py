@@ -16,11 +16,10 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from nnsight_engine.envoys.architectures.part_envoys import AttentionEnvoy, GatedMlpEnvoy, MlpEnvoy, UpEnvoy
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.probes import Probes
-from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.traces.errors import NestedTraceError, SandboxedError
 from nnsight_engine.vllm_backend.traces.names import Names, add_vocabulary
-from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES, StandardNames
+from nnsight_engine.vllm_backend.traces.points import SAMPLES, StandardNames
 from nnsight_engine.vllm_backend.traces.points_kernels import KernelProbes
 from nnsight_engine.vllm_backend.traces.points_unembedding import VocabularyEnvoy
 from nnsight_engine.vllm_backend.traces.points_worker import WorkerPoints
@@ -39,8 +38,8 @@ _NONE: Final[Mapping[str, torch.nn.Module]] = types.MappingProxyType({})
 class WorkerModel(StandardNames):
     """The object that ``model`` refers to in a block: vLLM's modules, the logits and the sampled tokens.
 
-    ``model.logits.output`` is ``[1, vocabulary]``, the logits from which the next token is about to be
-    sampled. ``model.samples.output`` is ``[1, 1]``, the sampled token. Beside the modules are the standard
+    ``model.logits`` is ``[1, vocabulary]``, the logits from which the next token is about to be
+    sampled. ``model.samples`` is ``[1, 1]``, the sampled token. Beside the modules are the standard
     points, see ``points``.
     """
 
@@ -80,8 +79,7 @@ class WorkerModel(StandardNames):
             parent, _, name = path.rpartition(".")
             above = self.get(f"{self.path}.{parent}") if parent else self
             above._add_envoy(module, name)  # noqa: SLF001 - an envoy of ours
-        for name in (LOGITS, SAMPLES):
-            self._add_envoy(WrapperModule(), name)
+        self._add_values()
         mine = self.__dict__
         mine["_probe_set"] = Probes(self.own_modules(), dispatcher, calls_forward=_calls_forward)  # type: ignore[arg-type] # as above
         mine["_kernel_probes"] = KernelProbes(_bare_kernels(points), dispatcher)

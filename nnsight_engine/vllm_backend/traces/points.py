@@ -28,6 +28,8 @@ from nnsight_engine.envoys.architectures.named_points import (
     PointGroup,
 )
 from nnsight_engine.envoys.envoy import Envoy
+from nnsight_engine.envoys.own_output import with_own_output
+from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.vllm_backend.model_layout import ModelLayout
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from nnsight_engine.envoys.architectures.module_points import PointAccess
 
 SAMPLES: Final = "samples"
+_VALUES: Final = (LOGITS, SAMPLES)
 _STANDARD: Final = ("points", "layers", "norm", "embed")
 _LAYERS: Final = "layers"
 _IMAGES: Final = "vision."
@@ -189,6 +192,10 @@ class EnginePoints(NamedPoints):
 
     # Names.
 
+    def name_parts(self) -> set[str]:
+        """Return all names with which a path of standard names may begin."""
+        return {*_STANDARD, *_VALUES, *_GROUPS, *(part for name in self for part in name.split("."))}
+
     def standard(self, name: str) -> Any:
         """Return the object with a standard name: the points, the layers, one layer, or a part.
 
@@ -329,8 +336,24 @@ class StandardNames(Envoy):
         """Return the points; None if the model has none, or they have not been set yet."""
         return self.__dict__.get("_points")
 
+    def _add_values(self) -> None:
+        """Add the places of the logits and of the sampled tokens."""
+        for name in _VALUES:
+            self._add_envoy(WrapperModule(), name)
+            del self.__dict__[name]  # so that ``__getattr__`` is asked, which waits for the value in a block
+
+    def _check_names(self) -> None:
+        """Check nothing: the names may be those of modules of other stages, or standard names."""
+
     def __getattr__(self, name: str) -> Any:
-        """Look a name up as ``Envoy`` does, then among the standard names, which never hide another name."""
+        """Look a name up as ``Envoy`` does, then among the standard names, which never hide another name.
+
+        In a block, ``logits`` and ``samples`` are values; elsewhere they are their places.
+        """
+        if name in _VALUES and name in self.__dict__.get("_names", ()):
+            place = self._child(name)
+            in_block = place.interleaver.current is not None
+            return with_own_output(place.output, self, name) if in_block else place
         if name not in _STANDARD:
             return self._renamed(name)
         try:
@@ -357,18 +380,20 @@ class StandardNames(Envoy):
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Write the logits, or set an attribute as ``Envoy`` does."""
+        """Write the logits or the sampled tokens, or set an attribute as ``Envoy`` does."""
         points = self.__dict__.get("_points")
-        if name == LOGITS and points is not None and not isinstance(value, torch.nn.Module):
+        if name not in _VALUES or points is None or isinstance(value, torch.nn.Module):
+            super().__setattr__(name, value)
+        elif name == LOGITS:
             points[LOGITS] = value
         else:
-            super().__setattr__(name, value)
+            self._child(name).output = value
 
 
 def further_names(envoy: Envoy, name: str) -> list[str]:
     """Return the paths that an additional name may refer to on an envoy."""
     aliases = envoy._alias  # noqa: SLF001 - an envoy of ours
-    return [] if aliases is None else aliases.resolve(name, is_root=envoy._is_root)  # noqa: SLF001 - the same
+    return [] if aliases is None else aliases.resolve(name)
 
 
 def place_of(value: object) -> tuple[str, str] | None:

@@ -87,6 +87,17 @@ def test_trace_caching_is_deprecated_and_stays_on(path: Path) -> None:
     assert config.APP.TRACE_CACHING is True
 
 
+def test_the_keys_former_name_is_deprecated(path: Path) -> None:
+    config = Config(path)
+    with pytest.warns(DeprecationWarning, match=r"now CONFIG\.API\.KEY") as caught:
+        config.API.APIKEY = "secret"
+    with pytest.warns(DeprecationWarning, match=r"now CONFIG\.API\.KEY") as read:
+        found = config.API.APIKEY
+    assert [caught[0].filename, read[0].filename] == [__file__] * 2
+    assert found == config.API.KEY == "secret"
+    assert "secret" not in repr(config)
+
+
 @pytest.mark.parametrize("content", ["{not json", "[]", '"text"', "\xff\xfe", '{"APP": 3}'])
 def test_a_broken_file_is_a_warning_that_names_it(path: Path, content: str) -> None:
     path.parent.mkdir()

@@ -52,15 +52,16 @@ def test_simple_name_applies_to_every_module_of_that_name(gpt2: GPT2LMHeadModel)
     assert model.unembed is model.lm_head
 
 
-def test_name_with_a_leading_dot_is_the_roots_alone() -> None:
-    inner = torch.nn.Sequential()
-    inner.add_module("part", torch.nn.Linear(2, 2))
-    outer = torch.nn.Sequential()
-    outer.add_module("part", inner)
-    rooted, everywhere = NNsight(outer, rename={".part": "piece"}), NNsight(outer, rename={"part": "piece"})
-    assert rooted.piece is rooted.part
-    assert not hasattr(rooted.part, "piece")
-    assert everywhere.piece.piece is everywhere.part.part
+@pytest.mark.parametrize("name", ["h", ".h"])
+@pytest.mark.parametrize("alias", ["layers", ".layers"])
+def test_a_leading_dot_stands_for_the_module_where_the_path_starts(
+    gpt2: GPT2LMHeadModel, name: str, alias: str
+) -> None:
+    model = NNsight(gpt2, rename={name: alias, ".mlp.c_proj": "down"})
+    assert model.transformer.layers is model.transformer.h
+    assert model.transformer.layers[1].down is model.transformer.h[1].mlp.c_proj
+    assert "layers" in dir(model.transformer)
+    assert "h/layers" in repr(model)
 
 
 @pytest.mark.parametrize("name", ["model", ".model"])
@@ -99,11 +100,20 @@ def test_paths_written_with_further_names_are_found(gpt2: GPT2LMHeadModel) -> No
     assert model.get("layers.1.ffn") is model.get("transformer.h.1.mlp") is model.transformer.h[1].mlp
 
 
-def test_name_that_leads_nowhere_is_unknown(gpt2: GPT2LMHeadModel) -> None:
-    model = NNsight(gpt2, rename={"model.layers": "layers", "a": "b", "b": "a"})
-    for name in ("layers", "a", "b"):
-        with pytest.raises(AttributeError, match=f"has no attribute {name}"):
-            getattr(model, name)
+@pytest.mark.parametrize(
+    "rename", [{"decoder.layers": "blocks"}, {".transfomer.h": "blocks"}, {"a": "b", "b": "a"}]
+)
+def test_names_that_lead_nowhere_are_refused(gpt2: GPT2LMHeadModel, rename: dict[str, str]) -> None:
+    path = next(iter(rename)).removeprefix(".")
+    with pytest.raises(ValueError, match=f"this model has no '{path}'"):
+        NNsight(gpt2, rename=rename)
+
+
+def test_a_table_for_several_architectures_needs_one_path_for_each_name(gpt2: GPT2LMHeadModel) -> None:
+    table = {"transformer.h": "blocks", "model.layers": "blocks", "self_attn": "attn"}
+    assert len(NNsight(gpt2, rename=table).blocks) == 2
+    with pytest.raises(ValueError, match="has no 'self_attn'"):
+        NNsight(gpt2, rename={**table, "self_attn": "attention"})
 
 
 def test_name_for_two_modules_at_once_is_refused() -> None:

@@ -136,6 +136,34 @@ def test_places_lead_on_to_what_is_below_them(gpt2: NNsight) -> None:
     assert torch.equal(cache.model.transformer.h[0:2][1].mlp.output, mlp)
 
 
+@pytest.mark.parametrize("key", ["h.0", "h.0.feed", "h.1.feed.c_fc", "model.transformer.h.0"])
+def test_a_view_takes_the_paths_below_it(gpt2: NNsight, key: str) -> None:
+    with torch.no_grad(), gpt2.trace(TOKENS) as tracer:
+        cache = tracer.cache()
+    envoy = gpt2.transformer.get(key)
+    assert cache.model.transformer[key] == cache[envoy.path]
+    assert torch.is_tensor(cache.model.transformer.h.get(key.removeprefix("h."), cache[envoy.path]).output)
+    with pytest.raises(KeyError, match="nowhere"):
+        _ = cache.model.transformer["h.0.nowhere"]
+
+
+@pytest.mark.parametrize("kept", ["output", "input"])
+def test_a_value_that_was_not_stored_is_none_in_compat_and_an_error_else(
+    gpt2: NNsight, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"include_output": kept == "output", "include_inputs": kept == "input"}
+    with torch.no_grad(), gpt2.trace(TOKENS) as tracer:
+        cache = tracer.cache(modules=[gpt2.lm_head], **options)
+    entry = cache["model.lm_head"]
+    missing = ["inputs", "input"] if kept == "output" else ["output"]
+    for name in missing:
+        with pytest.raises(AttributeError, match="store"):
+            getattr(entry, name)
+    monkeypatch.setattr(Entry, "missing_is_none", True)
+    assert [getattr(entry, name) for name in missing] == [None] * len(missing)
+    assert getattr(entry, kept) is not None
+
+
 def test_a_list_of_modules_is_the_list_of_those(gpt2: NNsight) -> None:
     with gpt2.trace(TOKENS) as tracer:
         cache = tracer.cache()

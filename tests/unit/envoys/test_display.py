@@ -91,7 +91,7 @@ def test_notebooks_get_a_tree_to_open_with_everything_escaped() -> None:
 
 
 def test_dir_offers_children_further_names_properties_and_the_modules_own() -> None:
-    model = NNsight(Tiny(4), rename={"h": "layers", "nowhere": "nothing"}, envoys={Block: BlockEnvoy})
+    model = NNsight(Tiny(4), rename={"h": "layers", "nowhere": "layers"}, envoys={Block: BlockEnvoy})
     assert {"h", "layers", "head", "trace", "output", "state_dict"} <= set(dir(model))
     assert {"attn", "mlp", "hidden", "output"} <= set(dir(model.h[0]))
     assert {"weight", "bias", "in_features"} <= set(dir(model.head))

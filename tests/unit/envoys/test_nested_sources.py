@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nnsight_engine import LanguageModel, NNsight
+from nnsight_engine.interleaving.events import OutOfOrderError
 from tests.families.checkpoints import write_checkpoint
 
 
@@ -119,6 +120,30 @@ def test_a_function_in_a_variable_is_known_once_it_has_run(net: NNsight) -> None
     with net.trace(torch.ones(1, 2)):
         net.source.function_0.source.torch_add_0.output.save()
     assert sorted(names(net.source.function_0.source)) == ["halved_0", "torch_add_0"]
+
+
+@pytest.mark.parametrize("late", ["source", "inner source"])
+def test_a_source_asked_for_late_counts_the_calls_before(net: NNsight, late: str) -> None:
+    inputs = [torch.full((2,), float(number)) for number in range(3)]
+
+    def run(_: int) -> None:
+        for value in inputs:
+            net._module(value)
+
+    def operation() -> Any:
+        return net.source.self_linear_0 if late == "source" else net.source.self_helper_0.source.moved_0
+
+    if late == "inner source":
+        _ = net.source
+    with pytest.raises(OutOfOrderError, match="has passed this point"), net.trace(0, fn=run):
+        net.output.sum()
+        operation().output.sum()
+    with net.trace(0, fn=run) as tracer:
+        for _ in tracer.iter[1:]:
+            value = operation().input.save()
+            break
+    linear = net._module.get_submodule("linear")
+    assert torch.equal(value, inputs[1] if late == "source" else linear(inputs[1]))
 
 
 @pytest.mark.parametrize(

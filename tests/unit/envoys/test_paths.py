@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -16,6 +17,32 @@ Tree = dict[str, Any]
 TREES: st.SearchStrategy[Tree] = st.recursive(
     st.just({}), lambda below: st.dictionaries(NAMES, below, max_size=3), max_leaves=12
 )
+
+
+def test_a_deep_copy_has_modules_of_its_own() -> None:
+    model = NNsight(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+    outer = model[0].source
+    copied: Any = copy.deepcopy(model)
+    part = copy.deepcopy(model[1])
+    assert part.path == "model.1"
+    assert part._module is not model[1]._module
+    assert copied.interleaver is copied[0].interleaver is not model.interleaver
+    with torch.no_grad():
+        copied._module[0].weight.zero_()
+        copied._module[0].bias.zero_()
+        with copied.trace(torch.ones(1, 2)):
+            inner = next(iter(copied[0].source)).output.save()
+            zeros = copied[0].output.save()
+        with model.trace(torch.ones(1, 2)):
+            others = model[0].output.save()
+    assert copied[0].source is not outer
+    assert torch.equal(inner, zeros)
+    assert zeros.tolist() == [[0.0, 0.0]]
+    assert others.all()
+    with model.edit(inplace=True):
+        model[0].output[:] = 1
+    with pytest.raises(ValueError, match="clear_edits"):
+        copy.deepcopy(model)
 
 
 def module_of(tree: Tree) -> torch.nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -201,3 +202,28 @@ def test_a_scan_knows_shapes_of_points() -> None:
     assert inside == (1, 4, 4, 4)
     assert model.points["layers.1.attn.k"].shape == (1, 4, 2, 32)
     assert model.layers[1].mlp.gate.shape == (1, 4, 192)
+
+
+@pytest.mark.parametrize("where", ["itself", "in a list", "added later"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda model: model,
+        lambda model: model.layers[0].mlp,
+        lambda model: model.embed,
+        lambda model: model.points,
+        lambda model: model.layers[0].mlp.source,
+        lambda model: next(iter(model.layers[0].mlp.source)),
+    ],
+    ids=["model", "module", "group", "points", "source", "operation"],
+)
+def test_places_are_no_values_to_save(where: str, place: Callable[[Any], Any]) -> None:
+    model = NNsight(build())
+    with pytest.raises(TypeError, match=r"output\.save\(\)"), torch.no_grad(), model.trace(IDS):
+        found: list[Any] = save([])
+        if where == "itself":
+            save(place(model))
+        elif where == "in a list":
+            save({"found": [place(model)]})
+        else:
+            found.append(place(model))

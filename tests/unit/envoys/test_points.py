@@ -280,21 +280,23 @@ def test_points_are_attributes_by_the_same_names_on_every_architecture(model: NN
             output = model.layers[-1].output  # of some models a tuple
             output = output[0] if isinstance(output, tuple) else output
             pairs.append((output, model.points["layers.-1.output"]))
-        pairs.append((model.logits, model.points["logits"]))
+        pairs.extend((one, model.points["logits"]) for one in (model.logits, model.logits.output))
         pairs = save([(one.clone(), other.clone()) for one, other in pairs])
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_attributes_are_assigned_like_points(model: NNsight, module: Any) -> None:
-    whole = ["embed.output", "logits"] if tree_of(module.config).has_stream else ["logits"]
-    for name in (*offered(model, "attn.heads", "mlp.up"), *whole):
-        with hooked(module, name):
+    whole = ["embed.output"] if tree_of(module.config).has_stream else []
+    for name in (*offered(model, "attn.heads", "mlp.up"), *whole, "logits", "logits.output"):
+        with hooked(module, name.removesuffix(".output") if name.startswith("logits") else name):
             expected = logits_of(module)
         with torch.no_grad(), model.trace(IDS, use_cache=False):
             if name == "embed.output":
                 model.embed.output = moved(model.embed.output)
             elif name == "logits":
                 model.logits = moved(model.logits)
+            elif name == "logits.output":
+                model.logits.output = moved(model.logits)
             else:
                 part, leaf = attribute(model, name)
                 setattr(part, leaf, moved(getattr(part, leaf)))

@@ -227,3 +227,42 @@ def test_nothing_warns(gpt2: Pair) -> None:
         warnings.simplefilter("error")
         with gpt2.model.generate([SHORT, LONG], max_new_tokens=2):
             pass
+
+
+@pytest.mark.parametrize("how", ["trace", "scan", "invoke", "trace for invokes", "not entered"])
+@pytest.mark.parametrize("name", ["max_token", "trace", "output_hiden_states"])
+def test_arguments_that_nothing_takes_are_refused(pair: Pair, how: str, name: str) -> None:
+    model: Any = pair.model
+    unknown = {name: 5}
+
+    def run() -> None:
+        if how == "not entered":
+            _ = model.trace(SHORT, **unknown)
+        elif how in {"trace", "scan"}:
+            with getattr(model, how)(SHORT, **unknown):
+                model.output.save()
+        else:
+            shared, own = (unknown, {}) if how == "trace for invokes" else ({}, unknown)
+            with model.trace(**shared) as tracer, tracer.invoke(SHORT, **own):
+                model.output.save()
+
+    with pytest.raises(TypeError, match=f"no argument {name}") as caught, torch.no_grad():
+        run()
+    near = {"max_token": "max_new_tokens", "output_hiden_states": "output_hidden_states"}
+    assert name not in near or f"did you mean {near[name]}?" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["output_hidden_states", "return_dict", "use_cache", "cu_seq_lens_q", "nothing"]
+)
+def test_arguments_that_some_module_takes_are_passed_on(pair: Pair, name: str) -> None:
+    options: dict[str, Any] = {name: None if name in {"cu_seq_lens_q", "nothing"} else True}
+    with torch.no_grad(), pair.model.trace(SHORT, **options):
+        logits = pair.model.output.logits.save()
+    assert torch.equal(logits[0], pair.logits(SHORT))
+
+
+def test_a_part_of_a_model_is_traced_here(pair: Pair) -> None:
+    part = pair.model.lm_head
+    with pytest.raises(TypeError, match="leave remote= out"):
+        _ = part.trace(torch.ones(1, 2), remote="local")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, GPT2LMHeadModel
 
+from nnsight_engine.core.saves import save
 from nnsight_engine.modeling import vllm
 from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.modeling.mixins.meta import MetaMixin
@@ -43,11 +44,26 @@ def test_dispatch_loads_once(gpt2: Pair) -> None:
 def test_source_asked_for_before_is_that_of_the_loaded_module(gpt2: Pair) -> None:
     model = LanguageModel(gpt2.path)
     assert "self_c_proj_0" in str(model.transformer.h[0].attn.source)
+    before = model.transformer.h[0].attn.source.self_c_proj_0
     model.dispatch()
     with model.trace(LONG):
         projected = model.transformer.h[0].attn.source.self_c_proj_0.output.save()
+    with model.trace(LONG):
+        same = before.output.save()
     inputs = gpt2.tokenizer(LONG, return_tensors="pt")
     assert torch.equal(projected, *outputs_of(gpt2.plain, inputs, "transformer.h.0.attn.c_proj"))
+    assert torch.equal(projected, same)
+
+
+def test_operations_taken_before_a_trace_loads_the_model_are_read_in_it(gpt2: Pair) -> None:
+    model = LanguageModel(gpt2.path)
+    source = model.transformer.h[0].attn.source
+    function, inner = source.attention_interface_0, source.attention_interface_0.source
+    attended = next(one for one in inner if "scaled_dot_product_attention" in str(one.path))
+    assert not model.dispatched
+    with model.trace(LONG):
+        found = save([attended.output, function.output[0]])
+    assert torch.equal(found[0].transpose(1, 2), found[1])
 
 
 def test_a_call_outside_of_traces_loads_too(gpt2: Pair) -> None:
