@@ -13,6 +13,9 @@ from api_schemas.fields import Name, Strict
 
 NAME_PATTERN: Final = r"[a-z0-9][a-z0-9._-]{0,63}"
 """The allowed names."""
+NAME_RULE: Final = (
+    "at most 64 lower-case letters, digits and . _ -, of which the first is a letter or a digit"
+)
 REFERENCE_PATTERN: Final = rf"^{NAME_PATTERN}(@[1-9][0-9]{{0,8}})?$"
 """The form of a name with or without a version."""
 
@@ -73,4 +76,4 @@ class NameOrText(Strict):
         return {**described, "anyOf": [{"type": "string", "minLength": 1, "maxLength": 128}, whole]}
 
 
-__all__ = ["NAME_PATTERN", "REFERENCE_PATTERN", "NameOrText", "Reference", "StoredName"]
+__all__ = ["NAME_PATTERN", "NAME_RULE", "REFERENCE_PATTERN", "NameOrText", "Reference", "StoredName"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -14,6 +15,8 @@ from api_schemas.excerpt import clip, excerpt
 
 CSV_TYPE: Final = "text/csv"
 _ID: Final = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
+_STRING: Final = re.compile(rb'"(?P<key>(?:[^"\\]|\\.)*)"(?P<colon>\s*:)?', re.DOTALL)
+"""A string of JSON; in an object of strings, those before a colon are the keys."""
 _CELLS: Final = ("id", "label")
 
 
@@ -22,18 +25,26 @@ def is_json(content: bytes | bytearray) -> bool:
     return content[:256].lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"{"
 
 
-def labels_of_object(value: Mapping[str, Any], num_features: int, param: str | None) -> dict[int, str]:
+def labels_of_object(
+    value: Mapping[str, Any], content: bytes, num_features: int, param: str | None
+) -> dict[int, str]:
     """Return labels by id, without empty ones.
 
     Args:
         value: Labels by id, as parsed JSON.
+        content: The JSON, in which a key may be twice.
         num_features: The dictionary's.
         param: The field of the request that contains them, for messages.
 
     Raises:
         ApiError: ``invalid_labels``.
     """
-    return _checked(value.items(), num_features, param)
+    labels = _checked(value.items(), num_features, param)
+    keys = [one["key"] for one in _STRING.finditer(content) if one["colon"]]
+    if len(keys) != len(value):
+        key = next((key for key, count in Counter(keys).items() if count > 1), b"one")
+        raise _invalid(f"A feature has one label; {clip(key.decode())} is there twice.", param)
+    return labels
 
 
 def labels_of_csv(content: bytes, num_features: int, param: str | None) -> dict[int, str]:

@@ -291,7 +291,7 @@ class DictionaryService:
             value = await context.bodies.read(content, context.tenant)
         else:
             value = _parsed(content, self._settings.max_json_depth, param)
-        return await asyncio.to_thread(labels_of_object, value, num_features, param)
+        return await asyncio.to_thread(labels_of_object, value, content, num_features, param)
 
     async def _kept(self, new: NewDictionary, upload: WeightsUpload) -> Dictionary:
         keeping = asyncio.ensure_future(self._keep(new, upload))

@@ -1,23 +1,27 @@
-"""LoRA adapters that are loaded and unloaded at run time, by vLLM's own handlers."""
+"""LoRA adapters that are loaded and unloaded at run time, on vLLM's routes."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import re
 import weakref
 from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 from typing import Any
 
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+from vllm.entrypoints.serve.engine.protocol import ModelList
+from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from vllm.lora.request import LoRARequest
 
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.excerpt import clip
+from api_schemas.excerpt import clip, excerpt
+from api_schemas.names import NAME_PATTERN, NAME_RULE
 from app.process_environment import ADAPTER_UPDATES, may_update_adapters
 from nnsight_engine.vllm_backend.adapter_requests import is_adapter_folder
+from nnsight_engine.vllm_backend.tracing_async_llm import TracingAsyncLLM
 
 logger = logging.getLogger(__name__)
 
@@ -40,17 +44,87 @@ class AdapterLocks:
         return len(self._locks)
 
 
-def check_adapter_request(fields: MutableMapping[str, Any]) -> None:
+class AdapterModels(OpenAIServingModels):
+    """vLLM's list of models, whose adapters are held in the engine's memory while they are listed.
+
+    vLLM's own answers advise `load_inplace`, name the server's folders, and are 500 for files that are wrong.
+    """
+
+    engine_client: TracingAsyncLLM
+
+    async def load_lora_adapter(
+        self, request: LoadLoRAAdapterRequest, base_model_name: str | None = None
+    ) -> str:
+        """List an adapter, after all workers have loaded and checked it.
+
+        Raises:
+            ApiError: It is not listed: the message says why.
+        """
+        name = request.lora_name
+        async with self.lora_resolver_lock[name]:
+            if name in self.lora_requests or self.is_base_model(name):
+                kind = "an adapter" if name in self.lora_requests else "the model"
+                raise ApiError(
+                    ErrorCode.INVALID_VALUE,
+                    f"{name!r} is already the name of {kind}: choose another one, or unload the adapter "
+                    "first; running requests end with the one that they began with.",
+                    "lora_name",
+                )
+            adapter = LoRARequest(name, self.lora_id_counter.inc(1), request.lora_path)
+            if base_model_name is not None and self.is_base_model(base_model_name):
+                adapter.base_model_name = base_model_name
+            await self.engine_client.hold_adapter(adapter)
+            self.lora_requests[name] = adapter
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    async def unload_lora_adapter(self, request: UnloadLoRAAdapterRequest) -> str:
+        """Remove an adapter from the list; the engine keeps it until its requests have ended.
+
+        Raises:
+            ApiError: ``model_not_found``: it is not listed.
+        """
+        name = request.lora_name
+        async with self.lora_resolver_lock[name]:
+            adapter = self.lora_requests.pop(name, None)
+            if adapter is None:
+                raise ApiError(
+                    ErrorCode.MODEL_NOT_FOUND,
+                    f"No adapter is called {clip(name)!r}; GET /v1/models lists them, with a `parent`.",
+                    "lora_name",
+                )
+            self.engine_client.release_adapter(adapter)
+        return f"Success: LoRA adapter '{name}' removed successfully."
+
+    async def show_available_models(self) -> ModelList:
+        """Return vLLM's list, without folders of the server."""
+        found = await super().show_available_models()
+        for card in found.data:
+            if card.root is not None and Path(card.root).is_absolute():
+                card.root = card.id
+        return found
+
+
+def check_adapter_request(fields: MutableMapping[str, Any], *, takes_adapters: bool) -> None:
     """Check a request to load or unload an adapter; its folder becomes an absolute path.
 
+    Args:
+        fields: The body.
+        takes_adapters: Whether the engine was started with ``--enable-lora``.
+
     Raises:
-        ApiError: The operator has not allowed such requests, or the adapter would change while it is used.
+        ApiError: The operator has not allowed such requests, the adapter would change while it is used, or
+            its name or folder is none.
     """
     if not may_update_adapters():
         raise ApiError(
             ErrorCode.NOT_FOUND,
             f"This server loads adapters at its start only, --lora-modules. With {ADAPTER_UPDATES}=1 it also "
             "loads and unloads them at run time.",
+        )
+    if not takes_adapters:
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_COMBINATION,
+            "This server takes no adapters: its operator has to start it with --enable-lora.",
         )
     if fields.get("load_inplace"):
         raise ApiError(
@@ -60,14 +134,10 @@ def check_adapter_request(fields: MutableMapping[str, Any]) -> None:
             "load_inplace",
         )
     name, path = fields.get("lora_name"), fields.get("lora_path")
-    if isinstance(name, str) and ":" in name:
-        raise ApiError(
-            ErrorCode.INVALID_VALUE,
-            "The name of an adapter has no colon: what follows one in `model` is a preset.",
-            "lora_name",
-        )
+    if isinstance(name, str) and path is not None:  # to be loaded
+        _check_name(name)
     if isinstance(path, str):
-        folder = str(Path(path).expanduser().absolute())
+        folder = os.path.abspath(os.path.expanduser(path))
         if not is_adapter_folder(folder):
             raise ApiError(
                 ErrorCode.NOT_FOUND,
@@ -78,14 +148,24 @@ def check_adapter_request(fields: MutableMapping[str, Any]) -> None:
         fields["lora_path"] = folder
 
 
-async def load_again(models: OpenAIServingModels, adapters: Iterable[LoRARequest]) -> None:
+def _check_name(name: str) -> None:
+    if re.fullmatch(NAME_PATTERN, name) is None:
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            f"The name of an adapter has {NAME_RULE}, got {excerpt(name)}; what follows a colon in "
+            "`model` is a preset.",
+            "lora_name",
+        )
+
+
+async def load_again(models: AdapterModels, adapters: Iterable[LoRARequest]) -> None:
     """Load the adapters of an engine that has died into the one in its place."""
     for one in adapters:
-        answer = await models.load_lora_adapter(
-            LoadLoRAAdapterRequest(lora_name=one.lora_name, lora_path=one.lora_path)
-        )
-        if isinstance(answer, ErrorResponse):
-            logger.error("the adapter %r is lost: %s", one.lora_name, answer.error.message)
+        given = LoadLoRAAdapterRequest(lora_name=one.lora_name, lora_path=one.lora_path)
+        try:
+            await models.load_lora_adapter(given, one.base_model_name)
+        except ApiError as error:
+            logger.error("the adapter %r is lost: %s", one.lora_name, error.message)  # noqa: TRY400 - no fault
 
 
-__all__ = ["AdapterLocks", "check_adapter_request", "load_again"]
+__all__ = ["AdapterLocks", "AdapterModels", "check_adapter_request", "load_again"]

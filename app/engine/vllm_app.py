@@ -36,7 +36,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import excerpt
-from app.engine.adapters import AdapterLocks, check_adapter_request, load_again
+from app.engine.adapters import AdapterLocks, AdapterModels, check_adapter_request, load_again
 from app.engine.vllm_errors import cause_of, raise_message_errors, raise_stream_errors, raised
 from app.errors import error_response
 from app.stored_responses import stores_of_responses
@@ -82,7 +82,7 @@ class VLLMApp(FastAPI):
             ApiError: ``invalid_value``, at the first item that is wrong; see ``check_adapter_request``.
         """
         if path in {LOAD_ADAPTER, UNLOAD_ADAPTER}:
-            check_adapter_request(fields)
+            check_adapter_request(fields, takes_adapters=bool(self._args.enable_lora))
         items = fields.get("input")
         for index, item in enumerate(items if path == RESPONSES and isinstance(items, list) else ()):
             try:
@@ -111,6 +111,7 @@ class VLLMApp(FastAPI):
             self._args.lora_modules = None  # those of the engine before are loaded, as they were last
         await init_app_state(engine, self.state, self._args, tasks)
         models = self.state.openai_serving_models
+        models.__class__ = AdapterModels
         models.lora_resolver_lock = AdapterLocks()
         await load_again(models, before)
         self._models = models

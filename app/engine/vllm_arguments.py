@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from itertools import pairwise
 from typing import Final
 
@@ -16,6 +17,8 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from api_schemas.excerpt import excerpt
+from api_schemas.names import NAME_PATTERN, NAME_RULE
 from app.engine.vllm_options import refuse_ignored
 from app.settings import Settings
 from nnsight_engine.core.errors import UnsupportedOptionError
@@ -108,8 +111,11 @@ def _check(args: argparse.Namespace) -> None:
     """Import the parsers that plugins add, and check what vLLM's server checks before it loads the model."""
     if args.lora_modules and not args.enable_lora:
         raise UnsupportedOptionError("--lora-modules needs --enable-lora; add it")
-    if any(":" in module.name for module in args.lora_modules or ()):
-        raise UnsupportedOptionError("--lora-modules takes names without a colon, which is for presets")
+    for module in args.lora_modules or ():
+        if re.fullmatch(NAME_PATTERN, module.name) is None:
+            raise UnsupportedOptionError(
+                f"--lora-modules takes names of {NAME_RULE}, got {excerpt(module.name)}"
+            )
     if args.enable_sleep_mode and not current_platform.is_sleep_mode_available():
         raise UnsupportedOptionError(
             "--enable-sleep-mode frees memory of a GPU, and vLLM has none here that can; leave it out: "

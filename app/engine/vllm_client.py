@@ -73,7 +73,6 @@ from nnsight_engine.core.token_texts import TokenTexts
 from nnsight_engine.plans.answer_parts import NO_MARKERS
 from nnsight_engine.remote_backend.identity import fingerprint_of
 from nnsight_engine.remote_backend.messages import TraceHead
-from nnsight_engine.vllm_backend.adapter_requests import check_files
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM, carrying
 from nnsight_engine.vllm_backend.call import InterventionCall
 from nnsight_engine.vllm_backend.compat import engine_config
@@ -277,14 +276,10 @@ class VLLMEngineClient:
         """Return the LoRA adapter with which a trace runs, if any.
 
         Raises:
-            ApiError: ``model_not_found``: the adapter has been unloaded since the trace was accepted, or its
-                files are gone.
+            ApiError: ``model_not_found``: the adapter has been unloaded since the trace was accepted.
         """
         self.served().check(head)
-        adapter = self._vllm_app.adapters.get(head.model)
-        if adapter is not None:
-            check_files(adapter)
-        return adapter
+        return self._vllm_app.adapters.get(head.model)
 
     async def describe_model(self) -> DescribedModel:
         """Return the model's modules and points, as blocks see them."""
@@ -314,7 +309,7 @@ class VLLMEngineClient:
             await self.engine.prepare_sandbox()
 
     async def models(self) -> JsonObject:
-        """Return vLLM's own list of models."""
+        """Return vLLM's own list of models, without folders of the server."""
         models = await self._vllm_app.state.openai_serving_models.show_available_models()
         body: JsonObject = models.model_dump()
         return body

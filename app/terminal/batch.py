@@ -2,7 +2,7 @@
 
 The files are those of OpenAI's batches and of ``vllm run-batch``: a request on each line, with ``custom_id``,
 ``method``, ``url`` and ``body``. A body is that of its route, ``interventions`` included. Answers are written
-in the order of the requests.
+in the order of the requests, to a file beside the target, which replaces it at the end.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def read_batch(path: Path) -> Iterator[BatchRequest]:
     Raises:
         ValueError: A line is no request; the message has its number.
     """
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:  # a file may begin with a byte order mark
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -73,21 +73,47 @@ class Batch:
         concurrency: Number of requests under way at once.
 
     Raises:
-        ValueError: A line of the file is no request.
+        ValueError: A line of the file is no request, or the answers would replace the requests.
     """
 
     def __init__(self, source: Path, target: Path, concurrency: int = CONCURRENCY) -> None:
         self._source = source
-        self._target = target
+        self._target = target.resolve()
+        # A pipe or a device is written to as it is.
+        self._is_replaced = self._target.is_file() or not self._target.exists()
+        self._beside = (
+            self._target.with_name(f"{self._target.name}.part") if self._is_replaced else self._target
+        )
+        if not self._target.parent.is_dir():
+            raise ValueError(f"the answers cannot be written to {target}: make its folder first")
+        if any(one.exists() and one.samefile(source) for one in (self._target, self._beside)):
+            raise ValueError(f"the answers would be written over the requests of {source}: choose another -o")
         self._concurrency = concurrency
         self.num_requests = sum(1 for _ in read_batch(source))
-        self.num_failed = 0
+        self.num_answered = self.num_failed = 0
 
     async def run(self, server: Server, console: Console) -> None:
-        """Send all requests, and write each answer once those before it have arrived."""
+        """Send all requests, and write each answer once those before it have arrived.
+
+        Raises:
+            ValueError: The files changed or cannot be written any more; the answers so far are in ``.part``.
+        """
+        try:
+            await self._write_all(server, console)
+            if self.num_answered != self.num_requests:
+                raise ValueError(
+                    f"{self._source} had {self.num_requests} requests at first, and {self.num_answered} were "
+                    f"answered: it has changed meanwhile; the answers are in {self._beside}"
+                )
+            if self._is_replaced:
+                self._beside.replace(self._target)
+        except OSError as error:
+            raise ValueError(f"the answers cannot be written to {self._beside}: {error}") from error
+
+    async def _write_all(self, server: Server, console: Console) -> None:
         pending: deque[asyncio.Task[JsonObject]] = deque()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with self._target.open("w", encoding="utf-8") as out, Progress(*columns, console=console) as progress:
+        with self._beside.open("w", encoding="utf-8") as out, Progress(*columns, console=console) as progress:
             task = progress.add_task("Batch", total=self.num_requests)
             try:
                 for request in read_batch(self._source):
@@ -105,6 +131,7 @@ class Batch:
 
     async def _write(self, answering: asyncio.Task[JsonObject], out: TextIO) -> None:
         answer = await answering
+        self.num_answered += 1
         self.num_failed += answer["error"] is not None
         out.write(json.dumps(answer, ensure_ascii=False) + "\n")
         out.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -15,25 +16,67 @@ _WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin", "adapter_mo
 
 def is_adapter_folder(path: str) -> bool:
     """Return whether a path is a folder with an adapter's configuration and weights."""
-    has_weights = any(Path(path, name).exists() for name in _WEIGHTS)
-    return has_weights and Path(path, "adapter_config.json").exists()
+    try:
+        has_weights = any(Path(path, name).is_file() for name in _WEIGHTS)
+        return has_weights and Path(path, "adapter_config.json").is_file()
+    except OSError:  # it may not be read, or is too long for a path
+        return False
 
 
-def check_files(adapter: LoRARequest) -> None:
-    """Check that the files of an adapter are still there.
+class AdapterHolds:
+    """Which adapters the workers have in memory, and how many hold each: requests, and a list of models.
 
-    The engine may have dropped its weights for those of other adapters, and would die if it could not read
-    them again.
+    An adapter stays there while anything holds it, so that a step never reads its files. Others make room
+    for new ones, the longest unused first.
+
+    Args:
+        capacity: How many adapters stay in memory if fewer are held, ``--max-cpu-loras``.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._holders: dict[int, int] = {}
+
+    def __contains__(self, number: int) -> bool:
+        """Return whether the workers have the adapter with this id."""
+        return number in self._holders
+
+    def take(self, number: int) -> bool:
+        """Add a holder; return False if the workers lack the adapter."""
+        if number not in self._holders:
+            return False
+        self._holders[number] = self._holders.pop(number) + 1  # and move it to the end
+        return True
+
+    def release(self, number: int) -> None:
+        """Remove a holder."""
+        self._holders[number] -= 1
+
+    def pop_unused(self) -> list[int]:
+        """Return the adapters that the workers must remove before they load another one."""
+        unused = [number for number, count in self._holders.items() if not count]
+        unused = unused[: max(0, len(self._holders) + 1 - self._capacity)]
+        for number in unused:
+            del self._holders[number]
+        return unused
+
+    def add(self, number: int) -> None:
+        """Note that the workers have loaded an adapter, which nothing holds yet."""
+        self._holders[number] = 0
+
+
+def check_loaded(adapter: LoRARequest, answers: Sequence[str | None]) -> None:
+    """Check the answers of all workers that have loaded an adapter.
 
     Raises:
-        ApiError: ``model_not_found``: they are not.
+        ApiError: ``invalid_value``: one could not.
     """
-    if not is_adapter_folder(adapter.lora_path):
+    reason = next((one for one in answers if one is not None), None)
+    if reason is not None:
         raise ApiError(
-            ErrorCode.MODEL_NOT_FOUND,
-            f"The files of the adapter {adapter.lora_name!r} have been removed from the server; its operator "
-            "has to unload it, and to load it from another folder.",
-            "model",
+            ErrorCode.INVALID_VALUE,
+            f"The adapter {adapter.lora_name!r} cannot be loaded: {reason.rstrip('. ')}.",
+            "lora_path",
         )
 
 
@@ -52,4 +95,4 @@ def salt_of_adapter(adapter: LoRARequest, salt: str | None, secret: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-__all__ = ["check_files", "is_adapter_folder", "salt_of_adapter"]
+__all__ = ["AdapterHolds", "check_loaded", "is_adapter_folder", "salt_of_adapter"]

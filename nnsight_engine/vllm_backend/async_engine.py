@@ -32,7 +32,7 @@ from nnsight_engine.core.engine_counts import EngineCounts
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.work_context import current_work, tenant_served
 from nnsight_engine.plans.request_plan import PLAN_KEY
-from nnsight_engine.vllm_backend.adapter_requests import check_files, salt_of_adapter
+from nnsight_engine.vllm_backend.adapter_requests import salt_of_adapter
 from nnsight_engine.vllm_backend.call import InterventionCall, PromptEntry, prepare_params, salted
 from nnsight_engine.vllm_backend.compat import add_entries
 from nnsight_engine.vllm_backend.metering import count_tokens, note_spent
@@ -188,18 +188,8 @@ class InterventionAsyncLLM(PausingAsyncLLM):
         return EngineCounts.total(map(EngineCounts.from_plain, answers))
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load a LoRA adapter into all workers of all engines, or into none.
-
-        vLLM's own call leaves the errors of all workers but the first to be read as results of later calls.
-
-        Raises:
-            ValueError: It cannot be loaded.
-        """
-        adapter = (lora_request.lora_name, lora_request.lora_int_id, lora_request.lora_path)
-        failures = [one for one in await self.collective_rpc("load_adapter", args=adapter) if one is not None]
-        if failures:
-            await self.remove_lora(lora_request.lora_int_id)
-            raise ValueError(failures[0])
+        """Load a LoRA adapter into all workers of all engines, or into none; see ``hold_adapter``."""
+        await self.hold_adapter(lora_request)
         return True
 
     def _close_key(self, key: str) -> None:
@@ -298,14 +288,9 @@ class InterventionAsyncLLM(PausingAsyncLLM):
         return _watched(call, entry, pooled, lambda _: None)
 
     def _adapted(self, prompt: Any, adapter: LoRARequest | None) -> Any:
-        """Return a prompt with the cache salt of its adapter, if it has one.
-
-        Raises:
-            ApiError: ``model_not_found``: the adapter's files are gone.
-        """
+        """Return a prompt with the cache salt of its adapter, if it has one."""
         if adapter is None:
             return prompt
-        check_files(adapter)
         salt = salt_of_adapter(adapter, prompt.get("cache_salt"), self._salt_secret)
         return {**prompt, "cache_salt": salt}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
@@ -19,6 +20,8 @@ from vllm import LLM, AsyncEngineArgs, RequestOutput, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
+from api_schemas.errors import ApiError
+from nnsight_engine.vllm_backend.adapter_requests import AdapterHolds, check_loaded
 from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
 from nnsight_engine.vllm_backend.prompt_media import cache_media_once_sent
 from nnsight_engine.vllm_backend.rpc_results import answer
@@ -46,6 +49,8 @@ class SyncEngine:
         self.inner = LLM(**arguments)
         cache_media_once_sent(self.inner.llm_engine)
         self._turn = threading.RLock()  # vLLM's client of the engine's process is not thread-safe
+        lora = self.inner.llm_engine.vllm_config.lora_config
+        self._adapters = AdapterHolds(0 if lora is None else lora.max_cpu_loras)
 
     @property
     def tokenizer(self) -> Any:
@@ -75,7 +80,10 @@ class SyncEngine:
         adapters: Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Run requests, and return the output of each; abort them if one fails or the run is interrupted."""
-        with self._turn:
+        with self._turn, contextlib.ExitStack() as holds:
+            for one in filter(None, adapters or ()):
+                self._hold_adapter(one)
+                holds.callback(self._adapters.release, one.lora_int_id)
             others = self._unfinished()
             try:
                 return self._outputs_of(
@@ -84,6 +92,21 @@ class SyncEngine:
             except BaseException:
                 self._abort(self._unfinished() - others)
                 raise
+
+    def _hold_adapter(self, adapter: LoRARequest) -> None:
+        """Have the workers load an adapter, unless they have it; see ``TracingAsyncLLM.hold_adapter``."""
+        number = adapter.lora_int_id
+        if self._adapters.take(number):
+            return
+        for unused in self._adapters.pop_unused():
+            self.call("remove_lora", unused)
+        try:
+            check_loaded(adapter, self.call("load_adapter", adapter.lora_name, number, adapter.lora_path))
+        except ApiError:
+            self.call("remove_lora", number)
+            raise
+        self._adapters.add(number)
+        self._adapters.take(number)
 
     def _outputs_of(self, internal_ids: Sequence[str]) -> list[RequestOutput]:
         """Wait for all requests, and return the outputs of these."""

@@ -11,13 +11,16 @@ import logging
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from vllm.outputs import RequestOutput
+from vllm.lora.request import LoRARequest
+from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from api_schemas.errors import ApiError
 from nnsight_engine.core.work_context import current_work
+from nnsight_engine.vllm_backend.adapter_requests import AdapterHolds, check_loaded
 from nnsight_engine.vllm_backend.metering import note_spent
 from nnsight_engine.vllm_backend.prompt_media import cache_media_once_sent
 from nnsight_engine.vllm_backend.rpc_results import PENDING, answer
@@ -54,6 +57,9 @@ class TracingAsyncLLM(AsyncLLM):
         self.traces = TraceRouter()
         self._placement = TracePlacement(self.num_engines)
         self._background: set[asyncio.Future[None]] = set()
+        lora = self.vllm_config.lora_config
+        self._adapters = AdapterHolds(0 if lora is None else lora.max_cpu_loras)
+        self._loading_adapter = asyncio.Lock()
 
     @property
     def num_engines(self) -> int:
@@ -109,8 +115,71 @@ class TracingAsyncLLM(AsyncLLM):
         """Start a request of a trace, whose parameters have its entry, and return its outputs."""
         assert params.extra_args is not None  # noqa: S101 - it has the entry
         options["data_parallel_rank"] = self._placement.rank(params.extra_args[TRACE_KEY]["key"])
-        outputs: AsyncGenerator[RequestOutput, None] = super().generate(prompt, params, request_id, **options)
-        return outputs
+        return TracingAsyncLLM.generate(self, prompt, params, request_id, **options)
+
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generate as vLLM does, with the adapter in the workers' memory until the request has ended.
+
+        Raises:
+            ApiError: ``invalid_value``: the adapter cannot be loaded. Raised when the outputs are read.
+        """
+        return self._holding(
+            kwargs.get("lora_request"), super().generate(prompt, sampling_params, request_id, **kwargs)
+        )
+
+    def encode(
+        self, prompt: Any, pooling_params: PoolingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Pool as vLLM does; see ``generate``."""
+        return self._holding(
+            kwargs.get("lora_request"), super().encode(prompt, pooling_params, request_id, **kwargs)
+        )
+
+    async def _holding(
+        self, adapter: LoRARequest | None, outputs: AsyncGenerator[T, None]
+    ) -> AsyncGenerator[T, None]:
+        """Yield a request's outputs, and hold its adapter meanwhile."""
+        if adapter is not None:
+            await self.hold_adapter(adapter)
+        try:
+            async for output in outputs:
+                yield output
+        finally:
+            await outputs.aclose()  # which has sent the engine that the request is aborted
+            if adapter is not None:
+                self.release_adapter(adapter)
+
+    async def hold_adapter(self, adapter: LoRARequest) -> None:
+        """Keep a LoRA adapter in the memory of all workers of all engines, until ``release_adapter``.
+
+        Raises:
+            ApiError: ``invalid_value``: it cannot be loaded, and no worker has it.
+        """
+        while not self._adapters.take(adapter.lora_int_id):
+            # Shielded: the workers load it, even if this caller is cancelled.
+            await asyncio.shield(asyncio.ensure_future(self._load_adapter(adapter)))
+
+    def release_adapter(self, adapter: LoRARequest) -> None:
+        """End what ``hold_adapter`` began."""
+        self._adapters.release(adapter.lora_int_id)
+
+    async def _load_adapter(self, adapter: LoRARequest) -> None:
+        number = adapter.lora_int_id
+        async with self._loading_adapter:
+            if number in self._adapters:
+                return
+            for unused in self._adapters.pop_unused():
+                await self.collective_rpc("remove_lora", args=(unused,))
+            # vLLM's own call leaves the errors of all workers but one to be read as results of later calls.
+            given = (adapter.lora_name, number, adapter.lora_path)
+            try:
+                check_loaded(adapter, await self.collective_rpc("load_adapter", args=given))
+            except ApiError:
+                await self.collective_rpc("remove_lora", args=(number,))
+                raise
+            self._adapters.add(number)
 
     async def add_request(
         self, request_id: str, prompt: Any, params: SamplingParams | PoolingParams, *args: Any, **kwargs: Any

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -16,19 +17,23 @@ import pytest
 import torch
 from vllm.lora.request import LoRARequest
 
+from api_schemas.errors import ApiError
 from nnsight_engine import LanguageModel, save
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.adapted import (
     BASE,
     BLOCK_SIZE,
+    BROKEN,
     CONTEXT,
     FIRST,
     SECOND,
+    UNREADABLE,
     Adapted,
     adapted,
     expected,
     head_adapter,
+    write_broken,
 )
 from tests.e2e.engine_kinds import options_of_process
 from tests.e2e.family_check import CHECKS, PROMPT_IDS, Expected
@@ -289,6 +294,62 @@ def test_an_adapter_of_the_unembedding_is_refused_by_every_worker(
     for folder, refused in ((head_adapter(tmp_path), True), (adapted.adapters[FIRST], False)):
         found = engine.llm.collective_rpc("load_adapter", args=("another", 9, str(folder)))
         assert [one is not None and "lm_head" in one for one in found] == [refused] * len(found)
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_an_adapter_is_checked_as_a_whole(
+    engine: Engine, adapted: Adapted, kind: str, tmp_path: Path
+) -> None:
+    reason = write_broken(adapted.adapters[FIRST], kind, tmp_path)
+    found = engine.llm.collective_rpc("load_adapter", args=("broken", 10, str(tmp_path)))
+    engine.llm.collective_rpc("remove_lora", args=(10,))
+    assert any(one is not None and re.search(reason, one) for one in found), found
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_files_that_are_no_adapter_are_refused(
+    engine: Engine, adapted: Adapted, kind: str, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(adapted.adapters[FIRST], tmp_path / "adapter")
+    name, content = UNREADABLE[kind]
+    (folder / name).write_bytes(content)
+    found = engine.llm.collective_rpc("load_adapter", args=("broken", 10, str(folder)))
+    assert all(found), found
+
+
+def test_a_trace_with_a_broken_adapter_fails_alone(
+    model: AdaptedVLLM, requests: dict[str, LoRARequest | None], adapted: Adapted, tmp_path: Path
+) -> None:
+    write_broken(adapted.adapters[FIRST], "NaN", tmp_path)
+    for one in (LoRARequest("broken", 11, str(tmp_path)), LoRARequest("gone", 12, str(tmp_path / "gone"))):
+        with (
+            pytest.raises(ApiError, match=f"'{one.lora_name}' cannot be loaded"),
+            model.trace(PROMPT_IDS, lora_request=one),
+        ):
+            _ = save(model.logits.output)
+    with model.trace(PROMPT_IDS, lora_request=requests[SECOND]):
+        logits = save(model.logits.output)
+    assert logits.isfinite().all()
+
+
+def test_the_files_of_an_adapter_are_read_again_between_steps_only(
+    model: AdaptedVLLM, adapted: Adapted, tmp_path: Path
+) -> None:
+    """More adapters than the engine keeps: their folders are removed after the first use."""
+    folders = [write_adapter(adapted.base, tmp_path / f"{one}", seed=one) for one in range(20, 25)]
+    requests = [LoRARequest(one.name, int(one.name), str(one)) for one in folders]
+    for one in requests:
+        with model.trace(PROMPT_IDS, temperature=0.0, lora_request=one):
+            last = save(model.logits.output)
+    shutil.rmtree(tmp_path)
+    with model.trace(PROMPT_IDS, temperature=0.0, lora_request=requests[-1]):
+        again = save(model.logits.output)
+    torch.testing.assert_close(again, last)
+    with (
+        pytest.raises(ApiError, match="'20' cannot be loaded"),
+        model.trace(PROMPT_IDS, lora_request=requests[0]),
+    ):
+        _ = save(model.logits.output)
 
 
 def test_a_target_before_the_lens_is_refused_by_name(adapted: Adapted) -> None:

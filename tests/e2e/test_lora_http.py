@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import re
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -27,10 +29,12 @@ from tests.e2e.adapted import (
     adapted,
     expected,
     head_adapter,
+    write_broken,
 )
 from tests.e2e.family_check import PROMPT_IDS, Expected
 from tests.e2e.keyed import OPERATOR, keys_in
 from tests.e2e.live import MODEL, Live, live_server
+from tests.waiting import wait_for_async
 
 __all__ = ["adapted", "expected"]  # fixtures
 
@@ -102,7 +106,8 @@ async def names(live: Live) -> set[str]:
 async def test_an_adapter_is_a_model_of_the_list(live: Live, adapted: Adapted) -> None:
     cards = {card["id"]: card for card in (await live.http.get("/v1/models")).json()["data"]}
     assert cards.keys() == {MODEL, "first"}
-    assert (cards["first"]["parent"], cards["first"]["root"]) == (MODEL, str(adapted.adapters[FIRST]))
+    assert not any(str(folder.parent) in str(cards) for folder in (adapted.base, *adapted.adapters.values()))
+    assert (cards["first"]["parent"], cards["first"]["root"]) == (MODEL, "first")
     assert (await live.http.get("/v1/capabilities")).json()["adapters"] == ["first"]
     assert "first" in (await live.http.get("/v1/status")).json()["models"][0]["names"]
 
@@ -155,7 +160,9 @@ async def test_adapters_are_loaded_and_unloaded_at_run_time(
     long: dict[str, Any] = {"prompt": PROMPT_IDS * 6, "max_tokens": 3, "ignore_eos": True}
     of_second = await continued(live, "other", **long)
     assert await continued(live, "other") == expected["second"].plain.token_ids
-    assert "already been loaded" in await change(live, _LOAD, 400, **given)
+    refused = await change(live, _LOAD, 400, **given)
+    assert "'other' is already the name of an adapter" in refused
+    assert "inplace" not in refused
     assert "removed successfully" in await change(live, _UNLOAD, 200, lora_name="other")
     assert (await live.post(model="other", prompt="a")).status_code == 404
     await change(live, _UNLOAD, 404, lora_name="other")
@@ -165,10 +172,33 @@ async def test_adapters_are_loaded_and_unloaded_at_run_time(
     assert await continued(live, "other") == expected["first"].plain.token_ids
     of_first = await continued(live, "first", **long)
     assert await continued(live, "other", **long) == of_first != of_second
-    shutil.rmtree(folder)
-    response = await live.post(model="other", prompt="a")
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
     await change(live, _UNLOAD, 200, lora_name="other")
+
+
+async def test_a_listed_adapter_needs_its_folder_no_more(
+    live: Live, adapted: Adapted, expected: dict[str, Expected], tmp_path: Path
+) -> None:
+    """Even if its last request waits for a slot while it is unloaded, and others take its place."""
+    folders = {name: shutil.copytree(adapted.adapters[SECOND], tmp_path / name) for name in ("a", "b", "c")}
+    for name, folder in folders.items():
+        await change(live, _LOAD, 200, lora_name=name, lora_path=str(folder))
+    shutil.rmtree(tmp_path)
+    wanted = expected[SECOND].plain.token_ids
+    busy = [asyncio.create_task(continued(live, name, max_tokens=100)) for name in ("b", "c", "b", "c")]
+    core = live.engine.engine.output_processor
+    await wait_for_async(lambda: core.get_num_unfinished_requests() == len(busy))
+    waiting = asyncio.create_task(continued(live, "a"))
+    await wait_for_async(lambda: core.get_num_unfinished_requests() == len(busy) + 1)
+    await change(live, _UNLOAD, 200, lora_name="a")
+    for name in ("d", "e"):  # of the engine's two places, none is free for these
+        await change(live, _LOAD, 200, lora_name=name, lora_path=str(adapted.adapters[FIRST]))
+    assert (await asyncio.gather(waiting, *busy))[0] == wanted
+    assert await continued(live, "b") == wanted
+    assert await continued(live, "e") == expected[FIRST].plain.token_ids
+    for name in ("b", "c", "d", "e"):
+        await change(live, _UNLOAD, 200, lora_name=name)
+    assert await continued(live, "first") == expected[FIRST].plain.token_ids
+    assert (await live.post(model="a", prompt="a")).status_code == 404
 
 
 async def test_what_cannot_be_loaded_is_refused(
@@ -176,7 +206,16 @@ async def test_what_cannot_be_loaded_is_refused(
 ) -> None:
     given = {"lora_name": "bad", "lora_path": str(tmp_path / "missing")}
     await change(live, _LOAD, 404, **given)
-    assert "lm_head" in await change(live, _LOAD, 500, lora_name="bad", lora_path=str(head_adapter(tmp_path)))
+    head = await change(live, _LOAD, 400, lora_name="bad", lora_path=str(head_adapter(tmp_path / "head")))
+    assert "lm_head" in head
+    for kind in ("half the width", "rank 10^6", "no factor", "NaN"):
+        reason = write_broken(adapted.adapters[FIRST], kind, tmp_path / kind)
+        answer = await change(live, _LOAD, 400, lora_name="bad", lora_path=str(tmp_path / kind))
+        assert re.search(reason, json.loads(answer)["error"]["message"]), answer
+    for path in ("\0", "a" * 3000, "~nobody/adapter", "", "/proc/1/root"):
+        await change(live, _LOAD, 404, lora_name="bad", lora_path=path)
+    for name in ("", " ", "..", "a\nb", "a:b", "a" * 65, "<img src=x onerror=alert(1)>"):
+        await change(live, _LOAD, 400, lora_name=name, lora_path=str(adapted.adapters[FIRST]))
     in_place = {"lora_name": "first", "lora_path": str(adapted.adapters[SECOND]), "load_inplace": True}
     assert "load_inplace" in await change(live, _LOAD, 400, **in_place)
     assert await names(live) == {MODEL, "first"}

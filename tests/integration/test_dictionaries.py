@@ -205,6 +205,8 @@ async def test_hostile_files_are_refused_and_leave_nothing(
         (422, "invalid_shape", "shared", {"shared": "perhaps"}),
         (400, "bad_request", "fields", {"other": "field"}),
         (400, "invalid_labels", "0 to 15", {"labels": b'{"16": "beyond"}'}),
+        (400, "invalid_labels", "3 is there twice", {"labels": b'{"3": "a", "4": ":\\\\", "3": "a"}'}),
+        (400, "invalid_labels", "is there twice", {"labels": b'{"3": "a\\":", "\\u0033" : ""}'}),
         (400, "invalid_labels", "cells", {"labels": b"1,one,two"}),
         (400, "invalid_json", "", {"labels": b'{"1": '}),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -19,7 +20,9 @@ from typing import Any
 
 import httpx
 import pytest
+from rich.console import Console
 
+from app.terminal.batch import Batch
 from tests.fakes.engine import FakeEngineClient
 from tests.integration.live import listening
 from tests.integration.serving import Application
@@ -331,6 +334,39 @@ def test_a_batch_is_answered_in_order_and_tells_what_failed(terminal: Terminal, 
     assert [one["response"]["status_code"] for one in answers[20:]] == [200, 400, 404]
     assert answers[21]["error"]["code"] == "unknown_operation"
     assert all(one["response"]["request_id"] for one in answers)
+
+
+def test_the_answers_of_a_batch_never_replace_its_requests(terminal: Terminal, tmp_path: Path) -> None:
+    source, link = tmp_path / "in.jsonl", tmp_path / "link"
+    content = "\ufeff" + line("a", prompt="word", max_tokens=2)
+    source.write_text(content)
+    link.symlink_to(source)
+    (tmp_path / "x.part").symlink_to(source)
+    asked = ["run-batch", "-i", str(source), "--url", terminal.url, "-o"]
+    for target in (source, tmp_path / ".." / tmp_path.name / source.name, link, tmp_path / "x"):
+        status, _, err = terminal.run(*asked, str(target))
+        assert (status, "over the requests" in err, source.read_text()) == (1, True, content), err
+    target = tmp_path / "out.jsonl"
+    assert terminal.run(*asked, str(target))[0] == 0
+    assert [json.loads(one)["custom_id"] for one in target.read_text().splitlines()] == ["a"]
+    assert not (tmp_path / "out.jsonl.part").exists()
+    status, _, err = terminal.run(*asked, str(tmp_path / "none" / "out"))
+    assert (status, "make its folder" in err) == (1, True), err
+
+
+def test_a_batch_file_that_changes_meanwhile_is_no_success(tmp_path: Path) -> None:
+    class Answering:
+        async def response(self, *_: Any) -> httpx.Response:
+            return httpx.Response(200, json={})
+
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(map(line, "abc")))
+    target.write_text("before")
+    batch = Batch(source, target)
+    source.write_text(line("a"))
+    with pytest.raises(ValueError, match="3 requests at first, and 1 were answered"):
+        asyncio.run(batch.run(Answering(), Console(quiet=True)))  # type: ignore[arg-type] # all that is used of it
+    assert target.read_text() == "before"
 
 
 @pytest.mark.parametrize(

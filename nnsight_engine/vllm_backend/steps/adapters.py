@@ -5,24 +5,38 @@ vLLM wraps the projections of a model, and each step tells the wrappers the adap
 - A call that a block makes itself uses the adapter of the block's request, see ``traces.block_adapters``.
 - vLLM 0.32 has a fault on a CPU: rows without adapter get the weights in the last slot. There the rows are
   computed here, adapter by adapter.
+- No step reads files. The workers keep an adapter until they are told to remove it, see ``AdapterHolds``.
+- Adapters are checked as a whole, see ``adapter_checks``.
 - The embedding and the unembedding stay as they are, and vLLM rejects adapters that change them. A lens reads
   rows of several requests at once, and vLLM knows the adapters only of the rows that it samples from.
 """
 
 from __future__ import annotations
 
+import sys
 from abc import ABC
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
 from torch import nn
+from vllm.config import VllmConfig
 from vllm.lora.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.request import LoRARequest
+from vllm.lora.utils import get_adapter_absolute_path
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from vllm.model_executor.models import supports_lora
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.vllm_backend.compat import brings, params_of
+from nnsight_engine.vllm_backend.steps.adapter_checks import (
+    CheckedLoRAModel,
+    check_config,
+    check_weights,
+)
 from nnsight_engine.vllm_backend.traces.block_adapters import NO_SLOT, BlockAdapters
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 
@@ -128,6 +142,27 @@ class AdaptedRowsMixin(ABC):
         return torch.device(self.device).type == "cpu"
 
 
+class _KeptAdapters(LRUCacheLoRAModelManager):
+    """Adapters in a worker's memory, of which none is dropped for another."""
+
+    @property
+    def capacity(self) -> int:
+        return sys.maxsize
+
+
+class _CheckedAdapters(LRUCacheWorkerLoRAManager):
+    """Reads adapters from files."""
+
+    _manager_cls = _KeptAdapters
+    _adapter_manager: _KeptAdapters
+
+    def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:
+        check_config(get_adapter_absolute_path(lora_request.lora_path))
+        adapter: LoRAModel = super()._load_adapter(lora_request)
+        check_weights(adapter, self._adapter_manager)
+        return adapter
+
+
 class AdaptersMixin:
     """Mixin in front of a runner's class."""
 
@@ -162,16 +197,22 @@ class AdaptersMixin:
         ordered = sorted(lora_requests, key=lambda one: one.lora_int_id)
         super()._set_active_loras(prompt_lora_mapping, token_lora_mapping, ordered, *args, **kwargs)  # type: ignore[misc] # vLLM's runner has it
 
-    def load_lora_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    def load_lora_model(self, model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> nn.Module:
         """Wrap the model's projections; return the model.
 
         Raises:
+            ValueError: vLLM takes no adapters of the model.
             UnsupportedOptionError: An adapter could change the unembedding, or what comes before it.
         """
+        if not supports_lora(model):
+            raise ValueError(
+                f"vLLM takes no LoRA adapters of {type(model).__name__}: leave out --enable-lora"
+            )
         for module in model.modules():
             if getattr(module, "embedding_modules", None):
                 module.embedding_modules = {}  # type: ignore[assignment] # an attribute of vLLM's classes
-        adapted: nn.Module = super().load_lora_model(model, *args, **kwargs)  # type: ignore[misc] # vLLM's runner has it
+        self.lora_manager = _CheckedAdapters(vllm_config, device, model.embedding_modules, CheckedLoRAModel)
+        adapted: nn.Module = self.lora_manager.create_lora_manager(model, vllm_config)
         manager: Any = adapted.lora_manager
         for name, module in manager.modules.items():
             if isinstance(module, _VOCABULARY) or name.endswith(_BEFORE_UNEMBEDDING):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from api_schemas.errors import ApiError
+from app.engine.adapters import check_adapter_request
 from app.engine.vllm_arguments import model_of_file, parse
 from app.engine.vllm_options import HANDLED_HERE, REFUSED, TO_ENGINE, refuse_ignored, refuse_with_replicas
 from app.serve_command import _with_options_of_files
@@ -133,6 +136,24 @@ def test_adapters_are_passed_on() -> None:
     assert [(one.name, one.path) for one in args.lora_modules] == [("one", "/srv/one")]
     given = '{"name": "two", "path": "/srv/two"}'
     assert parse(["some/model", "--enable-lora", "--lora-modules", given]).lora_modules[0].name == "two"
+
+
+@pytest.mark.parametrize(
+    "name", [" ", "..", "a:b", "Pirate", "a\nb", "a" * 65, "<img src=x onerror=alert(1)>"]
+)
+def test_an_adapters_name_is_as_other_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedOptionError, match="lower-case letters"):
+        parse(
+            ["some/model", "--enable-lora", "--lora-modules", json.dumps({"name": name, "path": "/srv/one"})]
+        )
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    fields = {"lora_name": name, "lora_path": "/srv/one"}
+    with pytest.raises(ApiError, match="lower-case letters") as caught:
+        check_adapter_request(fields, takes_adapters=True)
+    assert (caught.value.status, caught.value.param) == (400, "lora_name")
+    with pytest.raises(ApiError, match="--enable-lora") as caught:
+        check_adapter_request(fields, takes_adapters=False)
+    assert caught.value.status == 400
 
 
 def test_adapters_need_an_engine_that_takes_them() -> None:
