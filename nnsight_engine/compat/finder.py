@@ -20,7 +20,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from nnsight_engine.compat import first_of_output
-from nnsight_engine.envoys.cache import Entry
+from nnsight_engine.core.read_listener import ReadListener
 
 OLD, OURS = "nnsight", "nnsight_engine"
 
@@ -53,13 +53,13 @@ def install(*, force: bool = False) -> None:
     sys.meta_path.insert(0, _Renamed())
     sys.meta_path.append(_MissingNameFinder())
     first_of_output.listen()
-    Entry.missing_is_none = True
+    ReadListener.missing_is_none = True
 
 
 def uninstall() -> None:
     """Undo ``install``; modules that were imported stay valid where they are referenced."""
     first_of_output.stop_listening()
-    Entry.missing_is_none = False
+    ReadListener.missing_is_none = False
     sys.meta_path[:] = [
         finder for finder in sys.meta_path if not isinstance(finder, _Renamed | _MissingNameFinder)
     ]

@@ -1,4 +1,4 @@
-"""The hook on attribute reads of blocks, used by the one mode that gives advice on them (see ``compat``)."""
+"""How attributes are read in the one mode that gives advice on them and follows nnsight (see ``compat``)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ class ReadListener:
 
     Attributes:
         listener: Called with the frame that reads, the owner, the property's name and the value.
+        missing_is_none: Whether a value that a cache did not store is None, as in nnsight, and not an error.
     """
 
     listener: ClassVar[Callable[[FrameType, Any, str, Any], None] | None] = None
+    missing_is_none: ClassVar[bool] = False

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, overload
+from typing import TYPE_CHECKING, Any, Final, Self, overload
 
 import torch
 
 from nnsight_engine.core.dtype_conversion import narrowed
+from nnsight_engine.core.read_listener import ReadListener
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.envoys.cache_display import cache_html
 from nnsight_engine.envoys.tree import NOT_THERE, EnvoyTree, at_path
@@ -33,9 +34,6 @@ class Entry:
         values: Values of all calls, by ``output`` or ``input``.
         numbers: Number of the call of each value.
     """
-
-    missing_is_none: ClassVar[bool] = False
-    """Whether a value that was not stored is None, as in nnsight, and not an error."""
 
     _index: _Index | None = None
 
@@ -99,7 +97,7 @@ class Entry:
 
     def _get(self, key: str) -> list[Any]:
         if key not in self.values:
-            if self.missing_is_none:
+            if ReadListener.missing_is_none:
                 return [None]
             raise AttributeError(
                 f"the cache has no {key} here; store {key}s with tracer.cache({_OPTIONS[key]}=True), and "

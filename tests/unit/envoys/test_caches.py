@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nnsight_engine import NNsight
+from nnsight_engine.core.read_listener import ReadListener
 from nnsight_engine.envoys.cache import Entry
 from tests.small_models import tiny_gpt2
 
@@ -159,7 +160,7 @@ def test_a_value_that_was_not_stored_is_none_in_compat_and_an_error_else(
     for name in missing:
         with pytest.raises(AttributeError, match="store"):
             getattr(entry, name)
-    monkeypatch.setattr(Entry, "missing_is_none", True)
+    monkeypatch.setattr(ReadListener, "missing_is_none", True)
     assert [getattr(entry, name) for name in missing] == [None] * len(missing)
     assert getattr(entry, kept) is not None
 
