@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(f"Correlation over {told}: {correlation:.2f}")
     if options.save:
         draw(found.estimates, options.save)
-        console.print(f"Drawn to {options.save}.")
+        console.print(f"Drawn to {options.save}.", soft_wrap=True)
 
 
 if __name__ == "__main__":

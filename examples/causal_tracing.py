@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(table)
     if options.save:
         draw(case, effects, layers, options.save)
-        console.print(f"Drawn to {options.save}.")
+        console.print(f"Drawn to {options.save}.", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console.print(f"mean log-probability of the repeated tokens, {name}: {value:.2f}")
     if options.save:
         draw(patterns, found[0], options.save)
-        console.print(f"Drawn to {options.save}.")
+        console.print(f"Drawn to {options.save}.", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(f"{escape(repr(rows[-1].token))} is first from layer {settles_at(rows)} on.")
     if options.save:
         draw(model, options.prompt, lens, options.save)
-        console.print(f"Drawn to {options.save}.")
+        console.print(f"Drawn to {options.save}.", soft_wrap=True)
 
 
 if __name__ == "__main__":

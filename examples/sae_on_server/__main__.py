@@ -155,7 +155,7 @@ def run(server: Server, options: argparse.Namespace, console: Console) -> None:
             markup=False,
         )
     draw(losses, reading, effect, options.topic, folder / "sae.png")
-    console.print(f"Drawn to {folder / 'sae.png'}.")
+    console.print(f"Drawn to {folder / 'sae.png'}.", soft_wrap=True)
 
 
 def corpus_of(server: Server, folder: Path, model: str, layer: int, options: argparse.Namespace) -> Corpus:
