@@ -67,7 +67,7 @@ async def test_draining_refuses_new_work_and_finishes_the_old(serve: Serve, erro
         response = await running
         assert response.text.endswith("data: [DONE]\n\n")
         # What the last answers point at can still be fetched.
-        url = response.text.split('"url": "')[1].split('"')[0]
+        url = response.text.split('"url":"')[1].split('"')[0]
         assert (await server.client.get(url)).status_code == 200
 
 
