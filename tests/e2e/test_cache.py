@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.dictionaries import random_dictionary
+from nnsight_engine.plans.collect.results import CollectedFeatures
 from tests.e2e.harness import Engine, random_vector
 from tests.narrow_model import WIDTH
 
@@ -122,5 +123,8 @@ def test_features_read_after_a_cache_hit_have_every_row(fresh: Engine) -> None:
     fresh.ask(LONG, max_tokens=1)
     assert fresh.ask(LONG, max_tokens=1).num_cached_tokens > 64
     warm = fresh.ask(LONG, [read], max_tokens=2)
-    assert warm.result("f") == cold.result("f")
-    assert len(warm.result("f").positions) == len(fresh.token_ids(LONG)) + 1
+    found, expected = warm.result("f"), cold.result("f")
+    assert isinstance(found, CollectedFeatures)
+    assert isinstance(expected, CollectedFeatures)
+    assert list(found.rows()) == list(expected.rows())
+    assert found.positions == [*range(len(fresh.token_ids(LONG)) + 1)]
