@@ -125,31 +125,29 @@ class TracingAsyncLLM(AsyncLLM):
         Raises:
             ApiError: ``invalid_value``: the adapter cannot be loaded. Raised when the outputs are read.
         """
-        return self._holding(
-            kwargs.get("lora_request"), super().generate(prompt, sampling_params, request_id, **kwargs)
-        )
+        outputs = super().generate(prompt, sampling_params, request_id, **kwargs)
+        adapter = kwargs.get("lora_request")
+        return outputs if adapter is None else self._holding(adapter, outputs)
 
     def encode(
         self, prompt: Any, pooling_params: PoolingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Pool as vLLM does; see ``generate``."""
-        return self._holding(
-            kwargs.get("lora_request"), super().encode(prompt, pooling_params, request_id, **kwargs)
-        )
+        outputs = super().encode(prompt, pooling_params, request_id, **kwargs)
+        adapter = kwargs.get("lora_request")
+        return outputs if adapter is None else self._holding(adapter, outputs)
 
     async def _holding(
-        self, adapter: LoRARequest | None, outputs: AsyncGenerator[T, None]
+        self, adapter: LoRARequest, outputs: AsyncGenerator[T, None]
     ) -> AsyncGenerator[T, None]:
         """Yield a request's outputs, and hold its adapter meanwhile."""
-        if adapter is not None:
-            await self.hold_adapter(adapter)
+        await self.hold_adapter(adapter)
         try:
             async for output in outputs:
                 yield output
         finally:
             await outputs.aclose()  # which has sent the engine that the request is aborted
-            if adapter is not None:
-                self.release_adapter(adapter)
+            self.release_adapter(adapter)
 
     async def hold_adapter(self, adapter: LoRARequest) -> None:
         """Keep a LoRA adapter in the memory of all workers of all engines, until ``release_adapter``.
