@@ -129,7 +129,7 @@ def _result(
 
 
 def _tenths(positions: list[int]) -> npt.NDArray[np.float32]:
-    return np.array(positions, np.float32) / 10
+    return np.array([position / 10 for position in positions], np.float32)
 
 
 def _at(point: str, pull: Sequence[float]) -> float:
@@ -150,7 +150,9 @@ def _lens_rows(positions: list[int], top_k: int, num_targets: int) -> LensRows:
         return np.add.outer(np.array(positions, np.int32), np.arange(count, dtype=np.int32))
 
     def logprobs(count: int) -> npt.NDArray[np.float32]:
-        return np.tile(np.arange(1, count + 1) / -2, (len(positions), 1)).astype(np.float32)
+        rows: npt.NDArray[np.float32] = np.empty((len(positions), count), np.float32)
+        rows[:] = np.arange(1, count + 1) / -2
+        return rows
 
     ranks = np.tile(np.arange(1, num_targets + 1, dtype=np.int32), (len(positions), 1))
     targets = tuple(range(num_targets))
