@@ -103,17 +103,19 @@ async def choice_json(
     """
     large = _by_key(collected.results)
     num_bytes = sum(len(tensor.data) for tensor in large.values())
-    work.meter.captured_bytes += num_bytes + sum(map(_number_bytes, collected.results))
-    text_bytes = sum(map(_text_bytes, collected.results))
+    arrays = {result.name: _arrays_of(result) for result in collected.results}
+    work.meter.captured_bytes += num_bytes + sum(map(_num_bytes, arrays.values()))
+    text_bytes = sum(_text_bytes(result, arrays[result.name]) for result in collected.results)
     has_large_text = text_bytes > settings.inline_json_bytes and not inline
     if inline or num_bytes <= settings.inline_tensor_bytes:
         large = {}
     tensors = numbers = None
+    far: dict[str, TensorResult] = {}
     if large or has_large_text:
         far = {
-            _file_key(result.name, place): _tensor_of(array)
-            for result in collected.results
-            for place, array in _arrays_of(result).items()
+            _file_key(name, place): _tensor_of(array)
+            for name, own in arrays.items()
+            for place, array in own.items()
             if has_large_text
         }
         stored = await store.put(large | far, work.tenant, work.meter.key_id)
@@ -123,8 +125,12 @@ async def choice_json(
     labels = LabelBudget(settings.max_capture_bytes_per_request)
     answer: dict[str, Any] = {"results": {}}
     for result in collected.results:
-        if numbers is not None and (arrays := _arrays_of(result)):
-            found = _linked_json(result, arrays, numbers)
+        if numbers is not None and (own := arrays[result.name]):
+            links = {
+                place: numbers.reference(result.name, place, far[_file_key(result.name, place)])
+                for place in own
+            }
+            found = _linked_json(result, links)
         elif isinstance(result, CollectedFeatures):
             found = await features_json(result, operations, labels)
         else:
@@ -172,14 +178,13 @@ def _applied_json(
     return plain
 
 
-def _number_bytes(result: CollectedResult) -> int:
-    """Return the size of the numbers in a result without tensors."""
-    return sum(array.nbytes for array in _arrays_of(result).values())
+def _num_bytes(arrays: Mapping[str, Array]) -> int:
+    return sum(array.nbytes for array in arrays.values())
 
 
-def _text_bytes(result: CollectedResult) -> int:
-    """Return about the size of the JSON of a result without tensors."""
-    num_numbers = _number_bytes(result) // _NUMBER_BYTES
+def _text_bytes(result: CollectedResult, arrays: Mapping[str, Array]) -> int:
+    """Return about the size of the JSON of a result with these numbers."""
+    num_numbers = _num_bytes(arrays) // _NUMBER_BYTES
     is_plain = isinstance(result, CollectedProbe | CollectedScores)
     # A token or a feature has two numbers.
     return num_numbers * _NUMBER_TEXT_BYTES if is_plain else num_numbers // 2 * _OBJECT_TEXT_BYTES
@@ -207,10 +212,9 @@ def _tensor_of(array: Array) -> TensorResult:
     return TensorResult(values.dtype.name, values.shape, values.tobytes())
 
 
-def _linked_json(result: CollectedResult, arrays: Mapping[str, Array], file: _Stored) -> dict[str, Any]:
+def _linked_json(result: CollectedResult, links: dict[str, Any]) -> dict[str, Any]:
     """Return a result whose numbers are in a file."""
     kind, field, empty = _NUMBERS[type(result)]
-    links = {place: file.reference(result.name, place, _tensor_of(array)) for place, array in arrays.items()}
     return {"type": kind, "positions": result.positions, field: empty, "tensors": links}  # type: ignore[union-attr]  # no trace's
 
 
