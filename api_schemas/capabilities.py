@@ -33,6 +33,10 @@ class CapabilityLimits(BaseModel):
     max_operations: int = Field(description="Operations for one prompt.")
     max_tensor_bytes: int = Field(description="Bytes of one tensor in a request, decoded.")
     max_capture_bytes: int = Field(description="Bytes that one request may capture.")
+    max_work: float | None = Field(
+        default=None,
+        description="Work of a request's operations at one position, as a multiple of the model's own.",
+    )
     max_num_batched_tokens: int = Field(
         description="Tokens of one step; `ablate` by mean needs the whole prompt in one step."
     )

@@ -40,6 +40,7 @@ class ErrorCode(enum.StrEnum):
     UNSUPPORTED_COMBINATION = "unsupported_combination"
     TOO_MANY_OPERATIONS = "too_many_operations"
     CAPTURE_TOO_LARGE = "capture_too_large"
+    TOO_MUCH_WORK = "too_much_work"
     ENGINE_CAPTURE_FULL = "engine_capture_full"
     PROMPT_WAS_CHUNKED = "prompt_was_chunked"
     INTERVENTION_FAILED = "intervention_failed"

@@ -202,6 +202,18 @@ class Settings(BaseSettings):
         ge=0,
         description="Most captured bytes that all requests together may hold in the engine.",
     )
+    max_work: float = Field(
+        default=64.0,
+        gt=0,
+        description="Most work of one request's operations at one position, as a multiple of the model's own "
+        "computation for a position.",
+    )
+    max_step_work: float = Field(
+        default=256.0,
+        gt=0,
+        description="Most work of all operations in one step, in positions of the model's own computation; "
+        "prompts with more are computed in several steps.",
+    )
     loaded_dictionary_bytes: int = Field(
         default=2 * GIB,
         ge=0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from api_schemas.capabilities import Capabilities, CapabilityLimits, ModelSizes, PointCapability
 from api_schemas.points import PointPattern, point_name
 from app.auth.code_policy import takes_code
@@ -24,6 +26,7 @@ def describe(spec: ModelSpec, settings: Settings) -> Capabilities:
             max_operations=settings.max_operations,
             max_tensor_bytes=settings.max_tensor_bytes,
             max_capture_bytes=spec.max_capture_bytes,
+            max_work=spec.max_work,
             max_num_batched_tokens=spec.max_num_batched_tokens,
             max_body_bytes=settings.max_body_bytes,
             max_json_depth=settings.max_json_depth,
@@ -61,6 +64,7 @@ def spec_of(capabilities: Capabilities) -> ModelSpec:
         max_num_batched_tokens=capabilities.limits.max_num_batched_tokens,
         leaves=leaves,
         max_capture_bytes=capabilities.limits.max_capture_bytes,
+        max_work=math.inf if capabilities.limits.max_work is None else capabilities.limits.max_work,
     )
 
 

@@ -69,6 +69,8 @@ def engine_arguments(args: argparse.Namespace, settings: Settings) -> AsyncEngin
     limits = EngineLimits(
         settings.max_capture_bytes_per_request,
         settings.max_capture_bytes_engine,
+        max_work=settings.max_work,
+        max_step_work=settings.max_step_work,
         loaded_dictionary_bytes=settings.loaded_dictionary_bytes,
         trace_step_s=settings.trace_step_s,
         max_trace_bytes=settings.max_trace_bytes,

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from api_schemas.points import ENCODER_BLOCK
+
+_LEAST_WORK: Final = 2**24
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class ModelSpec:
 
     Attributes:
         leaves: The kinds of points. A leaf that has several shapes is listed with each, for its layers.
+        max_work: Limit on the work of a request's operations at one position, see ``plans.work``.
         num_stages: Number of pipeline stages.
         max_dictionary_bytes: Limit on the weights of all loaded dictionaries.
         layout: Where the points lie in the model's modules, ``ModelLayout.to_plain``; empty if there are no
@@ -82,9 +85,19 @@ class ModelSpec:
     max_num_batched_tokens: int
     leaves: tuple[LeafSpec, ...]
     max_capture_bytes: int
+    max_work: float = 64.0
     num_stages: int = 1
     max_dictionary_bytes: int = 2 * 1024**3
     layout: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def forward_work(self) -> int:
+        """Multiply-adds of a forward pass for one position, estimated from the sizes of a dense model.
+
+        A model of few weights counts as one of ``_LEAST_WORK``, near the time that any step takes.
+        """
+        width = self.hidden_size
+        return max(_LEAST_WORK, width * (12 * width * self.num_layers + self.vocab_size))
 
     def leaf(self, name: str, layer: int | None = None) -> LeafSpec | None:
         """Return the leaf called ``name`` of a layer, or of any layer; None if there is none.

@@ -193,6 +193,7 @@ class RequestPlan(msgspec.Struct, frozen=True):
         images: The prompt's images; empty if no operation acts in the vision encoder.
         num_positions: Number of positions that are computed at most.
         dictionaries: The files of the dictionaries that the operations use, by SHA-256.
+        works: The work of operations that have much, by index, see ``plans.work``.
     """
 
     prompt_len: int
@@ -203,6 +204,7 @@ class RequestPlan(msgspec.Struct, frozen=True):
     images: tuple[PlannedImage, ...] = ()
     num_positions: int = 0
     dictionaries: dict[str, str] = {}
+    works: dict[int, float] = {}
 
     @property
     def num_points(self) -> int:

@@ -71,6 +71,8 @@ class EngineLimits:
             turns fair sharing off.
         fair_step: Maximum duration of a step, as a multiple of the shortest step's, while a tenant within its
             share is active beside one that is not.
+        max_work: Limit on the work of a request's operations at one position, see ``plans.work``.
+        max_step_work: Limit on the work of all operations in one step.
         taps: Points of the residual stream that have taps, see ``chosen_taps``.
         points: Which models have points: ``any`` decoder, or ``strict`` for those of the tables.
     """
@@ -92,6 +94,8 @@ class EngineLimits:
     max_sandboxes: int = 16
     fair_window_s: float = 5.0
     fair_step: float = 1.25
+    max_work: float = 64.0
+    max_step_work: float = 256.0
     taps: str = ALL_TAPS
     points: str = ANY
 
@@ -276,6 +280,7 @@ def describe_model(points: ModelPoints, config: VllmConfig, limits: EngineLimits
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         leaves=_with_tiers([*points.leaf_specs(), *_vision(points, config)], limits, len(points.layers)),
         max_capture_bytes=limits.max_capture_bytes_per_request,
+        max_work=limits.max_work,
         num_stages=config.parallel_config.pipeline_parallel_size,
         max_dictionary_bytes=limits.loaded_dictionary_bytes,
     )

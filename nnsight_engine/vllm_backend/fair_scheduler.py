@@ -11,7 +11,8 @@ step is as long as that tenant's batch. Safeguard: while some tenants are *heavy
   run in the order of their arrival, as many as fit.
 
 No request pauses if all tenants are heavy or all are light. With one tenant, or none, steps are exactly
-vLLM's. ``InterventionScheduler`` extends this class.
+vLLM's, but for requests whose operations have much work: in every step these get so many positions as
+``StepWork`` allows. ``InterventionScheduler`` extends this class.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from nnsight_engine.vllm_backend.compat import EngineLimits, entry_of, params_of
 from nnsight_engine.vllm_backend.sender_usage import SENDER_KEY, SenderUsage
+from nnsight_engine.vllm_backend.step_work import StepWork
 
 _STARTABLE: Final = {RequestStatus.WAITING, RequestStatus.PREEMPTED}
 _SENDER_CHECK_S: Final = 0.5
@@ -41,7 +43,7 @@ class _StartedStep(NamedTuple):
 
     Attributes:
         moment: When its scheduling started, in seconds of ``time.perf_counter``.
-        num_tokens: Number of tokens it computes.
+        num_tokens: Number of tokens it computes, and the work of operations, in tokens.
         shares: Tokens by tenant, see ``SenderUsage.charge``; None if nobody is charged for it.
     """
 
@@ -55,6 +57,7 @@ class FairScheduler(Scheduler):
 
     Attributes:
         sharing: Determines which tenants are light, and the length of short steps.
+        work: The requests whose operations have much work, and their work in the step.
         whole_step_tokens: Token limit of a step that is not short.
     """
 
@@ -66,6 +69,8 @@ class FairScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         limits = EngineLimits.read(self.vllm_config)
         self.sharing = SenderUsage(limits.fair_window_s, limits.fair_step)
+        self.work = StepWork()
+        self._max_work = limits.max_step_work
         self.whole_step_tokens: int = self.max_num_scheduled_tokens
         self._checked_at = 0.0
         self._is_exclusive = self._was_empty = False
@@ -80,9 +85,10 @@ class FairScheduler(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step, for all requests or for those whose turn it is."""
         began = time.perf_counter()
+        self._begin_work()
         if not self.sharing:
             output = self.schedule_all(*args, **kwargs)
-            self._in_flight.append(_StartedStep(began, output.total_num_scheduled_tokens, None))
+            self._in_flight.append(_StartedStep(began, self._num_computed(output), None))
             return output
         self._is_exclusive = False
         if len(self.sharing) == 1 and len(self.running) <= self.max_num_running_reqs:
@@ -95,7 +101,7 @@ class FairScheduler(Scheduler):
         self._was_empty = self._is_exclusive and not scheduled
         # The tenants are recorded now: a request that is aborted while the step runs is still charged for it.
         shares = self._shares(scheduled) if scheduled else None
-        self._in_flight.append(_StartedStep(began, output.total_num_scheduled_tokens, shares))
+        self._in_flight.append(_StartedStep(began, self._num_computed(output), shares))
         return output
 
     @property
@@ -105,7 +111,41 @@ class FairScheduler(Scheduler):
 
     def schedule_all(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step for all requests that are in the queues."""
-        return super().schedule(*args, **kwargs)
+        if not (self.work and self.waiting):
+            return super().schedule(*args, **kwargs)
+        # vLLM does not look behind a waiting request that gets no position.
+        before = list(self.waiting)
+        held: set[Request] = set()
+        if self.work.is_taken(map(_next_chunk, self.running)):
+            held = {request for request in before if request.request_id in self.work}
+            self.waiting.remove_requests(held)
+        try:
+            return super().schedule(*args, **kwargs)
+        finally:
+            if held:
+                self.put_back(before, held)
+
+    def _begin_work(self) -> None:
+        if self.work:
+            self.running.sort(key=lambda request: not self.work.was_skipped(request.request_id))
+        self.work.begin(self._max_work)
+
+    def _num_computed(self, output: SchedulerOutput) -> int:
+        return int(output.total_num_scheduled_tokens) + round(self.work.used)
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """Return how many of a request's next tokens are computed, which vLLM asks for each request."""
+        num_tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        if request.request_id not in self.work:
+            return num_tokens
+        return self.work.fit(
+            request.request_id,
+            num_computed_tokens,
+            num_tokens,
+            is_whole=self.need_mamba_block_aligned_split or self.needs_single_step(request),
+        )
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -143,7 +183,7 @@ class FairScheduler(Scheduler):
             return self.sharing.all_to_one()
         tokens: Counter[str] = Counter()
         for request_id, num_tokens in scheduled.items():
-            tokens[_sender(self.requests[request_id])] += num_tokens
+            tokens[_sender(self.requests[request_id])] += num_tokens + round(self.work.used_by(request_id))
         return tokens
 
     @contextlib.contextmanager
@@ -169,6 +209,7 @@ class FairScheduler(Scheduler):
         self.running = [*first, *rest]
         if light_senders and rest and not self.need_mamba_block_aligned_split:
             limit = min(limit, self._short_step(first))
+            self.work.limit = min(self.work.limit, self.sharing.times.short)
         held, self.running = self._without_slots()
         self.max_num_scheduled_tokens, before = limit, self.max_num_scheduled_tokens
         try:
@@ -261,6 +302,12 @@ class FairScheduler(Scheduler):
 def _sender(request: Request) -> str:
     sender = entry_of(params_of(request), SENDER_KEY)
     return sender if isinstance(sender, str) else ""
+
+
+def _next_chunk(request: Request) -> tuple[str, int, int]:
+    """Return a request's id, its first position that is not computed, and the one after the last."""
+    start = request.num_computed_tokens
+    return request.request_id, start, start + missing(request)
 
 
 def missing(request: Request) -> int:

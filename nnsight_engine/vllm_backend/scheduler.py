@@ -123,6 +123,7 @@ class InterventionScheduler(DraftScheduler):
             stops_outside = request.sampling_params is not None and bool(params.stop)
             self._outbox.open(request.request_id, plan, stops_outside=stops_outside)
             self._owners[request.request_id] = entry["key"]
+            self.work.add(request.request_id, plan, request.all_token_ids)
             # A stop string is found by the API process, too late for rows that were accepted behind it.
             if stops_outside or not takes_drafts(plan):
                 self.undrafted.add(request.request_id)
@@ -430,6 +431,7 @@ class InterventionScheduler(DraftScheduler):
         if self._outbox.close(request_id):
             del self._owners[request_id]
             self._shared.discard(request_id)
+            self.work.discard(request_id)
             self.contents.release(request_id)
 
 

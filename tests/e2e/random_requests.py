@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.conditional_requests import ConditionalAuthor, operation_names
 from tests.e2e.engine_kinds import EngineKind, prepared
@@ -29,9 +30,14 @@ NUM_BLOCKS: Final = 4
 """Blocks of keys and values in the tight shape, beside the one that vLLM does not use."""
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "roomy": {"max_num_batched_tokens": 512, "max_num_seqs": 16},
-    "tight": {"max_num_batched_tokens": 24, "max_num_seqs": 6, "num_gpu_blocks_override": NUM_BLOCKS + 1},
+    "tight": {
+        "max_num_batched_tokens": 24,
+        "max_num_seqs": 6,
+        "num_gpu_blocks_override": NUM_BLOCKS + 1,
+        "limits": EngineLimits(max_step_work=0.1),
+    },
 }
-"""Engines that compute each prompt in one step, and such as chunk prompts and preempt requests."""
+"""Engines that compute each prompt in one step, and such as chunk prompts, also by work, and preempt."""
 _MAX_PROMPT: Final = 40
 _MAX_GENERATED: Final = 20
 _NEARLY_A_BLOCK: Final = BLOCK - 4

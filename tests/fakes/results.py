@@ -179,6 +179,7 @@ CAPABILITIES: Final = Capabilities.model_validate(
             "max_operations": 64,
             "max_tensor_bytes": 1 << 20,
             "max_capture_bytes": 1 << 20,
+            "max_work": 64.0,
             "max_num_batched_tokens": 2048,
         },
         "sizes": {

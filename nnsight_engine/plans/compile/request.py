@@ -35,6 +35,7 @@ from nnsight_engine.plans.request_plan import (
 )
 from nnsight_engine.plans.sites import LOGITS
 from nnsight_engine.plans.where import last_position
+from nnsight_engine.plans.work import WorkByPosition, work_of
 
 _READING_OPERATIONS: Final = frozenset(
     {"capture", "probe", "logit_lens", "detect", "features", "stop", "flag"}
@@ -124,6 +125,11 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
         # Generated positions attend to the prompt, whose keys are seen only when they are computed.
         needs_prompt |= plan_op.captures_patterns
         num_bytes += _prompt_bytes(plan_op, named, spec)
+    works = {
+        index: work
+        for index, op in enumerate(planned)
+        if (work := work_of(op, compiler.tensors, spec, scope.num_positions))
+    }
     num_bytes += _key_bytes(planned, scope.prompt_len, spec)
     if num_bytes > spec.max_capture_bytes:
         raise ApiError(
@@ -141,7 +147,10 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
         images=scope.images_in_encoder() if any(op.is_in_encoder for op in planned) else (),
         num_positions=scope.num_positions if any(_has_slots(op) for op in planned) else 0,
         dictionaries=compiler.features.paths,
+        works=works,
     )
+    if works:
+        _check_work(plan, prompt_token_ids, spec)
     return CompiledRequest(plan, compiler.tensors, needs_prompt)
 
 
@@ -197,6 +206,29 @@ def _prompt_bytes(op: PlannedOp, named: Named, spec: ModelSpec) -> int:
             return num_prompt * feature_row_bytes(op)
         case _:
             return num_prompt if op.when is not None else 0
+
+
+def _check_work(plan: RequestPlan, prompt_ids: Sequence[int], spec: ModelSpec) -> None:
+    most = sum(plan.works.values())
+    if any(op.kind is OperationKind.MEAN and not op.is_in_encoder for op in plan.ops):
+        total = WorkByPosition(plan, prompt_ids).between(0, plan.prompt_len)
+        if total > spec.max_num_batched_tokens:
+            raise ApiError(
+                ErrorCode.TOO_MUCH_WORK,
+                "`ablate` by mean needs the whole prompt in one step, and with the work of the other "
+                "operations that is too long for one; send those in a request of their own.",
+                FIELD,
+            )
+    if most > spec.max_work:
+        most = WorkByPosition(plan, prompt_ids).most
+    if most > spec.max_work:
+        raise ApiError(
+            ErrorCode.TOO_MUCH_WORK,
+            f"At one position the operations of this request take {most:.0f} times as long as the model, and "
+            f"this server allows {spec.max_work:g} times (NNSIGHT_ENGINE_MAX_WORK); name fewer layers, "
+            "features or targets at the same position, or send several requests.",
+            FIELD,
+        )
 
 
 def _has_slots(op: PlannedOp) -> bool:

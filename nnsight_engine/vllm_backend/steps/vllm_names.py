@@ -370,6 +370,7 @@ _SCHEDULER: Final = (
             "_preempt_request": "request, timestamp, **others",
             "_try_schedule_encoder_inputs": "request, num_computed_tokens, num_new_tokens, "
             "encoder_compute_budget, shift_computed_tokens=0",
+            "_reserve_prefill_lookahead": "request, num_computed_tokens, num_new_tokens",
             "_update_after_schedule": "scheduler_output",
             "update_draft_token_ids": "draft_token_ids",
             "_update_request_with_output": "request, new_token_ids, **others",

@@ -1,0 +1,136 @@
+"""The work of a request's operations: what they add to a step, as a multiple of the model's own forward pass.
+
+Work is counted in multiply-adds for each position and divided by those of the model, so that the scheduler
+can bound a step in positions. It is an estimate: of products with large matrices, and of passes over whole
+vocabularies and dictionaries. Rows that are only moved or added count as nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from nnsight_engine.core.detector import Form
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.plans.conditions import PlannedDetector
+from nnsight_engine.plans.features import PlannedFeatures
+from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, RequestPlan, TensorData, WhereRule
+from nnsight_engine.plans.where import Mask, by_position, evaluate, generated_is_constant
+
+_LENS: Final = 128
+_TARGET: Final = 24
+_SORT: Final = 96
+"""Multiply-adds in the time that a lens, a target of it, and a choice of features take for each number."""
+_LEAST: Final = 1 / 256
+"""Work below this is left out: most operations have far less."""
+
+
+def work_of(op: PlannedOp, tensors: dict[str, TensorData], spec: ModelSpec, num_positions: int) -> float:
+    """Return the work of an operation at a position on which it acts; 0 if it is next to nothing.
+
+    Args:
+        op: The operation.
+        tensors: The tensors of its request, by key.
+        spec: The model.
+        num_positions: Number of positions that the model computes at most for its request.
+    """
+    num_sites = len(op.sites)
+    total = 0
+    match op.kind:
+        case OperationKind.LENS:
+            each = spec.hidden_size + _LENS + _TARGET * len(op.targets)
+            total += num_sites * spec.vocab_size * each
+        case OperationKind.FEATURES | OperationKind.FEATURE if op.features is not None:
+            total += _features(op.features)
+        case OperationKind.SUBSPACE:
+            total += num_sites * 2 * tensors[op.tensor].shape[-2] * tensors[op.tensor].shape[-1]
+        case OperationKind.CAPTURE if op.captures_patterns:
+            widths = (spec.leaf("attn.q", site.layer) for site in op.sites)
+            total += num_positions * sum(leaf.width for leaf in widths if leaf is not None)
+        case _:
+            pass
+    if op.detector is not None:
+        total += _detector(op.detector, tensors)
+    if op.when is not None:
+        total += sum(_detector(test.detector, tensors) for test in op.when.tests)
+    work = total / spec.forward_work
+    return work if work >= _LEAST else 0.0
+
+
+def _features(features: PlannedFeatures) -> int:
+    config = features.dictionary.config
+    num_sorts = (config.k is not None) + (features.top_k > 0)
+    num_read = config.num_features if num_sorts else len(features.ids)
+    return num_read * (config.input_width + num_sorts * _SORT) + len(features.gains) * config.output_width
+
+
+def _detector(detector: PlannedDetector, tensors: dict[str, TensorData]) -> int:
+    total = 0
+    for part in detector.parts:
+        if part.features is not None:
+            total += _features(part.features)
+        elif part.form is Form.MLP:
+            total += sum(len(tensors[key].data) // 4 for _, key in part.tensors)
+    return total
+
+
+class WorkByPosition:
+    """The work of one request's operations, position by position.
+
+    Rules that depend on the answer's tokens or parts count as matching.
+
+    Args:
+        plan: The request's plan.
+        prompt_ids: Its prompt.
+    """
+
+    def __init__(self, plan: RequestPlan, prompt_ids: Iterable[int]) -> None:
+        ids = np.fromiter(prompt_ids, np.int64)
+        positions = np.arange(len(ids), dtype=np.int64)
+        self.prompt: npt.NDArray[np.float64] = np.zeros(len(ids))
+        self.generated = 0.0
+        for index, work in plan.works.items():
+            op = plan.ops[index]
+            if op.is_in_encoder:
+                continue
+            # The scores of a test over earlier positions are computed at each of them.
+            is_everywhere = op.when is not None and op.when.has_history
+            rule = WhereRule() if is_everywhere else op.where
+            self.prompt[_matching(rule, positions, ids, plan.prompt_len)] += work
+            if generated_is_constant(rule, plan.prompt_len, plan.prompt_len) is not False:
+                self.generated += work
+        self._sums = np.concatenate([[0.0], np.cumsum(self.prompt)])
+
+    @property
+    def most(self) -> float:
+        """The work at the position that has the most."""
+        return max(float(self.prompt.max(initial=0.0)), self.generated)
+
+    def between(self, start: int, stop: int) -> float:
+        """Return the work of the positions from ``start`` up to ``stop``."""
+        length = len(self.prompt)
+        in_prompt = self._sums[min(stop, length)] - self._sums[min(start, length)]
+        return float(in_prompt) + self.generated * (max(stop, length) - max(start, length))
+
+    def stop_within(self, start: int, stop: int, limit: float) -> int:
+        """Return the last position up to which the work from ``start`` on stays within a limit."""
+        length = len(self.prompt)
+        if start < length:
+            found = int(np.searchsorted(self._sums, self._sums[start] + limit, side="right")) - 1
+            if found < min(stop, length):
+                return max(found, start)
+        if not self.generated or self.between(start, stop) <= limit:
+            return stop
+        first = max(start, length)
+        return first + max(0, int((limit - self.between(start, first)) / self.generated))
+
+
+def _matching(
+    rule: WhereRule, positions: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], prompt_len: int
+) -> Mask:
+    if rule.names_part:
+        return by_position(rule, positions, prompt_len)
+    return evaluate(rule, positions, ids, prompt_len)

@@ -1,0 +1,97 @@
+"""The share of a step that operations may take: prompts with much work are cut into more chunks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from nnsight_engine.plans.request_plan import OperationKind, RequestPlan
+from nnsight_engine.plans.work import WorkByPosition
+
+
+class StepWork:
+    """Bounds the work of all operations in one step, see ``plans.work``.
+
+    Requests that got no position in a step are the first in the next one.
+
+    Attributes:
+        limit: The most work of this step; a single position may exceed it.
+    """
+
+    def __init__(self) -> None:
+        self.limit = 0.0
+        self._of: dict[str, WorkByPosition] = {}
+        self._is_whole: set[str] = set()
+        self._used: dict[str, float] = {}
+        self._skipped: set[str] = set()
+
+    def __bool__(self) -> bool:
+        """Return whether any live request has work that counts."""
+        return bool(self._of)
+
+    def __contains__(self, request_id: str) -> bool:
+        """Return whether a request has work that counts."""
+        return request_id in self._of
+
+    def add(self, request_id: str, plan: RequestPlan, prompt_ids: Iterable[int]) -> None:
+        """Add a request; one without much work is ignored."""
+        if plan.works:
+            self._of[request_id] = WorkByPosition(plan, prompt_ids)
+            if any(op.kind is OperationKind.MEAN and not op.is_in_encoder for op in plan.ops):
+                self._is_whole.add(request_id)
+
+    def discard(self, request_id: str) -> None:
+        """Remove a request that has ended."""
+        self._of.pop(request_id, None)
+        self._is_whole.discard(request_id)
+        self._skipped.discard(request_id)
+
+    def begin(self, limit: float) -> None:
+        """Start a step."""
+        self.limit = limit
+        self._used.clear()
+        self._skipped.clear()
+
+    def was_skipped(self, request_id: str) -> bool:
+        """Return whether the request got no position in the last step, for its work."""
+        return request_id in self._skipped
+
+    def fit(self, request_id: str, start: int, num_tokens: int, *, is_whole: bool) -> int:
+        """Return how many of a request's next positions this step computes, and count their work.
+
+        Args:
+            request_id: The request.
+            start: Its first position.
+            num_tokens: The number of positions that it would compute.
+            is_whole: Whether it may not be cut.
+        """
+        own = self._of.get(request_id)
+        if own is None or not num_tokens:
+            return num_tokens
+        left = self.limit - sum(self._used.values())
+        stop = start + num_tokens
+        if not (is_whole or request_id in self._is_whole):
+            stop = own.stop_within(start, stop, max(left, 0.0))
+        elif self._used and own.between(start, stop) > left:
+            stop = start
+        if stop == start and not self._used:
+            stop = start + 1
+        if stop == start:
+            self._skipped.add(request_id)
+        else:
+            self._used[request_id] = own.between(start, stop)
+        return stop - start
+
+    def used_by(self, request_id: str) -> float:
+        """Return the work of a request in this step."""
+        return self._used.get(request_id, 0.0)
+
+    @property
+    def used(self) -> float:
+        """The work of all operations in this step."""
+        return sum(self._used.values())
+
+    def is_taken(self, chunks: Iterable[tuple[str, int, int]]) -> bool:
+        """Return whether requests' next chunks, each from a position up to another, need all of a step."""
+        works = (self._of[name].between(start, stop) for name, start, stop in chunks if name in self._of)
+        return any(total >= self.limit for total in itertools.accumulate(works))
