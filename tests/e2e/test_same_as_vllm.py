@@ -307,4 +307,6 @@ def test_models_are_equal(servers: list[httpx.Client]) -> None:
         for model in body["data"]:
             model.pop("created")
             model.pop("permission")
+    for model in theirs["data"]:
+        model["root"] = Path(model["root"]).name  # ours tells nobody its folders
     assert ours == theirs
