@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typing_extensions import override
 from vllm.v1.core.sched.interface import PauseState
 
 from nnsight_engine import save
+from nnsight_engine.plans.collect.results import CollectedLens
 from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.sender_usage import SENDER_KEY, SenderUsage
 from nnsight_engine.vllm_backend.vllm import VLLM
@@ -22,6 +24,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 MANY: dict[str, Any] = {"extra_args": {SENDER_KEY: "many"}}
 FEW: dict[str, Any] = {"extra_args": {SENDER_KEY: "few"}}
+LENS = {"op": "logit_lens", "name": "l", "top_k": 1}
 PROMPT = "It was a dark and stormy night. "
 LARGE = PROMPT * 40
 """More blocks than are free beside four others."""
@@ -124,6 +127,32 @@ def test_nothing_is_preempted_for_what_a_paused_engine_does_not_start(engine: En
         ((alone,),) = engine.run([flooding(index, {})])
         assert mine.token_ids == alone.token_ids
     engine.replies(large, done[large.request_id])
+
+
+def test_requests_with_much_work_take_turns_and_delay_nobody(engine: Engine) -> None:
+    """Lenses of all layers and of long prompts, beside a request that gets a token in every step."""
+    scheduler: Any = engine.core.engine_core.engine_core.scheduler
+    asks = [Ask(f"Story number {index}. {PROMPT * 6}", [LENS], max_tokens=2) for index in range(3)]
+    plain = engine.submit(Ask("The", max_tokens=60))
+    done: dict[str, Any] = dict(engine.step())
+    costly = [engine.submit(ask) for ask in asks]
+    works: list[float] = []
+    while plain.request_id not in done:
+        done |= engine.step()
+        works.append(scheduler.work.used)
+    assert len(works) == 59
+    assert max(works) <= scheduler.work.limit
+    assert sum(used > 0 for used in works) > 3 * len(asks)
+    engine.replies(plain, done[plain.request_id])
+    for ask, entry in zip(asks, costly, strict=True):
+        (mine,) = engine.replies(entry, done[entry.request_id])
+        ((alone,),) = engine.run([ask])
+        assert mine.token_ids == alone.token_ids
+        ours, theirs = mine.result("l"), alone.result("l")
+        assert isinstance(ours, CollectedLens)
+        assert isinstance(theirs, CollectedLens)
+        for layer, rows in ours.layers.items():
+            np.testing.assert_allclose(rows.logprobs, theirs.layers[layer].logprobs, rtol=1e-3, atol=1e-3)
 
 
 def traced(model: VLLM, number: int) -> SentTrace:
