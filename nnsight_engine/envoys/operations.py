@@ -129,11 +129,11 @@ class SourceEnvoy(Place):
 
     def count_from(self, number: int) -> None:
         """Count calls from ``number`` on, if the function was called as often before it was rewritten."""
-        if number:
-            paths = [str(operation.path) for operation in self]
-            self.interleaver.calls.update(
-                (f"{path}.{end}", number) for path in paths for end in ("fn", "input", "output")
-            )
+        calls = self.interleaver.calls
+        ends = [f"{operation.path}.{end}" for operation in self for end in ("fn", "input", "output")]
+        # Another stage of a pipeline rewrites it again, whose calls were seen.
+        if number and calls.keys().isdisjoint(ends):
+            calls.update(dict.fromkeys(ends, number))
 
     @property
     def function(self) -> Callable[..., Any]:

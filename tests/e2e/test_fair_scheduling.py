@@ -132,8 +132,8 @@ def test_nothing_is_preempted_for_what_a_paused_engine_does_not_start(engine: En
 def test_requests_with_much_work_take_turns_and_delay_nobody(engine: Engine) -> None:
     """Lenses of all layers and of long prompts, beside a request that gets a token in every step."""
     scheduler: Any = engine.core.engine_core.engine_core.scheduler
-    asks = [Ask(f"Story number {index}. {PROMPT * 6}", [LENS], max_tokens=2) for index in range(3)]
-    plain = engine.submit(Ask("The", max_tokens=60))
+    asks = [Ask(f"Story number {index}. {PROMPT * 6}", [LENS], 2, FEW) for index in range(3)]
+    plain = engine.submit(Ask("The", max_tokens=60, sampling=FEW))
     done: dict[str, Any] = dict(engine.step())
     costly = [engine.submit(ask) for ask in asks]
     works: list[float] = []
