@@ -66,8 +66,10 @@ def users_line() -> str:
     while frame.f_back is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back
     file, number = frame.f_code.co_filename, frame.f_lineno
-    is_sent = isinstance(file, SentFile)  # the text of no other file of that name
-    text = file.line(number) if is_sent else linecache.getline(file, number, frame.f_globals)
+    if isinstance(file, SentFile):  # the text of no other file of that name
+        text = file.line(number)
+    else:
+        text = linecache.getline(file, number, frame.f_globals)
     return f"at line {number} of {sent_name(file)}" + (f", `{text.strip()}`" if text else "")
 
 

@@ -220,7 +220,7 @@ def in_place_of_a_run(model: LanguageModel) -> None:
         model.transformer.h[0].mlp.skip(torch.zeros(1, 5, 7))
 
 
-WRONG_VALUES = {
+WRONG_VALUES: dict[Callable[[LanguageModel], None], tuple[str, str]] = {
     of_another_shape: ("h.0.output", r"\[1, 5, 128\] of torch.float32 on cpu, got a tensor \[1, 5, 7\]"),
     of_another_dtype: ("h.0.output", r"expected .* torch.float32 on cpu, got .* of torch.float64"),
     of_another_type: ("h.1.mlp.output", "expected a tensor, got a tuple of 1"),
@@ -318,7 +318,7 @@ def test_standard_points_outside_of_a_run_have_the_users_frames_alone(local_gpt2
     assert len(frames_of(caught.value)) == 1
     assert caught.value.__context__ is None
     with pytest.raises(ValueError, match="not interleaving") as caught:
-        local_gpt2.points["layers.0.output"] = 1
+        local_gpt2.points["layers.0.output"] = torch.ones(1)
     assert len(frames_of(caught.value)) == 1
 
 

@@ -194,7 +194,7 @@ def test_inputs_are_assigned_as_a_pair(linear: Rows, value: Any) -> None:
     with linear.trace(X):
         linear[0].inputs = [[2 * X], {}]
         out = save(linear[0].output)
-    torch.testing.assert_close(out, linear._module[0](2 * X))
+    torch.testing.assert_close(out, linear[0]._module(2 * X))
 
 
 def test_a_model_in_the_trace_of_another_is_named(linear: Rows, recurrent: NNsight) -> None:
