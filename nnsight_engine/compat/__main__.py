@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import runpy
 import sys
 from collections.abc import Callable
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
 
+from nnsight_engine.compat import children
 from nnsight_engine.compat.finder import OriginalInstalledError, install
 from nnsight_engine.core.config import CONFIG
 from nnsight_engine.tracing.tracebacks import hide_our_frames
 
 _INTERRUPTED = 130
+_GUARD = re.compile(rb"__name__\s*==\s*['\"]__main__['\"]")
+"""Without it, a process that the script spawns (vLLM's engine on a CPU) would run the script as well."""
 
 
 def main(arguments: list[str]) -> int:
@@ -36,6 +40,7 @@ def main(arguments: list[str]) -> int:
         install(force=options.force)
     except OriginalInstalledError as error:
         parser.error(f"{error} (--force)")
+    sys.path.append(os.path.dirname(children.__file__))
     name, sys.argv = options.program[0], options.program
     if options.is_module:
         return _run_and_report(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True))
@@ -52,7 +57,10 @@ def _run_script(name: str) -> None:
     script = ModuleType("__main__")
     script.__file__, script.__loader__ = path, loader
     sys.modules["__main__"] = script  # kept: threads and atexit handlers outlive the script
-    code = loader.source_to_code(loader.get_data(path), path)
+    source = loader.get_data(path)
+    if _GUARD.search(source) is None:
+        script.__spec__ = ModuleSpec(f"{children.__name__}.__main__", loader)  # spawned processes skip it
+    code = loader.source_to_code(source, path)
     exec(code, script.__dict__)  # noqa: S102 - running the script is the purpose
 
 

@@ -10,20 +10,13 @@ from typing import Any, Final
 
 import torch
 
-_ON_VLLM: Final = (
+ON_VLLM: Final = (
     "vLLM keeps no graph of the model's run: use LanguageModel, here or on a server with --local-engine"
 )
-_ASK: Final = (
+ASK: Final = (
     "call hidden.requires_grad_(True) when you read a value, before the model continues with it, and not "
     "inside torch.no_grad()"
 )
-_TORCH_SAYS: Final = {
-    "you can only change requires_grad flags of leaf variables": (
-        "call tensor.requires_grad_(True) to request them, tensor.detach() to stop them"
-    ),
-    "Setting requires_grad=True on inference tensor": _ON_VLLM,
-    "does not require grad and does not have a grad_fn": f"{_ASK}; {_ON_VLLM}",
-}
 
 
 def set_requires_grad(value: Any, owner: Any) -> None:
@@ -59,19 +52,10 @@ def missing_graph_reason(tensor: torch.Tensor) -> str | None:
     if tensor.requires_grad:
         return None
     if tensor.is_inference():
-        return f"it was computed in inference mode. Leave torch.inference_mode(); {_ON_VLLM}"
+        return f"it was computed in inference mode. Leave torch.inference_mode(); {ON_VLLM}"
     if not torch.is_grad_enabled():
         return (
             "gradients are switched off here. Leave torch.no_grad(), or compute what needs them under `with "
-            f"torch.enable_grad():`; {_ON_VLLM}"
+            f"torch.enable_grad():`; {ON_VLLM}"
         )
-    return f"nothing that it was computed from requires gradients. Here {_ASK}; {_ON_VLLM}"
-
-
-def explain(error: BaseException) -> None:
-    """Add the remedy, as a note, to an error of torch about gradients."""
-    if isinstance(error, RuntimeError) and not hasattr(error, "__notes__"):
-        text = str(error)
-        for part, remedy in _TORCH_SAYS.items():
-            if part in text:
-                error.add_note(f"For gradients in a trace: {remedy}.")
+    return f"nothing that it was computed from requires gradients. Here {ASK}; {ON_VLLM}"

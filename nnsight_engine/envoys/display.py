@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 _ON_EVERY_ENVOY = frozenset({"output", "inputs", "input"})
 _MAX_SUGGESTIONS = 3
+_OF_EVERY_MODEL = {
+    "layers": "The blocks are",
+    "norm": "The final norm is",
+    "embed": "The embedding is",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -202,7 +207,10 @@ def _times(child: ChildNode) -> str:
 
 
 def _hint(envoy: Envoy, name: str) -> str:
-    """Return a suggestion: a place further down with this name, or similar names."""
+    """Return a suggestion: a place with this name in other models or further down, or similar names."""
+    counterpart = _counterpart(envoy, name)
+    if counterpart:
+        return f" {counterpart}."
     places = _places(envoy)
     if name in places:
         first, *others = places[name]
@@ -215,6 +223,19 @@ def _hint(envoy: Envoy, name: str) -> str:
         return f" Did you mean {' or '.join(repr(one) for one in near)}?"
     below = [places[one][0] for one in _near(name, set(places))]
     return f" Did you mean {' or '.join(below)}?" if below else ""
+
+
+def _counterpart(envoy: Envoy, name: str) -> str:
+    """Return where this model has a module that models of other families have at or below their root."""
+    architecture = getattr(envoy._root.__dict__.get("_points"), "architecture", None)
+    root = envoy._root.path
+    if architecture is None or envoy.path not in {root, f"{root}.{architecture.body}"}:
+        return ""
+    found = architecture.counterpart(name)
+    if found is None:
+        return ""
+    path, standard = found
+    return f"{_OF_EVERY_MODEL[standard]} {root}.{path}, and {root}.{standard} in every model"
 
 
 def _places(envoy: Envoy) -> dict[str, list[str]]:

@@ -19,7 +19,7 @@ from nnsight_engine.envoys import own_output
 from nnsight_engine.envoys.aliases import Aliases, Rename, by_alias, check_aliases, check_reached
 from nnsight_engine.envoys.display import NoSuchModuleError, as_html, as_text, names_of
 from nnsight_engine.envoys.envoy_map import EnvoyMap, check_envoys, envoy_class
-from nnsight_engine.envoys.eproperty import eproperty
+from nnsight_engine.envoys.eproperty import another_models, eproperty
 from nnsight_engine.envoys.operations import ForwardSource, SourceEnvoy
 from nnsight_engine.envoys.probes import Probes
 from nnsight_engine.envoys.source.errors import SourceNotAvailableError
@@ -39,7 +39,7 @@ from nnsight_engine.interleaving.batching import Batchable, Batcher
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.mediator import Mediator
-from nnsight_engine.tracing.tracebacks import users_stacklevel
+from nnsight_engine.tracing.tracebacks import for_user, users_line, users_stacklevel
 from nnsight_engine.tracing.tracer import SITES, Backend, Tracer, refuse_statement
 
 _ENVOYS_OWN = frozenset({"path", "interleaver", "interleaving", "interleave", "fake_value"})
@@ -158,6 +158,8 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         mediator = self._running("skip")
         provider = f"{self.path}.input"
         mediator.send_event(Events.SKIP, provider, interleaver.call_number(provider), value)
+        if mediator.interleaver is not None:
+            mediator.interleaver.suspect(f"{self.path} was skipped {users_line()}")
 
     def next(self, step: int = 1) -> Self:
         """Move this block's requests on to the next call of each module (the next generated token).
@@ -174,8 +176,11 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
     def _running(self, what: str) -> Mediator:
         mediator = self._interleaver.current
         if mediator is None:
-            raise ValueError(
-                f"{self.path}.{what}() is called inside a trace that has an input, or inside an invoke"
+            raise for_user(
+                another_models(self)
+                or ValueError(
+                    f"{self.path}.{what}() is called inside a trace that has an input, or inside an invoke"
+                )
             )
         return mediator
 

@@ -11,6 +11,8 @@ from nnsight_engine.core.read_listener import ReadListener
 from nnsight_engine.envoys.editable_views import editable
 from nnsight_engine.envoys.help_text import is_for_help
 from nnsight_engine.interleaving.events import Events
+from nnsight_engine.interleaving.mediator import running
+from nnsight_engine.tracing.tracebacks import for_user, users_line
 
 if TYPE_CHECKING:
     from nnsight_engine.interleaving.interleaver import Interleaver
@@ -136,9 +138,12 @@ class eproperty:  # noqa: N801 - it is used like property
         interleaver: Interleaver = holder.interleaver
         mediator = interleaver.current
         if mediator is None:
-            raise ValueError(
-                f"Cannot set {self.name} of {type(holder).__name__} that is not interleaving: assign it "
-                "inside `with model.trace(...):`."
+            raise for_user(
+                another_models(holder)
+                or ValueError(
+                    f"Cannot set {self.name} of {type(holder).__name__} that is not interleaving: assign it "
+                    "inside `with model.trace(...):`."
+                )
             )
         if self._stub is not None:
             self._stub(holder)
@@ -146,7 +151,9 @@ class eproperty:  # noqa: N801 - it is used like property
             value = self._postprocess(holder, value)
         provider = self.provider(holder)
         number = interleaver.call_number(provider) if self.iterate else None
-        mediator.send_event(Events.SWAP, provider, number, value)
+        changed = mediator.send_event(Events.SWAP, provider, number, value)
+        if changed and mediator.interleaver is not None:
+            mediator.interleaver.suspect(f"{provider} was assigned {users_line()}: {changed}")
 
     def provide(self, holder: Any, value: Any) -> Any:
         """Provide the value from the model's side; return it as the blocks have left it."""
@@ -164,8 +171,26 @@ def outside(holder: Any, prop: eproperty) -> Any:
         found, value = fake(prop)
         if found:
             return value
-    raise ValueError(
-        f"Cannot return {prop.name} of {type(holder).__name__} that is not interleaving nor has a fake "
-        f"{prop.name} set. The model did not execute: read `.{prop.name}` inside `with "
-        "model.trace(input):`, or inside `with tracer.invoke(input):` if the trace itself has no input."
+    raise for_user(
+        another_models(holder)
+        or ValueError(
+            f"Cannot return {prop.name} of {type(holder).__name__} that is not interleaving nor has a fake "
+            f"{prop.name} set. The model did not execute: read `.{prop.name}` inside `with "
+            "model.trace(input):`, or inside `with tracer.invoke(input):` if the trace itself has no input."
+        )
+    )
+
+
+def another_models(holder: Any) -> ValueError | None:
+    """Return the error for a request in the block of another model's trace; None outside of blocks."""
+    mediator = running()
+    if mediator is None:
+        return None
+    tracer = getattr(mediator.interleaver, "tracer", None)
+    models = (getattr(holder, "_root", None), getattr(tracer, "model", None))
+    other, traced = (type(getattr(one, "_module", one)).__name__ for one in models)
+    return ValueError(
+        f"{holder.path} belongs to another model, {other}, than the one whose trace this is, {traced}: the "
+        "block waits beside a run of that one only. Trace the other model before or after this trace, or in "
+        "a `with` statement of its own inside this block, and use the values here."
     )

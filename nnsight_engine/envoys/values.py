@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import torch
@@ -33,6 +33,20 @@ class CallValues:
     @requires_input
     def inputs(self) -> Any:
         """The arguments of the call, ``(args, kwargs)``; assign to replace both."""
+
+    @inputs.postprocess
+    def _pair(self, value: Any) -> Any:
+        if not (isinstance(value, tuple | list) and len(value) == 2):
+            raise TypeError(
+                f"inputs are a pair (args, kwargs), got a {type(value).__name__}; `input` is the first"
+            )
+        args, kwargs = value
+        if not (isinstance(args, tuple | list) and isinstance(kwargs, Mapping)):
+            raise TypeError(
+                "inputs are a pair (args, kwargs) of a tuple and a dict, "
+                f"got {type(args).__name__} and {type(kwargs).__name__}; `input` is the first"
+            )
+        return tuple(args), dict(kwargs)
 
     @eproperty(key="input", description="input")
     @requires_input

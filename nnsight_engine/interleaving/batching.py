@@ -42,6 +42,42 @@ def check_written(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return part
 
 
+def refuse_unpacked(whole: Any, part: Any) -> None:
+    """Raise if a value could be unpacked as the sequence that it replaces, and mean something else.
+
+    Raises:
+        ValueError: It is a tensor with as many rows as the sequence has items.
+    """
+    is_sequence = isinstance(whole, tuple | list) and isinstance(part, torch.Tensor) and bool(part.ndim)
+    if is_sequence and len(whole) == len(part) > 1:
+        kind = type(whole).__name__
+        raise ValueError(
+            f"the value is a {kind} of {len(whole)}, and a tensor of {len(part)} rows would be unpacked in "
+            "its place, row by row. Edit the item, `output[0][:] = ...`, or assign all items, `output = "
+            "(tensor, *output[1:])`."
+        )
+
+
+def difference(before: Any, after: Any) -> str:
+    """Return how the form of a value differs from that of the one it replaces; empty if it does not.
+
+    The form is the containers, and the shapes, dtypes and devices of tensors.
+    """
+    try:
+        map_pairs(before, after, _same_form)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _same_form(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    forms = [(tuple(one.shape), one.dtype, str(one.device)) for one in (whole, part)]
+    if forms[0] != forms[1]:
+        expected, got = (f"a tensor {list(shape)} of {dtype} on {device}" for shape, dtype, device in forms)
+        raise ValueError(f"expected {expected}, got {got}")
+    return whole
+
+
 class Batchable:
     """The part of a model that turns the arguments of ``trace`` and ``invoke`` into one batch."""
 

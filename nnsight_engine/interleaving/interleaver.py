@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from nnsight_engine.core.loop_end import IterationOver
 from nnsight_engine.interleaving import call_stacks
-from nnsight_engine.interleaving.batching import Batcher
+from nnsight_engine.interleaving.batching import Batcher, difference, refuse_unpacked
 from nnsight_engine.interleaving.events import (
     EarlyStopException,
     Events,
@@ -86,6 +86,7 @@ class Interleaver(ModuleUse):
         self.released: list[Mediator] = []
         self.providing: tuple[str, int | None] | None = None
         self.skipped: list[tuple[Mediator, Any]] = []
+        self.suspects: list[str] = []
         for index, mediator in enumerate(mediators):
             mediator.idx = index
 
@@ -104,6 +105,7 @@ class Interleaver(ModuleUse):
         self.error = None
         self.released.clear()
         self.skipped.clear()
+        self.suspects.clear()
 
     # The run.
 
@@ -118,7 +120,7 @@ class Interleaver(ModuleUse):
     def _run(self, function: Callable[[], Any]) -> Any:
         try:
             with self:
-                result = function()
+                result = self._call(function)
                 self.end_steps()
                 result = self.handle("result", result)
                 self.check_dangling_mediators()
@@ -128,6 +130,20 @@ class Interleaver(ModuleUse):
         if self.error is not None:
             raise self.error
         return None
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        """Call the traced function; an error of it names the assignments that may have caused it."""
+        try:
+            return function()
+        except Exception as error:
+            for suspect in self.suspects:
+                error.add_note(suspect)
+            raise
+
+    def suspect(self, note: str) -> None:
+        """Record an assignment that the model may fail of, to be named if it does."""
+        self.suspects.append(note)
+        del self.suspects[:-_MAX_SUSPECTS]
 
     def __enter__(self) -> Interleaver:
         """Start every block: each runs until it first waits."""
@@ -337,12 +353,15 @@ class Interleaver(ModuleUse):
             self.skipped.append((mediator, more))
             mediator.respond()
             return
+        before = self.batcher.current_value
         try:
+            if self.batcher.covers_batch(mediator.batch_group):
+                refuse_unpacked(before, more)
             self.batcher.swap(mediator.batch_group, more)
         except ValueError as error:
             mediator.fail(error)
         else:
-            mediator.respond()
+            mediator.respond(difference(before, self.batcher.current_value))
 
     def skip_value(self, path: str) -> Any:
         """Return the output that blocks gave for the module at ``path``, whose run they skip.
@@ -430,7 +449,9 @@ class Interleaver(ModuleUse):
             return MissedProviderError(
                 f"Execution complete but `{requester}` was not provided. Did you call an Envoy out of "
                 "order? Gradients are computed in the reverse order of the forward pass, and only for "
-                "tensors that the loss was computed from."
+                "tensors that the loss was computed from. A part of a value, such as `output[0]`, is a "
+                "tensor that the model does not use: take the part of the gradient, `output.grad[0]`. Blocks "
+                "return one tensor, so `output` is what `output[0]` was in older scripts."
             )
         if iteration is not None and calls:
             error_type = StepNotReachedError if mediator.moved_on else MissedProviderError
@@ -452,6 +473,9 @@ def _ended(requester: str, calls: int) -> str:
         "whole run with `tracer.result`."
     )
 
+
+_MAX_SUSPECTS = 4
+"""Number of assignments that an error of the model names, the last ones."""
 
 _NO_BATCH = Batcher()
 """The batcher between runs."""

@@ -12,15 +12,17 @@ the block, at the line that asks.
 
 from __future__ import annotations
 
+import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from greenlet import GreenletExit, getcurrent
 
-from nnsight_engine.core.gradients import explain
 from nnsight_engine.core.loop_end import IterationOver
+from nnsight_engine.core.torch_errors import explain
 from nnsight_engine.interleaving import call_stacks
 from nnsight_engine.interleaving.batching import BatchGroup
 from nnsight_engine.interleaving.events import (
@@ -312,6 +314,19 @@ class Mediator:
         if type(answer) is Raise:
             raise answer.error
         return answer
+
+
+def running() -> Mediator | None:
+    """Return the mediator of the block that the calling code runs in, whichever model it is a trace of.
+
+    It is found by its frame, so that blocks need not record it: only errors ask.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the frame that asks
+    work = Mediator._work.__code__  # noqa: SLF001 - of this module
+    while frame is not None and frame.f_code is not work:
+        frame = frame.f_back
+    mediator: Mediator | None = frame.f_locals["self"] if frame is not None else None
+    return mediator
 
 
 def warn(error: StepNotReachedError) -> None:

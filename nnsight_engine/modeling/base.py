@@ -48,17 +48,19 @@ class NNsight(Envoy):
         """Look a name up as ``Envoy`` does, then among the standard names, which never hide others."""
         if name not in _STANDARD_NAMES or "_points" not in self.__dict__:
             return super().__getattr__(name)
+        missing: AttributeError
         try:
             return super().__getattr__(name)
-        except AttributeError:
-            points: Points = self.__dict__["_points"]
-            if name == "points":
-                return points
-            if name in points:
-                return with_own_output(points[name], self, name)
-            if f"{name}.output" in points:
-                return points.group(name)
-            raise
+        except AttributeError as error:
+            missing = error  # raised below: what follows has errors of its own, which this one explains not
+        points: Points = self.__dict__["_points"]
+        if name == "points":
+            return points
+        if name in points:
+            return with_own_output(points[name], self, name)
+        if f"{name}.output" in points:
+            return points.group(name)
+        raise missing
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Write the logits, add a module to the tree, or set the attribute on the envoy."""

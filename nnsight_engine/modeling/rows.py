@@ -96,6 +96,8 @@ def read_rows(tokenizer: PreTrainedTokenizerBase, given: dict[str, Any]) -> dict
             read[name] = filling.stack(name, parts)
             if name in TOKEN_INPUTS:
                 lengths = [torch.ones(part.shape[:2], dtype=torch.long, device=part.device) for part in parts]
+    if not lengths and "input_ids" in given:  # None is the argument's absence where embeddings are given
+        raise _no_tokens_error("input_ids", None)
     if not lengths:
         raise ValueError(f"a language model's input needs input_ids or inputs_embeds, got {', '.join(given)}")
     if "attention_mask" not in read:
@@ -133,6 +135,8 @@ def _parts(name: str, value: Any) -> list[torch.Tensor]:
     """Return the tensors ``[num_rows, num_tokens, ...]`` that the value consists of."""
     if isinstance(value, list | tuple) and value and _is_row(value[0]):
         return [part for item in value for part in _parts(name, item)]
+    if isinstance(value, int | float | None):
+        raise _no_tokens_error(name, value)
     tensor = value if isinstance(value, torch.Tensor) else _as_tensor(name, value)
     num_dims = 3 if name == "inputs_embeds" else 2
     if tensor.ndim == num_dims - 1:
@@ -159,11 +163,15 @@ def _as_tensor(name: str, value: Any) -> torch.Tensor:
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"{name} must be text, token ids, a list or tensor of them, or what a tokenizer returns, "
-            f"got {value!r}"
-        ) from error
+        raise _no_tokens_error(name, value) from error
     return tensor if tensor.numel() else tensor.long()
+
+
+def _no_tokens_error(name: str, value: Any) -> TypeError:
+    return TypeError(
+        f"{name} must be text, token ids, a list or tensor of them, or what a tokenizer returns, "
+        f"got {value!r}"
+    )
 
 
 def join_rows(filling: Filling, first: Rows, second: Rows) -> Rows:

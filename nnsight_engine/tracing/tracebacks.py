@@ -8,25 +8,37 @@ arrives in the user's frame.
 
 from __future__ import annotations
 
+import contextlib
+import linecache
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import greenlet
 
 import nnsight_engine
+from nnsight_engine.core.config import CONFIG
 from nnsight_engine.tracing.block_skipping import BlockSkipped
+from nnsight_engine.tracing.sent_files import SentFile, sent_name
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 _HIDDEN = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (nnsight_engine, greenlet))
 
+_CALLED_BY_USERS = tuple(f"{_HIDDEN[0]}{part}{os.sep}" for part in ("envoys", "modeling", "tracing"))
+
 
 def hide_our_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without the frames of this package."""
+    """Return the traceback without the frames of this package, and of the context managers that it enters."""
     kept: list[TracebackType] = []
+    called_by_us = False
     while traceback is not None:
-        if not is_ours(traceback.tb_frame.f_code.co_filename):
+        filename = traceback.tb_frame.f_code.co_filename
+        called_by_us = is_ours(filename) or (called_by_us and filename == contextlib.__file__)
+        if not called_by_us:
             kept.append(traceback)
         traceback = traceback.tb_next
     result: TracebackType | None = None
@@ -48,14 +60,43 @@ def users_stacklevel() -> int:
     return level
 
 
+def users_line() -> str:
+    """Return the line of the user's that called us, in words: ``at line 3 of script.py: `code```."""
+    frame = sys._getframe(1)  # noqa: SLF001 - the innermost of ours
+    while frame.f_back is not None and is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    if isinstance(file, SentFile):  # the text of no other file of that name
+        text = file.line(number)
+    else:
+        text = linecache.getline(file, number, frame.f_globals)
+    return f"at line {number} of {sent_name(file)}" + (f", `{text.strip()}`" if text else "")
+
+
 def clean(error: BaseException, *, debug: bool) -> BaseException:
     """Remove our parts from an error that is about to be raised to the user; return the same error.
 
-    Our parts are our frames, and the exception that skipped the block, which became the error's context.
+    Our parts are our frames, those of its causes too, and the exception that skipped the block, which became
+    the error's context.
     """
     _forget_jump(error)
     if not debug:
-        error.__traceback__ = hide_our_frames(error.__traceback__)
+        for one in _chain(error):
+            one.__traceback__ = hide_our_frames(one.__traceback__)
+    return error
+
+
+def for_user(error: ErrorT) -> ErrorT:
+    """Return an error to be raised at once by code that the user has called, outside of a block as a rule.
+
+    Our frames are removed when it reaches the user's. None of ``_CALLED_BY_USERS`` may catch it; other parts
+    of the package do, so for these it stays as it is.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the frame that raises
+    while frame is not None and frame.f_code.co_filename.startswith(_CALLED_BY_USERS):
+        frame = frame.f_back
+    if frame is not None and not is_ours(frame.f_code.co_filename) and not CONFIG.APP.DEBUG:
+        drop_callers(frame)
     return error
 
 
@@ -86,6 +127,15 @@ def drop_callers(frame: FrameType) -> None:
 
 def _ignore(_frame: FrameType, _event: str, _: Any) -> None:
     """Do not trace the calls made in between."""
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, its cause or context, theirs, and so on."""
+    seen: set[int] = set()  # they may form a cycle
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _forget_jump(error: BaseException) -> None:

@@ -26,7 +26,7 @@ from nnsight_engine.tracing.frames import read_variables, write_variables
 from nnsight_engine.tracing.sent_files import sent_name
 from nnsight_engine.tracing.source_text import SourceReader
 from nnsight_engine.tracing.trace_sites import TraceSite, TraceSites
-from nnsight_engine.tracing.tracebacks import clean, drop_callers
+from nnsight_engine.tracing.tracebacks import clean, drop_callers, for_user
 
 SITES = TraceSites(SourceReader())
 """The process's trace sites; code objects are per process, and so is this."""
@@ -172,7 +172,10 @@ class Tracer:
 
     def __enter__(self) -> Any:
         """Capture the block and skip it."""
-        self.capture(sys._getframe(1))  # noqa: SLF001 - the frame is what a trace is about
+        try:
+            self.capture(sys._getframe(1))  # noqa: SLF001 - the frame is what a trace is about
+        except (WithBlockNotFoundError, SyntaxError) as error:
+            raise for_user(error) from error.__cause__
         self.deferred = True
         return self.entered()
 
@@ -262,10 +265,12 @@ def refuse_statement(frame: FrameType, name: str) -> None:
         WithBlockNotFoundError: The call is a statement of its own.
     """
     if SITES.result_is_dropped(frame):
-        raise WithBlockNotFoundError(
-            f"With block not found at line {frame.f_lineno} of {sent_name(frame.f_code.co_filename)}: "
-            f"{name}() opens a trace and does nothing by itself; write `with model.{name}(...):` and the "
-            "block under it."
+        raise for_user(
+            WithBlockNotFoundError(
+                f"With block not found at line {frame.f_lineno} of {sent_name(frame.f_code.co_filename)}: "
+                f"{name}() opens a trace and does nothing by itself; write `with model.{name}(...):` and the "
+                "block under it."
+            )
         )
 
 

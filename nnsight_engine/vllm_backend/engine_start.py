@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from vllm import EngineArgs
+from vllm.platforms import current_platform
 
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.tracing.tracer import Backend
@@ -22,6 +23,8 @@ from nnsight_engine.vllm_backend.stream_tracer import StreamBackend, StreamTrace
 from nnsight_engine.vllm_backend.unsupported_options import check_supported
 
 _HOSTS: Final[Mapping[str, type[SyncEngine | AsyncEngine]]] = {"sync": SyncEngine, "async": AsyncEngine}
+_COMPILING: Final = frozenset({"enforce_eager", "compilation_config", "optimization_level"})
+"""Arguments that say whether the model is compiled. On a CPU it is only if one does: it takes minutes."""
 SCANNER: Final = RequestScanner
 
 
@@ -44,6 +47,8 @@ def start(
     ours["additional_config"] = {**arguments.pop("additional_config", {}), **ours["additional_config"]}
     if arguments.get("distributed_executor_backend") == "ray":
         arguments["distributed_executor_backend"] = ray_executor()
+    if current_platform.is_cpu() and not _COMPILING & arguments.keys():
+        arguments["enforce_eager"] = True
     args = EngineArgs(**arguments, **ours)
     config = engine_config(args)
     arguments["enable_prefix_caching"] = args.enable_prefix_caching

@@ -64,7 +64,8 @@ class VLLM(StandardNames):
             mapping from the class of vLLM's module. They are sent to the workers, as source if the workers do
             not have them.
         limits: Limits on the resources of blocks.
-        **engine_args: vLLM's engine arguments: ``tensor_parallel_size``, ``max_model_len`` and so on.
+        **engine_args: vLLM's engine arguments: ``tensor_parallel_size``, ``max_model_len`` and so on. On a
+            CPU the model is compiled only with ``enforce_eager=False``, since that takes minutes.
 
     Attributes:
         engine: vLLM's engine, ``vllm.LLM`` or ``AsyncLLM``; None before it starts.

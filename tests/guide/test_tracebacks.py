@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import linecache
 import os
+import re
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import nnsight_engine
 from nnsight_engine import CONFIG, LanguageModel, NNsight
+from nnsight_engine.tracing.errors import WithBlockNotFoundError
 from tests.guide.modules import TinyMLP
 
 OURS = str(Path(nnsight_engine.__file__).parent)
@@ -189,6 +193,133 @@ def test_an_error_inside_the_model_shows_the_models_own_frames(gpt2: LanguageMod
     assert frames[0].filename == __file__
     assert any("modeling_gpt2" in frame.filename for frame in frames)
     assert not [frame for frame in frames if frame.filename.startswith(OURS)]
+
+
+def of_another_shape(model: LanguageModel) -> None:
+    with model.trace("Hello"):
+        model.transformer.h[0].output = torch.zeros(1, 5, 7)
+
+
+def of_another_dtype(model: LanguageModel) -> None:
+    with model.trace("Hello"):
+        model.transformer.h[0].output = model.transformer.h[0].output.double()
+
+
+def of_another_type(model: LanguageModel) -> None:
+    with model.trace("Hello"):
+        model.transformer.h[1].mlp.output = (torch.zeros(1, 5, 128),)
+
+
+def as_an_input(model: LanguageModel) -> None:
+    with model.trace("Hello"):
+        model.transformer.h[0].input = torch.zeros(1, 5, 7)
+
+
+def in_place_of_a_run(model: LanguageModel) -> None:
+    with model.trace("Hello"):
+        model.transformer.h[0].mlp.skip(torch.zeros(1, 5, 7))
+
+
+WRONG_VALUES: dict[Callable[[LanguageModel], None], tuple[str, str]] = {
+    of_another_shape: ("h.0.output", r"\[1, 5, 128\] of torch.float32 on cpu, got a tensor \[1, 5, 7\]"),
+    of_another_dtype: ("h.0.output", r"expected .* torch.float32 on cpu, got .* of torch.float64"),
+    of_another_type: ("h.1.mlp.output", "expected a tensor, got a tuple of 1"),
+    as_an_input: ("h.0.input", r"got a tensor \[1, 5, 7\]"),
+    in_place_of_a_run: ("h.0.mlp was skipped", ""),
+}
+
+
+@pytest.mark.parametrize("run", WRONG_VALUES)
+def test_an_error_of_the_model_names_the_line_that_gave_it_the_wrong_value(
+    gpt2: LanguageModel, run: Callable[[LanguageModel], None]
+) -> None:
+    place, difference = WRONG_VALUES[run]
+    line = run.__code__.co_firstlineno + 2
+    with pytest.raises((RuntimeError, TypeError)) as caught:
+        run(gpt2)
+    (note,) = caught.value.__notes__
+    assert place in note
+    assert f"at line {line} of {__file__}, `{linecache.getline(__file__, line).strip()}`" in note
+    assert re.search(difference, note)
+
+
+def test_an_error_of_the_model_alone_names_no_assignment(gpt2: LanguageModel) -> None:
+    with pytest.raises(RuntimeError) as caught, gpt2.trace("Hello"):
+        gpt2.transformer.h[0].output = gpt2.transformer.h[0].output * 2  # fits
+        gpt2.transformer.h[1].output = torch.zeros(1, 5, 7)  # does not
+    (note,) = caught.value.__notes__
+    assert "h.1.output" in note
+
+
+def test_an_older_scripts_first_item_is_explained_where_it_fails(gpt2: LanguageModel) -> None:
+    with pytest.raises(IndexError, match="too many indices") as caught, gpt2.trace("Hello"):
+        gpt2.transformer.h[0].output[0][:, -1, :].save()
+    (note,) = caught.value.__notes__
+    assert "Write `output` for what is `output[0]` in older scripts" in note
+    with pytest.raises(ValueError, match="`output` is what `output\\[0\\]` was"), gpt2.trace("Hello"):
+        hidden = gpt2.transformer.h[0].output[0]
+        with gpt2.lm_head.output.sum().backward():
+            hidden.grad[:, -1, :].save()
+
+
+def an_output(model: NNsight) -> Any:
+    return model.layer1.output
+
+
+def an_assignment(model: NNsight) -> Any:
+    model.layer1.output = 1
+
+
+def a_next_step(model: NNsight) -> Any:
+    return model.layer1.next()
+
+
+def a_forgotten_with(model: NNsight) -> Any:
+    model.trace(torch.ones(1, 5))
+
+
+def a_return(model: NNsight) -> Any:
+    with model.trace(torch.ones(1, 5)):
+        return model.output
+
+
+def a_result(model: NNsight) -> Any:
+    with model.trace(torch.ones(1, 5)) as tracer:
+        model.output.save()
+    return tracer.result
+
+
+def an_early_stop(model: NNsight) -> Any:
+    with model.trace(torch.ones(1, 5)) as tracer:
+        model.output.save()
+    tracer.stop()
+
+
+OUTSIDE = [an_output, an_assignment, a_next_step, a_forgotten_with, a_return, a_result, an_early_stop]
+
+
+@pytest.mark.parametrize("use", OUTSIDE)
+def test_errors_outside_of_a_run_have_the_users_frames_alone(
+    tiny: NNsight, use: Callable[[NNsight], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises((ValueError, SyntaxError, WithBlockNotFoundError)) as caught:
+        use(tiny)
+    assert [frame.name for frame in frames_of(caught.value)][1:] == [use.__name__]
+    assert sys.gettrace() is None or OURS not in str(sys.gettrace())
+    monkeypatch.setattr(CONFIG.APP, "DEBUG", True)
+    with pytest.raises((ValueError, SyntaxError, WithBlockNotFoundError)) as caught:
+        use(tiny)
+    assert frames_of(caught.value)[-1].filename.startswith(OURS)
+
+
+def test_standard_points_outside_of_a_run_have_the_users_frames_alone(local_gpt2: LanguageModel) -> None:
+    with pytest.raises(ValueError, match="not interleaving") as caught:
+        _ = local_gpt2.logits
+    assert len(frames_of(caught.value)) == 1
+    assert caught.value.__context__ is None
+    with pytest.raises(ValueError, match="not interleaving") as caught:
+        local_gpt2.points["layers.0.output"] = torch.ones(1)
+    assert len(frames_of(caught.value)) == 1
 
 
 def test_what_was_saved_before_the_error_is_kept(tiny: NNsight, features: torch.Tensor) -> None:

@@ -36,7 +36,11 @@ from app.main import create_app, new_store
 from app.settings import Settings
 from nnsight_engine.core.leaves import PATTERN, RESIDUAL_LEAVES
 from nnsight_engine.families.registry import ENGINE_FAMILIES
+from nnsight_engine.plans.answer_parts import AnswerMarkers, Part
+from nnsight_engine.plans.prompt_media import PromptMedia
 from tests.fakes.engine import FakeEngineClient
+from tests.fakes.model_specs import tiny_spec
+from tests.unit.plans.compiling import compiled
 
 PROJECT = Path(__file__).resolve().parents[2]
 DOCS = PROJECT / "docs"
@@ -199,6 +203,44 @@ def test_examples_of_interventions_parse(block: Any) -> None:
         points = operation.at if isinstance(operation, PointOperation) else []
         for text in [points] if isinstance(points, str) else points:
             PointPattern.parse(text).resolve(30)
+
+
+def operation_examples() -> list[dict[str, Any]]:
+    """Return the operations of all blocks of the page."""
+    blocks = json_blocks("interventions.md")
+    found = [one for block in blocks for one in (block if isinstance(block, list) else [block])]
+    return [one for one in found if "op" in one]
+
+
+@pytest.mark.parametrize("raw", operation_examples(), ids=lambda raw: json.dumps(raw)[:50])
+def test_examples_of_interventions_are_for_the_bundled_model(raw: dict[str, Any]) -> None:
+    stored = json.loads((PROJECT / "app/examples/data/index.json").read_text(encoding="utf-8"))
+    text = json.dumps(raw, ensure_ascii=False)
+    names = re.findall(r'"(?:dictionary|detector)": "([^"]+)"|\{"name": "([^"]+)"', text)
+    known = {one["name"] for kind in ("vectors", "detectors", "dictionaries") for one in stored[kind]}
+    assert {name for pair in names for name in pair if name} <= known
+    labels = {label for one in stored["dictionaries"] for label in one["labels"].values()}
+    assert set(re.findall(r"`([a-z]+: [^`]*|the word [^`]*)`", page("bundled-examples.md"))) <= labels
+    assert set(re.findall(r'"feature": "([^"]+)"', text)) <= labels
+    if not isinstance(parse_interventions([raw])[0], PointOperation | LogitLens):
+        return  # a detector or a dictionary has the numbers
+    for name, numbers in (("example-joy", [1.0, 2.0]), ("example-formal", [1.0, 1.0])):
+        text = re.sub(rf'\{{"name": "{name}"[^}}]*\}}', str(numbers * 288), text)
+    if isinstance(
+        parse_interventions([raw])[0], Patch | Probe
+    ):  # of which the page says that four stand for all
+        text = re.sub(r"\[(-?[\d.]+(?:, -?[\d.]+){3})\]", lambda four: str(json.loads(four[0]) * 144), text)
+    operation = json.loads(text)
+    operation.pop("when", None)
+    compiled(
+        operation,
+        spec=tiny_spec(num_layers=30, hidden_size=576, num_heads=9, num_kv_heads=3, vocab_size=49152),
+        prompt=list(range(1, 33)),
+        max_tokens=24,
+        token_of=lambda _: 30,
+        media=PromptMedia((((2, 5),), ((7, 9),))),
+        markers=AnswerMarkers({1: Part.TOOL_CALLS, 2: Part.CONTENT}),
+    )
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))

@@ -7,6 +7,7 @@ it, and creates the model's ``points`` from it. Invariant: an alias from here ne
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -81,6 +82,12 @@ class Architecture:
         """Return the path from the model's root of a layer, or of a module below it."""
         path = self.path(f"{self.family.layers}.{layer}")
         return f"{path}.{below}" if below else path
+
+    def counterpart(self, name: str) -> tuple[str, str] | None:
+        """Return what a module of other families' models is here: its path, and its standard name."""
+        places = {"layers": self.family.layers, "norm": self.family.norm, "embed": self.family.embed}
+        found = next((one for one in places if name in _names_in_families()[one] and places[one]), None)
+        return None if found is None else (self.path(places[found]), found)
 
     def has_pattern(self, layer: int) -> bool:
         """Return whether a layer's attention probabilities are a point: those of its own queries and keys."""
@@ -220,6 +227,20 @@ def _layers(module: torch.nn.Module, body: str, family: TransformersFamily) -> t
     except AttributeError:
         return None
     return found if isinstance(found, torch.nn.ModuleList) and len(found) else None
+
+
+@functools.cache
+def _names_in_families() -> Mapping[str, frozenset[str]]:
+    """Return by standard name how the families call the module; the way to the blocks stands for them."""
+    families = TRANSFORMERS_FAMILIES.values()
+    bodies = frozenset(
+        part for family in families for body in family.bodies for part in body.split(".") if part
+    )
+    return {
+        "layers": bodies | {family.layers for family in families},
+        "norm": frozenset(family.norm for family in families),
+        "embed": frozenset({"wte", "embed_in", *(family.embed for family in families if family.embed)}),
+    }
 
 
 def _leaves_of(layer: torch.nn.Module, family: TransformersFamily) -> Mapping[str, Place]:

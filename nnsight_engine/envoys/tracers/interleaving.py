@@ -24,7 +24,7 @@ from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.iteration import Iter, IteratorTracer
 from nnsight_engine.interleaving.mediator import Mediator
 from nnsight_engine.interleaving.shared_variables import Sharer, exchanges, explain
-from nnsight_engine.tracing.tracebacks import users_stacklevel
+from nnsight_engine.tracing.tracebacks import for_user, users_stacklevel
 from nnsight_engine.tracing.tracer import Backend, Info, Tracer, compiled
 
 if TYPE_CHECKING:
@@ -130,7 +130,9 @@ class InterleavingTracer(Tracer):
         """End the run here: neither the rest of the block nor the rest of the model runs."""
         mediator = self.interleaver.current
         if mediator is None:
-            raise ValueError("stop() is called inside a trace that has an input, or inside an invoke")
+            raise for_user(
+                ValueError("stop() is called inside a trace that has an input, or inside an invoke")
+            )
         mediator.stop()
 
     def barrier(self, n_participants: int) -> Barrier:
@@ -173,7 +175,9 @@ class InterleavingTracer(Tracer):
         """
         mediator = self.interleaver.current
         if mediator is None or mediator.interleaver is None:
-            raise ValueError("a cache is made inside a trace that has an input, or inside an invoke")
+            raise for_user(
+                ValueError("a cache is made inside a trace that has an input, or inside an invoke")
+            )
         if include_inputs is None:
             include_inputs = self.caches_inputs
         cache = self._new_cache(device=device, dtype=dtype, detach=detach)
@@ -204,9 +208,11 @@ class InterleavingTracer(Tracer):
         mediator = self.interleaver.current
         mask = self.batcher.attention_mask
         if mediator is None or mask is None:
-            raise ValueError(
-                "attention_mask, lengths and first_positions are for blocks of a running trace of a model "
-                "whose inputs are filled up to one length, such as LanguageModel with text"
+            raise for_user(
+                ValueError(
+                    "attention_mask, lengths and first_positions are for blocks of a running trace of a "
+                    "model whose inputs are filled up to one length, such as LanguageModel with text"
+                )
             )
         if self._moves_filling() and not bool(mask[:, -1].all()):
             raise ValueError(

@@ -24,7 +24,7 @@ from api_schemas.jobs import JobStatus
 from nnsight_engine.core.config import CONFIG
 from nnsight_engine.remote_backend.client.address import normalized
 from nnsight_engine.remote_backend.client.received_frames import MAX_FRAME_BYTES, Download, frames_of
-from nnsight_engine.remote_backend.client.retry import Retry
+from nnsight_engine.remote_backend.client.retry import Retry, without_frames
 from nnsight_engine.remote_backend.client.transport import Progress
 from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameReader
@@ -95,6 +95,7 @@ class HttpTransport:
                     raise self._connection_broke(error) from error
 
     def _connection_broke(self, error: httpx.TransportError) -> RemoteConnectionError:
+        without_frames(error)
         return RemoteConnectionError(f"the connection to {self.url} broke before the trace's end: {error}")
 
     # Jobs.

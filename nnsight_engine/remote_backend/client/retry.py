@@ -14,6 +14,7 @@ from typing import Final
 
 import httpx
 
+from nnsight_engine.core.config import CONFIG
 from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
 
 _CONTACT_S: Final = 3.0
@@ -78,10 +79,17 @@ class Retry:
 
 def _unreachable(url: str, error: httpx.TransportError) -> RemoteConnectionError:
     """Return the error for a server that does not respond."""
+    without_frames(error)
     return RemoteConnectionError(
         f"{url} cannot be reached, or broke off: {str(error) or type(error).__name__}. Is the server "
         "running, and is this its address? `remote=` and CONFIG.API.HOST say where it is."
     )
+
+
+def without_frames(error: httpx.TransportError) -> None:
+    """Remove from the cause of an error the two dozen frames of the HTTP client, and what they translated."""
+    if not CONFIG.APP.DEBUG:
+        error.__traceback__ = error.__cause__ = error.__context__ = None
 
 
 def _growing_pauses(patience_s: float) -> Iterator[float]:

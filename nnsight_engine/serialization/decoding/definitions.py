@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import sys
+import threading
 from collections.abc import Iterator
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -29,6 +31,8 @@ from nnsight_engine.serialization.source.import_resolution import RECEIVED
 from nnsight_engine.serialization.source.received_code import compile_received
 
 _LONGEST_SHOWN = 200
+_MODULES = threading.RLock()
+"""Held while ``sys.modules`` has a namespace of a message; it is the process's."""
 _FIELD_TYPES: tuple[Any, ...] = (str, str, int, int, str, str, (str, type(None)), int)
 
 
@@ -163,6 +167,26 @@ def _fill_function(_decoder: Decoder, value: FunctionType, parts: list[Any]) -> 
         bind_globals(value.__globals__, names, values)
 
 
+@contextlib.contextmanager
+def _findable(module: ModuleType) -> Iterator[None]:
+    """Have ``sys.modules`` lead to a namespace while a class of it is made.
+
+    Dataclasses and others look up there what annotations mean that are texts. Not for longer: the next
+    message may be another sender's, with a module of the same name.
+    """
+    name = module.__name__
+    with _MODULES:
+        before = sys.modules.get(name)
+        sys.modules[name] = module
+        try:
+            yield
+        finally:
+            if before is None:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = before
+
+
 def _make_class(decoder: Decoder, _index: int, parts: list[Any]) -> type:
     refuse_source(decoder)
     module, fields, names, cells, needed, values = parts
@@ -173,7 +197,8 @@ def _make_class(decoder: Decoder, _index: int, parts: list[Any]) -> type:
     with compiling(decoder, fragment):
         code = compile_received(compile_class, fragment, names, decoder.policy.check)
     closure = tuple(by_name[name] for name in code.co_freevars)
-    made = FunctionType(code, globals_, code.co_name, None, closure)()
+    with _findable(module):
+        made = FunctionType(code, globals_, code.co_name, None, closure)()
     if not isinstance(made, type):
         raise DecodeError(f"{fragment.qualname} is a class there and {type(made).__name__} here")
     decoder.state["globals", id(made)] = globals_

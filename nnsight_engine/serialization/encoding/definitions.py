@@ -6,7 +6,9 @@ functions, and the globals that its code uses (``namespaces``).
 
 from __future__ import annotations
 
+import ast
 import builtins
+import contextlib
 import dataclasses
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -33,7 +35,7 @@ from nnsight_engine.serialization.source.fragments import (
     named_bases,
     type_parameters,
 )
-from nnsight_engine.serialization.source.import_resolution import lookup, name_of
+from nnsight_engine.serialization.source.import_resolution import is_importable, lookup, name_of
 from nnsight_engine.serialization.source.loaded_source import (
     NoSourceError,
     fragment_of_class,
@@ -137,6 +139,7 @@ def write_class(encoder: Encoder, index: int, value: type) -> None:
         encoder.refuse(index, value, str(error))
     at_once = dict.fromkeys(global_names(maker, at_once=True))
     at_once |= dict.fromkeys(global_names(nested_code(maker, fragment.name), at_once=True))
+    at_once |= dict.fromkeys(name for name in _names_in_annotations(value) if _has_name(globals_.get(name)))
     later = [name for name in global_names(maker) if name not in at_once]
     needed = {name: globals_[name] for name in at_once if name in globals_ and name not in MODULE_ATTRIBUTES}
     needed = {name: item for name, item in needed.items() if item is not value}
@@ -149,6 +152,26 @@ def write_class(encoder: Encoder, index: int, value: type) -> None:
     ]
     encoder.mentioned |= mentioned_in(maker)
     encoder.emit(index, NodeKind.CLASS, children + bindings(encoder, index, globals_, later))
+
+
+def _names_in_annotations(kind: type) -> list[str]:
+    """Return the names in annotations that are texts, in which decorators and base classes look them up."""
+    given = vars(kind).get("__annotations__", {})
+    texts = given.values() if isinstance(given, dict) else ()
+    found: list[str] = []
+    for text in texts:
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # a text need not be code
+            if isinstance(text, str):
+                tree = ast.parse(text.strip(), mode="eval")
+                found += [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    return found
+
+
+def _has_name(value: Any) -> bool:
+    """Return whether the other side has an object: those of the user's own code are not looked up there."""
+    if isinstance(value, ModuleType):
+        return is_importable(value.__name__)
+    return value is dataclasses.KW_ONLY or name_of(value) is not None
 
 
 def _source(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import copyreg
+import dataclasses
 import enum
 import functools
 import io
@@ -193,7 +194,14 @@ def _write_proxy(encoder: Encoder, index: int, value: types.MappingProxyType[Any
     _call(encoder, index, types.MappingProxyType, dict(value))
 
 
+def _write_sentinel(name: str) -> Writer:
+    """Return the writer of an object of ``dataclasses`` that is compared by identity."""
+    return lambda encoder, index, _: encoder.emit(index, NodeKind.NAME, payload=f"dataclasses:{name}")
+
+
 _SPECIAL: dict[type, Writer] = {
+    type(dataclasses.KW_ONLY): _write_sentinel("KW_ONLY"),
+    type(dataclasses.MISSING): _write_sentinel("MISSING"),
     functools._lru_cache_wrapper: _write_lru_cache,  # noqa: SLF001 - the type of functions wrapped by lru_cache
     typing.TypeVar: _write_type_variable,
     types.MappingProxyType: _write_proxy,

@@ -116,3 +116,45 @@ def test_installed_original_is_respected(script: Path) -> None:
     assert done.returncode == 2
     assert "nnsight itself is installed" in done.stderr
     assert forced.stdout == "__main__ nnsight_engine\n"
+
+
+GUARDED = """
+import multiprocessing
+from nnsight.intervention.envoy import Envoy
+
+class Mine:
+    value = 3
+
+def child(queue, mine):
+    queue.put((mine.value, Envoy.__module__, __name__))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=child, args=(queue, Mine()))
+    process.start()
+    process.join()
+    print(process.exitcode, queue.get() if process.exitcode == 0 else "")
+"""
+BARE = """
+import multiprocessing
+import nnsight
+context = multiprocessing.get_context("spawn")
+process = context.Process(target=print, args=("in the child",), kwargs={"flush": True})
+process.start()
+process.join()
+print(process.exitcode, __name__, __file__)
+"""
+
+
+def test_processes_that_a_script_spawns_have_the_name_too(tmp_path: Path) -> None:
+    (tmp_path / "guarded.py").write_text(GUARDED)
+    done = run(tmp_path, "guarded.py")
+    assert done.stdout == "0 (3, 'nnsight_engine.envoys.envoy', '__mp_main__')\n", done.stderr
+    assert run(tmp_path, "-m", "guarded").stdout == done.stdout
+
+
+def test_a_script_without_a_guard_is_not_run_by_the_processes_that_it_spawns(tmp_path: Path) -> None:
+    (tmp_path / "bare.py").write_text(BARE)
+    done = run(tmp_path, "bare.py")
+    assert done.stdout == f"in the child\n0 __main__ {tmp_path / 'bare.py'}\n", done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.eproperty import eproperty
 from nnsight_engine.envoys.hooks import requires_output
 from nnsight_engine.modeling.base import NNsight
+from tests.small_models import tiny_gpt2, tiny_llama
 
 
 class Block(torch.nn.Module):
@@ -120,6 +122,31 @@ def test_near_names_are_the_users_own_first(path: str, name: str, hint: str) -> 
     said = f"{kind} at {path} has no attribute {name}.{hint} print(model) shows the tree."
     assert str(caught.value) == said
     assert caught.value.name == name
+
+
+@pytest.mark.parametrize(
+    ("make", "path", "name", "hint"),
+    [
+        (tiny_llama, "model", "transformer", "The blocks are model.model.layers, and model.layers in every"),
+        (tiny_llama, "model", "gpt_neox", "The blocks are model.model.layers, and model.layers in every"),
+        (tiny_llama, "model.model", "h", "The blocks are model.model.layers, and model.layers in every"),
+        (tiny_llama, "model", "wte", "The embedding is model.model.embed_tokens, and model.embed in every"),
+        (tiny_gpt2, "model", "model", "The blocks are model.transformer.h, and model.layers in every"),
+        (
+            tiny_gpt2,
+            "model.transformer",
+            "norm",
+            "The final norm is model.transformer.ln_f, and model.norm in",
+        ),
+        (tiny_gpt2, "model.transformer.h.0", "self_attn", "Did you mean 'attn'?"),
+    ],
+)
+def test_names_of_other_families_lead_to_the_same_place_here(
+    make: Callable[[], torch.nn.Module], path: str, name: str, hint: str
+) -> None:
+    model = NNsight(make())
+    with pytest.raises(AttributeError, match=re.escape(f"has no attribute {name}. {hint}")):
+        getattr(model.get(path), name)
 
 
 def test_help_of_a_property_shows_its_documentation(capsys: pytest.CaptureFixture[str]) -> None:

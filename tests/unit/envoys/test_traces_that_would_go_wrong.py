@@ -153,3 +153,63 @@ def test_the_way_that_the_error_names_works(linear: Rows) -> None:
         if done:
             break
     assert turns == [0, 1, 2]
+
+
+class Pair(torch.nn.Module):
+    """A module that unpacks what another returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = Both()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, _ = self.both(x)
+        return torch.as_tensor(first)
+
+
+class Both(torch.nn.Module):
+    """Returns two tensors."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + 1, x
+
+
+def test_a_tensor_is_not_unpacked_in_place_of_a_tuple() -> None:
+    model, rows = NNsight(Pair()), torch.ones(2, 3)
+    with (
+        pytest.raises(ValueError, match=r"the value is a tuple of 2.* a tensor of 2 rows"),
+        model.trace(rows),
+    ):
+        model.both.output = rows
+    with model.trace(rows):
+        model.both.output = (10 * rows, *model.both.output[1:])
+        out = save(model.output)
+    assert torch.equal(out, 10 * rows)
+
+
+@pytest.mark.parametrize("value", [X, (X,), (X, X), [(X,), None]], ids=["tensor", "one", "two", "none"])
+def test_inputs_are_assigned_as_a_pair(linear: Rows, value: Any) -> None:
+    with pytest.raises(TypeError, match=r"inputs are a pair \(args, kwargs\)"), linear.trace(X):
+        linear[0].inputs = value
+    with linear.trace(X):
+        linear[0].inputs = [[2 * X], {}]
+        out = save(linear[0].output)
+    torch.testing.assert_close(out, linear[0]._module(2 * X))
+
+
+def test_a_model_in_the_trace_of_another_is_named(linear: Rows, recurrent: NNsight) -> None:
+    for use in (
+        lambda: linear[0].output,
+        lambda: setattr(linear[0], "output", X),
+        lambda: linear[0].skip(X),
+        linear.next,
+    ):
+        with pytest.raises(ValueError, match=r"another model, Sequential, than .* Recurrent"):
+            with recurrent.trace(X):
+                use()
+    with recurrent.trace(X):
+        with linear.trace(X):
+            inner = save(linear.output)
+        outer = save(recurrent.output)
+    torch.testing.assert_close(inner, linear._module(X))
+    torch.testing.assert_close(outer, recurrent._module(X))

@@ -146,6 +146,15 @@ def test_two_inputs_are_refused(gpt2: Pair) -> None:
         pass
 
 
+@pytest.mark.parametrize("given", [42, 4.2, True, None, b"text", {"a", "b"}, object(), [None], ["a", 3], max])
+def test_what_is_no_prompt_is_refused(gpt2: Pair, given: Any) -> None:
+    refused = r"input_ids must be text, token ids, .*, got "
+    with pytest.raises(TypeError, match=refused), gpt2.model.trace(given):
+        pass
+    with pytest.raises(TypeError, match=refused), gpt2.model.trace() as tracer, tracer.invoke(given):
+        pass
+
+
 def test_a_trace_with_max_new_tokens_generates(gpt2: Pair) -> None:
     with gpt2.model.trace(SHORT, max_new_tokens=3, do_sample=False) as tracer:
         logits = save([])

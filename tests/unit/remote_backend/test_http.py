@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import threading
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
@@ -267,8 +269,12 @@ def test_something_else_at_the_address_is_recognised(server: Server) -> None:
 def test_a_server_that_is_not_there_is_named() -> None:
     with pytest.raises(
         RemoteConnectionError, match=r"http://127\.0\.0\.1:1 cannot be reached.*CONFIG\.API\.HOST"
-    ):
+    ) as caught:
         list(HttpTransport("127.0.0.1:1").run(REQUEST))
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "httpx.ConnectError: [Errno 111]" in shown  # the cause, without its frames
+    assert f"{os.sep}httpx{os.sep}" not in shown
+    assert f"{os.sep}httpcore{os.sep}" not in shown
 
 
 def test_addresses_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,3 +117,86 @@ def test_a_script_and_its_modules_run_where_they_are_not_installed(codec: str, t
     assert isinstance(error, IndexError)
     last = traceback.extract_tb(error.__traceback__)[-1]
     assert (last.filename, last.lineno, last.line) == (str(here / "script.py"), 24, "results[99]")
+
+
+CLASSES = """
+{future}
+import dataclasses
+import typing as t
+from dataclasses import KW_ONLY, MISSING, InitVar, dataclass, field
+from typing import ClassVar, NamedTuple
+
+@dataclass
+class Point:
+    x: int
+    scale: {quote}ClassVar[int]{quote} = 10
+    origin: {quote}t.ClassVar[list[int]]{quote} = []
+    seed: {quote}InitVar[int]{quote} = 3
+    _: {quote}KW_ONLY{quote}
+    y: {quote}t.Any{quote} = None
+
+    def __post_init__(self, seed):
+        self.x += seed
+
+@dataclass(slots=True)
+class Named(Point):
+    name: {quote}str{quote} = ""
+
+class Pair(NamedTuple):
+    first: {quote}Point{quote}
+    second: {quote}int{quote} = 0
+
+def described(kind):
+    return [(one.name, one.default is MISSING, one.kw_only) for one in dataclasses.fields(kind)]
+"""
+USING_CLASSES = """
+from nnsight_engine.serialization import SentBlock, encode_trace
+from nnsight_engine.tracing.tracer import Tracer
+import sys
+
+class Sender(Tracer):
+    def execute(self, function):
+        sys.stdout.buffer.write(encode_trace([SentBlock(self.info, self.info.variables)]))
+
+def main():
+    results = []
+    with Sender():
+        points = [Point(1, y=Point(2)), Point(5, 7)]
+        results += [points[0].x, points[0].y.x, points[1].x, Point.scale, Pair(points[0]).second]
+        results += [described(Point), described(Named)]
+
+if __name__ == "__main__":
+    main()
+"""
+FIELDS = [("x", True, False), ("y", False, True)]
+
+
+FUTURE = "from __future__ import annotations"
+
+
+@pytest.mark.parametrize(
+    ("codec", "in_script", "future", "quote"),
+    [
+        ("encode_trace", True, FUTURE, ""),
+        ("encode_trace", False, FUTURE, ""),
+        ("encode_trace", False, "", '"'),
+        ("encode_trace", False, "", ""),
+        ("encode_trace_pickled", False, FUTURE, ""),
+    ],
+)
+def test_dataclasses_mean_the_same_where_their_module_is_not_there(
+    codec: str, in_script: bool, future: str, quote: str, tmp_path: Path
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    classes = CLASSES.format(future=future, quote=quote).strip()
+    (here / "classes_of_mine.py").write_text(classes)
+    script = f"{classes if in_script else 'from classes_of_mine import *'}\n{USING_CLASSES}"
+    (here / "script.py").write_text(script.replace("encode_trace", codec))
+    worker = WORKER.replace("decode_trace", codec.replace("encode", "decode"))
+    worker = worker.replace("try:", "failure = None\ntry:")
+    worker += "assert sys.modules.get('classes_of_mine') is None\n"
+    answer = decode(python(there, "-c", worker, given=python(here, "script.py")))
+    assert answer["failure"] is None
+    assert answer["results"] == [4, 5, 12, 10, 0, FIELDS, [*FIELDS, ("name", False, False)]]

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
@@ -16,6 +17,7 @@ from vllm import EngineArgs
 from vllm.config import KVTransferConfig, VllmConfig
 
 from nnsight_engine.core.errors import UnsupportedOptionError
+from nnsight_engine.vllm_backend import engine_start
 from nnsight_engine.vllm_backend.compat import (
     CONFIG_KEY,
     SCHEDULER_CLASS,
@@ -235,6 +237,30 @@ def test_supported_options_have_vllms_configuration_but_for_the_classes(
     assert differing == {**OURS, **(OF_DRAFTS if ours.speculative_config else {})}
     assert set(before) <= set(after)
     assert ours.use_v2_model_runner == plain.use_v2_model_runner
+
+
+@pytest.mark.parametrize(
+    ("options", "is_eager"),
+    [
+        ({}, True),
+        ({"enforce_eager": False}, False),
+        ({"enforce_eager": True}, True),
+        ({"compilation_config": {"backend": "eager"}}, False),
+        ({"optimization_level": 1}, False),
+    ],
+)
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_a_model_is_compiled_on_a_cpu_only_if_that_was_asked_for(
+    options: dict[str, Any], is_eager: bool, is_cpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    DENSE.save_pretrained(tmp_path)
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr(engine_start, "_HOSTS", {"sync": started.append})
+    monkeypatch.setattr(engine_start, "current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
+    given = {"model": str(tmp_path), "skip_tokenizer_init": True, **options}
+    engine_start.start(given, None, "sync", has_envoys=False)
+    config = EngineArgs(**started[0]).create_engine_config()
+    assert config.model_config.enforce_eager == (is_eager if is_cpu else options.get("enforce_eager", False))
 
 
 def test_the_blocking_engine_names_the_mode_that_has_several(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_several_prompts_are_several_invokes(given: Any) -> None:
         ([], ValueError),
         ([[]], ValueError),
         (np.array([], np.int64), ValueError),
-        (5, ValueError),
+        (5, TypeError),
         (None, TypeError),
         (object(), TypeError),
         ([1.5], TypeError),
