@@ -37,6 +37,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import excerpt
 from app.engine.adapters import AdapterLocks, AdapterModels, check_adapter_request, load_again
+from app.engine.cut_answers import mend_chat, mend_messages, mend_responses
 from app.engine.vllm_errors import cause_of, raise_message_errors, raise_stream_errors, raised
 from app.errors import error_response
 from app.stored_responses import stores_of_responses
@@ -120,6 +121,10 @@ class VLLMApp(FastAPI):
         for serving in (self.state.openai_serving_completion, self.state.openai_serving_chat):
             raise_stream_errors(serving)
         raise_message_errors(self.state.anthropic_serving_messages)
+        tools = self._args.tool_call_parser or ""
+        mend_chat(self.state.openai_serving_chat, tools)
+        mend_messages(self.state.anthropic_serving_messages, tools)
+        mend_responses(self.state.openai_serving_responses, tools)
         for name, store in self._stored.items():
             setattr(self.state.openai_serving_responses, name, store)
 
