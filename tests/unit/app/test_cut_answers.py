@@ -33,7 +33,8 @@ LONGCAT: Final = TWO.replace("tool_call>", "longcat_tool_call>")
 _CHAT: Final[dict[str, Any]] = {
     "system_fingerprint": None, "enable_force_include_usage": False, "enable_prompt_tokens_details": False,
     "_include_reasoning_tokens_details": False, "enable_per_request_metrics": False,
-    "enable_auto_tools": True, "enable_log_outputs": False, "request_logger": None, "response_role": "assistant",
+    "enable_auto_tools": True, "enable_log_outputs": False, "request_logger": None,
+    "response_role": "assistant",
     "model_config": None, "use_harmony": False, "tool_server": None,
 }  # fmt: skip
 
