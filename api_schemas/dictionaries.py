@@ -42,6 +42,10 @@ class LabelReader(Protocol):
         """Return the labels of those features that have one."""
         ...
 
+    def num_bytes(self, ids: Sequence[int]) -> int:
+        """Return the bytes of the labels of some features, as far as they have been read."""
+        ...
+
 
 class NamedDictionary(DictionaryName):
     """A stored dictionary that a name resolved to; made by the server only."""
