@@ -395,7 +395,7 @@ _SCHEDULER: Final = (
     ),
     _used(
         "vllm.v1.request:Request",
-        read="client_index has_encoder_inputs is_prefill_chunk mm_features num_computed_tokens "
+        read="all_token_ids client_index has_encoder_inputs is_prefill_chunk mm_features num_computed_tokens "
         "num_in_flight_tokens "
         "num_output_placeholders num_tokens num_tokens_with_spec pooling_params prompt_embeds request_id "
         "sampling_params "
