@@ -8,6 +8,7 @@ whole answers, with the marker; its streams hold back the marker and send the ca
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
@@ -19,6 +20,8 @@ from vllm.parser.abstract_parser import DelegatingParser, Parser
 from vllm.tool_parsers.utils import partial_tag_overlap
 
 from app.engine.answer_markers import TOOL_MARKERS
+
+logger = logging.getLogger(__name__)
 
 _LENGTH: Final = "length"
 _Parsed = tuple[str | None, str | None, list[FunctionCall] | None]
@@ -115,7 +118,9 @@ def _as_streamed(found: _Parsed, parser: Parser, tools: str, text: str, request:
     """Return what vLLM's stream of a cut answer has, given what its parser finds in the whole text."""
     reasoning, content, calls = found
     reader, markers = parser.tool_parser, TOOL_MARKERS.get(tools)
-    if not request.tools or request.tool_choice == "none" or not isinstance(parser, DelegatingParser):
+    if not request.tools or request.tool_choice == "none":
+        return found
+    if not isinstance(parser, DelegatingParser) or type(parser).parse is not DelegatingParser.parse:
         return found
     if reader is None or reader.engine_based_streaming:  # those do so in whole answers, too
         return found
@@ -127,17 +132,26 @@ def _as_streamed(found: _Parsed, parser: Parser, tools: str, text: str, request:
     start = 0 if is_list else _start(rest or "", begins)
     if start is None or not rest:
         return found
+    return reasoning, rest[:start] or None, _started_calls(parser, rest, request) or None
+
+
+def _started_calls(parser: DelegatingParser, text: str, request: Any) -> list[FunctionCall]:
+    """Return the calls of a text as far as they came."""
     streaming = type(parser)(parser.model_tokenizer, request.tools)  # it has the state of one stream
-    ids = parser.model_tokenizer.encode(rest, add_special_tokens=False)
-    delta, _ = streaming._extract_tool_calls_streaming(  # noqa: SLF001 - the choice of a tool is read nowhere else
-        "", rest, rest, [], ids, ids, request
-    )
+    ids = parser.model_tokenizer.encode(text, add_special_tokens=False)
+    try:
+        delta, _ = streaming._extract_tool_calls_streaming(  # noqa: SLF001 - the choice of a tool is read nowhere else
+            "", text, text, [], ids, ids, request
+        )
+    except Exception as error:  # noqa: BLE001 - of any parser, that of a plugin, too
+        logger.warning("a parser of tool calls has failed on a cut one: %s", type(error).__name__)
+        return []
     started: dict[int, FunctionCall] = {}
     for one in () if delta is None else delta.tool_calls:
         call = started.setdefault(one.index, FunctionCall(id=one.id, name="", arguments=""))
         call.name += (one.function and one.function.name) or ""
         call.arguments += (one.function and one.function.arguments) or ""
-    return reasoning, rest[:start] or None, list(started.values()) or None
+    return [call for call in started.values() if call.name]
 
 
 def _start(text: str, markers: Sequence[str]) -> int | None:

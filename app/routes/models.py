@@ -22,4 +22,5 @@ async def list_models(context: Served, caller: Caller) -> dict[str, Any]:
 @router.get("/v1/models/{model:path}", summary="A model of the list", responses=error_responses(404, 503))
 async def get_model(model: str, context: Served, caller: Caller) -> dict[str, Any]:
     """OpenAI's object for a model, as the list has it; of an organisation, too, ``org/model``."""
-    return model_of(await list_models(context, caller), model)
+    listed = await list_models(context, caller)
+    return model_of(listed, model) if model else listed  # `/v1/models/` is the list

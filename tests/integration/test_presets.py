@@ -251,6 +251,7 @@ async def test_models_are_listed_with_presets_for_each_caller(tenants: Tenants) 
         for one in data[1:]:
             await generate(server, headers, model=one["id"])
         # As `client.models.retrieve` asks for one: what is not in the caller's list is not there.
+        assert (await server.client.get("/v1/models/", headers=headers)).json()["data"] == data
         for model in (MODEL, "org/none", *(f"{MODEL}:{one}" for one in ("calm", "mine", "mine@1"))):
             answer = await server.client.get(f"/v1/models/{model}", headers=headers)
             listed = [one for one in data if one["id"] == model]
