@@ -42,6 +42,10 @@ class LabelReader(Protocol):
         """Return the labels of those features that have one."""
         ...
 
+    def num_bytes(self, ids: Sequence[int]) -> int:
+        """Return the bytes of the labels of some features, as far as they have been read."""
+        ...
+
 
 class NamedDictionary(DictionaryName):
     """A stored dictionary that a name resolved to; made by the server only."""
@@ -104,6 +108,8 @@ class Dictionary(Listed):
         name: Its name in operations.
         version: Its version; ``name@version`` always refers to this dictionary.
         model: The server's name of its model.
+        trained_on: The model that its cfg names; null if it names none.
+        warnings: That its cfg names another model than the one that the server has.
         architecture: Its architecture, by SAELens' name.
         at: The point that it reads.
         output_at: The point whose value it reconstructs; null if it is ``at``.
@@ -124,6 +130,8 @@ class Dictionary(Listed):
     name: str
     version: int
     model: str
+    trained_on: str | None
+    warnings: list[str] = Field(default_factory=list)
     architecture: str
     at: str
     output_at: str | None

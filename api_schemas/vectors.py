@@ -152,6 +152,7 @@ class Vector(Listed):
         bytes: The size of its numbers in bytes.
         created_at: The time of its creation, in seconds since 1970.
         training: Its training data, method and scores; null if it was uploaded.
+        warnings: In the answer of an upload: that its file names another model than the server's.
     """
 
     object: Literal["vector"] = "vector"
@@ -169,6 +170,7 @@ class Vector(Listed):
     bytes: int
     created_at: float
     training: Training | None = None
+    warnings: list[str] = Field(default_factory=list)
 
 
 class VectorList(Page[Vector]):

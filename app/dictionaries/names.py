@@ -60,6 +60,10 @@ class FeatureLabels:
             self._known |= dict.fromkeys(new) | await self._store.labels_of(self._number, new)
         return {one: label for one in ids if (label := self._known.get(one)) is not None}
 
+    def num_bytes(self, ids: Sequence[int]) -> int:
+        """Return the bytes of the labels of some features, as far as they have been read."""
+        return sum(len((self._known.get(one) or "").encode()) for one in ids)
+
 
 class DictionaryResolver:
     """Resolves names, for one request.

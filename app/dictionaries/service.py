@@ -49,6 +49,7 @@ from nnsight_engine.features.weights_file import check_weights
 logger = logging.getLogger(__name__)
 
 LABELS: Final = "labels"
+_CFG_FILE: Final = "The dictionary's cfg.json"
 _SMALL_BYTES: Final = 128 * 1024
 """Larger JSON is parsed in a process of its own."""
 _MAX_WORDS: Final = 16
@@ -118,8 +119,13 @@ class DictionaryService:
         """Update the stored bytes of each tenant from the database, where other servers write too."""
         self._space.set_stored(await self._store.used_bytes())
 
-    async def create(self, request: Request, caller: Principal) -> Dictionary:
+    async def create(self, request: Request, caller: Principal, *, strict: bool = False) -> Dictionary:
         """Read the dictionary of a request and store it.
+
+        Args:
+            request: The request.
+            caller: Its sender.
+            strict: Whether to refuse one that names another model than the served one.
 
         Raises:
             ApiError: The dictionary is invalid or exceeds a limit; nothing is stored then.
@@ -136,7 +142,7 @@ class DictionaryService:
             cfg = parts.get(CFG)
             if cfg is None:
                 raise ApiError(ErrorCode.BAD_REQUEST, "A dictionary's form needs its cfg.json as `cfg`.", CFG)
-            new = await self._checked(form, cfg, upload, caller.tenant)
+            new = await self._checked(form, cfg, upload, caller.tenant, strict=strict)
             if LABELS in parts:
                 content, num_features = parts[LABELS], new.config.num_features
                 is_csv = not is_json(content)
@@ -171,11 +177,11 @@ class DictionaryService:
     async def page(self, tenant: str, *, name: str | None, after: str | None, limit: int) -> DictionaryList:
         """Return a page of a tenant's and shared dictionaries; raises ApiError ``dictionary_not_found``."""
         data, has_more = await self._store.page(tenant, name=name, after=after, limit=limit)
-        return DictionaryList.of(data, has_more=has_more)
+        return DictionaryList.of([self._shown(one) for one in data], has_more=has_more)
 
     async def get(self, dictionary_id: str, tenant: str) -> Dictionary:
         """Return a dictionary that is visible to a tenant; raises ApiError ``dictionary_not_found``."""
-        return await self._store.get(dictionary_id, tenant)
+        return self._shown(await self._store.get(dictionary_id, tenant))
 
     async def cfg(self, dictionary_id: str, tenant: str) -> bytes:
         """Return a dictionary's ``cfg.json``; raises ApiError ``dictionary_not_found``."""
@@ -232,7 +238,7 @@ class DictionaryService:
             finally:
                 self._space.give_up(num_bytes, holder)
             await self.count()
-        return changed
+        return self._shown(changed)
 
     async def features(
         self, dictionary_id: str, tenant: str, *, query: str, feature: int | None, after: int, limit: int
@@ -260,9 +266,13 @@ class DictionaryService:
             self._store, self._files, engine.capabilities(), engine.served().names, tenant
         )
 
-    async def _checked(self, form: _Form, cfg: bytes, upload: WeightsUpload, tenant: str) -> NewDictionary:
+    async def _checked(
+        self, form: _Form, cfg: bytes, upload: WeightsUpload, tenant: str, *, strict: bool = False
+    ) -> NewDictionary:
         """Check a received dictionary against the model and its own parts; it has no labels yet."""
         read = read_config(_parsed(cfg, self._settings.max_json_depth, CFG))
+        if strict:
+            self._engine.served().warnings_of(read.model, _CFG_FILE, ErrorCode.DICTIONARY_MISMATCH)
         at, output_at = places_of(read, form.at, form.output_at, self._engine.capabilities())
         async with self._checking:
             dtype = await asyncio.to_thread(check_weights, upload.path, read.config)
@@ -314,7 +324,14 @@ class DictionaryService:
             await self._files.add(upload)
             upload.release()
             await self.count()
-        return kept
+        return self._shown(kept)
+
+    def _shown(self, about: Dictionary) -> Dictionary:
+        """Return a dictionary with its warnings; one of a model that is not served now has none."""
+        served = self._engine.served()
+        if about.model not in served.names:
+            return about
+        return about.model_copy(update={"warnings": served.warnings_of(about.trained_on or "", _CFG_FILE)})
 
     async def _changeable(self, dictionary_id: str, caller: Principal) -> Dictionary:
         about = await self.get(dictionary_id, caller.tenant)

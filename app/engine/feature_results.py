@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 
 from api_schemas.dictionaries import LabelReader, NamedDictionary
-from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.excerpt import clip
 from api_schemas.interventions import Intervention
 from api_schemas.operations import Features
 from app.json_text import Rows
 from nnsight_engine.plans.collect.results import CollectedFeatures
+from nnsight_engine.plans.compile.features import check_labels
 
 
 class LabelBudget:
@@ -24,17 +23,13 @@ class LabelBudget:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = self._left = max_bytes
+        self._max_bytes = max_bytes
+        self._taken = 0
 
     def take(self, num_bytes: int, name: str) -> None:
         """Count the labels of the result with a name; raises ApiError ``capture_too_large``."""
-        self._left -= num_bytes
-        if self._left < 0:
-            raise ApiError(
-                ErrorCode.CAPTURE_TOO_LARGE,
-                f"With the labels of the features in {clip(name)!r} the answer's labels exceed "
-                f"{self._max_bytes} bytes, the limit of captures; ask for fewer features or positions.",
-            )
+        self._taken += num_bytes
+        check_labels(self._taken, self._max_bytes, name)
 
 
 async def features_json(

@@ -41,16 +41,13 @@ from nnsight_engine.plans.collect.results import (
     LensRows,
     TensorResult,
 )
+from nnsight_engine.plans.records import NUMBER_TEXT_BYTES, OBJECT_TEXT_BYTES
 
 _LOWEST_LOGPROB: Final = -9999.0
 """Replaces the logarithm of zero, as in vLLM's own log-probabilities."""
 
 _NUMBER_BYTES: Final = 4
 """Size of a single number, as the engine stores it."""
-
-_NUMBER_TEXT_BYTES: Final = 20
-_OBJECT_TEXT_BYTES: Final = 60
-"""About the size of a number, and of a token or a feature with its number, as JSON."""
 
 _GROWN: Final = "~grown"
 """The first part of a file's keys for items that lists grew by; no key of a saved value begins with it."""
@@ -187,7 +184,7 @@ def _text_bytes(result: CollectedResult, arrays: Mapping[str, Array]) -> int:
     num_numbers = _num_bytes(arrays) // _NUMBER_BYTES
     is_plain = isinstance(result, CollectedProbe | CollectedScores)
     # A token or a feature has two numbers.
-    return num_numbers * _NUMBER_TEXT_BYTES if is_plain else num_numbers // 2 * _OBJECT_TEXT_BYTES
+    return num_numbers * NUMBER_TEXT_BYTES if is_plain else num_numbers // 2 * OBJECT_TEXT_BYTES
 
 
 def _arrays_of(result: CollectedResult) -> dict[str, Array]:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import posixpath
+import re
 from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
 from nnsight_engine.remote_backend.messages import TraceHead
 
 _DEFAULT_REVISION: Final = "main"
+_CACHED: Final = re.compile(r"models--(?P<owner>[^/]+)--(?P<name>[^/]+?)(/|$)")
+"""A repository's folder in the cache of Hugging Face."""
+_ANY: Final = re.compile(
+    r"(?:globalstep|checkpoint|epoch|step|run)?[0-9]*|final|last|latest|model|output|[0-9a-f]{40}"
+)
+"""Folders whose names say nothing about the model."""
+_ALIASES: Final = {"gpt2small": "gpt2"}
+"""TransformerLens' names that are not those of repositories."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,6 +46,36 @@ class ServedModel:
         source = _normal(self.source)
         others = (posixpath.basename(source),) if _is_path(source) else (source, posixpath.basename(source))
         return tuple(dict.fromkeys((*self.names, *others, *self.adapters)))
+
+    def is_other(self, name: str) -> bool:
+        """Return whether a file that names its model is for another one; False if that cannot be told.
+
+        ``Llama-3.2-1B`` and ``meta-llama/llama-3.2-1b`` are one model. A folder of whoever made the file says
+        nothing, nor does a folder here that is called ``checkpoint-400``.
+        """
+        ours = {plain for one in (*self.all_names, self.source) if not _ANY.fullmatch(plain := _plain(one))}
+        return bool(ours) and not _is_path(name) and bool(_plain(name)) and _plain(name) not in ours
+
+    def warnings_of(self, name: str, file: str, refused: ErrorCode | None = None) -> list[str]:
+        """Return what to tell about a file that names its model: nothing, unless it is another one.
+
+        Args:
+            name: The model in the file; empty if it names none.
+            file: What to call the file.
+            refused: The error that it is, for callers that want one.
+
+        Raises:
+            ApiError: ``refused``.
+        """
+        if not self.is_other(name):
+            return []
+        message = (
+            f"{file} names the model {clip(name)!r}, and this server has {self.names[0]!r}: unless they are "
+            "one model, its numbers mean nothing here"
+        )
+        if refused is not None:
+            raise ApiError(refused, f"{message}; without `strict` this is a warning.", "strict")
+        return [f"{message}."]
 
     def check(self, head: TraceHead) -> None:
         """Raise ApiError unless a trace's blocks are for this model.
@@ -84,3 +124,11 @@ def _is_path(name: str) -> bool:
 
 def _normal(name: str) -> str:
     return posixpath.normpath(name)
+
+
+def _plain(name: str) -> str:
+    """Return a model's name without owner, case, punctuation, and the ``hf`` of converted weights."""
+    cached = _CACHED.search(name)
+    base = cached["name"] if cached else posixpath.basename(_normal(name))
+    plain = re.sub(r"[^0-9a-z]", "", base.lower()).removesuffix("hf")
+    return _ALIASES.get(plain, plain)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Mapping, MutableMapping
+from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from fastapi import FastAPI
 from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.entrypoints.generate.api_router import register_generate_api_routers
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -37,7 +39,9 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import excerpt
 from app.engine.adapters import AdapterLocks, AdapterModels, check_adapter_request, load_again
+from app.engine.cut_answers import mend_chat, mend_messages, mend_responses
 from app.engine.vllm_errors import cause_of, raise_message_errors, raise_stream_errors, raised
+from app.engine.vllm_refusals import corrected
 from app.errors import error_response
 from app.stored_responses import stores_of_responses
 from app.vllm_routes import LOAD_ADAPTER, RESPONSES, UNLOAD_ADAPTER
@@ -54,6 +58,7 @@ class VLLMApp(FastAPI):
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(openapi_url=None, docs_url=None, redoc_url=None)
+        self.add_middleware(_Corrected)
         self._args = self.state.args = args
         init_exception_handler(self)
         for kind in _OURS:  # vLLM's own handler would end the server
@@ -120,6 +125,10 @@ class VLLMApp(FastAPI):
         for serving in (self.state.openai_serving_completion, self.state.openai_serving_chat):
             raise_stream_errors(serving)
         raise_message_errors(self.state.anthropic_serving_messages)
+        tools = self._args.tool_call_parser or ""
+        mend_chat(self.state.openai_serving_chat, tools)
+        mend_messages(self.state.anthropic_serving_messages, tools)
+        mend_responses(self.state.openai_serving_responses, tools)
         for name, store in self._stored.items():
             setattr(self.state.openai_serving_responses, name, store)
 
@@ -134,6 +143,32 @@ class VLLMApp(FastAPI):
                 "model",
             )
         return found
+
+
+class _Corrected:
+    """Corrects the advice in the errors that vLLM's handlers answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        held: list[Message] = []
+
+        async def sent(message: Message) -> None:
+            is_start = message["type"] == "http.response.start"
+            if not held and not (is_start and message["status"] >= HTTPStatus.BAD_REQUEST):
+                await send(message)
+                return
+            held.append(message)
+            if not is_start and not message.get("more_body", False):
+                start, *bodies = held
+                text = corrected(b"".join(one.get("body", b"") for one in bodies).decode())
+                headers = [one for one in start["headers"] if one[0] != b"content-length"]
+                size = str(len(text.encode())).encode()
+                await send({**start, "headers": [*headers, (b"content-length", size)]})
+                await send({"type": "http.response.body", "body": text.encode()})
+
+        await self._app(scope, receive, sent)
 
 
 async def _answer(_request: Request, error: Exception) -> Response:

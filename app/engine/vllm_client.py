@@ -456,8 +456,9 @@ class VLLMEngineClient:
                 call.slot = partial(self._sandboxes.request, sandbox, call)
             return call
         declared = InterventionCall(
-            interventions, self.engine.spec, self._texts.token, stream=streams, markers=self._markers
-        )
+            interventions, self.engine.spec, self._texts.token, stream=streams, markers=self._markers,
+            max_text_bytes=self._settings.inline_json_bytes,
+        )  # fmt: skip
         if any(isinstance(one, Steer) and one.vectors is not None for one in interventions):
             await asyncio.to_thread(declared.prepare)
         return declared

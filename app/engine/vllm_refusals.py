@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import types
 from collections.abc import Collection, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Final
@@ -29,6 +30,18 @@ _MANY: Final = 256
 
 _EXTRAS: Final = re.compile(r" \((?:parameter|value)=.*\)$|: \{'json':.*$", re.DOTALL)
 """What vLLM's errors append to their text: their arguments, or all fields of an object."""
+
+ADVICE: Final[Mapping[str, str]] = types.MappingProxyType(
+    {
+        r"If you want to load the adapter in place, set 'load_inplace' to True": "Unload it first",
+        r"Send a plugin request with a 'data' field, or select": "Its operator can select",
+        r"use 'prompt_token_ids' for token ID inputs": "send token ids as a list of numbers",
+        r"Start the engine with enable_mixed_moe_lora_format=True .* on the LoRA request": (
+            "Merge the adapter into the checkpoint"
+        ),
+    }
+)
+"""Advice of vLLM's that names options or fields which this server refuses, and the one that holds here."""
 
 _FRACTION: Final = (", got a number with a fractional part", " without a fraction")
 """A phrase of pydantic's and its replacement."""
@@ -107,6 +120,7 @@ class RefusedError(Exception):
     """
 
     def __init__(self, text: str, param: str | None = None, status: int = 400) -> None:
+        text = corrected(text)
         super().__init__(text)
         self.text = text
         self.param = param
@@ -121,6 +135,13 @@ class RefusedError(Exception):
     def of(cls, error: Exception) -> RefusedError:
         """Return the error that vLLM's own server would answer for an exception."""
         return cls.of_answer(create_error_response(error))
+
+
+def corrected(text: str) -> str:
+    """Return a message of vLLM's with advice that holds for this server."""
+    for advice, instead in ADVICE.items():
+        text = re.sub(advice, instead, text)
+    return text
 
 
 class Refusals:
@@ -263,4 +284,4 @@ def _sentence(text: str) -> str:
     return plain[:_MAX_TEXT]
 
 
-__all__ = ["TOO_LARGE", "Refusals", "RefusedError"]
+__all__ = ["ADVICE", "TOO_LARGE", "Refusals", "RefusedError", "corrected"]

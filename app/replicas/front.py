@@ -39,6 +39,7 @@ from app.replicas.replica_queries import ReplicaQueries
 from app.replicas.request_route import RequestRoute, of_body, owner_of, split_path
 from app.replicas.websocket_relay import reject, relay_socket
 from app.request_context import RequestContextMiddleware, context_of
+from app.services.model_list import MODELS
 from app.settings import Settings
 from app.tenant_budget import TenantBudget
 from app.vllm_routes import OF_ONE_ENGINE
@@ -95,8 +96,8 @@ class Front:
         answer: Response | None = None
         if path == "/metrics":
             answer = await self._queries.metrics(request)
-        elif path == "/v1/models" and not named and len(self._options.models) > 1:
-            answer = await self._queries.models(request)
+        elif self._is_of_all(request, named):
+            answer = await self._queries.models(request, path.removeprefix(MODELS).removeprefix("/"))
         elif path in OF_ONE_ENGINE:
             raise _of_one_engine(path)
         elif path in READY:
@@ -112,6 +113,12 @@ class Front:
             await self._forward_to_owner(owner, sent, send)
         else:
             await self._forward(sent, await self._route_of(sent, named), send)
+
+    def _is_of_all(self, request: Request, named: str) -> bool:
+        """Return whether a request is for the list of all models, or one of it: no replica has all of it."""
+        path = request.scope["path"]
+        is_list = path == MODELS or (path.startswith(f"{MODELS}/") and request.method == "GET")
+        return is_list and not named and len(self._options.models) > 1
 
     def _wanted(self, named: str) -> list[int]:
         """Return the models that readiness depends on: the named one, or those that always have replicas."""

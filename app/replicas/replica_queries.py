@@ -20,6 +20,7 @@ from app.replicas.metrics_merge import merged
 from app.replicas.options import ModelOptions
 from app.replicas.protocol import ReplicaAddress, Replicas, none_ready
 from app.replicas.relay import Relay, ReplicaAnswer
+from app.services.model_list import MODELS, model_of
 
 _METRICS_S: Final = 10.0
 _FIRST_S: Final = 2.0
@@ -59,9 +60,17 @@ class ReplicaQueries:
         pages = {one.address.name: one.text for one in answers}
         return Response(merged(pages), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    async def models(self, request: Request) -> Response:
-        """Return the lists of all models as one; models without a ready replica are listed by name."""
-        queries = (self._first(one, "/v1/models", request) for one in self._replicas())
+    async def models(self, request: Request, name: str = "") -> Response:
+        """Return the lists of all models as one; models without a ready replica are listed by name.
+
+        Args:
+            request: The caller's.
+            name: The one model that is asked for, if not empty.
+
+        Raises:
+            ApiError: ``starting``; ``model_not_found``: no list has the name.
+        """
+        queries = (self._first(one, MODELS, request) for one in self._replicas())
         found = await asyncio.gather(*queries)
         answers = [one for one in found if one is not None and one.status != _UNAVAILABLE]
         if not answers:
@@ -73,7 +82,8 @@ class ReplicaQueries:
         for model, one in zip(self._models, found, strict=True):
             is_there = one is not None and one.status == _OK
             data += msgspec.json.decode(one.text)["data"] if one and is_there else _cards(model)
-        return JSONResponse({"object": "list", "data": data})
+        listed = {"object": "list", "data": data}
+        return JSONResponse(model_of(listed, name) if name else listed)
 
     async def ready(self, request: Request, wanted: Collection[int]) -> Response:
         """Return whether each of these models has a ready replica."""
@@ -93,7 +103,7 @@ class ReplicaQueries:
     async def refusal(self, request: Request) -> Response | None:
         """Return the replicas' rejection of a caller; None if they accept the caller, or none is ready."""
         for one in self._replicas():
-            answers = await self._first(one, "/v1/models", request)
+            answers = await self._first(one, MODELS, request)
             if answers is not None and answers.status != _UNAVAILABLE:
                 return None if answers.status == _OK else answers.response()
         return None

@@ -13,7 +13,7 @@ from app.context import Intervener, Served
 from app.dictionaries.labels import CSV_TYPE
 from app.forms import FORM_TYPE
 from app.openapi import BINARY, SAFETENSORS_TYPE, error_responses, schema_of
-from app.routes.paging import AfterId, OfName, PageLimit
+from app.routes.paging import AfterId, OfName, PageLimit, Strict
 from app.services.downloads import download
 
 router = APIRouter(prefix="/v1/dictionaries", tags=["dictionaries"])
@@ -51,9 +51,11 @@ _Words = Annotated[str, Query(max_length=256, description="Words that all occur 
     openapi_extra=_UPLOAD,
     responses=error_responses(400, 408, 409, 413, 415, 422, 503),
 )
-async def create_dictionary(request: Request, context: Served, caller: Intervener) -> Dictionary:
+async def create_dictionary(
+    request: Request, context: Served, caller: Intervener, *, strict: Strict = False
+) -> Dictionary:
     """A form with the files of SAELens: the tensors as safetensors, and `cfg.json`."""
-    return await context.dictionaries.create(request, caller)
+    return await context.dictionaries.create(request, caller, strict=strict)
 
 
 @router.get("", summary="List dictionaries, the newest first", responses=error_responses(404, 503))

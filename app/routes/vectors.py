@@ -27,7 +27,7 @@ from app.openapi import (
     json_events,
     schema_of,
 )
-from app.routes.paging import AfterId, OfName, PageLimit
+from app.routes.paging import AfterId, OfName, PageLimit, Strict
 from app.routes.training import training_answer
 
 router = APIRouter(prefix="/v1/vectors", tags=["vectors"])
@@ -45,9 +45,11 @@ _BODY["requestBody"]["content"][FORM_TYPE] = {"schema": schema_of(VectorUpload)}
     openapi_extra=_BODY,
     responses=error_responses(400, 409, 413, 415, 422, 503),
 )
-async def create_vector(request: Request, context: Served, caller: Intervener) -> Vector:
+async def create_vector(
+    request: Request, context: Served, caller: Intervener, *, strict: Strict = False
+) -> Vector:
     """Numbers as JSON, or a file in a form: safetensors, `.npz`, a GGUF control vector, JSON."""
-    return await context.vectors.create(request, caller)
+    return await context.vectors.create(request, caller, strict=strict)
 
 
 @router.post(

@@ -102,6 +102,7 @@ class StoredNames:
         named, found = await self._dictionary(op.dictionary, f"{param}.dictionary")
         given = {f"{param}.features.{index}": feature for index, feature in enumerate(op.features or ())}
         ids = await self._of_dictionaries.features(found, given)
+        await found.labels.of(ids)  # their size is known before the engine is asked
         # Its result is found by its name, and gets the dictionary's labels.
         name = default_name if op.name is None else op.name
         return op.model_copy(update={"dictionary": named, "features": ids or None, "name": name})

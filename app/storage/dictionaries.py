@@ -6,6 +6,7 @@ Names, versions and visibility are those of ``versions``, labels those of ``feat
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -29,6 +30,7 @@ from app.storage.tables import DictionaryNameRow, DictionaryRow
 from app.storage.version_store import VersionStore
 from app.storage.versions import VersionTable, write_version
 from nnsight_engine.features.config import DictionaryConfig
+from nnsight_engine.features.saelens import model_of
 
 Labels = Mapping[int, str]
 
@@ -41,6 +43,9 @@ _TABLE: Final = VersionTable(
     not_found=ErrorCode.DICTIONARY_NOT_FOUND,
     name_taken=ErrorCode.DICTIONARY_NAME_TAKEN,
 )
+
+_MADE: Final = {"object", "own", "bytes", "trained_on", "warnings"}
+"""The properties that are no columns."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -225,10 +230,10 @@ class DictionaryStore(VersionStore[DictionaryRow, Dictionary]):
 
 def _described(row: DictionaryRow, tenant: str) -> Dictionary:
     """Return a dictionary's properties for a tenant."""
-    values: dict[str, Any] = {
-        name: getattr(row, name) for name in Dictionary.model_fields if name not in {"object", "own", "bytes"}
-    }
-    return Dictionary.model_validate({**values, "own": row.tenant == tenant, "bytes": row.num_bytes})
+    values: dict[str, Any] = {name: getattr(row, name) for name in Dictionary.model_fields.keys() - _MADE}
+    trained_on = model_of(json.loads(row.data.decode("utf-8-sig"))) or None
+    own = row.tenant == tenant
+    return Dictionary.model_validate({**values, "own": own, "bytes": row.num_bytes, "trained_on": trained_on})
 
 
 __all__ = ["DictionaryStore", "FoundDictionary", "Labels", "NewDictionary"]

@@ -76,6 +76,16 @@ def read_file(data: bytes, name: str) -> tuple[Format, Tensors]:
     )
 
 
+def model_of(data: bytes) -> str:
+    """Return the model that a file names, as those that this server writes do; empty if it names none.
+
+    A GGUF control vector has a family, ``llama``, which several models are of.
+    """
+    if not is_safetensors(data):
+        return ""
+    return read_safetensors(data, ErrorCode.INVALID_VECTOR_FILE).metadata.get("model", "")
+
+
 def _read_json(data: bytes) -> Tensors:
     if exceeds_depth(data, _MAX_DEPTH):
         raise ApiError(ErrorCode.JSON_TOO_DEEP, f"A vector's JSON nests at most {_MAX_DEPTH} deep.", FILE)
@@ -109,4 +119,4 @@ _READERS: Final[tuple[tuple[Callable[[bytes], bool], Format, Callable[[bytes], T
 )
 
 
-__all__ = ["SLACK_BYTES", "Format", "read_file"]
+__all__ = ["SLACK_BYTES", "Format", "model_of", "read_file"]

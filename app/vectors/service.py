@@ -10,6 +10,7 @@ import numpy as np
 import safetensors.numpy
 from starlette.requests import Request
 
+from api_schemas.errors import ErrorCode
 from api_schemas.vectors import Training, Vector, VectorList
 from app.auth.principal import Principal
 from app.body import BodyLimits
@@ -54,8 +55,13 @@ class VectorService(VersionService[VectorStore]):
         """The shape that vectors of the served model must have; only when the engine is ready."""
         return ModelShape.of(self._engine.served().names[0], self._engine.capabilities())
 
-    async def create(self, request: Request, caller: Principal) -> Vector:
+    async def create(self, request: Request, caller: Principal, *, strict: bool = False) -> Vector:
         """Read the vector of a request and store it.
+
+        Args:
+            request: The request.
+            caller: Its sender.
+            strict: Whether to refuse a file that names another model than the served one.
 
         Raises:
             ApiError: The vector is invalid or exceeds a limit; nothing is stored then.
@@ -63,7 +69,9 @@ class VectorService(VersionService[VectorStore]):
         settings = self._settings
         limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
         upload = await read_upload(request, self.shape, limits)
-        return await self.keep(
+        refused = ErrorCode.VECTOR_MISMATCH if strict else None
+        warnings = self._engine.served().warnings_of(upload.model, "The metadata of the file", refused)
+        kept = await self.keep(
             upload.rows,
             caller,
             name=upload.name,
@@ -71,6 +79,7 @@ class VectorService(VersionService[VectorStore]):
             format_=upload.format,
             sha256=upload.sha256,
         )
+        return kept.model_copy(update={"warnings": warnings})
 
     async def keep(
         self,

@@ -25,7 +25,7 @@ from app.body import BodyLimits, check_media_type, read_bytes, read_object
 from app.errors import validated
 from app.forms import FILE, FORM_TYPE, read_form
 from app.storage.vector_rows import VectorRows
-from app.vectors.files import SLACK_BYTES, Format, read_file
+from app.vectors.files import SLACK_BYTES, Format, model_of, read_file
 from app.vectors.rows import ModelShape, rows_of
 from nnsight_engine.core.dtypes import floats_from_bytes
 from nnsight_engine.plans.compile.tensors import read_tensor
@@ -52,6 +52,7 @@ class UploadedVector:
         format: The format of the upload.
         sha256: Hash of the uploaded file, hexadecimal; None for JSON bodies.
         rows: The values.
+        model: The model that the file names; empty if it names none.
     """
 
     name: str
@@ -59,6 +60,7 @@ class UploadedVector:
     format: Format
     sha256: str | None
     rows: VectorRows
+    model: str = ""
 
 
 async def read_upload(request: Request, shape: ModelShape, limits: BodyLimits) -> UploadedVector:
@@ -114,9 +116,8 @@ def _read_form(body: bytes, content_type: str, shape: ModelShape) -> UploadedVec
     at = None if not form.at else [part.strip() for part in form.at.split(",")]
     format_, tensors = read_file(content, name)
     rows = rows_of(tensors, at, shape, FILE)
-    return UploadedVector(
-        form.name, form.shared == "true", format_, hashlib.sha256(content).hexdigest(), rows
-    )
+    sha256 = hashlib.sha256(content).hexdigest()
+    return UploadedVector(form.name, form.shared == "true", format_, sha256, rows, model_of(content))
 
 
 __all__ = ["UploadedVector", "array_of", "read_upload"]

@@ -101,9 +101,12 @@ def read_config(cfg: Mapping[str, Any]) -> SaeLensConfig:
         rescales_by_decoder_norm=is_topk and fields.flag("rescale_acts_by_decoder_norm", default=False),
     )
     _refuse_others(fields)
-    return SaeLensConfig(
-        config, fields.text("hook_name"), fields.text("hook_name_out"), fields.text("model_name")
-    )
+    return SaeLensConfig(config, fields.text("hook_name"), fields.text("hook_name_out"), model_of(cfg))
+
+
+def model_of(cfg: Mapping[str, Any]) -> str:
+    """Return the model that a ``cfg.json`` names, empty if none; raises ApiError ``invalid_dictionary``."""
+    return _Fields(cfg).text("model_name")
 
 
 def point_of(hook: str, model_architecture: str) -> str | None:
@@ -256,4 +259,4 @@ def _unsupported(message: str) -> ApiError:
     return ApiError(ErrorCode.UNSUPPORTED_DICTIONARY, f"The dictionary's cfg.json: {message}", PARAM)
 
 
-__all__ = ["PARAM", "SaeLensConfig", "point_of", "read_config"]
+__all__ = ["PARAM", "SaeLensConfig", "model_of", "point_of", "read_config"]

@@ -11,7 +11,7 @@ request's part is computed when it is needed.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -90,6 +90,24 @@ def leaf_width(site: PlannedSite, spec: ModelSpec) -> int:
     if leaf is None:
         raise InterventionError("unknown_point", f"the model has no point {site}")
     return leaf.width
+
+
+NUMBER_TEXT_BYTES: Final = 20
+OBJECT_TEXT_BYTES: Final = 60
+"""About the size of a number, and of a token or a feature with its number, as JSON."""
+
+
+def text_row_bytes(op: PlannedOp) -> int:
+    """Return about the bytes of JSON of the numbers that an operation reads at a position."""
+    match op.kind:
+        case OperationKind.LENS:
+            return len(op.sites) * (op.top_k + len(op.targets)) * OBJECT_TEXT_BYTES
+        case OperationKind.FEATURES if op.features is not None:
+            return (op.features.top_k or len(op.features.ids)) * OBJECT_TEXT_BYTES
+        case OperationKind.PROBE | OperationKind.DETECT:
+            return len(op.sites) * NUMBER_TEXT_BYTES
+        case _:
+            return 0
 
 
 def feature_row_bytes(op: PlannedOp) -> int:

@@ -74,6 +74,7 @@ class InterventionCall:
         token_of: Returns the token for a text, see ``core.token_texts``.
         stream: Whether the answer is streamed.
         markers: Markers of the parts of the model's answers.
+        max_text_bytes: See ``compile_request``.
     """
 
     def __init__(
@@ -84,8 +85,10 @@ class InterventionCall:
         *,
         stream: bool,
         markers: AnswerMarkers = NO_MARKERS,
+        max_text_bytes: int = 0,
     ) -> None:
         self.ops = ops
+        self._max_text_bytes = max_text_bytes
         self._by_prompt = PromptOperations(ops)
         self.entries: list[PromptEntry] = []
         self.failure: ApiError | None = None
@@ -141,6 +144,7 @@ class InterventionCall:
             prompt_logprobs=generates and params.prompt_logprobs is not None,
             indexes=[index for index, _ in declared],
             combined=self._combined,
+            max_text_bytes=self._max_text_bytes,
         )
 
     def take_part(self, choice: int, num_choices: int) -> CollectedResults | None:

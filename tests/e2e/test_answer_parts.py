@@ -190,6 +190,35 @@ async def test_streams_have_the_same_parts(live: Live, tokenizer: PreTrainedToke
     assert found == forced.positions
 
 
+async def test_a_call_that_is_cut_is_the_same_whole_and_streamed(
+    live: Live, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    before = ANSWER.partition("<tool_call>")[0]
+    for part in ("", '{"name": "lo', json.dumps(CALL)[:-4], json.dumps(CALL)):
+        forced = Forced(await prompt_len(live), tokenizer, f"{before}<tool_call>{part}")
+        whole = await asked(live, forced)
+        events = await live.events(
+            "/v1/chat/completions",
+            messages=MESSAGES,
+            tools=TOOLS,
+            max_tokens=forced.max_tokens,
+            interventions=[forced.patch],
+            ignore_eos=True,
+        )
+        pieces = [choice for event in events for choice in event["choices"]]
+        text = "".join(one["delta"].get("content") or "" for one in pieces)
+        calls = [call for one in pieces for call in one["delta"].get("tool_calls") or ()]
+        streamed = [
+            "".join(one["function"].get(name) or "" for one in calls) for name in ("name", "arguments")
+        ]
+        found = whole["message"].get("tool_calls") or []
+        assert whole["message"]["content"] == text == CONTENT
+        assert whole["finish_reason"] == pieces[-1]["finish_reason"] == "length"
+        assert bool(found) == bool(calls) == ("look" in part)
+        for one in found:
+            assert [one["function"]["name"], one["function"]["arguments"]] == streamed
+
+
 async def test_a_prompt_that_ends_the_reasoning_begins_with_content(
     live: Live, tokenizer: PreTrainedTokenizerFast
 ) -> None:

@@ -177,6 +177,8 @@ def typed_events(text: str) -> list[Any]:
     for frame in text.strip().split("\n\n"):
         name, _, data = frame.removeprefix("event: ").partition("\ndata: ")
         event = stripped(json.loads(data))
+        if name == "response.completed" and event["response"]["status"] == "incomplete":
+            name = event["type"] = "response.incomplete"  # vLLM's stream says that a cut one is complete
         if found and name.endswith("delta") and found[-1][0] == name:
             event = with_text(event, text_of(found.pop()[1]) + text_of(event))
         found.append((name, event))

@@ -13,7 +13,9 @@ NUM_FEATURES: Final = 16
 CFG: Final[dict[str, Any]] = {
     "architecture": "jumprelu", "d_in": WIDTH, "d_sae": NUM_FEATURES, "dtype": "float32", "device": "cpu",
     "apply_b_dec_to_input": False, "normalize_activations": "none", "reshape_activations": "none",
-    "metadata": {"sae_lens_version": "6.21.0", "hook_name": "blocks.2.hook_resid_post", "model_name": "fake"},
+    "metadata": {
+        "sae_lens_version": "6.21.0", "hook_name": "blocks.2.hook_resid_post", "model_name": "fake-model",
+    },
 }  # fmt: skip
 
 

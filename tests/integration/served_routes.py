@@ -50,10 +50,10 @@ def _all() -> Iterator[Served]:
             continue
         assert isinstance(route, Route | APIRoute), f"what is {route!r}?"
         for method in sorted((route.methods or set()) - {"HEAD"}):
-            operation = documented.get(route.path, {}).get(method.lower(), {})
+            operation = documented.get(route.path_format, {}).get(method.lower(), {})
             asked = operation.get("security")
             scopes = None if asked is None else asked[0]["key"]
-            yield Served(method, route.path, None if scopes is None else tuple(map(Scope, scopes)))
+            yield Served(method, route.path_format, None if scopes is None else tuple(map(Scope, scopes)))
 
 
 ROUTES: Final = list(_all())

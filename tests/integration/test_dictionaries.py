@@ -19,6 +19,7 @@ from api_schemas.keys import Scope
 from app.settings import Settings
 from app.storage import dictionary_files
 from app.storage.database_folders import dictionary_folder
+from tests.fakes.results import MODEL
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.dictionary_files import CFG, NUM_FEATURES, cfg, numbers, weights
 from tests.integration.tenants import Tenants
@@ -53,6 +54,7 @@ async def upload(
     file_name: str = "sae_weights.safetensors",
     labels: bytes | None = None,
     headers: Any = None,
+    params: Any = None,
     **fields: str,
 ) -> httpx.Response:
     files = {
@@ -62,7 +64,7 @@ async def upload(
     if labels is not None:
         files["labels"] = ("labels", labels, "application/octet-stream")
     form = {"name": "sae", **fields}
-    return await server.client.post(ROUTE, files=files, data=form, headers=headers)
+    return await server.client.post(ROUTE, files=files, data=form, headers=headers, params=params)
 
 
 async def make(server: Server, *given: Any, **more: Any) -> dict[str, Any]:
@@ -114,6 +116,28 @@ async def test_fields_may_be_text_and_give_the_point(server: Server, error_of: E
     answer = await server.client.post(ROUTE, files=file, data={**form, "at": "layers.-1.output"})
     assert (answer.status_code, answer.json()["at"]) == (201, "layers.3.output")
     assert await features(server, answer.json()["id"]) == [(3, "cats")]
+
+
+async def test_another_model_in_the_cfg_is_told(server: Server, folder: Path, error_of: ErrorCheck) -> None:
+    def named(model: str | None) -> bytes:
+        return cfg(metadata={**CFG["metadata"], "model_name": model})
+
+    for one in (None, MODEL, f"org/{MODEL.upper()}", "/home/somebody/model"):
+        made = await make(server, config=named(one), params={"strict": "true"})
+        assert (made["trained_on"], made["warnings"]) == (one, [])
+    refused = await upload(server, config=named("gpt2-small"), params={"strict": "true"})
+    message = error_of(refused, 400, "dictionary_mismatch")
+    assert "'gpt2-small'" in message
+    assert MODEL in message
+    assert len(files_in(folder)) == 1
+    made = await make(server, config=named("gpt2-small"))
+    assert made["trained_on"] == "gpt2-small"
+    (warning,) = made["warnings"]
+    assert message.startswith(warning.removesuffix("."))
+    labels = await server.client.put(f"{ROUTE}/{made['id']}/labels", json={"3": "cats"})
+    listed = (await server.client.get(ROUTE)).json()["data"][0]
+    assert labels.json()["warnings"] == listed["warnings"] == [warning]
+    assert (await server.client.get(f"{ROUTE}/{made['id']}")).json() == listed
 
 
 @pytest.mark.both_databases

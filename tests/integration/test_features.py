@@ -71,6 +71,9 @@ async def test_names_become_ids_and_files(server: Server) -> None:
     assert isinstance(flag, Flag)
     assert (read.name, read.features) == ("features_0", None)
     assert (chosen.name, chosen.features) == ("chosen", [7, 3, 0])
+    assert isinstance(chosen.dictionary, NamedDictionary)
+    assert chosen.dictionary.labels is not None
+    assert chosen.dictionary.labels.num_bytes([7, 3, 0]) == len("animalscats")
     changes = [(one.feature, one.mode, one.value) for one in write.changes]
     assert changes == [(3, "ablate", None), (1, "set", 2)]
     tests = [*condition_tests(write).values(), *condition_tests(flag).values()]

@@ -279,6 +279,10 @@ async def test_a_model_is_chosen_by_its_name_or_by_the_path(tmp_path: Path):
             assert who(await front.client.get(path)) == "m0r0"
         listed = (await front.client.get("/v1/models")).json()
         assert len(listed["data"]) == 2
+        for name, status in ((MODEL, 200), ("nobody's", 404)):
+            one = await front.client.get(f"/v1/models/{name}")
+            assert one.status_code == status
+            assert one.json() in listed["data"] or code_of(one) == "model_not_found"
         run = await front.client.post("/models/other/1/v1/traces", content=trace("print a"), headers=HEADERS)
         assert who(run).startswith("m1")
 
@@ -326,6 +330,8 @@ async def test_one_model_without_replicas_holds_up_no_other(tmp_path: Path):
         listed = (await front.client.get("/v1/models")).json()["data"]
         assert len(listed) == 2
         assert MODEL in {one["id"] for one in listed}
+        for one in listed:
+            assert (await front.client.get(f"/v1/models/{one['id']}")).json() == one
         for name in front.models[1].all:
             missing = await front.client.get(f"/v1/results/{name}.none")
             assert who(missing) == name

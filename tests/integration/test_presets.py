@@ -250,6 +250,14 @@ async def test_models_are_listed_with_presets_for_each_caller(tenants: Tenants) 
         assert [one["id"] for one in data] == [MODEL, *(f"{MODEL}:{one}" for one in expected[name])]
         for one in data[1:]:
             await generate(server, headers, model=one["id"])
+        # As `client.models.retrieve` asks for one: what is not in the caller's list is not there.
+        assert (await server.client.get("/v1/models/", headers=headers)).json()["data"] == data
+        for model in (MODEL, "org/none", *(f"{MODEL}:{one}" for one in ("calm", "mine", "mine@1"))):
+            answer = await server.client.get(f"/v1/models/{model}", headers=headers)
+            listed = [one for one in data if one["id"] == model]
+            assert answer.status_code == (200 if listed else 404)
+            found = answer.json()
+            assert [found] == listed or found["error"]["code"] == "model_not_found"
 
 
 @pytest.mark.both_databases

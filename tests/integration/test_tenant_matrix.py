@@ -17,6 +17,7 @@ import pytest
 
 from api_schemas.keys import Scope
 from app.auth.secrets import new_secret
+from tests.fakes.results import MODEL
 from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
 from tests.integration.served_routes import ROUTES, SOCKET, Served
@@ -116,6 +117,9 @@ class Theirs:
 
     async def _preset(self) -> str:
         return await self._kept(PRESETS, "name")
+
+    async def _model(self) -> str:
+        return f"{MODEL}:{await self._preset()}"
 
     async def _response_id(self) -> str:
         answer = await self.tenants.send("POST", "/v1/responses", self.headers, json={"input": "one"})

@@ -21,11 +21,16 @@ NUMBERS = {str(layer): row.tolist() for layer, row in ROWS.items()}
 
 
 async def upload(
-    server: Server, content: bytes, file_name: str = "joy.safetensors", headers: Any = None, **fields: str
+    server: Server,
+    content: bytes,
+    file_name: str = "joy.safetensors",
+    headers: Any = None,
+    params: Any = None,
+    **fields: str,
 ) -> httpx.Response:
     files = {"file": (file_name, content, "application/octet-stream")}
     form = {"name": "joy", **fields}
-    return await server.client.post("/v1/vectors", files=files, data=form, headers=headers)
+    return await server.client.post("/v1/vectors", files=files, data=form, headers=headers, params=params)
 
 
 async def make(server: Server, headers: Any = None, **body: object) -> dict[str, Any]:
@@ -62,6 +67,19 @@ async def test_every_format_brings_the_same_numbers(server: Server, tmp_path: Pa
     assert len(hashes) == 1
     sent_back = (await server.client.get(f"/v1/vectors/{made['id']}/content")).content
     assert (await upload(server, sent_back)).json()["sha256"] in hashes
+
+
+async def test_another_model_in_a_file_is_told(server: Server, error_of: ErrorCheck) -> None:
+    made = await make(server)
+    ours = (await server.client.get(f"/v1/vectors/{made['id']}/content")).content
+    tensors = safetensors.numpy.load(ours)
+    theirs = safetensors.numpy.save(tensors, {"model": "gpt2-small"})
+    for content, strict, warned in ((ours, True, 0), (as_safetensors(), True, 0), (theirs, False, 1)):
+        answer = await upload(server, content, params={"strict": strict})
+        assert (answer.status_code, len(answer.json()["warnings"])) == (201, warned)
+    assert "'gpt2-small'" in answer.json()["warnings"][0]
+    refused = await upload(server, theirs, params={"strict": True})
+    assert "'gpt2-small'" in error_of(refused, 400, "vector_mismatch")
 
 
 @pytest.mark.both_databases

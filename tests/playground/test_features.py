@@ -23,8 +23,8 @@ VIEW: dict[str, Any] = {"view": "features", "prompt": PROMPT, "sampling": {"maxT
 LABELS = {"0": "numbers in words", "2": "cats", "5": "cats that sleep", "7": "words <b>in</b> bold"}
 
 
-def add_dictionary(playground: Playground, name: str = "layer2", labels: Any = LABELS) -> None:
-    files = {"weights": ("w", dictionary_files.weights()), "cfg": ("c", dictionary_files.cfg())}
+def add_dictionary(playground: Playground, name: str = "layer2", labels: Any = LABELS, **cfg: Any) -> None:
+    files = {"weights": ("w", dictionary_files.weights()), "cfg": ("c", dictionary_files.cfg(**cfg))}
     fields = {"name": name, "labels": json.dumps(labels)}
     answer = httpx.post(f"{playground.url}/v1/dictionaries", data=fields, files=files)
     assert answer.status_code < 300, answer.text
@@ -42,6 +42,17 @@ def heats(page: Page) -> list[int]:
     look = "(all) => all.map((one) => Number(one.style.getPropertyValue('--heat')))"
     found: list[int] = tokens_of(page).evaluate_all(look)
     return found
+
+
+def test_a_dictionary_of_another_model_is_told(playground: Playground, open_page: Open) -> None:
+    add_dictionary(playground, "ours")
+    add_dictionary(playground, "theirs", model_name="gpt2-small")
+    page = open_page(link(playground.url, **VIEW))
+    choice, notes = page.get_by_label("Dictionary"), view_of(page).get_by_role("note")
+    choice.select_option("theirs")
+    expect(notes).to_contain_text("'gpt2-small'")
+    choice.select_option("ours")
+    expect(notes).to_have_count(0)
 
 
 def test_features_are_found_colour_the_text_and_get_sliders(playground: Playground, open_page: Open) -> None:

@@ -7,6 +7,7 @@ from typing import Final
 from api_schemas.dictionaries import DictionaryName, NamedDictionary
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
+from api_schemas.interventions import FIELD, Operation
 from api_schemas.operations import Feature, Features
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.features.config import Change
@@ -20,6 +21,37 @@ TOP_K: Final = 10
 """Number of features that an operation returns by default."""
 _READS: Final = "capture"
 _WRITES: Final = "steer"
+
+
+def num_label_bytes(op: Operation) -> int:
+    """Return the bytes of labels that an operation returns for a position; 0 where they are not known.
+
+    Of the most active features those that are 0 are left out, so that none is certain.
+    """
+    if not isinstance(op, Features) or not isinstance(op.dictionary, NamedDictionary):
+        return 0
+    ids = [one for one in op.features or () if isinstance(one, int)]
+    return 0 if op.dictionary.labels is None else op.dictionary.labels.num_bytes(ids)
+
+
+def check_labels(num_bytes: int, max_bytes: int, name: str) -> None:
+    """Check the bytes of labels that one answer would have; the limits on results count numbers only.
+
+    Args:
+        num_bytes: Their number.
+        max_bytes: Their limit.
+        name: The result with the last of them.
+
+    Raises:
+        ApiError: ``capture_too_large``.
+    """
+    if num_bytes > max_bytes:
+        raise ApiError(
+            ErrorCode.CAPTURE_TOO_LARGE,
+            f"With the labels of the features in {clip(name)!r} the answer's labels exceed "
+            f"{max_bytes} bytes, the limit of captures; ask for fewer features or positions.",
+            FIELD,
+        )
 
 
 class FeatureCompiler:

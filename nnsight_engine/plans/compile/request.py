@@ -20,12 +20,13 @@ from nnsight_engine.core.dtypes import ITEM_BYTES
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.answer_parts import NO_MARKERS, AnswerMarkers
 from nnsight_engine.plans.compile.combined_vectors import CombinedVectors
+from nnsight_engine.plans.compile.features import check_labels, num_label_bytes
 from nnsight_engine.plans.compile.operations import OperationCompiler
 from nnsight_engine.plans.compile.scope import CompileScope, TokenOf
 from nnsight_engine.plans.compile.sites import leaf_of
 from nnsight_engine.plans.compile.where_clause import Named
 from nnsight_engine.plans.prompt_media import NO_MEDIA, PromptMedia
-from nnsight_engine.plans.records import feature_row_bytes
+from nnsight_engine.plans.records import feature_row_bytes, text_row_bytes
 from nnsight_engine.plans.request_plan import (
     CompiledRequest,
     OperationKind,
@@ -60,6 +61,7 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
     prompt_logprobs: bool = False,
     indexes: Sequence[int] | None = None,
     combined: CombinedVectors | None = None,
+    max_text_bytes: int = 0,
 ) -> CompiledRequest:
     """Resolve a request's operations against the model and one prompt.
 
@@ -75,6 +77,7 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
         prompt_logprobs: Whether the request also asks for log-probabilities of the prompt.
         indexes: Indices of the operations in the request, if it has others for other prompts.
         combined: Combinations of the request's vectors, if it has several prompts to share them.
+        max_text_bytes: Numbers with more JSON than this are returned in a file, without labels.
 
     Returns:
         The plan and its tensors.
@@ -93,6 +96,7 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
     planned: list[PlannedOp] = []
     needs_prompt = False
     num_bytes = num_tests = 0
+    num_prompt: dict[int, int] = {}
     for index, op in declared.items():
         param = f"{FIELD}.{index}"
         plan_op, named = compiler.compile(op, names[index], param)
@@ -125,6 +129,9 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
         # Generated positions attend to the prompt, whose keys are seen only when they are computed.
         needs_prompt |= plan_op.captures_patterns
         num_bytes += _prompt_bytes(plan_op, named, spec)
+        num_prompt[index] = named.num_prompt
+    if sum(map(text_row_bytes, planned)) * scope.num_positions <= max_text_bytes:
+        _check_labels(declared, names, num_prompt, spec)
     works = {
         index: work
         for index, op in enumerate(planned)
@@ -206,6 +213,16 @@ def _prompt_bytes(op: PlannedOp, named: Named, spec: ModelSpec) -> int:
             return num_prompt * feature_row_bytes(op)
         case _:
             return num_prompt if op.when is not None else 0
+
+
+def _check_labels(
+    ops: Mapping[int, Operation], names: Mapping[int, str], num_prompt: Mapping[int, int], spec: ModelSpec
+) -> None:
+    """Refuse labels over the prompt that would not fit into the answer."""
+    num_bytes = 0
+    for index, op in ops.items():
+        num_bytes += num_label_bytes(op) * num_prompt[index]
+        check_labels(num_bytes, spec.max_capture_bytes, names[index])
 
 
 def _check_work(plan: RequestPlan, prompt_ids: Sequence[int], spec: ModelSpec) -> None:

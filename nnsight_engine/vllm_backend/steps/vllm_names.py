@@ -395,7 +395,7 @@ _SCHEDULER: Final = (
     ),
     _used(
         "vllm.v1.request:Request",
-        read="client_index has_encoder_inputs is_prefill_chunk mm_features num_computed_tokens "
+        read="all_token_ids client_index has_encoder_inputs is_prefill_chunk mm_features num_computed_tokens "
         "num_in_flight_tokens "
         "num_output_placeholders num_tokens num_tokens_with_spec pooling_params prompt_embeds request_id "
         "sampling_params "
@@ -691,7 +691,7 @@ _SERVER: Final = (
         "vllm.entrypoints.pooling.factories",
         called={"register_pooling_api_routers": "app, supported_tasks, model_config"},
     ),
-    _used("vllm.entrypoints.openai.responses.protocol", read="ResponsesRequest"),
+    _used("vllm.entrypoints.openai.responses.protocol", read="ResponsesRequest ResponsesResponse"),
     _used("vllm.entrypoints.openai.models.serving", read="OpenAIServingModels"),
     _used(
         "vllm.entrypoints.openai.models.serving:OpenAIServingModels",
@@ -715,12 +715,38 @@ _SERVER: Final = (
             "create_messages": "request, raw_request",
             "create_streaming_error_response": "message",
             "message_stream_converter": "generator",
+            "messages_full_converter": "generator",
         },
     ),
     _used(
         "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses",
         read="background_tasks response_store",
+        called={
+            "_make_response_output_items": "request, final_output, tokenizer, *, parser",
+            "responses_stream_generator": "request, sampling_params, result_generator, context, model_name, "
+            "tokenizer, request_metadata, created_time",
+        },
     ),
+    _used("vllm.entrypoints.generate.base.protocol", read="FunctionCall"),
+    _used("vllm.parser.abstract_parser", read="DelegatingParser Parser"),
+    _used(
+        "vllm.parser.abstract_parser:Parser",
+        read="model_tokenizer tool_parser",
+        called={"parse": "model_output, request, enable_auto_tools, model_output_token_ids"},
+    ),
+    _used(
+        "vllm.parser.abstract_parser:DelegatingParser",
+        called={
+            "_extract_tool_calls_streaming": "previous_text, current_text, delta_text, previous_token_ids, "
+            "current_token_ids, delta_token_ids, request",
+            "extract_reasoning": "model_output, request",
+        },
+    ),
+    _used(
+        "vllm.tool_parsers.abstract_tool_parser:ToolParser",
+        read="engine_based_streaming supports_required_and_named",
+    ),
+    _used("vllm.tool_parsers.utils", called={"partial_tag_overlap": "text, tag"}),
     _used("vllm.entrypoints.serve.instrumentator.basic", read="router"),
     _used("vllm.entrypoints.serve.tokenize.api_router", called={"attach_router": "app"}),
     _used("vllm.entrypoints.serve.exception_handling.register", called={"init_exception_handler": "app"}),
@@ -748,6 +774,8 @@ _SERVER: Final = (
     _used(
         "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat",
         called={
+            "chat_completion_full_generator": "request, result_generator, request_id, model_name, "
+            "conversation, tokenizer, request_metadata, *, parser, mm_token_counts",
             "create_chat_completion": "request, raw_request",
             "create_streaming_error_response": "message",
         },

@@ -140,3 +140,25 @@ async def test_time_in_which_no_thread_ran_does_not_count() -> None:
     waiting.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await waiting
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "is_other"),
+    [
+        ("meta-llama/Llama-3.2-1B", "llama-3.2-1b", False),
+        ("meta-llama/Llama-3.2-1B", "unsloth/Llama-3.2-1B", False),
+        ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct", True),
+        ("openai-community/gpt2", "gpt2-small", False),
+        ("gpt2", "EleutherAI/pythia-70m", True),
+        ("/srv/Llama_3.2_1B/", "meta-llama/Llama-3.2-1B", False),
+        ("/cache/models--google--gemma-2-2b/snapshots/" + "0a" * 20, "gemma-2-2b", False),
+        ("/cache/models--google--gemma-2-2b/snapshots/" + "0a" * 20, "gemma-2-9b", True),
+        ("/runs/7/checkpoint-400", "gpt2", False),  # who knows what this is
+        ("/srv/gpt2", "/home/somebody/model", False),
+        ("gpt2", "", False),
+        ("gpt2", "...", False),
+    ],
+)
+def test_a_file_of_another_model_is_known_by_the_name_in_it(source: str, name: str, is_other: bool) -> None:
+    assert ServedModel((source,), source).is_other(name) == is_other
+    assert not ServedModel((source, "alias"), source).is_other("org/Alias")

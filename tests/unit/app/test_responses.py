@@ -150,6 +150,9 @@ class Labels:
         self.asked += ids
         return {one: self.labels[one] for one in ids if one in self.labels}
 
+    def num_bytes(self, ids: Sequence[int]) -> int:
+        return sum(len(self.labels.get(one, "").encode()) for one in ids)
+
 
 async def test_features_have_labels_and_null_for_what_overflowed(answer: Answer):
     labels = Labels({7: "cats", 2: "dogs"})

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
 import copy
 import itertools
 import json
-from collections.abc import AsyncGenerator
+import re
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
 from typing import Any, Final
 
+import httpx
 import pytest
+import vllm
+from starlette.responses import JSONResponse
+from vllm import SamplingParams
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.pooling.embed.protocol import EmbeddingCompletionRequest
+from vllm.entrypoints.pooling.pooling.protocol import PoolingCompletionRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from api_schemas.errors import ApiError
+from app.engine.vllm_app import VLLMApp
 from app.engine.vllm_errors import cause_of, raise_stream_errors, translated
-from app.engine.vllm_refusals import TOO_LARGE, Refusals, RefusedError
+from app.engine.vllm_options import HANDLED_HERE, TO_ENGINE
+from app.engine.vllm_refusals import ADVICE, TOO_LARGE, Refusals, RefusedError, corrected
 from app.engine.vllm_requests import read_request, started_stream
 from app.engine.vllm_sampling import sampling_params
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
@@ -233,3 +247,77 @@ def test_what_is_wrong_is_named(given: dict[str, Any], code: str, field: str) ->
         sampling_params(given, "invokes.3")
     assert (caught.value.code, caught.value.status) == (code, 400)
     assert str(caught.value.param).startswith(f"invokes.3.sampling.{field}" if field else "invokes.3")
+
+
+SERVED: Final = (
+    "entrypoints/anthropic", "entrypoints/generate/base", "entrypoints/openai", "entrypoints/pooling",
+    "entrypoints/serve", "inputs", "lora", "multimodal", "parser", "pooling_params.py", "reasoning",
+    "renderers", "sampling_params.py", "tokenizers", "tool_parsers", "v1/engine/input_processor.py",
+    "v1/structured_output",
+)  # fmt: skip
+"""The parts of vLLM whose messages reach clients."""
+FLAG: Final = re.compile(r"--([a-z][\w-]*)")
+NAMED: Final = re.compile(
+    r"\b(?:set|use|pass|send|provide|specify)\b(?: \w+){0,5}? (?:['`\"](\w+)['`\"]|(\w+)=)", re.IGNORECASE
+)
+"""The field that a message advises to send."""
+VALUES: Final = {"auto", "xgrammar", "overflow_strategy"}
+"""What messages name in the same way: values of fields, and a part of ``media_io_kwargs``."""
+
+
+def rejected_names(text: str) -> set[str]:
+    """Return the options and fields that a message advises, as far as this server refuses them."""
+    models = [ChatCompletionRequest, CompletionRequest, ResponsesRequest, AnthropicMessagesRequest]
+    models += [PoolingCompletionRequest, EmbeddingCompletionRequest]
+    fields = {name for model in models for name in model.model_fields} | set(SamplingParams.__struct_fields__)
+    flags = {name.replace("-", "_") for name in FLAG.findall(text)}
+    named = {quoted or given for quoted, given in NAMED.findall(text)} - fields - VALUES
+    return (flags | {one for one in named if not one.startswith("VLLM_")}) - TO_ENGINE - HANDLED_HERE
+
+
+def literal(node: ast.expr) -> str:
+    """Return the text that is written in an expression."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(literal(part) or "…" for part in node.values)
+    if isinstance(node, ast.BinOp):
+        return literal(node.left) + literal(node.right)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def messages() -> Iterator[str]:
+    """Yield the texts of the errors that vLLM raises or answers in what is served of it."""
+    root = Path(vllm.__file__).parent
+    for path in itertools.chain(*(sorted((root / part).rglob("*.py")) or [root / part] for part in SERVED)):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            call = node.exc if isinstance(node, ast.Raise) else node
+            if not isinstance(call, ast.Call):
+                continue
+            name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+            if isinstance(node, ast.Raise) or name == "create_error_response":
+                texts = [literal(one) for one in (*call.args, *(given.value for given in call.keywords))]
+                yield " ".join(filter(None, texts))
+
+
+def test_no_message_advises_what_is_refused() -> None:
+    found = set(messages())
+    assert len(found) > 500
+    assert not {text: names for text in found if (names := rejected_names(corrected(text)))}
+    wrong = [text for text in found if rejected_names(text)]
+    for advice in ADVICE:
+        assert any(re.search(advice, text) for text in wrong), f"vLLM no longer advises {advice}"
+
+
+@pytest.mark.parametrize("status", [200, 400])
+async def test_errors_of_handlers_are_corrected(status: int) -> None:
+    app = VLLMApp(argparse.Namespace())
+    said = "LoRA ä is there. If you want to load the adapter in place, set 'load_inplace' to True."
+
+    @app.get("/said")
+    async def answer() -> JSONResponse:
+        return JSONResponse({"error": {"message": said}}, status)
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        found = await client.get("/said")
+    assert found.status_code == status
+    expected = said if status == 200 else "LoRA ä is there. Unload it first."
+    assert found.json() == {"error": {"message": expected}}

@@ -35,6 +35,7 @@ def compiled(
     media: PromptMedia = NO_MEDIA,
     markers: AnswerMarkers = NO_MARKERS,
     prompt_logprobs: bool = False,
+    max_text_bytes: int = 0,
 ) -> CompiledRequest:
     """Return a request of a model."""
     return compile_request(
@@ -47,6 +48,7 @@ def compiled(
         media=media,
         markers=markers,
         prompt_logprobs=prompt_logprobs,
+        max_text_bytes=max_text_bytes,
     )
 
 

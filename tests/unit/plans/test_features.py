@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from api_schemas.dictionaries import DictionaryUsed, NamedDictionary
 from api_schemas.errors import ApiError
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
@@ -160,6 +163,42 @@ def test_features_that_cannot_be_compiled(op: dict[str, Any], code: str, known: 
     with pytest.raises(ApiError) as refused:
         compiled(op | {"when": op["when"] | named} if "when" in op else op | named)
     assert refused.value.code == code
+
+
+class Labels:
+    """Labels of features 1 and 2, of 400 bytes."""
+
+    async def of(self, ids: Sequence[int]) -> dict[int, str]:
+        return {one: "é" * 200 for one in ids if one in {1, 2}}
+
+    def num_bytes(self, ids: Sequence[int]) -> int:
+        return 400 * len({1, 2}.intersection(ids))
+
+
+@pytest.mark.parametrize(
+    ("fields", "text_bytes", "is_refused"),
+    [
+        ({"features": [0, 1, 2]}, 10_000, True),
+        ({"features": [0, 2]}, 10_000, False),
+        ({"features": [1, 2], "where": {"positions": [0]}}, 10_000, False),
+        ({"features": [1, 2], "where": {"phase": "generated"}}, 10_000, False),
+        ({"features": [0, 1, 2]}, 6 * 3 * 60, True),
+        ({"features": [0, 1, 2]}, 6 * 3 * 60 - 1, False),  # the numbers may be in a file
+        ({"top_k": 12}, 10_000, False),  # all of them may be 0, and left out
+    ],
+)
+def test_labels_beyond_the_answer_are_refused_before_anything_runs(
+    fields: dict[str, Any], text_bytes: int, is_refused: bool, known: Known
+) -> None:
+    dictionary = NamedDictionary.of(DictionaryUsed(name="d", version=1, id="d"), known.stored, Labels())
+    read = {"op": "features", "dictionary": dictionary, "name": "f", **fields}
+    for max_bytes, fits in ((1999, not is_refused), (2400, True)):
+        spec = dataclasses.replace(SPEC, max_capture_bytes=max_bytes)
+        expected = contextlib.nullcontext() if fits else pytest.raises(ApiError, match="in 'f' the answer's")
+        with expected as refused:
+            compiling.compiled(read, spec=spec, prompt=PROMPT, max_text_bytes=text_bytes)
+        if refused is not None:
+            assert refused.value.code == "capture_too_large"
 
 
 def test_a_dictionary_that_does_not_fit_the_model_is_refused(known: Known) -> None:

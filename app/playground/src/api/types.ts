@@ -47,6 +47,7 @@ export interface Dictionary extends Stored {
   architecture: string;
   num_features: number;
   num_labels: number;
+  warnings: string[];
 }
 
 export interface Feature {

@@ -101,6 +101,11 @@ export function FeaturesView() {
         />
         <Check label="With the steering" value={features.steered} onChange={(steered) => set({ steered })} />
       </div>
+      {dictionary?.warnings.map((warning) => (
+        <p class="hint" role="note">
+          {warning}
+        </p>
+      ))}
       {dictionary && <FeatureSearch dictionary={dictionary} {...actions} />}
       <RunBar run={run} label="Read the features" onRun={start}>
         <span class="status" role="status">
