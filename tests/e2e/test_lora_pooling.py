@@ -147,10 +147,11 @@ async def test_an_adapter_of_the_bare_model_that_is_loaded_and_unloaded(
     torch.testing.assert_close(torch.tensor(item["embedding"]), wanted, rtol=1e-4, atol=1e-5)
     asked: list[dict[str, Any]] = [{"model": "bare", "input": TEXT}]
     asked += [{**asked[0], "interventions": [steer()]}]
-    (tmp_path / "adapter_config.json").unlink()
-    for one in asked:
-        gone = await embedder.http.post("/v1/embeddings", json=one)
-        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found"), gone.text
+    (tmp_path / "adapter_config.json").unlink()  # it was read when it was loaded
+    again = await embedded(embedder, "bare", TEXT)
+    torch.testing.assert_close(torch.tensor(again["embedding"]), wanted, rtol=1e-4, atol=1e-5)
+    steered = await embedded(embedder, "bare", TEXT, [steer()])
+    assert steered["embedding"] != item["embedding"]
     assert (
         await embedder.http.post("/v1/unload_lora_adapter", json={"lora_name": "bare"})
     ).status_code == 200

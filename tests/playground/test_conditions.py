@@ -160,10 +160,9 @@ def test_flags_and_stops_are_built_and_shown(playground: Playground, open_page: 
         answer = route.fetch()
         text = answer.text()
         if '"stop"' in (route.request.post_data or ""):
-            text = text.replace(
-                '"finish_reason": "length"',
-                '"finish_reason": "stop", "stop_reason": {"intervention": "enough"}',
-            )
+            ended = '"finish_reason": "stop", "stop_reason": {"intervention": "enough"}'
+            text, num_ended = re.subn(r'"finish_reason": ?"length"', ended, text)
+            assert num_ended
         route.fulfill(response=answer, body=text)
 
     page.route("**/v1/completions", end)
