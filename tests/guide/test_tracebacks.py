@@ -312,13 +312,14 @@ def test_errors_outside_of_a_run_have_the_users_frames_alone(
     assert frames_of(caught.value)[-1].filename.startswith(OURS)
 
 
-def test_standard_points_outside_of_a_run_have_the_users_frames_alone(local_gpt2: LanguageModel) -> None:
+def test_standard_points_outside_of_a_run_have_the_users_frames_alone(gpt2_folder: Path) -> None:
+    model = LanguageModel(gpt2_folder)  # that no test has scanned
     with pytest.raises(ValueError, match="not interleaving") as caught:
-        _ = local_gpt2.logits
+        _ = model.logits
     assert len(frames_of(caught.value)) == 1
     assert caught.value.__context__ is None
     with pytest.raises(ValueError, match="not interleaving") as caught:
-        local_gpt2.points["layers.0.output"] = torch.ones(1)
+        model.points["layers.0.output"] = torch.ones(1)
     assert len(frames_of(caught.value)) == 1
 
 

@@ -736,6 +736,7 @@ _SERVER: Final = (
     ),
     _used(
         "vllm.parser.abstract_parser:DelegatingParser",
+        read="model_tokenizer",
         called={
             "_extract_tool_calls_streaming": "previous_text, current_text, delta_text, previous_token_ids, "
             "current_token_ids, delta_token_ids, request",

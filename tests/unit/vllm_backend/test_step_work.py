@@ -55,7 +55,7 @@ def test_steps_are_short_and_everybody_gets_on(requests: tuple[Going, ...]) -> N
         left.sort(key=lambda one: not work.was_skipped(one.name))
         work.begin(LIMIT)
         chunks = {one.name: work.fit(one.name, one.done, one.next_chunk, is_whole=False) for one in left}
-        costly = [one for one in left if chunks[one.name] and one.name in work]
+        costly = [one for one in left if work.used_by(one.name)]
         assert work.used <= LIMIT + 1e-9 or [chunks[one.name] for one in costly] in (
             [1],
             [costly[0].num_prompt],
