@@ -20,7 +20,7 @@ from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.harness import Ask, Engine, random_vector
 from tests.e2e.traces import HeldTracer, collected, traced_engine
 
-pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
+pytestmark = pytest.mark.e2e
 
 MANY: dict[str, Any] = {"extra_args": {SENDER_KEY: "many"}}
 FEW: dict[str, Any] = {"extra_args": {SENDER_KEY: "few"}}
@@ -191,6 +191,29 @@ def test_a_flood_of_traces_gets_its_turns_and_keeps_its_prompts_whole(model: VLL
         length = len(model.tokenizer.encode(f"Story number {number}. {PROMPT * 2}"))
         assert len(outcome.saves["first"]) == len(outcome.saves["second"]) == length
         assert outcome.saves["tokens"] == list(done[f"trace-{number}"].outputs[0].token_ids)
+
+
+def test_a_light_request_that_cannot_start_keeps_nobody_waiting(model: VLLM, engine: Engine) -> None:
+    """The first request of a trace with two waits for the second, and the flood goes on meanwhile."""
+    with model.trace(max_tokens=2, temperature=0.0, tracer_cls=HeldTracer) as tracer:
+        with tracer.invoke("The"):
+            first = save(model.samples.output)  # noqa: F841 - fetched by name
+        with tracer.invoke("Once"):
+            second = save(model.samples.output)  # noqa: F841 - the same
+    sent: SentTrace = tracer.sent
+    for params in sent.params:
+        params.extra_args = {**(params.extra_args or {}), **FEW["extra_args"]}
+    flood = engine.submit(flooding(0, MANY))
+    engine.core.add_request("trace-0", sent.prompts[0], sent.params[0])
+    done: dict[str, Any] = {}
+    steps_to_the_end(engine, flood.request_id, done)
+    engine.replies(flood, done[flood.request_id])
+    engine.core.add_request("trace-1", sent.prompts[1], sent.params[1])
+    while engine.core.has_unfinished_requests():
+        done |= engine.step()
+    outcome = collected(model, sent, [done["trace-0"], done["trace-1"]])
+    assert outcome.error is None
+    assert outcome.saves.keys() == {"first", "second"}
 
 
 def test_one_tenant_alone_takes_as_many_steps_as_none(engine: Engine) -> None:

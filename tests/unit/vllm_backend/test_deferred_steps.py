@@ -187,3 +187,15 @@ def test_a_sample_comes_back_once_in_any_row_beside_drafts_unless_its_request_en
     later = _sampled([[31]])
     kept.put_back(later, {"own": 0}, range(1), ())
     assert later.sampled_token_ids.item() == 31
+
+
+def test_a_repeated_step_leaves_a_generator_where_one_step_does() -> None:
+    """The next token is that of a run without the repetition."""
+    own, once = (torch.Generator().manual_seed(5) for _ in range(2))
+    kept, first = ReplayedSamples(), _sampled([[11]])
+    state = own.get_state()
+    torch.rand(1, generator=own)
+    kept.keep("own", 0, first.sampled_token_ids, first, 0, {0: (own, state)})
+    torch.rand(1, generator=own)  # the repeated step
+    torch.rand(1, generator=once)
+    assert torch.rand(1, generator=own) == torch.rand(1, generator=once)
