@@ -158,6 +158,11 @@ class PlannedOp(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.sites[0].is_in_encoder
 
     @property
+    def averages_prompt(self) -> bool:
+        """Whether the operation needs all positions of the prompt in one step, over which it takes a mean."""
+        return self.kind is OperationKind.MEAN and not self.is_in_encoder
+
+    @property
     def captures_patterns(self) -> bool:
         """Whether the operation captures attention patterns; it then captures nothing else."""
         return self.sites[0].leaf == PATTERN
@@ -211,6 +216,11 @@ class RequestPlan(msgspec.Struct, frozen=True):
         """Number of points at which its operations and their tests act or read; at least one."""
         tests = (test for op in self.ops if op.when is not None for test in op.when.tests)
         return max(1, sum(len(op.sites) for op in self.ops) + sum(len(test.detector.parts) for test in tests))
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether the prompt must be computed in a single step."""
+        return any(op.averages_prompt for op in self.ops)
 
     def encode(self) -> bytes:
         """Return the plan as msgpack, without its tensors."""

@@ -85,9 +85,13 @@ class WorkByPosition:
     Args:
         plan: The request's plan.
         prompt_ids: Its prompt.
+
+    Attributes:
+        is_whole: Whether the prompt must be computed in a single step.
     """
 
     def __init__(self, plan: RequestPlan, prompt_ids: Iterable[int]) -> None:
+        self.is_whole = plan.needs_whole_prompt
         ids = np.fromiter(prompt_ids, np.int64)
         positions = np.arange(len(ids), dtype=np.int64)
         self.prompt: npt.NDArray[np.float64] = np.zeros(len(ids))

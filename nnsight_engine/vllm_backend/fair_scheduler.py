@@ -21,7 +21,7 @@ import contextlib
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -114,16 +114,9 @@ class FairScheduler(Scheduler):
         if not (self.work and self.waiting):
             return super().schedule(*args, **kwargs)
         # vLLM does not look behind a waiting request that gets no position.
-        before = list(self.waiting)
-        held: set[Request] = set()
-        if self.work.is_taken(map(_next_chunk, self.running)):
-            held = {request for request in before if request.request_id in self.work}
-            self.waiting.remove_requests(held)
-        try:
+        is_taken = self.work.is_taken(map(_next_chunk, self.running))
+        with self.held_back(lambda request: is_taken and request.request_id in self.work):
             return super().schedule(*args, **kwargs)
-        finally:
-            if held:
-                self.put_back(before, held)
 
     def _begin_work(self) -> None:
         if self.work:
@@ -236,14 +229,22 @@ class FairScheduler(Scheduler):
     def _only_light(
         self, first: list[Request], rest: list[Request], light_senders: frozenset[str]
     ) -> Iterator[None]:
-        before = list(self.waiting)
-        held = {request for request in before if _sender(request) not in light_senders}
         self.running = first
+        try:
+            with self.held_back(lambda request: _sender(request) not in light_senders):
+                yield
+        finally:
+            self.running = [*self.running, *rest]
+
+    @contextlib.contextmanager
+    def held_back(self, is_held: Callable[[Request], bool]) -> Iterator[None]:
+        """Remove requests from the queue for one step; they keep their places in it."""
+        before = list(self.waiting)
+        held = {request for request in before if is_held(request)}
         self.waiting.remove_requests(held)
         try:
             yield
         finally:
-            self.running = [*self.running, *rest]
             if held:
                 self.put_back(before, held)
 

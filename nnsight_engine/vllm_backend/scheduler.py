@@ -191,20 +191,16 @@ class InterventionScheduler(DraftScheduler):
     @contextlib.contextmanager
     def _without(self, request_ids: Collection[str]) -> Iterator[None]:
         """Remove requests from the queues for one step; they keep their slots and their KV cache blocks."""
-        before = list(self.waiting)
         running = [request for request in self.running if request.request_id in request_ids]
-        held = {request for request in before if request.request_id in request_ids}
         self.running = [request for request in self.running if request.request_id not in request_ids]
-        self.waiting.remove_requests(held)
         places = self.max_num_running_reqs, self.max_num_active_reqs
         self.max_num_running_reqs, self.max_num_active_reqs = (most - len(running) for most in places)
         try:
-            yield
+            with self.held_back(lambda request: request.request_id in request_ids):
+                yield
         finally:
             self.max_num_running_reqs, self.max_num_active_reqs = places
             self.running = [*self.running, *running]
-            if held:
-                self.put_back(before, held)
 
     def schedule_all(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step; a traced prompt that fits into one step is never split over several."""

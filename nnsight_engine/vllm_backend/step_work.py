@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from nnsight_engine.plans.request_plan import OperationKind, RequestPlan
+from nnsight_engine.plans.request_plan import RequestPlan
 from nnsight_engine.plans.work import WorkByPosition
 
 
@@ -21,7 +21,6 @@ class StepWork:
     def __init__(self) -> None:
         self.limit = 0.0
         self._of: dict[str, WorkByPosition] = {}
-        self._is_whole: set[str] = set()
         self._used: dict[str, float] = {}
         self._skipped: set[str] = set()
 
@@ -37,13 +36,10 @@ class StepWork:
         """Add a request; one without much work is ignored."""
         if plan.works:
             self._of[request_id] = WorkByPosition(plan, prompt_ids)
-            if any(op.kind is OperationKind.MEAN and not op.is_in_encoder for op in plan.ops):
-                self._is_whole.add(request_id)
 
     def discard(self, request_id: str) -> None:
         """Remove a request that has ended."""
         self._of.pop(request_id, None)
-        self._is_whole.discard(request_id)
         self._skipped.discard(request_id)
 
     def begin(self, limit: float) -> None:
@@ -68,9 +64,9 @@ class StepWork:
         own = self._of.get(request_id)
         if own is None or not num_tokens:
             return num_tokens
-        left = self.limit - sum(self._used.values())
+        left = self.limit - self.used
         stop = start + num_tokens
-        if not (is_whole or request_id in self._is_whole):
+        if not (is_whole or own.is_whole):
             stop = own.stop_within(start, stop, max(left, 0.0))
         elif self._used and own.between(start, stop) > left:
             stop = start

@@ -226,24 +226,22 @@ def _check_labels(
 
 
 def _check_work(plan: RequestPlan, prompt_ids: Sequence[int], spec: ModelSpec) -> None:
-    most = sum(plan.works.values())
-    if any(op.kind is OperationKind.MEAN and not op.is_in_encoder for op in plan.ops):
-        total = WorkByPosition(plan, prompt_ids).between(0, plan.prompt_len)
-        if total > spec.max_num_batched_tokens:
-            raise ApiError(
-                ErrorCode.TOO_MUCH_WORK,
-                "`ablate` by mean needs the whole prompt in one step, and with the work of the other "
-                "operations that is too long for one; send those in a request of their own.",
-                FIELD,
-            )
-    if most > spec.max_work:
-        most = WorkByPosition(plan, prompt_ids).most
-    if most > spec.max_work:
+    if sum(plan.works.values()) <= spec.max_work and not plan.needs_whole_prompt:
+        return
+    work = WorkByPosition(plan, prompt_ids)
+    if plan.needs_whole_prompt and work.between(0, plan.prompt_len) > spec.max_num_batched_tokens:
         raise ApiError(
             ErrorCode.TOO_MUCH_WORK,
-            f"At one position the operations of this request take {most:.0f} times as long as the model, and "
-            f"this server allows {spec.max_work:g} times (NNSIGHT_ENGINE_MAX_WORK); name fewer layers, "
-            "features or targets at the same position, or send several requests.",
+            "`ablate` by mean needs the whole prompt in one step, and with the work of the other "
+            "operations that is too long for one; send those in a request of their own.",
+            FIELD,
+        )
+    if work.most > spec.max_work:
+        raise ApiError(
+            ErrorCode.TOO_MUCH_WORK,
+            f"At one position the operations of this request take {work.most:.0f} times as long as the "
+            f"model, and this server allows {spec.max_work:g} times (NNSIGHT_ENGINE_MAX_WORK); name fewer "
+            "layers, features or targets at the same position, or send several requests.",
             FIELD,
         )
 

@@ -271,8 +271,7 @@ def _is_steady(active: ActiveOp, prompt_len: int) -> bool:
         # An open pattern capture stores the keys of each step, so no step equals the one before.
         last = last_position(active.op.where, prompt_len)
         return last is not None and last < prompt_len
-    is_mean = active.op.kind is OperationKind.MEAN and not active.op.is_in_encoder
-    return active.constant is not None and not is_mean
+    return active.constant is not None and not active.op.averages_prompt
 
 
 def _check_width(op: PlannedOp, tensor: torch.Tensor, widths: tuple[int, ...]) -> None:
