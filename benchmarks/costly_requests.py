@@ -25,12 +25,11 @@ _NUM_FEATURES: Final = 60_000
 _HIDDEN: Final = 4096
 _PARTS: Final = range(9, 16)
 """Layers at which a detector has a part; it has 64 MiB."""
-_LIMIT_S: Final = 1800
+_LIMIT_S: Final = 30
+"""How long a costly request is waited for; its client then closes the connection."""
 _PIXEL: Final = (
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
-
-Sent = Callable[[httpx.Client], None]
 
 
 class Waits(NamedTuple):
@@ -88,7 +87,7 @@ class PlainClient:
                 self._models.append(time.perf_counter() - start)
 
     def _client(self) -> httpx.Client:
-        return httpx.Client(base_url=self._url, headers=self._headers, timeout=_LIMIT_S)
+        return httpx.Client(base_url=self._url, headers=self._headers, timeout=600)
 
 
 class CostlyClient:
@@ -106,6 +105,8 @@ class CostlyClient:
         self._prompt = np.random.default_rng(0).integers(1000, 40_000, 4000).tolist()
         self._dictionary = ""
         self._detectors: list[str] = []
+        self._is_bare = False
+        self._chance = np.random.default_rng(0)
 
     def close(self) -> None:
         """Close its connections."""
@@ -138,14 +139,30 @@ class CostlyClient:
             made = self._client.post("/v1/detectors", data=form, files={"file": ("d", file)})
             self._detectors.append(_json(made)["name"])
 
-    def send(self, name: str, number: int) -> str:
-        """Send a costly request so many times at once, and return how they ended."""
+    def send(self, name: str, number: int, *, is_bare: bool = False) -> str:
+        """Send a costly request so many times at once, and return how they ended.
+
+        Args:
+            name: The request.
+            number: How many times it is sent.
+            is_bare: Whether it is sent without its operations.
+        """
+        self._is_bare = is_bare
         with ThreadPoolExecutor(number) as threads:
-            return ", ".join(sorted({*threads.map(lambda _: getattr(self, f"_{name}")(), range(number))}))
+            return ", ".join(sorted({*threads.map(lambda _: self._sent(name), range(number))}))
+
+    def _sent(self, name: str) -> str:
+        try:
+            ended: str = getattr(self, f"_{name}")()
+        except httpx.ReadTimeout:
+            return f"closed after {_LIMIT_S} s"
+        return ended
 
     def _complete(self, num_tokens: int, *operations: dict[str, Any], **fields: Any) -> str:
         body = {"model": MODEL_NAME, "prompt": self._prompt[:num_tokens], "max_tokens": 1, **fields}
-        answer = self._client.post("/v1/completions", json={**body, "interventions": [*operations]})
+        if not self._is_bare:
+            body["interventions"] = [*operations]
+        answer = self._client.post("/v1/completions", json=body)
         if answer.status_code == httpx.codes.OK:
             return "200"
         return f"{answer.status_code} {answer.json()['error']['code']}"
@@ -165,7 +182,7 @@ class CostlyClient:
     def _features(self) -> str:
         changes = [{"feature": i, "mode": "add", "value": 0.01} for i in range(64)]
         operation = {"op": "feature", "dictionary": {"name": "large", "id": self._dictionary}}
-        return self._complete(2000, *({**operation, "changes": changes} for _ in range(64)))
+        return self._complete(2000, *({**operation, "changes": changes} for _ in range(52)))
 
     def _top_features(self) -> str:
         operation = {"op": "features", "dictionary": {"name": "large", "id": self._dictionary}, "top_k": 100}
@@ -181,7 +198,40 @@ class CostlyClient:
         code = "x = model.layers[5].output\nwhile True:\n    x[:] = x"
         return self._complete(8, {"op": "trace", "name": "endless", "code": code})
 
+    def _edges(self) -> str:
+        """Send pairs of operations, each with its fields at their limits."""
+        every = {"at": "layers.*.output"}
+        ones = [0.1] * WIDTH
+        dictionary = {"dictionary": {"name": "large", "id": self._dictionary}}
+        test = {"detector": self._detectors[0], "above": 0.0, "over": "prompt"}
+        operations: list[dict[str, Any]] = [
+            {"op": "capture", **every},
+            {"op": "capture", "at": "layers.*.attn.pattern"},
+            {"op": "logit_lens", "layers": "all", "top_k": 100},
+            {"op": "logit_lens", "layers": "all", "targets": list(range(100))},
+            {"op": "probe", **every, "weights": ones},
+            {"op": "detect", "detector": self._detectors[0]},
+            {"op": "features", **dictionary, "top_k": 100},
+            {"op": "steer", **every, "vector": ones, "when": test},
+            {"op": "ablate", **every, "method": "mean"},
+            {"op": "flag", "when": test},
+        ]
+        fields: list[dict[str, Any]] = [
+            {},
+            {"logprobs": 20},
+            {"n": 128, "temperature": 1.0},
+            {"max_tokens": 256},
+        ]
+        pair = self._chance.choice(len(operations), 2, replace=False)
+        return self._complete(
+            int(self._chance.choice([64, 512, 2000, 4000])),
+            *({**operations[index], "name": f"o{index}"} for index in pair),
+            **fields[self._chance.integers(len(fields))],
+        )
+
     def _stored(self) -> str:
+        if self._is_bare:
+            return ""
         image = {"type": "input_image", "image_url": f"data:image/png;base64,{_PIXEL}{' ' * 2**23}"}
         text = {"type": "input_text", "text": base64.b64encode(bytes(2**12)).decode()}
         content = [{"role": "user", "content": [text, image]}]
@@ -192,6 +242,9 @@ class CostlyClient:
     def _search(self) -> str:
         query = "r c m g w m e d ri ci mo gr wi mu en do"
         path = f"/v1/dictionaries/{self._dictionary}/features"
+
+        if self._is_bare:
+            return ""
 
         def search(_: int) -> int:
             return self._client.get(path, params={"query": query}).status_code

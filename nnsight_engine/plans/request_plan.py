@@ -198,7 +198,8 @@ class RequestPlan(msgspec.Struct, frozen=True):
         images: The prompt's images; empty if no operation acts in the vision encoder.
         num_positions: Number of positions that are computed at most.
         dictionaries: The files of the dictionaries that the operations use, by SHA-256.
-        works: The work of operations that have much, by index, see ``plans.work``.
+        works: The work of operations, by index, if together they have much, see ``plans.work``.
+        weights: The weights that operations with much work read in a step, see ``plans.work``.
     """
 
     prompt_len: int
@@ -210,6 +211,7 @@ class RequestPlan(msgspec.Struct, frozen=True):
     num_positions: int = 0
     dictionaries: dict[str, str] = {}
     works: dict[int, float] = {}
+    weights: float = 0.0
 
     @property
     def num_points(self) -> int:

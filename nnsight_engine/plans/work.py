@@ -1,13 +1,13 @@
 """The work of a request's operations: what they add to a step, as a multiple of the model's own forward pass.
 
 Work is counted in multiply-adds for each position and divided by those of the model, so that the scheduler
-can bound a step in positions. It is an estimate: of products with large matrices, and of passes over whole
-vocabularies and dictionaries. Rows that are only moved or added count as nothing.
+can bound a step in positions. It is an estimate: of products with large matrices, and of passes over
+vocabularies, dictionaries and activations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -18,27 +18,49 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.conditions import PlannedDetector
 from nnsight_engine.plans.features import PlannedFeatures
 from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, RequestPlan, TensorData, WhereRule
+from nnsight_engine.plans.sites import LOGITS
 from nnsight_engine.plans.where import Mask, by_position, evaluate, generated_is_constant
 
 _LENS: Final = 128
 _TARGET: Final = 24
 _SORT: Final = 96
 """Multiply-adds in the time that a lens, a target of it, and a choice of features take for each number."""
-_LEAST: Final = 1 / 256
-"""Work below this is left out: most operations have far less."""
+_PASS: Final = 100
+"""Multiply-adds in the time in which an operation reads or writes a number of an activation."""
+MAX_WEIGHTS: Final = 16.0
+"""Most weights that operations read in one step, as a multiple of the model's own.
+
+A step of few positions takes about as long as the weights take to read.
+"""
+_LEAST: Final = 1 / 8
+"""Requests with less work than this at a position are left out: most have far less."""
 
 
-def work_of(op: PlannedOp, tensors: dict[str, TensorData], spec: ModelSpec, num_positions: int) -> float:
-    """Return the work of an operation at a position on which it acts; 0 if it is next to nothing.
+def works_of(
+    ops: Sequence[PlannedOp], tensors: dict[str, TensorData], spec: ModelSpec, num_positions: int
+) -> dict[int, float]:
+    """Return by index the work of operations at each position on which they act; empty if it is little.
 
     Args:
-        op: The operation.
-        tensors: The tensors of its request, by key.
+        ops: The operations of a request.
+        tensors: Their tensors, by key.
         spec: The model.
-        num_positions: Number of positions that the model computes at most for its request.
+        num_positions: Number of positions that the model computes at most for the request.
     """
+    widths = {leaf.name: leaf.width for leaf in spec.leaves}
+    totals = {}
+    for index, op in enumerate(ops):
+        passes = _PASS * sum(widths.get(site.leaf, 0) for site in op.sites)
+        totals[index] = passes + _products(op, tensors, spec, num_positions)
+    if sum(totals.values()) < _LEAST * spec.forward_work:
+        return {}
+    return {index: total / spec.forward_work for index, total in totals.items() if total}
+
+
+def _products(op: PlannedOp, tensors: dict[str, TensorData], spec: ModelSpec, num_positions: int) -> int:
     num_sites = len(op.sites)
-    total = 0
+    # The model itself computes logits at the last position of a prompt only.
+    total = spec.hidden_size * spec.vocab_size if LOGITS in op.sites else 0
     match op.kind:
         case OperationKind.LENS:
             each = spec.hidden_size + _LENS + _TARGET * len(op.targets)
@@ -48,30 +70,39 @@ def work_of(op: PlannedOp, tensors: dict[str, TensorData], spec: ModelSpec, num_
         case OperationKind.SUBSPACE:
             total += num_sites * 2 * tensors[op.tensor].shape[-2] * tensors[op.tensor].shape[-1]
         case OperationKind.CAPTURE if op.captures_patterns:
-            widths = (spec.leaf("attn.q", site.layer) for site in op.sites)
-            total += num_positions * sum(leaf.width for leaf in widths if leaf is not None)
+            queries = (spec.leaf("attn.q", site.layer) for site in op.sites)
+            total += num_positions * sum(leaf.width for leaf in queries if leaf is not None)
         case _:
             pass
     if op.detector is not None:
         total += _detector(op.detector, tensors)
     if op.when is not None:
         total += sum(_detector(test.detector, tensors) for test in op.when.tests)
-    work = total / spec.forward_work
-    return work if work >= _LEAST else 0.0
+    return total
 
 
-def _features(features: PlannedFeatures) -> int:
+def weights_of(ops: Iterable[PlannedOp], tensors: dict[str, TensorData], spec: ModelSpec) -> float:
+    """Return how many weights of dictionaries and detectors are read in a step, by those of the model."""
+    total = 0
+    for op in ops:
+        tests = () if op.when is None else (test.detector for test in op.when.tests)
+        total += sum(_detector(one, tensors, sort=0) for one in (op.detector, *tests) if one is not None)
+        total += 0 if op.features is None else _features(op.features, sort=0)
+    return total / spec.forward_work
+
+
+def _features(features: PlannedFeatures, *, sort: int = _SORT) -> int:
     config = features.dictionary.config
     num_sorts = (config.k is not None) + (features.top_k > 0)
     num_read = config.num_features if num_sorts else len(features.ids)
-    return num_read * (config.input_width + num_sorts * _SORT) + len(features.gains) * config.output_width
+    return num_read * (config.input_width + num_sorts * sort) + len(features.gains) * config.output_width
 
 
-def _detector(detector: PlannedDetector, tensors: dict[str, TensorData]) -> int:
+def _detector(detector: PlannedDetector, tensors: dict[str, TensorData], *, sort: int = _SORT) -> int:
     total = 0
     for part in detector.parts:
         if part.features is not None:
-            total += _features(part.features)
+            total += _features(part.features, sort=sort)
         elif part.form is Form.MLP:
             total += sum(len(tensors[key].data) // 4 for _, key in part.tensors)
     return total
@@ -87,11 +118,11 @@ class WorkByPosition:
         prompt_ids: Its prompt.
 
     Attributes:
-        is_whole: Whether the prompt must be computed in a single step.
+        weights: The weights that its operations read in a step, see ``weights_of``.
     """
 
     def __init__(self, plan: RequestPlan, prompt_ids: Iterable[int]) -> None:
-        self.is_whole = plan.needs_whole_prompt
+        self.weights = plan.weights
         ids = np.fromiter(prompt_ids, np.int64)
         positions = np.arange(len(ids), dtype=np.int64)
         self.prompt: npt.NDArray[np.float64] = np.zeros(len(ids))

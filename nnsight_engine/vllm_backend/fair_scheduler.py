@@ -12,7 +12,10 @@ step is as long as that tenant's batch. Safeguard: while some tenants are *heavy
 
 No request pauses if all tenants are heavy or all are light. With one tenant, or none, steps are exactly
 vLLM's, but for requests whose operations have much work: in every step these get so many positions as
-``StepWork`` allows. ``InterventionScheduler`` extends this class.
+``StepWork`` allows. Requests whose operations take longer than the model are *costly*: while several tenants
+are active, they never run ahead of others, and rest after each of their steps for as long as it took.
+
+``InterventionScheduler`` extends this class.
 """
 
 from __future__ import annotations
@@ -45,11 +48,13 @@ class _StartedStep(NamedTuple):
         moment: When its scheduling started, in seconds of ``time.perf_counter``.
         num_tokens: Number of tokens it computes, and the work of operations, in tokens.
         shares: Tokens by tenant, see ``SenderUsage.charge``; None if nobody is charged for it.
+        is_costly: Whether requests are among it whose operations take longer than the model.
     """
 
     moment: float
     num_tokens: int
     shares: Mapping[str, int] | None
+    is_costly: bool
 
 
 class FairScheduler(Scheduler):
@@ -76,6 +81,7 @@ class FairScheduler(Scheduler):
         self._is_exclusive = self._was_empty = False
         self._in_flight: deque[_StartedStep] = deque()
         self._busy_since: float | None = None
+        self._work_rests_until = 0.0
 
     def add_request(self, request: Request) -> None:
         """Queue a request and record its tenant."""
@@ -88,7 +94,7 @@ class FairScheduler(Scheduler):
         self._begin_work()
         if not self.sharing:
             output = self.schedule_all(*args, **kwargs)
-            self._in_flight.append(_StartedStep(began, self._num_computed(output), None))
+            self._in_flight.append(self._started(began, output, None))
             return output
         self._is_exclusive = False
         if len(self.sharing) == 1 and len(self.running) <= self.max_num_running_reqs:
@@ -101,7 +107,7 @@ class FairScheduler(Scheduler):
         self._was_empty = self._is_exclusive and not scheduled
         # The tenants are recorded now: a request that is aborted while the step runs is still charged for it.
         shares = self._shares(scheduled) if scheduled else None
-        self._in_flight.append(_StartedStep(began, self._num_computed(output), shares))
+        self._in_flight.append(self._started(began, output, shares))
         return output
 
     @property
@@ -114,8 +120,9 @@ class FairScheduler(Scheduler):
         if not (self.work and self.waiting):
             return super().schedule(*args, **kwargs)
         # vLLM does not look behind a waiting request that gets no position.
-        is_taken = self.work.is_taken(map(_next_chunk, self.running))
-        with self.held_back(lambda request: is_taken and request.request_id in self.work):
+        waiting = [request.request_id for request in self.waiting]
+        held = self.work.without_room(map(_next_chunk, self.running), waiting)
+        with self.held_back(lambda request: request.request_id in held):
             return super().schedule(*args, **kwargs)
 
     def _begin_work(self) -> None:
@@ -123,8 +130,11 @@ class FairScheduler(Scheduler):
             self.running.sort(key=lambda request: not self.work.was_skipped(request.request_id))
         self.work.begin(self._max_work)
 
-    def _num_computed(self, output: SchedulerOutput) -> int:
-        return int(output.total_num_scheduled_tokens) + round(self.work.used)
+    def _started(
+        self, began: float, output: SchedulerOutput, shares: Mapping[str, int] | None
+    ) -> _StartedStep:
+        num_tokens = int(output.total_num_scheduled_tokens) + round(self.work.used)
+        return _StartedStep(began, num_tokens, shares, self.work.has_costly)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -153,6 +163,8 @@ class FairScheduler(Scheduler):
             # Time between steps is charged as well, since other tenants lose it too, unless the engine was
             # idle.
             self.sharing.charge(started.shares, moment - busy_since)
+            if started.is_costly and len(self.sharing) > 1:
+                self._work_rests_until = moment + moment - busy_since
             self._busy_since = moment
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
@@ -185,31 +197,45 @@ class FairScheduler(Scheduler):
         self._drop_idle_senders()
         # While the engine is paused nothing new starts, so nobody makes room for it.
         light_senders = frozenset() if self.pause_state else self.sharing.light_senders()
-        first = [request for request in self.running if _sender(request) in light_senders]
-        rest = [request for request in self.running if _sender(request) not in light_senders]
-        waiting = (
-            [request for request in self.waiting if _sender(request) in light_senders]
-            if light_senders
-            else []
-        )
+
+        def is_first(request: Request) -> bool:
+            return _sender(request) in light_senders and not self.work.is_costly(request.request_id)
+
+        first = [request for request in self.running if is_first(request)]
+        rest = [request for request in self.running if not is_first(request)]
+        waiting = [request for request in self.waiting if is_first(request)] if light_senders else []
         if self._is_for_light(first, waiting):
             self._is_exclusive = True
             self._make_room(waiting, rest)
-            with self._only_light(first, rest, light_senders):
-                yield
+            self.running = first
+            try:
+                with self.held_back(lambda request: not is_first(request)):
+                    yield
+            finally:
+                self.running = [*self.running, *rest]
             return
         limit = self.max_num_scheduled_tokens
-        self.running = [*first, *rest]
-        if light_senders and rest and not self.need_mamba_block_aligned_split:
+        resting = self._resting()
+        self.running = [*first, *(request for request in rest if request.request_id not in resting)]
+        if light_senders and (rest or self.work) and not self.need_mamba_block_aligned_split:
             limit = min(limit, self._short_step(first))
-            self.work.limit = min(self.work.limit, self.sharing.times.short)
         held, self.running = self._without_slots()
+        held += [request for request in rest if request.request_id in resting]
         self.max_num_scheduled_tokens, before = limit, self.max_num_scheduled_tokens
         try:
-            yield
+            with self.held_back(lambda request: request.request_id in resting):
+                yield
         finally:
             self.max_num_scheduled_tokens = before
             self.running = [*self.running, *held]
+
+    def _resting(self) -> set[str]:
+        """Return the costly requests that others do not wait for in this step."""
+        if not self.work or time.perf_counter() >= self._work_rests_until:
+            return set()
+        ids = {request.request_id for request in itertools.chain(self.running, self.waiting)}
+        costly = set(filter(self.work.is_costly, ids))
+        return costly if costly != ids else set()
 
     def _drop_idle_senders(self) -> None:
         moment = time.monotonic()
@@ -224,17 +250,6 @@ class FairScheduler(Scheduler):
         return any(request.status in _STARTABLE for request in waiting) or any(
             request.is_prefill_chunk for request in running
         )
-
-    @contextlib.contextmanager
-    def _only_light(
-        self, first: list[Request], rest: list[Request], light_senders: frozenset[str]
-    ) -> Iterator[None]:
-        self.running = first
-        try:
-            with self.held_back(lambda request: _sender(request) not in light_senders):
-                yield
-        finally:
-            self.running = [*self.running, *rest]
 
     @contextlib.contextmanager
     def held_back(self, is_held: Callable[[Request], bool]) -> Iterator[None]:

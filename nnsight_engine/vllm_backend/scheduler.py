@@ -96,6 +96,7 @@ class InterventionScheduler(DraftScheduler):
         self._owners: dict[str, str] = {}
         self._shared = SharedBlocks(self.kv_cache_manager)
         self._traced: set[str] = set()
+        self._whole: set[str] = set()
         self._groups: dict[str, RequestGroup] = {}
         self._reports: dict[str, list[Report]] = {}
         self._waiting: frozenset[str] = frozenset()
@@ -113,6 +114,7 @@ class InterventionScheduler(DraftScheduler):
         if brings(params, TRACE_KEY):
             self._unclean.watch(request.request_id)
             self._traced.add(request.request_id)
+            self._whole.add(request.request_id)
             self.undrafted.add(request.request_id)
             self._gather(request)
         if entry is not None:
@@ -127,6 +129,8 @@ class InterventionScheduler(DraftScheduler):
             # A stop string is found by the API process, too late for rows that were accepted behind it.
             if stops_outside or not takes_drafts(plan):
                 self.undrafted.add(request.request_id)
+            if plan.needs_whole_prompt:
+                self._whole.add(request.request_id)
             if plan.images:
                 request.mm_features = _own_images(request)
             if plan.fingerprint:
@@ -203,12 +207,12 @@ class InterventionScheduler(DraftScheduler):
             self.running = [*self.running, *running]
 
     def schedule_all(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Schedule a step; a traced prompt that fits into one step is never split over several."""
+        """Schedule a step; prompts that stay whole, if they fit into one step, are not split over several."""
         if not self.waiting:  # no request to hold back
             return super().schedule_all(*args, **kwargs)
-        before = list(self.waiting) if self._traced or self._groups else []
+        before = list(self.waiting) if self._whole or self._groups else []
         apart = self._hold_groups() if self._groups else []
-        held = self._hold_back() if self._traced else []
+        held = self._hold_back() if self._whole else []
         output: SchedulerOutput = super().schedule_all(*args, **kwargs)
         if held or apart:
             self.put_back(before, {*held, *apart})
@@ -217,12 +221,13 @@ class InterventionScheduler(DraftScheduler):
     def needs_single_step(self, request: Request) -> bool:
         """Return whether the prompt must be computed in a single step.
 
-        In addition to vLLM's own cases, this holds for a traced prompt that fits into one step.
+        In addition to vLLM's own cases, this holds for prompts that are traced or averaged, if they fit into
+        one step.
         """
         return self._stays_whole(request) or super().needs_single_step(request)
 
     def _stays_whole(self, request: Request) -> bool:
-        return request.request_id in self._traced and request.num_tokens <= self.longest_whole_prompt
+        return request.request_id in self._whole and request.num_tokens <= self.longest_whole_prompt
 
     def _try_schedule_encoder_inputs(
         self,
@@ -234,7 +239,7 @@ class InterventionScheduler(DraftScheduler):
     ) -> Any:
         """Return the images of a request to encode in this step, and how much of its prompt that leaves.
 
-        A traced prompt that fits into one step waits rather than being split at an image without room.
+        A prompt that stays whole waits rather than being split at an image without room.
         """
         found = super()._try_schedule_encoder_inputs(
             request, num_computed_tokens, num_new_tokens, encoder_compute_budget, shift_computed_tokens
@@ -259,12 +264,12 @@ class InterventionScheduler(DraftScheduler):
         return held
 
     def _hold_back(self) -> list[Request]:
-        """Remove the first traced prompt that does not fit into the rest of the step, and all behind it.
+        """Remove the first whole prompt that does not fit into the rest of the step, and all behind it.
 
         The requests behind it must wait as well: otherwise they could overtake it in every step. Returns the
         removed requests.
         """
-        self._traced &= self.requests.keys()
+        self._whole &= self.requests.keys()
         limit = self.longest_whole_prompt
         left = self.max_num_scheduled_tokens - sum(missing(request) for request in self.running)
         # A draft model needs rows of its own, for each request of the step.
@@ -273,7 +278,7 @@ class InterventionScheduler(DraftScheduler):
         waiting = list(self.waiting)
         for place, request in enumerate(waiting):
             needed = missing(request)
-            if request.request_id in self._traced and min(left, left + spare) < needed <= limit:
+            if request.request_id in self._whole and min(left, left + spare) < needed <= limit:
                 held = waiting[place:]
                 self.waiting.remove_requests(held)
                 return held

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 from nnsight_engine.plans.request_plan import RequestPlan
-from nnsight_engine.plans.work import WorkByPosition
+from nnsight_engine.plans.work import MAX_WEIGHTS, WorkByPosition
 
 
 class StepWork:
@@ -22,6 +22,7 @@ class StepWork:
         self.limit = 0.0
         self._of: dict[str, WorkByPosition] = {}
         self._used: dict[str, float] = {}
+        self._weights = 0.0
         self._skipped: set[str] = set()
 
     def __bool__(self) -> bool:
@@ -37,6 +38,10 @@ class StepWork:
         if plan.works:
             self._of[request_id] = WorkByPosition(plan, prompt_ids)
 
+    def is_costly(self, request_id: str) -> bool:
+        """Return whether a request's operations take longer than the model at some position."""
+        return request_id in self._of and self._of[request_id].most > 1
+
     def discard(self, request_id: str) -> None:
         """Remove a request that has ended."""
         self._of.pop(request_id, None)
@@ -46,6 +51,7 @@ class StepWork:
         """Start a step."""
         self.limit = limit
         self._used.clear()
+        self._weights = 0.0
         self._skipped.clear()
 
     def was_skipped(self, request_id: str) -> bool:
@@ -66,7 +72,9 @@ class StepWork:
             return num_tokens
         left = self.limit - self.used
         stop = start + num_tokens
-        if not (is_whole or own.is_whole):
+        if self._used and self._weights + own.weights > MAX_WEIGHTS:
+            stop = start
+        elif not is_whole:
             stop = own.stop_within(start, stop, max(left, 0.0))
         elif self._used and own.between(start, stop) > left:
             stop = start
@@ -76,6 +84,7 @@ class StepWork:
             self._skipped.add(request_id)
         else:
             self._used[request_id] = own.between(start, stop)
+            self._weights += own.weights
         return stop - start
 
     def used_by(self, request_id: str) -> float:
@@ -87,7 +96,24 @@ class StepWork:
         """The work of all operations in this step."""
         return sum(self._used.values())
 
-    def is_taken(self, chunks: Iterable[tuple[str, int, int]]) -> bool:
-        """Return whether requests' next chunks, each from a position up to another, need all of a step."""
-        works = (self._of[name].between(start, stop) for name, start, stop in chunks if name in self._of)
-        return any(total >= self.limit for total in itertools.accumulate(works))
+    @property
+    def has_costly(self) -> bool:
+        """Whether requests that are costly are in this step."""
+        return any(map(self.is_costly, self._used))
+
+    def without_room(self, chunks: Iterable[tuple[str, int, int]], waiting: Iterable[str]) -> set[str]:
+        """Return the waiting requests with much work for which a step has no room.
+
+        Args:
+            chunks: Next chunks of running requests: their id, and from a position up to another.
+            waiting: Ids of the waiting requests.
+        """
+        own = [(self._of[name], start, stop) for name, start, stop in chunks if name in self._of]
+        works = (one.between(start, stop) for one, start, stop in own)
+        is_full = any(total >= self.limit for total in itertools.accumulate(works))
+        weights = sum(one.weights for one, _, _ in own)
+        return {
+            name
+            for name in waiting
+            if name in self._of and (is_full or weights + self._of[name].weights > MAX_WEIGHTS)
+        }

@@ -141,8 +141,11 @@ def test_requests_with_much_work_take_turns_and_delay_nobody(engine: Engine) -> 
         done |= engine.step()
         works.append(scheduler.work.used)
     assert len(works) == 59
+    while engine.core.has_unfinished_requests():  # beside a plain one, the others rest between their steps
+        done |= engine.step()
+        works.append(scheduler.work.used)
     assert max(works) <= scheduler.work.limit
-    assert sum(used > 0 for used in works) > 3 * len(asks)
+    assert sum(used > 0 for used in works) > 2 * len(asks)
     engine.replies(plain, done[plain.request_id])
     for ask, entry in zip(asks, costly, strict=True):
         (mine,) = engine.replies(entry, done[entry.request_id])

@@ -36,7 +36,7 @@ from nnsight_engine.plans.request_plan import (
 )
 from nnsight_engine.plans.sites import LOGITS
 from nnsight_engine.plans.where import last_position
-from nnsight_engine.plans.work import WorkByPosition, work_of
+from nnsight_engine.plans.work import MAX_WEIGHTS, WorkByPosition, weights_of, works_of
 
 _READING_OPERATIONS: Final = frozenset(
     {"capture", "probe", "logit_lens", "detect", "features", "stop", "flag"}
@@ -132,11 +132,7 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
         num_prompt[index] = named.num_prompt
     if sum(map(text_row_bytes, planned)) * scope.num_positions <= max_text_bytes:
         _check_labels(declared, names, num_prompt, spec)
-    works = {
-        index: work
-        for index, op in enumerate(planned)
-        if (work := work_of(op, compiler.tensors, spec, scope.num_positions))
-    }
+    works = works_of(planned, compiler.tensors, spec, scope.num_positions)
     num_bytes += _key_bytes(planned, scope.prompt_len, spec)
     if num_bytes > spec.max_capture_bytes:
         raise ApiError(
@@ -155,6 +151,7 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
         num_positions=scope.num_positions if any(_has_slots(op) for op in planned) else 0,
         dictionaries=compiler.features.paths,
         works=works,
+        weights=weights_of(planned, compiler.tensors, spec) if works else 0.0,
     )
     if works:
         _check_work(plan, prompt_token_ids, spec)
@@ -226,6 +223,14 @@ def _check_labels(
 
 
 def _check_work(plan: RequestPlan, prompt_ids: Sequence[int], spec: ModelSpec) -> None:
+    if plan.weights > MAX_WEIGHTS:
+        raise ApiError(
+            ErrorCode.TOO_MUCH_WORK,
+            "The dictionaries and detectors of this request, counted for each operation, have "
+            f"{plan.weights:.0f} times as many weights as the model, and {MAX_WEIGHTS:g} times is allowed; "
+            "use fewer operations, or smaller dictionaries or detectors.",
+            FIELD,
+        )
     if sum(plan.works.values()) <= spec.max_work and not plan.needs_whole_prompt:
         return
     work = WorkByPosition(plan, prompt_ids)

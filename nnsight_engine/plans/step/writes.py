@@ -253,8 +253,8 @@ class SetMean:
             if self.source_rows is None:
                 raise InterventionError(
                     "prompt_was_chunked",
-                    "mean ablation needs the whole prompt in one step, and the scheduler split it "
-                    "because other requests filled the step; send the request again, or raise "
+                    "mean ablation needs the whole prompt in one step, and this engine splits it, by "
+                    "--long-prefill-token-threshold or for a draft model's rows; raise "
                     "--max-num-batched-tokens",
                 )
             mean = value_at(self.source_rows, hidden, residual, torch.float32).mean(dim=0)

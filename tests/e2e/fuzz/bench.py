@@ -36,7 +36,7 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
 _MAX_LEN: Final = 192
 _WIDER: Final = {"float32": torch.float64, "bfloat16": torch.float32}
 _NO_POSITION: Final = frozenset({"contradictory_where", "empty_where", "position_out_of_range"})
-_MEAN_ONLY: Final = frozenset({"prompt_was_chunked", "unsupported_combination", "contradictory_where"})
+_MEAN_ONLY: Final = frozenset({"unsupported_combination", "contradictory_where"})
 
 
 class Bench:

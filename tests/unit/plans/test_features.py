@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from api_schemas.dictionaries import DictionaryUsed, NamedDictionary
-from api_schemas.errors import ApiError
+from api_schemas.errors import ApiError, ErrorCode
+from nnsight_engine.core import model_spec
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.features.config import Architecture
 from nnsight_engine.features.dictionary import Dictionary, Selection
+from nnsight_engine.plans.compile import request
 from nnsight_engine.plans.features import PlannedDictionary, PlannedFeatures
 from nnsight_engine.plans.request_plan import CompiledRequest
 from nnsight_engine.plans.step import dictionary_bank, feature_kernels, feature_reads
@@ -214,6 +216,20 @@ def test_a_dictionary_that_does_not_fit_the_model_is_refused(known: Known) -> No
     assert "computed after layers.0.output" in behind.message
     wide = dataclasses.replace(known.stored.config, input_width=WIDTH + 1, output_width=WIDTH + 1)
     assert refused({"op": "features"}, config=wide).code == "wrong_width"
+
+
+def test_weights_that_a_step_would_read_are_counted_for_each_operation(
+    known: Known, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reads 12 rows of 8 numbers, of a model of 3,472."""
+    monkeypatch.setattr(model_spec, "_LEAST_WORK", 1)
+    monkeypatch.setattr(request, "MAX_WEIGHTS", 1.0)
+    named = {"dictionary": named_dictionary("d", known)}
+    ops = [{"op": "features", "top_k": 1, "name": f"f{i}", **named} for i in range(37)]
+    assert compiled(*ops[:36]).plan.weights == pytest.approx(36 * 12 * 8 / 3472)
+    with pytest.raises(ApiError, match="1 times as many weights") as refused:
+        compiled(*ops)
+    assert refused.value.code is ErrorCode.TOO_MUCH_WORK
 
 
 def test_dictionaries_that_never_fit_together_are_refused(tmp_path: Path, known: Known) -> None:

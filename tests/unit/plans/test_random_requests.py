@@ -7,9 +7,12 @@ from typing import Any, Final
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from api_schemas.errors import ApiError, ErrorCode
+from nnsight_engine.core import model_spec
 from nnsight_engine.core.errors import InterventionError
+from nnsight_engine.plans import work
 from nnsight_engine.plans.collect.results import CollectedCapture, CollectedResults
 from nnsight_engine.plans.request_plan import CompiledRequest
 from tests.e2e.fuzz.cases import Author
@@ -88,3 +91,38 @@ def check_each_read_has_a_result(collected: CollectedResults, operations: list[J
     for result in collected.results:
         if isinstance(result, CollectedCapture) and not result.positions:
             assert all(tensor.shape[0] == len(tensor.data) == 0 for tensor in result.points.values())
+
+
+class Regular(random.Random):
+    """Steps of whole prompts, none of them twice."""
+
+    def random(self) -> float:
+        return 0.99
+
+
+def multiply_adds(engine: ToyEngine, request: Json, plan: CompiledRequest | None) -> float:
+    """Return those of all products of matrices in a request's steps, and its answer."""
+    life = Life([*request["ids"]], len(request["ids"]), request["max_tokens"], plan)
+    with FlopCounterMode(display=False) as counter:
+        engine.run({"r": life})
+    return int(counter.get_total_flops()) / 2
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_products_of_matrices_are_counted_as_work(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_spec, "_LEAST_WORK", 1)
+    for name, value in (("_LEAST", 0), ("_PASS", 2), ("_LENS", 0), ("_TARGET", 0), ("_SORT", 0)):
+        monkeypatch.setattr(work, name, value)
+    for request in Author(WORLD, seed).case():
+        operations = request.get("interventions")
+        if "trace" in request or not operations:
+            continue
+        engine, bare = ToyEngine(Regular(seed)), ToyEngine(Regular(seed))
+        try:
+            plan = compiled(engine, request)
+        except ApiError:
+            continue
+        added = multiply_adds(engine, request, plan) - multiply_adds(bare, request, None)
+        num_positions = len(request["ids"]) + request["max_tokens"] - 1
+        counted = work.WorkByPosition(plan.plan, request["ids"]).between(0, num_positions)
+        assert added <= counted * engine.spec.forward_work, request

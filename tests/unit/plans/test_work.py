@@ -28,8 +28,8 @@ SPEC = ModelSpec(
     leaves=(LeafSpec("output", (512,), "tap", ("capture", "logit_lens", "steer", "ablate")),),
     max_capture_bytes=2**30,
 )
-OF_ONE_LAYER = 50_000 * (512 + 128) / (512 * (12 * 512 * 8 + 50_000))
-"""The lens of a layer: an unembedding, and passes over the vocabulary, per forward pass."""
+OF_ONE_LAYER = (50_000 * (512 + 128) + 100 * 512) / (512 * (12 * 512 * 8 + 50_000))
+"""The lens of a layer: an unembedding, passes over the vocabulary and an activation, per forward pass."""
 STEER = {"op": "steer", "at": "layers.1.output", "vector": [1.0] * 512}
 
 
@@ -42,11 +42,19 @@ def plan_of(*raw: dict[str, Any], spec: ModelSpec = SPEC) -> RequestPlan:
     return compiled(*raw, spec=spec, prompt=PROMPT).plan
 
 
-def test_a_lens_costs_an_unembedding_for_each_layer_and_a_vector_nothing() -> None:
-    """One layer, all eight, and none: the work of a vector does not count."""
-    assert plan_of(STEER, lens([3])).works == {1: pytest.approx(OF_ONE_LAYER)}
+def test_a_lens_costs_an_unembedding_for_each_layer() -> None:
+    """One layer, and all eight."""
+    assert plan_of(lens([3])).works == {0: pytest.approx(OF_ONE_LAYER)}
     assert plan_of(lens()).works == {0: pytest.approx(8 * OF_ONE_LAYER)}
-    assert not plan_of(STEER).works
+
+
+def test_many_passes_over_activations_count_and_few_do_not() -> None:
+    """A vector at eight layers costs a hundredth of the model; forty of them are half of it."""
+    everywhere = {"op": "steer", "at": "layers.*.output", "vector": [1.0] * 512}
+    assert not plan_of(everywhere).works
+    many = plan_of(*[everywhere] * 40).works
+    assert sum(many.values()) == pytest.approx(40 * 8 * 512 * 100 / SPEC.forward_work)
+    assert len(many) == 40
 
 
 def test_targets_count() -> None:

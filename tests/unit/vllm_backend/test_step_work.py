@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, RequestPlan, WhereRule
 from nnsight_engine.plans.sites import PlannedSite
+from nnsight_engine.plans.work import MAX_WEIGHTS
 from nnsight_engine.vllm_backend.step_work import StepWork
 
 LIMIT = 8.0
@@ -31,6 +32,11 @@ class Going:
         """Number of positions that vLLM would compute."""
         return max(1, self.num_prompt - self.done)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether that may not be cut."""
+        return self.plan.needs_whole_prompt
+
 
 @st.composite
 def goings(draw: st.DrawFn, index: int) -> Going:
@@ -40,7 +46,8 @@ def goings(draw: st.DrawFn, index: int) -> Going:
     ops = [PlannedOp(OperationKind.LENS, SITES, draw(st.sampled_from(RULES))) for _ in range(3)]
     if is_whole:
         ops.append(PlannedOp(OperationKind.MEAN, SITES))
-    plan = RequestPlan(num_prompt, tuple(ops), works=works)
+    weights = draw(st.sampled_from([0.0, 5.0, 16.0]))
+    plan = RequestPlan(num_prompt, tuple(ops), works=works, weights=weights)
     return Going(str(index), plan, num_prompt, num_prompt + draw(st.integers(0, 6)))
 
 
@@ -54,8 +61,12 @@ def test_steps_are_short_and_everybody_gets_on(requests: tuple[Going, ...]) -> N
     for _ in range(sum(one.num_all for one in requests) + 1):
         left.sort(key=lambda one: not work.was_skipped(one.name))
         work.begin(LIMIT)
-        chunks = {one.name: work.fit(one.name, one.done, one.next_chunk, is_whole=False) for one in left}
+        chunks = {
+            one.name: work.fit(one.name, one.done, one.next_chunk, is_whole=one.is_whole) for one in left
+        }
         costly = [one for one in left if work.used_by(one.name)]
+        computed = [one.plan.weights for one in left if one.name in work and chunks[one.name]]
+        assert sum(computed) <= MAX_WEIGHTS
         assert work.used <= LIMIT + 1e-9 or [chunks[one.name] for one in costly] in (
             [1],
             [costly[0].num_prompt],
