@@ -62,6 +62,6 @@ def test_a_page_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     url = guide_servers.url(smollm_folder)
-    examples = f"{url}/v1/dictionaries?name=example-topics"  # the last that is stored, beside the first requests
-    wait_for(lambda: httpx.get(examples, timeout=60).json()["data"])
+    last_example = f"{url}/v1/dictionaries?name=example-topics"  # they are stored beside the first requests
+    wait_for(lambda: httpx.get(last_example, timeout=60).json()["data"])
     run_page(path, Page(url, smollm_folder, tmp_path))
