@@ -6,11 +6,13 @@ import re
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.e2e.server import PROJECT
 from tests.guide.pages import RUN, SHOWN, WITH_ENGINES, Page, blocks, pages, run_page
 from tests.guide.served import Servers
+from tests.waiting import wait_for
 
 MOST_NOT_RUN = 34
 RUNNABLE = [
@@ -59,4 +61,7 @@ def test_a_page_runs(
     path: Path, guide_servers: Servers, smollm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run_page(path, Page(guide_servers.url(smollm_folder), smollm_folder, tmp_path))
+    url = guide_servers.url(smollm_folder)
+    last_example = f"{url}/v1/dictionaries?name=example-topics"  # they are stored beside the first requests
+    wait_for(lambda: httpx.get(last_example, timeout=60).json()["data"])
+    run_page(path, Page(url, smollm_folder, tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from api_schemas.results import ChoiceInterventions
 from api_schemas.where import Where
 from app.main import create_app, new_store
 from app.settings import Settings
+from nnsight_engine import __version__
 from nnsight_engine.core.leaves import PATTERN, RESIDUAL_LEAVES
 from nnsight_engine.families.registry import ENGINE_FAMILIES
 from nnsight_engine.plans.answer_parts import AnswerMarkers, Part
@@ -48,7 +50,10 @@ PAGES = sorted(DOCS.rglob("*.md"))
 EXAMPLES = PROJECT / "examples"
 LINKED_PAGES = [
     *PAGES,
-    *(PROJECT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
+    *(
+        PROJECT / f"{name}.md"
+        for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "examples/README")
+    ),
 ]
 GENERATED_ROUTES = {"/docs", "/redoc", "/openapi.json"}
 
@@ -272,7 +277,34 @@ def test_every_example_is_listed_and_the_number_of_them_is_right() -> None:
     programs = {path.name for path in EXAMPLES.glob("*.py")} | {"javascript/steer.mjs", "sae_on_server"}
     notebooks = {f"notebooks/{path.name}" for path in (EXAMPLES / "notebooks").glob("*.ipynb")}
     assert listed == programs | notebooks
-    assert (len(programs), len(notebooks)) == (11, 3), "README.md, docs/index.md and CHANGELOG.md say so"
+    assert (len(programs), len(notebooks)) == (11, 3), "docs/index.md and CHANGELOG.md say so"
+
+
+def test_the_readme_names_measured_speeds() -> None:
+    table = (PROJECT / "README.md").read_text(encoding="utf-8").split("## Speed\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| ([^|]+) \| ([\d.]+) \| ([\d.]+) \|$", table, re.MULTILINE)
+    eager, compiled = (
+        (PROJECT / path).read_text(encoding="utf-8")
+        for path in re.findall(r"\((benchmarks/results/[^)]+)\)", table)
+    )
+    assert len(rows) == 7
+    for case, in_eager, in_compiled in rows:
+        assert f"\n| {case} | 64 | 16 | {in_eager} |" in eager, case
+        assert f"\n| {case} | 64 | 16 | {in_compiled} |" in compiled, case
+
+
+def test_the_version_and_what_it_needs_are_the_same_everywhere() -> None:
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    readme, changelog, citation = (
+        (PROJECT / name).read_text(encoding="utf-8") for name in ("README.md", "CHANGELOG.md", "CITATION.cff")
+    )
+    assert f"\n## [{__version__}] - " in changelog
+    assert f"\nversion: {__version__}\n" in citation
+    assert f"/badge/licence-{project['license']}-" in readme
+    assert f"/badge/python-{project['requires-python'].removeprefix('>=')}%2B-" in readme
+    for requirement in project["optional-dependencies"]["gpu"]:
+        name, _, version = requirement.partition("==")
+        assert name != "vllm" or f"/badge/vLLM-{version}-" in readme
 
 
 def anchors(path: Path) -> set[str]:
