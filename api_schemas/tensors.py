@@ -24,8 +24,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from api_schemas.errors import ErrorCode
-from api_schemas.fields import Integer, Items, Name, Number, Strict
+from api_schemas.fields import Integer, Items, Number, Strict
 from api_schemas.limits import DEFAULT_LIMITS, RequestLimits
+from api_schemas.names import NameOrText
 
 DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 """Bytes of one item of each dtype in requests and responses."""
@@ -89,16 +90,15 @@ class TensorObject(Strict):
         return self
 
 
-class VectorName(Strict):
+class VectorName(NameOrText):
     """A vector stored on the server: the newest version of a name, ``joy``, or a specific one, ``joy@2``.
 
-    Each point gets the vector's row for its own layer; with ``layer``, all get the row for that one. With
-    ``id`` it is the vector with this id, whichever tenant's vector has the name for the caller.
+    Also written as a plain string. Each point gets the vector's row for its own layer; with ``layer``, all
+    get the row for that one. With ``id`` it is the vector with this id, whichever tenant's vector has the
+    name for the caller.
     """
 
-    name: Name
     layer: Integer | None = Field(default=None, description="Negatives count from the end.")
-    id: Name | None = Field(default=None, description="The vector's id; it must have this name and version.")
 
 
 class VectorUsed(BaseModel):
@@ -147,7 +147,7 @@ def _kind(value: Any) -> str:
     """Select the form by the first item; the form then checks the rest."""
     if isinstance(value, TensorObject):
         return "tensor"
-    if isinstance(value, VectorName):
+    if isinstance(value, VectorName | str):
         return VectorName.__name__
     if isinstance(value, dict):
         return VectorName.__name__ if "name" in value else "tensor"

@@ -26,7 +26,7 @@ from api_schemas.operations import (
     Steer,
     Stop,
 )
-from api_schemas.tensors import TensorObject
+from api_schemas.tensors import TensorObject, VectorName
 
 STEER: dict[str, Any] = {"op": "steer", "at": "layers.3.output", "vector": [1.0, 2.0]}
 SEVERAL: dict[str, Any] = {
@@ -97,6 +97,12 @@ def test_operations_keep_their_order_and_fields() -> None:
     assert list(inner_tests(flag.when)) == ["when"]
 
 
+def test_a_vector_s_name_may_be_plain_text() -> None:
+    (steer,) = parse_interventions([STEER | {"vector": "joy@2"}], RequestLimits())
+    assert isinstance(steer, Steer)
+    assert steer.vector == VectorName(name="joy@2")
+
+
 @pytest.mark.parametrize(
     ("raw", "param"),
     [
@@ -116,7 +122,7 @@ def test_operations_keep_their_order_and_fields() -> None:
         ([STEER | {"vector": [[1, 2], [3]]}], "interventions.0.vector"),
         ([STEER | {"vector": [[1, 2], 3]}], "interventions.0.vector.1"),
         ([STEER | {"vector": [[[[1]]]]}], "interventions.0.vector.0.0.0"),
-        ([STEER | {"vector": "joy"}], "interventions.0.vector"),
+        ([STEER | {"vector": True}], "interventions.0.vector"),
         ([STEER | {"vector": {"dtype": "float32"}}], "interventions.0.vector.shape"),
         ([STEER | {"vector": {"name": 3}}], "interventions.0.vector.name"),
         ([STEER | {"vector": TENSOR | {"shape": 2}}], "interventions.0.vector.shape"),
