@@ -221,7 +221,7 @@ def operation_examples() -> list[dict[str, Any]]:
 def test_examples_of_interventions_are_for_the_bundled_model(raw: dict[str, Any]) -> None:
     stored = json.loads((PROJECT / "app/examples/data/index.json").read_text(encoding="utf-8"))
     text = json.dumps(raw, ensure_ascii=False)
-    names = re.findall(r'"(?:dictionary|detector)": "([^"]+)"|\{"name": "([^"]+)"', text)
+    names = re.findall(r'"(?:dictionary|detector|vector)": "([^"]+)"|\{"name": "([^"]+)"', text)
     known = {one["name"] for kind in ("vectors", "detectors", "dictionaries") for one in stored[kind]}
     assert {name for pair in names for name in pair if name} <= known
     labels = {label for one in stored["dictionaries"] for label in one["labels"].values()}
@@ -230,7 +230,7 @@ def test_examples_of_interventions_are_for_the_bundled_model(raw: dict[str, Any]
     if not isinstance(parse_interventions([raw])[0], PointOperation | LogitLens):
         return  # a detector or a dictionary has the numbers
     for name, numbers in (("example-joy", [1.0, 2.0]), ("example-formal", [1.0, 1.0])):
-        text = re.sub(rf'\{{"name": "{name}"[^}}]*\}}', str(numbers * 288), text)
+        text = re.sub(rf'\{{"name": "{name}"[^}}]*\}}|"{name}"', str(numbers * 288), text)
     if isinstance(
         parse_interventions([raw])[0], Patch | Probe
     ):  # of which the page says that four stand for all
