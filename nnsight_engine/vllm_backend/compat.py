@@ -86,7 +86,7 @@ class EngineLimits:
     max_trace_bytes: int = 4 * 1024 * 1024 * 1024
     sandbox: str = PROCESS
     sandbox_bytes: int = 1024 * 1024 * 1024
-    sandbox_step_s: float = 1.0
+    sandbox_step_s: float = 0.75
     sandbox_wait_s: float = 0.03
     sandbox_cpu_s: int = 300
     sandbox_blocks: int = 32
