@@ -8,7 +8,7 @@ fields that they need. A run of a job has one of its own, since it is work witho
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Final
 
 from starlette.requests import HTTPConnection
@@ -56,15 +56,10 @@ class RequestContext(WorkContext):
         self.meter.key_id = caller.key_id
         self.record.identify(caller, connection)
 
-    def note_presets(self, presets: Mapping[str, str]) -> None:
-        """Record the presets that the operations come from.
-
-        Args:
-            presets: Each with its version; the value is the name of a shared one, empty for the caller's own.
-        """
+    def note_presets(self, presets: Sequence[str]) -> None:
+        """Record the presets that the operations come from, each with its version."""
         self.presets = tuple(presets)
         self.record.details["presets"] = list(presets)
-        self.record.presets = list(presets.values())
 
     @property
     def caller(self) -> Principal:

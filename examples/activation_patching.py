@@ -134,7 +134,9 @@ def draw(pair: Pair, effects: torch.Tensor, layers: Sequence[int], file: Path) -
     from nnsight_engine.viz import patching_map  # noqa: PLC0415 - needs the extra [viz]
 
     label = "part of the difference restored"
-    patching_map(effects, tokens=pair.tokens, layers=layers, label=label).savefig(file)
+    figure = patching_map(effects, tokens=pair.tokens, layers=layers, label=label)
+    figure.axes[0].set(title="Activation patching", xlabel="token patched")
+    figure.savefig(file, dpi=150)
 
 
 def positive(text: str) -> int:

@@ -141,8 +141,10 @@ def draw(estimates: torch.Tensor, file: Path) -> None:
     """Draw layers × heads."""
     from nnsight_engine.viz import patching_map  # noqa: PLC0415 - needs the extra [viz]
 
-    heads = [f"head {head}" for head in range(estimates.shape[1])]
-    patching_map(estimates, tokens=heads, label="estimated effect on the logit difference").savefig(file)
+    heads = [str(head) for head in range(estimates.shape[1])]
+    figure = patching_map(estimates, tokens=heads, label="estimated effect on the logit difference")
+    figure.axes[0].set(title="Attribution patching", xlabel="head", ylabel="layer")
+    figure.savefig(file, dpi=150)
 
 
 def positive(text: str) -> int:

@@ -149,7 +149,9 @@ def draw(case: Case, effects: torch.Tensor, layers: Sequence[int], file: Path) -
     from nnsight_engine.viz import patching_map  # noqa: PLC0415 - needs the extra [viz]
 
     label = "part of the answer's probability restored"
-    patching_map(effects, tokens=case.tokens, layers=layers, label=label).savefig(file)
+    figure = patching_map(effects, tokens=case.tokens, layers=layers, label=label)
+    figure.axes[0].set(title="Causal tracing", xlabel="token restored", ylabel="layer restored")
+    figure.savefig(file, dpi=150)
 
 
 def positive(text: str) -> int:

@@ -97,7 +97,9 @@ def draw(patterns: torch.Tensor, head: Head, file: Path) -> None:
     from nnsight_engine.viz import attention_maps  # noqa: PLC0415 - needs the extra [viz]
 
     layer, number = head
-    attention_maps(patterns[layer, 0], heads=[number]).savefig(file)
+    figure = attention_maps(patterns[layer, 0], heads=[number], layer=layer)
+    figure.axes[0].set(xlabel="key position", ylabel="query position")
+    figure.savefig(file, dpi=150)
 
 
 def positive(text: str) -> int:

@@ -82,7 +82,9 @@ def draw(model: LanguageModel, prompt: str, lens: torch.Tensor, file: Path) -> N
     from nnsight_engine.viz import lens_map  # noqa: PLC0415 - needs the extra [viz], which a table does not
 
     tokens = [model.tokenizer.decode(one) for one in model.tokenizer(prompt)["input_ids"]]
-    lens_map(lens, tokens=tokens, decode=model.tokenizer).savefig(file)
+    figure = lens_map(lens, tokens=tokens, decode=model.tokenizer)
+    figure.axes[0].set_title("The logit lens")
+    figure.savefig(file, dpi=150)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -55,8 +55,12 @@ class Collector:
 
 
 def _values(attributes: Any) -> dict[str, Any]:
-    kinds = {one.key: one.value.WhichOneof("value") or "string_value" for one in attributes}
-    return {one.key: getattr(one.value, kinds[one.key]) for one in attributes}
+    return {one.key: _value(one.value) for one in attributes}
+
+
+def _value(value: Any) -> Any:
+    found = getattr(value, value.WhichOneof("value") or "string_value")
+    return [_value(one) for one in found.values] if value.HasField("array_value") else found
 
 
 @contextlib.contextmanager

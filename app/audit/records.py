@@ -13,7 +13,7 @@ import hashlib
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import HTTPConnection
@@ -31,6 +31,13 @@ if TYPE_CHECKING:
 CODE: Final = "code"
 """The kind of point of code, which may act at any point."""
 
+SAMPLING: Final = (
+    "max_tokens", "max_completion_tokens", "max_output_tokens", "temperature", "top_p", "top_k", "seed", "n",
+    "frequency_penalty", "presence_penalty", "stream",
+)  # fmt: skip
+"""The fields of a request that are recorded with their values."""
+
+_MAX_NUMBER: Final = 2**63
 _MAX_TEXT: Final = 200
 _MAX_OPERATIONS: Final = 64
 _SLOW_BYTES: Final = 2**20
@@ -54,7 +61,9 @@ class Record:
         marked: The kind of each mark of its choices, likewise.
         salt: What isolates its part of the prefix cache from others', empty for nothing; None if not
             applicable.
-        presets: The presets that its operations come from: names of shared ones, empty for a tenant's own.
+        named: The stored things that it uses, each once: its kind, and the name of a shared one; empty for a
+            tenant's own.
+        sampling: Numbers and switches of its body, those in ``SAMPLING``.
         begun_s: When the last part of its body was received, by ``time.perf_counter``.
     """
 
@@ -85,7 +94,8 @@ class Record:
     tier: str = dataclasses.field(default="", metadata=_UNWRITTEN)
     marked: list[str] = dataclasses.field(default_factory=list, metadata=_UNWRITTEN)
     salt: str | None = dataclasses.field(default=None, metadata=_UNWRITTEN)
-    presets: list[str] = dataclasses.field(default_factory=list, metadata=_UNWRITTEN)
+    named: list[tuple[str, str]] = dataclasses.field(default_factory=list, metadata=_UNWRITTEN)
+    sampling: dict[str, float] = dataclasses.field(default_factory=dict, metadata=_UNWRITTEN)
 
     def add_use(self, meter: UsageMeter) -> None:
         """Set the request's usage from its meter."""
@@ -100,9 +110,15 @@ class Record:
         self.route = connection.scope["route"].path
         self.subject = next(map(str, connection.path_params.values()), "")
 
-    def note_operations(self, model: object, interventions: Sequence[Intervention]) -> None:
-        """Record the operations of a completion."""
+    def note_operations(self, body: Mapping[str, Any], interventions: Sequence[Intervention]) -> None:
+        """Record the model, the sampling and the operations of a completion."""
+        model = body.get("model")
         self.model = model if isinstance(model, str) else ""
+        self.sampling = {
+            name: value
+            for name in SAMPLING
+            if isinstance(value := body.get(name), int | float) and abs(value) < _MAX_NUMBER
+        }
         written: list[str] = [operation.op for operation in interventions]
         self.operations = written if len(written) <= _MAX_OPERATIONS else list(dict.fromkeys(written))
         self.uses = [(operation.op, kind) for operation in interventions for kind in _points(operation)]
@@ -110,6 +126,10 @@ class Record:
             if isinstance(operation, Trace):
                 code = (operation.code or operation.block or "").encode("utf-8", "surrogatepass")
                 self.code_sha256, self.code_bytes = hashlib.sha256(code).hexdigest(), len(code)
+
+    def note_named(self, kind: str, name: str, *, shared: bool) -> None:
+        """Record a stored thing that the operations name; a tenant's own names are not for its operator."""
+        self.named.append((kind, name if shared or not self.tenant else ""))
 
     async def note_trace(self, request: TraceRequest) -> None:
         """Record the metadata of a trace."""
@@ -147,4 +167,4 @@ def _storable(text: str) -> str:
     return text[:_MAX_TEXT].encode("utf-8", "replace").decode().replace("\0", "")
 
 
-__all__ = ["CODE", "Record"]
+__all__ = ["CODE", "SAMPLING", "Record"]

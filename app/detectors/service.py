@@ -18,7 +18,6 @@ from api_schemas.detectors import (
     DetectorList,
     DetectorName,
     DetectorTraining,
-    DetectorUsed,
     RocPoint,
 )
 from api_schemas.errors import ApiError, ErrorCode
@@ -32,7 +31,7 @@ from app.engine.capabilities import spec_of
 from app.engine.client import EngineClient
 from app.settings import Settings
 from app.storage.database import Database
-from app.storage.detectors import DetectorStore
+from app.storage.detectors import DetectorStore, FoundDetector
 from app.storage.storage_usage import StoredBytes
 from app.storage.version_store import NewVersion
 from app.tenant_budget import TenantBudget
@@ -169,8 +168,8 @@ class DetectorService(VersionService[DetectorStore]):
         detector = await self._store.get(detector_id, caller.tenant)
         await self._remove(detector_id, caller, shared=detector.shared, own=detector.own)
 
-    async def resolved(self, given: DetectorName, tenant: str, param: str) -> tuple[DetectorUsed, Detector]:
-        """Return the detector that a name means for a tenant, and its version.
+    async def resolved(self, given: DetectorName, tenant: str, param: str) -> tuple[FoundDetector, Detector]:
+        """Return the detector that a name means for a tenant.
 
         Args:
             given: The name.
@@ -202,7 +201,7 @@ class DetectorService(VersionService[DetectorStore]):
         except ApiError as error:
             message = f"{this} does not fit {models[0]!r}: {error.message}"
             raise ApiError(ErrorCode.DETECTOR_MISMATCH, message, param) from error
-        return DetectorUsed(name=found.name, version=found.version, id=found.id), detector
+        return found, detector
 
     async def _read(self, number: int) -> tuple[Detector, int] | None:
         data = await self._store.data(number)

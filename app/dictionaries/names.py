@@ -27,12 +27,14 @@ class ResolvedDictionary:
 
     Attributes:
         used: Its name, version and id, for the answer.
+        shared: Whether every tenant may use it.
         content: Its definition and its file.
         number: Its number in the database.
         labels: The labels of its features.
     """
 
     used: DictionaryUsed
+    shared: bool
     content: StoredDictionary
     number: int
     labels: FeatureLabels
@@ -161,6 +163,7 @@ class DictionaryResolver:
                 )
         return ResolvedDictionary(
             DictionaryUsed(name=about.name, version=about.version, id=about.id),
+            about.shared,
             StoredDictionary(
                 read_config(json.loads(found.cfg.decode("utf-8-sig"))).config,
                 about.at,

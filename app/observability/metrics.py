@@ -65,7 +65,8 @@ _KINDS: Final = {True: CODE, False: "operations"}
 _MARKS: Final = ("flag", "stop")
 _CODE_OPS: Final = frozenset({"trace", "session"})
 _OWN: Final = "own"
-_MAX_PRESET_NAMES: Final = 100
+_NAMED: Final = ("preset", "vector", "detector", "dictionary")
+_MAX_NAMES: Final = 100
 _BUSY: Final = frozenset({429, 503})
 _CLIENT_LEFT: Final = "client_left"
 
@@ -170,13 +171,16 @@ class Metrics:
             ["salt"],
             registry=own,
         )
-        self._presets = Counter(
-            "nnsight_engine_preset_requests",
-            "Requests with a preset: shared ones by name, `own` for those of a tenant.",
-            ["preset"],
-            registry=own,
-        )
-        self._preset_names: set[str] = set()
+        self._named = {
+            kind: Counter(
+                f"nnsight_engine_{kind}_requests",
+                f"Requests with a {kind}: shared ones by name, `own` for those of a tenant.",
+                [kind],
+                registry=own,
+            )
+            for kind in _NAMED
+        }
+        self._names: dict[str, set[str]] = {kind: set() for kind in _NAMED}
         self._marked = Counter(
             "nnsight_engine_marked_choices",
             "Choices in which a condition held: that of a `flag`, or of a `stop`, which ended them.",
@@ -342,7 +346,7 @@ class Metrics:
         self._request_s.labels(record.route, kind_of(record.operations)).observe(taken_s)
 
     def count_use(self, record: Record, points: Collection[str], captured_bytes: int) -> None:
-        """Count the operations of a request or a job, its presets and its captured bytes.
+        """Count the operations of a request or a job, the stored things that they name, and captured bytes.
 
         Args:
             record: Its record.
@@ -356,16 +360,17 @@ class Metrics:
             self._interventions.labels(op if op in _OPS else OTHER, tier, known).inc()
         for op in record.marked:
             self._marked.labels(op).inc()
-        for preset in record.presets:
-            self._presets.labels(self._preset_label(preset)).inc()
+        for kind, name in record.named:
+            self._named[kind].labels(self._label_of(kind, name)).inc()
 
-    def _preset_label(self, name: str) -> str:
-        """Return the label of a shared preset; one of another tenant's has no name."""
+    def _label_of(self, kind: str, name: str) -> str:
+        """Return the label of a shared thing, the first ones by name; a tenant's own has no name."""
         if not name:
             return _OWN
-        if len(self._preset_names) < _MAX_PRESET_NAMES:
-            self._preset_names.add(name)
-        return name if name in self._preset_names else OTHER
+        names = self._names[kind]
+        if len(names) < _MAX_NAMES:
+            names.add(name)
+        return name if name in names else OTHER
 
     def count_job(self, status: JobStatus) -> None:
         """Count a run of a job."""

@@ -123,14 +123,15 @@ class RecordMiddleware:
     def _report(self, context: RequestContext, span: RequestSpan | None) -> None:
         metrics, record = self._metrics, context.record
         served = self._engine.served()
-        metrics.count_request(record, (*served.names, *served.adapters))
+        models = (*served.names, *served.adapters)
+        metrics.count_request(record, models)
         if record.route in _TIMED and outcome_of(record) == "ok":
             metrics.count_time(record)
         if record.uses and (record.status or _ERROR_STATUS) < _ERROR_STATUS:
             metrics.count_use(record, points_of(self._engine), context.meter.captured_bytes)
         log_request(record)
         if span is not None:
-            span.end(record)
+            span.end(context, models)
 
 
 class _Watch:

@@ -9,6 +9,7 @@ configures the same collector for it.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Final
 
 from opentelemetry.context import Context
@@ -27,17 +28,34 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.trace.status import StatusCode
+from opentelemetry.util.types import AttributeValue
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from api_schemas.jobs import JobStatus
 from app.audit.records import Record
-from app.observability.metrics import kind_of
+from app.observability.metrics import OTHER, kind_of
 from app.request_context import RequestContext
 from app.settings import Settings, otlp_traces_endpoint
+from app.vllm_routes import MESSAGES, RESPONSES
 from nnsight_engine import __version__
 
 _GRPC: Final = "grpc"
+_PROVIDER: Final = "vllm"
+_GENERATIONS: Final = {
+    "/v1/completions": "text_completion",
+    "/v1/chat/completions": "chat",
+    MESSAGES: "chat",
+    RESPONSES: "chat",
+    "/v1/embeddings": "embeddings",
+}
+"""The values of ``gen_ai.operation.name``, by route."""
+_FIELDS: Final = {
+    "max_completion_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "n": "choice.count",
+}
+"""Fields of a request whose attribute has another name than ``gen_ai.request.FIELD``."""
 _SERVER_ERROR: Final = 500
 _SHUTDOWN_TIMEOUT_S: Final = 3.0
 _TRACEPARENT: Final = "traceparent"
@@ -64,8 +82,14 @@ class RequestSpan:
         traceparent = self.headers.get(_TRACEPARENT)
         return None if traceparent is None else (_TRACEPARENT.encode(), traceparent.encode())
 
-    def end(self, record: Record) -> None:
-        """End the span with attributes of the request, which contain no content of the client."""
+    def end(self, asked: RequestContext, models: Sequence[str]) -> None:
+        """End the span with attributes of the request, which contain no content of the client.
+
+        Args:
+            asked: The context of the request.
+            models: The names of the model, first the default one.
+        """
+        record = asked.record
         route = record.route or "unknown"
         self._span.update_name(f"{record.method} {route}")
         self._span.set_attributes(
@@ -74,6 +98,7 @@ class RequestSpan:
                 "http.route": route,
                 "http.response.status_code": record.status or 0,
                 **_known(record),
+                **_generation(asked, models),
             }
         )
         if (record.status or _SERVER_ERROR) >= _SERVER_ERROR:
@@ -114,6 +139,26 @@ def _known(record: Record) -> dict[str, str | list[str]]:
         "nnsight_engine.tier": record.tier,
         "error.type": record.error,
     }
+
+
+def _generation(asked: RequestContext, models: Sequence[str]) -> dict[str, AttributeValue]:
+    """Return the attributes of OpenTelemetry's conventions for generative AI; none for other routes."""
+    record, meter = asked.record, asked.meter
+    if record.route not in _GENERATIONS:
+        return {}
+    model = record.model or models[0]
+    found: dict[str, AttributeValue] = {
+        "gen_ai.operation.name": _GENERATIONS[record.route],
+        "gen_ai.provider.name": _PROVIDER,
+        "gen_ai.request.model": model if model in models else OTHER,
+    }
+    found |= {f"gen_ai.request.{_FIELDS.get(name, name)}": value for name, value in record.sampling.items()}
+    if meter.prompt_tokens:  # the model ran
+        found["gen_ai.usage.input_tokens"] = meter.prompt_tokens
+        found["gen_ai.usage.output_tokens"] = meter.output_tokens
+    if meter.finish_reasons:
+        found["gen_ai.response.finish_reasons"] = meter.finish_reasons
+    return found
 
 
 class Tracing:

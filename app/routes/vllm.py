@@ -128,7 +128,7 @@ async def _prepared(
     body = await encoded_json(fields)
     if asked.admitted is not None:
         await asked.admitted.reserve(of_text(len(body) - num_media_characters(fields), fields))
-    return await with_values(operations, context, asked.caller), body
+    return await with_values(operations, request, context, asked.caller), body
 
 
 def _last_events_of(path: str) -> Callable[[ApiError, bytes], bytes]:

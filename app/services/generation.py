@@ -67,7 +67,7 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
     interventions = await take_operations(body, count, request, context, caller)
     if asked.admitted is not None:
         await asked.admitted.reserve(of_body(body))
-    interventions = await with_values(interventions, context, caller)
+    interventions = await with_values(interventions, request, context, caller)
     isolate(interventions, body, request, caller)
     answer = call(body, interventions, request)
     times = TokenTimes(context.metrics, asked.record, num_choices(body)) if body.get("stream") else None

@@ -53,18 +53,21 @@ async def take_operations(
             await asked.admitted.check(*INTERVENING)
     operations = await _parsed(raw, count, request, context.settings.request_limits)
     _check_scopes(operations, body)
-    asked.record.note_operations(body.get("model"), operations)
+    asked.record.note_operations(body, operations)
     if any(isinstance(operation, Trace) for operation in operations):
         check_code_allowed(context.settings, caller)
     return operations
 
 
 async def with_values(
-    operations: tuple[Intervention, ...], context: Context, caller: Principal
+    operations: tuple[Intervention, ...], request: Request, context: Context, caller: Principal
 ) -> tuple[Intervention, ...]:
     """Replace names by what they stand for; raises ApiError if there is nothing of a name."""
     names = StoredNames(context.vectors, context.detectors, context.dictionaries, caller.tenant)
-    return await names.resolved(operations)
+    found = await names.resolved(operations)
+    for kind, name, shared in names.used.values():
+        context_of(request.scope).record.note_named(kind, name, shared=shared)
+    return found
 
 
 def isolate(

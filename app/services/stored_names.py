@@ -37,6 +37,9 @@ class StoredNames:
         detectors: The stored detectors.
         dictionaries: The stored dictionaries.
         tenant: The tenant that sent the request.
+
+    Attributes:
+        used: Each thing named so far, by its id: its kind, its name, and whether it is shared.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class StoredNames:
         self._tenant = tenant
         self._sizes: dict[str, int] = {}
         self._named: dict[str, NamedDictionary] = {}
+        self.used: dict[str, tuple[str, str, bool]] = {}
 
     @functools.cached_property
     def _of_vectors(self) -> NameResolver:
@@ -70,7 +74,7 @@ class StoredNames:
     async def _operation(self, op: Intervention, index: int) -> Intervention:
         param = f"{FIELD}.{index}"
         if any(isinstance(tensor, VectorName) for tensor in tensors_of(op).values()):
-            op = await self._of_vectors.resolved(op, param)
+            op = await self._with_vectors(op, param)
         match op:
             case Detect():
                 op = op.model_copy(
@@ -120,12 +124,19 @@ class StoredNames:
     async def _probe(self, probe: InlineProbe, param: str) -> InlineProbe:
         """Return a probe whose weights are a vector's row of its own layer."""
         as_operation = Probe(at=probe.at, weights=probe.weights)
-        found = await self._of_vectors.resolved(as_operation, param)
+        found = await self._with_vectors(as_operation, param)
         return probe.model_copy(update={"weights": found.weights}) if isinstance(found, Probe) else probe
 
+    async def _with_vectors(self, op: Intervention, param: str) -> Intervention:
+        op = await self._of_vectors.resolved(op, param)
+        for vector in self._of_vectors.found:
+            self.used[vector.id] = "vector", vector.name, vector.shared
+        return op
+
     async def _detector(self, name: DetectorName, param: str) -> NamedDetector:
-        used, detector = await self._detectors.resolved(name, self._tenant, param)
-        self._sizes[used.id] = sum(
+        found, detector = await self._detectors.resolved(name, self._tenant, param)
+        self.used[found.id] = "detector", found.name, found.shared
+        self._sizes[found.id] = sum(
             tensor.nbytes for part in detector.parts for tensor in part.tensors.values()
         )
         if sum(self._sizes.values()) > _MAX_BYTES:
@@ -134,12 +145,13 @@ class StoredNames:
                 f"The detectors that a request names may have {_MAX_BYTES} bytes together.",
                 param,
             )
-        return NamedDetector.of(used, detector)
+        return NamedDetector.of(found.used, detector)
 
     async def _dictionary(
         self, name: DictionaryName, param: str
     ) -> tuple[NamedDictionary, ResolvedDictionary]:
         found = await self._of_dictionaries.dictionary(name, param)
+        self.used[found.used.id] = "dictionary", found.used.name, found.shared
         if found.used.id not in self._named:
             if len(self._named) == MAX_DICTIONARIES:
                 raise ApiError(

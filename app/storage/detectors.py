@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from sqlalchemy.orm import Session
 
-from api_schemas.detectors import Detector, DetectorTraining
+from api_schemas.detectors import Detector, DetectorTraining, DetectorUsed
 from api_schemas.errors import ErrorCode
 from app.allowance import Allowance
 from app.storage.database import Database
@@ -38,6 +38,7 @@ class FoundDetector:
         name: Its name.
         version: Its version.
         model: The model that it belongs to.
+        shared: Whether every tenant may use it.
     """
 
     number: int
@@ -45,6 +46,12 @@ class FoundDetector:
     name: str
     version: int
     model: str
+    shared: bool
+
+    @property
+    def used(self) -> DetectorUsed:
+        """Its name, version and id, for the answer."""
+        return DetectorUsed(name=self.name, version=self.version, id=self.id)
 
 
 class DetectorStore(VersionStore[DetectorRow, Detector]):
@@ -94,9 +101,9 @@ class DetectorStore(VersionStore[DetectorRow, Detector]):
 
         def read(session: Session) -> FoundDetector | None:
             row = self._named(session, text, id_, tenant, models)
-            return (
-                None if row is None else FoundDetector(row.number, row.id, row.name, row.version, row.model)
-            )
+            if row is None:
+                return None
+            return FoundDetector(row.number, row.id, row.name, row.version, row.model, row.shared)
 
         return await self._database.read(read)
 

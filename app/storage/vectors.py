@@ -73,6 +73,7 @@ class FoundVector:
         leaf: The kind of points that it applies to.
         layers: The layers of its rows, ascending.
         width: The length of a row.
+        shared: Whether every tenant may use it.
     """
 
     number: int
@@ -83,6 +84,7 @@ class FoundVector:
     leaf: str
     layers: tuple[int, ...]
     width: int
+    shared: bool
 
 
 class VectorStore(VersionStore[VectorRow, Vector]):
@@ -151,8 +153,9 @@ def vector_from_row(row: VectorRow, tenant: str) -> Vector:
 
 def _found(row: VectorRow) -> FoundVector:
     return FoundVector(
-        row.number, row.id, row.name, row.version, row.model, row.leaf, tuple(row.layers), row.width
-    )
+        row.number, row.id, row.name, row.version, row.model, row.leaf, tuple(row.layers),
+        row.width, row.shared,
+    )  # fmt: skip
 
 
 __all__ = ["FoundVector", "NewRow", "VectorStore"]

@@ -52,6 +52,11 @@ class NameResolver:
         self._tensors: dict[tuple[int, tuple[int, ...]], NamedTensor] = {}
         self._num_bytes = 0
 
+    @property
+    def found(self) -> list[FoundVector]:
+        """The vectors of the names resolved so far."""
+        return [vector for vector, _ in self._found.values()]
+
     async def resolved(self, op: Intervention, param: str) -> Intervention:
         """Return an operation with values in place of names.
 

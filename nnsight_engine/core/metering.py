@@ -22,26 +22,38 @@ class UsageMeter:
         captured_bytes: Bytes of captures and saves that left the engine.
         intervention_s: Seconds during which the request's operations and blocks had the engine to
             themselves.
+        prompt_tokens: Tokens of its prompts.
+        finish_reasons: Why each generation that has ended did, in the engine's words.
     """
 
-    __slots__ = ("_counters", "_late", "captured_bytes", "intervention_s", "key_id", "noted_tokens")
+    __slots__ = (
+        "__weakref__", "_counters", "_late", "captured_bytes", "finish_reasons", "intervention_s", "key_id",
+        "noted_tokens", "prompt_tokens",
+    )  # fmt: skip
 
     def __init__(self, key_id: str = "") -> None:
         self.key_id = key_id
         self.captured_bytes = 0
         self.intervention_s = 0.0
+        self.prompt_tokens = 0
         self.noted_tokens = 0
+        self.finish_reasons: list[str] = []
         self._counters: list[Callable[[], int]] = []
         self._late: list[asyncio.Future[Any]] = []
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the request's prompts and of its generations."""
+        return self.prompt_tokens + self.output_tokens
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of its generations."""
         return self.noted_tokens + sum(count() for count in self._counters)
 
-    def watch(self, num_tokens: Callable[[], int]) -> None:
+    def watch(self, output_tokens: Callable[[], int]) -> None:
         """Register a function that returns the tokens of an ongoing generation; it is called on each read."""
-        self._counters.append(num_tokens)
+        self._counters.append(output_tokens)
 
     def expect(self, doing: asyncio.Future[Any]) -> None:
         """Register a future that may still add usage after the request is over; ``settled`` waits for it."""

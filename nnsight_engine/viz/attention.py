@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +25,7 @@ def attention_maps(
     *,
     tokens: Sequence[str] | None = None,
     heads: Sequence[int] | None = None,
+    layer: int | None = None,
     point: str | None = None,
     ax: Axes | None = None,
 ) -> Figure:
@@ -35,6 +37,7 @@ def attention_maps(
             at such a point, whose tensor is ``[positions, heads, keys]``.
         tokens: The text of each key, from the first; by default its position.
         heads: The heads to draw; all by default.
+        layer: The layer, for the titles; by default that of the captured point.
         point: Which of the captured points to draw, if there are several.
         ax: Axes to draw into, for a single head; a new figure by default.
 
@@ -47,7 +50,9 @@ def attention_maps(
     """
     pattern = as_json(pattern)
     if result_kind(pattern) == "capture":
-        values, queries = _of_capture(pattern, point)
+        values, queries, captured = _of_capture(pattern, point)
+        named = re.match(r"layers\.(\d+)\.", captured)
+        layer = int(named[1]) if layer is None and named else layer
     else:
         values = numbers(pattern, dimensions=3, shape="[heads, queries, keys]")
         queries = None
@@ -62,7 +67,7 @@ def attention_maps(
     axes = [ax] if ax is not None else _grid(len(chosen), num_keys)
     for head, one in zip(chosen, axes, strict=True):
         image = draw_cells(one, values[head], rows=rows, columns=names, limits=(0, 1), cmap="Blues")
-        one.set_title(f"head {head}", fontsize=9)
+        one.set_title(f"head {head}" if layer is None else f"layer {layer}, head {head}", fontsize=9)
         one.set_xlabel("key", fontsize=8)
         one.set_ylabel("query", fontsize=8)
     figure = figure_of(axes[0])
@@ -70,8 +75,8 @@ def attention_maps(
     return figure
 
 
-def _of_capture(result: Any, point: str | None) -> tuple[Array, list[int]]:
-    """Return ``[heads, queries, keys]`` and the position of each query."""
+def _of_capture(result: Any, point: str | None) -> tuple[Array, list[int], str]:
+    """Return ``[heads, queries, keys]``, the position of each query, and the point."""
     points: dict[str, Any] = result.get("points") or {}
     found = [point] if point is not None else [name for name in points if name.endswith(_SUFFIX)]
     if len(found) != 1 or found[0] not in points:
@@ -80,7 +85,7 @@ def _of_capture(result: Any, point: str | None) -> tuple[Array, list[int]]:
     positions = [int(one) for one in result.get("positions") or ()]
     if len(positions) != values.shape[0]:
         raise VizError(f"a capture has one position for each row, got {len(positions)} for {values.shape[0]}")
-    return np.moveaxis(values, 1, 0), positions
+    return np.moveaxis(values, 1, 0), positions, found[0]
 
 
 def _chosen(heads: Sequence[int] | None, num_heads: int) -> list[int]:

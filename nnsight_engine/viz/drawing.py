@@ -28,6 +28,7 @@ except ModuleNotFoundError as error:
 _MAX_LABELS: Final = 40
 """Maximum number of ticks on one axis; with more items, only every second or third is labelled."""
 _DARK: Final = 0.5
+_LETTER_IN: Final = 0.075
 
 
 class Picture(Figure):
@@ -39,9 +40,14 @@ class Picture(Figure):
         return content.getvalue()
 
 
-def place(ax: Axes | None, *, width: float, height: float) -> Axes:
-    """Return ``ax``, or the axes of a new figure of this size (inches)."""
-    return ax if ax is not None else Picture(figsize=(width, height), layout="constrained").add_subplot()
+def place(ax: Axes | None, *, width: float, height: float, label: str, columns: Sequence[str]) -> Axes:
+    """Return ``ax``, or axes of a new figure of this size (inches), as high as its colour bar's label."""
+    if ax is not None:
+        return ax
+    # The columns' labels are slanted, and below the colour bar.
+    letters = len(label) + 0.6 * max(map(len, columns))
+    size = width, max(height, _LETTER_IN * letters + 0.8)
+    return Picture(figsize=size, layout="constrained").add_subplot()
 
 
 def figure_of(ax: Axes) -> Figure:

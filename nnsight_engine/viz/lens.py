@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import numpy as np
 from pydantic import ValidationError
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from nnsight_engine.core.token_texts import Tokenizer
+
+
+_LABEL: Final = "probability of the most likely next token"
 
 
 class Decodes(Protocol):
@@ -64,13 +67,14 @@ def lens_map(
     rows = labels(layers, names, "layers")
     columns = [shown(one) for one in labels(tokens, positions, "tokens")]
     height, width = chances.shape
-    ax = place(ax, width=min(3 + 0.75 * width, 24), height=min(1.6 + 0.28 * height, 18))
+    size = min(3 + 0.75 * width, 24), min(1.6 + 0.28 * height, 18)
+    ax = place(ax, width=size[0], height=size[1], label=_LABEL, columns=columns)
     image = draw_cells(ax, chances, rows=rows, columns=columns, limits=(0, 1), cmap="viridis", is_rising=True)
     write_cells(ax, image, chances, texts)
     ax.set_xlabel("token")
     ax.set_ylabel("layer")
     figure = figure_of(ax)
-    figure.colorbar(image, ax=ax, label="probability of the most likely next token")
+    figure.colorbar(image, ax=ax, label=_LABEL)
     return figure
 
 

@@ -45,7 +45,8 @@ def patching_map(
     columns = [shown(one) for one in labels(tokens, range(width), "tokens")]
     finite = np.abs(values[np.isfinite(values)])
     largest = float(finite.max()) if finite.size and finite.max() > 0 else 1.0
-    ax = place(ax, width=min(3 + 0.5 * width, 24), height=min(1.6 + 0.22 * height, 18))
+    size = min(3 + 0.5 * width, 24), min(1.6 + 0.22 * height, 18)
+    ax = place(ax, width=size[0], height=size[1], label=label, columns=columns)
     # Symmetric, so that zero is always white.
     limits = (-largest, largest)
     image = draw_cells(ax, values, rows=rows, columns=columns, limits=limits, cmap="RdBu_r", is_rising=True)

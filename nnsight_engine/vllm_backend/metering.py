@@ -1,24 +1,30 @@
 """Metering of requests: tokens, and seconds of the workers' time, recorded in the caller's meter.
 
-There is no cost per token: vLLM's own state of a request counts its tokens, even after an abort, and is read
-once the request is over. Requests without a context are not counted.
+vLLM's own state of a request counts its tokens, even after an abort, and is read once the request is
+over. Requests without a context are not counted.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import weakref
+from typing import Any, Final
 
+from nnsight_engine.core.metering import UsageMeter
 from nnsight_engine.core.work_context import current_work
+
+_STOP: Final = "stop"
 
 
 def count_tokens(output_processor: Any) -> None:
-    """Count the tokens of all requests that are added from now on and have a context.
+    """Count the tokens and note the end of all requests that are added from now on and have a context.
 
     Args:
         output_processor: vLLM's output processor.
     """
-    add = output_processor.add_request
+    add, process = output_processor.add_request, output_processor.process_outputs
+    states = output_processor.request_states
+    generating: weakref.WeakValueDictionary[str, UsageMeter] = weakref.WeakValueDictionary()
 
     @functools.wraps(add)
     def add_request(
@@ -27,11 +33,26 @@ def count_tokens(output_processor: Any) -> None:
         add(request, prompt, parent, index, *args, **kwargs)
         work = current_work()
         if work is not None:
-            state = output_processor.request_states[request.request_id]
-            # A prompt with several choices is one prompt, as in OpenAI's usage.
-            work.meter.watch(functools.partial(_num_tokens, state, counts_prompt=index == 0))
+            state = states[request.request_id]
+            if index == 0:  # a prompt with several choices is one prompt, as in OpenAI's usage
+                work.meter.prompt_tokens += state.prompt_len
+            if state.detokenizer is not None:  # the request does not pool
+                work.meter.watch(state.detokenizer.num_output_tokens)
+                generating[request.request_id] = work.meter
+
+    @functools.wraps(process)
+    def process_outputs(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        processed = process(outputs, *args, **kwargs)
+        for output in outputs:
+            if output.request_id not in states:
+                meter, reason = generating.pop(output.request_id, None), output.finish_reason
+                if meter is not None:
+                    # A stop string is found here, and the engine does not know of it yet.
+                    meter.finish_reasons.append(_STOP if reason is None else str(reason))
+        return processed
 
     output_processor.add_request = add_request
+    output_processor.process_outputs = process_outputs
 
 
 def note_spent(seconds: float | None) -> None:
@@ -39,12 +60,6 @@ def note_spent(seconds: float | None) -> None:
     work = current_work()
     if work is not None and seconds:
         work.meter.intervention_s += seconds
-
-
-def _num_tokens(state: Any, *, counts_prompt: bool) -> int:
-    # A request that pools has no detokenizer.
-    generated = 0 if state.detokenizer is None else state.detokenizer.num_output_tokens()
-    return int(generated) + (state.prompt_len if counts_prompt else 0)
 
 
 __all__ = ["count_tokens", "note_spent"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import subprocess
 import sys
@@ -47,9 +48,17 @@ def test_files_beside_the_pages_are_there_too(site: Path) -> None:
 
 
 def test_references_are_made_of_the_code(site: Path) -> None:
-    routes = (site / "reference/http.html").read_text(encoding="utf-8")
-    for name in ("POST /v1/completions", "GET /v1/capabilities", "Idempotency-Key"):
-        assert name in routes, name
+    index = (site / "reference/http.html").read_text(encoding="utf-8")
+    pages = {page: page.read_text(encoding="utf-8") for page in (site / "reference/http").glob("*.html")}
+    assert all(f'href="http/{page.name}#' in index for page in pages if page.stem != "schemas")
+    headings = [one for text in pages.values() for one in re.findall(r'<h[23] id="([^"]+)"', text)]
+    for name in ("post-v1completions", "get-v1capabilities"):
+        assert headings.count(name) == index.count(f'#{name}"') == 1
+    assert "Idempotency-Key" in pages[site / "reference/http/jobs.html"]
+    most = max(text.count("<tr>") for text in pages.values())
+    assert most < sum(text.count("<tr>") for text in pages.values()) / 3, (
+        "the page of a group has a third of all"
+    )
     operations = (site / "reference/operations.html").read_text(encoding="utf-8")
     for operation in OPERATIONS:
         assert f'id="{operation}"' in operations
@@ -69,3 +78,30 @@ def test_words_can_be_searched_for(site: Path) -> None:
     index = (site / "search/search_index.json").read_text(encoding="utf-8")
     assert "norm_match" in index
     assert "tutorial.html" in index
+    assert "reference/http/openai.html" in index
+    assert "project/benchmarks/results/" not in index
+
+
+def test_the_navigation_has_four_tabs_and_every_page(site: Path) -> None:
+    text = (site / "index.html").read_text(encoding="utf-8")
+    tabs = re.findall(r'<a href="[^"]*" class="md-tabs__link">\s*(.*?)\s*</a>', text, re.DOTALL)
+    assert [re.sub(r"\s+", " ", tab) for tab in tabs] == ["Start", "How to", "Running", "Reference"]
+    linked = set(re.findall(r'<a href="([^"#]+)" class="md-nav__link', text))
+    pages = {page.relative_to(PROJECT / "docs") for page in (PROJECT / "docs").rglob("*.md")}
+    expected = {page.with_suffix(".html").as_posix() for page in pages if page.parts[0] != "decisions"}
+    assert expected - {"index.html"} <= linked
+
+
+def test_flowcharts_are_drawn_with_all_their_words(site: Path) -> None:
+    source = (PROJECT / "docs/development.md").read_text(encoding="utf-8")
+    drawings = re.findall(
+        r'<svg class="flowchart".*?</svg>', (site / "development.html").read_text(encoding="utf-8"), re.DOTALL
+    )
+    charts = re.findall(r"^```mermaid\n(.*?)^```", source, re.MULTILINE | re.DOTALL)
+    assert len(drawings) == len(charts) > 0
+    for chart, drawing in zip(charts, drawings, strict=True):
+        shown = html.unescape(" ".join(re.findall(r"<text[^>]*>(.*?)</text>", drawing)))
+        for label in re.findall(r"\[\(?(.*?)\)?\]", chart):
+            assert label in shown
+        # A pair of boxes has one arrow, with two heads where there are arrows both ways.
+        assert drawing.count("marker-") >= chart.count("-->")

@@ -142,10 +142,19 @@ def test_one_trace_has_the_request_s_span_and_the_engine_s(
     assert ours.attributes["http.response.status_code"] == 200
     assert ours.attributes["nnsight_engine.tier"] == "tap"
     assert ours.attributes["nnsight_engine.request_id"] == answer.headers["x-request-id"]
-    assert engine_s.attributes["gen_ai.usage.completion_tokens"] == 6
-    alone = complete(client).headers["traceparent"].split("-")[1]
-    wait_for(lambda: len(collector.of_trace(alone)) >= 2)
+    usage = answer.json()["usage"]
+    told = {name: value for name, value in ours.attributes.items() if name.startswith("gen_ai.")}
+    assert told["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+    assert told["gen_ai.usage.output_tokens"] == engine_s.attributes["gen_ai.usage.completion_tokens"] == 6
+    assert told["gen_ai.response.finish_reasons"] == ["length"]
+    assert (told["gen_ai.operation.name"], told["gen_ai.request.temperature"]) == ("text_completion", 0)
+    # The API finds a stop string, and the engine's own last output does not know of it.
+    alone = complete(client, n=2, temperature=1, stop=[" "], stream=True).headers["traceparent"].split("-")[1]
+    wait_for(lambda: len(collector.of_trace(alone)) >= 3)
     assert alone != TRACE_ID
+    (ours,) = [span for span in collector.of_trace(alone) if span.name == ours.name]
+    assert ours.attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+    assert ours.attributes["gen_ai.response.finish_reasons"] == ["stop", "stop"]
 
     def said(span: Span) -> str:
         return f"{span.name} {span.attributes}"

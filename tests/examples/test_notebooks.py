@@ -1,7 +1,9 @@
-"""The notebooks run from top to bottom in a kernel of their own, and are committed without outputs."""
+"""The notebooks run from top to bottom in a kernel of their own, and are committed with their outputs."""
 
 from __future__ import annotations
 
+import json
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,8 @@ from nbclient import NotebookClient
 
 NOTEBOOKS: Final = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
 TIMEOUT_S: Final = 180
+MAX_BYTES: Final = 200_000
+RUN: Final = "run .venv/bin/python scripts/example_outputs.py NAME.ipynb"
 
 
 @pytest.fixture
@@ -27,18 +31,37 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
-def test_a_notebook_is_committed_as_it_is_written_without_outputs(path: Path) -> None:
+def test_a_notebook_is_committed_as_it_is_written_with_the_outputs_of_a_whole_run(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     notebook = nbformat.reads(text, as_version=4)
     nbformat.validate(notebook)
     assert nbformat.writes(notebook) + "\n" == text, f"{path.name} is not as nbformat writes it"
     assert set(notebook.metadata) == {"kernelspec", "language_info"}
     assert notebook.metadata.language_info == {"name": "python"}  # not which Python somebody had
-    for cell in notebook.cells:
-        assert not cell.metadata
-        if cell.cell_type == "code":
-            assert cell.outputs == []
-            assert cell.execution_count is None
+    assert not any(cell.metadata for cell in notebook.cells)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == [*range(1, len(code) + 1)], RUN
+    for cell in code:
+        shown = json.dumps([{**output, "data": without_pictures(output)} for output in cell.outputs])
+        assert not re.search(r"(?<![\w.])/\w+/\w+", shown), f"a path of the machine that ran it: {shown}"
+    assert len(text) < MAX_BYTES
+
+
+def without_pictures(output: Any) -> dict[str, Any]:
+    return {kind: data for kind, data in output.get("data", {}).items() if not kind.startswith("image/")}
+
+
+def kinds_of(cells: list[Any]) -> list[set[tuple[str, ...]]]:
+    """Return what each cell of code shows, without its content."""
+    return [
+        {
+            (output.output_type, *sorted(output.get("data", {})))
+            for output in cell.outputs
+            if output.get("name") != "stderr"
+        }
+        for cell in cells
+        if cell.cell_type == "code"
+    ]
 
 
 @pytest.mark.e2e
@@ -84,6 +107,8 @@ def executed(name: str, runtime: Path) -> list[Any]:
         notebook, km=manager, timeout=TIMEOUT_S, resources={"metadata": {"path": str(NOTEBOOKS)}}
     ).execute(cleanup_kc=True)  # else a kernel that we made lives on
     cells: list[Any] = notebook.cells
+    stored: list[Any] = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells
+    assert kinds_of(cells) == kinds_of(stored), RUN
     return cells
 
 

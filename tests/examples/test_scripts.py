@@ -29,7 +29,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 NUM_LAYERS: Final = 30
 LAST: Final = NUM_LAYERS - 1
-DRAWING: Final = (activation_patching, attribution_patching, causal_tracing, induction_heads, logit_lens)
+DRAWING: Final = (
+    activation_patching, attribution_patching, causal_tracing, induction_heads, logit_lens, train_probe,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -328,8 +330,9 @@ def test_a_probe_reads_held_out_sentences_and_one_of_shuffled_labels_does_not(mo
     assert 0.3 < chance.mean() < 0.7
 
 
-def test_probes_are_printed(run: Run) -> None:
-    shown = run(train_probe, "--steps", "5", "--shuffles", "1")
+def test_probes_are_printed_and_drawn(run: Run, tmp_path: Path) -> None:
+    shown = run(train_probe, "--steps", "5", "--shuffles", "1", "--save", str(tmp_path / "probe.png"))
+    assert is_png(tmp_path / "probe.png")
     assert "Accuracy on 32 held-out sentences" in shown
     assert sum(line.startswith("│") for line in shown.splitlines()) == NUM_LAYERS
 

@@ -341,7 +341,8 @@ class FakeEngineClient:
 
     def _note(self, job: _Job) -> None:
         meter = job.work.meter
-        meter.noted_tokens += job.usage()["prompt_tokens"]
+        meter.prompt_tokens += job.usage()["prompt_tokens"]
+        meter.finish_reasons += ["length"] * len(job.choices)
         meter.intervention_s += self.behaviour.intervention_s if job.interventions else 0.0
 
     def _pull(self, choice: _Choice) -> Sequence[float]:

@@ -12,9 +12,11 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import pytest
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import Scope
+from app.audit.records import SAMPLING
 from app.observability.logs import start_logs
 from app.request_context import RequestContext
 from app.settings import Settings
@@ -23,6 +25,7 @@ from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import TraceRequest
 from tests.collector import Collector, Span, collecting
 from tests.fakes.engine import FakeBehaviour
+from tests.fakes.results import MODEL
 from tests.integration.conftest import Serve
 from tests.integration.scripted_traces import Jobs, ScriptedEngine
 from tests.integration.tenants import Tenants
@@ -202,6 +205,37 @@ async def test_each_run_of_a_job_is_a_span_linked_to_the_request_that_let_it(
     parents = [parent.split("-")[1:3] for parent in engine.parents]
     assert parents == [[span.trace_id, span.span_id] for span in (first, again, other)]
     assert engine.trace_ids == [span.trace_id for span in (first, again, other)]
+
+
+async def test_spans_of_generations_have_the_attributes_of_generative_ai(
+    serve: Serve, collector: Collector
+) -> None:
+    async with serve(otlp_endpoint=collector.url) as server:
+        # What a number in a body means is for the engine to say; the exporter knows those of 64 bits.
+        sampling = {"temperature": 0.5, "top_p": "x", "seed": 2**80, "max_tokens": 3}
+        await server.complete(prompt="one two", n=2, **sampling)
+        await server.complete(model=SECRET, stream=True)
+        await server.client.get("/v1/models")
+    first, second = [ai_attributes(span) for span in of_name(collector, "POST /v1/completions")]
+    assert first == {
+        "gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "vllm",
+        "gen_ai.request.model": MODEL, "gen_ai.request.temperature": 0.5, "gen_ai.request.max_tokens": 3,
+        "gen_ai.request.choice.count": 2, "gen_ai.usage.input_tokens": 4, "gen_ai.usage.output_tokens": 6,
+        "gen_ai.response.finish_reasons": ["length", "length"],
+    }  # fmt: skip
+    assert second == {
+        "gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "vllm",
+        "gen_ai.request.model": "other", "gen_ai.request.stream": True,
+    }  # fmt: skip
+    (listed,) = of_name(collector, "GET /v1/models")
+    assert ai_attributes(listed) == {}
+    known = {value for value in vars(gen_ai_attributes).values() if isinstance(value, str)}
+    fields = {"n": "choice.count", "max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens"}
+    assert known >= {*first, *second, *(f"gen_ai.request.{fields.get(name, name)}" for name in SAMPLING)}
+
+
+def ai_attributes(span: Span) -> dict[str, Any]:
+    return {name: value for name, value in span.attributes.items() if name.startswith("gen_ai.")}
 
 
 def of_name(collector: Collector, name: str) -> list[Span]:

@@ -346,7 +346,7 @@ async def test_the_using_request_needs_the_scopes_of_the_operations(
     await generate(server, coder, preset="code")
 
 
-async def test_presets_are_audited_and_counted(tenants: Tenants) -> None:
+async def test_presets_are_audited(tenants: Tenants) -> None:
     server = tenants.server
     operator, acme = await tenants.headers("operator"), await tenants.headers("acme", *USER)
     await make(server, headers=operator, shared=True)
@@ -359,10 +359,6 @@ async def test_presets_are_audited_and_counted(tenants: Tenants) -> None:
     assert (used["model"], used["operations"]) == (MODEL, ["steer", "steer"])
     assert used["details"]["presets"] == ["calm@1", "mine@1"]
     assert (made["route"], made["subject"]) == ("/v1/presets", "mine@1")
-    metrics = (await tenants.send("GET", "/metrics", operator)).text
-    assert 'nnsight_engine_preset_requests_total{preset="calm"} 1.0' in metrics
-    assert 'nnsight_engine_preset_requests_total{preset="own"} 1.0' in metrics
-    assert "mine" not in metrics
 
 
 @pytest.mark.parametrize(("route", "place"), [("/v1/messages", "body"), ("/v1/responses", "request")])

@@ -14,6 +14,7 @@ import pytest
 
 from api_schemas.errors import ErrorCode
 from api_schemas.keys import Scope
+from app.observability import metrics
 from app.storage.detectors import DetectorStore
 from app.storage.vectors import VectorStore
 from tests.integration import vector_files
@@ -21,6 +22,7 @@ from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.detector_files import as_file, random_detector
 from tests.integration.dictionary_files import cfg, weights
 from tests.integration.tenants import Tenants
+from tests.monitoring import OURS, Exposition
 
 USER: Final = (Scope.COMPLETIONS, Scope.INTERVENTIONS)
 AT: Final = "layers.1.output"
@@ -241,6 +243,37 @@ async def test_a_tenant_sees_its_own_and_shared_ones(
     error_of(await kind.post(server, second, shared=True), 409, f"{kind.one}_name_taken")
     assert (await client.delete(kind.path(shared), headers=second)).status_code == 204
     assert kind.used_bytes(server) == own["bytes"] + hidden["bytes"]
+
+
+@every_kind
+async def test_uses_are_counted_by_the_names_of_shared_ones(
+    tenants: Tenants, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    monkeypatch.setattr(metrics, "_MAX_NAMES", 2)
+    server, operator = tenants.server, await tenants.headers("operator")
+    acme = await tenants.headers("acme", *USER)
+    await kind.make(server, acme, name="mine")
+    for name in ("first", "second", "third"):
+        await kind.make(server, operator, name=name, shared=True)
+    for name in ("first", "mine", "second@1", "third", "first"):
+        assert await kind.used(server, name, acme) is not None
+    assert await kind.used(server, "none", acme) is None
+    await server.until_idle()
+    told = Exposition((await server.client.get("/metrics", headers=operator)).text)
+    counted = {
+        label: told.value(f"{OURS}{kind.one}_requests_total", **{kind.one: label})
+        for label in told.values(f"{OURS}{kind.one}_requests_total", kind.one)
+    }
+    assert counted == {"first": 2, "second": 1, "other": 1, "own": 1}
+    assert "mine" not in told.text
+
+
+@every_kind
+async def test_without_keys_uses_are_counted_by_every_name(server: Server, kind: Kind) -> None:
+    await kind.make(server)
+    assert await kind.used(server, NAME) is not None
+    told = Exposition((await server.client.get("/metrics")).text)
+    assert told.values(f"{OURS}{kind.one}_requests_total", kind.one) == {NAME}
 
 
 @every_kind

@@ -276,7 +276,8 @@ def test_every_example_is_listed_and_the_number_of_them_is_right() -> None:
     listed = set(re.findall(r"\]\(([^)]+)\)", (EXAMPLES / "README.md").read_text(encoding="utf-8")))
     programs = {path.name for path in EXAMPLES.glob("*.py")} | {"javascript/steer.mjs", "sae_on_server"}
     notebooks = {f"notebooks/{path.name}" for path in (EXAMPLES / "notebooks").glob("*.ipynb")}
-    assert listed == programs | notebooks
+    outputs = {f"OUTPUT.md#{path.stem}" for path in EXAMPLES.glob("*.py")}
+    assert listed == programs | notebooks | outputs
     assert (len(programs), len(notebooks)) == (11, 3), "docs/index.md and CHANGELOG.md say so"
 
 

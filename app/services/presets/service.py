@@ -214,7 +214,9 @@ class PresetService(VersionService[PresetStore]):
         if own is None or isinstance(own, list):  # anything else is refused by the parser
             check_names(presets, own or [])
             body[INTERVENTIONS] = [op for one in presets for op in one.interventions] + (own or [])
-        asked.note_presets({str(one.reference): one.name if one.shared else "" for one in presets})
+        asked.note_presets([str(one.reference) for one in presets])
+        for one in presets:
+            asked.record.note_named("preset", one.name, shared=one.shared)
         if body.get("model") != sent_model:
             asked.sent_model = str(sent_model)
 

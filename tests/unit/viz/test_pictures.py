@@ -6,12 +6,14 @@ import base64
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from transformers import AutoTokenizer
 
@@ -150,13 +152,41 @@ CAPTURED = {
 def test_attention_has_a_map_for_each_head_from_a_server_s_capture_and_from_a_trace(pattern: Any) -> None:
     figure = attention_maps(pattern, tokens=["The", " sky"])
     first, second, bar = figure.axes
-    assert [ax.get_title() for ax in (first, second)] == ["head 0", "head 1"]
+    layer = "layer 3, " if pattern is CAPTURED else ""
+    assert [ax.get_title() for ax in (first, second)] == [f"{layer}head 0", f"{layer}head 1"]
+    assert attention_maps(pattern, layer=7).axes[0].get_title() == "layer 7, head 0"
     assert (first.get_xlabel(), first.get_ylabel()) == ("key", "query")
     assert ticks(first.yaxis) == ticks(first.xaxis) == ["The", "·sky"]
     np.testing.assert_array_equal(np.asarray(second.images[0].get_array()), HEADS[1])
     assert shades(first)[1, 1] < shades(first)[1, 0] < shades(first)[0, 1], "the more attention, the darker"
     assert bar.get_ylabel() == "attention probability"
     assert is_drawn(figure)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: lens_map(LENS),
+        lambda: patching_map([[0.0]], label="part of the answer's probability restored"),
+        lambda: patching_map(
+            torch.rand(3, 2), tokens=["a long name of a token", "b"], label="along the direction"
+        ),
+        lambda: attention_maps(torch.rand(1, 2, 2), layer=29),
+        lambda: attention_maps(torch.rand(5, 2, 2), tokens=["a long name of a token", "b"]),
+    ],
+)
+def test_no_label_is_cut_off(draw: Callable[[], Figure]) -> None:
+    figure = draw()
+    FigureCanvasAgg(figure).draw()
+    *maps, bar = figure.axes
+    texts = [text for ax in maps for text in (ax.title, *ax.get_xticklabels(), *ax.get_yticklabels())]
+    texts += [axis.label for ax in (*maps, bar) for axis in (ax.xaxis, ax.yaxis)]
+    for text in texts:
+        if text.get_text():
+            box = text.get_window_extent()
+            assert min(box.x0, box.y0) >= 0, text
+            assert box.x1 <= figure.bbox.x1, text
+            assert box.y1 <= figure.bbox.y1, text
 
 
 def test_draws_on_the_given_axes_and_of_fewer_queries_than_keys_the_last() -> None:
