@@ -302,7 +302,9 @@ class Settings(BaseSettings):
     max_sandboxes: int = Field(default=16, ge=1, description="Most sandboxed traces that run at once.")
     sandbox_bytes: int = Field(default=GIB, ge=64 * MIB, description="Most memory of one sandbox process.")
     sandbox_step_s: float = Field(
-        default=0.75, gt=0, description="How long a sandboxed trace may compute within one step of the engine."
+        default=0.75,
+        gt=0,
+        description="How long a sandboxed trace may compute within one step of the engine.",
     )
     sandbox_wait_s: float = Field(
         default=0.03,
