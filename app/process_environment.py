@@ -39,6 +39,8 @@ def set_engine_defaults() -> None:
     """Set vLLM's environment variables unless the operator has; must run before vLLM is imported."""
     for name, value in _ENGINE_DEFAULTS.items():
         os.environ.setdefault(name, value)
+    # vLLM itself does this once it has parsed its options, after the messages of its import.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
 
 
 def set_engine_log(path: str) -> None:
@@ -72,7 +74,21 @@ ADAPTER_UPDATES: Final = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 def may_update_adapters() -> bool:
     """Return whether the operator has allowed that LoRA adapters are loaded at run time."""
-    return os.environ.get(ADAPTER_UPDATES, "").strip().lower() in {"1", "true"}  # as vLLM reads it
+    return _is_on(ADAPTER_UPDATES)
+
+
+def may_exceed_max_model_len() -> bool:
+    """Return whether the operator has allowed contexts longer than the model's."""
+    return _is_on("VLLM_ALLOW_LONG_MAX_MODEL_LEN")
+
+
+def uses_other_hub() -> bool:
+    """Return whether vLLM loads models from ModelScope."""
+    return _is_on("VLLM_USE_MODELSCOPE")
+
+
+def _is_on(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() in {"1", "true"}  # as vLLM reads it
 
 
 _SOCKETS: Final = "VLLM_RPC_BASE_PATH"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 from types import FrameType
@@ -17,6 +18,8 @@ from app.listen_socket import HeadLimits, listening_socket, protocol_with_head_l
 from app.observability.metrics import Metrics
 from app.probes import ProbeServer
 from app.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 _CLOSE_S: Final = 5
 """How long connections may take to close after their requests have completed or were ended."""
@@ -51,11 +54,19 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Reject new work; at the second signal stop waiting, and restore the default handler for a third."""
+        lifecycle, limit_s = self._context.lifecycle, self._context.settings.drain_timeout_s
         if self._captured_signals:
+            logger.warning("ending %s; a third signal ends the process at once", lifecycle.awaited())
             self.force_exit = True
-            self._context.lifecycle.give_up()
+            lifecycle.give_up()
             signal.signal(sig, signal.SIG_DFL)
-        self._context.lifecycle.begin_drain()
+        else:
+            logger.warning(
+                "shutting down: waiting up to %g s for %s; a second signal ends the wait",
+                limit_s,
+                lifecycle.awaited(),
+            )
+        lifecycle.begin_drain()
         super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -184,7 +184,7 @@ async def test_an_engine_that_does_not_start_is_dead_and_reported_once(
     store = new_store(settings)
     engine = FakeEngineClient(settings, store, FakeBehaviour(start_error=RuntimeError("no such model")))
     reports: list[str] = []
-    app = create_app(settings, engine, store, on_engine_failure=lambda: reports.append("failed"))
+    app = create_app(settings, engine, store, on_engine_failure=reports.append)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client,
@@ -192,5 +192,5 @@ async def test_an_engine_that_does_not_start_is_dead_and_reported_once(
         await wait_for_async(lambda: bool(reports))
         error_of(await client.get("/health/live"), 503, "engine_dead")
         error_of(await client.get("/v1/models"), 503, "engine_dead")
-    assert reports == ["failed"]
+    assert reports == ["the engine did not start; its error is above"]
     assert "no such model" in caplog.text
