@@ -166,13 +166,6 @@ class Lifecycle:
         """Wait until the engine has started or has failed to start."""
         await self._has_started.wait()
 
-    def awaited(self) -> str:
-        """Return what the end of the server waits for, in words."""
-        number = self._num_in_flight
-        if number:
-            return f"{number} request{'s' if number > 1 else ''}"
-        return "the engine, which is still loading" if self.phase is Phase.STARTING else "the engine"
-
     def begin_drain(self) -> None:
         """Reject new work from now on; requests in flight continue."""
         self._is_draining = True

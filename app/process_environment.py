@@ -32,6 +32,9 @@ _ENGINE_DEFAULTS: Final = {
     # An image of a few bytes can have this many pixels, of 3 bytes each once it is decoded.
     "VLLM_MAX_IMAGE_PIXELS": str(2**24),
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Warnings of libraries about each other, which nobody who starts a server can act upon.
+    "PYTHONWARNINGS": "ignore:`torch.distributed.reduce_op`:FutureWarning",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
 
@@ -39,8 +42,6 @@ def set_engine_defaults() -> None:
     """Set vLLM's environment variables unless the operator has; must run before vLLM is imported."""
     for name, value in _ENGINE_DEFAULTS.items():
         os.environ.setdefault(name, value)
-    # vLLM itself does this once it has parsed its options, after the messages of its import.
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
 
 
 def set_engine_log(path: str) -> None:

@@ -286,17 +286,18 @@ async def _announce(engine: Any, url: str, settings: Settings, console: Console,
     spec = engine.engine.spec
     who = "holders of a key" if with_keys else "this machine only, because there are no keys"
     page = f", playground at {url}/playground" if settings.playground else ""
-    is_bundled = settings.examples and is_bundled_model(spec.source, cache_dir=settings.bundled_model_dir)
+    source = engine.served().source
+    is_bundled = settings.examples and is_bundled_model(source, cache_dir=settings.bundled_model_dir)
     console.print(
         f"Ready for {who}: {spec.name} at {url}, docs at {url}/docs{page}.", markup=False, soft_wrap=True
     )
-    line = _demo_line(url, spec, is_bundled=is_bundled, with_key=with_keys)
+    line = _demo_line(url, spec.name, is_bundled=is_bundled, with_key=with_keys)
     console.print("Steer it:" if is_bundled else "Read it:", line, markup=False, soft_wrap=True)
 
 
-def _demo_line(url: str, spec: Any, *, is_bundled: bool, with_key: bool = False) -> str:
+def _demo_line(url: str, name: str, *, is_bundled: bool, with_key: bool) -> str:
     """Return a shell command that shows what a plain server cannot do: a stored vector, or else the lens."""
-    demo: dict[str, Any] = {"model": spec.name, **(_STEERED if is_bundled else _READ)}
+    demo: dict[str, Any] = {"model": name, **(_STEERED if is_bundled else _READ)}
     key = ' -H "Authorization: Bearer $NNSIGHT_ENGINE_KEY"' if with_key else ""
     return f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{json.dumps(demo)}'"
 

@@ -55,8 +55,8 @@ async def test_a_second_signal_ends_the_wait(tmp_path: Path, kind: signal.Signal
         assert "draining" in (await running)[-2]
         assert server.process.stderr is not None
         said = (await server.process.stderr.read()).decode()
-        assert "shutting down: waiting up to 150 s for 1 request; a second signal ends the wait" in said
-        assert "ending 1 request; a third signal ends the process at once" in said
+        assert "shutting down: waiting up to 150 s for 1 request; a second signal ends this sooner" in said
+        assert "ending requests and engine; a third signal ends the process at once" in said
 
 
 async def test_a_server_whose_engine_dies_too_often_ends_and_says_so(tmp_path: Path) -> None:
