@@ -138,7 +138,7 @@ async def test_an_engine_that_dies_is_started_again(
 async def test_each_death_in_a_row_is_waited_for_twice_as_long():
     engine = Mortal(lives_s=0)
     failures: list[float] = []
-    lifecycle = Lifecycle(engine, lambda: failures.append(time.monotonic()), Restarts(3, 60, 0.05))
+    lifecycle = Lifecycle(engine, lambda _: failures.append(time.monotonic()), Restarts(3, 60, 0.05))
     lifecycle.start()
     await wait_for_async(lambda: bool(failures))
     pauses = [after - before for before, after in itertools.pairwise(engine.starts)]
@@ -159,7 +159,7 @@ async def test_each_death_in_a_row_is_waited_for_twice_as_long():
 async def test_an_engine_that_cannot_be_started_again_is_given_up():
     engine = Mortal(lives_s=0.01, num_starts=1)
     failures: list[bool] = []
-    lifecycle = Lifecycle(engine, lambda: failures.append(True), Restarts(2, 60, 0.01))
+    lifecycle = Lifecycle(engine, lambda _: failures.append(True), Restarts(2, 60, 0.01))
     lifecycle.start()
     await wait_for_async(lambda: bool(failures))
     assert (len(engine.starts), lifecycle.phase, failures) == (3, Phase.DEAD, [True])
