@@ -52,6 +52,7 @@ ENV PATH=/opt/nnsight-engine/.venv/bin:$PATH \
     HF_HOME=/data/models \
     VLLM_CPU_KVCACHE_SPACE=1 \
     NNSIGHT_ENGINE_HOST=0.0.0.0 \
+    NNSIGHT_ENGINE_LOG_FORMAT=json \
     NNSIGHT_ENGINE_DATA_DIR=/data/server \
     NNSIGHT_ENGINE_RESULT_DIR=/data/results \
     NNSIGHT_ENGINE_BUNDLED_MODEL_DIR=/opt/nnsight-engine
@@ -90,6 +91,7 @@ ENV PYTHONUNBUFFERED=1 \
     TRITON_CACHE_DIR=/data/cache/triton \
     HF_HOME=/data/models \
     NNSIGHT_ENGINE_HOST=0.0.0.0 \
+    NNSIGHT_ENGINE_LOG_FORMAT=json \
     NNSIGHT_ENGINE_DATA_DIR=/data/server \
     NNSIGHT_ENGINE_RESULT_DIR=/data/results
 VOLUME /data

@@ -28,7 +28,6 @@ _INTERRUPTED: Final = 130
 _PASSED_ON: Final = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 _COMMANDS: Final = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     help="A server for language models with OpenAI's API and access to their internals.",
 )
@@ -82,12 +81,18 @@ def _value(value: Any) -> Any:
     return value
 
 
-def _option(description: str) -> Any:
-    return typer.Option(help=description, callback=_value, rich_help_panel="Options")
+def _option(metavar: str, description: str) -> Any:
+    return typer.Option(help=description, metavar=metavar, callback=_value, rich_help_panel="Options")
 
 
 def _replica_option(description: str) -> Any:
-    return typer.Option(help=description, rich_help_panel="Replicas: several servers behind one address")
+    panel = "Replicas: several servers behind one address"
+    return typer.Option(help=description, metavar="NUMBER", rich_help_panel=panel)
+
+
+def _flags(context: typer.Context) -> list[str]:
+    """Return the names of the command's own options."""
+    return [flag for one in context.command.params for flag in one.opts]
 
 
 @_COMMANDS.command(
@@ -98,8 +103,8 @@ def _replica_option(description: str) -> Any:
 def serve(  # noqa: PLR0913 - one argument for each option
     context: typer.Context,
     *,
-    host: Annotated[str | None, _option("The address to listen on; 127.0.0.1 by default.")] = None,
-    port: Annotated[int | None, _option("The port to listen on; 8000 by default.")] = None,
+    host: Annotated[str | None, _option("ADDRESS", "The address to listen on; 127.0.0.1 by default.")] = None,
+    port: Annotated[int | None, _option("NUMBER", "The port to listen on; 8000 by default.")] = None,
     compiles: Annotated[
         bool,
         typer.Option(
@@ -108,28 +113,31 @@ def serve(  # noqa: PLR0913 - one argument for each option
         ),
     ] = False,
     sandbox: Annotated[
-        str | None, _option("Where untrusted code runs: process (the default) or off.")
+        str | None, _option("process|off", "Where untrusted code runs; in a process by default.")
     ] = None,
     taps: Annotated[
         str | None,
         _option(
+            "POINTS",
             "Points of the residual stream that can be read and changed inside the compiled model: all (the "
             "default), off, or points such as layers.4:20.output,layers.28.output. At others, steps run "
-            "uncompiled."
+            "uncompiled.",
         ),
     ] = None,
     points: Annotated[
         str | None,
         _option(
+            "any|strict",
             "Models that have points: any (the default: the residual stream of a model without a table is "
-            "found by its structure, and proved at start) or strict (models with a table)."
+            "found by its structure, and proved at start) or strict (models with a table).",
         ),
     ] = None,
     vllm_version_check: Annotated[
         str | None,
         _option(
+            "auto|strict|warn|off",
             "What happens with a version of vLLM that is not known: auto (the default: it is refused if a "
-            "method that the engine overrides has changed), strict, warn or off."
+            "method that the engine overrides has changed), strict, warn or off.",
         ),
     ] = None,
     local_engine: Annotated[
@@ -140,8 +148,10 @@ def serve(  # noqa: PLR0913 - one argument for each option
             "gradients, calls inside a forward, sessions.",
         ),
     ] = False,
-    local_engine_device: Annotated[str | None, _option("cpu (the default), cuda or cuda:1.")] = None,
-    local_engine_dtype: Annotated[str | None, _option("float32 or bfloat16, for example.")] = None,
+    local_engine_device: Annotated[
+        str | None, _option("DEVICE", "cpu (the default), cuda or cuda:1.")
+    ] = None,
+    local_engine_dtype: Annotated[str | None, _option("DTYPE", "float32 or bfloat16, for example.")] = None,
     replicas: Annotated[
         int | None, _replica_option("Number of servers, run by Ray Serve: docs/replicas.md.")
     ] = None,
@@ -154,14 +164,14 @@ def serve(  # noqa: PLR0913 - one argument for each option
 ) -> None:
     """Serve MODEL (a Hugging Face name or a folder), by default the bundled SmolLM2-135M-Instruct.
 
-    MODEL comes before the options. vLLM's own options are passed on, see vllm serve --help=all. The server's
-    own settings are environment variables, NNSIGHT_ENGINE_…, see docs/settings.md. A server without keys
-    serves this machine only, see nnsight-engine keys --help.
+    MODEL comes before the options. Options of vllm serve are taken too, with a few exceptions: vllm serve
+    --help=all lists them all, --help=max those with such a name. Settings of the server are environment
+    variables, NNSIGHT_ENGINE_…, see docs/settings.md. A server without keys serves this machine only, see
+    nnsight-engine keys --help.
     """
-    with uncollected():
-        command = importlib.import_module("app.serve_command")
-    command.run(
-        command.ServeOptions(
+    checks = importlib.import_module("app.start_checks")
+    start = checks.check_start(
+        checks.ServeOptions(
             arguments=context.args,
             compiles=compiles,
             settings=given_options(
@@ -182,8 +192,12 @@ def serve(  # noqa: PLR0913 - one argument for each option
                 num_cpus=replica_cpus,
                 num_gpus=replica_gpus,
             ),
-        )
+        ),
+        _flags(context),
     )
+    with uncollected():
+        command = importlib.import_module("app.serve_command")
+    command.run(start)
 
 
 @_COMMANDS.command(
@@ -195,29 +209,40 @@ def check(  # noqa: PLR0913 - one argument for each option
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A folder or a Hugging Face name.", callback=_value)],
     *,
-    prompt: Annotated[str | None, _option("The prompt, of 4 to 256 tokens.")] = None,
+    prompt: Annotated[str | None, _option("TEXT", "The prompt, of 4 to 256 tokens.")] = None,
     layers: Annotated[
         str | None,
-        typer.Option(help="0,4:6,-1 or *; by default the first, the middle and the last of each kind."),
+        typer.Option(
+            metavar="LAYERS",
+            help="0,4:6,-1 or *; by default the first, the middle and the last of each kind.",
+        ),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", dir_okay=False, help="A file for the certificate as JSON.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", dir_okay=False, help="A file for the certificate as JSON."),
     ] = None,
-    revision: Annotated[str | None, _option("The model's revision on the hub.")] = None,
+    revision: Annotated[str | None, _option("REVISION", "The model's revision on the hub.")] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own code.")
     ] = False,
     tolerance: Annotated[
         float | None,
-        typer.Option(min=0, max=1, help="The largest relative difference; 0.001 in float32, more in others."),
+        typer.Option(
+            metavar="NUMBER",
+            min=0,
+            max=1,
+            help="The largest relative difference; 0.001 in float32, more in others.",
+        ),
     ] = None,
-    transformers_device: Annotated[str, _option("Where transformers' model runs, first.")] = "cpu",
+    transformers_device: Annotated[str, _option("DEVICE", "Where transformers' model runs, first.")] = "cpu",
 ) -> int:
     """Compare every point of MODEL on vLLM with transformers: values, changes, skipped layers.
 
     Both compute in float32 by default; --dtype changes vLLM's. Exits with 1 if a comparison differs or a
-    change silently has no effect. vLLM's own options are passed on, see vllm serve --help=all.
+    change silently has no effect. Options of vllm serve are taken too; vllm serve --help=all lists them.
     """
+    arguments = [*context.args, *(["--revision", revision] if revision else [])]
+    importlib.import_module("app.start_checks").check_arguments(model, arguments, _flags(context))
     command = importlib.import_module("app.check_command")
     options = given_options(prompt=prompt, layers=layers, revision=revision, tolerance=tolerance)
     request = command.CheckRequest(

@@ -7,6 +7,11 @@ this one, which imports nothing heavy: the command line is imported only in the 
 from __future__ import annotations
 
 import importlib
+import logging
+
+# Until vLLM has read its options, here and in the engine's process: what it says of Triton while it is
+# imported helps nobody who starts a server.
+logging.getLogger("vllm").setLevel(logging.ERROR)
 
 
 def main() -> int:

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from pydantic import ValidationError
 
-from app.settings import Settings
+from app.settings import Settings, misspelt_variable
 
 
 class CommandError(Exception):
     """A command that cannot run; the message says what to change."""
 
 
-def settings_error(error: ValidationError, options: Collection[str] = ()) -> CommandError:
-    """Return the error for the first invalid setting.
+def read_settings(options: Mapping[str, Any] | None = None) -> Settings:
+    """Return the settings of the environment and the command line.
 
     Args:
-        error: The problems of all settings.
-        options: Settings that the command line sets; others are environment variables.
+        options: Settings that the command line sets.
+
+    Raises:
+        CommandError: One is wrong, or a variable has a misspelt name.
     """
+    misspelt = misspelt_variable()
+    if misspelt is not None:
+        name, setting = misspelt
+        raise CommandError(f"there is no setting {name}; did you mean {setting}? See docs/settings.md")
+    try:
+        return Settings(**(options or {}))
+    except ValidationError as error:
+        raise _settings_error(error, options or ()) from error
+
+
+def _settings_error(error: ValidationError, options: Collection[str]) -> CommandError:
+    """Return the error for the first invalid setting."""
     first = error.errors(include_url=False)[0]
     name = ".".join(map(str, first["loc"]))
     problem = f"{first['msg']}, got {first['input']!r}; see docs/settings.md"
@@ -31,4 +46,4 @@ def settings_error(error: ValidationError, options: Collection[str] = ()) -> Com
     return CommandError(f"the variable {name} is wrong: {problem}")
 
 
-__all__ = ["CommandError", "settings_error"]
+__all__ = ["CommandError", "read_settings"]

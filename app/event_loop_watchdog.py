@@ -1,8 +1,8 @@
 """Detects, counts and logs stalls of the event loop, from another thread.
 
 Everything that a server does depends on its event loop. A blocking computation that should have run elsewhere
-otherwise only shows as slow responses for all clients, without a hint at its cause. The log therefore says
-where the loop's thread was.
+otherwise only shows as slow responses for all clients. The log has one sentence for each stall, and at
+``DEBUG`` where the loop's thread was.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ class EventLoopWatchdog:
                 self._beat, self._reported_s = time.monotonic(), 0.0
             if lag_s >= _MIN_STALL_S:
                 self._count(lag_s - reported_s, is_new=not reported_s)
-                logger.warning("the event loop continues after a stall of %.1f s", lag_s)
+                # If nobody could watch, as while one call held the GIL, this is the first report.
+                level = logging.INFO if reported_s else logging.WARNING
+                logger.log(level, "the event loop continues after it was blocked for %.1f s", lag_s)
             await asyncio.sleep(_HEARTBEAT_S)
 
     async def watch(self) -> None:
@@ -72,7 +74,9 @@ class EventLoopWatchdog:
                 self._reported_s = lag_s
             self._count(lag_s - reported_s, is_new=not reported_s)
             if not reported_s:
-                logger.warning("the event loop has been blocked for %.1f s, in %s", lag_s, self._where())
+                logger.warning("the event loop has been blocked for %.1f s; requests wait", lag_s)
+                if logger.isEnabledFor(logging.DEBUG):
+                    logger.debug("the event loop is blocked in %s", self._where())
 
     def _count(self, seconds: float, *, is_new: bool) -> None:
         if self._counted is not None:

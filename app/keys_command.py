@@ -24,7 +24,7 @@ from api_schemas.keys import CreatedKey, Key, Limits, NewKey, Rotation, Scope, T
 from app.audit.changes import of_command
 from app.auth.keys import Keys
 from app.auth.secrets import parsed
-from app.command_error import CommandError, settings_error
+from app.command_error import CommandError, read_settings
 from app.settings import Settings
 from app.storage.audit import AuditStore
 from app.storage.database import Database, DatabaseError
@@ -50,10 +50,7 @@ def run(arguments: Sequence[str]) -> None:
         CommandError: The command cannot be performed.
         typer.TyperException: The arguments are wrong.
     """
-    try:
-        settings = Settings()
-    except ValidationError as error:
-        raise settings_error(error) from error
+    settings = read_settings()
     try:
         _COMMANDS(list(arguments), prog_name="nnsight-engine keys", standalone_mode=False, obj=settings)
     except (ApiError, DatabaseError) as error:
@@ -102,21 +99,24 @@ def _change(settings: Settings, command: str, subject: str, work: Work[Changed])
 @_COMMANDS.command()
 def create(  # noqa: PLR0913, PLR0917 - options of a command
     context: typer.Context,
-    tenant: Annotated[str, typer.Option(help="The owner: a team or a customer.")],
-    scopes: Annotated[str, typer.Option(help="Its permissions, separated by commas.")] = "completions",
-    name: Annotated[str, typer.Option(help="A description.")] = "",
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="The owner: a team or a customer.")],
+    scopes: Annotated[
+        str, typer.Option(metavar="SCOPES", help="Its permissions, separated by commas.")
+    ] = "completions",
+    name: Annotated[str, typer.Option(metavar="TEXT", help="A description.")] = "",
     tier: Annotated[Tier, typer.Option(help="How its code runs.")] = Tier.SANDBOXED,
-    limits: Annotated[str, typer.Option(help=_LIMITS_HELP)] = "",
+    limits: Annotated[str, typer.Option(metavar="LIMITS", help=_LIMITS_HELP)] = "",
     trusted_codecs: Annotated[  # noqa: FBT002 - a flag
         bool,
         typer.Option("--trusted-codecs", help="Also accept its blocks as pickles, which can run any code."),
     ] = False,
-    expires: Annotated[float | None, typer.Option(help="Days until it ends.")] = None,
+    expires: Annotated[float | None, typer.Option(metavar="DAYS", help="Days until it ends.")] = None,
     presets: Annotated[
         str,
         typer.Option(
+            metavar="NAMES",
             help="The only presets by which it may intervene, like `calm,brief@2`; those with code need a "
-            "version; any if omitted."
+            "version; any if omitted.",
         ),
     ] = "",
 ) -> None:
@@ -138,9 +138,11 @@ def create(  # noqa: PLR0913, PLR0917 - options of a command
 def adopt(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(help="A file that contains only the key, `nns_…`.")],
-    tenant: Annotated[str, typer.Option(help="The owner: a team or a customer.")],
-    scopes: Annotated[str, typer.Option(help="Its permissions, separated by commas.")] = "completions",
-    name: Annotated[str, typer.Option(help="A description.")] = "",
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="The owner: a team or a customer.")],
+    scopes: Annotated[
+        str, typer.Option(metavar="SCOPES", help="Its permissions, separated by commas.")
+    ] = "completions",
+    name: Annotated[str, typer.Option(metavar="TEXT", help="A description.")] = "",
 ) -> None:
     """Register the key that a file contains, such as an orchestrator's secret, unless it is registered."""
     new = NewKey(tenant=tenant, scopes=_scopes(scopes), name=name)
@@ -171,13 +173,17 @@ def adopt(
 @_COMMANDS.command("list")
 def list_keys(
     context: typer.Context,
-    tenant: Annotated[str | None, typer.Option(help="Only keys of this tenant.")] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="Only keys of this tenant.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,  # noqa: FBT002 - a flag
 ) -> None:
     """List keys, newest first, including those that have ended."""
     keys = asyncio.run(_on_keys(context.obj, lambda keys: keys.page(tenant)))
     if as_json:
         typer.echo(json.dumps([key.model_dump(mode="json") for key in keys], indent=2))
+        return
+    if not keys:
+        of_tenant = "" if tenant is None else f" of {tenant}"
+        typer.echo(f"There are no keys{of_tenant}; nnsight-engine keys create makes one.", err=True)
         return
     table = Table(
         Column("id", no_wrap=True), "tenant", "name", "scopes", "tier", "limits", "presets", "created",
@@ -209,7 +215,9 @@ def limit(
 def rotate(
     context: typer.Context,
     key_id: Annotated[str, typer.Argument(help="The key's id.")],
-    grace: Annotated[float, typer.Option(help="Hours for which the old key remains valid.")] = 0.0,
+    grace: Annotated[
+        float, typer.Option(metavar="HOURS", help="Hours for which the old key remains valid.")
+    ] = 0.0,
 ) -> None:
     """Replace a key by a new one with the same rights, and print it."""
     rotation = Rotation(grace_s=grace * 3600)

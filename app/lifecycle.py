@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 
 from api_schemas.errors import ApiError, ErrorCode
 from app.request_deadline import RequestDeadline
+from nnsight_engine.core.errors import UnsupportedOptionError
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +80,8 @@ class Lifecycle:
 
     Args:
         engine: The engine to start, to watch and to close.
-        on_engine_failure: Called once if the engine does not start or dies too often, so that a command line
-            can end the process.
+        on_engine_failure: Called once, with the reason, if the engine does not start or dies too often, so
+            that a command line can end the process.
         restarts: The restart policy; by default the engine is never restarted.
 
     Attributes:
@@ -90,7 +91,7 @@ class Lifecycle:
     def __init__(
         self,
         engine: Startable,
-        on_engine_failure: Callable[[], None] | None = None,
+        on_engine_failure: Callable[[str], None] | None = None,
         restarts: Restarts | None = None,
     ) -> None:
         self._engine = engine
@@ -100,6 +101,7 @@ class Lifecycle:
         self._tasks: list[asyncio.Task[None]] = []
         self._has_started = asyncio.Event()
         self._has_failed = False
+        self._failure = "the engine did not start; its error is above"
         self._is_restarting = False
         self._is_draining = False
         self._has_drained = False
@@ -228,7 +230,7 @@ class Lifecycle:
         if not self._is_draining:
             self._has_failed = True
             if self._on_engine_failure is not None:
-                self._on_engine_failure()
+                self._on_engine_failure(self._failure)
 
     async def _restart(self) -> bool:
         """Restart the engine; return False if the server is draining or the restart policy is exhausted."""
@@ -236,9 +238,8 @@ class Lifecycle:
         while not self._is_draining:
             delay_s = self._delay_s()
             if delay_s is None:
-                logger.error(
-                    "the engine has failed more than %d times; not restarting it again", self._restarts.most
-                )
+                most = self._restarts.most
+                self._failure = f"the engine has failed more than {most} times; not restarting it again"
                 return False
             logger.error("the engine has failed; restarting it in %g s", delay_s)
             try:
@@ -264,6 +265,9 @@ class Lifecycle:
     async def _begin(self) -> bool:
         try:
             await self._engine.start()
+        except UnsupportedOptionError as error:
+            self._failure = str(error)
+            return False
         except Exception:
             logger.exception("the engine did not start")
             return False

@@ -107,7 +107,7 @@ def create_app(
     engine: EngineClient,
     store: ResultStore | None = None,
     *,
-    on_engine_failure: Callable[[], None] | None = None,
+    on_engine_failure: Callable[[str], None] | None = None,
     local: LocalTraceEngine | None = None,
     given_keys: GivenKeys | None = None,
     http: HttpOptions | None = None,
@@ -119,7 +119,8 @@ def create_app(
         engine: The engine client, not started yet.
         store: The store of large results; created from the settings if None. An engine that stores results
             must share it.
-        on_engine_failure: Called if the engine does not start or dies too often, e.g. to end the process.
+        on_engine_failure: Called with the reason if the engine does not start or dies too often, e.g. to end
+            the process.
         local: The engine for traces of models of the transformers library, not started yet.
         given_keys: Keys beside those of the database.
         http: Options of other origins, middleware and documentation; the defaults if None.

@@ -32,6 +32,9 @@ _ENGINE_DEFAULTS: Final = {
     # An image of a few bytes can have this many pixels, of 3 bytes each once it is decoded.
     "VLLM_MAX_IMAGE_PIXELS": str(2**24),
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Warnings of libraries about each other, which nobody who starts a server can act upon.
+    "PYTHONWARNINGS": "ignore:`torch.distributed.reduce_op`:FutureWarning",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
 
@@ -72,7 +75,21 @@ ADAPTER_UPDATES: Final = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 def may_update_adapters() -> bool:
     """Return whether the operator has allowed that LoRA adapters are loaded at run time."""
-    return os.environ.get(ADAPTER_UPDATES, "").strip().lower() in {"1", "true"}  # as vLLM reads it
+    return _is_on(ADAPTER_UPDATES)
+
+
+def may_exceed_max_model_len() -> bool:
+    """Return whether the operator has allowed contexts longer than the model's."""
+    return _is_on("VLLM_ALLOW_LONG_MAX_MODEL_LEN")
+
+
+def uses_other_hub() -> bool:
+    """Return whether vLLM loads models from ModelScope."""
+    return _is_on("VLLM_USE_MODELSCOPE")
+
+
+def _is_on(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() in {"1", "true"}  # as vLLM reads it
 
 
 _SOCKETS: Final = "VLLM_RPC_BASE_PATH"

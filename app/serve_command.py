@@ -1,36 +1,31 @@
 """The command ``nnsight-engine serve``.
 
-Slow steps (importing vLLM, the bundled model, the engine) run behind a progress bar, after everything that
-can be rejected quickly has been checked: invalid arguments, a port in use.
+Slow steps (importing vLLM, the bundled model, the engine) run behind a progress bar, after ``start_checks``
+has refused what it can without them.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import importlib
+import json
 import logging
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from app.addresses import is_loopback
 from app.auth.given_keys import GivenKeys
 from app.certificate_refresh import refresh_certificate
-from app.command_error import CommandError, settings_error
+from app.command_error import CommandError
 from app.engine.local_traces import LocalTraceEngine
-from app.engine.vllm_options import refuse_named, refuse_with_replicas
 from app.http_options import HttpOptions, listening_options, log_options
-from app.keys_command import has_keys
 from app.listen_socket import listening_socket
 from app.main import create_app, new_store
-from app.model_argument import CONFIG, split_model
-from app.observability.logs import is_json, limit_logs, start_logs
+from app.model_argument import CONFIG
+from app.observability.logs import limit_logs, start_logs
 from app.process_environment import (
     engine_trace_options,
     environment_for_traces,
@@ -40,24 +35,35 @@ from app.process_environment import (
 )
 from app.server import DrainingServer, server_config
 from app.settings import Settings
-from app.storage.database import DatabaseError
+from app.start_checks import ServeOptions, Start, check_callers
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.garbage_collection import uncollected
-from nnsight_engine.core.tap_choice import check_taps
 from nnsight_engine.local_engine.process_channel import ProcessOptions
 from nnsight_engine.modeling.bundled import (
     BUNDLED_MODEL_NAME,
     BundledModelError,
     bundled_model_path,
     intact_bundled_model,
+    is_bundled_model,
 )
 from nnsight_engine.sandbox.confine import missing_namespaces
 from nnsight_engine.vllm_backend.versions.check import check_version
 
 logger = logging.getLogger(__name__)
 
-_DEMO_AXIS: Final = 464
-"""A dimension of the bundled model's residual stream along which steering has a readable effect."""
+_STEERED: Final = {
+    "prompt": "I think dogs are",
+    "max_tokens": 24,
+    "temperature": 0,
+    "interventions": [{"op": "steer", "at": "layers.12.output", "vector": "example-joy"}],
+}
+"""A request that a stored example of the bundled model steers."""
+_READ: Final = {
+    "prompt": "The Eiffel Tower is in the city of",
+    "max_tokens": 1,
+    "interventions": [{"op": "logit_lens", "top_k": 1, "where": {"positions": [-1]}}],
+}
+"""A request that works with every model: the token that each layer would predict."""
 
 _COMPILE_COST: Final = (
     "--compile: on CPU the model is compiled anew at every start, which takes about a minute longer than the "
@@ -65,48 +71,29 @@ _COMPILE_COST: Final = (
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """The command's arguments.
-
-    Attributes:
-        arguments: MODEL, if given, and vLLM's own options.
-        compiles: Whether the model is compiled on a CPU.
-        settings: Settings of the server that the command line overrides, by name.
-        replicas: Fields of ``ModelOptions``; empty if this process serves itself.
-    """
-
-    arguments: Sequence[str]
-    compiles: bool
-    settings: Mapping[str, Any]
-    replicas: Mapping[str, Any]
-
-
-def run(options: ServeOptions) -> None:
+def run(start: Start) -> None:
     """Serve until the process is stopped.
 
     Raises:
         CommandError: The server cannot start, or its engine died too often.
     """
     console = Console(stderr=True, highlight=False)
-    settings = _settings(options.settings)
     try:
-        check_taps(settings.taps)
-        model, arguments = split_model(options.arguments)
-        (refuse_with_replicas if options.replicas else refuse_named)(arguments)
         set_engine_defaults()
-        start_logs(settings)
-        if options.replicas:
-            _serve_replicas(model, arguments, options, settings, console)
+        start_logs(start.settings)
+        if start.options.replicas:
+            _serve_replicas(start, console)
         else:
-            _serve(model, arguments, settings, console, compiles=options.compiles)
-    except (BundledModelError, UnsupportedOptionError) as error:
+            _serve(start, console)
+    except (BundledModelError, CommandError, UnsupportedOptionError) as error:
+        if start.settings.log_format == "json":  # this line too, then
+            logger.error("%s", error)  # noqa: TRY400 - one line
+            raise CommandError("") from error
         raise CommandError(str(error)) from error
 
 
-def _serve(
-    model: str | None, options: list[str], settings: Settings, console: Console, *, compiles: bool
-) -> None:
+def _serve(start: Start, console: Console) -> None:
+    model, options, settings, compiles = start.model, start.arguments, start.settings, start.options.compiles
     check_version(settings.vllm_version_check)
     # The bundled model's checksums are verified during the import: hashing releases the GIL.
     bundled = settings.bundled_model_dir
@@ -151,10 +138,9 @@ def _with_options_of_files(settings: Settings, args: argparse.Namespace) -> Sett
     return settings.model_copy(update=given)
 
 
-def _serve_replicas(
-    model: str | None, arguments: list[str], options: ServeOptions, settings: Settings, console: Console
-) -> None:
-    with_keys = _check_callers(settings)
+def _serve_replicas(start: Start, console: Console) -> None:
+    model, options, settings = start.model, start.options, start.settings
+    with_keys = check_callers(settings)
     try:
         command = importlib.import_module("app.replicas.command")
     except ModuleNotFoundError as error:
@@ -168,7 +154,11 @@ def _serve_replicas(
     command.run(
         {
             "models": [
-                {"model": model, "arguments": [*arguments, *_server_options(options)], **options.replicas}
+                {
+                    "model": model,
+                    "arguments": [*start.arguments, *_server_options(options)],
+                    **options.replicas,
+                }
             ]
         },
         settings,
@@ -190,35 +180,6 @@ def _trace_options(options: list[str], settings: Settings) -> list[str]:
     name, *_ = found = engine_trace_options(settings) or [""]
     given = any(option.partition("=")[0] == name for option in options)
     return found if name and not given else []
-
-
-def _settings(options: Mapping[str, Any]) -> Settings:
-    try:
-        return Settings(**options)
-    except ValidationError as error:
-        raise settings_error(error, options) from error
-
-
-def _check_callers(settings: Settings, given: GivenKeys | None = None) -> bool:
-    """Return whether there are any keys, stored or given; without keys, require a loopback address.
-
-    A server without keys admits every caller.
-
-    Raises:
-        CommandError: There are no keys and the address is reachable from other machines, or the database
-            cannot be opened.
-    """
-    try:
-        with_keys = bool(given) or asyncio.run(has_keys(settings))
-    except DatabaseError as error:
-        raise CommandError(str(error)) from error
-    if not with_keys and not is_loopback(settings.host):
-        raise CommandError(
-            f"without keys the server serves this machine only and cannot listen on {settings.host}: create "
-            "a key with `nnsight-engine keys create --tenant NAME --scopes completions,interventions`, give "
-            "--api-key, or omit --host"
-        )
-    return with_keys
 
 
 def _check_sandbox(settings: Settings) -> None:
@@ -243,7 +204,7 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
     http, listening = HttpOptions.of(args), listening_options(args)
     limit_logs(**log_options(args))
     given = GivenKeys(args.api_key or [key for key in [vllm_key()] if key])
-    with_keys = _check_callers(settings, given)
+    with_keys = check_callers(settings, given)
     if "*" in http.allowed_origins and not with_keys:
         raise CommandError(
             "--allowed-origins '[\"*\"]' needs keys: without them every page that somebody on this machine "
@@ -253,8 +214,8 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
     engine = client_module.VLLMEngineClient(args, settings, store)
     failures: list[str] = []
 
-    def stop() -> None:
-        failures.append("the engine did not start, or failed too often; its errors are above")
+    def stop(reason: str) -> None:
+        failures.append(reason)
         server.should_exit = True
 
     app = create_app(
@@ -269,7 +230,7 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
     app.root_path = args.root_path or ""
     config = server_config(app, settings, **listening)
     server = DrainingServer(config)
-    # The socket is bound before the model is loaded, so that a port in use is reported at once.
+    # Bound before the model is loaded, so that another process cannot take it in the meantime.
     sock = listening_socket(config, stall_s=settings.client_stall_timeout_s)
     scheme = "https" if config.is_ssl else "http"
     url = f"unix:{args.uds}" if args.uds else f"{scheme}://{settings.host}:{sock.getsockname()[1]}"
@@ -277,8 +238,8 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
     async def serve() -> None:
         announcing = asyncio.create_task(
             _log_ready(engine, url)
-            if is_json(settings)
-            else _announce(engine, url, console, with_keys=with_keys, with_page=settings.playground)
+            if settings.log_format == "json"
+            else _announce(engine, url, settings, console, with_keys=with_keys)
         )
         beside = [announcing]
         if args.enable_ssl_refresh and config.is_ssl:
@@ -317,35 +278,28 @@ async def _log_ready(engine: Any, url: str) -> None:
     logger.info("ready", extra={"model": engine.engine.spec.name, "url": url})
 
 
-async def _announce(engine: Any, url: str, console: Console, *, with_keys: bool, with_page: bool) -> None:
+async def _announce(engine: Any, url: str, settings: Settings, console: Console, *, with_keys: bool) -> None:
     """Show progress while the engine loads, then print how to reach and try it."""
     with _progress(console) as progress:
         progress.add_task("Loading the engine", total=None)
         await engine.started.wait()
     spec = engine.engine.spec
     who = "holders of a key" if with_keys else "this machine only, because there are no keys"
-    page = f", playground at {url}/playground" if with_page else ""
+    page = f", playground at {url}/playground" if settings.playground else ""
+    source = engine.served().source
+    is_bundled = settings.examples and is_bundled_model(source, cache_dir=settings.bundled_model_dir)
     console.print(
         f"Ready for {who}: {spec.name} at {url}, docs at {url}/docs{page}.", markup=False, soft_wrap=True
     )
-    console.print("Steer it:", _steering_line(url, spec, with_key=with_keys), markup=False, soft_wrap=True)
+    line = _demo_line(url, spec.name, is_bundled=is_bundled, with_key=with_keys)
+    console.print("Steer it:" if is_bundled else "Read it:", line, markup=False, soft_wrap=True)
 
 
-def _steering_line(url: str, spec: Any, *, with_key: bool = False) -> str:
-    """Return a shell command that steers one dimension of the residual stream at the middle layer."""
-    key = " -H 'authorization: Bearer '$NNSIGHT_ENGINE_KEY" if with_key else ""
-    axis = _DEMO_AXIS if spec.hidden_size > _DEMO_AXIS else 1
-    after = spec.hidden_size - axis - 1
-    vector = f"'$(printf '0,%.0s' $(seq {axis}))1$(printf ',0%.0s' $(seq {after}))'"
-    steer = (
-        f'{{"op":"steer","at":"layers.{spec.num_layers // 2}.output","vector":[{vector}],'
-        f'"mode":"norm_match","scale":0.3}}'
-    )
-    body = (
-        f'{{"model":"{spec.name}","prompt":"I think dogs are","max_tokens":24,"temperature":0,'
-        f'"interventions":[{steer}]}}'
-    )
-    return f"curl {url}/v1/completions{key} -H 'content-type: application/json' -d '{body}'"
+def _demo_line(url: str, name: str, *, is_bundled: bool, with_key: bool) -> str:
+    """Return a shell command that shows what a plain server cannot do: a stored vector, or else the lens."""
+    demo: dict[str, Any] = {"model": name, **(_STEERED if is_bundled else _READ)}
+    key = ' -H "Authorization: Bearer $NNSIGHT_ENGINE_KEY"' if with_key else ""
+    return f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{json.dumps(demo)}'"
 
 
 def _progress(console: Console) -> Progress:
@@ -367,4 +321,4 @@ def _reporter(progress: Progress, task: Any) -> Any:
     return report
 
 
-__all__ = ["ServeOptions", "run"]
+__all__ = ["run"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 from types import FrameType
@@ -12,11 +13,13 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from app.event_loop_watchdog import EventLoopWatchdog
-from app.lifecycle import Lifecycle
+from app.lifecycle import Lifecycle, Phase
 from app.listen_socket import HeadLimits, listening_socket, protocol_with_head_limits
 from app.observability.metrics import Metrics
 from app.probes import ProbeServer
 from app.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 _CLOSE_S: Final = 5
 """How long connections may take to close after their requests have completed or were ended."""
@@ -51,11 +54,16 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Reject new work; at the second signal stop waiting, and restore the default handler for a third."""
+        lifecycle = self._context.lifecycle
         if self._captured_signals:
+            logger.warning("ending requests and engine; a third signal ends the process at once")
             self.force_exit = True
-            self._context.lifecycle.give_up()
+            lifecycle.give_up()
             signal.signal(sig, signal.SIG_DFL)
-        self._context.lifecycle.begin_drain()
+        else:
+            awaited = _awaited(lifecycle, self._context.settings.drain_timeout_s)
+            logger.warning("shutting down: %s; a second signal ends this sooner", awaited)
+        lifecycle.begin_drain()
         super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -91,6 +99,15 @@ class DrainingServer(uvicorn.Server):
             await self.lifespan.shutdown()
         self._beating.cancel()
         await asyncio.gather(self._beating, return_exceptions=True)
+
+
+def _awaited(lifecycle: Lifecycle, limit_s: float) -> str:
+    """Return what the end of a server waits for, in words."""
+    number = lifecycle.num_in_flight
+    if number:
+        return f"waiting up to {limit_s:g} s for {number} request{'s' if number > 1 else ''}"
+    is_loading = lifecycle.phase is Phase.STARTING
+    return f"closing the engine{', once it has loaded the model' if is_loading else ''}"
 
 
 def server_config(

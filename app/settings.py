@@ -6,6 +6,7 @@ This is the only module that reads the environment. The setting ``port`` is the 
 
 from __future__ import annotations
 
+import difflib
 import os
 from pathlib import Path
 from typing import Final, Literal
@@ -431,8 +432,8 @@ class Settings(BaseSettings):
 
     # Logs, metrics, OpenTelemetry
 
-    log_format: Literal["json", "text"] | None = Field(
-        default=None, description="Format of the log; if not set, `text` on a terminal, else `json`."
+    log_format: Literal["json", "text"] = Field(
+        default="text", description="Format of the log: `text` for people, or `json`."
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
         default="WARNING", description="Lowest level that the server logs; requests are logged at `INFO`."
@@ -481,6 +482,21 @@ def otlp_traces_endpoint(settings: Settings) -> str:
     if not endpoint or settings.otlp_protocol == "grpc":
         return endpoint
     return f"{endpoint.rstrip('/')}/v1/traces"
+
+
+def misspelt_variable() -> tuple[str, str] | None:
+    """Return an environment variable that is no setting, and the similar name of one; None if all are.
+
+    Others that begin like settings are left alone: they belong to scripts, or to Kubernetes.
+    """
+    prefix = Settings.model_config["env_prefix"]
+    known = [name.upper() for name in (*Settings.model_fields, *ClientSettings.model_fields)]
+    for name in sorted(os.environ):
+        given = name.removeprefix(prefix)
+        if given != name and given not in known:
+            for similar in difflib.get_close_matches(given, known, n=1, cutoff=0.75):
+                return name, f"{prefix}{similar}"
+    return None
 
 
 class ClientSettings(BaseSettings):

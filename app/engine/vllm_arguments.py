@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 from itertools import pairwise
-from typing import Final
+from typing import Final, NoReturn
 
 import torch
+from pydantic import ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args  # there in all versions
 from vllm.entrypoints.launchers.launcher import validate_api_server_args
@@ -30,6 +31,11 @@ _WITHOUT_BF16: Final = "AVX2"
 """torch's name for x86 processors without AVX-512, where a matmul in bfloat16 is about ten times slower."""
 
 
+class _Parser(FlexibleArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UnsupportedOptionError(message)
+
+
 def parse(arguments: list[str], *, compiles: bool = False) -> argparse.Namespace:
     """Return vLLM's parsed ``serve`` arguments.
 
@@ -44,7 +50,7 @@ def parse(arguments: list[str], *, compiles: bool = False) -> argparse.Namespace
         UnsupportedOptionError: An option would be ignored, or would replace what interventions need; or vLLM
             refuses it.
     """
-    parser = make_arg_parser(FlexibleArgumentParser(prog="nnsight-engine serve"))
+    parser = make_arg_parser(_Parser(prog="nnsight-engine serve"))
     args: argparse.Namespace = parser.parse_args(arguments)
     refuse_ignored(args, parser)
     _check(args)
@@ -109,6 +115,13 @@ def model_of_file(path: str) -> str | None:
     return dict(pairwise(options)).get("--model")
 
 
+def message_of(error: Exception) -> str:
+    """Return the first sentence of an error of vLLM's checks: of pydantic's errors the first message."""
+    if isinstance(error, ValidationError):
+        return str(error.errors(include_url=False)[0]["msg"]).removeprefix("Value error, ")
+    return str(error.args[0] if isinstance(error, KeyError) else error)
+
+
 def _check(args: argparse.Namespace) -> None:
     """Import the parsers that plugins add, and check what vLLM's server checks before it loads the model."""
     if args.lora_modules and not args.enable_lora:
@@ -131,5 +144,4 @@ def _check(args: argparse.Namespace) -> None:
             ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
         validate_api_server_args(args)
     except (ImportError, KeyError, OSError, TypeError, ValueError, VLLMClientError) as error:
-        message = error.args[0] if isinstance(error, KeyError) else error
-        raise UnsupportedOptionError(str(message)) from error
+        raise UnsupportedOptionError(message_of(error)) from error

@@ -52,7 +52,7 @@ from app.engine.server_load import counted
 from app.engine.tokenizing import ids_of, texts_of, tokenize_request
 from app.engine.traces import TraceEngine
 from app.engine.vllm_app import VLLMApp
-from app.engine.vllm_arguments import engine_arguments
+from app.engine.vllm_arguments import engine_arguments, message_of
 from app.engine.vllm_errors import raised, translating_engine_death
 from app.engine.vllm_refusals import Refusals, RefusedError
 from app.engine.vllm_requests import started_stream
@@ -69,6 +69,7 @@ from app.storage.process_folders import ProcessFolder, claim_memory_folder, clai
 from app.storage.results import ResultStore
 from app.tenant_budget import TenantBudget
 from nnsight_engine.core.engine_counts import EngineCounts
+from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.token_texts import TokenTexts
 from nnsight_engine.plans.answer_parts import NO_MARKERS
 from nnsight_engine.remote_backend.identity import fingerprint_of
@@ -222,8 +223,11 @@ class VLLMEngineClient:
         for adapter in self._args.lora_modules or ():  # a relative path may be a repository's name
             adapter.path = get_adapter_absolute_path(adapter.path)
         register_connector()
-        arguments = engine_arguments(self._args, self._settings)
-        config = engine_config(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
+        try:
+            arguments = engine_arguments(self._args, self._settings)
+            config = engine_config(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
+        except (OSError, ValueError) as error:  # of vLLM's checks of options and model
+            raise UnsupportedOptionError(message_of(error)) from error
         return InterventionAsyncLLM.create(
             config,
             enable_log_requests=arguments.enable_log_requests,

@@ -1,4 +1,4 @@
-"""The server's log: text for people or one JSON object per line, also for uvicorn's and vLLM's loggers.
+"""The server's log: text for people or one JSON object per line, also of uvicorn's and vLLM's loggers.
 
 Everything is logged by loggers of the standard library and formatted by structlog, which adds the request's
 id and tenant. Content of clients is never logged: no prompts, keys, vectors or code.
@@ -43,9 +43,8 @@ def start_logs(settings: Settings) -> None:
 
     Must run before vLLM is imported, which configures its own loggers.
     """
-    as_json = is_json(settings)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(json_formatter() if as_json else text_formatter())
+    handler.setFormatter(_formatter_of(settings))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
@@ -57,24 +56,20 @@ def start_logs(settings: Settings) -> None:
     uvicorns = logging.getLogger("uvicorn")
     uvicorns.setLevel(max(uvicorns.level, logging.INFO))
     logging.captureWarnings(True)  # noqa: FBT003 - the library's
-    configure_engine_log(settings)
+    set_engine_log(str(importlib.resources.files("app.observability") / _VLLM_CONFIG))
 
 
-def configure_engine_log(settings: Settings) -> None:
-    """Configure the log of vLLM's processes like this one; must run before vLLM is imported."""
-    if is_json(settings):
-        set_engine_log(str(importlib.resources.files("app.observability") / _VLLM_CONFIG))
+def engine_formatter() -> logging.Formatter:
+    """Return the formatter of vLLM's processes, which vLLM's logging configuration names."""
+    return _formatter_of(Settings())
 
 
-def is_json(settings: Settings) -> bool:
-    """Return whether the log is JSON; if not configured, it is unless standard error is a terminal."""
-    if settings.log_format is None:
-        return not sys.stderr.isatty()
-    return settings.log_format == "json"
+def _formatter_of(settings: Settings) -> logging.Formatter:
+    return json_formatter() if settings.log_format == "json" else text_formatter()
 
 
 def json_formatter() -> logging.Formatter:
-    """Return a formatter that writes one JSON object per line; also named in vLLM's logging configuration."""
+    """Return a formatter that writes one JSON object per line."""
     # Local variables contain content of clients.
     tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
     return _formatter(structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer())
@@ -146,7 +141,7 @@ def _of_request(record: Record) -> Mapping[str, Any]:
 
 __all__ = [
     "add_request",
-    "is_json",
+    "engine_formatter",
     "json_formatter",
     "limit_logs",
     "log_request",

@@ -24,7 +24,6 @@ from rich.console import Console
 
 from app.keys_command import has_keys
 from app.listen_socket import listening_socket
-from app.observability.logs import is_json
 from app.process_environment import cluster_address
 from app.replicas.application import no_keys, nodes_of_cluster, replicas_of
 from app.replicas.front import create_front
@@ -180,8 +179,8 @@ def run(options: dict[str, Any], settings: Settings, console: Console, *, with_k
         raise UnsupportedOptionError(f"--replicas: {error.errors(include_url=False)[0]['msg']}") from error
     failures: list[str] = []
 
-    def stop() -> None:
-        failures.append("the replicas did not start; see their errors above, or in Ray's log")
+    def stop(reason: str) -> None:
+        failures.append(f"{reason}; Ray's log has more")
         server.should_exit = True
 
     started = RayReplicas(checked, settings)
@@ -230,7 +229,7 @@ async def _announce(
     while not started.ready:  # noqa: ASYNC110 - models take seconds to load
         await asyncio.sleep(0.2)
     names: Sequence[str] = [one.names[0] for one in options.models]
-    if is_json(settings):
+    if settings.log_format == "json":
         logger.setLevel(logging.INFO)
         logger.info("ready", extra={"models": names, "url": url})
         return

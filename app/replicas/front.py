@@ -245,7 +245,7 @@ def create_front(
     replicas: Callable[[], list[Replicas]],
     started: Startable,
     *,
-    on_failure: Callable[[], None] | None = None,
+    on_failure: Callable[[str], None] | None = None,
     are_keys_required: Callable[[], Awaitable[bool]] | None = None,
 ) -> Starlette:
     """Return the front's ASGI application.
@@ -255,7 +255,7 @@ def create_front(
         options: The options of the replicas.
         replicas: Returns the replicas of each model, once ``started`` is ready.
         started: Starts and closes the replicas with the application.
-        on_failure: Called if they do not start.
+        on_failure: Called with the reason if they do not start.
         are_keys_required: Returns whether there are keys; None if there are.
     """
     front = Front(settings, options, replicas)

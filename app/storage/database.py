@@ -143,10 +143,18 @@ class Database:
             return result
 
     def _open(self) -> Engine:
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = self._directory / "migrate.lock"
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock.touch()
+        except OSError as error:
+            raise DatabaseError(
+                f"the folder {self._directory} cannot be written: {error.strerror}. NNSIGHT_ENGINE_DATA_DIR "
+                "says where it is."
+            ) from error
         # Servers that start at the same time migrate one after another. The lock also covers the switch to
         # WAL, which SQLite refuses to one of two concurrent attempts.
-        with FileLock(self._directory / "migrate.lock"):
+        with FileLock(lock):
             try:
                 return self._migrated()
             except (SQLAlchemyError, CommandError, ImportError) as error:

@@ -46,18 +46,26 @@ class Mode(StrEnum):
 
 
 _Prompt = Annotated[str, typer.Argument(help="The text that the model continues.")]
-_Url = Annotated[str | None, typer.Option(help="The server's address, like http://127.0.0.1:8000.")]
-_Vector = Annotated[str, typer.Option(help="A vector stored on the server, `joy` or `joy@2`.")]
-_OptionalVector = Annotated[str | None, typer.Option(help="Steer with a vector stored on the server.")]
-_LAYER: Final = typer.Option("--layer", help="12, 8:20 or *; may be given several times.")
+_Url = Annotated[
+    str | None, typer.Option(metavar="URL", help="The server's address, like http://127.0.0.1:8000.")
+]
+_Vector = Annotated[
+    str, typer.Option(metavar="NAME", help="A vector stored on the server, `joy` or `joy@2`.")
+]
+_OptionalVector = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Steer with a vector stored on the server.")
+]
+_LAYER: Final = typer.Option("--layer", metavar="LAYERS", help="12, 8:20 or *; may be given several times.")
 _Layers = Annotated[list[str], _LAYER]
 _OptionalLayers = Annotated[list[str] | None, _LAYER]
-_Scale = Annotated[float, typer.Option(help="The strength.")]
+_Scale = Annotated[float, typer.Option(metavar="NUMBER", help="The strength.")]
 _Mode = Annotated[Mode, typer.Option(help="The effect of the vector on the value.")]
-_MaxTokens = Annotated[int, typer.Option(help="The maximum number of generated tokens.")]
-_OptionalMaxTokens = Annotated[int | None, typer.Option(help="The maximum number of tokens of an answer.")]
+_MaxTokens = Annotated[int, typer.Option(metavar="NUMBER", help="The maximum number of generated tokens.")]
+_OptionalMaxTokens = Annotated[
+    int | None, typer.Option(metavar="NUMBER", help="The maximum number of tokens of an answer.")
+]
 _OptionalTemperature = Annotated[
-    float | None, typer.Option(help="0 selects the most likely token each time.")
+    float | None, typer.Option(metavar="NUMBER", help="0 selects the most likely token each time.")
 ]
 
 
@@ -135,7 +143,7 @@ def chat(
 @COMMANDS.command()
 def lens(
     prompt: _Prompt,
-    layers: Annotated[str, typer.Option(help="all, 12, 3:9 or -4:")] = "all",
+    layers: Annotated[str, typer.Option(metavar="LAYERS", help="all, 12, 3:9 or -4:")] = "all",
     show_all: Annotated[  # noqa: FBT002 - a flag
         bool, typer.Option("--all", help="Show every token, in several tables.")
     ] = False,
@@ -176,12 +184,20 @@ def run_batch(
     context: typer.Context,
     *,
     source: Annotated[
-        Path, typer.Option("-i", "--input-file", exists=True, dir_okay=False, help="A request on each line.")
+        Path,
+        typer.Option(
+            "-i", "--input-file", metavar="FILE", exists=True, dir_okay=False, help="A request on each line."
+        ),
     ],
     target: Annotated[
-        Path, typer.Option("-o", "--output-file", dir_okay=False, help="The answers, in the same order.")
+        Path,
+        typer.Option(
+            "-o", "--output-file", metavar="FILE", dir_okay=False, help="The answers, in the same order."
+        ),
     ],
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = CONCURRENCY,
+    concurrency: Annotated[
+        int, typer.Option(metavar="NUMBER", min=1, help="Requests under way at once.")
+    ] = CONCURRENCY,
     url: _Url = None,
 ) -> None:
     """Answer the requests of a file, in the format of OpenAI's batches; bodies may have interventions.

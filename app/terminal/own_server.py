@@ -28,7 +28,7 @@ async def own_server(arguments: Sequence[str]) -> AsyncIterator[Server]:
     """Start ``serve`` with arguments, and yield the server once it is ready; stop it at the end.
 
     Raises:
-        CommandError: It did not start. Its own message is on the terminal.
+        CommandError: It did not start. Without a message if its own is on the terminal.
     """
     key = secrets.token_urlsafe()
     with tempfile.TemporaryDirectory(prefix="nnsight-engine-") as folder:
@@ -54,7 +54,11 @@ async def _ready(process: asyncio.subprocess.Process, uds: str) -> None:
                 if (await client.get("/health/ready")).is_success:
                     return
             await asyncio.sleep(_POLL_S)
-    raise CommandError("the server for the batch did not start; its message is above")
+    # Ended by itself, it has said why, and that shall be the last line.
+    is_killed = process.returncode < 0
+    raise CommandError(
+        f"the server for the batch was ended by signal {-process.returncode}" if is_killed else ""
+    )
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 from collections.abc import Iterator
@@ -19,6 +20,9 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        # At its end nanobind prints all objects that are left, of Triton for example, as leaks.
+        atexit.unregister(gc.unfreeze)
+        atexit.register(gc.unfreeze)
         if was_enabled:
             gc.enable()
 

@@ -60,7 +60,7 @@ def bundled_model_path(
     Raises:
         BundledModelError: The weights' package is not installed, or the cache cannot be written.
     """
-    target = _folder(cache_dir)
+    target = bundled_model_folder(cache_dir=cache_dir)
     try:
         return ensure_folder(target, build or _convert, progress=progress or _silence)
     except FolderLockTimeoutError as error:
@@ -80,7 +80,7 @@ def intact_bundled_model(*, cache_dir: Path | None = None) -> Path | None:
     Args:
         cache_dir: See ``bundled_model_path``, which the caller calls next if the result is None.
     """
-    target = _folder(cache_dir)
+    target = bundled_model_folder(cache_dir=cache_dir)
     return target if find_fault(target) is None else None
 
 
@@ -91,10 +91,15 @@ def is_bundled_model(source: str, *, cache_dir: Path | None = None) -> bool:
         source: The folder, or another name of a model.
         cache_dir: See ``bundled_model_path``.
     """
-    return Path(source).resolve() == _folder(cache_dir).resolve()
+    return Path(source).resolve() == bundled_model_folder(cache_dir=cache_dir).resolve()
 
 
-def _folder(cache_dir: Path | None) -> Path:
+def bundled_model_folder(*, cache_dir: Path | None = None) -> Path:
+    """Return the folder of the bundled model, whether or not it has been built.
+
+    Args:
+        cache_dir: See ``bundled_model_path``.
+    """
     root = cache_dir or Path(platformdirs.user_cache_dir("nnsight-engine"))
     version = hashlib.sha256(_RECIPE.encode()).hexdigest()[:8]
     return root / "models" / f"{BUNDLED_MODEL_NAME}-{version}"

@@ -53,6 +53,10 @@ async def test_a_second_signal_ends_the_wait(tmp_path: Path, kind: signal.Signal
         server.process.send_signal(kind)
         assert await server.ended() != 0
         assert "draining" in (await running)[-2]
+        assert server.process.stderr is not None
+        said = (await server.process.stderr.read()).decode()
+        assert "shutting down: waiting up to 150 s for 1 request; a second signal ends this sooner" in said
+        assert "ending requests and engine; a third signal ends the process at once" in said
 
 
 async def test_a_server_whose_engine_dies_too_often_ends_and_says_so(tmp_path: Path) -> None:
@@ -65,7 +69,9 @@ async def test_a_server_whose_engine_dies_too_often_ends_and_says_so(tmp_path: P
         await wait_for_async(server.ready)
         assert await server.ended() == 1
         assert server.process.stderr is not None
-        assert b"failed too often" in await server.process.stderr.read()
+        lines = (await server.process.stderr.read()).decode().splitlines()
+        assert lines[-1] == "the engine has failed more than 2 times; not restarting it again"
+        assert lines.count(lines[-1]) == 1
 
 
 async def _has(lines: list[str], number: int) -> bool:

@@ -138,6 +138,19 @@ async def test_no_page_refers_to_another_origin(serve: Serve) -> None:
                 assert not re.search(r"https?://(cdn|cdnjs|fonts|unpkg)\b", asset.text), (path, url)
 
 
+async def test_the_root_leads_browsers_to_the_playground_and_nobody_else(serve: Serve) -> None:
+    for has_page in (True, False):
+        async with serve(playground=has_page) as server:
+            html = await server.client.get(
+                "/", headers={"accept": "text/html,application/xml;q=0.9,*/*;q=0.8"}
+            )
+            plain = await server.client.get("/")
+        assert (html.status_code, html.headers.get("location")) == (
+            (307, "/playground") if has_page else (404, None)
+        )
+        assert (plain.status_code, plain.json()["error"]["code"]) == (404, "not_found")
+
+
 async def test_every_page_may_load_what_this_server_has_alone(serve: Serve) -> None:
     async with serve() as server:
         for path, page in (await pages(server)).items():

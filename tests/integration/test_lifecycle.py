@@ -138,7 +138,7 @@ async def test_an_engine_that_dies_is_started_again(
 async def test_each_death_in_a_row_is_waited_for_twice_as_long():
     engine = Mortal(lives_s=0)
     failures: list[float] = []
-    lifecycle = Lifecycle(engine, lambda: failures.append(time.monotonic()), Restarts(3, 60, 0.05))
+    lifecycle = Lifecycle(engine, lambda _: failures.append(time.monotonic()), Restarts(3, 60, 0.05))
     lifecycle.start()
     await wait_for_async(lambda: bool(failures))
     pauses = [after - before for before, after in itertools.pairwise(engine.starts)]
@@ -159,7 +159,7 @@ async def test_each_death_in_a_row_is_waited_for_twice_as_long():
 async def test_an_engine_that_cannot_be_started_again_is_given_up():
     engine = Mortal(lives_s=0.01, num_starts=1)
     failures: list[bool] = []
-    lifecycle = Lifecycle(engine, lambda: failures.append(True), Restarts(2, 60, 0.01))
+    lifecycle = Lifecycle(engine, lambda _: failures.append(True), Restarts(2, 60, 0.01))
     lifecycle.start()
     await wait_for_async(lambda: bool(failures))
     assert (len(engine.starts), lifecycle.phase, failures) == (3, Phase.DEAD, [True])
@@ -184,7 +184,7 @@ async def test_an_engine_that_does_not_start_is_dead_and_reported_once(
     store = new_store(settings)
     engine = FakeEngineClient(settings, store, FakeBehaviour(start_error=RuntimeError("no such model")))
     reports: list[str] = []
-    app = create_app(settings, engine, store, on_engine_failure=lambda: reports.append("failed"))
+    app = create_app(settings, engine, store, on_engine_failure=reports.append)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client,
@@ -192,5 +192,5 @@ async def test_an_engine_that_does_not_start_is_dead_and_reported_once(
         await wait_for_async(lambda: bool(reports))
         error_of(await client.get("/health/live"), 503, "engine_dead")
         error_of(await client.get("/v1/models"), 503, "engine_dead")
-    assert reports == ["failed"]
+    assert reports == ["the engine did not start; its error is above"]
     assert "no such model" in caplog.text

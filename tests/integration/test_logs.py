@@ -7,7 +7,9 @@ import contextlib
 import io
 import json
 import logging
+import re
 import sys
+import threading
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
@@ -17,7 +19,8 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import Scope
 from app.audit.records import SAMPLING
-from app.observability.logs import start_logs
+from app.event_loop_watchdog import EventLoopWatchdog
+from app.observability.logs import engine_formatter, start_logs
 from app.request_context import RequestContext
 from app.settings import Settings
 from nnsight_engine.core.work_context import current_work
@@ -29,6 +32,7 @@ from tests.fakes.results import MODEL
 from tests.integration.conftest import Serve
 from tests.integration.scripted_traces import Jobs, ScriptedEngine
 from tests.integration.tenants import Tenants
+from tests.waiting import wait_for, wait_for_async
 
 SECRET = "swordfish"
 NUMBER = 31415.92653
@@ -135,18 +139,44 @@ def test_uvicorn_s_and_other_loggers_go_the_same_way(log: Log) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("chosen", "is_terminal", "as_json"), [
-    (None, True, False), (None, False, True), ("json", True, True), ("text", False, False),
-])  # fmt: skip
-def test_a_terminal_gets_text_by_default(
-    monkeypatch: pytest.MonkeyPatch, log: Log, chosen: str | None, *, is_terminal: bool, as_json: bool
+@pytest.mark.parametrize("chosen", [None, "text", "json"])
+def test_the_setting_alone_decides_on_the_format_of_all_loggers(
+    monkeypatch: pytest.MonkeyPatch, log: Log, chosen: str | None
 ) -> None:
     monkeypatch.setattr(sys, "stderr", log.stream)  # which pytest has put back since
-    monkeypatch.setattr(log.stream, "isatty", lambda: is_terminal)
-    start_logs(Settings.model_validate({"log_format": chosen}))
+    if chosen is not None:
+        monkeypatch.setenv("NNSIGHT_ENGINE_LOG_FORMAT", chosen)
+    start_logs(Settings())
     logging.getLogger("app").warning("said")
-    assert log.text.startswith("{") is as_json
-    assert "said" in log.text
+    record = logging.makeLogRecord(
+        {"name": "vllm.engine", "msg": "told", "levelno": 40, "levelname": "ERROR"}
+    )
+    lines = [log.text.strip(), engine_formatter().format(record)]
+    assert [line.startswith("{") for line in lines] == [chosen == "json"] * 2
+    assert ["said" in lines[0], "told" in lines[1]] == [True, True]
+
+
+async def test_a_blocked_loop_is_one_sentence_and_its_stack_is_for_debugging(log: Log) -> None:
+    watchdog, is_over = EventLoopWatchdog(None), threading.Event()
+
+    async def watch() -> None:
+        watching = asyncio.create_task(watchdog.watch())
+        await asyncio.to_thread(is_over.wait)
+        watching.cancel()
+
+    watcher = threading.Thread(target=lambda: asyncio.run(watch()))
+    beating = asyncio.create_task(watchdog.beat())
+    await asyncio.sleep(0)
+    watcher.start()
+    wait_for(lambda: len(log.lines) == 2)  # blocks this loop
+    await wait_for_async(lambda: len(log.lines) == 3)
+    beating.cancel()
+    is_over.set()
+    await asyncio.to_thread(watcher.join)
+    (sentence,) = [line["event"] for line in log.lines if line["level"] == "warning"]
+    assert re.fullmatch(r"the event loop has been blocked for [\d.]+ s; requests wait", sentence)
+    (stack,) = [line["event"] for line in log.lines if line["level"] == "debug"]
+    assert "waiting.py" in stack
 
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"

@@ -72,6 +72,12 @@ def check_version(choice: VersionCheck, sources: VLLMSources | None = None) -> N
     logger.warning("%s", message)
 
 
+def is_tested_version() -> bool:
+    """Return whether the installed version of vLLM is the tested one, without importing it."""
+    sources = _installed()
+    return sources is not None and _known(sources.version) == TESTED_VERSION
+
+
 def check_from_environment() -> None:
     """Compare the installed version of vLLM as the environment variable says.
 
@@ -117,4 +123,5 @@ __all__ = [
     "VersionCheck",
     "check_from_environment",
     "check_version",
+    "is_tested_version",
 ]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import json
+import os
+import re
+import socket
 import subprocess
 import sys
 import threading
@@ -15,20 +19,25 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from rich.console import Console
 
 import nnsight_engine
+from api_schemas.interventions import parse_interventions
 from api_schemas.keys import Key, NewKey
-from app import serve_command
+from api_schemas.operations import LogitLens, Steer
+from app import serve_command, start_checks
 from app.auth.keys import Keys
 from app.auth.secrets import Secret
 from app.cli import main
 from app.command_error import CommandError
 from app.model_argument import split_model
 from app.process_environment import environment_for_traces
-from app.serve_command import ServeOptions, _check_callers, _check_sandbox, _steering_line
+from app.serve_command import _announce, _check_sandbox
 from app.settings import Settings
+from app.start_checks import Start, check_callers
 from app.storage.database import Database
 from app.storage.tables import AuditRow
+from nnsight_engine.modeling.bundled import bundled_model_folder
 
 
 def test_without_a_command_it_shows_its_usage_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,6 +46,31 @@ def test_without_a_command_it_shows_its_usage_and_fails(capsys: pytest.CaptureFi
     for arguments in (["serve", "--help"], ["serve", "model", "-h"]):
         assert main(arguments) == 0
         assert "nnsight-engine serve [MODEL]" in capsys.readouterr().out
+
+
+COMMANDS = ("serve", "check", "chat", "lens", "steer", "run-batch", "keys create", "keys list", "keys rotate")
+
+
+def test_help_names_values_by_words_and_says_where_vllms_options_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    for command in COMMANDS:
+        assert main([*command.split(), "--help"]) == 0
+        shown = capsys.readouterr().out
+        assert re.search(r"INTEGER|FLOAT|RANGE|BOOL", shown) is None, command
+        assert ("--help=all" in shown) == (command in {"serve", "check"})
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    for words, found in (("nnsight-engine ser", "serve"), ("nnsight-engine serve --tap", "--taps")):
+        variables = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        answer = subprocess.run(
+            [sys.executable, "-m", "app"],
+            env={**os.environ, "_NNSIGHT_ENGINE_COMPLETE": "complete_bash", **variables},
+            capture_output=True, check=True, text=True,
+        )  # fmt: skip
+        assert answer.stdout.split() == [found]
 
 
 def test_a_bad_setting_is_one_line_that_names_the_variable(
@@ -53,6 +87,7 @@ def test_replicas_are_asked_for_before_anything_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(tmp_path))
+    monkeypatch.setattr(start_checks, "check_model", lambda *_: None)
     for arguments, status, expected in (
         (["--replicas", "two"], 2, "'--replicas'"),
         (["--replicas", "2", "--host", "0.0.0.0"], 1, "without keys"),
@@ -121,6 +156,8 @@ def test_keys_are_made_replaced_and_ended(own_data: Path, capsys: pytest.Capture
     assert "requests_per_minute=60, concurrency=4" in capsys.readouterr().err
     assert main(["keys", "list"]) == 0
     assert made["id"] in capsys.readouterr().out
+    assert main(["keys", "list", "--tenant", "other"]) == 0
+    assert "There are no keys of other; nnsight-engine keys create" in capsys.readouterr().err
 
 
 def test_a_key_that_a_file_has_is_made_once_and_stays_ended(
@@ -213,10 +250,10 @@ def test_what_keys_does_not_understand_is_one_line(
 def test_without_keys_it_does_not_listen_to_other_machines(own_data: Path) -> None:
     elsewhere = Settings(host="0.0.0.0")
     with pytest.raises(CommandError, match="keys create"):
-        _check_callers(elsewhere)
-    assert not _check_callers(Settings())
+        check_callers(elsewhere)
+    assert not check_callers(Settings())
     assert main(["keys", "create", "--tenant", "acme"]) == 0
-    assert _check_callers(elsewhere)
+    assert check_callers(elsewhere)
 
 
 @pytest.mark.parametrize(
@@ -272,34 +309,175 @@ def test_the_model_comes_first_or_as_an_option_or_not_at_all() -> None:
     assert split_model(["a/b", "--seed", "1", "--config=f"]) == ("a/b", ["--config", "f", "--seed", "1"])
 
 
-@pytest.mark.parametrize("hidden_size", [576, 64])
-def test_the_line_to_try_is_a_steering_request_in_a_shell(hidden_size: int) -> None:
-    spec = SimpleNamespace(name="m", num_layers=30, hidden_size=hidden_size)
-    line = _steering_line(f"http://127.0.0.1:{Settings().port}", spec)
-    assert "\n" not in line
+@pytest.mark.parametrize(("source", "op"), [(bundled_model_folder(), Steer), ("gpt2", LogitLens)])
+def test_the_line_to_try_is_a_short_request_in_a_shell(source: object, op: type) -> None:
+    spec, started, file = SimpleNamespace(name="m"), asyncio.Event(), io.StringIO()
+    started.set()
+    engine = SimpleNamespace(
+        engine=SimpleNamespace(spec=spec), started=started, served=lambda: SimpleNamespace(source=source)
+    )
+    console = Console(file=file)
+    asyncio.run(_announce(engine, "http://127.0.0.1:8000", Settings(), console, with_keys=True))
+    ready, line = file.getvalue().splitlines()
+    assert ready.startswith("Ready for holders of a key: m at http://127.0.0.1:8000,")
+    line = line.partition(": ")[2]
+    assert len(line) < 350
+    assert '-H "Authorization: Bearer $NNSIGHT_ENGINE_KEY"' in line
     body = subprocess.run(
         ["bash", "-c", 'curl() { printf "%s" "${@: -1}"; }; ' + line],
         capture_output=True,
         check=True,
         text=True,
     ).stdout
-    (steer,) = json.loads(body)["interventions"]
-    assert steer["op"] == "steer"
-    assert len(steer["vector"]) == hidden_size
-    assert sum(steer["vector"]) == 1
+    (parsed,) = parse_interventions(json.loads(body)["interventions"])
+    assert isinstance(parsed, op)
+
+
+CONFIG = {"num_hidden_layers": 4, "max_position_embeddings": 2048, "num_attention_heads": 9}
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    "a misspelt option": (["serve", "--prot", "8001"], "there is no option --prot; did you mean --port?"),
+    "a misspelt option of vLLM": (["serve", "--max-modle-len=8"], "did you mean --max-model-len?"),
+    "a misspelt command": (["sreve"], "sreve"),
+    "a port in use": (["serve", "--port", "{port}"], "port {port}: Address already in use; choose"),
+    "a port that is none": (
+        ["serve", "--port", "99999"],
+        "--port: Input should be less than or equal to 65535",
+    ),
+    "a host that is none": (["serve", "--host", "127.0.0.1x"], "cannot listen on 127.0.0.1x"),
+    "a host for others without keys": (["serve", "--host", "0.0.0.0"], "keys create"),
+    "a missing folder": (["serve", "./nowhere"], "there is no folder ./nowhere"),
+    "a file": (["serve", "{folder}/config.json"], "config.json is a file"),
+    "a folder without a model": (["serve", "{folder}/empty"], "empty has no config.json"),
+    "a config that is no JSON": (["serve", "{folder}/broken"], "broken/config.json cannot be read"),
+    "an address": (["serve", "https://huggingface.co/gpt2"], "not an address"),
+    "an unknown name": (
+        ["serve", "nobody/nothing"],
+        "the cache of the Hugging Face Hub has no model nobody/nothing",
+    ),
+    "two models": (["serve", "{folder}", "gpt2"], "unexpected argument 'gpt2': MODEL, a single one"),
+    "a model after the options": (["serve", "--seed", "1", "{folder}"], "comes before the options"),
+    "a context that is too long": (["serve", "{folder}", "--max-model-len", "10M"], "at most 2048"),
+    "no number": (["serve", "-tp", "two"], "it must be a whole number, got 'two'"),
+    "ranks that do not divide": (
+        ["serve", "{folder}", "-tp", "2"],
+        "divide the model's 9 attention heads, got 2",
+    ),
+    "no choice": (["serve", "--dtype", "flaot16"], "got 'flaot16'; did you mean float16?"),
+    "no value": (["serve", "--max-model-len"], "--max-model-len: expected one argument"),
+    "no name": (["serve", "--served-model-name", ""], "--served-model-name must not be empty"),
+    "a layer that is none": (["serve", "{folder}", "--taps", "layers.99.output"], "--taps layers.99.output"),
+    "a point without taps": (["serve", "--taps", "layers.1.mlp.output"], "taps lie in the residual stream"),
+    "a missing file of options": (["serve", "--config", "nowhere.yaml"], "there is no file nowhere.yaml"),
+    "a misspelt setting": (["NNSIGHT_ENGINE_PROT=1", "serve"], "did you mean NNSIGHT_ENGINE_PORT?"),
+    "a wrong setting": (["NNSIGHT_ENGINE_PORT=many", "serve"], "the variable NNSIGHT_ENGINE_PORT is wrong"),
+    "a folder for data that is none": (["NNSIGHT_ENGINE_DATA_DIR=/dev/null/a", "serve"], "/dev/null/a"),
+    "a missing file of a key": (
+        ["keys", "adopt", "/nowhere/key", "--tenant", "a"],
+        "/nowhere/key cannot be read",
+    ),
+    "a missing model to check": (["check", "./nowhere"], "there is no folder ./nowhere"),
+    "a misspelt option of check": (["check", "{folder}", "--promt", "a"], "did you mean --prompt?"),
+}
+"""Mistakes of users: variables and arguments, and a part of the one line that they get."""
+
+# Each in turn, in one process: what was printed, and which slow packages are imported by then.
+EACH = """
+import contextlib, io, json, os, sys
+from app.cli import main
+for arguments in json.load(sys.stdin):
+    variables = dict(one.split("=", 1) for one in arguments if one.startswith("NNSIGHT_ENGINE_"))
+    before = dict(os.environ)
+    os.environ.update(variables)
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        status = main(arguments[len(variables):])
+    os.environ.clear()
+    os.environ.update(before)
+    slow = {"vllm", "torch", "transformers", "fastapi", "ray"} & set(sys.modules)
+    print(json.dumps([status, errors.getvalue().splitlines(), sorted(slow)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, list[Any]]]:
+    """By mistake: the expected part of the message, and status, lines and slow packages."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "empty").mkdir()
+    (folder / "broken").mkdir()
+    (folder / "broken/config.json").write_text("{")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        places = {"{port}": str(taken.getsockname()[1]), "{folder}": str(folder)}
+
+        def filled(text: str) -> str:
+            for place, value in places.items():
+                text = text.replace(place, value)
+            return text
+
+        ran = subprocess.run(
+            [sys.executable, "-c", EACH],
+            input=json.dumps([[*map(filled, one)] for one, _ in MISTAKES.values()]),
+            env={
+                **os.environ,
+                "HF_HUB_OFFLINE": "1",
+                "HF_HUB_CACHE": str(folder / "empty"),
+                "NNSIGHT_ENGINE_DATA_DIR": str(folder / "data"),
+                "NNSIGHT_ENGINE_PORT": "0",
+            },
+            capture_output=True,
+            check=True,
+            text=True,
+        )
+    lines = map(json.loads, ran.stdout.splitlines())
+    return {
+        name: (filled(said), line) for (name, (_, said)), line in zip(MISTAKES.items(), lines, strict=True)
+    }
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_before_anything_slow_is_imported(
+    mistake: str, refused: dict[str, tuple[str, list[Any]]]
+) -> None:
+    said, (status, lines, slow) = refused[mistake]
+    (line,) = lines
+    assert line.startswith("nnsight-engine: ")
+    assert said in line
+    assert status in {1, 2}
+    assert slow == []
 
 
 def test_own_options_become_settings_and_others_reach_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[ServeOptions] = []
+    runs: list[Start] = []
     monkeypatch.setattr(serve_command, "run", runs.append)
-    vllm = ["--dtype", "float32", "-tp", "2", "-O3", "-dph", "--rope={'a': 1}", "--stop-token", "-1"]
-    own = ["--local-engine", "--port=1", "--local-engine-device=cuda:1", "--taps", "off", "--compile"]
+    monkeypatch.setattr(start_checks, "check_model", lambda *_: None)
+    vllm = [
+        "--dtype",
+        "float32",
+        "-tp",
+        "2",
+        "-O3",
+        "--max_model_len=1k",
+        "--hf-overrides={'a': 1}",
+        "--seed",
+        "-1",
+    ]
+    vllm += [
+        "--compilation-config.mode",
+        "3",
+        "-cc.mode=3",
+        "--no-enable-lora",
+        "--served-model-name",
+        "a",
+        "b",
+    ]
+    own = ["--local-engine", "--port=0", "--local-engine-device=cuda:1", "--taps", "off", "--compile"]
     assert main(["serve", "gpt2", *own[:2], *vllm[:5], *own[2:], *vllm[5:], "--replicas", "2"]) == 0
-    (options,) = runs
+    (start,) = runs
+    options = start.options
+    assert (start.model, start.arguments) == ("gpt2", vllm)
     assert options.arguments == ["gpt2", *vllm]
     assert options.compiles
     assert options.settings == {
-        "port": 1,
+        "port": 0,
         "local_engine": True,
         "local_engine_device": "cuda:1",
         "taps": "off",
@@ -310,7 +488,8 @@ def test_own_options_become_settings_and_others_reach_vllm(monkeypatch: pytest.M
 def test_a_replica_gets_the_options_of_its_command(monkeypatch: pytest.MonkeyPatch, own_data: Path) -> None:
     runs: list[Any] = []
     monkeypatch.setattr("app.replicas.command.run", lambda options, *_, **__: runs.append(options))
-    own = ["--local-engine", "--taps=off", "--compile", "--port", "1"]
+    monkeypatch.setattr(start_checks, "check_model", lambda *_: None)
+    own = ["--local-engine", "--taps=off", "--compile", "--port", "0"]
     assert main(["serve", "gpt2", *own, "--dtype", "float32", "--replicas", "2", "--replica-cpus", "1"]) == 0
     arguments = ["--dtype", "float32", "--local-engine", "--taps=off", "--compile"]
     model = {"model": "gpt2", "arguments": arguments, "replicas": 2, "num_cpus": 1.0}
@@ -324,6 +503,27 @@ def test_an_option_without_its_value_says_so(
 ) -> None:
     assert main(["serve", option, *rest]) == 2
     assert option in capsys.readouterr().err
+
+
+CYCLE = """
+from nnsight_engine.core.garbage_collection import uncollected
+
+class Cycle:
+    def __init__(self) -> None:
+        self.me = self
+
+    def __del__(self) -> None:
+        print("collected")
+
+with uncollected():
+    Cycle()
+"""
+
+
+def test_what_an_import_has_left_is_collected_at_the_end() -> None:
+    # nanobind, of Triton, prints 27 lines of leaks otherwise, after the message that counts.
+    answer = subprocess.run([sys.executable, "-c", CYCLE], capture_output=True, text=True, check=True)
+    assert answer.stdout == "collected\n"
 
 
 # What spawning does with the main module of a console script: it runs it again under another name.

@@ -14,11 +14,14 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from api_schemas.errors import ApiError
 from app.engine.adapters import check_adapter_request
+from app.engine.recorded_parser import RECORD
 from app.engine.vllm_arguments import model_of_file, parse
 from app.engine.vllm_options import HANDLED_HERE, REFUSED, TO_ENGINE, refuse_ignored, refuse_with_replicas
 from app.serve_command import _with_options_of_files
 from app.settings import Settings
 from nnsight_engine.core.errors import UnsupportedOptionError
+from nnsight_engine.vllm_backend.versions.check import is_tested_version
+from tests.unit.app.vllm_option_record import recorded
 
 
 @pytest.mark.parametrize(
@@ -51,6 +54,12 @@ def test_every_option_of_vllm_is_passed_on_done_or_refused(parser: FlexibleArgum
     assert named == frozenset.union(*tables)
     assert sum(map(len, tables)) == len(named)
     assert {field.name for field in dataclasses.fields(AsyncEngineArgs)} >= TO_ENGINE
+
+
+def test_the_record_of_vllms_options_is_that_of_the_installed_version() -> None:
+    # Otherwise write it anew: python -m tests.unit.app.vllm_option_record
+    assert json.loads(RECORD.read_text(encoding="utf-8")) == recorded()
+    assert is_tested_version()
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
