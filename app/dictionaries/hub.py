@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import huggingface_hub
-import yaml
+import yaml  # type: ignore[import-untyped] # it has no types
 from huggingface_hub.utils import build_hf_headers
 
 from api_schemas.errors import ApiError, ErrorCode
@@ -37,14 +37,17 @@ _COMMIT: Final = "x-repo-commit"
 _OK: Final = 200
 _MISSING: Final = frozenset({401, 403, 404})
 """The Hub's statuses for files that are not there, or not for this caller; it does not tell which."""
-_PART: Final = r"[A-Za-z0-9_][A-Za-z0-9_.+=-]*"
+_PART: Final = r"[A-Za-z0-9_][A-Za-z0-9_.+=:-]*"
+_REPOSITORY: Final = r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _HF: Final = re.compile(
-    rf"hf://(?P<repository>{_PART}/{_PART})(?:@(?P<revision>{_PART}))?(?P<path>(?:/{_PART})*)/?"
+    rf"hf://(?P<repository>{_REPOSITORY})(?:@(?P<revision>{_PART}))?(?P<path>(?:/{_PART})*)/?"
 )
 _NAMED: Final = re.compile(
     rf"(?P<table>saelens|neuronpedia)://(?P<first>{_PART})/(?P<rest>{_PART}(?:/{_PART})*)"
 )
 _OTHER_TYPES: Final = frozenset({"datasets", "spaces", "buckets", "kernels", "models"})
+_FACTOR: Final = "norm_scaling_factor"
+"""A field of our cfg that SAELens has in its table instead."""
 _TABLE: Final = "pretrained_saes.yaml"
 
 
@@ -221,7 +224,7 @@ def _released(source: str, table: str, first: str, rest: str) -> HubFolder:
         )
     releases = _releases(Path(spec.submodule_search_locations[0], _TABLE))
     if table == "saelens":
-        found = [(first, one) for one in releases.get(first, {}).get("saes", ()) if one["id"] == rest]
+        found = [(first, one) for one in releases.get(first, {}).get("saes", ()) if one.get("id") == rest]
     else:
         found = [
             (name, one)
@@ -241,8 +244,10 @@ def _released(source: str, table: str, first: str, rest: str) -> HubFolder:
             "folder.",
             _PARAM,
         )
-    overrides = {**(release.get("config_overrides") or {}), **(sae.get("config_overrides") or {})}
-    return HubFolder(release["repo_id"], sae["path"].strip("/"), overrides=overrides)
+    overrides = dict(release.get("config_overrides") or {})
+    if sae.get(_FACTOR) is not None:
+        overrides[_FACTOR] = sae[_FACTOR]
+    return HubFolder(release["repo_id"], str(sae["path"]).strip("/"), overrides=overrides)
 
 
 @functools.lru_cache(maxsize=1)

@@ -114,9 +114,8 @@ class Chat:
             asyncio.run(self._stream(request, pieces))
         except KeyboardInterrupt:
             self._notes.print("\nThe answer was cancelled.", style="dim")
-        except (RemoteError, ExceptionGroup) as error:
-            first = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
-            self._notes.print(f"\nnnsight-engine: {plain(str(first))}", markup=False, soft_wrap=True)
+        except RemoteError as error:
+            self._notes.print(f"\nnnsight-engine: {plain(str(error))}", markup=False, soft_wrap=True)
             return
         if pieces:
             messages = request.body(steered=False)["messages"]

@@ -71,8 +71,6 @@ def _reported() -> Iterator[None]:
         yield
     except (RemoteError, ValueError) as error:
         raise CommandError(_message(error)) from error
-    except ExceptionGroup as group:  # of two concurrent requests; the first error is reported
-        raise CommandError(_message(group.exceptions[0])) from group
 
 
 def _message(error: Exception) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from typing import Final
 
@@ -135,7 +134,9 @@ class Comparison:
 
 
 async def steer(server: Server, request: SteeringRequest, title: str, console: Console) -> str:
-    """Request both texts at the same time, show them as they arrive, and return the steered one.
+    """Request both texts, show them as they arrive, and return the steered one.
+
+    One after the other: in one batch, rounding can change a greedy text.
 
     Raises:
         RemoteError: The server refuses a request, or closes the connection early.
@@ -148,9 +149,8 @@ async def steer(server: Server, request: SteeringRequest, title: str, console: C
         shown.done[number] = True
 
     with Live(get_renderable=lambda: shown.draw(console.width), console=console, transient=True):
-        async with asyncio.TaskGroup() as group:
-            for number, is_steered in enumerate((False, True)):
-                group.create_task(follow(number, request.body(steered=is_steered)))
+        for number, is_steered in enumerate((False, True)):
+            await follow(number, request.body(steered=is_steered))
     console.print(shown.draw(console.width))
     console.print(shown.summary())
     return shown.texts[1]

@@ -632,7 +632,8 @@ async def test_releases_are_looked_up_and_the_cache_serves_without_network(
     table = {
         "small-res": {
             "repo_id": "owner/saes", "conversion_func": None, "config_overrides": {"note": "ours"},
-            "saes": [{"id": "blocks.2/x", "path": "layer 2/x", "neuronpedia": "fake/2-res"}],
+            "saes": [{"id": "blocks.2/x", "path": "layer 2/x", "neuronpedia": "fake/2-res",
+                      "norm_scaling_factor": 1.5}],
         },
         "scope": {"repo_id": "owner/scope", "conversion_func": "gemma_2", "saes": [{"id": "a", "path": "a"}]},
     }  # fmt: skip
@@ -657,7 +658,12 @@ async def test_releases_are_looked_up_and_the_cache_serves_without_network(
         answer = await from_hub(server, name)
         assert answer.status_code == 201, answer.text
         config = (await server.client.get(f"{ROUTE}/{answer.json()['id']}/config")).json()
-        assert config == {**CFG, "note": "ours", "source": "hf://owner/saes@c0ffee/layer 2/x"}
+        assert config == {
+            **CFG,
+            "note": "ours",
+            "norm_scaling_factor": 1.5,
+            "source": "hf://owner/saes@c0ffee/layer 2/x",
+        }
     assert "save_model" in error_of(
         await from_hub(server, "saelens://scope/a"), 415, "unsupported_dictionary"
     )
