@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import huggingface_hub
 import yaml  # type: ignore[import-untyped] # it has no types
-from huggingface_hub.utils import build_hf_headers
+from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined] # it is in its reference
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
