@@ -182,7 +182,7 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise _unavailable(f"{type(error).__name__}: {error}") from error
+        raise _unavailable(clip(f"{type(error).__name__}: {error}")) from error
 
 
 async def _bounded(pieces: AsyncIterator[bytes], name: str, max_bytes: int) -> AsyncIterator[bytes]:
@@ -269,9 +269,7 @@ def _wrong(message: str) -> ApiError:
 
 
 def _unavailable(reason: str) -> ApiError:
-    return ApiError(
-        ErrorCode.HUB_UNAVAILABLE, f"The Hub could not be read: {clip(reason)}. Try again later.", _PARAM
-    )
+    return ApiError(ErrorCode.HUB_UNAVAILABLE, f"The Hub could not be read: {reason}.", _PARAM)
 
 
 __all__ = ["CFG_FILE", "WEIGHTS_FILE", "Hub", "HubFolder", "check_hub_allowed", "folder_of", "is_trusted"]

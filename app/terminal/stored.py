@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Final
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
+from rich.table import Column, Table
 
 from api_schemas.names import NAME_RULE, Reference
 from app.terminal.server import JsonObject, Server
@@ -68,8 +68,7 @@ VECTORS: Final = Kind(
     "vec_",
     ".safetensors",
     {
-        "at": lambda one: one["at"],
-        "layers": lambda one: _span(one["layers"]),
+        "at": lambda one: one["at"].replace("*", _span(one["layers"])),
         "best layer": lambda one: (one["training"] or {}).get("best_layer", ""),
         "from": lambda one: (one["training"] or {}).get("method", one["format"]),
     },
@@ -116,10 +115,13 @@ async def show(server: Server, kind: Kind, name: str | None, console: Console) -
         RemoteError: The server refuses, or does not answer.
     """
     found = await _versions(server, kind, name)
-    table = Table("name", *kind.columns, "shared", "created", box=None, pad_edge=False)
+    columns = [Column(one, overflow="fold") for one in (*kind.columns, "shared")]
+    table = Table(
+        Column("name", no_wrap=True), *columns, Column("created", no_wrap=True), box=None, pad_edge=False
+    )
     for one in found:
         cells = [plain(str(cell(one))) for cell in kind.columns.values()]
-        created = datetime.fromtimestamp(one["created_at"], UTC).strftime("%Y-%m-%d %H:%M")
+        created = datetime.fromtimestamp(one["created_at"], UTC).strftime("%Y-%m-%d")
         table.add_row(f"{one['name']}@{one['version']}", *cells, "yes" if one["shared"] else "", created)
     console.print(table if found else f"{server.url} has no {kind.plural}.")
 

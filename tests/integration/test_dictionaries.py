@@ -120,6 +120,10 @@ async def test_fields_may_be_text_and_give_the_point(server: Server, error_of: E
     answer = await server.client.post(ROUTE, files=file, data={**form, "at": "layers.-1.output"})
     assert (answer.status_code, answer.json()["at"]) == (201, "layers.3.output")
     assert await features(server, answer.json()["id"]) == [(3, "cats")]
+    length = int.from_bytes(weights()[:8], "little")
+    header = weights()[8 : 8 + length].ljust(0x0480)  # its length begins as a pickle does
+    padded = len(header).to_bytes(8, "little") + header + weights()[8 + length :]
+    assert (await upload(server, padded)).status_code == 201
 
 
 async def test_another_model_in_the_cfg_is_told(server: Server, folder: Path, error_of: ErrorCheck) -> None:
