@@ -107,11 +107,9 @@ def test_the_commands_steer_and_read_the_lens(bundled_server: Server) -> None:
     wait_for(lambda: httpx.get(f"{bundled_server.base_url}/v1/vectors", params=example).json()["data"])
     joyful = shown("steer", "--max-tokens", "8")
     assert "example-joy × 1 at 14" in joyful
-    baseline, steered = (
-        " ".join(side) for side in zip(*re.findall(r"│ (.+?) *│ +│ (.+?) *│", joyful), strict=True)
-    )
-    assert "the most relatable and endearing pets" in steered
-    assert "relatable" not in baseline
+    rows = re.findall(r"│ (.+?) *│ +│ (.+?) *│", joyful)
+    assert "the most relatable and endearing pets" in " ".join(right for _, right in rows)
+    assert "relatable" not in " ".join(left for left, _ in rows)
 
 
 @pytest.fixture(scope="module")
