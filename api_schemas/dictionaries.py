@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, Discriminator, Field, PrivateAttr, Tag
 
-from api_schemas.fields import Integer, text_or_number
+from api_schemas.fields import Integer, PointText, Strict, text_or_number
 from api_schemas.names import NameOrText, StoredName
 from api_schemas.pages import Listed, Page
 
@@ -97,6 +97,25 @@ class DictionaryUpload(BaseModel):
     at: str | None = None
     output_at: str | None = None
     shared: Literal["true", "false"] = "false"
+
+
+class DictionaryFromHub(Strict):
+    """A dictionary that the server downloads from the Hugging Face Hub, in SAELens' layout.
+
+    Attributes:
+        name: Its name in operations; an existing name gets a new version.
+        source: ``hf://OWNER/NAME/FOLDER``, ``hf://OWNER/NAME@REVISION/FOLDER``, ``saelens://RELEASE/ID`` or
+            ``neuronpedia://MODEL/SOURCE``.
+        at: The point that it reads; by default that of the cfg's ``hook_name``.
+        output_at: The point whose value a transcoder reconstructs; by default that of ``hook_name_out``.
+        shared: Whether every tenant may use it; for keys with the scope ``admin``.
+    """
+
+    name: StoredName
+    source: str = Field(strict=True, min_length=1, max_length=512)
+    at: PointText | None = None
+    output_at: PointText | None = None
+    shared: bool = Field(default=False, strict=True)
 
 
 class Dictionary(Listed):
@@ -194,6 +213,7 @@ __all__ = [
     "MAX_LABEL_CHARACTERS",
     "Dictionary",
     "DictionaryFeature",
+    "DictionaryFromHub",
     "DictionaryList",
     "DictionaryName",
     "DictionaryUpload",

@@ -98,6 +98,8 @@ class ErrorCode(enum.StrEnum):
     INVALID_LABELS = "invalid_labels"
     UNSUPPORTED_DICTIONARY = "unsupported_dictionary"
     DICTIONARY_MEMORY_FULL = "dictionary_memory_full"
+    HUB_NOT_ALLOWED = "hub_not_allowed"
+    HUB_UNAVAILABLE = "hub_unavailable"
     TRAINING_FAILED = "training_failed"
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
@@ -160,6 +162,8 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.DICTIONARY_NAME_TAKEN: 409,
     ErrorCode.DICTIONARY_STORE_FULL: 503,
     ErrorCode.UNSUPPORTED_DICTIONARY: 415,
+    ErrorCode.HUB_NOT_ALLOWED: 403,
+    ErrorCode.HUB_UNAVAILABLE: 503,
     ErrorCode.MODEL_NOT_FOUND: 404,
     ErrorCode.NOT_FOUND: 404,
     ErrorCode.METHOD_NOT_ALLOWED: 405,

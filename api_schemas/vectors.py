@@ -151,8 +151,9 @@ class Vector(Listed):
         sha256: SHA-256 of its numbers: rows by layer, float32, little-endian.
         bytes: The size of its numbers in bytes.
         created_at: The time of its creation, in seconds since 1970.
-        training: Its training data, method and scores; null if it was uploaded.
-        warnings: In the answer of an upload: that its file names another model than the server's.
+        training: Its training data, method and scores; null if they are not known.
+        warnings: In the answer of an upload: that its file names another model than the server's, or has the
+            training of other numbers.
     """
 
     object: Literal["vector"] = "vector"

@@ -1,4 +1,4 @@
-"""The command line: ``nnsight-engine serve | check | keys | chat | lens | steer | run-batch``.
+"""The command line: ``nnsight-engine serve | check | keys | chat | lens | steer | run-batch | vectors | …``.
 
 Imports nothing heavy: the modules that run ``serve`` and ``keys`` take seconds to import, and are imported
 once their options have been read.

@@ -359,6 +359,12 @@ class Settings(BaseSettings):
     max_dictionary_bytes: int = Field(
         default=8 * GIB, ge=1024, description="Largest file of a dictionary's weights."
     )
+    hub_downloads: bool | None = Field(
+        default=None,
+        description="Whether the server downloads dictionaries from the Hugging Face Hub for its clients. If "
+        "not set, for keys with the scope `admin` or, without keys, for clients on this machine. Only for "
+        "these it uses its own token of the Hub.",
+    )
     preset_store_bytes: int = Field(
         default=64 * MIB, ge=0, description="Most bytes of all stored presets, 1 KiB for each included."
     )

@@ -27,7 +27,7 @@ MAX_CFG_BYTES: Final = 256 * 1024
 MAX_LABELS_BYTES: Final = 32 * 1024 * 1024
 _MAX_FIELD_BYTES: Final = 4096
 _SLACK_BYTES: Final = 64 * 1024
-_BEGINNING_BYTES: Final = 8
+_BEGINNING_BYTES: Final = 9
 _MOST: Final = {
     "cfg": MAX_CFG_BYTES,
     "labels": MAX_LABELS_BYTES,
@@ -171,7 +171,8 @@ class _Form:
             )
         if len(self._beginning) < _BEGINNING_BYTES:
             self._beginning += data[:_BEGINNING_BYTES]
-            refuse_pickle("", bytes(self._beginning))
+            if len(self._beginning) >= _BEGINNING_BYTES:
+                refuse_pickle("", bytes(self._beginning))
         self._upload.write(data)
 
     def _end(self) -> None:

@@ -9,25 +9,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import logging
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from starlette.requests import Request
 
-from api_schemas.dictionaries import Dictionary, DictionaryList, FeatureList
+from api_schemas.dictionaries import Dictionary, DictionaryFromHub, DictionaryList, FeatureList
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.fields import Strict
 from api_schemas.names import StoredName
 from app.admission.slot_pool import SlotPool
 from app.allowance import Allowance
 from app.auth.principal import Principal
-from app.body import BodyLimits, check_media_type, read_bytes
+from app.body import BodyLimits, check_media_type, read_bytes, read_object
 from app.body_json import check_depth, parse_object
-from app.dictionaries.form import MAX_LABELS_BYTES, read_form
+from app.dictionaries.form import MAX_CFG_BYTES, MAX_LABELS_BYTES, read_form
+from app.dictionaries.hub import CFG_FILE, WEIGHTS_FILE, Hub, check_hub_allowed, folder_of, is_trusted
 from app.dictionaries.labels import CSV_TYPE, is_json, labels_of_csv, labels_of_object
 from app.dictionaries.names import DictionaryResolver
 from app.dictionaries.places import places_of
+from app.disconnect import while_connected
 from app.engine.client import EngineClient
 from app.errors import validated
 from app.request_context import context_of
@@ -39,12 +42,13 @@ from app.storage.dictionary_files import DictionaryFiles, WeightsUpload
 from app.storage.disk_quota import DiskQuota
 from app.storage.feature_labels import num_label_bytes
 from app.storage.open_files import OpenResult
+from app.storage.received_pieces import in_pieces
 from app.storage.storage_usage import Holder, StoredBytes
 from app.tenant_budget import TenantBudget
 from app.version_service import check_changing, check_sharing
 from nnsight_engine.features.saelens import PARAM as CFG
 from nnsight_engine.features.saelens import read_config
-from nnsight_engine.features.weights_file import check_weights
+from nnsight_engine.features.weights_file import check_weights, refuse_pickle
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +63,9 @@ _SEARCHES: Final = Allowance("searches of labels", total=2, each=1)
 An index would not bound them: words of one or two letters, anywhere in a label, have none.
 """
 _WAITING: Final = Allowance.of("waiting searches of labels", 256, 0.5)
+_DOWNLOADS: Final = Allowance("downloads from the Hub", total=2, each=1)
+_WAITING_DOWNLOADS: Final = Allowance.of("waiting downloads from the Hub", 16, 0.25)
+_MAX_BODY_BYTES: Final = 16 * 1024
 _CHECKS_AT_ONCE: Final = 2
 """Files that are read at once to check their numbers; others of the server's threads stay free."""
 
@@ -94,6 +101,7 @@ class DictionaryService:
         self._adding = asyncio.Lock()
         self._checking = asyncio.Semaphore(_CHECKS_AT_ONCE)
         self._searching = SlotPool(_SEARCHES, _WAITING)
+        self._downloading = SlotPool(_DOWNLOADS, _WAITING_DOWNLOADS)
         self._engine = engine
 
     @property
@@ -149,6 +157,28 @@ class DictionaryService:
                 labels = await self._labels(request, content, num_features, LABELS, is_csv=is_csv)
                 new = dataclasses.replace(new, labels=labels)
             return await self._kept(new, upload)
+
+    async def create_from_hub(
+        self, request: Request, caller: Principal, *, strict: bool = False
+    ) -> Dictionary:
+        """Download the dictionary that a request names and store it.
+
+        Args:
+            request: The request.
+            caller: Its sender.
+            strict: As for ``create``.
+
+        Raises:
+            ApiError: ``hub_not_allowed``, ``not_found``, ``hub_unavailable``; those of ``create``.
+            ClientDisconnect: The client disconnected; the download ends, and nothing is stored.
+        """
+        settings = self._settings
+        limits = BodyLimits(_MAX_BODY_BYTES, settings.max_json_depth, settings.upload_idle_timeout_s)
+        wanted = validated(DictionaryFromHub, await read_object(request, limits))
+        check_sharing(caller, shared=wanted.shared)
+        check_hub_allowed(settings, caller)
+        work = self._downloaded(wanted, caller, strict=strict)
+        return await while_connected(request.receive, work, context_of(request.scope).deadline)
 
     async def add_first(
         self, name: str, weights: bytes, cfg: bytes, labels: Labels, caller: Principal
@@ -265,6 +295,35 @@ class DictionaryService:
         return DictionaryResolver(
             self._store, self._files, engine.capabilities(), engine.served().names, tenant
         )
+
+    async def _downloaded(self, wanted: DictionaryFromHub, caller: Principal, *, strict: bool) -> Dictionary:
+        settings = self._settings
+        hub = Hub(trusted=is_trusted(settings, caller))
+        async with (
+            self._downloading.request(caller.tenant, object()),
+            self._files.receiving(Holder(caller.tenant)) as upload,
+        ):
+            folder = await asyncio.to_thread(folder_of, wanted.source)
+            async with hub.open(folder, CFG_FILE, MAX_CFG_BYTES) as (folder, pieces):
+                cfg = b"".join([piece async for piece in pieces])
+            # The weights are of the same commit.
+            async with hub.open(folder, WEIGHTS_FILE, settings.max_dictionary_bytes) as (folder, pieces):
+                async for piece in in_pieces(pieces):
+                    if not upload.num_bytes:
+                        refuse_pickle("", piece)
+                    upload.reserve(len(piece))
+                    await asyncio.to_thread(upload.write, piece)
+            await asyncio.to_thread(upload.finish)
+            fields = _parsed(cfg, settings.max_json_depth, CFG)
+            cfg = json.dumps({**fields, **folder.overrides, "source": str(folder)}, indent=2).encode()
+            form = _Form(
+                name=wanted.name,
+                at=wanted.at,
+                output_at=wanted.output_at,
+                shared="true" if wanted.shared else "false",
+            )
+            new = await self._checked(form, cfg, upload, caller.tenant, strict=strict)
+            return await self._kept(new, upload)
 
     async def _checked(
         self, form: _Form, cfg: bytes, upload: WeightsUpload, tenant: str, *, strict: bool = False

@@ -8,19 +8,24 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api_schemas.dictionaries import Dictionary, DictionaryList, DictionaryUpload, FeatureList
+from api_schemas.dictionaries import (
+    Dictionary,
+    DictionaryFromHub,
+    DictionaryList,
+    DictionaryUpload,
+    FeatureList,
+)
 from app.context import Intervener, Served
 from app.dictionaries.labels import CSV_TYPE
 from app.forms import FORM_TYPE
-from app.openapi import BINARY, SAFETENSORS_TYPE, error_responses, schema_of
+from app.openapi import BINARY, SAFETENSORS_TYPE, error_responses, json_body, schema_of
 from app.routes.paging import AfterId, OfName, PageLimit, Strict
 from app.services.downloads import download
 
 router = APIRouter(prefix="/v1/dictionaries", tags=["dictionaries"])
 
-_UPLOAD: Final[dict[str, Any]] = {
-    "requestBody": {"required": True, "content": {FORM_TYPE: {"schema": schema_of(DictionaryUpload)}}}
-}
+_UPLOAD: Final = json_body(DictionaryFromHub)
+_UPLOAD["requestBody"]["content"][FORM_TYPE] = {"schema": schema_of(DictionaryUpload)}
 _LABELS: Final[dict[str, Any]] = {
     "requestBody": {
         "required": True,
@@ -49,12 +54,14 @@ _Words = Annotated[str, Query(max_length=256, description="Words that all occur 
     status_code=201,
     summary="Keep a dictionary",
     openapi_extra=_UPLOAD,
-    responses=error_responses(400, 408, 409, 413, 415, 422, 503),
+    responses=error_responses(400, 403, 404, 408, 409, 413, 415, 422, 429, 503),
 )
 async def create_dictionary(
     request: Request, context: Served, caller: Intervener, *, strict: Strict = False
 ) -> Dictionary:
-    """A form with the files of SAELens: the tensors as safetensors, and `cfg.json`."""
+    """A form with SAELens' files, the tensors as safetensors and `cfg.json`; or JSON: a place on the Hub."""
+    if request.headers.get("content-type", "").split(";", 1)[0].strip().lower() == "application/json":
+        return await context.dictionaries.create_from_hub(request, caller, strict=strict)
     return await context.dictionaries.create(request, caller, strict=strict)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import math
 import sys
 from collections.abc import Callable
 from typing import Final
@@ -15,14 +16,20 @@ from typing import Final
 from rich.console import Console
 
 from app.terminal.server import JsonObject, Server
+from app.terminal.steering import Steering, SteeringRequest, steer
+from app.terminal.stored import best_layer
 from app.terminal.text_display import plain
 from nnsight_engine.remote_backend.errors import RemoteError
 
 HELP: Final = """\
-/help   this list
-/reset  start a new conversation
-Ctrl-C  cancel the current answer; its text so far stays in the conversation
-Ctrl-D  end the conversation"""
+/help                 this list
+/vector NAME [LAYER]  steer with a stored vector, by default at its best layer; without NAME, with none
+/scale NUMBER         the strength of the vector
+/preset NAME          use a stored preset; without NAME, none
+/compare              show each answer beside the baseline, or stop that
+/reset                start a new conversation
+Ctrl-C                cancel the current answer; its text so far stays in the conversation
+Ctrl-D                end the conversation"""
 
 
 class Chat:
@@ -30,14 +37,19 @@ class Chat:
 
     Args:
         connect: Opens connections to the server, anew for each answer.
-        options: The fields of every request beside the messages.
+        options: The fields of every request beside the messages and the steering.
+        steering: What steers the answers at first.
         console: Prints the answers.
     """
 
-    def __init__(self, connect: Callable[[], Server], options: JsonObject, console: Console) -> None:
+    def __init__(
+        self, connect: Callable[[], Server], options: JsonObject, steering: Steering, console: Console
+    ) -> None:
         self.messages: list[JsonObject] = []
         self._connect = connect
         self._options = options
+        self._steering = steering
+        self._compares = False
         self._console = console
         self._notes = Console(stderr=True, highlight=False)
 
@@ -58,37 +70,68 @@ class Chat:
             self._send_message(text)
 
     def _send_message(self, text: str) -> None:
-        if text == "/reset":
-            self.messages.clear()
-            self._notes.print("A new conversation begins.", style="dim")
-        elif text == "/help":
-            self._notes.print(HELP, markup=False)
-        elif text.startswith("/"):
-            self._notes.print(f"There is no command {plain(text)}.\n{HELP}", markup=False)
-        elif text:
-            self._answer(text)
+        if not text.startswith("/"):
+            if text:
+                self._answer(text)
+            return
+        command, *arguments = text.split()
+        try:
+            self._notes.print(self._command(command, arguments), markup=False, style="dim")
+        except (RemoteError, ValueError) as error:
+            self._notes.print(f"nnsight-engine: {plain(str(error))}", markup=False, soft_wrap=True)
+
+    def _command(self, command: str, arguments: list[str]) -> str:
+        """Run a command and return what it says; raises ValueError for wrong arguments."""
+        match command, arguments:
+            case "/help", []:
+                return HELP
+            case "/reset", []:
+                self.messages.clear()
+                return "A new conversation begins."
+            case "/vector", [] | [_] | [_, _]:
+                layer = arguments[1:] or [asyncio.run(self._best_layer(one)) for one in arguments]
+                self._steering.vector, self._steering.layers = "".join(arguments[:1]), layer
+            case "/scale", [number]:
+                self._steering.scale = _number(number)
+            case "/preset", [] | [_]:
+                self._steering.preset = "".join(arguments)
+            case "/compare", []:
+                self._compares = not self._compares
+                return f"Answers are {'shown beside' if self._compares else 'shown without'} the baseline."
+            case _:
+                return f"There is no command {plain(' '.join([command, *arguments]))}.\n{HELP}"
+        return f"Answers are steered by {self._steering}." if str(self._steering) else "Nothing steers."
+
+    async def _best_layer(self, vector: str) -> str:
+        async with self._connect() as server:
+            return await best_layer(server, vector)
 
     def _answer(self, text: str) -> None:
         """Stream the answer; append question and answer to the conversation unless it is empty."""
-        messages = [*self.messages, {"role": "user", "content": text}]
+        request = SteeringRequest(text, self._options, self._steering.fields, self.messages)
         pieces: list[str] = []
         try:
-            asyncio.run(self._stream(messages, pieces))
+            asyncio.run(self._stream(request, pieces))
         except KeyboardInterrupt:
             self._notes.print("\nThe answer was cancelled.", style="dim")
         except RemoteError as error:
             self._notes.print(f"\nnnsight-engine: {plain(str(error))}", markup=False, soft_wrap=True)
             return
         if pieces:
+            messages = request.body(steered=False)["messages"]
             self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
 
-    async def _stream(self, messages: list[JsonObject], pieces: list[str]) -> None:
-        body = {**self._options, "messages": messages}
+    async def _stream(self, request: SteeringRequest, pieces: list[str]) -> None:
+        if self._compares and request.steering:
+            async with self._connect() as server:
+                pieces.append(await steer(server, request, str(self._steering), self._console))
+            return
         waiting = self._notes.status("Thinking")
         async with self._connect() as server:
             waiting.start()
             try:
-                async with contextlib.aclosing(server.texts("/v1/chat/completions", body)) as texts:
+                body = request.body(steered=True)
+                async with contextlib.aclosing(server.texts(request.path, body)) as texts:
                     async for text in texts:
                         waiting.stop()
                         pieces.append(text)
@@ -96,6 +139,16 @@ class Chat:
             finally:
                 waiting.stop()
         self._console.out("")
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"/scale needs a number, got {text!r}")
+    return number
 
 
 __all__ = ["HELP", "Chat"]

@@ -1,4 +1,4 @@
-"""The command line of ``chat | lens | steer | run-batch``: options and the handling of errors."""
+"""The command line of clients, ``chat``, ``lens`` and so on: options and the handling of errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Coroutine, Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import typer
 from pydantic import ValidationError
@@ -20,11 +20,14 @@ from app.terminal.chat import Chat
 from app.terminal.lens import lens as show_lens
 from app.terminal.own_server import own_server
 from app.terminal.server import JsonObject, Server
-from app.terminal.steering import SteeringRequest
+from app.terminal.steering import Steering, SteeringRequest
 from app.terminal.steering import steer as show_steered
+from app.terminal.stored import KINDS, Kind, add, best_layer, export, show, train
 from app.terminal.text_display import plain
 from nnsight_engine.core.config import CONFIG
 from nnsight_engine.remote_backend.errors import RemoteError
+
+T = TypeVar("T")
 
 _NO_KEY: Final = frozenset({"missing_api_key", "invalid_api_key"})
 
@@ -45,19 +48,19 @@ class Mode(StrEnum):
     REPLACE = "replace"
 
 
-_Prompt = Annotated[str, typer.Argument(help="The text that the model continues.")]
+_PROMPT: Final = typer.Argument(help="The text that the model continues.")
 _Url = Annotated[
     str | None, typer.Option(metavar="URL", help="The server's address, like http://127.0.0.1:8000.")
 ]
-_Vector = Annotated[
-    str, typer.Option(metavar="NAME", help="A vector stored on the server, `joy` or `joy@2`.")
+_VECTOR: Final = typer.Option(metavar="NAME", help="A vector stored on the server, `joy` or `joy@2`.")
+_Layers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--layer",
+        metavar="LAYERS",
+        help="12, 8:20 or *; may be given several times. By default the vector's best.",
+    ),
 ]
-_OptionalVector = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Steer with a vector stored on the server.")
-]
-_LAYER: Final = typer.Option("--layer", metavar="LAYERS", help="12, 8:20 or *; may be given several times.")
-_Layers = Annotated[list[str], _LAYER]
-_OptionalLayers = Annotated[list[str] | None, _LAYER]
 _Scale = Annotated[float, typer.Option(metavar="NUMBER", help="The strength.")]
 _Mode = Annotated[Mode, typer.Option(help="The effect of the vector on the value.")]
 _MaxTokens = Annotated[int, typer.Option(metavar="NUMBER", help="The maximum number of generated tokens.")]
@@ -76,8 +79,6 @@ def _reported() -> Iterator[None]:
         yield
     except (RemoteError, ValueError) as error:
         raise CommandError(_message(error)) from error
-    except ExceptionGroup as group:  # of two concurrent requests; the first error is reported
-        raise CommandError(_message(group.exceptions[0])) from group
 
 
 def _message(error: Exception) -> str:
@@ -98,9 +99,10 @@ def _server(url: str | None) -> Server:
         return Server(url or settings.url or CONFIG.API.HOST, key)
 
 
-def _steer(vector: str, layers: list[str], scale: float, mode: Mode) -> JsonObject:
-    points = [f"layers.{layer}.output" for layer in layers]
-    return {"op": "steer", "at": points, "vector": {"name": vector}, "scale": scale, "mode": mode.value}
+async def _steering(
+    server: Server, vector: str, layers: list[str] | None, scale: float, mode: Mode
+) -> Steering:
+    return Steering(vector, layers or [await best_layer(server, vector)], scale, mode.value)
 
 
 def given_options(**options: Any) -> dict[str, Any]:
@@ -108,21 +110,21 @@ def given_options(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _wait(server: Server, work: Coroutine[Any, Any, None]) -> None:
+def _wait(server: Server, work: Coroutine[Any, Any, T]) -> T:
     """Run a command's coroutine, and close its connections."""
 
-    async def working() -> None:
+    async def working() -> T:
         async with server:
-            await work
+            return await work
 
     with _reported():
-        asyncio.run(working())
+        return asyncio.run(working())
 
 
 @COMMANDS.command()
 def chat(
-    vector: _OptionalVector = None,
-    layer: _OptionalLayers = None,
+    vector: Annotated[str | None, _VECTOR] = None,
+    layer: _Layers = None,
     scale: _Scale = 1.0,
     mode: _Mode = Mode.ADD,
     max_tokens: _OptionalMaxTokens = None,
@@ -130,19 +132,20 @@ def chat(
     url: _Url = None,
 ) -> None:
     """Chat with the model, steered or not; /help lists the commands."""
-    if (vector is None) != (not layer):
-        raise typer.BadParameter("--vector and --layer must be given together")
+    if vector is None and layer:
+        raise typer.BadParameter("--layer needs --vector")
+    server = _server(url)  # reports an invalid address before the first question
+    steering = Steering(scale=scale, mode=mode.value)
+    if vector is not None:
+        steering = _wait(server, _steering(server, vector, layer, scale, mode))
     options = given_options(max_tokens=max_tokens, temperature=temperature)
-    if vector is not None and layer:
-        options["interventions"] = [_steer(vector, layer, scale, mode)]
-    _server(url)  # reports an invalid address before the first question
     with _reported():
-        Chat(lambda: _server(url), options, Console(highlight=False)).run()
+        Chat(lambda: _server(url), options, steering, Console(highlight=False)).run()
 
 
 @COMMANDS.command()
 def lens(
-    prompt: _Prompt,
+    prompt: Annotated[str, _PROMPT],
     layers: Annotated[str, typer.Option(metavar="LAYERS", help="all, 12, 3:9 or -4:")] = "all",
     show_all: Annotated[  # noqa: FBT002 - a flag
         bool, typer.Option("--all", help="Show every token, in several tables.")
@@ -156,9 +159,9 @@ def lens(
 
 @COMMANDS.command()
 def steer(
-    prompt: _Prompt,
-    vector: _Vector,
-    layer: _Layers,
+    prompt: Annotated[str, _PROMPT] = "I think dogs are",
+    vector: Annotated[str, _VECTOR] = "example-joy",
+    layer: _Layers = None,
     scale: _Scale = 1.0,
     mode: _Mode = Mode.ADD,
     max_tokens: _MaxTokens = 60,
@@ -167,13 +170,20 @@ def steer(
     ] = False,
     url: _Url = None,
 ) -> None:
-    """Show the model's text without and with a vector, side by side, with differences marked."""
+    """Show the model's text without and with a vector, side by side, with differences marked.
+
+    Without arguments: the example of the bundled model.
+    """
     # Greedy decoding, so that differences are caused by the steering, not by sampling.
     options: JsonObject = {"max_tokens": max_tokens, "temperature": 0}
-    request = SteeringRequest(prompt, is_chat, options, [_steer(vector, layer, scale, mode)])
-    title = f"{vector} × {scale:g} at {', '.join(layer)}"
     server = _server(url)
-    _wait(server, show_steered(server, request, title, Console(highlight=False)))
+
+    async def run() -> None:
+        steering = await _steering(server, vector, layer, scale, mode)
+        request = SteeringRequest(prompt, options, steering.fields, [] if is_chat else None)
+        await show_steered(server, request, str(steering), Console(highlight=False))
+
+    _wait(server, run())
 
 
 @COMMANDS.command(
@@ -219,5 +229,84 @@ def run_batch(
     if batch.num_failed:
         raise CommandError(f"{batch.num_failed} of {batch.num_requests} requests failed; {target} has why")
 
+
+_Name = Annotated[str, typer.Argument(help="Its name in requests; an existing name gets a new version.")]
+_Shared = Annotated[bool, typer.Option("--shared", help="For every tenant; needs the scope `admin`.")]
+_SOURCES: Final = {
+    "vectors": "a file: safetensors, .npz, GGUF or JSON",
+    "detectors": "a safetensors file",
+    "dictionaries": "a folder with cfg.json and sae_weights.safetensors, or a place on the Hub, from which "
+    "the server downloads it: hf://OWNER/REPOSITORY/FOLDER, saelens://RELEASE/ID, neuronpedia://MODEL/SOURCE",
+    "presets": "a JSON file: an exported preset, or a list of operations",
+}
+
+
+def _stored(kind: Kind) -> typer.Typer:
+    """Return the commands of a kind."""
+    commands = typer.Typer(
+        add_completion=False, no_args_is_help=True, help=f"List, add and export {kind.plural} of the server."
+    )
+
+    @commands.command("list")
+    def list_all(
+        name: Annotated[str | None, typer.Argument(help="Only the versions of this name.")] = None,
+        url: _Url = None,
+    ) -> None:
+        """List them, the newest first."""
+        server = _server(url)
+        _wait(server, show(server, kind, name, Console(highlight=False)))
+
+    @commands.command(
+        "add", help=f"Add one, as the next version of its name. SOURCE: {_SOURCES[kind.plural]}."
+    )
+    def add_one(
+        name: _Name,
+        source: Annotated[str, typer.Argument()],
+        shared: _Shared = False,  # noqa: FBT002 - a flag
+        at: Annotated[
+            str | None, typer.Option(help="The point of a vector's rows or of a dictionary.")
+        ] = None,
+        output_at: Annotated[str | None, typer.Option(help="The point that a transcoder writes.")] = None,
+        url: _Url = None,
+    ) -> None:
+        server = _server(url)
+        fields = given_options(shared=shared or None, at=at, output_at=output_at)
+        _print_made(kind, _wait(server, add(server, kind, name, source, fields)))
+
+    @commands.command("export")
+    def export_one(
+        name: Annotated[str, typer.Argument(help="`joy`, the newest version, or `joy@2`.")],
+        target: Annotated[Path | None, typer.Option("-o", "--output", help="The file or folder.")] = None,
+        url: _Url = None,
+    ) -> None:
+        """Write one to a file that can be added to any server, with where it comes from."""
+        server = _server(url)
+        typer.echo(_wait(server, export(server, kind, name, target)))
+
+    if kind.trains:
+
+        @commands.command("train")
+        def train_one(
+            name: _Name,
+            source: Annotated[
+                Path, typer.Argument(help='JSON: {"positive": ["…"], "negative": ["…"]} and options.')
+            ],
+            url: _Url = None,
+        ) -> None:
+            """Train one on the server, from prompts."""
+            server = _server(url)
+            _print_made(kind, _wait(server, train(server, kind, name, source, Console(stderr=True))))
+
+    return commands
+
+
+def _print_made(kind: Kind, made: JsonObject) -> None:
+    typer.echo(f"The {kind.singular} {made['name']}@{made['version']} is stored.")
+    for warning in made.get("warnings", ()):
+        typer.echo(plain(f"Warning: {warning}"), err=True)
+
+
+for _kind in KINDS:
+    COMMANDS.add_typer(_stored(_kind), name=_kind.plural)
 
 __all__ = ["COMMANDS", "given_options"]

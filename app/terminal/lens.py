@@ -1,7 +1,8 @@
 """``nnsight-engine lens``: the logit lens of every token of a prompt, as a coloured table.
 
 A cell has the most likely token and its probability. The columns are the prompt's last tokens, as many as fit
-the terminal's width, or all of them, split into several tables.
+the terminal's width, or all of them, split into several tables. Where not all fit, the colours alone show the
+probabilities, so that twice as many do.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 from typing import Any, Final
 
 from pydantic import ValidationError
+from rich.cells import cell_len
 from rich.color import Color
 from rich.console import Console
 from rich.style import Style
@@ -22,10 +24,12 @@ from app.terminal.text_display import visible
 from nnsight_engine.remote_backend.errors import RemoteError
 
 _NAME: Final = "lens"
-_CELL: Final = 12
+_TOKEN: Final = 7
+"""The most columns of a token."""
 _GAP: Final = 1
 _LABEL: Final = 6
-_PERCENT: Final = 4
+_PERCENT: Final = 5
+"""The columns of a probability, with a space."""
 _COLD, _HOT = (24, 28, 38), (20, 150, 130)
 _LIGHT_TEXT: Final = Color.from_rgb(245, 245, 245)
 _DIM_TEXT: Final = Color.from_rgb(170, 175, 185)
@@ -78,40 +82,67 @@ def print_lens(result: LogitLensResult, tokens: list[str], console: Console, *, 
         console: The output.
         show_all: Whether tokens beyond the width follow in further tables.
     """
-    room = max(1, (console.width - _LABEL) // (_CELL + _GAP))
-    columns = list(range(len(result.positions)))
-    groups = [columns[start : start + room] for start in range(0, len(columns), room)]
-    if not show_all:
-        groups = [columns[-room:]]
-    for group in groups:
-        console.print(_table(result, tokens, group))
-    if not show_all and len(columns) > room:
+    columns = [_Column(result, tokens, index) for index in range(len(result.positions))]
+    room = console.width - _LABEL
+    # Without colours the numbers have to stay.
+    has_numbers = console.color_system is None or sum(one.width + _PERCENT for one in columns) <= room
+    groups = _groups(columns, room, _PERCENT if has_numbers else 0)
+    for group in groups if show_all else groups[-1:]:
+        console.print(_table(result, group, has_numbers=has_numbers))
+    if not show_all and len(groups) > 1:
         console.print(
-            f"The last {room} of {len(columns)} tokens; --all shows every one, a wider window more.",
+            f"The last {len(groups[-1])} of {len(columns)} tokens; --all shows every one, "
+            "a wider window more.",
             style="dim",
         )
 
 
-def _table(result: LogitLensResult, tokens: list[str], columns: list[int]) -> Table:
+class _Column:
+    """A token of the prompt, and what each layer predicts after it."""
+
+    def __init__(self, result: LogitLensResult, tokens: list[str], index: int) -> None:
+        position = result.positions[index]
+        self.title = visible(tokens[position] if position < len(tokens) else str(position))
+        self.cells = {layer: rows[index].top[0] for layer, rows in result.layers.items()}
+        texts = [self.title, *(visible(cell.token) for cell in self.cells.values())]
+        self.width = _GAP + min(_TOKEN, max(map(cell_len, texts)))
+
+
+def _groups(columns: list[_Column], room: int, extra: int) -> list[list[_Column]]:
+    """Return columns in groups that fit, the last one full."""
+    groups: list[list[_Column]] = [[]]
+    left = room
+    for column in reversed(columns):
+        if column.width + extra > left and groups[0]:
+            groups.insert(0, [])
+            left = room
+        groups[0].insert(0, column)
+        left -= column.width + extra
+    return groups
+
+
+def _table(result: LogitLensResult, columns: list[_Column], *, has_numbers: bool) -> Table:
     table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
     table.add_column("layer", width=_LABEL - _GAP, justify="right", style="dim", no_wrap=True)
+    extra = _PERCENT if has_numbers else 0
     for column in columns:
-        position = result.positions[column]
-        token = tokens[position] if position < len(tokens) else str(position)
-        table.add_column(Text(visible(token), "bold"), width=_CELL, no_wrap=True, overflow="ellipsis")
+        width = column.width - _GAP + extra
+        table.add_column(Text(column.title, "bold"), width=width, no_wrap=True, overflow="ellipsis")
     for layer in sorted(result.layers, key=int, reverse=True):
-        rows = result.layers[layer]
-        table.add_row(layer, *(_cell(rows[column].top[0]) for column in columns))
+        table.add_row(
+            layer, *(_cell(one.cells[layer], one.width - _GAP, has_numbers=has_numbers) for one in columns)
+        )
     return table
 
 
-def _cell(token: LensToken) -> Text:
+def _cell(token: LensToken, width: int, *, has_numbers: bool) -> Text:
     if token.logprob is None:
         return Text(f"{visible(token.token)} ?", "dim")
     probability = math.exp(min(token.logprob, 0.0))
     text = Text(visible(token.token))
-    text.truncate(_CELL - _PERCENT - 1, overflow="ellipsis", pad=True)
-    text.append(f" {probability:>{_PERCENT}.0%}")
+    text.truncate(width, overflow="ellipsis", pad=True)
+    if has_numbers:
+        text.append(f"{probability:>{_PERCENT}.0%}")
     text.stylize(heat(probability))
     return text
 

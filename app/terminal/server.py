@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, Final, Self, TypeVar
+from typing import Any, BinaryIO, Final, Self, TypeVar
 
 import httpx
 
@@ -66,14 +66,31 @@ class Server:
         Raises:
             RemoteError: The request failed.
         """
+        return await self.send("POST", path, json=body)
+
+    async def get(self, path: str, **query: str | int) -> JsonObject:
+        """Return what is at a path; raises RemoteError."""
+        return await self.send("GET", path, params=query)
+
+    async def send(self, method: str, path: str, **content: Any) -> JsonObject:
+        """Send a request, its content as httpx takes it, and return its answer; raises RemoteError."""
 
         async def send() -> httpx.Response:
-            response = await self._client.post(path, json=body)
+            response = await self._client.request(method, path, **content)
             if response.status_code >= httpx.codes.BAD_REQUEST:
                 raise RemoteError.from_response(response)
             return response
 
         return self._object((await self._with_retries(send)).text)
+
+    async def download(self, path: str, file: BinaryIO) -> None:
+        """Write what is at a path to a file, piece by piece; raises RemoteError."""
+        async with contextlib.aclosing(await self._stream("GET", path)) as response:
+            try:
+                async for piece in response.aiter_bytes():
+                    file.write(piece)
+            except httpx.TransportError as error:
+                raise RemoteConnectionError(f"{self.url} {_interruption(error)}") from error
 
     async def response(self, path: str, body: JsonObject) -> httpx.Response:
         """Send a request and return its response, refusals included; repeated while the server is busy.
@@ -91,14 +108,37 @@ class Server:
         return await self._with_retries(send)
 
     async def texts(self, path: str, body: JsonObject) -> AsyncGenerator[str, None]:
-        """Yield the text of a completion or of a chat's answer, piece by piece.
+        """Yield the text of a completion or of a chat's answer, piece by piece; raises as ``events``."""
+        async with contextlib.aclosing(self.events(path, body)) as events:
+            async for event in events:
+                if text := _text(event):
+                    yield text
+
+    async def events(self, path: str, body: JsonObject) -> AsyncGenerator[JsonObject, None]:
+        """Yield the events of a streamed answer.
 
         Raises:
             RemoteError: The request is refused, or the stream ends early.
         """
+        async with contextlib.aclosing(
+            await self._stream("POST", path, json={**body, "stream": True})
+        ) as response:
+            try:
+                async for line in response.aiter_lines():
+                    data = line.removeprefix("data: ")
+                    if data == "[DONE]":
+                        return
+                    if data != line:
+                        yield self._object(data)
+            except httpx.TransportError as error:
+                raise RemoteConnectionError(f"{self.url} {_interruption(error)}") from error
+        raise RemoteConnectionError(
+            f"{self.url} closed the connection before the end of the answer; is it still running?"
+        )
 
+    async def _stream(self, method: str, path: str, **content: Any) -> httpx.Response:
         async def send() -> httpx.Response:
-            request = self._client.build_request("POST", path, json={**body, "stream": True})
+            request = self._client.build_request(method, path, **content)
             response = await self._client.send(request, stream=True)
             if response.status_code >= httpx.codes.BAD_REQUEST:
                 async with contextlib.aclosing(response):
@@ -106,19 +146,7 @@ class Server:
                 raise RemoteError.from_response(response)
             return response
 
-        async with contextlib.aclosing(await self._with_retries(send)) as response:
-            try:
-                async for line in response.aiter_lines():
-                    data = line.removeprefix("data: ")
-                    if data == "[DONE]":
-                        return
-                    if data != line and (text := _text(self._object(data))):
-                        yield text
-            except httpx.TransportError as error:
-                raise RemoteConnectionError(f"{self.url} {_interruption(error)}") from error
-        raise RemoteConnectionError(
-            f"{self.url} closed the connection before the end of the answer; is it still running?"
-        )
+        return await self._with_retries(send)
 
     async def _with_retries(self, send: Callable[[], Awaitable[T]]) -> T:
         """Send, and retry while the server starts or its queue is full."""

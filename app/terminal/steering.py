@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from typing import Final
 
@@ -20,33 +19,73 @@ _SIDE_BY_SIDE: Final = 72
 """The minimum number of terminal columns for two texts side by side."""
 
 
+@dataclasses.dataclass(slots=True)
+class Steering:
+    """What steers a text.
+
+    Attributes:
+        vector: A stored vector; empty for none.
+        layers: The layers at which it acts.
+        scale: Its strength.
+        mode: Its effect.
+        preset: A stored preset; empty for none.
+    """
+
+    vector: str = ""
+    layers: list[str] = dataclasses.field(default_factory=list)
+    scale: float = 1.0
+    mode: str = "add"
+    preset: str = ""
+
+    def __str__(self) -> str:
+        """Describe it."""
+        parts = [f"{self.vector} × {self.scale:g} at {', '.join(self.layers)}"] if self.vector else []
+        return " and ".join([*parts, *([f"the preset {self.preset}"] if self.preset else [])])
+
+    @property
+    def fields(self) -> JsonObject:
+        """The fields of a request."""
+        found: JsonObject = {}
+        if self.vector:
+            found["interventions"] = [
+                {
+                    "op": "steer",
+                    "at": [f"layers.{layer}.output" for layer in self.layers],
+                    "vector": {"name": self.vector},
+                    "scale": self.scale,
+                    "mode": self.mode,
+                }
+            ]
+        return {**found, "preset": self.preset} if self.preset else found
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class SteeringRequest:
     """A request to generate a text with and without steering.
 
     Attributes:
         prompt: The text to continue or, in a chat, the user's message.
-        is_chat: Whether it is a chat.
         options: Sampling options of the request.
-        steers: The operations that steer.
+        steering: Its fields that steer: ``interventions``, ``preset``.
+        history: The messages of a chat before this one; None for a text to continue.
     """
 
     prompt: str
-    is_chat: bool
     options: JsonObject
-    steers: list[JsonObject]
+    steering: JsonObject
+    history: list[JsonObject] | None = None
 
     @property
     def path(self) -> str:
         """The route of the request."""
-        return "/v1/chat/completions" if self.is_chat else "/v1/completions"
+        return "/v1/completions" if self.history is None else "/v1/chat/completions"
 
     def body(self, *, steered: bool) -> JsonObject:
         """Return the body of the request, with or without the steering."""
         given: JsonObject = {"prompt": self.prompt}
-        if self.is_chat:
-            given = {"messages": [{"role": "user", "content": self.prompt}]}
-        return {**given, **self.options, **({"interventions": self.steers} if steered else {})}
+        if self.history is not None:
+            given = {"messages": [*self.history, {"role": "user", "content": self.prompt}]}
+        return {**given, **self.options, **(self.steering if steered else {})}
 
 
 class Comparison:
@@ -55,7 +94,7 @@ class Comparison:
     def __init__(self, request: SteeringRequest, title: str) -> None:
         self.texts = ["", ""]
         self.done = [False, False]
-        self._prefix = "" if request.is_chat else plain(request.prompt)
+        self._prefix = plain(request.prompt) if request.history is None else ""
         self._titles = ("baseline", title)
         self._marked: dict[tuple[str, str, bool], tuple[Text, Text]] = {}
 
@@ -94,8 +133,10 @@ class Comparison:
         return Panel(Group(*parts), title=Text(self._titles[number]), title_align="left")
 
 
-async def steer(server: Server, request: SteeringRequest, title: str, console: Console) -> None:
-    """Request both texts at the same time, and show them as they arrive.
+async def steer(server: Server, request: SteeringRequest, title: str, console: Console) -> str:
+    """Request both texts, show them as they arrive, and return the steered one.
+
+    One after the other: in one batch, rounding can change a greedy text.
 
     Raises:
         RemoteError: The server refuses a request, or closes the connection early.
@@ -108,11 +149,11 @@ async def steer(server: Server, request: SteeringRequest, title: str, console: C
         shown.done[number] = True
 
     with Live(get_renderable=lambda: shown.draw(console.width), console=console, transient=True):
-        async with asyncio.TaskGroup() as group:
-            for number, is_steered in enumerate((False, True)):
-                group.create_task(follow(number, request.body(steered=is_steered)))
+        for number, is_steered in enumerate((False, True)):
+            await follow(number, request.body(steered=is_steered))
     console.print(shown.draw(console.width))
     console.print(shown.summary())
+    return shown.texts[1]
 
 
-__all__ = ["Comparison", "SteeringRequest", "steer"]
+__all__ = ["Comparison", "Steering", "SteeringRequest", "steer"]

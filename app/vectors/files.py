@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Final, Literal
 
 import numpy as np
@@ -16,9 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.fields import Items, Number
-from app.body_json import exceeds_depth
-from app.errors import problem_text
+from api_schemas.vectors import Training, Vector
+from app.body_json import exceeds_depth, parse_object
+from app.errors import problem_text, validated
 from app.forms import FILE
+from app.storage.vector_rows import VectorRows
 from app.tensor_files import Tensors, is_safetensors, read_safetensors, refuse_pickle
 from app.vectors import gguf_file, npz_file
 
@@ -76,14 +79,44 @@ def read_file(data: bytes, name: str) -> tuple[Format, Tensors]:
     )
 
 
-def model_of(data: bytes) -> str:
-    """Return the model that a file names, as those that this server writes do; empty if it names none.
+def provenance_of(vector: Vector) -> dict[str, str]:
+    """Return the metadata of a vector's file: where its numbers come from."""
+    created = datetime.fromtimestamp(vector.created_at, UTC).isoformat(timespec="seconds")
+    about = {
+        "name": vector.name, "version": str(vector.version), "model": vector.model, "sha256": vector.sha256,
+        "format": vector.format, "created_at": created,
+    }  # fmt: skip
+    if vector.source_sha256 is not None:
+        about["source_sha256"] = vector.source_sha256
+    return about if vector.training is None else {**about, "training": vector.training.model_dump_json()}
 
-    A GGUF control vector has a family, ``llama``, which several models are of.
+
+def read_provenance(data: bytes, rows: VectorRows) -> tuple[str, Training | None, bool]:
+    """Return the model that a file names, its training, and whether it has one of other numbers.
+
+    Files that this server writes have both. The model is empty if the file names none; a GGUF control vector
+    has a family, ``llama``, which several models are of.
+
+    Raises:
+        ApiError: The training is invalid.
     """
     if not is_safetensors(data):
-        return ""
-    return read_safetensors(data, ErrorCode.INVALID_VECTOR_FILE).metadata.get("model", "")
+        return "", None, False
+    metadata = read_safetensors(data, ErrorCode.INVALID_VECTOR_FILE).metadata
+    model, text = metadata.get("model", ""), metadata.get("training")
+    if text is None:
+        return model, None, False
+    body = text.encode("utf-8", "surrogatepass")
+    if exceeds_depth(body, _MAX_DEPTH):
+        raise ApiError(ErrorCode.JSON_TOO_DEEP, f"A vector's training nests at most {_MAX_DEPTH} deep.", FILE)
+    try:
+        training = validated(Training, parse_object(body))
+    except ApiError as error:
+        raise ApiError(error.code, f"The file's metadata `training`: {error.message}", FILE) from error
+    is_its_own = (
+        metadata.get("sha256") == rows.sha256 and tuple(one.layer for one in training.layers) == rows.layers
+    )
+    return model, training if is_its_own else None, not is_its_own
 
 
 def _read_json(data: bytes) -> Tensors:
@@ -119,4 +152,4 @@ _READERS: Final[tuple[tuple[Callable[[bytes], bool], Format, Callable[[bytes], T
 )
 
 
-__all__ = ["SLACK_BYTES", "Format", "model_of", "read_file"]
+__all__ = ["SLACK_BYTES", "Format", "provenance_of", "read_file", "read_provenance"]

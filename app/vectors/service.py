@@ -21,6 +21,7 @@ from app.storage.storage_usage import StoredBytes
 from app.storage.vector_rows import VectorRows
 from app.storage.vectors import NewRow, VectorStore
 from app.tenant_budget import TenantBudget
+from app.vectors.files import provenance_of
 from app.vectors.names import NameResolver
 from app.vectors.rows import ModelShape
 from app.vectors.uploads import read_upload
@@ -71,6 +72,8 @@ class VectorService(VersionService[VectorStore]):
         upload = await read_upload(request, self.shape, limits)
         refused = ErrorCode.VECTOR_MISMATCH if strict else None
         warnings = self._engine.served().warnings_of(upload.model, "The metadata of the file", refused)
+        if upload.has_other_training:
+            warnings.append("The file's training is not of its numbers, and was left out.")
         kept = await self.keep(
             upload.rows,
             caller,
@@ -78,6 +81,7 @@ class VectorService(VersionService[VectorStore]):
             shared=upload.shared,
             format_=upload.format,
             sha256=upload.sha256,
+            training=upload.training,
         )
         return kept.model_copy(update={"warnings": warnings})
 
@@ -131,8 +135,7 @@ class VectorService(VersionService[VectorStore]):
         tensors = {
             vector.at.replace("*", str(layer)): row for layer, row in zip(vector.layers, rows, strict=True)
         }
-        about = {"name": vector.name, "version": str(vector.version), "model": vector.model}
-        return safetensors.numpy.save(tensors, about)
+        return safetensors.numpy.save(tensors, provenance_of(vector))
 
     async def remove(self, vector_id: str, caller: Principal) -> None:
         """Delete a vector; deleting a shared one requires the scope ``admin``.

@@ -20,12 +20,12 @@ from api_schemas.fields import Strict
 from api_schemas.limits import RequestLimits
 from api_schemas.names import StoredName
 from api_schemas.tensors import TensorInput, VectorName
-from api_schemas.vectors import NewVector
+from api_schemas.vectors import NewVector, Training
 from app.body import BodyLimits, check_media_type, read_bytes, read_object
 from app.errors import validated
 from app.forms import FILE, FORM_TYPE, read_form
 from app.storage.vector_rows import VectorRows
-from app.vectors.files import SLACK_BYTES, Format, model_of, read_file
+from app.vectors.files import SLACK_BYTES, Format, read_file, read_provenance
 from app.vectors.rows import ModelShape, rows_of
 from nnsight_engine.core.dtypes import floats_from_bytes
 from nnsight_engine.plans.compile.tensors import read_tensor
@@ -53,6 +53,8 @@ class UploadedVector:
         sha256: Hash of the uploaded file, hexadecimal; None for JSON bodies.
         rows: The values.
         model: The model that the file names; empty if it names none.
+        training: How it was trained, by its file.
+        has_other_training: Whether its file has the training of other numbers.
     """
 
     name: str
@@ -61,6 +63,8 @@ class UploadedVector:
     sha256: str | None
     rows: VectorRows
     model: str = ""
+    training: Training | None = None
+    has_other_training: bool = False
 
 
 async def read_upload(request: Request, shape: ModelShape, limits: BodyLimits) -> UploadedVector:
@@ -117,7 +121,8 @@ def _read_form(body: bytes, content_type: str, shape: ModelShape) -> UploadedVec
     format_, tensors = read_file(content, name)
     rows = rows_of(tensors, at, shape, FILE)
     sha256 = hashlib.sha256(content).hexdigest()
-    return UploadedVector(form.name, form.shared == "true", format_, sha256, rows, model_of(content))
+    provenance = read_provenance(content, rows)
+    return UploadedVector(form.name, form.shared == "true", format_, sha256, rows, *provenance)
 
 
 __all__ = ["UploadedVector", "array_of", "read_upload"]

@@ -46,7 +46,9 @@ def refuse_pickle(name: str, beginning: bytes) -> None:
         ApiError: ``unsupported_dictionary``.
     """
     ending = name.rpartition(".")[2].lower() if "." in name else ""
-    if ending in _PICKLED_NAMES or _PICKLE.match(beginning):
+    # A safetensors file may begin with the same bytes: they are the length of its header.
+    is_safetensors = beginning[_LENGTH_BYTES : _LENGTH_BYTES + 1] == b"{"
+    if ending in _PICKLED_NAMES or (_PICKLE.match(beginning) and not is_safetensors):
         raise ApiError(
             ErrorCode.UNSUPPORTED_DICTIONARY,
             f"The weights are a pickle, or may be one, and reading a pickle runs its code. {_ADVICE}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from examples.steer_sentiment import (
 )
 from examples.steer_sentiment import Server as Client
 from tests.e2e.server import PROJECT, Server
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -100,6 +102,14 @@ def test_the_commands_steer_and_read_the_lens(bundled_server: Server) -> None:
         str(n) for n in reversed(range(NUM_LAYERS))
     ]
     assert lens[1].split()[-2] == "·Paris"
+    # Without arguments it is the demonstration of the first minute, at the best layer of the example.
+    example = {"name": "example-joy"}
+    wait_for(lambda: httpx.get(f"{bundled_server.base_url}/v1/vectors", params=example).json()["data"])
+    joyful = shown("steer", "--max-tokens", "8")
+    assert "example-joy × 1 at 14" in joyful
+    rows = re.findall(r"│ (.+?) *│ +│ (.+?) *│", joyful)
+    assert "the most relatable and endearing pets" in " ".join(right for _, right in rows)
+    assert "relatable" not in " ".join(left for left, _ in rows)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hashlib
 import json
 from collections.abc import AsyncIterator
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
+import httpx2
+import huggingface_hub
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -23,6 +26,7 @@ from tests.fakes.results import MODEL
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.dictionary_files import CFG, NUM_FEATURES, cfg, numbers, weights
 from tests.integration.tenants import Tenants
+from tests.waiting import wait_for_async
 
 ROUTE: Final = "/v1/dictionaries"
 USER: Final = (Scope.INTERVENTIONS, Scope.COMPLETIONS)
@@ -116,6 +120,10 @@ async def test_fields_may_be_text_and_give_the_point(server: Server, error_of: E
     answer = await server.client.post(ROUTE, files=file, data={**form, "at": "layers.-1.output"})
     assert (answer.status_code, answer.json()["at"]) == (201, "layers.3.output")
     assert await features(server, answer.json()["id"]) == [(3, "cats")]
+    length = int.from_bytes(weights()[:8], "little")
+    header = weights()[8 : 8 + length].ljust(0x0480)  # its length begins as a pickle does
+    padded = len(header).to_bytes(8, "little") + header + weights()[8 + length :]
+    assert (await upload(server, padded)).status_code == 201
 
 
 async def test_another_model_in_the_cfg_is_told(server: Server, folder: Path, error_of: ErrorCheck) -> None:
@@ -474,3 +482,194 @@ async def test_half_precision_is_kept_as_it_is(server: Server) -> None:
     assert made["dtype"] == "float16"
     content = (await server.client.get(f"{ROUTE}/{made['id']}/content")).content
     assert safetensors.numpy.load(content)["W_enc"].dtype == np.float16
+
+
+class FakeHub:
+    """Answers the Hub's client with the files of one repository, and remembers what it was asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[httpx2.Request] = []
+        self.files: dict[str, bytes | AsyncIterator[bytes]] = {
+            "cfg.json": cfg(),
+            "sae_weights.safetensors": weights(),
+        }
+        self.headers = {"x-repo-commit": "c0ffee"}
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "hf_of_the_server")
+        transport = httpx2.MockTransport(self.answer)
+        make = lambda: httpx2.AsyncClient(transport=transport, follow_redirects=True)  # noqa: E731
+        monkeypatch.setattr(huggingface_hub, "get_async_session", make)
+
+    def answer(self, request: httpx2.Request) -> httpx2.Response:
+        self.asked.append(request)
+        name = request.url.path.rpartition("/")[2]
+        if name not in self.files:
+            return httpx2.Response(401)
+        if request.url.host == "huggingface.co" and name.endswith("safetensors"):
+            return httpx2.Response(302, headers={"location": f"https://cdn.example/{name}", **self.headers})
+        content = self.files[name]
+        return httpx2.Response(
+            200, content=streamed(content) if isinstance(content, bytes) else content, headers=self.headers
+        )
+
+
+async def streamed(content: bytes) -> AsyncIterator[bytes]:
+    yield content
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    return FakeHub(monkeypatch)
+
+
+async def from_hub(server: Server, source: Any, headers: Any = None, **fields: Any) -> httpx.Response:
+    body = {"name": "sae", "source": source, **fields}
+    return await server.client.post(ROUTE, json=body, headers=headers)
+
+
+async def test_a_dictionary_comes_from_the_hub_with_its_commit(
+    server: Server, folder: Path, hub: FakeHub, error_of: ErrorCheck
+) -> None:
+    answer = await from_hub(server, "hf://owner/saes@v1/layer.2/relu_16")
+    assert answer.status_code == 201, answer.text
+    made = answer.json()
+    assert (made["at"], made["sha256"]) == ("layers.2.output", hashlib.sha256(weights()).hexdigest())
+    config = (await server.client.get(f"{ROUTE}/{made['id']}/config")).json()
+    assert config == {**CFG, "source": "hf://owner/saes@c0ffee/layer.2/relu_16"}
+    assert [(one.url.host, one.url.path) for one in hub.asked] == [
+        ("huggingface.co", "/owner/saes/resolve/v1/layer.2/relu_16/cfg.json"),
+        ("huggingface.co", "/owner/saes/resolve/c0ffee/layer.2/relu_16/sae_weights.safetensors"),
+        ("cdn.example", "/sae_weights.safetensors"),
+    ]
+    assert [one.headers.get("authorization") for one in hub.asked] == ["Bearer hf_of_the_server"] * 2 + [None]
+    assert (await from_hub(server, "hf://owner/saes", at="layers.1.output")).json()["at"] == "layers.1.output"
+    assert files_in(folder) == [f"{made['sha256']}.safetensors"]
+    hub.files.pop("cfg.json")
+    assert "private or gated" in error_of(await from_hub(server, "hf://owner/saes"), 404, "not_found")
+
+
+async def test_hostile_sources_reach_nothing_and_hostile_files_leave_nothing(
+    serve: Serve, folder: Path, hub: FakeHub, tmp_path: Path, error_of: ErrorCheck
+) -> None:
+    local = tmp_path / "owner" / "saes"
+    local.mkdir(parents=True)
+    for name, content in hub.files.items():
+        assert isinstance(content, bytes)
+        (local / name).write_bytes(content)
+    size = len(weights())
+    async with serve(max_dictionary_bytes=size) as server:
+        for source in (
+            str(local), f"file://{local}", f"hf://{local}", "hf://owner", "hf://owner/saes/../../secret",
+            "hf://owner/..", "hf://../saes", "hf://owner/saes@../x", "hf://owner/saes/a//b", "hf://owner/saes/a?b",
+            "hf://owner/saes/a%2e%2e/b", "hf://owner/saes/.git", "hf://datasets/owner/saes", "hf://owner/sa\nes",
+            "https://huggingface.co/owner/saes", "hf://owner@host/saes", "saelens://../x", "saelens://release",
+        ):  # fmt: skip
+            error_of(await from_hub(server, source), 400, "invalid_value")
+        for wrong in ("", "x" * 513, 3, None, ["hf://owner/saes"]):
+            error_of(await from_hub(server, wrong), 422, "invalid_shape")
+        assert hub.asked == []
+        good = dict(hub.files)
+        for name, content, headers, status, code in (
+            ("sae_weights.safetensors", weights() + b"0", {}, 413, "body_too_large"),
+            ("sae_weights.safetensors", weights(), {"content-length": str(size + 1)}, 413, "body_too_large"),
+            ("sae_weights.safetensors", b"", {}, 400, "invalid_dictionary"),
+            ("sae_weights.safetensors", b"\x80\x04\x95abcdefg", {}, 415, "unsupported_dictionary"),
+            ("sae_weights.safetensors", weights(threshold=None), {}, 400, "invalid_dictionary"),
+            ("cfg.json", cfg(note="x" * 300_000), {}, 413, "body_too_large"),
+            ("cfg.json", b"[]", {}, 422, "invalid_shape"),
+            ("cfg.json", b'{"a":' + b"[" * 999 + b"]" * 999 + b"}", {}, 400, "json_too_deep"),
+            ("cfg.json", gzip.compress(cfg()), {"content-encoding": "gzip"}, 503, "hub_unavailable"),
+        ):
+            hub.files, hub.headers = {**good, name: content}, headers
+            error_of(await from_hub(server, "hf://owner/saes"), status, code)
+            await nothing_is_there(server, folder)
+        hub.files, hub.headers = good, {"x-repo-commit": "../../x"}
+        assert (await from_hub(server, "hf://owner/saes")).status_code == 201
+        assert hub.asked[-2].url.path == "/owner/saes/resolve/main/sae_weights.safetensors"
+
+
+async def test_who_may_have_the_server_download(
+    serve: Serve, hub: FakeHub, error_of: ErrorCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve(host="0.0.0.0") as server:
+        error_of(await from_hub(server, "hf://owner/saes"), 403, "hub_not_allowed")
+    async with serve(hub_downloads=False) as server:
+        error_of(await from_hub(server, "hf://owner/saes"), 403, "hub_not_allowed")
+    assert hub.asked == []
+    for setting in (None, True):
+        async with serve(hub_downloads=setting) as server:
+            tenants = Tenants(server)
+            admin = await tenants.headers(f"operator-{setting is None:d}", Scope.ADMIN, *USER)
+            user = await tenants.headers(f"user-{setting is None:d}", *USER)
+            assert (await from_hub(server, "hf://owner/saes", admin)).status_code == 201
+            assert {one.headers.get("authorization") for one in hub.asked[-3:-1]} == {
+                "Bearer hf_of_the_server"
+            }
+            num_asked = len(hub.asked)
+            answer = await from_hub(server, "hf://owner/saes", user)
+            if setting is None:
+                error_of(answer, 403, "hub_not_allowed")
+                assert len(hub.asked) == num_asked
+                continue
+            assert answer.status_code == 201
+            assert not any("authorization" in one.headers for one in hub.asked[num_asked:])
+            monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # nor the server's cache
+            error_of(await from_hub(server, "hf://owner/saes", user), 503, "hub_unavailable")
+
+
+async def test_a_client_that_leaves_ends_its_download(server: Server, folder: Path, hub: FakeHub) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        yield weights()
+        await asyncio.Event().wait()
+
+    hub.files["sae_weights.safetensors"] = endless()
+    request = asyncio.create_task(from_hub(server, "hf://owner/saes"))
+    await wait_for_async(lambda: len(hub.asked) == 3)
+    request.cancel()
+    await asyncio.gather(request, return_exceptions=True)
+    await nothing_is_there(server, folder)
+
+
+async def test_releases_are_looked_up_and_the_cache_serves_without_network(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error_of: ErrorCheck
+) -> None:
+    table = {
+        "small-res": {
+            "repo_id": "owner/saes", "conversion_func": None, "config_overrides": {"note": "ours"},
+            "saes": [{"id": "blocks.2/x", "path": "layer 2/x", "neuronpedia": "fake/2-res",
+                      "norm_scaling_factor": 1.5}],
+        },
+        "scope": {"repo_id": "owner/scope", "conversion_func": "gemma_2", "saes": [{"id": "a", "path": "a"}]},
+    }  # fmt: skip
+    for name in ("saelens://small-res/blocks.2/x", "neuronpedia://fake/2-res"):
+        assert "has no SAELens" in error_of(await from_hub(server, name), 400, "invalid_value")
+    package = tmp_path / "site" / "sae_lens"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('SAELens is not imported')")
+    (package / "pretrained_saes.yaml").write_text(json.dumps(table))  # JSON is YAML
+    monkeypatch.syspath_prepend(package.parent)
+    cache = tmp_path / "hub" / "models--owner--saes"
+    snapshot = cache / "snapshots" / "c0ffee" / "layer 2" / "x"
+    snapshot.mkdir(parents=True)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("c0ffee")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    error_of(await from_hub(server, "saelens://small-res/blocks.2/x"), 503, "hub_unavailable")
+    (snapshot / "cfg.json").write_bytes(cfg())
+    (snapshot / "sae_weights.safetensors").write_bytes(weights())
+    for name in ("saelens://small-res/blocks.2/x", "neuronpedia://fake/2-res"):
+        answer = await from_hub(server, name)
+        assert answer.status_code == 201, answer.text
+        config = (await server.client.get(f"{ROUTE}/{answer.json()['id']}/config")).json()
+        assert config == {
+            **CFG,
+            "note": "ours",
+            "norm_scaling_factor": 1.5,
+            "source": "hf://owner/saes@c0ffee/layer 2/x",
+        }
+    assert "save_model" in error_of(
+        await from_hub(server, "saelens://scope/a"), 415, "unsupported_dictionary"
+    )
+    for name in ("saelens://small-res/blocks.3/x", "saelens://none/x", "neuronpedia://fake/3-res"):
+        assert "table of releases has no" in error_of(await from_hub(server, name), 400, "invalid_value")

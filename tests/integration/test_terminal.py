@@ -16,14 +16,16 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import httpx
 import pytest
 from rich.console import Console
 
+from app.cli import main
 from app.terminal.batch import Batch
 from tests.fakes.engine import FakeEngineClient
+from tests.integration import dictionary_files
 from tests.integration.live import listening
 from tests.integration.serving import Application
 from tests.waiting import wait_for
@@ -41,9 +43,12 @@ class SteerableEngine(FakeEngineClient):
             body = {**body, "prompt": f"{body['prompt']} joyful"}
         return await super().completions(body, interventions, *rest, **options)
 
-    async def chat(self, body: Any, *rest: Any, **options: Any) -> Any:
+    async def chat(self, body: Any, interventions: Any, *rest: Any, **options: Any) -> Any:
         self.heard.append([str(message["content"]).strip() for message in body["messages"]])
-        return await super().chat(body, *rest, **options)
+        if any(one.op == "steer" for one in interventions):
+            last = body["messages"][-1]
+            body = {**body, "messages": [{**last, "content": f"{last['content']} joyful"}]}
+        return await super().chat(body, interventions, *rest, **options)
 
 
 class Typist:
@@ -159,8 +164,28 @@ def test_lens_prints_layers_down_and_tokens_across_with_colours(terminal: Termin
     assert "48;2;" in out, "cells have a ground"
 
 
+def test_more_tokens_fit_where_colours_alone_show_the_probabilities(terminal: Terminal) -> None:
+    prompt = " ".join(f"w{index}" for index in range(30))
+    shown = {}
+    for colours in ({"FORCE_COLOR": "1", "COLORTERM": "truecolor"}, {"NO_COLOR": "1"}):
+        status, out, _ = terminal.run("lens", prompt, COLUMNS="80", **colours)
+        assert status == 0
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", out).splitlines()
+        assert max(map(len, lines)) <= 80
+        tokens = lines[0].split()[1:]
+        assert tokens == [f"·w{index}" for index in range(30)][-len(tokens) :]
+        assert lines[1].split()[1:] == [
+            part for one in tokens for part in ([one, "61%"] if "NO_COLOR" in colours else [one])
+        ]
+        shown[next(iter(colours))] = len(tokens)
+        _, out, _ = terminal.run("lens", prompt, "--all", COLUMNS="80", **colours)
+        text = re.sub(r"\x1b\[[0-9;]*m", "", out)
+        assert sum(line.count("·w") for line in text.splitlines() if line.startswith("layer")) == 30
+    assert shown["FORCE_COLOR"] == 14 > shown["NO_COLOR"]
+
+
 def test_steer_shows_both_texts_and_marks_the_difference(terminal: Terminal) -> None:
-    arguments = ("dogs are", "--vector", "joy", "--layer", "2", "--scale", "4", "--max-tokens", "6")
+    arguments = ("dogs are", "--vector", "joy", "--scale", "4", "--max-tokens", "6")
     status, out, err = terminal.run("steer", *arguments)
     assert (status, err) == (0, "")
     assert "baseline" in out
@@ -203,9 +228,35 @@ def test_chat_keeps_the_conversation_and_clears_it_on_command(terminal: Terminal
     assert status == 0
     assert [line.strip() for line in out.splitlines()] == ["one two", "three three", "four four"]
     assert terminal.engine.heard == [["one two"], ["one two", "one two", "three"], ["four"]]
-    assert "Ctrl-D  end the conversation" in err
+    assert re.search(r"Ctrl-D +end the conversation", err)
     assert "A new conversation begins." in err
     assert "There is no command /nothing" in err
+
+
+def test_chat_is_steered_and_compared_by_commands(terminal: Terminal) -> None:
+    said = (
+        "/vector joy\n/scale 2\none\n/compare\ntwo\n/compare\n/vector\nthree\n/vector sorrow\n/scale much\n"
+        "/preset calm\nfour\n"
+    )
+    status, out, err = terminal.run("chat", "--max-tokens", "3", said=said)
+    assert status == 0
+    lines = [line.strip() for line in out.splitlines()]
+    assert lines[0] == "one joyful one"
+    assert re.search(r"│ +two two two +│ +│ +two joyful two +│", out), "the baseline stands beside it"
+    assert lines[-1] == "three three three"
+    assert terminal.engine.heard[-1] == ["one", "one joyful one", "two", "two joyful two", "three"]
+    for one in (
+        "Answers are steered by joy × 1 at 2.",
+        "Answers are steered by joy × 2 at 2.",
+        "Answers are shown beside the baseline.",
+        "Nothing steers.",
+        "has no vector sorrow",
+        "/scale needs a number, got 'much'",
+        "Answers are steered by the preset calm.",
+        "preset 'calm'",  # the server has none
+    ):
+        assert one in err, one
+        err = err.partition(one)[2]
 
 
 def test_ctrl_c_ends_an_answer_in_the_engine_too_and_the_chat_goes_on(terminal: Terminal) -> None:
@@ -257,11 +308,92 @@ def test_at_a_terminal_a_steered_text_comes_token_by_token(terminal: Terminal) -
             "steer", "dogs", "--vector", "joy", "--layer", "2", "--max-tokens", "8"
         ) as typist:
             typist.sees("joyful")
-            assert terminal.engine.num_running == 2, "it is shown while more is to come"
+            assert terminal.engine.num_running == 1, "it is shown while more is to come"
             typist.sees("What differs is marked.")
             assert typist.ends() == 0
     finally:
         behaviour.delay_s = 0.0
+
+
+PRESET: Final = {
+    "description": "joyful",
+    "interventions": [
+        {"op": "steer", "at": "layers.2.output", "vector": {"name": "joy"}},
+        {"op": "feature", "dictionary": "sae", "changes": [{"feature": 3, "value": 1.0}]},
+        {"op": "detect", "detector": "calm", "name": "calm"},
+    ],
+}
+
+
+def test_all_kinds_are_added_listed_exported_and_added_again(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(*arguments: str) -> str:
+        assert main(arguments) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    monkeypatch.setenv("NNSIGHT_ENGINE_URL", terminal.url)
+    monkeypatch.chdir(tmp_path)
+    prompts = {
+        "positive": ["one up", "two up", "three up"],
+        "negative": ["one", "two", "three"],
+        "position": -1,
+    }
+    Path("prompts.json").write_text(json.dumps(prompts))
+    (tmp_path / "folder").mkdir()
+    Path("folder/cfg.json").write_bytes(dictionary_files.cfg())
+    Path("folder/sae_weights.safetensors").write_bytes(dictionary_files.weights())
+    Path("folder/labels.json").write_text(json.dumps({str(feature): f"f{feature}" for feature in range(16)}))
+    Path("preset.json").write_text(json.dumps(PRESET))
+    terminal.engine.behaviour.pulls = {"up": (1.0, 2.0, 3.0, 4.0)}
+    assert command("vectors", "train", "up", "prompts.json") == "The vector up@1 is stored.\n"
+    assert command("detectors", "train", "calm", "prompts.json") == "The detector calm@1 is stored.\n"
+    assert command("dictionaries", "add", "sae", "folder") == "The dictionary sae@1 is stored.\n"
+    assert command("presets", "add", "glad", "preset.json") == "The preset glad@1 is stored.\n"
+    for kind, name, file in (
+        ("vectors", "up", "up.safetensors"),
+        ("detectors", "calm", "calm.safetensors"),
+        ("dictionaries", "sae", "sae"),
+        ("presets", "glad", "glad.json"),
+    ):
+        assert f"{name}@1" in command(kind, "list")
+        assert command(kind, "export", name) == f"{file}\n"
+        assert main((kind, "export", name)) == 1
+        assert "exists; choose another path with -o" in capsys.readouterr().err
+        assert main((kind, "export", f"{name}@9", "-o", "none")) == 1
+        assert f"{name}" in capsys.readouterr().err
+        assert not Path("none").exists()
+        command(kind, "add", "again", file)
+        command(kind, "export", "again", "-o", f"again-{file}")
+    found = {
+        kind: {one["name"]: one for one in httpx.get(f"{terminal.url}/v1/{kind}").json()["data"]}
+        for kind in ("vectors", "detectors", "dictionaries", "presets")
+    }
+    for kind, name in (
+        ("vectors", "up"),
+        ("detectors", "calm"),
+        ("dictionaries", "sae"),
+        ("presets", "glad"),
+    ):
+        first, again = found[kind][name], found[kind]["again"]
+        told = ("sha256", "description", "num_labels", "operations")
+        assert [again.get(key) for key in told] == [first.get(key) for key in told], kind
+    assert found["vectors"]["again"]["training"] == found["vectors"]["up"]["training"]
+    best = str(found["vectors"]["up"]["training"]["best_layer"])
+    assert f"up × 1 at {best}" in command("steer", "dogs", "--vector", "up", "--max-tokens", "2")
+
+    # The file of a preset has what its operations name, but for dictionaries.
+    httpx.delete(f"{terminal.url}/v1/vectors/{found['vectors']['again']['id']}")
+    preset = httpx.get(f"{terminal.url}/v1/presets/again").json()
+    joy = preset["interventions"][0]["vector"]
+    httpx.delete(f"{terminal.url}/v1/vectors/{joy['id']}").raise_for_status()
+    command("presets", "add", "third", "glad.json")
+    third = httpx.get(f"{terminal.url}/v1/presets/third").json()["interventions"]
+    assert (third[0]["vector"]["name"], third[1:]) == ("joy@2", preset["interventions"][1:])
+    for name in ("sae", "again"):
+        httpx.delete(f"{terminal.url}/v1/dictionaries/{found['dictionaries'][name]['id']}").raise_for_status()
+    assert main(("presets", "add", "fourth", "glad.json")) == 1
+    assert "needs the dictionary sae@1" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_a_command_as_shells_have_it(terminal: Terminal) -> None:
@@ -270,7 +402,7 @@ def test_ctrl_c_ends_a_command_as_shells_have_it(terminal: Terminal) -> None:
     try:
         arguments = ("dogs", "--vector", "joy", "--layer", "2")
         with terminal.start("steer", *arguments) as process:
-            wait_for(lambda: terminal.engine.num_running == 2)
+            wait_for(lambda: terminal.engine.num_running == 1)
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=60)
         wait_for(lambda: terminal.engine.num_running == 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,44 @@ async def test_another_model_in_a_file_is_told(server: Server, error_of: ErrorCh
     assert "'gpt2-small'" in answer.json()["warnings"][0]
     refused = await upload(server, theirs, params={"strict": True})
     assert "'gpt2-small'" in error_of(refused, 400, "vector_mismatch")
+
+
+async def test_a_file_brings_its_training_unless_that_is_of_other_numbers(
+    server: Server, error_of: ErrorCheck
+) -> None:
+    score = {"auroc": 1.0, "accuracy": 0.5, "separation": 2.0, "bias": -0.5, "norm": 3.0}
+    training = {
+        "method": "pca", "position": "mean", "holdout": 0.25, "seed": 0, "num_positive": 6, "num_negative": 6,
+        "num_held_out": 4, "best_layer": 2, "layers": [{"layer": layer, **score} for layer in ROWS],
+    }  # fmt: skip
+    sha256 = (await upload(server, as_safetensors())).json()["sha256"]
+
+    def file(given: Any = None, **metadata: str) -> bytes:
+        text = json.dumps(training) if given is None else given
+        tensors = {f"layers.{layer}.output": row for layer, row in ROWS.items()}
+        return safetensors.numpy.save(tensors, {"training": text, "sha256": sha256, **metadata})
+
+    made = (await upload(server, file())).json()
+    assert (made["training"], made["warnings"], made["format"]) == (training, [], "safetensors")
+    content = (await server.client.get(f"/v1/vectors/{made['id']}/content")).content
+    with_training = (await upload(server, content)).json()
+    assert with_training["training"] == training
+    assert with_training["source_sha256"] == hashlib.sha256(content).hexdigest()
+    fewer = json.dumps({**training, "layers": training["layers"][:1]})  # type: ignore[index] # a list
+    for other in (file(sha256="0" * 64), file(fewer)):
+        answer = (await upload(server, other)).json()
+        assert answer["training"] is None
+        assert "not of its numbers" in answer["warnings"][0]
+    for wrong, status, code in (
+        ("{", 400, "invalid_json"),
+        ("[" * 20, 400, "json_too_deep"),
+        ("{}", 422, "invalid_shape"),
+        (json.dumps({**training, "holdout": float("nan")}), 400, "not_finite"),
+    ):
+        assert (
+            "`training`" in error_of(await upload(server, file(wrong)), status, code)
+            or code == "json_too_deep"
+        )
 
 
 @pytest.mark.both_databases

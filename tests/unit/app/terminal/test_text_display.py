@@ -105,7 +105,7 @@ def test_commands_start_without_torch_vllm_and_the_server() -> None:
     ],
 )
 def test_marks_are_mentioned_only_where_there_are_some(baseline: str, steered: str, summary: str) -> None:
-    shown = Comparison(SteeringRequest("", is_chat=True, options={}, steers=[]), "joy")
+    shown = Comparison(SteeringRequest("", options={}, steering={}, history=[]), "joy")
     shown.texts, shown.done = [baseline, steered], [True, True]
     assert shown.summary().startswith(summary)
     console = Console(file=io.StringIO(), color_system="truecolor", force_terminal=True)

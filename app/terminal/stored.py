@@ -1,0 +1,396 @@
+"""``nnsight-engine vectors | detectors | dictionaries | presets``: lists, adds and exports stored things.
+
+All kinds have the routes ``/v1/KIND``, and names with versions. An exported file can be added to any server:
+it says where it comes from. That of a preset has the vectors and detectors that its operations name.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Column, Table
+
+from api_schemas.names import NAME_RULE, Reference
+from app.terminal.server import JsonObject, Server
+from app.terminal.text_display import plain
+
+_PAGE: Final = 100
+_WEIGHTS: Final = "sae_weights.safetensors"
+_CFG: Final = "cfg.json"
+_LABELS: Final = "labels.json"
+_PARTS: Final = "parts"
+"""The field of a preset's file with what its operations name, by id."""
+_HUB: Final = "://"
+_COLUMN: Final = 60
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of things with names.
+
+    Attributes:
+        plural: Its command, and the last part of its route.
+        prefix: The beginning of its ids.
+        ending: The ending of its exported file; empty for a folder.
+        columns: The columns of its list beside the name and the time, from a description.
+        trains: Whether a server can train one.
+    """
+
+    plural: str
+    prefix: str
+    ending: str
+    columns: Mapping[str, Callable[[JsonObject], object]]
+    trains: bool = False
+
+    @property
+    def singular(self) -> str:
+        """The word for one of it."""
+        return "dictionary" if self.plural == "dictionaries" else self.plural.removesuffix("s")
+
+    @property
+    def route(self) -> str:
+        """The route of its list."""
+        return f"/v1/{self.plural}"
+
+
+VECTORS: Final = Kind(
+    "vectors",
+    "vec_",
+    ".safetensors",
+    {
+        "at": lambda one: one["at"].replace("*", _span(one["layers"])),
+        "best layer": lambda one: (one["training"] or {}).get("best_layer", ""),
+        "from": lambda one: (one["training"] or {}).get("method", one["format"]),
+    },
+    trains=True,
+)
+DETECTORS: Final = Kind(
+    "detectors",
+    "det_",
+    ".safetensors",
+    {
+        "at": lambda one: ", ".join(part["at"] for part in one["parts"]),
+        "threshold": lambda one: "" if one["threshold"] is None else f"{one['threshold']:.3g}",
+        "AUROC": lambda one: "" if one["training"] is None else f"{one['training']['auroc']:.2f}",
+    },
+    trains=True,
+)
+DICTIONARIES: Final = Kind(
+    "dictionaries",
+    "dict_",
+    "",
+    {
+        "at": lambda one: one["at"],
+        "architecture": lambda one: one["architecture"],
+        "features": lambda one: one["num_features"],
+        "labels": lambda one: one["num_labels"],
+    },
+)
+PRESETS: Final = Kind(
+    "presets",
+    "pre_",
+    ".json",
+    {
+        "operations": lambda one: ", ".join(one["operations"]),
+        "description": lambda one: one["description"][:_COLUMN],
+    },
+)
+KINDS: Final = (VECTORS, DETECTORS, DICTIONARIES, PRESETS)
+
+
+async def show(server: Server, kind: Kind, name: str | None, console: Console) -> None:
+    """Print the versions of a kind, or of a name, the newest first.
+
+    Raises:
+        RemoteError: The server refuses, or does not answer.
+    """
+    found = await _versions(server, kind, name)
+    columns = [Column(one, overflow="fold") for one in (*kind.columns, "shared")]
+    table = Table(
+        Column("name", no_wrap=True), *columns, Column("created", no_wrap=True), box=None, pad_edge=False
+    )
+    for one in found:
+        cells = [plain(str(cell(one))) for cell in kind.columns.values()]
+        created = datetime.fromtimestamp(one["created_at"], UTC).strftime("%Y-%m-%d")
+        table.add_row(f"{one['name']}@{one['version']}", *cells, "yes" if one["shared"] else "", created)
+    console.print(table if found else f"{server.url} has no {kind.plural}.")
+
+
+async def add(server: Server, kind: Kind, name: str, source: str, fields: JsonObject) -> JsonObject:
+    """Store what a file or, of a dictionary, a folder or a place on the Hub has; return its description.
+
+    Args:
+        server: The server.
+        kind: Its kind.
+        name: The name that it gets.
+        source: The file.
+        fields: Further fields of the request.
+
+    Raises:
+        RemoteError: The server refuses it.
+        ValueError: The file cannot be read.
+    """
+    if kind is PRESETS:
+        return await _add_preset(server, {"name": name, **fields}, _json(Path(source)))
+    if kind is DICTIONARIES and _HUB in source:
+        # The server downloads it before it answers.
+        body = {"name": name, "source": source, **fields}
+        return await server.send("POST", kind.route, json=body, timeout=None)
+    form = {key: "true" if value is True else value for key, value in fields.items()}
+    with _files(Path(source)), contextlib.ExitStack() as stack:
+        parts = _saelens_files(Path(source)) if kind is DICTIONARIES else {"file": Path(source)}
+        files = {field: (path.name, stack.enter_context(path.open("rb"))) for field, path in parts.items()}
+        return await server.send("POST", kind.route, data={"name": name, **form}, files=files)
+
+
+async def train(server: Server, kind: Kind, name: str, source: Path, console: Console) -> JsonObject:
+    """Train one from the prompts of a JSON file, with the fields of the route; return its description.
+
+    Raises:
+        RemoteError: The training fails.
+        ValueError: The file cannot be read.
+    """
+    body = _json(source)
+    if not isinstance(body, dict):
+        example = '{"positive": ["…"], "negative": ["…"]}'
+        raise ValueError(f"{source} has no object with prompts, {example}")  # noqa: TRY004 - of a file
+    made: JsonObject = {}
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("")
+        async with contextlib.aclosing(
+            server.events(f"{kind.route}/train", {**body, "name": name})
+        ) as events:
+            async for event in events:
+                if event["type"] == "progress":
+                    progress.update(
+                        task, description=event["stage"], completed=event["done"], total=event["total"]
+                    )
+                else:
+                    made = event[kind.singular]
+    return made
+
+
+async def export(server: Server, kind: Kind, name: str, target: Path | None) -> Path:
+    """Write one to a file, a dictionary to a folder; return the path.
+
+    Args:
+        server: The server.
+        kind: Its kind.
+        name: ``joy`` or ``joy@2``.
+        target: The file; by default it has the name.
+
+    Raises:
+        RemoteError: The server refuses, or does not answer.
+        ValueError: There is none of this name, or the file exists.
+    """
+    reference = _reference(name)
+    target = target or Path(f"{reference.name}{kind.ending}")
+    if kind is PRESETS:
+        text = json.dumps(await _preset_file(server, name), indent=1, ensure_ascii=False)
+        with _new(target) as file:
+            file.write(f"{text}\n".encode())
+        return target
+    found = await _find(server, kind, reference)
+    path = f"{kind.route}/{found['id']}"
+    if kind is not DICTIONARIES:
+        with _new(target) as file:
+            await server.download(f"{path}/content", file)
+        return target
+    labels = await _labels(server, path)
+    with _files(target):
+        target.mkdir(parents=True)
+    for file_name, part in ((_WEIGHTS, "content"), (_CFG, "config")):
+        with _new(target / file_name) as file:
+            await server.download(f"{path}/{part}", file)
+    if labels:
+        with _new(target / _LABELS) as file:
+            file.write(json.dumps(labels, ensure_ascii=False).encode())
+    return target
+
+
+async def best_layer(server: Server, vector: str) -> str:
+    """Return the layer at which a vector steers by default: its best one, or one in the middle of its rows.
+
+    Raises:
+        RemoteError: The server refuses, or does not answer.
+        ValueError: There is no such vector.
+    """
+    found = await _find(server, VECTORS, _reference(vector))
+    layers: list[int] = found["layers"]
+    return str((found["training"] or {}).get("best_layer", layers[len(layers) // 2]))
+
+
+async def _versions(server: Server, kind: Kind, name: str | None) -> list[JsonObject]:
+    found: list[JsonObject] = []
+    query: dict[str, str | int] = {"limit": _PAGE, **({} if name is None else {"name": name})}
+    while True:
+        page = await server.get(kind.route, **query)
+        found += page["data"]
+        if not page["has_more"]:
+            return found
+        query["after"] = page["last_id"]
+
+
+async def _find(server: Server, kind: Kind, reference: Reference) -> JsonObject:
+    """Return the version that a name means for the caller; raises ValueError if there is none."""
+    found = await _versions(server, kind, reference.name)
+    own = [one for one in found if one["own"]] or found
+    for one in own:
+        if reference.version in {None, one["version"]}:
+            return one
+    raise ValueError(
+        f"{server.url} has no {kind.singular} {reference}; `nnsight-engine {kind.plural} list` lists them"
+    )
+
+
+async def _labels(server: Server, path: str) -> dict[str, str]:
+    labels: dict[str, str] = {}
+    query: dict[str, str | int] = {"limit": _PAGE}
+    while True:
+        page = await server.get(f"{path}/features", **query)
+        labels |= {str(one["id"]): one["label"] for one in page["data"]}
+        if not page["has_more"]:
+            return labels
+        query["after"] = page["last_id"]
+
+
+async def _preset_file(server: Server, name: str) -> JsonObject:
+    """Return a preset with what its operations name; dictionaries are named only, since they are large."""
+    preset = await server.get(f"{PRESETS.route}/{name}")
+    parts: JsonObject = {}
+    for kind, named in _named(preset["interventions"]):
+        if named["id"] in parts:
+            continue
+        path = f"{kind.route}/{named['id']}"
+        about = await server.get(path)
+        content = None
+        if kind is not DICTIONARIES:
+            file = io.BytesIO()
+            await server.download(f"{path}/content", file)
+            content = base64.b64encode(file.getvalue()).decode()
+        parts[named["id"]] = {"kind": kind.plural, "sha256": about["sha256"], "content": content}
+    return {**preset, **({_PARTS: parts} if parts else {})}
+
+
+async def _add_preset(server: Server, given: JsonObject, file: Any) -> JsonObject:
+    """Store the preset of an exported file, or of a list of operations; and what its operations name."""
+    preset = {"interventions": file} if isinstance(file, list) else file
+    if not isinstance(preset, dict) or "interventions" not in preset:
+        raise ValueError("a preset's file has a list of operations, or an object with it as `interventions`")
+    parts = preset.get(_PARTS) or {}
+    for kind, named in _named(preset["interventions"]):
+        part = parts.get(named["id"])
+        if part is not None:
+            found = await _part(server, kind, Reference.parse(named["name"]), part)
+            named |= {"name": f"{found['name']}@{found['version']}", "id": found["id"]}
+    kept = {key: preset[key] for key in ("description", "interventions") if key in preset}
+    return await server.send("POST", PRESETS.route, json={**kept, **given})
+
+
+async def _part(server: Server, kind: Kind, reference: Reference | None, part: JsonObject) -> JsonObject:
+    """Return what a preset names, by its numbers; store it if the server does not have it."""
+    if reference is None:
+        raise ValueError("the file names something that is no name")
+    for one in await _versions(server, kind, reference.name):
+        if one["sha256"] == part["sha256"]:
+            return one
+    if part.get("content") is None:
+        raise ValueError(
+            f"the preset needs the {kind.singular} {reference} with the SHA-256 {part['sha256']}, which is "
+            f"not in the file: add it first, `nnsight-engine {kind.plural} add {reference.name} …`"
+        )
+    file = (f"content{kind.ending}", base64.b64decode(part["content"]))
+    return await server.send("POST", kind.route, data={"name": reference.name}, files={"file": file})
+
+
+def _named(value: Any) -> Iterator[tuple[Kind, JsonObject]]:
+    """Yield the names with ids in operations, each with its kind."""
+    if isinstance(value, dict):
+        if isinstance(value.get("name"), str):
+            for kind in KINDS:
+                if str(value.get("id", "")).startswith(kind.prefix):
+                    yield kind, value
+        value = list(value.values())
+    if isinstance(value, list):
+        for one in value:
+            yield from _named(one)
+
+
+def _reference(name: str) -> Reference:
+    reference = Reference.parse(name)
+    if reference is None:
+        raise ValueError(f"{plain(name)!r} is no name, `joy` or `joy@2`: {NAME_RULE}")
+    return reference
+
+
+def _json(path: Path) -> Any:
+    with _files(path):
+        content = path.read_bytes()
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+
+
+def _saelens_files(folder: Path) -> dict[str, Path]:
+    """Return the files of a dictionary's folder by the fields of its form."""
+    files = {"weights": folder / _WEIGHTS, "cfg": folder / _CFG}
+    return {**files, "labels": folder / _LABELS} if (folder / _LABELS).exists() else files
+
+
+@contextlib.contextmanager
+def _new(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file; removed again if it is not completed. Raises ValueError if it exists."""
+    with _files(path):
+        file = path.open("xb")
+    try:
+        with _files(path), file:
+            yield file
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def _files(path: Path) -> Iterator[None]:
+    """Raise ValueError for the errors of files."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, ConnectionError):  # also the server's
+            raise
+        reason = f"cannot be read or written: {error.strerror or error}"
+        if isinstance(error, FileExistsError):
+            reason = "exists; choose another path with -o"
+        raise ValueError(f"{path} {reason}") from error
+
+
+def _span(layers: list[int]) -> str:
+    """Return layers as ``0:30``, or one by one where some are missing."""
+    if len(layers) > 1 and layers == list(range(layers[0], layers[-1] + 1)):
+        return f"{layers[0]}:{layers[-1] + 1}"
+    return ", ".join(map(str, layers))
+
+
+__all__ = [
+    "DICTIONARIES",
+    "KINDS",
+    "PRESETS",
+    "VECTORS",
+    "Kind",
+    "add",
+    "best_layer",
+    "export",
+    "show",
+    "train",
+]
