@@ -25,7 +25,7 @@ _NUM_FEATURES: Final = 60_000
 _HIDDEN: Final = 4096
 _PARTS: Final = range(9, 16)
 """Layers at which a detector has a part; it has 64 MiB."""
-_LIMIT_S: Final = 30
+_LIMIT_S: Final = 15
 """How long a costly request is waited for; its client then closes the connection."""
 _PIXEL: Final = (
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="

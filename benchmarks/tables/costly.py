@@ -3,7 +3,7 @@
 Served by `nnsight-engine serve` of the bundled model with defaults, with a key for each of two tenants; the
 clients are processes on the same cores. One tenant streams short completions and lists the models all the
 time; the other one sends requests that every limit allows, once and four times at once, and gives up one
-after half a minute. Waits are the longest ones while they run; the bare gap is that beside the
+after fifteen seconds. Waits are the longest ones while they run; the bare gap is that beside the
 same requests without their operations. Memory is that of all the server's processes afterwards, as a multiple
 of that before.
 """
