@@ -2,15 +2,19 @@
 
 Both need a running server of the bundled model. ``make`` is for one without the examples of an earlier run,
 ``NNSIGHT_ENGINE_EXAMPLES=0 make serve``; it writes ``app/examples/data``, in about an hour of one core, most
-of it for the texts of the dictionary. ``measure`` prints the numbers of ``docs/bundled-examples.md``.
+of it for the texts of the dictionary. ``describe`` writes what the playground shows of the dictionary's
+features, and removes labels that do not hold in other texts. ``measure`` prints the numbers of
+``docs/bundled-examples.md``.
 
     python -m scripts.bundled_examples make --folder /tmp/sae
+    python -m scripts.bundled_examples describe --folder /tmp/described
     python -m scripts.bundled_examples measure
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -20,16 +24,20 @@ from typing import Any, Final
 import httpx
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from examples.sae_on_server.__main__ import HELD_OUT_EVERY
-from examples.sae_on_server.autoencoder import activations, quality, train, write
+from examples.sae_on_server.autoencoder import SparseAutoencoder, activations, quality, train, write
 from examples.sae_on_server.client import Server
 from examples.sae_on_server.corpus import TOPICS, Corpus, collect
-from examples.sae_on_server.labels import label_features, topic_feature
+from examples.sae_on_server.labels import KINDS, MOST, label_features, top_contexts, topic_feature
 from examples.sae_on_server.use import continuations, share
+from nnsight_engine import bundled_model_path
 from scripts import example_prompts as prompts
 
-DATA: Final = Path(__file__).resolve().parents[1] / "app/examples/data"
+ROOT: Final = Path(__file__).resolve().parents[1]
+DATA: Final = ROOT / "app/examples/data"
+DESCRIPTIONS: Final = ROOT / "app/playground/src/data/example-topics.json"
 VECTORS: Final = {"example-joy": prompts.JOY, "example-formal": prompts.FORMAL}
 DETECTOR: Final = "example-question"
 DETECTOR_LAYER: Final = 14
@@ -41,6 +49,12 @@ NUM_FEATURES: Final = 1152
 ACTIVE: Final = 24
 STEPS: Final = 2500
 STEER_AT: Final = "layers.12.output"
+DESCRIBED_TEXTS: Final = 288
+"""Texts that features are looked for in, and labels judged by."""
+EXAMPLES: Final = 3
+EFFECTS: Final = 6
+AROUND: Final = 8
+"""Tokens before the token of an example, and as many after it."""
 SET_TO: Final = (30.0, 60.0)
 
 
@@ -79,6 +93,79 @@ def make_dictionary(server: Server, folder: Path) -> tuple[dict[str, Any], dict[
         labels[topic_feature(corpus, active, topic, labels)] = topic
     (DATA / f"{DICTIONARY}.safetensors").write_bytes((folder / "sae_weights.safetensors").read_bytes())
     return json.loads((folder / "cfg.json").read_text(encoding="utf-8")), dict(sorted(labels.items()))
+
+
+def describe(server: Server, folder: Path) -> None:
+    """Write examples and logit effects of the dictionary's features; remove labels that do not hold."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = {"layer": LAYER, "texts": DESCRIBED_TEXTS, "text_tokens": TEXT_TOKENS}
+    corpus = Corpus.load(folder, source)
+    if corpus is None:
+        corpus = collect(server, LAYER, DESCRIBED_TEXTS, TEXT_TOKENS)
+        corpus.save(folder, source)
+    file = DATA / f"{DICTIONARY}.safetensors"
+    sae = SparseAutoencoder(corpus.states, NUM_FEATURES, ACTIVE)
+    sae.load_state_dict({name: value.float() for name, value in load_file(file).items()})
+    active = activations(sae, corpus.states)
+    most, least = _effects(sae.W_dec.detach())
+    words = server.send("POST", "/v1/tokenize", json={"prompt": torch.cat([most, least]).flatten().tolist()})
+    texts = np.array([token["text"] for token in words["tokens"]]).reshape(2, NUM_FEATURES, EFFECTS)
+    index = json.loads((DATA / "index.json").read_text(encoding="utf-8"))
+    labels = index["dictionaries"][0]["labels"]
+    features = {}
+    for feature in range(NUM_FEATURES):
+        best = top_contexts(active, feature)
+        label = labels.get(str(feature))
+        if label is not None and not _holds(label, corpus, best):
+            print(feature, label, [corpus.tokens[one] for one in best[:10]])
+            del labels[str(feature)]
+        features[feature] = {
+            "examples": [
+                [*_around(corpus, one), round(float(active[one, feature]), 1)] for one in best[:EXAMPLES]
+            ],
+            "promotes": texts[0, feature].tolist(),
+            "suppresses": texts[1, feature].tolist(),
+        }
+    described = {"sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "features": features}
+    DESCRIPTIONS.parent.mkdir(exist_ok=True)
+    DESCRIPTIONS.write_text(
+        json.dumps(described, ensure_ascii=False, separators=(",", ":")), encoding="utf-8"
+    )
+    (DATA / "index.json").write_text(json.dumps(index, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _effects(directions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens that each direction makes more and less likely, as the last norm and head see it."""
+    weights = load_file(next(bundled_model_path().glob("*.safetensors")))
+    scale, head = weights["model.norm.weight"].float(), weights["model.embed_tokens.weight"].float()
+    logits = (directions * scale) @ head.T
+    logits -= logits.mean(0)  # what every feature does is no effect of one
+    return logits.topk(EFFECTS).indices, (-logits).topk(EFFECTS).indices
+
+
+def _holds(label: str, corpus: Corpus, best: Sequence[int]) -> bool:
+    """Return whether most of a feature's top contexts are as its label says."""
+    kind, _, _ = label.partition(": ")
+    word = re.fullmatch("the word “(.*)”", label)
+    texts = [corpus.tokens[one].strip(" ").lower() for one in best]
+    if word:
+        fits = [text == word[1] for text in texts]
+    elif kind in KINDS:
+        fits = [re.fullmatch(KINDS[kind], text, re.DOTALL) is not None for text in texts]
+    else:
+        fits = [corpus.topic(one) == kind for one in best]
+    return bool(best) and sum(fits) >= MOST * len(best)
+
+
+def _around(corpus: Corpus, index: int) -> tuple[str, str, str]:
+    """Return a token between the texts before and after it."""
+    near = [
+        one
+        for one in range(max(0, index - AROUND), min(len(corpus.tokens), index + AROUND + 1))
+        if corpus.texts[one] == corpus.texts[index]
+    ]
+    before = "".join(corpus.tokens[one] for one in near if one < index)
+    return before, corpus.tokens[index], "".join(corpus.tokens[one] for one in near if one > index)
 
 
 def measure(server: Server) -> None:
@@ -151,14 +238,16 @@ def _style(texts: Sequence[str]) -> str:
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description="Make or measure the examples of the bundled model.")
-    parser.add_argument("action", choices=("make", "measure"))
+    parser = argparse.ArgumentParser(description="Make, describe or measure the examples of the bundled model.")
+    parser.add_argument("action", choices=("make", "describe", "measure"))
     parser.add_argument("--base-url", default="http://127.0.0.1:8000", help="default: %(default)s")
     parser.add_argument("--folder", type=Path, default=Path("sae"), help="for states and texts")
     options = parser.parse_args()
     with Server(options.base_url) as server:
         if options.action == "make":
             make(server, options.folder)
+        elif options.action == "describe":
+            describe(server, options.folder)
         else:
             measure(server)
 
