@@ -95,7 +95,8 @@ def test_features_are_found_colour_the_text_and_get_sliders(playground: Playgrou
     expect(page.get_by_role("group", name="The token")).to_contain_text("Position 0 is skipped")
 
     search.get_by_label("Find features").fill("sleep")
-    search.get_by_role("button", name="cats that sleep").click()
+    with page.expect_request("**/v1/completions"):
+        search.get_by_role("button", name="cats that sleep").click()
     expect(page.get_by_role("heading", name="Activation of cats that sleep (5)")).to_be_visible()
     view_of(page).get_by_text("Running…").wait_for(state="hidden")
     first, _ = sent[-1]["interventions"]
@@ -104,13 +105,14 @@ def test_features_are_found_colour_the_text_and_get_sliders(playground: Playgrou
     expect(tokens_of(page).nth(6)).to_have_attribute("aria-label", "·t2, position 6: 7.00")
     shoot(page, "features-light")
 
+    tokens_of(page).nth(3).click()
     steer = view_of(page).get_by_role("button", name="Steer with it")
     top_of(page).nth(1).get_by_role("button", name="feature 1").click()
-    view_of(page).get_by_role("region", name="Feature 1").wait_for()
+    view_of(page).get_by_role("region", name="Feature 1", exact=True).wait_for()
     steer.click()
     expect(view_of(page).get_by_text("is under Steering")).to_be_visible()
     search.get_by_role("button", name="cats that sleep").click()
-    view_of(page).get_by_role("region", name="Feature 5").wait_for()
+    view_of(page).get_by_role("region", name="Feature 5", exact=True).wait_for()
     steer.click()
     steer.click()
     expect(view_of(page).get_by_text("already has a slider under Steering")).to_be_visible()

@@ -39,7 +39,7 @@ export function isSteering({ steering, sliders }: Steering): boolean {
 
 /** Returns a vector's steering as it is added: at its best layer, or one in the middle of those that it has. */
 export function steeringBy(vector: Vector): SteerState {
-  if (vector.name === DEMO.vector) return DEMO;
+  if (vector.name === DEMO.vector && vector.layers.includes(Number(DEMO.layers))) return DEMO;
   const layer = vector.training?.best_layer ?? vector.layers[Math.floor(vector.layers.length / 2)]!;
   return { ...STEER, vector: vector.name, layers: String(layer) };
 }

@@ -207,7 +207,7 @@ export const START: PageState = {
   marks: [],
   watched: [],
   preset: "",
-  sweep: { which: 0, from: 0, to: 2, steps: 5, measure: "projection", target: " wonderful" },
+  sweep: { which: 0, from: 0, to: 1, steps: 5, measure: "projection", target: " wonderful" },
   lens: { every: 1, topK: 5, steered: false },
   activations: { layer: -1, vector: "", steered: false },
   features: { dictionary: "", feature: -1, label: "", topK: 10, steered: false },
