@@ -25,6 +25,7 @@ import httpx
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.sae_on_server.__main__ import HELD_OUT_EVERY
 from examples.sae_on_server.autoencoder import SparseAutoencoder, activations, quality, train, write
@@ -53,6 +54,13 @@ DESCRIBED_TEXTS: Final = 288
 """Texts that features are looked for in, and labels judged by."""
 EXAMPLES: Final = 3
 EFFECTS: Final = 6
+EFFECTS_AT_ONCE: Final = 64
+LIKELY: Final = float(np.log(0.0005))
+"""Least log-probability of a token that is named as an effect."""
+SHOWN_BY: Final = 10
+"""Contexts in which a label has to hold."""
+SEEN: Final = ("law", "school", "weather")
+"""Labels that hold, by reading: the words are of the topic in texts about others."""
 AROUND: Final = 8
 """Tokens before the token of an example, and as many after it."""
 SET_TO: Final = (30.0, 60.0)
@@ -106,25 +114,23 @@ def describe(server: Server, folder: Path) -> None:
     file = DATA / f"{DICTIONARY}.safetensors"
     sae = SparseAutoencoder(corpus.states, NUM_FEATURES, ACTIVE)
     sae.load_state_dict({name: value.float() for name, value in load_file(file).items()})
-    active = activations(sae, corpus.states)
-    most, least = _effects(sae.W_dec.detach())
-    words = server.send("POST", "/v1/tokenize", json={"prompt": torch.cat([most, least]).flatten().tolist()})
-    texts = np.array([token["text"] for token in words["tokens"]]).reshape(2, NUM_FEATURES, EFFECTS)
+    active = activations(sae.requires_grad_(requires_grad=False), corpus.states)
+    effects = _effects(sae, active.amax(0))
     index = json.loads((DATA / "index.json").read_text(encoding="utf-8"))
     labels = index["dictionaries"][0]["labels"]
     features = {}
-    for feature in range(NUM_FEATURES):
-        best = top_contexts(active, feature)
+    for feature, (promotes, suppresses) in enumerate(effects):
+        best = top_contexts(active, feature)[:SHOWN_BY]
         label = labels.get(str(feature))
-        if label is not None and not _holds(label, corpus, best):
+        if label is not None and label not in SEEN and not _holds(label, corpus, best):
             print(feature, label, [corpus.tokens[one] for one in best[:10]])
             del labels[str(feature)]
         features[feature] = {
             "examples": [
                 [*_around(corpus, one), round(float(active[one, feature]), 1)] for one in best[:EXAMPLES]
             ],
-            "promotes": texts[0, feature].tolist(),
-            "suppresses": texts[1, feature].tolist(),
+            "promotes": promotes,
+            "suppresses": suppresses,
         }
     described = {"sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "features": features}
     DESCRIPTIONS.parent.mkdir(exist_ok=True)
@@ -134,13 +140,36 @@ def describe(server: Server, folder: Path) -> None:
     (DATA / "index.json").write_text(json.dumps(index, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _effects(directions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens that each direction makes more and less likely, as the last norm and head see it."""
-    weights = load_file(next(bundled_model_path().glob("*.safetensors")))
-    scale, head = weights["model.norm.weight"].float(), weights["model.embed_tokens.weight"].float()
-    logits = (directions * scale) @ head.T
-    logits -= logits.mean(0)  # what every feature does is no effect of one
-    return logits.topk(EFFECTS).indices, (-logits).topk(EFFECTS).indices
+def _effects(sae: SparseAutoencoder, sizes: torch.Tensor) -> list[tuple[list[str], list[str]]]:
+    """Return the tokens that each feature makes more and less likely.
+
+    Its direction, as long as its activations are at most, is added at the last token of some beginnings.
+    """
+    path = bundled_model_path()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    changes = torch.cat([torch.zeros_like(sae.W_dec[:1]), sae.W_dec * sizes[:, None]])
+    logprobs = []
+    for start in prompts.STARTS:
+        ids = torch.tensor(tokenizer.encode(start)).expand(EFFECTS_AT_ONCE, -1)
+        parts = []
+        for part in changes.split(EFFECTS_AT_ONCE):
+
+            def change(_: torch.nn.Module, __: object, output: torch.Tensor, part: torch.Tensor = part) -> None:
+                output[:, -1] += part
+
+            hook = model.model.layers[LAYER].register_forward_hook(change)
+            with torch.no_grad():
+                parts.append(model(ids[: len(part)], logits_to_keep=1).logits[:, -1].log_softmax(-1))
+            hook.remove()
+        logprobs.append(torch.cat(parts))
+    means = torch.stack(logprobs).mean(0)
+    before, after = means[:1], means[1:]
+    found = []
+    for sign, likely in ((1, after), (-1, before.expand_as(after))):
+        ranked = (sign * (after - before)).masked_fill(likely < LIKELY, -torch.inf).topk(EFFECTS)
+        found.append([tokenizer.batch_decode(ids[:, None]) for ids in ranked.indices])
+    return list(zip(*found, strict=True))
 
 
 def _holds(label: str, corpus: Corpus, best: Sequence[int]) -> bool:

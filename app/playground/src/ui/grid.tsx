@@ -115,7 +115,7 @@ export function Grid(props: GridProps) {
           <thead>
             <tr>
               <th scope="col" class="corner">
-                {`${props.axes[0]} ↓ ${props.axes[1]} →`}
+                {`${props.axes[0]} ↓\n${props.axes[1]} →`}
               </th>
               {props.columns.map((column, index) => (
                 <th key={index} scope="col" class={index === active.column ? "here" : ""} title={column}>

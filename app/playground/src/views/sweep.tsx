@@ -18,7 +18,7 @@ import { changedShare, compared } from "../lib/diff";
 import { named } from "../lib/names";
 import { generation, source, withTokens } from "../lib/requests";
 import { steerOps } from "../lib/steering";
-import { randomLike, tensorOf } from "../lib/tensors";
+import { numbers, randomLike, tensorOf } from "../lib/tensors";
 import { percent, typed } from "../lib/text";
 import { call, client } from "../lib/snippets";
 import { trace } from "../lib/traces";
@@ -32,9 +32,9 @@ const MAX_STEPS = 15;
 const READ = "measure";
 
 const MEASURE_NAMES: Record<(typeof MEASURES)[number], string> = {
-  projection: "projection on the vector",
-  target: "log-probability of a token",
-  perplexity: "perplexity of the text",
+  projection: "projection",
+  target: "log-probability",
+  perplexity: "perplexity",
 };
 
 interface Swept {
@@ -104,7 +104,12 @@ export function SweepView() {
       const all = strengths();
       request(""); // says what is wrong with the fields before anything is asked
       const ids = (await tokenize(source(state), signal)).map((token) => token.id);
-      const random = await randomFor(signal);
+      // A random direction is for a vector that acts in one layer.
+      const files = new Map<string, Promise<ArrayBuffer>>();
+      const row = await rowAt(Number(steer!.row.trim() || steer!.layers), files, signal);
+      const random = row && randomLike(row, state.sampling.seed);
+      const lastRow = await rowAt(last, files, signal);
+      const unit = sweep.measure === "projection" && lastRow ? Math.hypot(...numbers(lastRow)) : 1;
       const asked = request(ids, random);
       const length = (asked.body["prompt"] as Json[]).length;
       const texts = Array.from({ length }, () => "");
@@ -127,7 +132,7 @@ export function SweepView() {
           values[index]!.push(...numbersOf(interventions));
           count(token_ids?.length ?? 0);
         }
-        show(values.map(mean));
+        show(values.map((found) => mean(found.map((value) => value / unit))));
       }
       if (sweep.measure === "perplexity") show(await perplexities(ids, tokens, signal));
     });
@@ -138,14 +143,12 @@ export function SweepView() {
       target: `log-probability of “${sweep.target}”`,
       perplexity: "perplexity",
     })[sweep.measure];
-  /** Returns a random direction of the vector's norm, where the vector acts in one layer. */
-  const randomFor = async (signal: AbortSignal) => {
-    const layer = Number(steer!.row.trim() || steer!.layers);
-    if (!vector || !vector.layers.includes(layer)) return null;
+  const rowAt = async (layer: number, files: Map<string, Promise<ArrayBuffer>>, signal: AbortSignal) => {
+    if (!vector?.layers.includes(layer)) return null;
     const url = `/v1/vectors/${vector.id}/content`;
     const key = `layers.${layer}.output`;
     const link: TensorLink = { url, format: "safetensors", key, dtype: "float32", shape: [vector.width] };
-    return randomLike(await tensorOf(link, new Map(), signal), state.sampling.seed);
+    return tensorOf(link, files, signal);
   };
   /** Returns how unlikely the model without steering finds each text. */
   const perplexities = async (ids: number[], texts: number[][], signal: AbortSignal) => {
