@@ -53,6 +53,12 @@ STEER_AT: Final = "layers.12.output"
 DESCRIBED_TEXTS: Final = 288
 """Texts that features are looked for in, and labels judged by."""
 EXAMPLES: Final = 3
+UNPLEASANT: Final = re.compile(
+    r"\b(kill|murder|manslaughter|nazi|suicid|sex|terror|slave|blood|abus|victim|die[ds]?\b|death|dead\b|weapon)"
+    "|nazi",
+    re.IGNORECASE,
+)
+"""Texts that are no examples: the model writes anything at temperature 0.8."""
 EFFECTS: Final = 6
 EFFECTS_AT_ONCE: Final = 64
 LIKELY: Final = float(np.log(0.0005))
@@ -123,12 +129,11 @@ def describe(server: Server, folder: Path) -> None:
         best = top_contexts(active, feature)[:SHOWN_BY]
         label = labels.get(str(feature))
         if label is not None and label not in SEEN and not _holds(label, corpus, best):
-            print(feature, label, [corpus.tokens[one] for one in best[:10]])
+            print(feature, label, [corpus.tokens[one] for one in best])
             del labels[str(feature)]
+        examples = [[*_around(corpus, one), round(float(active[one, feature]), 1)] for one in best]
         features[feature] = {
-            "examples": [
-                [*_around(corpus, one), round(float(active[one, feature]), 1)] for one in best[:EXAMPLES]
-            ],
+            "examples": [one for one in examples if not UNPLEASANT.search("".join(one[:3]))][:EXAMPLES],
             "promotes": promotes,
             "suppresses": suppresses,
         }
@@ -149,27 +154,28 @@ def _effects(sae: SparseAutoencoder, sizes: torch.Tensor) -> list[tuple[list[str
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(path)
     changes = torch.cat([torch.zeros_like(sae.W_dec[:1]), sae.W_dec * sizes[:, None]])
-    logprobs = []
-    for start in prompts.STARTS:
-        ids = torch.tensor(tokenizer.encode(start)).expand(EFFECTS_AT_ONCE, -1)
-        parts = []
-        for part in changes.split(EFFECTS_AT_ONCE):
-
-            def change(_: torch.nn.Module, __: object, output: torch.Tensor, part: torch.Tensor = part) -> None:
-                output[:, -1] += part
-
-            hook = model.model.layers[LAYER].register_forward_hook(change)
-            with torch.no_grad():
-                parts.append(model(ids[: len(part)], logits_to_keep=1).logits[:, -1].log_softmax(-1))
-            hook.remove()
-        logprobs.append(torch.cat(parts))
-    means = torch.stack(logprobs).mean(0)
+    starts = [torch.tensor(tokenizer.encode(start)) for start in prompts.STARTS]
+    means = torch.stack([_next_logprobs(model, start, changes) for start in starts]).mean(0)
     before, after = means[:1], means[1:]
     found = []
     for sign, likely in ((1, after), (-1, before.expand_as(after))):
         ranked = (sign * (after - before)).masked_fill(likely < LIKELY, -torch.inf).topk(EFFECTS)
-        found.append([tokenizer.batch_decode(ids[:, None]) for ids in ranked.indices])
+        found.append([tokenizer.batch_decode(tokens[:, None]) for tokens in ranked.indices])
     return list(zip(*found, strict=True))
+
+
+def _next_logprobs(model: Any, ids: torch.Tensor, changes: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities of the next token, with each change added at the last one."""
+    found = []
+    for part in changes.split(EFFECTS_AT_ONCE):
+        hook = model.model.layers[LAYER].register_forward_hook(
+            lambda _, __, output, part=part: output.index_add(1, torch.tensor([len(ids) - 1]), part[:, None])
+        )
+        with torch.no_grad():
+            logits = model(ids.expand(len(part), -1), logits_to_keep=1).logits[:, -1]
+        hook.remove()
+        found.append(logits.log_softmax(-1))
+    return torch.cat(found)
 
 
 def _holds(label: str, corpus: Corpus, best: Sequence[int]) -> bool:
@@ -267,7 +273,7 @@ def _style(texts: Sequence[str]) -> str:
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description="Make, describe or measure the examples of the bundled model.")
+    parser = argparse.ArgumentParser(description="Make, describe or measure the bundled examples.")
     parser.add_argument("action", choices=("make", "describe", "measure"))
     parser.add_argument("--base-url", default="http://127.0.0.1:8000", help="default: %(default)s")
     parser.add_argument("--folder", type=Path, default=Path("sae"), help="for states and texts")

@@ -127,7 +127,8 @@ def test_a_vector_is_made_and_steers_beside_the_baseline(server: Server, open_pa
     for name in ("Baseline", "Steered"):
         marked = [mark.text_content() for mark in column(page, name).locator("mark").all()]
         assert marked
-    expect(view_of(page).get_by_text("The texts diverge at word")).to_contain_text("positions at layers.12.output")
+    hint = view_of(page).get_by_text("The texts diverge at word")
+    expect(hint).to_contain_text("positions at layers.12.output")
     shoot(page, "compare-light")
 
     del requests[:]
@@ -147,7 +148,8 @@ def test_a_first_visit_ends_with_a_joyful_text(server: Server, open_page: Open) 
     page = open_page(f"{server.base_url}/playground")
     expect(column(page, "Steered")).to_have_text(changed, timeout=RUN_MS)
     expect(column(page, "Baseline")).to_have_text(plain)
-    expect(view_of(page).get_by_text(f"The texts diverge at word {word_apart(plain, changed)}")).to_be_visible()
+    apart = f"The texts diverge at word {word_apart(plain, changed)};"
+    expect(view_of(page).get_by_text(apart)).to_be_visible()
     marks = [column(page, name).locator(".divergence") for name in ("Baseline", "Steered")]
     for mark in marks:
         expect(mark).to_have_count(1)
@@ -210,7 +212,7 @@ def test_strengths_stand_beside_each_other(server: Server, open_page: Open) -> N
     assert abs(values @ direction) < 0.3 * np.linalg.norm(direction) ** 2
 
 
-CHARTS = {"target": "log-probability of “ wonderful”", "projection": "mean projection", "perplexity": "^perplexity"}
+CHARTS = {"target": "log-probability of “ won", "projection": "mean projection", "perplexity": "^perplexity"}
 
 
 def target(server: Server, token: str, operations: list[dict[str, Any]]) -> float:
@@ -377,9 +379,7 @@ VIEWS: dict[str, dict[str, Any]] = {
     "lens": {"lens": {"every": 10, "topK": 2, "steered": True}},
     "activations": {"activations": {"layer": 12, "vector": "joy", "steered": True}},
     "attention": {},
-    "patching": {
-        "patching": {"clean": "The capital of France is", "corrupted": "The capital of Italy is"}
-    },
+    "patching": {"patching": {"clean": "The capital of France is", "corrupted": "The capital of Italy is"}},
 }
 
 
