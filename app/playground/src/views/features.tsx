@@ -70,7 +70,7 @@ export function FeaturesView() {
   const { label: _, ...asked } = features;
   useSettled(JSON.stringify([asked, steering]), () => run.hasRun && start());
 
-  const shown = feature ?? (read && strongest(read.top));
+  const shown = feature ?? (read && strongest(read));
   const values = read && shown ? valuesOf(read, shown) : new Map<number, number | null>();
   const most = Math.max(0, ...[...values.values()].map(Number));
   const actions = {
@@ -124,14 +124,19 @@ export function FeaturesView() {
       </ViewRun>
       {read && read.top.size > 0 && (
         <div class="beside">
-          <Coloured
-            tokens={read.tokens}
-            feature={shown}
-            values={values}
-            most={most}
-            active={active}
-            onActive={setActive}
-          />
+          <div class="measure">
+            <Coloured
+              tokens={read.tokens}
+              feature={shown}
+              values={values}
+              most={most}
+              active={active}
+              onActive={setActive}
+            />
+            {dictionary && shown && (
+              <FeatureDetails dictionary={dictionary} feature={shown} onSteer={() => steer(shown)} />
+            )}
+          </div>
           <div class="details" role="group" aria-label="The token" aria-live="polite">
             <h3>
               “{visible(read.tokens[active] ?? "")}”, position {active}
@@ -139,9 +144,6 @@ export function FeaturesView() {
             <Top isFirst={active === 0} features={read.top.get(active)} actions={actions} />
           </div>
         </div>
-      )}
-      {dictionary && shown && (
-        <FeatureDetails dictionary={dictionary} feature={shown} onSteer={() => steer(shown)} />
       )}
       <CopyBar request={request} trace={() => trace(request(), capabilities, vectors)} />
     </>
@@ -225,10 +227,10 @@ function Top(props: {
   );
 }
 
-/** Returns the labelled feature with the largest activation. */
-function strongest(top: Map<number, ActiveFeature[]>): Feature | null {
-  const labelled = [...top.values()].flat().filter((each) => each.label && each.activation !== null);
-  return labelled.sort((one, other) => other.activation! - one.activation!)[0] ?? null;
+/** Returns the most active feature with a label: of the token that is shown first, or of all. */
+function strongest({ top, opening }: Read): Feature | null {
+  const labelled = [...(top.get(opening) ?? []), ...[...top.values()].flat()].filter((each) => each.label);
+  return labelled[0] ?? null;
 }
 
 /** Returns a feature's activations: those that were asked for, or where it is among the most active. */
