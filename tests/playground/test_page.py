@@ -146,13 +146,13 @@ def test_a_key_that_is_none_is_said_so_and_trying_keys_asks_no_more_often(
     playground: Playground, open_page: Open
 ) -> None:
     key = playground.key(Scope.COMPLETIONS, Scope.INTERVENTIONS)
-    playground.engine.behaviour.is_starting = True
     page = open_page(f"{playground.url}/playground", waits=False)
     alert = page.get_by_role("alert")
     use = page.get_by_role("button", name="Use")
     page.get_by_label("API key").fill("nns_ключ")
     use.click()
     expect(alert).to_have_text("The API key has a character that keys do not have; copy it again.")
+    playground.engine.behaviour.is_starting = True
     page.get_by_label("API key").fill(key)
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
