@@ -140,7 +140,7 @@ def test_a_vector_is_made_and_steers_beside_the_baseline(server: Server, open_pa
 
 def test_a_first_visit_ends_with_a_joyful_text(server: Server, open_page: Open) -> None:
     joy = steer(1.0) | {"vector": {"name": "example-joy"}, "mode": "add"}
-    body = {"prompt": "I think dogs are", "max_tokens": 16}
+    body: dict[str, Any] = {"prompt": "I think dogs are", "max_tokens": 16}
     plain = asked(server, **body)["choices"][0]["text"]
     changed = asked(server, **body, interventions=[joy])["choices"][0]["text"]
     assert "endearing" in changed
