@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +19,7 @@ from tests.integration.conftest import Serve, Server
 from tests.integration.dictionary_files import CFG, weights
 
 WIDTH: Final = 8
+DESCRIPTIONS: Final = Path(__file__).parents[2] / "app/playground/src/data/example-topics.json"
 KINDS: Final = {"vectors": "joy", "detectors": "question", "dictionaries": "topics"}
 HEAD: Final = {"parts": [{"at": "layers.1.output", "form": "linear"}], "link": "sigmoid", "threshold": 0.5}
 LAYERS: Final = [{"layer": 1, "auroc": 1.0, "accuracy": 1.0, "separation": 2.0, "bias": 0.5, "norm": 2.8}]
@@ -185,3 +187,19 @@ async def test_one_that_does_not_fit_is_logged_and_the_others_are_stored(
         await store(server, files, cache_dir)
         assert names(await listed(server)) == {**ONCE, "vectors": []}
     assert "the example joy could not be stored: A row for layers.1.output must have 8 numbers" in caplog.text
+
+
+def test_the_playground_describes_the_features_of_the_bundled_dictionary() -> None:
+    files = ExampleFiles()
+    (dictionary,) = files.index().dictionaries
+    described = json.loads(DESCRIPTIONS.read_text(encoding="utf-8"))
+    assert described["sha256"] == hashlib.sha256(files.content(dictionary.name)).hexdigest()
+    assert len(described["features"]) == dictionary.cfg["d_sae"]
+    for feature, label in dictionary.labels.items():
+        about = described["features"][str(feature)]
+        assert about["examples"], label
+        assert about["promotes"], label
+        assert not set(about["promotes"]) & set(about["suppresses"]), label
+    word = "the word “ship”"
+    (ship,) = [feature for feature, label in dictionary.labels.items() if label == word]
+    assert [token for _, token, _, _ in described["features"][str(ship)]["examples"]] == [" ship"] * 3

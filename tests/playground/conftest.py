@@ -138,10 +138,10 @@ def view_of(page: Page) -> Any:
     return page.locator("section.view")
 
 
-def press(page: Page, name: str) -> None:
+def press(page: Page) -> None:
     """Run the view, and wait until it has ended."""
     view = view_of(page)
-    view.get_by_role("button", name=name, exact=True).click()
+    view.get_by_role("button", name="Run", exact=True).click()
     view.get_by_text("Running…").wait_for(state="hidden", timeout=RUN_MS)
 
 

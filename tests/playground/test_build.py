@@ -32,5 +32,8 @@ def test_the_lock_names_no_place_to_download_from() -> None:
 def test_the_page_loads_what_is_there_and_has_nothing_inline() -> None:
     text = (SOURCES / "static/index.html").read_text()
     loaded = set(re.findall(r'(?:src|href)="playground/([^"]+)"', text))
-    assert loaded == {name for name in tree(SOURCES / "static") if name != "index.html"}
+    described = {name for name in tree(SOURCES / "static") if name.endswith(".json")}
+    scripts = b"".join((SOURCES / "static" / name).read_bytes() for name in loaded)
+    assert all(Path(name).name.encode() in scripts for name in described)
+    assert loaded | described == {name for name in tree(SOURCES / "static") if name != "index.html"}
     assert not re.search(r"<style|<script[^>]*>[^<]|\son\w+=|\sstyle=", text)

@@ -90,27 +90,27 @@ def test_what_is_built_is_what_is_sent(playground: Playground, open_page: Open) 
     vector.get_by_role("button", name="Add a test").click()
     vector.get_by_label("Detector").select_option("question")
     expect(vector.get_by_label("Threshold")).to_have_attribute("placeholder", "0.25")
-    vector.get_by_label("Scores").select_option("window")
-    vector.get_by_label("Tokens of the window").fill("3")
-    vector.get_by_label("Of these").select_option("mean")
+    vector.get_by_label("Over", exact=True).select_option("window")
+    vector.get_by_label("Window").fill("3")
+    vector.get_by_label("Reduce").select_option("mean")
     vector.get_by_label("Hysteresis").fill("0.1")
     vector.get_by_role("button", name="Add another test").click()
     second = vector.get_by_role("group", name="Test 2")
     second.get_by_label("Detector").select_option("refusal")
-    second.get_by_label("It has to be").select_option("below")
+    second.get_by_label("Side").select_option("below")
     second.get_by_label("Negated").check()
-    press(page, "Run")
-    expect(view_of(page).get_by_role("alert")).to_contain_text("refusal has no threshold of its own")
+    press(page)
+    expect(view_of(page).get_by_role("alert")).to_contain_text("refusal has no threshold")
     second.get_by_label("Threshold").fill("much")
-    press(page, "Run")
+    press(page)
     expect(view_of(page).get_by_role("alert")).to_contain_text("A threshold is a number")
     second.get_by_label("Threshold").fill("-2")
-    second.get_by_label("It holds", exact=True).select_option("end")
-    vector.get_by_label("It holds where").select_option("any")
+    second.get_by_label("Until", exact=True).select_option("end")
+    vector.get_by_label("Join").select_option("any")
     expect(vector.locator("summary").last).to_contain_text(
         "question (mean of the last 3) > 0.25 or not refusal < -2"
     )
-    press(page, "Run")
+    press(page)
     (steering,) = next(one["interventions"] for one in reversed(sent) if "interventions" in one)
     assert steering["when"] == {
         "any": [
@@ -122,15 +122,15 @@ def test_what_is_built_is_what_is_sent(playground: Playground, open_page: Open) 
     assert held == [False, False, True, False, False, True, False, False], (
         "where the server says that it acted"
     )
-    expect(page.get_by_text("Steered at 2 positions of 1 place")).to_be_visible()
+    expect(page.get_by_text("Steered 2 positions at layers.1.output.")).to_be_visible()
     restored = open_page(copied(page, "link"))
     again = requests_of(restored)
-    press(restored, "Run")
+    press(restored)
     (steering_again,) = next(one["interventions"] for one in again if "interventions" in one)
     assert steering_again == steering
     bar = page.get_by_role("group", name="Copy this view")
     bar.get_by_role("button", name="trace").click()
-    expect(bar).to_contain_text("no words for features, detectors and conditions")
+    expect(bar).to_contain_text("cannot use features, detectors or conditions")
 
 
 def test_flags_and_stops_are_built_and_shown(playground: Playground, open_page: Open) -> None:
@@ -138,23 +138,23 @@ def test_flags_and_stops_are_built_and_shown(playground: Playground, open_page: 
     page = open_page(link(playground.url, prompt=PROMPT, **SHORT))
     sent = requests_of(page)
     page.get_by_role("button", name="Add a flag").click()
-    press(page, "Run")
+    press(page)
     expect(view_of(page).get_by_role("alert")).to_contain_text("“flag 1” needs a condition")
     flag = page.get_by_role("group", name="Flag: flag 1")
     flag.get_by_role("button", name="Add a test").click()
-    flag.get_by_label("It has to be").select_option("below")
-    press(page, "Run")
+    flag.get_by_label("Side").select_option("below")
+    press(page)
     held = page.get_by_role("listbox").locator(".held")
     expect(held).to_have_text(["·three flag 1 holds", "·t1 flag 1 holds"])
     assert [one.get_attribute("data-position") for one in held.all()] == ["2", "5"]
     assert page.get_by_role("listbox").count() == 1, "nothing changes the text: there is no second one"
     page.get_by_role("button", name="Add a stop").click()
     stop = page.get_by_role("group", name="Stop: stop 2")
-    stop.get_by_label("Name in the answer").fill("enough")
+    stop.get_by_label("Name").fill("enough")
     stop = page.get_by_role("group", name="Stop: enough")
     stop.get_by_role("button", name="Add a test").click()
     stop.locator("details.where summary").click()
-    stop.get_by_label("Part").select_option("generated")
+    stop.get_by_label("Phase").select_option("generated")
 
     def end(route: Route) -> None:
         answer = route.fetch()
@@ -167,7 +167,7 @@ def test_flags_and_stops_are_built_and_shown(playground: Playground, open_page: 
 
     page.route("**/v1/completions", end)
     sent.clear()
-    press(page, "Run")
+    press(page)
     expect(page.get_by_role("article", name="Steered")).to_contain_text("Ended by “enough”.")
     expect(page.get_by_role("article", name="Baseline")).not_to_contain_text("Ended by")
     changed = next(one for one in reversed(sent) if any(op["op"] == "stop" for op in one["interventions"]))
@@ -185,7 +185,7 @@ def test_flags_and_stops_are_built_and_shown(playground: Playground, open_page: 
 def test_without_detectors_it_says_how_to_get_one(playground: Playground, open_page: Open) -> None:
     page = open_page(link(playground.url))
     panel = page.get_by_role("region", name="Detectors and conditions")
-    expect(panel).to_contain_text("The server has no detectors yet: POST /v1/detectors/train")
+    expect(panel).to_contain_text("This server has no detectors yet. POST /v1/detectors/train")
     expect(panel.get_by_role("button")).to_have_count(0)
     guide = panel.get_by_role("link", name="The API of detectors")
     address = guide.get_attribute("href")
@@ -220,8 +220,8 @@ def test_a_first_visit_steers_with_a_shared_vector(playground: Playground, open_
             continue
         expect(page.get_by_role("group", name=f"Vector 1: {chosen}")).to_be_visible()
         sent = requests_of(page)
-        press(page, "Run")
-        expect(page.get_by_role("article", name="Steered").locator(".text")).to_contain_text("movie")
+        press(page)
+        expect(page.get_by_role("article", name="Steered").locator(".text")).to_contain_text("dogs")
         (steering,) = next(one["interventions"] for one in sent if "interventions" in one)
         assert steering["vector"] == {"name": chosen}
     page.get_by_role("button", name="Remove vector 1").click()
@@ -249,7 +249,7 @@ def test_it_fits_and_is_accessible(
         bypass_csp=True,
     )
     page.locator("details.when summary").first.click()
-    press(page, "Run")
+    press(page)
     assert not is_too_wide(page)
     assert faults(page, axe) == []
     shoot(page, f"conditions-{width}-{scheme}")

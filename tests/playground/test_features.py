@@ -60,19 +60,28 @@ def test_features_are_found_colour_the_text_and_get_sliders(playground: Playgrou
     page = open_page(link(playground.url, **VIEW))
     sent = requests_of(page)
     search = page.get_by_role("region", name="Search")
-    expect(search.get_by_role("status")).to_have_text("4 features")
+    expect(search.locator(".name")).to_have_count(0)
     search.get_by_label("Find features").fill("CAT")
+    expect(search.get_by_role("status")).to_have_text("2 features")
     expect(search.locator(".name")).to_have_text(["cats (2)", "cats that sleep (5)"])
     search.get_by_label("Find features").fill("9")
     expect(search.locator(".name")).to_have_text(["feature 9"])
     search.get_by_label("Find features").fill("bold")
     expect(search.locator(".name")).to_have_text(["words <b>in</b> bold (7)"])
 
-    press(page, "Read the features")
+    press(page)
     (operation,) = sent[-1]["interventions"]
-    assert operation == {"op": "features", "dictionary": "layer2", "top_k": 10, "name": "top"}
+    assert operation == {
+        "op": "features",
+        "dictionary": "layer2",
+        "where": {"exclude": {"positions": [0]}},
+        "top_k": 10,
+        "name": "top",
+    }
     expect(tokens_of(page)).to_have_count(8)
-    assert set(heats(page)) == {0}, "no feature is chosen yet"
+    expect(page.get_by_role("heading", name="Activation of numbers in words (0)")).to_be_visible()
+    assert heats(page) == [14, 29, 43, 57, 71, 86, 100, 0], "the strongest feature with a label colours it"
+    expect(page.get_by_role("group", name="The token")).to_contain_text("“·four”, position 3")
     tokens_of(page).nth(3).click()
     expect(top_of(page)).to_have_count(10)
     assert top_of(page).locator(".value").all_text_contents()[:3] == ["4.00", "2.00", "1.33"]
@@ -81,43 +90,57 @@ def test_features_are_found_colour_the_text_and_get_sliders(playground: Playgrou
     page.keyboard.press("ArrowRight")
     expect(page.get_by_role("group", name="The token")).to_contain_text("“·t0”, position 4")
     page.keyboard.press("End")
-    expect(page.get_by_role("group", name="The token")).to_contain_text("nothing is computed")
+    expect(page.get_by_role("group", name="The token")).to_contain_text("The last token is not computed")
     page.keyboard.press("Home")
+    expect(page.get_by_role("group", name="The token")).to_contain_text("Position 0 is skipped")
 
     search.get_by_label("Find features").fill("sleep")
-    search.get_by_role("button", name="Colour by cats that sleep").click()
+    with page.expect_request("**/v1/completions"):
+        search.get_by_role("button", name="cats that sleep").click()
     expect(page.get_by_role("heading", name="Activation of cats that sleep (5)")).to_be_visible()
     view_of(page).get_by_text("Running…").wait_for(state="hidden")
     first, _ = sent[-1]["interventions"]
-    assert first == {"op": "features", "dictionary": "layer2", "features": [5], "name": "chosen"}
+    assert (first["features"], first["name"]) == ([5], "chosen")
     assert heats(page) == [14, 29, 43, 57, 71, 86, 100, 0], "as a share of the largest"
     expect(tokens_of(page).nth(6)).to_have_attribute("aria-label", "·t2, position 6: 7.00")
     shoot(page, "features-light")
 
     tokens_of(page).nth(3).click()
-    top_of(page).nth(1).get_by_role("button", name="Slider").click()
+    steer = view_of(page).get_by_role("button", name="Steer with it")
+    top_of(page).nth(1).get_by_role("button", name="feature 1").click()
+    view_of(page).get_by_role("region", name="Feature 1", exact=True).wait_for()
+    steer.click()
     expect(view_of(page).get_by_text("is under Steering")).to_be_visible()
-    search.get_by_role("button", name="Slider for cats that sleep").click()
-    search.get_by_role("button", name="Slider for cats that sleep").click()
-    expect(view_of(page).get_by_text("has a slider under Steering already")).to_be_visible()
+    search.get_by_role("button", name="cats that sleep").click()
+    view_of(page).get_by_role("region", name="Feature 5", exact=True).wait_for()
+    steer.click()
+    steer.click()
+    expect(view_of(page).get_by_text("already has a slider under Steering")).to_be_visible()
     sliders = page.get_by_role("group", name="Feature:")
     expect(sliders).to_have_count(2)
-    assert sliders.nth(0).get_by_label("Activation", exact=True).get_attribute("max") == "8"
-    sliders.nth(1).get_by_label("What is done").select_option("ablate")
+    assert sliders.nth(0).get_by_label("Activation", exact=True).get_attribute("max") == "14"
+    sliders.nth(1).get_by_label("Mode").select_option("ablate")
     expect(sliders.nth(1).get_by_label("Activation", exact=True)).to_have_count(0)
     sliders.nth(0).get_by_label("Activation, as a number").fill("6.5")
     page.get_by_role("navigation", name="Views").get_by_role("button", name="Compare").click()
-    press(page, "Run")
+    press(page)
     changed = next(one for one in reversed(sent) if "interventions" in one)
     changes = [{"feature": 1, "mode": "set", "value": 6.5}, {"feature": 5, "mode": "ablate"}]
-    assert changed["interventions"] == [{"op": "feature", "dictionary": "layer2", "changes": changes}]
+    assert changed["interventions"] == [
+        {
+            "op": "feature",
+            "dictionary": "layer2",
+            "changes": changes,
+            "where": {"exclude": {"positions": [0]}},
+        }
+    ]
     assert any("interventions" not in one for one in sent), "the plain answer stands beside it"
     for column in ("Baseline", "Steered"):
         expect(page.get_by_role("article", name=column).locator(".text")).to_contain_text("one two")
     shoot(page, "feature-sliders")
     restored = open_page(copied(page, "link"))
     again = requests_of(restored)
-    press(restored, "Run")
+    press(restored)
     assert next(one for one in again if "interventions" in one) == changed
 
 
@@ -136,7 +159,7 @@ def test_sliders_of_other_places_and_conditions_are_other_operations(
     ]
     page = open_page(link(playground.url, sliders=given, sampling={"maxTokens": 4}))
     sent = requests_of(page)
-    press(page, "Run")
+    press(page)
     operations = next(one["interventions"] for one in sent if "interventions" in one)
     common = {"op": "feature", "dictionary": "layer2"}
     assert operations == [
@@ -170,7 +193,7 @@ def test_sliders_of_other_places_and_conditions_are_other_operations(
 
 def test_without_dictionaries_it_says_how_to_get_one(playground: Playground, open_page: Open) -> None:
     page = open_page(link(playground.url, view="features"))
-    expect(view_of(page)).to_contain_text("The server has no dictionaries of this model yet")
+    expect(view_of(page)).to_contain_text("This server has no dictionaries for this model yet")
     expect(view_of(page)).to_contain_text("POST /v1/dictionaries")
     address = view_of(page).get_by_role("link", name="The API of dictionaries").get_attribute("href")
     assert address == f"{playground.url}/docs#/dictionaries"
@@ -190,7 +213,7 @@ def test_it_fits_and_is_accessible(
         color_scheme=scheme,
         bypass_csp=True,
     )
-    press(page, "Read the features")
+    press(page)
     tokens_of(page).nth(2).click()
     assert not is_too_wide(page)
     assert faults(page, axe) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import dataclasses
 import json
 import re
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import httpx
 import pytest
@@ -125,8 +127,8 @@ def test_a_key_is_asked_for_and_kept_nowhere(playground: Playground, open_page: 
     field.fill(key)
     field.press("Enter")
     page.get_by_role("navigation", name="Views").wait_for()
-    press(page, "Run")
-    expect(text_of(page, "Baseline")).to_contain_text("movie is")
+    press(page)
+    expect(text_of(page, "Baseline")).to_contain_text("dogs are")
     kept = page.evaluate(
         "() => [location.href, document.cookie, JSON.stringify(localStorage), JSON.stringify(sessionStorage),"
         " document.documentElement.outerHTML, document.getElementById('key').value].join()"
@@ -143,16 +145,18 @@ def test_a_key_is_asked_for_and_kept_nowhere(playground: Playground, open_page: 
 def test_a_key_that_is_none_is_said_so_and_trying_keys_asks_no_more_often(
     playground: Playground, open_page: Open
 ) -> None:
-    playground.engine.behaviour.is_starting = True
+    key = playground.key(Scope.COMPLETIONS, Scope.INTERVENTIONS)
     page = open_page(f"{playground.url}/playground", waits=False)
     alert = page.get_by_role("alert")
     use = page.get_by_role("button", name="Use")
     page.get_by_label("API key").fill("nns_ключ")
     use.click()
     expect(alert).to_have_text("The API key has a character that keys do not have; copy it again.")
+    playground.engine.behaviour.is_starting = True
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     for _ in range(6):
+        page.get_by_label("API key").fill(key)
         use.click()
     expect(alert).to_contain_text("still loading")
     first = len(asked)
@@ -168,10 +172,10 @@ def test_a_key_that_may_only_complete_still_completes(playground: Playground, op
     page.get_by_label("API key").fill(key)
     page.get_by_role("button", name="Use").click()
     expect(page.locator(".given").get_by_role("alert")).to_contain_text("interventions")
-    press(page, "Run")
-    expect(text_of(page, "Baseline")).to_contain_text("movie is")
+    press(page)
+    expect(text_of(page, "Baseline")).to_contain_text("dogs are")
     page.get_by_role("button", name="Logit lens").click()
-    press(page, "Read the lens")
+    press(page)
     expect(view_of(page).get_by_role("alert")).to_contain_text("interventions")
 
 
@@ -206,7 +210,7 @@ def test_when_one_of_two_texts_fails_the_other_ends(playground: Playground, open
         return route.abort()
 
     page.route("**/v1/completions", refuse)
-    press(page, "Run")
+    press(page)
     expect(view_of(page).get_by_role("alert")).to_contain_text("cannot be reached")
     wait_for(lambda: playground.engine.num_running == 0)
     assert len((text_of(page, "Baseline").text_content() or "").split()) < 150
@@ -214,7 +218,7 @@ def test_when_one_of_two_texts_fails_the_other_ends(playground: Playground, open
 
 def test_what_is_drawn_is_named_as_it_was_asked_for(playground: Playground, open_page: Open) -> None:
     page = open_page(link(playground.url, view="lens", prompt="one two three"))
-    press(page, "Read the lens")
+    press(page)
     page.get_by_label("Every nth layer").fill("3")
     rows = page.get_by_role("grid").locator("tbody th")
     expect(rows).to_have_text(["3", "2", "1", "0"])
@@ -225,16 +229,19 @@ def test_what_is_drawn_is_named_as_it_was_asked_for(playground: Playground, open
     assert operation["where"] == {"positions": [0]}
     expect(page.get_by_role("img", name="Rank of").locator("circle")).to_have_count(4)
     page.keyboard.press("End")
-    press(page, "Read the lens")
+    press(page)
     expect(rows).to_have_text(["3", "0"])
     expect(page.locator(".details h3")).to_contain_text("Layer 3, after")
 
     page.goto(link(playground.url, view="activations", prompt="one two", activations={"layer": 1}))
-    press(page, "Measure")
+    press(page)
     playground.engine.behaviour.delay_s = 60.0
     page.get_by_label("Layer, as a number").fill("3")
     wait_for(lambda: playground.engine.num_running == 1)
     expect(page.get_by_role("heading", name="Norm after layer")).to_have_text("Norm after layer 1")
+    page.keyboard.press("Escape")
+    view_of(page).get_by_role("button", name="Run", exact=True).click()
+    expect(page.get_by_role("heading", name="Norm after layer")).to_have_count(0)
     page.keyboard.press("Escape")
 
 
@@ -267,7 +274,7 @@ def test_a_position_without_a_number_moves_no_other(playground: Playground, open
         route.fulfill(response=answer, body="\n\n".join(events))
 
     page.route("**/v1/completions", leave_out)
-    press(page, "Measure")
+    press(page)
     probed = page.get_by_role("region", name="Probe along joy")
     assert probed.locator("tr").all_text_contents() == ["·one0.00", "·three0.20", "·four0.30"]
     probed.locator(".heated span").nth(1).hover()
@@ -323,7 +330,7 @@ def test_a_patching_map_has_no_more_cells_than_a_request(playground: Playground,
 
     page.route("**/v1/tokenize", tokens)
     page.route("**/v1/completions", hold)
-    press(page, "Draw the map")
+    press(page)
     assert sizes == [513], "of four layers one: two would be 1025 prompts"
 
 
@@ -337,7 +344,7 @@ def test_tokens_are_taken_as_they_are_shown(playground: Playground, open_page: O
         route.fulfill(json={"tokens": [{"id": at, "text": text} for at, text in enumerate(told)]})
 
     page.route("**/v1/tokenize", tell)
-    press(page, "Measure")
+    press(page)
     rows = view_of(page).locator("tbody tr")
     expect(rows.nth(len(told) - 1)).to_be_attached()
     shown = view_of(page).locator("tbody th").all_text_contents()[: len(told)]
@@ -352,7 +359,7 @@ def test_tokens_are_taken_as_they_are_shown(playground: Playground, open_page: O
     where = {"tokens": ",".join([*shown, "#7042", " two"])}
     page = open_page(link(playground.url, steering=[STEERED["steering"][0] | {"where": where}]))
     page.route("**/v1/completions", hold)
-    press(page, "Run")
+    press(page)
     wait_for(lambda: len(sent) == 2)
     (steering,) = next(one["interventions"] for one in sent if "interventions" in one)
     assert steering["where"]["tokens"] == [*told, 7042, " two"]
@@ -363,33 +370,57 @@ def test_the_steering_is_kept_as_a_preset_and_a_preset_steers(
 ) -> None:
     httpx.post(f"{playground.url}/v1/vectors", json=VECTOR).raise_for_status()
     page = open_page(link(playground.url, sampling={"maxTokens": 4}, **STEERED))
-    page.get_by_text("Keep this steering as a preset").click()
-    page.get_by_label("Name of the preset").fill("Calm")
+    page.get_by_text("Save this steering as a preset").click()
+    page.get_by_label("Preset name").fill("Calm")
     page.get_by_role("button", name="Save as preset").click()
     expect(page.locator(".given").get_by_role("alert")).to_contain_text("name")
-    page.get_by_label("Name of the preset").fill("calm")
+    page.get_by_label("Preset name").fill("calm")
     page.get_by_role("button", name="Save as preset").click()
-    page.get_by_text("calm, version 1, is kept.").wait_for()
+    page.get_by_text("calm, version 1, is saved.").wait_for()
     kept = httpx.get(f"{playground.url}/v1/presets/calm").json()["interventions"]
     assert [(one["op"], one["at"], one["scale"]) for one in kept] == [("steer", "layers.1.output", 0.2)]
     page.get_by_role("button", name="Remove vector 1").click()
-    page.get_by_label("Preset, before the steering").select_option("calm")
+    page.get_by_label("Preset, applied before").select_option("calm")
     with page.expect_request(lambda request: "preset" in str(request.post_data)) as sent:
-        press(page, "Run")
+        press(page)
     body: dict[str, Any] = json.loads(str(sent.value.post_data))
     assert (body["preset"], "interventions" in body) == ("calm", False)
-    expect(text_of(page, "Steered")).to_contain_text("movie")
+    expect(text_of(page, "Steered")).to_contain_text("dogs")
     program = copied(page, "Python")
     assert 'extra_body={"preset": "calm"}' in program
     restored = open_page(copied(page, "link"))
-    expect(restored.get_by_label("Preset, before the steering")).to_have_value("calm")
+    expect(restored.get_by_label("Preset, applied before")).to_have_value("calm")
+
+
+def test_the_keyboard_runs_a_view_and_tokens_are_counted(playground: Playground, open_page: Open) -> None:
+    playground.engine.behaviour.delay_s = 0.3
+    page = open_page(f"{playground.url}/playground")
+    expect(page.get_by_label("API key")).to_have_count(0)
+    page.get_by_label("Prompt", exact=True).press("Control+Enter")
+    expect(view_of(page).get_by_text(re.compile(r"^[2-9] tokens$"))).to_be_visible()
+    page.keyboard.press("Escape")
+    shown = text_of(page, "Baseline").text_content()
+    page.get_by_role("button", name="Attention").click()
+    page.get_by_role("button", name="Compare").click()
+    expect(text_of(page, "Baseline")).to_have_text(str(shown))
+
+
+def test_on_a_phone_run_and_the_answer_are_in_reach(playground: Playground, open_page: Open) -> None:
+    httpx.post(f"{playground.url}/v1/vectors", json=VECTOR).raise_for_status()
+    page = open_page(link(playground.url, **STEERED), size=(390, 844))
+    run = view_of(page).get_by_role("button", name="Run", exact=True)
+    for place in (page.get_by_label("Prompt", exact=True), page.get_by_label("Strength", exact=True)):
+        place.scroll_into_view_if_needed()
+        expect(run).to_be_in_viewport(ratio=1)
+        press(page)
+        expect(text_of(page, "Baseline")).to_be_in_viewport()
 
 
 def test_moving_the_strength_runs_again_and_cancels_what_ran(playground: Playground, open_page: Open) -> None:
     httpx.post(f"{playground.url}/v1/vectors", json=VECTOR).raise_for_status()
     page = open_page(link(playground.url, sampling={"maxTokens": 4}, **STEERED))
-    press(page, "Run")
-    expect(text_of(page, "Steered")).to_contain_text("movie")
+    press(page)
+    expect(text_of(page, "Steered")).to_contain_text("dogs")
     playground.engine.behaviour.delay_s = 60.0  # longer than anything here is waited for
     before = playground.engine.num_calls
     slider = page.get_by_role("slider", name="Strength")
@@ -417,21 +448,26 @@ def test_errors_are_sentences(playground: Playground, open_page: Open) -> None:
     page = open_page(f"{playground.url}/playground")
     behaviour = playground.engine.behaviour
     behaviour.error = ApiError(ErrorCode.QUEUE_FULL, "The queue is full: send it again later.")
-    press(page, "Run")
+    press(page)
     alert = view_of(page).get_by_role("alert")
     expect(alert).to_have_text("The queue is full: send it again later.")
     behaviour.error = None
     behaviour.stream_error = ApiError(ErrorCode.ENGINE_DEAD, "The engine stopped")
-    press(page, "Run")
+    press(page)
     expect(alert).to_have_text("The engine stopped.")
     expect(text_of(page, "Baseline")).to_contain_text("I")
     behaviour.stream_error = None
-    press(page, "Run")
+    press(page)
     expect(alert).to_have_count(0)
     page.route("**/v1/completions", lambda route: route.abort())
-    page.get_by_label("Text to go on with").fill("Something else")
-    press(page, "Run")
+    page.get_by_label("Prompt", exact=True).fill("Something else")
+    press(page)
     expect(alert).to_have_text("The server cannot be reached. Is it still running?")
+    expect(text_of(page, "Baseline")).to_have_text("The model's own text.")
+    page.unroute("**/v1/completions")
+    view_of(page).get_by_role("button", name="Retry").click()
+    expect(text_of(page, "Baseline")).to_contain_text("Something")
+    expect(alert).to_have_count(0)
 
 
 def test_fields_that_cannot_be_sent_say_what_they_take(playground: Playground, open_page: Open) -> None:
@@ -448,20 +484,53 @@ def test_fields_that_cannot_be_sent_say_what_they_take(playground: Playground, o
         field = page.get_by_label(label, exact=True)
         before = field.input_value()
         field.fill(value)
-        press(page, "Run")
+        expect(field).to_have_attribute("aria-invalid", "true")
+        expect(field.locator("xpath=following-sibling::small")).to_contain_text(said)
+        press(page)
         expect(alert).to_contain_text(said)
         field.fill(before)
+        expect(field).not_to_have_attribute("aria-invalid", "true")
+    most = page.get_by_label("Max tokens")
+    most.fill("0")
+    expect(most).to_have_attribute("aria-invalid", "true")
 
 
 def test_what_a_model_writes_is_never_html(playground: Playground, open_page: Open) -> None:
     prompt = "<img src=x onerror=window.hit=1> <script>window.hit=1</script> <b>bold</b>"
     page = open_page(link(playground.url, prompt=prompt))
-    press(page, "Run")
+    press(page)
     expect(text_of(page, "Baseline")).to_contain_text("<b>bold</b>")
     page.get_by_role("button", name="Logit lens").click()
-    press(page, "Read the lens")
+    press(page)
     expect(page.get_by_role("grid")).to_contain_text("onerror")
     assert page.evaluate("() => [window.hit ?? 0, document.querySelectorAll('img, b').length]") == [0, 0]
+
+
+def test_a_figure_is_saved_as_what_it_shows(playground: Playground, open_page: Open) -> None:
+    page = open_page(link(playground.url, view="lens", prompt="one two <three>", sampling={"maxTokens": 2}))
+    press(page)
+    page.get_by_role("grid").locator("tbody td").first.click()
+    page.get_by_role("img", name="Rank of").wait_for()
+    for figure in ("Logit lens", "Rank of"):
+        saved = {}
+        for kind in ("PNG", "SVG", "CSV"):
+            group = page.get_by_role("group", name=f"Save: {figure}")
+            with page.expect_download() as download:
+                group.get_by_role("button", name=kind).click()
+            assert download.value.suggested_filename.endswith(f".{kind.lower()}")
+            saved[kind] = download.value.path().read_bytes()
+        assert saved["PNG"].startswith(b"\x89PNG")
+        drawing = ElementTree.fromstring(saved["SVG"])
+        texts = [element.text for element in drawing.iter("{http://www.w3.org/2000/svg}text")]
+        rows = list(csv.reader(saved["CSV"].decode().splitlines()))
+        if figure == "Logit lens":
+            assert "·<three>" in texts
+            assert rows[0] == ["layer", "token", "text", "value"]
+            assert len(rows) == 1 + 4 * 4
+            assert {row[1] for row in rows[1:]} >= {"·one", "·<three>"}
+        else:
+            assert "layer" in texts
+            assert [row[0] for row in rows] == ["layer", "0", "1", "2", "3"]
 
 
 def test_a_link_restores_the_page_and_a_broken_one_does_no_harm(
@@ -473,7 +542,7 @@ def test_a_link_restores_the_page_and_a_broken_one_does_no_harm(
     page.get_by_label("Message 1", exact=True).fill("Grüß Gott, 世界 🙂")
     page.get_by_label("Temperature").fill("0.7")
     page.get_by_role("button", name="Add a vector").click()
-    page.get_by_label("What is done").select_option("project_out")
+    page.get_by_label("Mode").select_option("project_out")
     page.get_by_role("button", name="Activations").click()
     address = copied(page, "link")
     expect(page).to_have_url(address)
@@ -481,12 +550,12 @@ def test_a_link_restores_the_page_and_a_broken_one_does_no_harm(
     other = open_page(address)
     expect(other.get_by_label("Message 1", exact=True)).to_have_value("Grüß Gott, 世界 🙂")
     expect(other.get_by_label("Temperature")).to_have_value("0.7")
-    expect(other.get_by_label("What is done")).to_have_value("project_out")
+    expect(other.get_by_label("Mode")).to_have_value("project_out")
     expect(other.get_by_role("button", name="Activations")).to_have_attribute("aria-current", "page")
     for broken in ("#s=!!!", "#s=bnVsbA", "#s=eyJ2aWV3Ijo3LCJzdGVlcmluZyI6WzEsbnVsbF19", "#nothing"):
         strange = open_page(f"{playground.url}/playground{broken}")
-        expect(strange.get_by_label("Text to go on with")).to_have_value("I think this movie is")
-        press(strange, "Run")
+        expect(strange.get_by_label("Prompt", exact=True)).to_have_value("I think dogs are")
+        press(strange)
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (360, "dark"), (768, "light"), (1600, "dark")])
@@ -499,7 +568,7 @@ def test_every_view_fits_and_is_accessible(
         page.get_by_role("navigation", name="Views").get_by_role("button", name=view).click()
         expect(view_of(page).get_by_role("heading", name=view)).to_be_visible()
         if view == "Compare":
-            press(page, "Run")
+            press(page)
         assert not is_too_wide(page), view
         assert faults(page, axe) == [], view
     shoot(page, f"page-{width}-{scheme}")
@@ -512,4 +581,4 @@ def test_the_keyboard_reaches_everything(playground: Playground, open_page: Open
         page.keyboard.press("Tab")
         name = "() => document.activeElement.textContent || document.activeElement.id"
         reached.add(page.evaluate(name))
-    assert {"Use", "Compare", "Patching", "Plain text", "Chat", "Run", "curl", "trace", "link"} <= reached
+    assert {"Compare", "Patching", "Plain text", "Chat", "Run", "curl", "trace", "link"} <= reached

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import json
 import os
 import re
@@ -15,10 +16,11 @@ from typing import Any, Literal
 import httpx
 import numpy as np
 import pytest
+import safetensors.numpy
 from playwright.sync_api import Page, Route, expect
 
 from tests.e2e.server import PROJECT, Server
-from tests.playground.conftest import Open, copied, faults, is_too_wide, link, press, shoot, view_of
+from tests.playground.conftest import RUN_MS, Open, copied, faults, is_too_wide, link, press, shoot, view_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
@@ -105,18 +107,18 @@ def run_programs(folder: Path, *programs: str) -> list[str]:
 
 def test_a_vector_is_made_and_steers_beside_the_baseline(server: Server, open_page: Open) -> None:
     page = open_page(link(server.base_url, sampling={"maxTokens": 24}))
-    page.get_by_text("Make a vector from two lists of prompts").click()
+    page.get_by_text("Train a vector from two lists of prompts").click()
     page.get_by_label("Name", exact=True).fill("gladness")
-    page.get_by_role("button", name="Make the vector").click()
-    expect(page.get_by_text("gladness, version 1, is there")).to_be_visible()
+    page.get_by_role("button", name="Train").click()
+    expect(page.get_by_text("gladness, version 1, is saved")).to_be_visible()
     expect(page.get_by_role("group", name="Vector 1: gladness")).to_be_visible()
     shoot(page, "training")
 
     page.goto(link(server.base_url, sampling={"maxTokens": 24}, steering=[JOY]))
     requests: list[str] = []
     page.on("request", lambda request: requests.append(request.post_data or ""))
-    press(page, "Run")
-    prompt = "I think this movie is"
+    press(page)
+    prompt = "I think dogs are"
     plain = asked(server, prompt=prompt, max_tokens=24)["choices"][0]["text"]
     changed = asked(server, prompt=prompt, max_tokens=24, interventions=[steer()])["choices"][0]["text"]
     assert plain != changed
@@ -125,7 +127,8 @@ def test_a_vector_is_made_and_steers_beside_the_baseline(server: Server, open_pa
     for name in ("Baseline", "Steered"):
         marked = [mark.text_content() for mark in column(page, name).locator("mark").all()]
         assert marked
-    expect(view_of(page).get_by_text("Steered at")).to_contain_text("positions of 1 place")
+    hint = view_of(page).get_by_text("The texts diverge at word")
+    expect(hint).to_contain_text("positions at layers.12.output")
     shoot(page, "compare-light")
 
     del requests[:]
@@ -135,12 +138,36 @@ def test_a_vector_is_made_and_steers_beside_the_baseline(server: Server, open_pa
     assert len([body for body in requests if "steer" in body]) == len(requests) == 1
 
 
+def test_a_first_visit_ends_with_a_joyful_text(server: Server, open_page: Open) -> None:
+    joy = steer(1.0) | {"vector": {"name": "example-joy"}, "mode": "add"}
+    body: dict[str, Any] = {"prompt": "I think dogs are", "max_tokens": 16}
+    plain = asked(server, **body)["choices"][0]["text"]
+    changed = asked(server, **body, interventions=[joy])["choices"][0]["text"]
+    assert "endearing" in changed
+    assert "endearing" not in plain
+    page = open_page(f"{server.base_url}/playground")
+    expect(column(page, "Steered")).to_have_text(changed, timeout=RUN_MS)
+    expect(column(page, "Baseline")).to_have_text(plain)
+    apart = f"The texts diverge at word {word_apart(plain, changed)};"
+    expect(view_of(page).get_by_text(apart)).to_be_visible()
+    marks = [column(page, name).locator(".divergence") for name in ("Baseline", "Steered")]
+    for mark in marks:
+        expect(mark).to_have_count(1)
+    shoot(page, "first-visit")
+
+
+def word_apart(one: str, other: str) -> int:
+    """Return the number of the first word that differs."""
+    pairs = zip(one.split(), other.split(), strict=False)
+    return next(number for number, (word, another) in enumerate(pairs, 1) if word != another)
+
+
 def test_a_conversation_streams_and_a_where_clause_narrows(server: Server, open_page: Open) -> None:
     messages = [{"role": "user", "content": "Say something about Mondays."}]
     where = {"phase": "generated", "exceptPositions": "0"}
     state = {"kind": "chat", "messages": messages, "sampling": {"maxTokens": 16}}
     page = open_page(link(server.base_url, **state, steering=[JOY | {"where": where}]), color_scheme="dark")
-    press(page, "Run")
+    press(page)
     narrowed = steer() | {"where": {"phase": "generated", "exclude": {"positions": [0]}}}
     answer = asked(server, "/v1/chat/completions", messages=messages, max_tokens=16, interventions=[narrowed])
     expect(column(page, "Steered")).to_have_text(answer["choices"][0]["message"]["content"])
@@ -151,8 +178,10 @@ def test_strengths_stand_beside_each_other(server: Server, open_page: Open) -> N
     state = {"view": "sweep", "sampling": {"maxTokens": 12}, "sweep": {"from": -0.3, "to": 0.3, "steps": 3}}
     page = open_page(link(server.base_url, **state, steering=[JOY]))
     requests: list[str] = []
+    bodies: list[str] = []
     page.on("request", lambda request: requests.append(request.url))
-    press(page, "Run all")
+    page.on("request", lambda request: bodies.append(request.post_data or ""))
+    press(page)
     assert len([url for url in requests if url.endswith("/completions")]) == 1
     cards = page.locator(".multiple .text").all_text_contents()
     assert len(cards) == 4
@@ -160,11 +189,50 @@ def test_strengths_stand_beside_each_other(server: Server, open_page: Open) -> N
     assert same == baseline, "a strength of nothing changes nothing"
     assert len({baseline, less, more}) == 3
     shoot(page, "strengths-light")
+    direction = vector_row(server, "joy", 12)
+    for measure in ("target", "projection", "perplexity"):
+        page.get_by_label("Plot").select_option(measure)
+        chart = page.get_by_role("img", name=re.compile("by strength"))
+        expect(chart).to_have_attribute("aria-label", re.compile(CHARTS[measure]), timeout=RUN_MS)
+        with page.expect_download() as download:
+            page.get_by_role("button", name="CSV").click()
+        rows = list(csv.reader(download.value.path().read_text().splitlines()))
+        assert rows[0] == ["strength", "joy", "random direction, same norm", "baseline"]
+        curves = np.array([row[1:] for row in rows[1:]], float)
+        assert curves[1] == pytest.approx(curves[0, 2], rel=1e-3), "a strength of nothing changes nothing"
+        assert abs(np.diff(curves[:, 0])).min() > 1e-3, measure
+        if measure == "target":
+            expected = [target(server, " wonderful", [steer(scale)]) for scale in (-0.3, 0.0, 0.3)]
+            assert curves[:, 0] == pytest.approx(expected, rel=1e-3)
+    sent = [json.loads(body) for body in bodies if "steer" in body][-1]
+    random = [op["vector"] for op in sent["interventions"] if "data" in op.get("vector", {})]
+    assert len(random) == 3
+    values = np.frombuffer(base64.b64decode(random[0]["data"]), np.float32)
+    assert np.linalg.norm(values) == pytest.approx(np.linalg.norm(direction), rel=1e-5)
+    assert abs(values @ direction) < 0.3 * np.linalg.norm(direction) ** 2
+
+
+CHARTS = {"target": "log-probability of “ won", "projection": "mean projection", "perplexity": "^perplexity"}
+
+
+def target(server: Server, token: str, operations: list[dict[str, Any]]) -> float:
+    """Return the log-probability of a token after the page's prompt."""
+    lens = {"op": "logit_lens", "layers": [-1], "top_k": 0, "targets": [token], "where": {"positions": [-1]}}
+    lens["name"] = "lens"
+    answer = asked(server, prompt="I think dogs are", max_tokens=1, interventions=[*operations, lens])
+    (layer,) = answer["choices"][0]["interventions"]["results"]["lens"]["layers"].values()
+    return float(layer[0]["targets"][0]["logprob"])
+
+
+def vector_row(server: Server, name: str, layer: int) -> Any:
+    (vector,) = httpx.get(f"{server.base_url}/v1/vectors", params={"name": name}).json()["data"]
+    content = httpx.get(f"{server.base_url}/v1/vectors/{vector['id']}/content").content
+    return safetensors.numpy.load(content)[f"layers.{layer}.output"]
 
 
 def test_the_lens_shows_what_layers_would_say(server: Server, open_page: Open) -> None:
     page = open_page(link(server.base_url, view="lens", prompt=PROMPT, sampling={"maxTokens": 4}))
-    press(page, "Read the lens")
+    press(page)
     lens = {"op": "logit_lens", "layers": "all", "top_k": 1, "name": "lens"}
     answer = asked(server, prompt=PROMPT, max_tokens=4, interventions=[lens])["choices"][0]
     layers = answer["interventions"]["results"]["lens"]["layers"]
@@ -204,7 +272,7 @@ def test_the_lens_comes_as_the_tokens_do(server: Server, open_page: Open) -> Non
             new MutationObserver(look).observe(document.body, {childList: true, subtree: true});
         }"""
     )
-    press(page, "Read the lens")
+    press(page)
     usage = asked(server, prompt=PROMPT, max_tokens=48)["usage"]
     heads = page.get_by_role("grid").locator("thead th")
     expect(heads).to_have_count(usage["total_tokens"])  # of each token but the last, and of the layers
@@ -225,11 +293,11 @@ def test_generated_pieces_of_characters_are_shown_as_those_of_a_prompt(
         body = {**json.loads(route.request.post_data or ""), "allowed_token_ids": [ids[0]["id"]]}
         route.continue_(post_data=json.dumps(body))
 
-    for view, button in (("lens", "Read the lens"), ("activations", "Measure")):
+    for view in ("lens", "activations"):
         page = open_page(link(server.base_url, view=view, **given))
         page.route("**/v1/completions", force)
         page.route("**/v1/chat/completions", force)
-        press(page, button)
+        press(page)
         if view == "lens":
             shown = page.get_by_role("grid").locator("thead th").all_text_contents()
         else:
@@ -247,7 +315,7 @@ def test_attention_is_shown_head_by_head(server: Server, open_page: Open) -> Non
     page = open_page(
         link(server.base_url, view="attention", prompt=PROMPT, attention={"layer": 3, "head": 2})
     )
-    press(page, "Read the patterns")
+    press(page)
     expect(page.get_by_role("button", name=re.compile("^Head "))).to_have_count(9)
     capture = {
         "op": "capture",
@@ -273,7 +341,7 @@ def test_patching_finds_where_the_answer_is(server: Server, open_page: Open) -> 
     page = open_page(link(server.base_url, view="patching"))
     requests: list[str] = []
     page.on("request", lambda request: requests.append(request.url))
-    press(page, "Draw the map")
+    press(page)
     grid = page.get_by_role("grid")
     grid.wait_for()
     assert len([url for url in requests if url.endswith("/completions")]) == 2, "one to read, one for the map"
@@ -298,23 +366,20 @@ def test_patching_finds_where_the_answer_is(server: Server, open_page: Open) -> 
         return route.fulfill(response=answer, json=content)
 
     page.route("**/v1/completions", lose_a_number)
-    press(page, "Draw the map")
+    press(page)
     lost = rows.last.locator("td").first
     expect(lost).to_have_text("?")
     expect(lost).to_have_attribute("aria-label", re.compile("no finite number"))
     assert rows.first.locator("td").all_text_contents() == top
 
 
-VIEWS: dict[str, tuple[str, dict[str, Any]]] = {
-    "generate": ("Run", {}),
-    "sweep": ("Run all", {"sweep": {"from": -0.3, "to": 0.3, "steps": 2}}),
-    "lens": ("Read the lens", {"lens": {"every": 10, "topK": 2, "steered": True}}),
-    "activations": ("Measure", {"activations": {"layer": 12, "vector": "joy", "steered": True}}),
-    "attention": ("Read the patterns", {}),
-    "patching": (
-        "Draw the map",
-        {"patching": {"clean": "The capital of France is", "corrupted": "The capital of Italy is"}},
-    ),
+VIEWS: dict[str, dict[str, Any]] = {
+    "generate": {},
+    "sweep": {"sweep": {"from": -0.3, "to": 0.3, "steps": 2}},
+    "lens": {"lens": {"every": 10, "topK": 2, "steered": True}},
+    "activations": {"activations": {"layer": 12, "vector": "joy", "steered": True}},
+    "attention": {},
+    "patching": {"patching": {"clean": "The capital of France is", "corrupted": "The capital of Italy is"}},
 }
 
 
@@ -372,14 +437,14 @@ def test_what_is_copied_does_the_same(server: Server, open_page: Open, tmp_path:
     programs: list[str] = []
     shown: dict[str, list[float]] = {}
     written = asked(server, prompt=PROMPT, max_tokens=6, interventions=[steer()])["choices"][0]["text"]
-    for view, (run, state) in {**VIEWS, LARGE: ("Draw the map", {})}.items():
+    for view, state in {**VIEWS, LARGE: {}}.items():
         name = "patching" if view == LARGE else view
         steering = [JOY | {"where": {"range": "0:"}}] if view == "lens" else [JOY]
         page = open_page(
             link(server.base_url, view=name, prompt=PROMPT, sampling=SHORT, steering=steering, **state)
         )
         asked_for = urls(page)
-        press(page, run)
+        press(page)
         assert any("/v1/results/" in url for url in asked_for) == (view == LARGE)
         if view in {"lens", "activations", "patching", LARGE}:
             shown[view] = drawn(page, view)
@@ -424,12 +489,12 @@ def test_a_trace_steers_as_the_api_does_in_every_mode(
 
 
 def test_views_with_their_pictures_are_accessible_and_fit(server: Server, open_page: Open, axe: str) -> None:
-    for view, (run, state) in VIEWS.items():
+    for view, state in VIEWS.items():
         page = open_page(
             link(server.base_url, view=view, prompt=PROMPT, sampling=SHORT, steering=[JOY], **state),
             bypass_csp=True,
         )
-        press(page, run)
+        press(page)
         schemes: list[tuple[Literal["light", "dark"], int]] = [("light", 1600), ("dark", 360)]
         for scheme, width in schemes:
             page.emulate_media(color_scheme=scheme)

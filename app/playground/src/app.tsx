@@ -5,7 +5,7 @@ import { useCallback, useEffect, useErrorBoundary, useRef, useState } from "prea
 import { ApiFailure, get, listed, sentence, setKey } from "./api/client";
 import type { Capabilities, Detector, Dictionary, Vector } from "./api/types";
 import { steeringBy } from "./lib/steering";
-import { PageContext, useLinkedState, type Change } from "./state/hooks";
+import { IS_FIRST_VISIT, PageContext, useLinkedState, type Change } from "./state/hooks";
 import { TITLES, VIEWS, type PageState, type View } from "./state/page";
 import { Problem } from "./ui/parts";
 import { MarksPanel } from "./ui/marks";
@@ -20,6 +20,8 @@ import { PatchingView } from "./views/patching";
 import { SweepView } from "./views/sweep";
 
 const AGAIN_MS = 2000;
+/** How often a first visit looks for the examples, which a server stores beside its first requests. */
+const MAX_LOOKS = 3;
 
 interface AllStored {
   vectors: Vector[];
@@ -43,7 +45,8 @@ export function App() {
   const [state, change] = useLinkedState();
   const [capabilities, setCapabilities] = useState<Capabilities | null>(null);
   const [stored, setStored] = useState(NOTHING);
-  const [problem, setProblem] = useState<{ text: string; asksForKey: boolean } | null>(null);
+  const [problem, setProblem] = useState<ApiFailure | null>(null);
+  const [needsKey, setNeedsKey] = useState(false);
   const [storedProblem, setStoredProblem] = useState("");
   const reloadStored = useCallback(async () => {
     try {
@@ -69,20 +72,27 @@ export function App() {
       setProblem(null);
     } catch (error) {
       if (mine !== attempt.current) return;
-      const status = error instanceof ApiFailure ? error.status : 0;
+      const failure = error instanceof ApiFailure ? error : new ApiFailure(sentence(error), "page_error", 0);
       setCapabilities(null);
-      setProblem({ text: sentence(error), asksForKey: status === 401 });
-      if (status === 503 || status === 0) again.current = window.setTimeout(() => void connect(), AGAIN_MS);
+      setProblem(failure);
+      if (failure.status === 401) setNeedsKey(true);
+      if (failure.isPassing) again.current = window.setTimeout(() => void connect(), AGAIN_MS);
     }
   }, [reloadStored]);
   useEffect(() => void connect(), [connect]);
   const model = capabilities?.model;
-  const isFirstVisit = useRef(location.hash === "");
+  const looksLeft = useRef(IS_FIRST_VISIT ? MAX_LOOKS : 0);
   useEffect(() => {
+    if (!model || !looksLeft.current) return;
     const example = exampleOf(stored.vectors, model);
-    if (!isFirstVisit.current || !example) return;
-    isFirstVisit.current = false;
-    if (!state.steering.length) change({ steering: [steeringBy(example)] });
+    if (example) {
+      looksLeft.current = 0;
+      if (!state.steering.length) change({ steering: [steeringBy(example)] });
+      return;
+    }
+    looksLeft.current -= 1;
+    const timer = setTimeout(() => void reloadStored(), AGAIN_MS);
+    return () => clearTimeout(timer);
   }, [stored, model]);
   const ours = {
     vectors: stored.vectors,
@@ -91,21 +101,30 @@ export function App() {
   };
   return (
     <>
-      <Header model={model} asksForKey={problem?.asksForKey ?? false} onKey={connect} />
-      {problem && <Problem text={problem.text} />}
+      <Header model={model} needsKey={needsKey} isRefused={problem?.status === 401} onKey={connect} />
+      {problem && (
+        <>
+          <Problem text={problem.message} />
+          {problem.isPassing && (
+            <button type="button" class="retry" onClick={() => void connect()}>
+              Retry
+            </button>
+          )}
+        </>
+      )}
       {capabilities && (
         <PageContext.Provider value={{ state, change, capabilities, ...ours, reloadStored }}>
           <Tabs state={state} change={change} />
           <main class={state.view === "patching" ? "alone" : ""}>
-            {state.view !== "patching" && (
+            {state.view !== "patching" && <PromptPanel />}
+            <Shown key={state.view} view={state.view} />
+            {state.view !== "patching" && state.view !== "attention" && (
               <div class="given">
-                <PromptPanel />
-                {state.view !== "attention" && <SteeringPanel />}
+                <SteeringPanel />
                 {state.view === "generate" && <MarksPanel />}
-                {state.view !== "attention" && <Problem text={storedProblem} />}
+                <Problem text={storedProblem} />
               </div>
             )}
-            <Shown key={state.view} view={state.view} />
           </main>
         </PageContext.Provider>
       )}
@@ -121,9 +140,9 @@ function Shown(props: { view: View }) {
       <h2 id="view-title">{TITLES[props.view]}</h2>
       {broken ? (
         <>
-          <Problem text={`The page could not draw this: ${sentence(broken)}`} />
+          <Problem text={`The page could not draw this view: ${sentence(broken)}`} />
           <button type="button" onClick={startAnew}>
-            Start the view anew
+            Reset the view
           </button>
         </>
       ) : (
@@ -133,7 +152,12 @@ function Shown(props: { view: View }) {
   );
 }
 
-function Header(props: { model: string | undefined; asksForKey: boolean; onKey: () => Promise<void> }) {
+function Header(props: {
+  model: string | undefined;
+  needsKey: boolean;
+  isRefused: boolean;
+  onKey: () => Promise<void>;
+}) {
   const [text, setText] = useState("");
   const [isSet, setIsSet] = useState(false);
   const use = (event: Event) => {
@@ -149,19 +173,21 @@ function Header(props: { model: string | undefined; asksForKey: boolean; onKey: 
         <h1>NNsight Engine</h1>
         <p>{props.model ?? "not connected"}</p>
       </div>
-      <form class="keyform" onSubmit={use}>
-        <label for="key">API key</label>
-        <input
-          id="key"
-          type="password"
-          autocomplete="off"
-          placeholder={isSet ? "in use, until this page is closed" : "only where the server has keys"}
-          value={text}
-          aria-invalid={props.asksForKey}
-          onInput={(event) => setText(event.currentTarget.value)}
-        />
-        <button type="submit">Use</button>
-      </form>
+      {props.needsKey && (
+        <form class="keyform" onSubmit={use}>
+          <label for="key">API key</label>
+          <input
+            id="key"
+            type="password"
+            autocomplete="off"
+            placeholder={isSet ? "in use until this page is closed" : ""}
+            value={text}
+            aria-invalid={props.isRefused}
+            onInput={(event) => setText(event.currentTarget.value)}
+          />
+          <button type="submit">Use</button>
+        </form>
+      )}
     </header>
   );
 }

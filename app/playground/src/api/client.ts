@@ -26,6 +26,11 @@ export class ApiFailure extends Error {
   ) {
     super(message);
   }
+
+  /** Whether the same request can succeed later: the server is away, loading or full. */
+  get isPassing(): boolean {
+    return [0, 429, 502, 503, 504].includes(this.status);
+  }
 }
 
 /** The server's address, wherever it is mounted: the page is at `playground`, right below it. */

@@ -47,6 +47,7 @@ export interface Dictionary extends Stored {
   architecture: string;
   num_features: number;
   num_labels: number;
+  sha256: string;
   warnings: string[];
 }
 
@@ -177,6 +178,8 @@ export interface Choice {
   finish_reason?: string | null;
   stop_reason?: number | string | { intervention: string } | null;
   token_ids?: number[] | null;
+  /** By position, then by token; the first has none. */
+  prompt_logprobs?: (Record<string, { logprob: number }> | null)[] | null;
   interventions?: ChoiceInterventions;
 }
 

@@ -71,14 +71,18 @@ function testOf(test: TestState, detectors: Detector[]): JsonObject {
 
 /** Returns the bound of a test; the server knows that of a detector, where the score has to be above it. */
 function sideOf(test: TestState, detectors: Detector[]): JsonObject {
+  const isOwn = !test.bound.trim() && test.score === "detector" && test.side === "above";
+  return isOwn ? {} : { [test.side]: boundOf(test, detectors) };
+}
+
+export function boundOf(test: TestState, detectors: Detector[]): number {
   const text = test.bound.trim();
-  if (!text && test.score === "detector" && test.side === "above") return {};
   const bound = text ? Number(text) : ownBound(test, detectors);
   if (bound === undefined) {
-    throw new FieldError(`The detector ${test.detector} has no threshold of its own: give one.`);
+    throw new FieldError(`The detector ${test.detector} has no threshold: give one.`);
   }
   if (!Number.isFinite(bound)) throw new FieldError(`A threshold is a number, got “${text}”.`);
-  return { [test.side]: bound };
+  return bound;
 }
 
 /** Returns the number that a test compares with where its field is empty, if there is one. */

@@ -1,32 +1,31 @@
 /** From what the page says of steering to operations of the API. */
 
-import type { Detector, Json, Operation, Vector } from "../api/types";
-import { SLIDER, STEER, type PageState, type SliderState, type SteerState } from "../state/page";
+import type { Detector, Json, JsonObject, Operation, Vector } from "../api/types";
+import { DEMO, SLIDER, STEER, WHERE, type PageState, type SliderState, type SteerState } from "../state/page";
 import { whenOf } from "./conditions";
 import { FieldError, given, whereOf } from "./where";
 
 /** What steers: vectors and sliders of features. */
 export type Steering = Pick<PageState, "steering" | "sliders">;
 
-/** Returns the operations of the steering that is switched on, each vector with a strength. */
+/** Returns the operations of the steering that is switched on; `changes` are of vectors, by their number. */
 export function steerOps(
   { steering, sliders }: Steering,
   detectors: Detector[],
-  strengths?: Map<number, Json>,
+  changes?: Map<number, JsonObject>,
 ): Operation[] {
   const vectors = steering.flatMap((steer, index) => {
     if (!steer.on || !steer.vector) return [];
-    const row = steer.row.trim();
-    if (row && !/^-?\d+$/.test(row))
-      throw new FieldError(`The vector's row is a layer's number, got “${row}”.`);
+    const row = layerOfRow(steer.row);
     return [
       {
         op: "steer",
         at: pointsOf(steer.layers),
-        vector: { name: steer.vector, ...(row ? { layer: Number(row) } : {}) },
+        vector: { name: steer.vector, ...(row === undefined ? {} : { layer: row }) },
         mode: steer.mode,
-        scale: strengths?.get(index) ?? steer.scale,
+        scale: steer.scale,
         ...scopeOf(steer, detectors),
+        ...changes?.get(index),
       },
     ];
   });
@@ -40,14 +39,19 @@ export function isSteering({ steering, sliders }: Steering): boolean {
 
 /** Returns a vector's steering as it is added: at its best layer, or one in the middle of those that it has. */
 export function steeringBy(vector: Vector): SteerState {
+  if (vector.name === DEMO.vector && vector.layers.includes(Number(DEMO.layers))) return DEMO;
   const layer = vector.training?.best_layer ?? vector.layers[Math.floor(vector.layers.length / 2)]!;
   return { ...STEER, vector: vector.name, layers: String(layer) };
 }
 
-/** Returns a slider of a feature, which goes beyond the activation that it was seen with. */
+/**
+ * Returns a slider of a feature, which goes beyond the activation that it was seen with. It leaves out position 0,
+ * where the state is many times longer than elsewhere.
+ */
 export function sliderOf(dictionary: string, feature: number, label: string, activation = 0): SliderState {
   const reach = activation > 0 ? Number((4 * activation).toPrecision(2)) : SLIDER.reach;
-  return { ...SLIDER, dictionary, feature, label, reach, value: reach / 2 };
+  const where = { ...WHERE, exceptPositions: "0" };
+  return { ...SLIDER, dictionary, feature, label, reach, value: reach / 2, where };
 }
 
 /** Returns one operation for the sliders of a dictionary that act at the same positions. */
@@ -75,6 +79,13 @@ export function scopeOf(
   detectors: Detector[],
 ): Partial<Operation> {
   return given({ where: whereOf(where), when: whenOf(when, detectors) }) ?? {};
+}
+
+/** Returns the layer whose row of a vector is used, if one is given. */
+export function layerOfRow(text: string): number | undefined {
+  const row = text.trim();
+  if (row && !/^-?\d+$/.test(row)) throw new FieldError(`The row is a layer's number, got “${row}”.`);
+  return row ? Number(row) : undefined;
 }
 
 /** Returns the places in the model: `12`, `8:20`, `*`, or several with commas. */

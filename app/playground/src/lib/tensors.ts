@@ -42,6 +42,26 @@ export function numbers(tensor: Tensor): Float32Array {
   return new Float32Array(tensor.data.slice().buffer);
 }
 
+/** Returns a float32 vector with its numbers shuffled and given random signs: a random direction of its norm. */
+export function randomLike(tensor: Tensor, seed: number): TensorObject {
+  const values = numbers(tensor);
+  let state = seed;
+  const random = () => {
+    // mulberry32
+    state = (state + 0x6d2b79f5) | 0;
+    let bits = Math.imul(state ^ (state >>> 15), state | 1);
+    bits ^= bits + Math.imul(bits ^ (bits >>> 7), bits | 61);
+    return ((bits ^ (bits >>> 14)) >>> 0) / 2 ** 32;
+  };
+  for (let last = values.length - 1; last >= 0; last -= 1) {
+    const other = Math.floor(random() * (last + 1));
+    const sign = random() < 0.5 ? -1 : 1;
+    [values[last], values[other]] = [sign * values[other]!, values[last]!];
+  }
+  const data = toBase64(new Uint8Array(values.buffer));
+  return { dtype: "float32", shape: [values.length], data, encoding: "base64" };
+}
+
 /** Returns one row of a tensor as what `patch` takes. */
 export function rowOf(tensor: Tensor, row: number): TensorObject {
   const width = tensor.shape.slice(1).reduce((product, size) => product * size, 1);

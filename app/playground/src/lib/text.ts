@@ -18,6 +18,12 @@ export function typed(shown: string): string | number {
   return marks.replace(/\\u([0-9a-f]{4})/g, (_, code: string) => String.fromCharCode(parseInt(code, 16)));
 }
 
+/** Returns the position of the last token that is a word or a part of one. */
+export function lastReadable(tokens: string[]): number {
+  const found = tokens.findLastIndex((token) => /[\p{L}\p{N}]/u.test(token));
+  return found < 0 ? tokens.length - 1 : found;
+}
+
 export function probability(logprob: number | null | undefined): number {
   return logprob === null || logprob === undefined ? 0 : Math.exp(logprob);
 }

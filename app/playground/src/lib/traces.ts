@@ -43,17 +43,17 @@ export function trace(
 ): Trace {
   const operations = (request.body["interventions"] ?? []) as Operation[];
   if (operations.some((operation) => WITHOUT_WORDS.has(operation.op) || operation["when"] !== undefined)) {
-    return { missing: "A block has no words for features, detectors and conditions: copy curl or Python." };
+    return { missing: "A trace cannot use features, detectors or conditions: copy curl or Python." };
   }
   const steers = operations.filter((operation) => operation.op === "steer");
   if (steers.some((steer) => JSON.stringify(steer["where"] ?? "").includes('"tokens"'))) {
-    return { missing: "A block has no word for “where the token is …”: name positions instead." };
+    return { missing: "A trace cannot select positions by token: name positions instead." };
   }
   const used = steers.map((steer) =>
     named(String((steer["vector"] as JsonObject)["name"]), vectors, capabilities.model),
   );
   if (used.some((vector) => vector === undefined))
-    return { missing: "The vector is not on this server any more." };
+    return { missing: "The vector is no longer on this server." };
   const numLayers = capabilities.sizes.num_layers;
   const steerings = steers.map((steer, index) =>
     steeringOf(steer, variable(used[index]!, vectors), numLayers),

@@ -7,6 +7,17 @@ import { typed } from "./text";
 /** Something in a field that cannot be sent; the message is a sentence. */
 export class FieldError extends Error {}
 
+/** Returns what a field's reader says of it, or nothing. */
+export function problemOf(read: () => unknown): string {
+  try {
+    read();
+    return "";
+  } catch (error) {
+    if (error instanceof FieldError) return error.message;
+    throw error;
+  }
+}
+
 /** Returns the where-clause, or nothing where it names every position. */
 export function whereOf(where: WhereState): JsonObject | undefined {
   const clause: JsonObject = {
@@ -15,24 +26,24 @@ export function whereOf(where: WhereState): JsonObject | undefined {
     range: rangeOf(where.range),
     tokens: tokensOf(where.tokens),
     exclude: given({
-      positions: integers(where.exceptPositions, "Except positions"),
+      positions: integers(where.exceptPositions, "Exclude positions"),
       tokens: tokensOf(where.exceptTokens),
     }),
   };
   return given(clause);
 }
 
-function integers(text: string, field: string): number[] | undefined {
+export function integers(text: string, field: string): number[] | undefined {
   if (!text.trim()) return undefined;
   return text.split(",").map((part) => {
     if (!/^\s*-?\d+\s*$/.test(part)) {
-      throw new FieldError(`${field}: whole numbers with commas between them, got “${part.trim()}”.`);
+      throw new FieldError(`${field}: comma-separated whole numbers, got “${part.trim()}”.`);
     }
     return Number(part);
   });
 }
 
-function rangeOf(text: string): Json[] | undefined {
+export function rangeOf(text: string): Json[] | undefined {
   if (!text.trim()) return undefined;
   const found = /^\s*(-?\d*)\s*:\s*(-?\d*)\s*$/.exec(text);
   if (!found) throw new FieldError(`A range is start:stop, such as 3:9 or -4:, got “${text.trim()}”.`);

@@ -3,7 +3,7 @@
 import { createContext } from "preact";
 import { useCallback, useContext, useEffect, useRef, useState } from "preact/hooks";
 
-import { isCancelled, sentence } from "../api/client";
+import { isCancelled } from "../api/client";
 import type { Capabilities, Detector, Dictionary, Vector } from "../api/types";
 import { decode, encode } from "./link";
 import type { PageState } from "./page";
@@ -48,32 +48,76 @@ export function useLinkedState(): [PageState, Change] {
   return [state, change];
 }
 
+/** Whether the page was opened by an address without a state. */
+export const IS_FIRST_VISIT = location.hash === "";
+
+const kept = new Map<string, unknown>();
+
+/** Returns a state that outlives its view: what it has is there again when the view is. */
+export function useKept<T>(name: string, start: T): [T, (value: T) => void] {
+  const [value, setValue] = useState(() => (kept.has(name) ? (kept.get(name) as T) : start));
+  const set = useCallback(
+    (value: T) => {
+      kept.set(name, value);
+      setValue(() => value);
+    },
+    [name],
+  );
+  return [value, set];
+}
+
+export type Work = (signal: AbortSignal, count: (numTokens: number) => void) => Promise<void>;
+
 export interface Run {
   isRunning: boolean;
-  error: string;
-  start: (work: (signal: AbortSignal) => Promise<void>) => void;
+  hasRun: boolean;
+  /** Tokens generated so far. */
+  numTokens: number;
+  /** Null if nothing went wrong. */
+  failure: unknown;
+  /** Removes the answer that is shown. */
+  clear: () => void;
+  start: (work: Work) => void;
   cancel: () => void;
 }
 
-/** Returns something that runs one piece of work at a time: the next one cancels the last. */
-export function useRun(): Run {
+const NO_ANSWER = { isThere: false, clear: () => {} };
+
+/**
+ * Returns something that runs one piece of work at a time: the next one cancels the last. The answer of an earlier
+ * run is removed where a run fails before it has one.
+ */
+export function useRun(answer: { isThere: boolean; clear: () => void } = NO_ANSWER): Run {
+  const clear = useRef(answer.clear);
+  clear.current = answer.clear;
   const current = useRef<AbortController | null>(null);
   const [isRunning, setIsRunning] = useState(false);
-  const [error, setError] = useState("");
+  const [hasRun, setHasRun] = useState(answer.isThere);
+  const [numTokens, setNumTokens] = useState(0);
+  const [failure, setFailure] = useState<unknown>(null);
   const cancel = useCallback(() => {
     current.current?.abort();
     current.current = null;
     setIsRunning(false);
   }, []);
-  const start = useCallback((work: (signal: AbortSignal) => Promise<void>) => {
+  const start = useCallback((work: Work) => {
     current.current?.abort();
     const mine = new AbortController();
     current.current = mine;
     setIsRunning(true);
-    setError("");
-    work(mine.signal)
+    setHasRun(true);
+    setNumTokens(0);
+    setFailure(null);
+    let counted = 0;
+    const count = (more: number) => {
+      counted += more;
+      if (current.current === mine) setNumTokens(counted);
+    };
+    work(mine.signal, count)
       .catch((problem: unknown) => {
-        if (current.current === mine && !isCancelled(problem)) setError(sentence(problem));
+        if (current.current !== mine || isCancelled(problem)) return;
+        setFailure(problem);
+        if (!counted) clear.current();
       })
       .finally(() => {
         mine.abort(); // where one of several requests failed, the others end too
@@ -90,7 +134,7 @@ export function useRun(): Run {
     addEventListener("keydown", onKey);
     return () => removeEventListener("keydown", onKey);
   }, [cancel]);
-  return { isRunning, error, start, cancel };
+  return { isRunning, hasRun, numTokens, failure, clear: answer.clear, start, cancel };
 }
 
 /** Calls `again` once `value` has stopped changing, and not for the value that it begins with. */

@@ -7,6 +7,7 @@ import {
   LEAVES,
   MARK,
   MARKS,
+  MEASURES,
   MODES,
   PHASES,
   REDUCTIONS,
@@ -51,6 +52,7 @@ const WORDS: Record<string, readonly string[]> = {
   until: ENDS,
   op: MARKS,
   change: CHANGES,
+  measure: MEASURES,
 };
 
 /** Returns the fragment of a state: what differs from the page's start. */

@@ -34,6 +34,7 @@ export const REDUCTIONS = ["max", "mean"] as const;
 export const ENDS = ["clears", "end"] as const;
 export const MARKS = ["flag", "stop"] as const;
 export const CHANGES = ["set", "add", "scale", "ablate"] as const;
+export const MEASURES = ["projection", "target", "perplexity"] as const;
 
 export interface WhereState {
   phase: (typeof PHASES)[number];
@@ -119,7 +120,14 @@ export interface PageState {
   /** Detectors whose scores are shown, by name. */
   watched: string[];
   preset: string;
-  sweep: { which: number; from: number; to: number; steps: number };
+  sweep: {
+    which: number;
+    from: number;
+    to: number;
+    steps: number;
+    measure: (typeof MEASURES)[number];
+    target: string;
+  };
   lens: { every: number; topK: number; steered: boolean };
   activations: { layer: number; vector: string; steered: boolean };
   /** The feature that colours the text is -1 where none is chosen. */
@@ -183,20 +191,23 @@ export const SLIDER: SliderState = {
   when: WHEN,
 };
 
+/** The steering of a first visit, if the server has the vector. */
+export const DEMO: SteerState = { ...STEER, vector: "example-joy", layers: "12", mode: "add", scale: 1 };
+
 export const MARK: MarkState = { on: true, op: "flag", name: "", where: WHERE, when: WHEN };
 
 export const START: PageState = {
   view: "generate",
   kind: "plain",
-  prompt: "I think this movie is",
+  prompt: "I think dogs are",
   messages: [{ role: "user", content: "What do you think of Mondays?" }],
-  sampling: { maxTokens: 32, temperature: 0, topP: 1, seed: 0 },
+  sampling: { maxTokens: 16, temperature: 0, topP: 1, seed: 0 },
   steering: [],
   sliders: [],
   marks: [],
   watched: [],
   preset: "",
-  sweep: { which: 0, from: -0.4, to: 0.4, steps: 5 },
+  sweep: { which: 0, from: 0, to: 1, steps: 5, measure: "projection", target: " wonderful" },
   lens: { every: 1, topK: 5, steered: false },
   activations: { layer: -1, vector: "", steered: false },
   features: { dictionary: "", feature: -1, label: "", topK: 10, steered: false },

@@ -1,7 +1,7 @@
 /** A condition: tests of detectors' scores and features' activations, joined and negated. */
 
 import type { Dictionary } from "../api/types";
-import { ownBound, whenInWords } from "../lib/conditions";
+import { boundOf, ownBound, whenInWords } from "../lib/conditions";
 import { namesOf } from "../lib/names";
 import { usePage } from "../state/hooks";
 import {
@@ -15,30 +15,31 @@ import {
   type TestState,
   type WhenState,
 } from "../state/page";
+import { problemOf } from "../lib/where";
 import { FeatureField } from "./feature_field";
 import { Check, Choice, NumberField, TextField } from "./parts";
 
 const MAX_TESTS = 16;
 
 const JOIN_NAMES: Record<(typeof JOINS)[number], string> = {
-  all: "all tests hold",
-  any: "at least one test holds",
+  all: "all tests",
+  any: "any test",
 };
 
 const SPAN_NAMES: Record<(typeof SPANS)[number], string> = {
-  position: "of the token",
-  prompt: "of the prompt so far",
-  window: "of the last tokens",
+  position: "the token",
+  prompt: "the prompt so far",
+  window: "the last tokens",
 };
 
 const END_NAMES: Record<(typeof ENDS)[number], string> = {
-  clears: "as long as it does",
-  end: "to the end, once it does",
+  clears: "the test fails",
+  end: "the end of the text",
 };
 
 const REDUCTION_NAMES: Record<(typeof REDUCTIONS)[number], string> = {
-  max: "the most extreme",
-  mean: "the mean",
+  max: "most extreme",
+  mean: "mean",
 };
 
 export function When(props: {
@@ -65,7 +66,7 @@ export function When(props: {
       <summary>When{when.tests.length ? ` ${whenInWords(when, detectors)}` : nothing}</summary>
       {when.tests.length > 1 && (
         <Choice
-          label="It holds where"
+          label="Join"
           value={when.join}
           options={JOINS.map((join) => [join, JOIN_NAMES[join]] as const)}
           onChange={(join) => set({ join })}
@@ -87,8 +88,7 @@ export function When(props: {
       )}
       {when.tests.length > 0 && (
         <p class="hint">
-          A test that reads after the operation has acted decides for the next token: then Where has to be the
-          answer.
+          A test at a later point than the operation decides for the next token. Set Where to the answer then.
         </p>
       )}
     </details>
@@ -109,7 +109,7 @@ function Test(props: {
       <legend>Test {number}</legend>
       {detectors.length > 0 && dictionaries.length > 0 && (
         <Choice
-          label="It reads"
+          label="Score"
           value={test.score}
           options={[
             ["detector", "a detector's score"],
@@ -130,7 +130,7 @@ function Test(props: {
           <TestedFeature test={test} dictionaries={dictionaries} onChange={onChange} />
         )}
         <Choice
-          label="It has to be"
+          label="Side"
           value={test.side}
           options={SIDES.map((side) => [side, side] as const)}
           onChange={(side) => onChange({ side })}
@@ -139,18 +139,19 @@ function Test(props: {
           label="Threshold"
           value={test.bound}
           placeholder={own === undefined ? "a number" : String(own)}
-          hint={own === undefined ? "It has none of its own." : undefined}
+          hint={own === undefined ? "This detector has no threshold." : undefined}
+          problem={problemOf(() => boundOf(test, detectors))}
           onChange={(bound) => onChange({ bound })}
         />
         <Choice
-          label="Scores"
+          label="Over"
           value={test.over}
           options={SPANS.map((over) => [over, SPAN_NAMES[over]] as const)}
           onChange={(over) => onChange({ over })}
         />
         {test.over === "window" && (
           <NumberField
-            label="Tokens of the window"
+            label="Window"
             value={test.of}
             min={1}
             max={64}
@@ -160,14 +161,14 @@ function Test(props: {
         )}
         {test.over !== "position" && (
           <Choice
-            label="Of these"
+            label="Reduce"
             value={test.reduce}
             options={REDUCTIONS.map((reduce) => [reduce, REDUCTION_NAMES[reduce]] as const)}
             onChange={(reduce) => onChange({ reduce })}
           />
         )}
         <Choice
-          label="It holds"
+          label="Until"
           value={test.until}
           options={ENDS.map((until) => [until, END_NAMES[until]] as const)}
           onChange={(until) => onChange({ until })}

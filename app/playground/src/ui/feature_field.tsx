@@ -6,7 +6,7 @@ import { featuresLike } from "../lib/features";
 import type { Feature } from "../api/types";
 import { named } from "../lib/names";
 import { usePage, useRun, useSettled } from "../state/hooks";
-import { Problem, TextField } from "./parts";
+import { Failure, TextField } from "./parts";
 
 export function FeatureField(props: {
   dictionary: string;
@@ -18,11 +18,11 @@ export function FeatureField(props: {
   const run = useRun();
   const list = useId();
   const dictionary = named(props.dictionary, dictionaries);
-  useSettled(`${dictionary?.id} ${props.value}`, () =>
+  const search = () =>
     run.start(async (signal) => {
       setFound(dictionary ? (await featuresLike(dictionary, props.value, signal)).data : []);
-    }),
-  );
+    });
+  useSettled(`${dictionary?.id} ${props.value}`, search);
   return (
     <div class="field">
       <TextField
@@ -39,7 +39,7 @@ export function FeatureField(props: {
           </option>
         ))}
       </datalist>
-      <Problem text={run.error} />
+      <Failure run={run} onRetry={search} />
     </div>
   );
 }

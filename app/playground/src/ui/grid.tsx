@@ -3,6 +3,8 @@
 import { memo } from "preact/compat";
 import { useLayoutEffect, useRef } from "preact/hooks";
 
+import { Figure } from "./figure";
+
 export interface GridCell {
   text: string;
   /** Colour, 0 to 1, or -1 to 1 where both sides have one. */
@@ -17,7 +19,8 @@ export interface Place {
 
 interface GridProps {
   label: string;
-  corner: string;
+  /** What rows and columns are. */
+  axes: [string, string];
   rows: string[];
   columns: string[];
   cell: (row: number, column: number) => GridCell | undefined;
@@ -87,58 +90,69 @@ export function Grid(props: GridProps) {
     const place = placeOf(event);
     if (place) props.onChoose?.(place);
   };
+  const rows = () => [
+    [...props.axes, "text", "value"],
+    ...props.rows.flatMap((row, rowIndex) =>
+      props.columns.map((column, index) => {
+        const cell = props.cell(rowIndex, index);
+        return [row, column, cell?.text ?? "", cell?.heat ?? ""];
+      }),
+    ),
+  ];
   return (
-    <div class="grid-frame">
-      <table
-        ref={table}
-        role="grid"
-        class={`grid ${props.dense ? "dense" : ""}`}
-        aria-label={props.label}
-        onKeyDown={onKey}
-        onMouseMove={follow}
-        onFocusIn={point}
-        onClick={choose}
-      >
-        <thead>
-          <tr>
-            <th scope="col" class="corner">
-              {props.corner}
-            </th>
-            {props.columns.map((column, index) => (
-              <th key={index} scope="col" class={index === active.column ? "here" : ""} title={column}>
-                {column}
+    <Figure label={props.label} rows={rows}>
+      <div class="grid-frame">
+        <table
+          ref={table}
+          role="grid"
+          class={`grid ${props.dense ? "dense" : ""}`}
+          aria-label={props.label}
+          onKeyDown={onKey}
+          onMouseMove={follow}
+          onFocusIn={point}
+          onClick={choose}
+        >
+          <thead>
+            <tr>
+              <th scope="col" class="corner">
+                {`${props.axes[0]} ↓\n${props.axes[1]} →`}
               </th>
-            ))}
-          </tr>
-        </thead>
-        <tbody>
-          {props.rows.map((row, rowIndex) => (
-            <tr key={rowIndex}>
-              <th scope="row" class={rowIndex === active.row ? "here" : ""}>
-                {row}
-              </th>
-              {props.columns.map((_, index) => {
-                const cell = props.cell(rowIndex, index);
-                const isActive = rowIndex === active.row && index === active.column;
-                const isChosen = props.chosen?.row === rowIndex && props.chosen.column === index;
-                return (
-                  <Cell
-                    key={index}
-                    row={rowIndex}
-                    column={index}
-                    text={cell?.text ?? ""}
-                    heat={cell?.heat ?? 0}
-                    label={cell?.label ?? "nothing yet"}
-                    isActive={isActive}
-                    isChosen={isChosen}
-                  />
-                );
-              })}
+              {props.columns.map((column, index) => (
+                <th key={index} scope="col" class={index === active.column ? "here" : ""} title={column}>
+                  {column}
+                </th>
+              ))}
             </tr>
-          ))}
-        </tbody>
-      </table>
-    </div>
+          </thead>
+          <tbody>
+            {props.rows.map((row, rowIndex) => (
+              <tr key={rowIndex}>
+                <th scope="row" class={rowIndex === active.row ? "here" : ""}>
+                  {row}
+                </th>
+                {props.columns.map((_, index) => {
+                  const cell = props.cell(rowIndex, index);
+                  const isActive = rowIndex === active.row && index === active.column;
+                  const isChosen = props.chosen?.row === rowIndex && props.chosen.column === index;
+                  return (
+                    <Cell
+                      key={index}
+                      row={rowIndex}
+                      column={index}
+                      text={cell?.text ?? ""}
+                      heat={cell?.heat ?? 0}
+                      label={cell?.label ?? "nothing yet"}
+                      isActive={isActive}
+                      isChosen={isChosen}
+                    />
+                  );
+                })}
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </Figure>
   );
 }
 

@@ -39,7 +39,7 @@ export function MarksPanel() {
         </div>
       ) : (
         <p class="hint">
-          The server has no detectors yet: <code>POST /v1/detectors/train</code> makes one from labelled
+          This server has no detectors yet. <code>POST /v1/detectors/train</code> trains one from labelled
           prompts. <Guide tag="detectors" />
         </p>
       )}
@@ -80,13 +80,13 @@ function Mark(props: {
       </legend>
       <div class="fields">
         <Choice
-          label="Where it holds"
+          label="Then"
           value={mark.op}
           options={MARKS.map((op) => [op, OP_NAMES[op]] as const)}
           onChange={(op) => onChange({ op })}
         />
         <TextField
-          label="Name in the answer"
+          label="Name"
           value={mark.name}
           placeholder={name}
           onChange={(name) => onChange({ name })}

@@ -5,13 +5,17 @@ import { useEffect, useId, useRef, useState } from "preact/hooks";
 
 import { copyText } from "../lib/clipboard";
 import { FieldError } from "../lib/where";
-import { SERVER } from "../api/client";
+import { ApiFailure, SERVER, sentence } from "../api/client";
 import { curl, python, type Snippets } from "../lib/snippets";
+import { plural } from "../lib/text";
 import type { ApiRequest } from "../api/types";
 import type { Run } from "../state/hooks";
 import { encode } from "../state/link";
 import { usePage } from "../state/hooks";
 import type { Trace } from "../lib/traces";
+
+/** Windows in which all is in one column, as in styles.css. */
+const NARROW = "(max-width: 60rem)";
 
 interface FieldProps {
   label: string;
@@ -25,9 +29,12 @@ export function TextField(
     onChange: (text: string) => void;
     placeholder?: string;
     list?: string;
+    /** What is wrong with the value. */
+    problem?: string;
   },
 ) {
   const id = useId();
+  const hint = props.problem || props.hint;
   return (
     <div class={`field ${props.class ?? ""}`}>
       <label for={id}>{props.label}</label>
@@ -38,12 +45,13 @@ export function TextField(
         placeholder={props.placeholder}
         list={props.list}
         spellcheck={false}
-        aria-describedby={props.hint ? `${id}-hint` : undefined}
+        aria-invalid={props.problem ? true : undefined}
+        aria-describedby={hint ? `${id}-hint` : undefined}
         onInput={(event) => props.onChange(event.currentTarget.value)}
       />
-      {props.hint && (
-        <small id={`${id}-hint`} class="hint">
-          {props.hint}
+      {hint && (
+        <small id={`${id}-hint`} class={props.problem ? "wrong" : "hint"}>
+          {hint}
         </small>
       )}
     </div>
@@ -60,6 +68,7 @@ export function NumberField(
   },
 ) {
   const id = useId();
+  const [problem, setProblem] = useState("");
   return (
     <div class={`field number ${props.class ?? ""}`}>
       <label for={id}>{props.label}</label>
@@ -70,11 +79,20 @@ export function NumberField(
         min={props.min}
         max={props.max}
         step={props.step ?? "any"}
+        required
+        aria-invalid={problem ? true : undefined}
+        aria-describedby={problem ? `${id}-problem` : undefined}
         onInput={(event) => {
-          const value = event.currentTarget.valueAsNumber;
-          if (Number.isFinite(value)) props.onChange(value);
+          const { valueAsNumber, validity, validationMessage } = event.currentTarget;
+          setProblem(validity.stepMismatch && props.step !== 1 ? "" : validationMessage);
+          if (Number.isFinite(valueAsNumber)) props.onChange(valueAsNumber);
         }}
       />
+      {problem && (
+        <small id={`${id}-problem`} class="wrong">
+          {problem}
+        </small>
+      )}
     </div>
   );
 }
@@ -184,23 +202,76 @@ export function Problem(props: { text: string }) {
   ) : null;
 }
 
-/** The button that runs a view, the one that cancels it, and what went wrong. */
-export function RunBar(props: { run: Run; label: string; onRun: () => void; children?: ComponentChildren }) {
+/** What went wrong in a run, and a button to try again where that can help. */
+export function Failure(props: { run: Run; onRetry: () => void }) {
+  const { failure } = props.run;
+  if (failure === null) return null;
   return (
     <>
-      <div class="runbar">
+      <Problem text={sentence(failure)} />
+      {failure instanceof ApiFailure && failure.isPassing && (
+        <button type="button" class="retry" onClick={props.onRetry}>
+          Retry
+        </button>
+      )}
+    </>
+  );
+}
+
+/** A button that starts work, the one that cancels it, and what went wrong. */
+export function RunBar(props: {
+  run: Run;
+  label: string;
+  onRun: () => void;
+  class?: string;
+  children?: ComponentChildren;
+}) {
+  const { isRunning, numTokens, cancel } = props.run;
+  return (
+    <>
+      <div class={`runbar ${props.class ?? ""}`}>
         <button type="button" class="primary" onClick={props.onRun}>
           {props.label}
         </button>
-        <button type="button" disabled={!props.run.isRunning} onClick={props.run.cancel}>
+        <button type="button" disabled={!isRunning} onClick={cancel}>
           Cancel
         </button>
         <span class="status" role="status">
-          {props.run.isRunning ? "Running…" : ""}
+          {isRunning ? "Running…" : ""}
         </span>
+        {isRunning && numTokens > 0 && <span class="status">{plural(numTokens, "token")}</span>}
         {props.children}
       </div>
-      <Problem text={props.run.error} />
+      <Failure run={props.run} onRetry={props.onRun} />
+    </>
+  );
+}
+
+/** The run of a view, also by Ctrl+Enter. On narrow windows it stays at the bottom, and shows the answer. */
+export function ViewRun(props: { run: Run; onRun: () => void; children?: ComponentChildren }) {
+  const end = useRef<HTMLSpanElement>(null);
+  const start = useRef(() => {});
+  start.current = () => {
+    props.run.clear();
+    props.onRun();
+    if (matchMedia(NARROW).matches) end.current?.scrollIntoView({ block: "center" });
+  };
+  useEffect(() => {
+    const onKey = (event: KeyboardEvent) => {
+      if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+      event.preventDefault();
+      start.current();
+    };
+    addEventListener("keydown", onKey);
+    return () => removeEventListener("keydown", onKey);
+  }, []);
+  return (
+    <>
+      <RunBar run={props.run} label="Run" class="of-view" onRun={() => start.current()}>
+        <span class="hint shortcut">Ctrl+Enter</span>
+        {props.children}
+      </RunBar>
+      <span ref={end} />
     </>
   );
 }

@@ -21,7 +21,7 @@ export function Presets() {
       setKept("");
       const body = { name, interventions: steerOps(state, detectors) };
       const made = await post<Preset>({ path: "/v1/presets", body }, signal);
-      setKept(`${made.name}, version ${made.version}, is kept.`);
+      setKept(`${made.name}, version ${made.version}, is saved.`);
       await reload();
     });
   const options = [...new Set([...names, ...(state.preset ? [state.preset] : [])])];
@@ -29,7 +29,7 @@ export function Presets() {
     <>
       {options.length > 0 && (
         <Choice
-          label="Preset, before the steering, in Compare"
+          label="Preset, applied before the steering in Compare"
           value={state.preset}
           options={[["", "none"] as const, ...options.map((option) => [option, option] as const)]}
           onChange={(preset) => change({ preset })}
@@ -37,9 +37,9 @@ export function Presets() {
       )}
       {isSteering(state) && (
         <details class="training">
-          <summary>Keep this steering as a preset</summary>
+          <summary>Save this steering as a preset</summary>
           <TextField
-            label="Name of the preset"
+            label="Preset name"
             value={name}
             hint="lower-case letters, digits and . _ -"
             onChange={setName}

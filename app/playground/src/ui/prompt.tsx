@@ -1,4 +1,4 @@
-/** What the model is given, and how it answers. */
+/** The prompt and the sampling parameters. */
 
 import { ROLES, type Message } from "../state/page";
 import { usePage } from "../state/hooks";
@@ -15,8 +15,8 @@ export function PromptPanel() {
   const sample = (part: Partial<typeof sampling>) => change({ sampling: { ...sampling, ...part } });
   return (
     <section class="panel" aria-labelledby="prompt-title">
-      <h2 id="prompt-title">Prompt</h2>
-      <div class="segments" role="group" aria-label="Kind of prompt">
+      <h2 id="prompt-title">Input</h2>
+      <div class="segments" role="group" aria-label="Prompt format">
         {KINDS.map(([kind, label]) => (
           <button
             key={kind}
@@ -29,13 +29,13 @@ export function PromptPanel() {
         ))}
       </div>
       {state.kind === "plain" ? (
-        <TextArea label="Text to go on with" value={state.prompt} onChange={(prompt) => change({ prompt })} />
+        <TextArea label="Prompt" value={state.prompt} onChange={(prompt) => change({ prompt })} />
       ) : (
         <Conversation messages={state.messages} onChange={(messages) => change({ messages })} />
       )}
       <div class="fields">
         <NumberField
-          label="Most tokens"
+          label="Max tokens"
           value={sampling.maxTokens}
           min={1}
           max={capabilities.sizes.max_model_len}

@@ -9,10 +9,10 @@ import { Check, Choice, Slider } from "./parts";
 import { Where } from "./where";
 
 const CHANGE_NAMES: Record<(typeof CHANGES)[number], string> = {
-  set: "set it to a value",
-  add: "add a value",
-  scale: "multiply it",
-  ablate: "take it out",
+  set: "set",
+  add: "add",
+  scale: "multiply",
+  ablate: "ablate",
 };
 
 const FACTOR_REACH = 4;
@@ -39,7 +39,7 @@ export function FeatureSliders() {
           <button type="button" class="quiet" onClick={() => change({ view: "features" })}>
             Features
           </button>{" "}
-          finds features; each of them can get a slider here.
+          finds features to steer with.
         </p>
       )}
     </>
@@ -67,7 +67,7 @@ function FeatureSlider(props: {
           onChange={(dictionary) => onChange({ dictionary })}
         />
         <Choice
-          label="What is done"
+          label="Mode"
           value={slider.change}
           options={CHANGES.map((change) => [change, CHANGE_NAMES[change]] as const)}
           onChange={(change) => onChange({ change, value: change === "scale" ? 2 : slider.reach / 2 })}

@@ -6,7 +6,8 @@ import { MODES, type SteerState } from "../state/page";
 import { usePage } from "../state/hooks";
 import type { Vector } from "../api/types";
 import { named, namesOf } from "../lib/names";
-import { steeringBy } from "../lib/steering";
+import { layerOfRow, pointsOf, steeringBy } from "../lib/steering";
+import { problemOf } from "../lib/where";
 import { When } from "./conditions";
 import { Check, Choice, Slider, TextField } from "./parts";
 import { Presets } from "./presets";
@@ -15,16 +16,16 @@ import { Training } from "./training";
 import { Where } from "./where";
 
 const MODE_NAMES: Record<(typeof MODES)[number], string> = {
-  add: "add it",
-  norm_match: "add it, as a share of the value's norm",
-  project_out: "take its direction out",
-  clamp: "set the part along it",
-  replace: "replace the value",
+  add: "add",
+  norm_match: "add, as a share of the norm",
+  project_out: "project out",
+  clamp: "clamp the projection",
+  replace: "replace",
 };
 
 /** How far the slider goes: strengths mean different things in each mode. */
 const REACH: Record<(typeof MODES)[number], number> = {
-  add: 16,
+  add: 4,
   norm_match: 1,
   project_out: 2,
   clamp: 40,
@@ -58,7 +59,7 @@ export function SteeringPanel() {
           {steering.length ? "Add another vector" : "Add a vector"}
         </button>
       ) : (
-        <p class="hint">The server keeps no vectors yet. Make one from two lists of prompts:</p>
+        <p class="hint">This server has no vectors yet. Train one from two lists of prompts:</p>
       )}
       <Training onMade={add} />
       <FeatureSliders />
@@ -93,12 +94,13 @@ function Steer(props: {
         <TextField
           label="Layers"
           value={steer.layers}
-          hint={vector ? `It has ${describeLayers(vector.layers)}; 12, 8:20 or *.` : "12, 8:20 or *"}
+          hint={`12, 8:20 or *${vector ? `; it has ${describeLayers(vector.layers)}` : ""}`}
+          problem={problemOf(() => pointsOf(steer.layers))}
           onChange={(layers) => onChange({ layers })}
         />
       </div>
       <Choice
-        label="What is done"
+        label="Mode"
         value={steer.mode}
         options={MODES.map((mode) => [mode, MODE_NAMES[mode]] as const)}
         onChange={(mode) => onChange({ mode })}
@@ -108,14 +110,15 @@ function Steer(props: {
         value={steer.scale}
         min={-REACH[steer.mode]}
         max={REACH[steer.mode]}
-        step={REACH[steer.mode] / 50}
+        step={REACH[steer.mode] / 40}
         onChange={(scale) => onChange({ scale: Number(scale.toFixed(4)) })}
       />
       <Where scope={steer} onChange={onChange}>
         <TextField
           label="Row of layer"
           value={steer.row}
-          hint="one layer's row everywhere; empty: each its own"
+          hint="empty: each layer its own"
+          problem={problemOf(() => layerOfRow(steer.row))}
           onChange={(row) => onChange({ row })}
         />
       </Where>

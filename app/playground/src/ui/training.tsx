@@ -9,14 +9,14 @@ import { Chart } from "./chart";
 import { Choice, RunBar, TextArea, TextField } from "./parts";
 
 const METHODS = [
-  ["mean_difference", "difference of the means"],
-  ["pca", "first principal direction of the pairs"],
-  ["logistic", "logistic probe"],
+  ["mean_difference", "mean difference"],
+  ["pca", "PCA of the pairs"],
+  ["logistic", "logistic regression"],
 ] as const;
 
 const POSITIONS = [
-  ["-1", "the last token"],
-  ["mean", "the mean of all but the first"],
+  ["-1", "last token"],
+  ["mean", "mean, without the first token"],
 ] as const;
 
 const STAGES = { capture: "Reading prompts", fit: "Fitting layers" };
@@ -64,19 +64,19 @@ export function Training(props: { onMade: (vector: Vector) => void }) {
     });
   return (
     <details class="training">
-      <summary>Make a vector from two lists of prompts</summary>
+      <summary>Train a vector from two lists of prompts</summary>
       <TextField label="Name" value={name} hint="lower-case letters, digits and . _ -" onChange={setName} />
-      <Choice label="Read at" value={position} options={POSITIONS} onChange={setPosition} />
+      <Choice label="Position" value={position} options={POSITIONS} onChange={setPosition} />
       <Choice label="Method" value={method} options={METHODS} onChange={setMethod} />
       <TextArea
-        label="Prompts towards it"
+        label="Positive prompts"
         rows={4}
         value={positive}
-        hint="One a line, at least two; write pairs alike but for what the vector is about."
+        hint="One per line, at least two. Pairs should differ only in what the vector is about."
         onChange={setPositive}
       />
-      <TextArea label="Prompts away from it" rows={4} value={negative} onChange={setNegative} />
-      <RunBar run={run} label="Make the vector" onRun={train}>
+      <TextArea label="Negative prompts" rows={4} value={negative} onChange={setNegative} />
+      <RunBar run={run} label="Train" onRun={train}>
         <span class="status" role="status">
           {progress}
         </span>
@@ -92,11 +92,11 @@ function Made(props: { vector: Vector }) {
   return (
     <div>
       <p role="status" class="hint">
-        {name}, version {version}, is there; its best layer is {training.best_layer}, on{" "}
-        {training.num_held_out} prompts that were kept back.
+        {name}, version {version}, is saved. Its best layer is {training.best_layer}, measured on{" "}
+        {training.num_held_out} held-out prompts.
       </p>
       <Chart
-        label={`How well each layer of ${name} tells the prompts that were kept back`}
+        label={`How well each layer of ${name} separates the held-out prompts`}
         series={[{ name: "separation", values: training.layers.map((score) => score.separation) }]}
         places={training.layers.map((score) => String(score.layer))}
         x="layer"

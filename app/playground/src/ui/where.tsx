@@ -3,6 +3,7 @@
 import type { ComponentChildren } from "preact";
 
 import { PHASES, WHERE, type SteerState, type WhereState } from "../state/page";
+import { integers, problemOf, rangeOf } from "../lib/where";
 import { Choice, TextField } from "./parts";
 
 const PHASE_NAMES: Record<(typeof PHASES)[number], string> = {
@@ -24,7 +25,7 @@ export function Where(props: {
     <details class="where">
       <summary>Where{isNarrowed ? ` (${summary(where)})` : ": at every position"}</summary>
       <Choice
-        label="Part"
+        label="Phase"
         value={where.phase}
         options={PHASES.map((phase) => [phase, PHASE_NAMES[phase]] as const)}
         onChange={(phase) => set({ phase })}
@@ -33,13 +34,15 @@ export function Where(props: {
         <TextField
           label="Positions"
           value={where.positions}
-          hint="0, 3, -1: negatives from the prompt's end"
+          hint="0, 3, -1; negative: from the prompt's end"
+          problem={problemOf(() => integers(where.positions, "Positions"))}
           onChange={(positions) => set({ positions })}
         />
         <TextField
           label="Range"
           value={where.range}
-          hint="3:9 or -4:, without its end"
+          hint="3:9 or -4:, end excluded"
+          problem={problemOf(() => rangeOf(where.range))}
           onChange={(range) => set({ range })}
         />
         <TextField
@@ -49,13 +52,14 @@ export function Where(props: {
           onChange={(tokens) => set({ tokens })}
         />
         <TextField
-          label="But not positions"
+          label="Exclude positions"
           value={where.exceptPositions}
           hint="such as 0, the first"
+          problem={problemOf(() => integers(where.exceptPositions, "Exclude positions"))}
           onChange={(exceptPositions) => set({ exceptPositions })}
         />
         <TextField
-          label="But not tokens"
+          label="Exclude tokens"
           value={where.exceptTokens}
           onChange={(exceptTokens) => set({ exceptTokens })}
         />

@@ -1,4 +1,4 @@
-/** How large the residual stream is, and how far along a vector it lies, at each token of the text. */
+/** The norm of the residual stream at each token, and its dot product with a vector. */
 
 import { useState } from "preact/hooks";
 
@@ -8,11 +8,11 @@ import { named, namesOf } from "../lib/names";
 import { generation, source, tokensIn, withTokens } from "../lib/requests";
 import { steerOps } from "../lib/steering";
 import { numbers, tensorOf } from "../lib/tensors";
-import { short, visible } from "../lib/text";
+import { lastReadable, short, visible } from "../lib/text";
 import { trace, variable, type Reading } from "../lib/traces";
-import { usePage, useRun, useSettled } from "../state/hooks";
+import { useKept, usePage, useRun, useSettled } from "../state/hooks";
 import { Chart } from "../ui/chart";
-import { Check, Choice, CopyBar, Legend, RunBar, Slider } from "../ui/parts";
+import { Check, Choice, CopyBar, Legend, ViewRun, Slider } from "../ui/parts";
 
 const RESIDUAL = "residual";
 const PROBE = "probe";
@@ -22,6 +22,8 @@ interface Measured {
   layer: number;
   vector: string;
   tokens: string[];
+  /** The position that is shown first. */
+  opening: number;
   /** By position. */
   norms: Map<number, number>;
   probed: Map<number, number>;
@@ -29,9 +31,10 @@ interface Measured {
 
 export function ActivationsView() {
   const { state, change, capabilities, vectors, detectors } = usePage();
-  const run = useRun();
-  const [measured, setMeasured] = useState<Measured | null>(null);
-  const [active, setActive] = useState(0);
+  const [measured, setMeasured] = useKept<Measured | null>("activations", null);
+  const run = useRun({ isThere: measured !== null, clear: () => (setMeasured(null), setActive(null)) });
+  const [pointed, setActive] = useState<number | null>(null);
+  const active = pointed ?? measured?.opening ?? 0;
   const { activations } = state;
   const set = (part: Partial<typeof activations>) => change({ activations: { ...activations, ...part } });
   const last = capabilities.sizes.num_layers - 1;
@@ -49,22 +52,24 @@ export function ActivationsView() {
     return generation(state, capabilities, operations);
   };
   const start = () =>
-    run.start(async (signal) => {
+    run.start(async (signal, count) => {
       const asked = withTokens(request());
       const prompt = await tokenize(source(state), signal);
       let found: Measured = {
         layer,
         vector: activations.vector,
         tokens: prompt.map((token) => token.text),
+        opening: lastReadable(prompt.map((token) => token.text)),
         norms: new Map(),
         probed: new Map(),
       };
       for await (const answer of stream(asked, signal)) {
+        count(answer.choices[0]?.token_ids?.length ?? 0);
         found = await extended(found, answer, signal);
         setMeasured(found);
       }
     });
-  useSettled(JSON.stringify(activations), () => measured && start());
+  useSettled(JSON.stringify(activations), () => run.hasRun && start());
 
   return (
     <>
@@ -86,17 +91,14 @@ export function ActivationsView() {
           ]}
           onChange={(vector) => set({ vector })}
         />
-        <Check
-          label="With the steering"
-          value={activations.steered}
-          onChange={(steered) => set({ steered })}
-        />
+        <Check label="With steering" value={activations.steered} onChange={(steered) => set({ steered })} />
       </div>
-      <RunBar run={run} label="Measure" onRun={start} />
+      <ViewRun run={run} onRun={start} />
       {measured && measured.norms.size > 0 && (
         <>
           <Measure
             title={`Norm after layer ${measured.layer}`}
+            unit="L2 norm"
             tokens={measured.tokens}
             values={measured.norms}
             active={active}
@@ -105,6 +107,7 @@ export function ActivationsView() {
           {measured.probed.size > 0 && (
             <Measure
               title={`Probe along ${measured.vector} after layer ${measured.layer}`}
+              unit="dot product + bias"
               tokens={measured.tokens}
               values={measured.probed}
               active={active}
@@ -113,8 +116,7 @@ export function ActivationsView() {
             />
           )}
           <p class="hint">
-            Colours and curves are made for all tokens but the first, where models keep numbers that dwarf the
-            others.
+            Colours and curves leave out the first token: its state is many times longer than the others.
           </p>
         </>
       )}
@@ -122,7 +124,7 @@ export function ActivationsView() {
         request={request}
         trace={() => {
           if (!activations.vector) return trace(request(), capabilities, vectors, reading(layer));
-          if (!vector) return { missing: "The vector is not on this server any more." };
+          if (!vector) return { missing: "The vector is no longer on this server." };
           const probed = reading(layer, { vector, name: variable(vector, vectors), bias });
           return trace(request(), capabilities, vectors, probed);
         }}
@@ -133,6 +135,7 @@ export function ActivationsView() {
 
 function Measure(props: {
   title: string;
+  unit: string;
   tokens: string[];
   values: Map<number, number>;
   active: number;
@@ -143,8 +146,7 @@ function Measure(props: {
   const counted = [...values].filter(([position]) => position > 0).map(([, value]) => value);
   const size = Math.max(...counted.map(Math.abs), 1e-9);
   const domain = domainOf(counted);
-  const [low, high] = props.isTwoSided ? [0, size] : (domain ?? [0, 1]);
-  const heat = (value: number) => Math.max(-1, Math.min(1, (value - low) / (high - low || 1)));
+  const heat = (value: number) => Math.max(-1, Math.min(1, value / size));
   // A position that has no number is left out here, and the others keep theirs.
   const shown = tokens.flatMap((token, position) => {
     const value = values.get(position);
@@ -172,8 +174,8 @@ function Measure(props: {
         })}
       </p>
       <Legend
-        low={props.isTwoSided ? short(-size) : short(low)}
-        high={short(high)}
+        low={props.isTwoSided ? short(-size) : "0"}
+        high={short(size)}
         kind={props.isTwoSided ? "two-sided" : undefined}
       />
       <Chart
@@ -181,7 +183,7 @@ function Measure(props: {
         series={[{ name: props.title, values: shown.map(({ value }) => drawn(value, domain)) }]}
         places={shown.map(({ token }) => visible(token))}
         x="token"
-        y={props.isTwoSided ? "along the vector" : "norm"}
+        y={props.unit}
         domain={domain}
         active={here}
         onActive={(index) => props.onActive(shown[index]!.position)}
@@ -204,10 +206,10 @@ function Measure(props: {
   );
 }
 
-/** Returns the numbers that a chart is drawn for: of all tokens but the first, if there are others. */
+/** Returns the axis of a chart: from zero over all tokens but the first, if there are others. */
 function domainOf(counted: number[]): [number, number] | undefined {
   if (!counted.length) return undefined;
-  return [Math.min(...counted), Math.max(...counted)];
+  return [Math.min(0, ...counted), Math.max(0, ...counted)];
 }
 
 function drawn(value: number, domain: [number, number] | undefined): number | null {

@@ -8,9 +8,9 @@ import { generation, source } from "../lib/requests";
 import { numbers, tensorOf } from "../lib/tensors";
 import { percent, visible } from "../lib/text";
 import { trace } from "../lib/traces";
-import { usePage, useRun, useSettled } from "../state/hooks";
+import { useKept, usePage, useRun, useSettled } from "../state/hooks";
 import { Grid, type Place } from "../ui/grid";
-import { CopyBar, Legend, Problem, RunBar, Slider } from "../ui/parts";
+import { CopyBar, Legend, Problem, ViewRun, Slider } from "../ui/parts";
 
 const NAME = "pattern";
 const POINT = "layers.*.attn.pattern";
@@ -26,8 +26,8 @@ interface Pattern {
 
 export function AttentionView() {
   const { state, change, capabilities, vectors } = usePage();
-  const run = useRun();
-  const [pattern, setPattern] = useState<Pattern | null>(null);
+  const [pattern, setPattern] = useKept<Pattern | null>("attention", null);
+  const run = useRun({ isThere: pattern !== null, clear: () => setPattern(null) });
   const [active, setActive] = useState<Place>({ row: 0, column: 0 });
   const { attention } = state;
   const set = (part: Partial<typeof attention>) => change({ attention: { ...attention, ...part } });
@@ -51,7 +51,7 @@ export function AttentionView() {
       const tokens = (await tokenize(source(state), signal)).map((token) => token.text);
       if (tokens.length > MAX_TOKENS) {
         throw new Error(
-          `The prompt has ${tokens.length} tokens, and a pattern is drawn of ${MAX_TOKENS} at most.`,
+          `The prompt has ${tokens.length} tokens; patterns are drawn for at most ${MAX_TOKENS}.`,
         );
       }
       const answer = await post<Answer>(asked, signal);
@@ -60,7 +60,7 @@ export function AttentionView() {
       setPattern({ layer, tokens, heads: byHead(numbers(tensor), tensor.shape) });
       setActive({ row: tokens.length - 1, column: 0 });
     });
-  useSettled(String(layer), () => pattern && start());
+  useSettled(String(layer), () => run.hasRun && start());
 
   const head = Math.min(attention.head, (pattern?.heads.length ?? 1) - 1);
   const shown = pattern?.heads[head];
@@ -78,7 +78,7 @@ export function AttentionView() {
           onChange={(layer) => set({ layer: Math.round(layer) })}
         />
       </div>
-      <RunBar run={run} label="Read the patterns" onRun={start} />
+      <ViewRun run={run} onRun={start} />
       {pattern && shown && (
         <>
           <div class="heads" role="group" aria-label={`Heads of layer ${pattern.layer}`}>
@@ -100,7 +100,7 @@ export function AttentionView() {
           <Legend low="0 %" high="100 % of its attention" />
           <Grid
             label={`Layer ${pattern.layer}, head ${head}: how much each token attends to each`}
-            corner="from"
+            axes={["from", "to"]}
             dense
             rows={pattern.tokens.map(visible)}
             columns={pattern.tokens.map(visible)}

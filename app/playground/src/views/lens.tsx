@@ -1,4 +1,4 @@
-/** What each layer would say next, at each token: layers down, tokens across, as they come. */
+/** What each layer predicts after each token: layers down, tokens across, as they stream. */
 
 import { useState } from "preact/hooks";
 
@@ -8,10 +8,10 @@ import { generation, source, tokensIn, withTokens } from "../lib/requests";
 import { steerOps } from "../lib/steering";
 import { percent, probability, visible } from "../lib/text";
 import { trace, type Reading } from "../lib/traces";
-import { usePage, useRun } from "../state/hooks";
+import { useKept, usePage, useRun } from "../state/hooks";
 import { Chart } from "../ui/chart";
 import { Grid, clamped, type Place } from "../ui/grid";
-import { Check, CopyBar, Legend, NumberField, Problem, RunBar } from "../ui/parts";
+import { Check, CopyBar, Failure, Legend, NumberField, ViewRun } from "../ui/parts";
 
 const NAME = "lens";
 const START: Place = { row: 0, column: 0 };
@@ -35,12 +35,17 @@ interface Followed {
 
 export function LensView() {
   const { state, change, capabilities, vectors, detectors } = usePage();
-  const run = useRun();
   const following = useRun();
-  const [read, setRead] = useState<Read | null>(null);
+  const [read, setRead] = useKept<Read | null>("lens", null);
   const [active, setActive] = useState(START);
   const [chosen, setChosen] = useState<Place | null>(null);
   const [followed, setFollowed] = useState<Followed | null>(null);
+  const clear = () => {
+    setRead(null);
+    setFollowed(null);
+    setChosen(null);
+  };
+  const run = useRun({ isThere: read !== null, clear });
   const { lens } = state;
   const set = (part: Partial<typeof lens>) => change({ lens: { ...lens, ...part } });
 
@@ -52,16 +57,15 @@ export function LensView() {
   };
   const start = () => {
     following.cancel();
-    run.start(async (signal) => {
+    run.start(async (signal, count) => {
       const asked = request();
-      setRead(null);
-      setFollowed(null);
-      setChosen(null);
       const prompt = (await tokenize(source(state), signal)).map((token) => token.text);
       let found: Read = { request: asked, layers, tokens: prompt, rows: new Map(), text: "" };
       setActive({ row: 0, column: prompt.length - 1 });
       for await (const answer of stream(withTokens(asked), signal)) {
-        found = extended(found, answer, await tokensIn(answer, signal));
+        const tokens = await tokensIn(answer, signal);
+        count(tokens.length);
+        found = extended(found, answer, tokens);
         setRead(found);
       }
     });
@@ -112,16 +116,16 @@ export function LensView() {
           onChange={(every) => set({ every })}
         />
         <NumberField
-          label="Tokens in a cell"
+          label="Top k"
           value={lens.topK}
           min={1}
           max={100}
           step={1}
           onChange={(topK) => set({ topK })}
         />
-        <Check label="With the steering" value={lens.steered} onChange={(steered) => set({ steered })} />
+        <Check label="With steering" value={lens.steered} onChange={(steered) => set({ steered })} />
       </div>
-      <RunBar run={run} label="Read the lens" onRun={start} />
+      <ViewRun run={run} onRun={start} />
       {read && columns.length > 0 && (
         <>
           <section aria-label="Answer">
@@ -130,8 +134,8 @@ export function LensView() {
           <Legend low="0 %" high="100 % likely" />
           <div class="beside">
             <Grid
-              label="Logit lens: what each layer would say after each token"
-              corner="layer"
+              label="Logit lens: what each layer predicts after each token"
+              axes={["layer", "token"]}
               rows={shownLayers.map(String)}
               columns={columns.map(visible)}
               cell={cell}
@@ -145,17 +149,15 @@ export function LensView() {
                 Layer {shownLayers[here.row]}, after “{visible(read.tokens[here.column] ?? "")}”
               </h3>
               <Top row={rowAt(read, toLayers(here))} />
-              <p class="hint">
-                Arrow keys move; Enter or a click follows the first token through the layers.
-              </p>
+              <p class="hint">Arrow keys move; Enter or a click plots the top token across layers.</p>
             </div>
           </div>
-          <Problem text={following.error} />
+          <Failure run={following} onRetry={() => chosen && follow(chosen)} />
           {followed && (
-            <section aria-label="The chosen token through the layers">
+            <section aria-label="The chosen token across layers">
               <h3>
-                “{visible(followed.token.token)}” after “{visible(read.tokens[followed.position] ?? "")}”,
-                layer by layer
+                “{visible(followed.token.token)}” after “{visible(read.tokens[followed.position] ?? "")}”, by
+                layer
               </h3>
               <Chart
                 label={`Rank of ${visible(followed.token.token)} at each layer; 1 is the most likely`}

@@ -1,4 +1,4 @@
-/** Where the clean prompt's values, put into the corrupted one, bring the answer back: causal tracing. */
+/** Where the clean prompt's values, patched into the corrupted one, recover the answer: causal tracing. */
 
 import { useState } from "preact/hooks";
 
@@ -8,9 +8,9 @@ import { tensorOf, type Tensor } from "../lib/tensors";
 import { FieldError } from "../lib/where";
 import { percent, plural, short, typed, visible } from "../lib/text";
 import { LEAVES } from "../state/page";
-import { usePage, useRun } from "../state/hooks";
+import { useKept, usePage, useRun } from "../state/hooks";
 import { Grid, type Place } from "../ui/grid";
-import { Choice, CopyBar, Legend, RunBar, TextField } from "../ui/parts";
+import { Choice, CopyBar, Legend, ViewRun, TextField } from "../ui/parts";
 import { cells, firstRequest, layersFor, programs, secondRequest, type Plan } from "./patching_requests";
 
 const LEAF_NAMES = {
@@ -31,8 +31,8 @@ interface Mapped {
 
 export function PatchingView() {
   const { state, change, capabilities } = usePage();
-  const run = useRun();
-  const [mapped, setMapped] = useState<Mapped | null>(null);
+  const [mapped, setMapped] = useKept<Mapped | null>("patching", null);
+  const run = useRun({ isThere: mapped !== null, clear: () => setMapped(null) });
   const [active, setActive] = useState<Place>({ row: 0, column: 0 });
   const { patching } = state;
   const set = (part: Partial<typeof patching>) => change({ patching: { ...patching, ...part } });
@@ -42,7 +42,6 @@ export function PatchingView() {
 
   const start = () =>
     run.start(async (signal) => {
-      setMapped(null);
       const [clean, corrupted] = await Promise.all([
         tokenize(patching.clean, signal),
         tokenize(patching.corrupted, signal),
@@ -72,7 +71,7 @@ export function PatchingView() {
       const all = cells(plan).map((_, index) => scoreOf(patched, index + 1));
       const [cleanScore, corruptedScore] = [scoreOf(answer, 0), scoreOf(patched, 0)];
       if (cleanScore === null || corruptedScore === null) {
-        throw new FieldError("The model's number for that token is not finite: there is nothing to compare.");
+        throw new FieldError("The log-probability of that token is not finite: nothing to compare.");
       }
       const across = plan.positions.length;
       setMapped({
@@ -97,25 +96,25 @@ export function PatchingView() {
       </div>
       <div class="fields">
         <TextField
-          label="Token that is followed"
+          label="Target token"
           value={patching.answer}
-          hint="one token, as it is shown, or as #7042"
+          hint="one token, as shown, or its id as #7042"
           onChange={(answer) => set({ answer })}
         />
         <TextField
-          label="Against"
+          label="Contrast token"
           value={patching.contrast}
-          hint="another token, or nothing"
+          hint="optional"
           onChange={(contrast) => set({ contrast })}
         />
         <Choice
-          label="What is patched"
+          label="Patch"
           value={patching.leaf}
           options={offered.map((leaf) => [leaf, LEAF_NAMES[leaf]] as const)}
           onChange={(leaf) => set({ leaf })}
         />
       </div>
-      <RunBar run={run} label="Draw the map" onRun={start} />
+      <ViewRun run={run} onRun={start} />
       {mapped && <EffectMap mapped={mapped} active={active} onActive={setActive} />}
       <CopyBar
         request={() => firstRequest(known(mapped))}
@@ -139,9 +138,9 @@ function EffectMap(props: { mapped: Mapped; active: Place; onActive: (place: Pla
   });
   const score = scoreAt(active);
   const said = (found: number | null) =>
-    found === null ? "no finite number" : `${short(found)}, ${percent(recovered(found))} brought back`;
+    found === null ? "no finite number" : `${short(found)}, ${percent(recovered(found))} recovered`;
   const position = plan.positions[Math.min(active.column, plan.positions.length - 1)]!;
-  const against = plan.contrast ? ` less that of “${followed(plan.contrast)}”` : "";
+  const against = plan.contrast ? ` minus that of “${followed(plan.contrast)}”` : "";
   const measure = `Log-probability of “${followed(plan.answer)}”${against}`;
   return (
     <>
@@ -152,16 +151,16 @@ function EffectMap(props: { mapped: Mapped; active: Place; onActive: (place: Pla
       <p class="hint">
         {measure}: {short(mapped.cleanScore)} after the clean prompt, {short(mapped.corruptedScore)} after the
         corrupted one. {plural(plan.layers.length * plan.positions.length, "cell")}, one request; columns
-        before the first difference are left out, since nothing changes there
+        before the first difference are omitted: nothing changes there
         {plan.layers.length > 1 && plan.layers[1]! - plan.layers[0]! > 1
           ? `; every ${plan.layers[1]! - plan.layers[0]!}th layer`
           : ""}
         .
       </p>
-      <Legend low="−100 %" high="100 % brought back" kind="two-sided" />
+      <Legend low="−100 %" high="100 % recovered" kind="two-sided" />
       <Grid
-        label="How far each patch brings the clean answer back"
-        corner="layer"
+        label="Share of the clean answer that each patch recovers"
+        axes={["layer", "token"]}
         rows={layers.map(String)}
         columns={columns}
         active={active}
@@ -180,7 +179,7 @@ function EffectMap(props: { mapped: Mapped; active: Place; onActive: (place: Pla
           return {
             text: String(Math.round(share * 100)),
             heat: Math.max(-1, Math.min(1, share)),
-            label: `layer ${layers[row]}, ${columns[column]}: ${Math.round(share * 100)} % brought back`,
+            label: `layer ${layers[row]}, ${columns[column]}: ${Math.round(share * 100)} % recovered`,
           };
         }}
       />
@@ -214,7 +213,7 @@ function Aligned(props: { title: string; tokens: string[]; other: string[] }) {
 function aligned(clean: number[], corrupted: number[]): number[] {
   if (clean.length !== corrupted.length) {
     throw new FieldError(
-      `The prompts must have as many tokens, so that each has its counterpart: the clean one has ${clean.length}, ` +
+      `Both prompts must have the same number of tokens: the clean one has ${clean.length}, ` +
         `the corrupted one ${corrupted.length}.`,
     );
   }
@@ -243,6 +242,6 @@ function followed(text: string): string {
 }
 
 function known(mapped: Mapped | null): Plan {
-  if (!mapped) throw new FieldError("Draw the map once: which tokens the prompts have is known then.");
+  if (!mapped) throw new FieldError("Run it once first: the request needs the prompts' tokens.");
   return mapped.plan;
 }
