@@ -126,7 +126,7 @@ class CostlyClient:
         form = {"name": "large", "cfg": json.dumps(cfg), "labels": json.dumps(labels)}
         made = self._client.post("/v1/dictionaries", data=form, files={"weights": ("w", weights)})
         self._dictionary = _json(made)["id"]
-        for index in range(4):
+        for index in range(2):
             ones = np.ones(_HIDDEN, np.float32)
             tensors: dict[str, Any] = {}
             for part in range(len(_PARTS)):

@@ -26,7 +26,7 @@ from app.vectors.service import VectorService
 
 MAX_DICTIONARIES: Final = 16
 """Maximum number of dictionaries that a request names."""
-_MAX_BYTES: Final = 256 * 2**20
+_MAX_BYTES: Final = 128 * 2**20
 
 
 class StoredNames:

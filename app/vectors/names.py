@@ -25,7 +25,7 @@ from app.vectors.rows import ModelShape, points_of
 from app.version_cache import VersionCache
 
 _KIND: Final = "vector"
-_MAX_ROWS_BYTES: Final = 256 * 2**20
+_MAX_ROWS_BYTES: Final = 128 * 2**20
 """Maximum bytes of the values that one request's names resolve to."""
 
 

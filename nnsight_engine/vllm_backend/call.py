@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
@@ -29,6 +29,9 @@ from nnsight_engine.plans.compile.scope import TokenOf
 from nnsight_engine.plans.prompt_media import NO_MEDIA, PromptMedia, Spans
 from nnsight_engine.plans.request_plan import PLAN_KEY, CompiledRequest
 from nnsight_engine.vllm_backend.compat import add_entries
+
+MAX_SENT_BYTES: Final = 128 * 2**20
+"""Most bytes of the tensors of a call that are sent to the engine."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -97,6 +100,7 @@ class InterventionCall:
         self._stream = stream
         self._markers = markers
         self._combined = CombinedVectors(spec)
+        self._num_bytes = 0
 
     def prepare(self) -> None:
         """Compute everything that no prompt is needed for; may take seconds, and any thread may call it.
@@ -124,6 +128,7 @@ class InterventionCall:
     ) -> CompiledRequest:
         """Return the plan for the next prompt; raises ApiError if the operations do not fit it."""
         generates = isinstance(params, SamplingParams)
+        num_choices = params.n if generates else 1
         declared = self._by_prompt.of(len(self.entries))
         for index, op in () if generates else declared:
             if isinstance(op, Stop):
@@ -132,7 +137,7 @@ class InterventionCall:
                     "`stop` ends an answer, and nothing is generated here; use `flag`.",
                     f"{FIELD}.{index}",
                 )
-        return compile_request(
+        compiled = compile_request(
             [op for _, op in declared],
             spec=self._spec,
             prompt_token_ids=prompt_token_ids,
@@ -146,6 +151,17 @@ class InterventionCall:
             combined=self._combined,
             max_text_bytes=self._max_text_bytes,
         )
+        # vLLM sends each choice to the engine by itself.
+        self._num_bytes += num_choices * sum(len(tensor.data) for tensor in compiled.tensors.values())
+        if self._num_bytes > MAX_SENT_BYTES:
+            raise ApiError(
+                ErrorCode.TENSOR_TOO_LARGE,
+                "The vectors, values and detectors of a request, once for each choice of each prompt, may "
+                f"have {MAX_SENT_BYTES} bytes together, and these have at least {self._num_bytes}; send "
+                "fewer choices or prompts at a time.",
+                FIELD,
+            )
+        return compiled
 
     def take_part(self, choice: int, num_choices: int) -> CollectedResults | None:
         """Return the results that belong to the tokens delivered so far for a choice of the answer."""
