@@ -6,6 +6,7 @@ import base64
 import json
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
@@ -160,7 +161,9 @@ class CostlyClient:
 
     def _complete(self, num_tokens: int, *operations: dict[str, Any], **fields: Any) -> str:
         body = {"model": MODEL_NAME, "prompt": self._prompt[:num_tokens], "max_tokens": 1, **fields}
-        if not self._is_bare:
+        if self._is_bare:  # what reads a prompt computes it, so this one does too
+            body["cache_salt"] = uuid.uuid4().hex
+        else:
             body["interventions"] = [*operations]
         answer = self._client.post("/v1/completions", json=body)
         if answer.status_code == httpx.codes.OK:
@@ -182,14 +185,14 @@ class CostlyClient:
     def _features(self) -> str:
         changes = [{"feature": i, "mode": "add", "value": 0.01} for i in range(64)]
         operation = {"op": "feature", "dictionary": {"name": "large", "id": self._dictionary}}
-        return self._complete(2000, *({**operation, "changes": changes} for _ in range(52)))
+        return self._complete(2000, *({**operation, "changes": changes} for _ in range(26)))
 
     def _top_features(self) -> str:
         operation = {"op": "features", "dictionary": {"name": "large", "id": self._dictionary}, "top_k": 100}
         return self._complete(2000, *({**operation, "name": f"f{i}"} for i in range(16)))
 
     def _detections(self) -> str:
-        names = [self._detectors[i % len(self._detectors)] for i in range(64)]
+        names = [self._detectors[i % len(self._detectors)] for i in range(56)]
         return self._complete(
             2000, *({"op": "detect", "detector": one, "name": f"d{i}"} for i, one in enumerate(names))
         )

@@ -27,7 +27,7 @@ _SORT: Final = 96
 """Multiply-adds in the time that a lens, a target of it, and a choice of features take for each number."""
 _PASS: Final = 100
 """Multiply-adds in the time in which an operation reads or writes a number of an activation."""
-MAX_WEIGHTS: Final = 16.0
+MAX_WEIGHTS: Final = 8.0
 """Most weights that operations read in one step, as a multiple of the model's own.
 
 A step of few positions takes about as long as the weights take to read.

@@ -46,7 +46,7 @@ def goings(draw: st.DrawFn, index: int) -> Going:
     ops = [PlannedOp(OperationKind.LENS, SITES, draw(st.sampled_from(RULES))) for _ in range(3)]
     if is_whole:
         ops.append(PlannedOp(OperationKind.MEAN, SITES))
-    weights = draw(st.sampled_from([0.0, 5.0, 16.0]))
+    weights = draw(st.sampled_from([0.0, 3.0, MAX_WEIGHTS]))
     plan = RequestPlan(num_prompt, tuple(ops), works=works, weights=weights)
     return Going(str(index), plan, num_prompt, num_prompt + draw(st.integers(0, 6)))
 
