@@ -397,7 +397,7 @@ LOAD_S, SCRAPE_S, RATE_S = 60, 5, 30
 
 
 def grafana(server: Server) -> str:
-    """Panels of the dashboards, from Prometheus' answers to their own queries during a load test."""
+    """Panels of the dashboards, from Prometheus' answers to their own queries during load tests."""
     with (
         _prometheus(server.base_url) as prometheus,
         tempfile.TemporaryDirectory() as folder,
