@@ -3,7 +3,7 @@
 Three things. Pages that nobody writes are made of code: every route and field from the app's own OpenAPI
 document, the operations from their schemas, the list of decisions. And links out of ``docs/`` lead somewhere:
 the files that they name, and those that these name, become pages or downloads below ``project/``, folders a
-list of what is in them. And flowcharts become drawings.
+list of what is in them. And flowcharts become drawings, and drawings parts of their pages, in their colours.
 """
 
 from __future__ import annotations
@@ -46,10 +46,13 @@ GROUPS: Final = {
 SHARED: Final = "schemas"
 
 _ERROR: Final = 400
+_READABLE: Final = 0.65
+"""How small a drawing may get on a narrow screen, before it scrolls."""
 _SLUG = slugify(case="lower")  # as in mkdocs.yml
 
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\))")
 _DRAWING = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_PICTURE = re.compile(r'<img alt="(?P<alt>[^"]+)" src="[^"]*\bimages/(?P<name>[\w-]+\.svg)" ?/?>')
 _ATTRIBUTE = re.compile(r"^    (?P<name>\w+): (?P<text>.*(?:\n     +.*)*)", re.MULTILINE)
 _FENCE = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 
@@ -114,6 +117,20 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         return posixpath.relpath(site_path(target), posixpath.dirname(name)) + (link["anchor"] or "")
 
     return _DRAWING.sub(lambda drawing: svg(drawing[1]), _LINK.sub(moved, markdown))
+
+
+def on_page_content(content: str, **_: object) -> str:
+    """Put drawings into the page: in a file of their own they would not have the colours of the theme."""
+
+    def inside(picture: re.Match[str]) -> str:
+        text = (DOCS / "images" / picture["name"]).read_text(encoding="utf-8")
+        width = _READABLE * int(text.partition(' width="')[2].partition('"')[0])
+        drawing = text.replace("<svg ", f'<svg role="img" aria-label="{picture["alt"]}" ', 1).replace(
+            'style="', f'style="min-width:{width:.0f}px;', 1
+        )
+        return f'<span style="display:block;overflow-x:auto" data-search-exclude>{drawing}</span>'
+
+    return _PICTURE.sub(inside, content)
 
 
 def site_path(path: Path) -> str:

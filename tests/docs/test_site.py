@@ -92,6 +92,14 @@ def test_the_navigation_has_four_tabs_and_every_page(site: Path) -> None:
     assert expected - {"index.html"} <= linked
 
 
+def test_drawings_are_parts_of_their_pages_with_their_descriptions(site: Path) -> None:
+    for page in (PROJECT / "docs").rglob("*.md"):
+        drawings = re.findall(r"!\[([^\]]+)\]\([^)]*\.svg\)", page.read_text(encoding="utf-8"))
+        text = (site / page.relative_to(PROJECT / "docs").with_suffix(".html")).read_text(encoding="utf-8")
+        labels = re.findall(r'<svg role="img" aria-label="([^"]+)" [^>]*class="drawing"', text)
+        assert [html.unescape(label) for label in labels] == drawings, page
+
+
 def test_flowcharts_are_drawn_with_all_their_words(site: Path) -> None:
     source = (PROJECT / "docs/development.md").read_text(encoding="utf-8")
     drawings = re.findall(

@@ -29,7 +29,7 @@ from api_schemas.operations import (
     Steer,
     Stop,
 )
-from api_schemas.points import ENCODER_BLOCK, MODEL_POINTS, PointPattern, point_name
+from api_schemas.points import ENCODER_BLOCK, MODEL_POINTS, VISION, PointPattern, point_name
 from api_schemas.request_traces import Trace
 from api_schemas.results import ChoiceInterventions
 from api_schemas.where import Where
@@ -40,6 +40,7 @@ from nnsight_engine.core.leaves import PATTERN, RESIDUAL_LEAVES
 from nnsight_engine.families.registry import ENGINE_FAMILIES
 from nnsight_engine.plans.answer_parts import AnswerMarkers, Part
 from nnsight_engine.plans.prompt_media import PromptMedia
+from scripts.drawings import points
 from tests.fakes.engine import FakeEngineClient
 from tests.fakes.model_specs import tiny_spec
 from tests.unit.plans.compiling import compiled
@@ -134,6 +135,8 @@ def test_every_route_is_documented(tmp_path: Path) -> None:
     settings = Settings(result_dir=tmp_path)
     store = new_store(settings)
     app = create_app(settings, FakeEngineClient(settings, store), store)
+    named = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(app.openapi())))
+    assert named <= set(app.openapi()["components"]["schemas"])
     documented = rows("http.md")
     served = {
         f"{method.upper()} {path}" for path, methods in app.openapi()["paths"].items() for method in methods
@@ -264,6 +267,28 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
         assert linked.exists(), f"{path.name}: {target}"
         if anchor:
             assert anchor in anchors(linked), f"{path.name}: {target}"
+
+
+def test_every_picture_is_small_shown_and_described() -> None:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in LINKED_PAGES)
+    shown = set(re.findall(r"images/([\w.-]+)(?=[)\"])", text))
+    for picture in (DOCS / "images").iterdir():
+        assert picture.name in shown, picture.name
+        assert picture.stat().st_size <= 150 * 1024, picture.name
+    tags = re.findall(r"<img\b[^>]*>", text)
+    alts = re.findall(r"!\[([^\]]*)\]\(", text) + [
+        found[1] if (found := re.search(r'\balt="([^"]*)"', tag)) else "" for tag in tags
+    ]
+    assert all(alt.strip() for alt in alts)
+
+
+def test_the_drawing_of_a_block_has_its_points_and_is_up_to_date() -> None:
+    (llama,) = (family for family in ENGINE_FAMILIES if family.name == "llama")
+    drawing = (DOCS / "images/points.svg").read_text(encoding="utf-8")
+    drawn = re.findall(r"<text [^>]*monospace[^>]*>([^<]+)<", drawing)
+    offered = {*llama.leaves, *RESIDUAL_LEAVES, PATTERN, *MODEL_POINTS} - {VISION}
+    assert sorted(name.removeprefix("layers.N.") for name in drawn) == sorted(offered)
+    assert drawing == points(), "python -m scripts.drawings points"
 
 
 def test_every_page_is_listed_on_the_first() -> None:
