@@ -8,11 +8,13 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
+from vllm import SamplingParams
 
 from api_schemas.conditions import NamedDetector
 from api_schemas.detectors import DetectorUsed
 from nnsight_engine.core.detector import Detector
 from nnsight_engine.plans.collect.results import CollectedMarks, CollectedScores
+from nnsight_engine.plans.request_plan import PLAN_KEY
 from tests.condition_reference import PlayedTest, inner_tests, random_condition, random_detector, truth
 from tests.e2e.harness import Ask, Engine, Reply, random_vector
 from tests.narrow_model import WIDTH
@@ -183,13 +185,22 @@ def test_a_stop_in_the_first_chunk_of_a_prompt_ends_it(engine: Engine) -> None:
 
 
 def test_a_request_that_fails_where_it_stops_ends_alone(engine: Engine) -> None:
-    """Its prompt is split, so its mean cannot be taken: one fits into a step, two do not."""
+    """Its first operation has a vector that is too narrow, behind admission's back."""
     stop = {"op": "stop", "when": _probe(1.0, -1e6), "name": "s"}
-    mean = {"op": "ablate", "at": "layers.1.output", "method": "mean"}
-    prompt = " ".join(["one two three four five"] * 4)
-    asks = [Ask(prompt, [mean, stop], max_tokens=4) for _ in range(4)]
-    replies = [one for (one,) in engine.run(asks)]
-    assert any(reply.failure is not None for reply in replies)
+
+    def steering(seed: int) -> Ask:
+        steer = {"op": "steer", "at": "layers.1.output", "vector": random_vector(seed, WIDTH)}
+        return Ask(" ".join(["one two three four five"] * 4), [steer, stop], max_tokens=4)
+
+    def narrow(params: SamplingParams) -> None:
+        tensors = (params.extra_args or {})[PLAN_KEY]["tensors"]
+        tensors[next(iter(tensors))] = ("float32", [3], bytes(12))
+
+    broken = engine.submit(steering(1), narrow)
+    whole = [engine.submit(steering(2)) for _ in range(2)]
+    (failed,), *others = engine.finish([broken, *whole])
+    assert failed.failure is not None
+    assert all(one.failure is None and one.token_ids == [] for (one,) in others)
     ((plain,),) = engine.run([Ask(PROMPTS[0], [], max_tokens=4)])
     assert len(plain.token_ids) == 4
 

@@ -116,7 +116,7 @@ REFUSED = {
     "vllm serve MODEL --nnodes 2 --node-rank 1": "--nnodes is not supported: over machines",
     "vllm serve MODEL --enable-auto-tool-choice": "--enable-auto-tool-choice requires --tool-call-parser",
     "vllm serve MODEL --worker-cls mine.Worker": "--worker-cls is not supported: interventions need",
-    "vllm serve --config ABSENT": "cannot be read",
+    "vllm serve --config ABSENT": "there is no file",
 }
 """Command lines that are refused, and the reason."""
 
