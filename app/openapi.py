@@ -15,7 +15,7 @@ from api_schemas.chat import ChatCompletionRequest
 from api_schemas.completions import CompletionRequest
 from api_schemas.detector_training import DetectorTrainingEvent, DetectorTrainingRequest
 from api_schemas.detectors import DetectorUpload, NewDetector
-from api_schemas.dictionaries import DictionaryUpload
+from api_schemas.dictionaries import DictionaryFromHub, DictionaryUpload
 from api_schemas.errors import ErrorResponse
 from api_schemas.jobs import JobEvent
 from api_schemas.keys import Limits, NewKey, Rotation
@@ -55,6 +55,7 @@ _DOCUMENTED: Final[tuple[type[BaseModel], ...]] = (
     NewPreset,
     VectorUpload,
     DictionaryUpload,
+    DictionaryFromHub,
     TrainingRequest,
     TrainingEvent,
     NewDetector,

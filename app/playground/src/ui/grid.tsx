@@ -61,8 +61,9 @@ export function Grid(props: GridProps) {
     table.current?.querySelector<HTMLElement>('td[tabindex="0"]')?.focus();
   }, [active.row, active.column]);
   const isPointed = useRef(false);
+  const isLast = active.column === props.columns.length - 1;
   useLayoutEffect(() => {
-    // Scrolls the map alone, and never beneath a pointer.
+    // Scrolls the map alone, and never beneath a pointer; the last column fades once there is another.
     const wasPointed = isPointed.current;
     isPointed.current = false;
     const frame = table.current!.parentElement!;
@@ -72,7 +73,7 @@ export function Grid(props: GridProps) {
     const right = frame.getBoundingClientRect().right - FADE;
     if (cell.right > right) frame.scrollLeft += cell.right - right;
     else if (cell.left < left) frame.scrollLeft -= left - cell.left;
-  }, [active.column]);
+  }, [active.column, isLast]);
   const onKey = (event: KeyboardEvent) => {
     const step = STEPS[event.key];
     if (event.key === "Enter" || event.key === " ") {
