@@ -279,7 +279,7 @@ def test_the_lens_comes_as_the_tokens_do(server: Server, open_page: Open) -> Non
     expect(heads).to_have_count(usage["total_tokens"])  # of each token but the last, and of the layers
     assert len(page.evaluate("() => [...window.widths].filter(Boolean)")) > 2, "it grows as it is written"
     frame = page.locator(".grid-frame").bounding_box()
-    last = page.get_by_role("gridcell", name=re.compile("^layer 29, after ·of")).bounding_box()
+    last = page.get_by_role("gridcell", name="layer 29, after ·of: ·Paris,").bounding_box()
     assert frame
     assert last
     end = frame["x"] + frame["width"] - 48  # where the map fades
