@@ -53,6 +53,10 @@ _SLUG = slugify(case="lower")  # as in mkdocs.yml
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\))")
 _DRAWING = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PICTURE = re.compile(r'<img alt="(?P<alt>[^"]+)" src="[^"]*\bimages/(?P<name>[\w-]+\.svg)" ?/?>')
+_SCREENSHOT = re.compile(
+    r'<picture>\s*<source [^>]*srcset="(?P<dark>[^"]+)">\s*'
+    r'<img src="(?P<light>[^"]+)" alt="(?P<alt>[^"]+)">\s*</picture>'
+)
 _ATTRIBUTE = re.compile(r"^    (?P<name>\w+): (?P<text>.*(?:\n     +.*)*)", re.MULTILINE)
 _FENCE = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 
@@ -116,7 +120,9 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
             return link[0]
         return posixpath.relpath(site_path(target), posixpath.dirname(name)) + (link["anchor"] or "")
 
-    return _DRAWING.sub(lambda drawing: svg(drawing[1]), _LINK.sub(moved, markdown))
+    # By the theme's scheme, which readers can switch, and not only by the system's.
+    shots = _SCREENSHOT.sub(r"![\g<alt>](\g<light>#only-light)![\g<alt>](\g<dark>#only-dark)", markdown)
+    return _DRAWING.sub(lambda drawing: svg(drawing[1]), _LINK.sub(moved, shots))
 
 
 def on_page_content(content: str, **_: object) -> str:

@@ -100,6 +100,19 @@ def test_drawings_are_parts_of_their_pages_with_their_descriptions(site: Path) -
         assert [html.unescape(label) for label in labels] == drawings, page
 
 
+def test_screenshots_are_there_for_both_schemes_of_the_theme(site: Path) -> None:
+    num_shown = 0
+    for source in (PROJECT / "docs").glob("*.md"):
+        num_pictures = source.read_text(encoding="utf-8").count("\n<picture>")
+        page = site / f"{source.stem}.html"
+        for scheme in ("light", "dark"):
+            shown = re.findall(rf'src="([^"#]+)#only-{scheme}"', page.read_text(encoding="utf-8"))
+            assert len(shown) >= num_pictures, source.name
+            assert all((page.parent / one).is_file() for one in shown), source.name
+        num_shown += num_pictures
+    assert num_shown
+
+
 def test_flowcharts_are_drawn_with_all_their_words(site: Path) -> None:
     source = (PROJECT / "docs/development.md").read_text(encoding="utf-8")
     drawings = re.findall(

@@ -283,6 +283,20 @@ def test_a_position_without_a_number_moves_no_other(playground: Playground, open
     expect(norms.locator(".status")).to_contain_text("·three, position 2:")
 
 
+def test_a_link_that_is_opened_is_not_overwritten(playground: Playground, open_page: Open) -> None:
+    page = open_page(link(playground.url))
+    opened = link(playground.url, view="lens").partition("#")[2]
+    page.evaluate(
+        """(opened) => {
+            document.querySelector("[aria-label=Views] button:last-child").click();
+            history.replaceState(null, "", `#${opened}`);  // of which the page is not told yet
+        }""",
+        opened,
+    )
+    page.wait_for_timeout(600)  # in which the address follows the page
+    assert page.evaluate("() => location.hash") == f"#{opened}"
+
+
 def test_a_name_means_in_a_trace_what_it_means_to_the_server(playground: Playground, open_page: Open) -> None:
     httpx.post(f"{playground.url}/v1/vectors", json=VECTOR).raise_for_status()
     (vector,) = httpx.get(f"{playground.url}/v1/vectors").json()["data"]

@@ -264,7 +264,8 @@ def test_the_lens_shows_what_layers_would_say(server: Server, open_page: Open) -
 
 
 def test_the_lens_comes_as_the_tokens_do(server: Server, open_page: Open) -> None:
-    page = open_page(link(server.base_url, view="lens", prompt=PROMPT, sampling={"maxTokens": 48}))
+    state = {"view": "lens", "prompt": PROMPT, "sampling": {"maxTokens": 48}}
+    page = open_page(link(server.base_url, **state), size=(390, 844))
     page.evaluate(
         """() => {
             window.widths = new Set();
@@ -277,6 +278,12 @@ def test_the_lens_comes_as_the_tokens_do(server: Server, open_page: Open) -> Non
     heads = page.get_by_role("grid").locator("thead th")
     expect(heads).to_have_count(usage["total_tokens"])  # of each token but the last, and of the layers
     assert len(page.evaluate("() => [...window.widths].filter(Boolean)")) > 2, "it grows as it is written"
+    frame = page.locator(".grid-frame").bounding_box()
+    last = page.get_by_role("gridcell", name="layer 29, after ·of: ·Paris,").bounding_box()
+    assert frame
+    assert last
+    end = frame["x"] + frame["width"] - 48  # where the map fades
+    assert frame["x"] < last["x"] < last["x"] + last["width"] < end + 1, "it opens there"
 
 
 @pytest.mark.parametrize("kind", ["plain", "chat"])

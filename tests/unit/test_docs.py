@@ -138,12 +138,13 @@ def test_every_route_is_documented(tmp_path: Path) -> None:
     named = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(app.openapi())))
     assert named <= set(app.openapi()["components"]["schemas"])
     documented = rows("http.md")
-    served = {
-        f"{method.upper()} {path}" for path, methods in app.openapi()["paths"].items() for method in methods
-    }
+    document = app.openapi()
+    served = {f"{method.upper()} {path}" for path, methods in document["paths"].items() for method in methods}
     assert served == {key for key in documented if key.startswith(("DELETE ", "GET ", "POST ", "PUT "))}
     for path in GENERATED_ROUTES:
         assert f"`{path}`" in page("http.md")
+    referred = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
+    assert referred <= set(document["components"]["schemas"])
 
 
 def test_every_error_code_is_documented_with_its_status() -> None:

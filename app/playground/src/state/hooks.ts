@@ -36,12 +36,20 @@ export function usePage(): Page {
 export function useLinkedState(): [PageState, Change] {
   const [state, setState] = useState(() => decode(location.hash));
   const change = useCallback((part: Partial<PageState>) => setState((old) => ({ ...old, ...part })), []);
+  const seen = useRef(location.hash);
   useEffect(() => {
-    const timer = setTimeout(() => history.replaceState(null, "", encode(state)), LINK_MS);
+    const timer = setTimeout(() => {
+      if (location.hash !== seen.current) return; // A link was opened, which is followed.
+      history.replaceState(null, "", encode(state));
+      seen.current = location.hash;
+    }, LINK_MS);
     return () => clearTimeout(timer);
   }, [state]);
   useEffect(() => {
-    const follow = () => setState(decode(location.hash));
+    const follow = () => {
+      seen.current = location.hash;
+      setState(decode(location.hash));
+    };
     addEventListener("hashchange", follow);
     return () => removeEventListener("hashchange", follow);
   }, []);

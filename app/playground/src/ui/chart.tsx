@@ -76,7 +76,7 @@ export function Chart(props: ChartProps) {
           ))}
           {props.places.map((place, index) =>
             index % every ? null : (
-              <text key={index} class="tick" x={across(index)} y={bottom + 14} text-anchor="middle">
+              <text key={index} class="tick" x={across(index)} y={bottom + 17} text-anchor="middle">
                 {place.length > 9 ? `${place.slice(0, 8)}…` : place}
               </text>
             ),

@@ -39,6 +39,8 @@ const STEPS: Record<string, [number, number]> = {
   PageUp: [-5, 0],
   PageDown: [5, 0],
 };
+/** As wide as what fades at the edge, in pixels. */
+const FADE = 48;
 
 /** Returns the place nearest to one that a map of so many rows and columns has. */
 export function clamped(place: Place, rows: number, columns: number): Place {
@@ -58,6 +60,20 @@ export function Grid(props: GridProps) {
     shouldFocus.current = false;
     table.current?.querySelector<HTMLElement>('td[tabindex="0"]')?.focus();
   }, [active.row, active.column]);
+  const isPointed = useRef(false);
+  const isLast = active.column === props.columns.length - 1;
+  useLayoutEffect(() => {
+    // Scrolls the map alone, and never beneath a pointer; the last column fades once there is another.
+    const wasPointed = isPointed.current;
+    isPointed.current = false;
+    const frame = table.current!.parentElement!;
+    const cell = frame.querySelector('td[tabindex="0"]')?.getBoundingClientRect();
+    if (wasPointed || !cell) return;
+    const left = frame.querySelector(".corner")!.getBoundingClientRect().right;
+    const right = frame.getBoundingClientRect().right - FADE;
+    if (cell.right > right) frame.scrollLeft += cell.right - right;
+    else if (cell.left < left) frame.scrollLeft -= left - cell.left;
+  }, [active.column, isLast]);
   const onKey = (event: KeyboardEvent) => {
     const step = STEPS[event.key];
     if (event.key === "Enter" || event.key === " ") {
@@ -79,8 +95,9 @@ export function Grid(props: GridProps) {
   };
   const point = (event: Event) => {
     const place = placeOf(event);
-    if (place && (place.row !== props.active.row || place.column !== props.active.column))
-      props.onActive(place);
+    if (!place || (place.row === active.row && place.column === active.column)) return;
+    isPointed.current = place.column !== active.column;
+    props.onActive(place);
   };
   /** Browsers also say that a pointer moved when the map scrolled beneath it, as the keys make it do. */
   const follow = (event: MouseEvent) => {

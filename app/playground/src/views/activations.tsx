@@ -191,17 +191,20 @@ function Measure(props: {
       <p class="status">
         {here < 0 ? "" : `${visible(tokens[active]!)}, position ${active}: ${short(values.get(active)!)}`}
       </p>
-      <table class="hidden">
-        <caption>{props.title}</caption>
-        <tbody>
-          {shown.map(({ token, position, value }) => (
-            <tr key={position}>
-              <th scope="row">{visible(token)}</th>
-              <td>{short(value)}</td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
+      {/* A table alone would be as tall as its rows, and the page with it. */}
+      <div class="hidden">
+        <table>
+          <caption>{props.title}</caption>
+          <tbody>
+            {shown.map(({ token, position, value }) => (
+              <tr key={position}>
+                <th scope="row">{visible(token)}</th>
+                <td>{short(value)}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
     </section>
   );
 }
