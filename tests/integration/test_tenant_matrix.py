@@ -38,7 +38,7 @@ class Access(enum.Enum):
 
 
 OPEN: Final = {
-    "GET /openapi.json", "GET /docs", "GET /docs/assets/{name}", "GET /redoc", "GET /playground",
+    "GET /", "GET /openapi.json", "GET /docs", "GET /docs/assets/{name}", "GET /redoc", "GET /playground",
     "GET /playground/assets/{name}", "GET /health/live", "GET /health/ready", "GET /health", "GET /ping",
     "POST /ping",
 }  # fmt: skip
