@@ -47,7 +47,6 @@ from nnsight_engine.modeling.bundled import (
     is_bundled_model,
 )
 from nnsight_engine.sandbox.confine import missing_namespaces
-from nnsight_engine.vllm_backend.versions.check import check_version
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +93,6 @@ def run(start: Start) -> None:
 
 def _serve(start: Start, console: Console) -> None:
     model, options, settings, compiles = start.model, start.arguments, start.settings, start.options.compiles
-    check_version(settings.vllm_version_check)
     # The bundled model's checksums are verified during the import: hashing releases the GIL.
     bundled = settings.bundled_model_dir
     with _progress(console) as progress, ThreadPoolExecutor(1) as beside:

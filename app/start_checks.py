@@ -27,7 +27,7 @@ from app.storage.database import DatabaseError
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.tap_choice import ALL_TAPS, check_taps
 from nnsight_engine.modeling.bundled import bundled_model_folder
-from nnsight_engine.vllm_backend.versions.check import is_tested_version
+from nnsight_engine.vllm_backend.versions.check import check_version, is_tested_version
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,6 +83,8 @@ def check_start(options: ServeOptions, own: Iterable[str] = ()) -> Start:
             raise CommandError(
                 "serve needs vLLM: pip install 'nnsight-engine[cpu]', or [gpu] on a machine with GPUs"
             )
+        if not options.replicas:
+            check_version(settings.vllm_version_check)
         start = Start(options, settings, model, arguments)
         if CONFIG in arguments:  # vLLM's parser reads the model and the address from it
             _check_file(arguments[arguments.index(CONFIG) + 1])

@@ -27,6 +27,7 @@ from typing import Any, Final
 import httpx
 import matplotlib
 import numpy as np
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -61,7 +62,7 @@ _COLORS: Final = (BLUE, ORANGE, "#2e9e6b", "#a266d9", "#d9485f", "#8c8c3e")
 """They can be seen on light and on dark."""
 _STAND_INS: Final = {"#010203": INK, "#040506": SOFT}
 """matplotlib takes colours, not variables."""
-_STYLE: Final = {
+_STYLE: Final[Any] = {
     "svg.fonttype": "none",
     "font.sans-serif": ["DejaVu Sans"],
     **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), "#010203"),
@@ -69,7 +70,7 @@ _STYLE: Final = {
     **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none"),
     **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
     "grid.alpha": 0.25,
-    "axes.prop_cycle": matplotlib.cycler(color=_COLORS),
+    "axes.prop_cycle": cycler(color=_COLORS),
 }
 
 
@@ -102,10 +103,12 @@ def _dot(x: float, y: float, ink: str, radius: float = 5) -> str:
 
 
 @contextmanager
-def _axes(*size: float, rows: int = 1, columns: int = 1) -> Iterator[tuple[Figure, list[Axes]]]:
+def _axes(
+    width: float, height: float, *, rows: int = 1, columns: int = 1
+) -> Iterator[tuple[Figure, list[Axes]]]:
     """Yield a new figure, in inches, and its axes, in the style of drawings."""
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=(width, height), layout="constrained")
         yield figure, list(figure.subplots(rows, columns, squeeze=False, sharex=True).flat)
 
 
@@ -140,8 +143,8 @@ def concepts(server: Server) -> str:
     """One step of the engine: the rows of three prompts, one of them steered from its third token on."""
     prompts = ("The capital of France is", "I think dogs are", "Two and two is")
     steered, start, layer = 1, 2, 12
-    capture = {"op": "capture", "at": "layers.*.output", "dtype": "float32", "name": "stream"}
-    steer = {"op": "steer", "at": f"layers.{layer}.output", "vector": "example-joy",
+    capture: dict[str, Any] = {"op": "capture", "at": "layers.*.output", "dtype": "float32", "name": "stream"}
+    steer: dict[str, Any] = {"op": "steer", "at": f"layers.{layer}.output", "vector": "example-joy",
              "where": {"range": [start, None]}, "prompts": [steered]}  # fmt: skip
     plain, other = (_in_one_step(server, prompts, operations) for operations in ([capture], [steer, capture]))
     changes = [
@@ -295,8 +298,10 @@ def conditions(server: Server) -> str:
     """The score of a detector along a prompt, its threshold, and the positions where it triggered."""
     prompt = "The shop is closed today. When does it open again? It opens at nine. Is that too late for you?"
     name = "example-question"
-    detect = {"op": "detect", "detector": name, "name": "score"}
-    steer = {"op": "steer", "at": "layers.15.output", "vector": "example-joy", "when": {"detector": name}}
+    detect: dict[str, Any] = {"op": "detect", "detector": name, "name": "score"}
+    steer: dict[str, Any] = {
+        "op": "steer", "at": "layers.15.output", "vector": "example-joy", "when": {"detector": name},
+    }  # fmt: skip
     detect["where"] = steer["where"] = {"exclude": {"positions": [0]}}  # whose state is unlike all others
     results = _results(server, prompt, detect, steer)
     scores = dict(zip(results["score"]["positions"], results["score"]["scores"], strict=True))

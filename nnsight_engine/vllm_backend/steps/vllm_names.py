@@ -674,7 +674,11 @@ _SERVER: Final = (
     _used("vllm.utils.cache:LRUCache", called={"__getitem__": "key, *, update_info", "pop": "key, default"}),
     _used("vllm.multimodal.inputs:PlaceholderRange", called={"extract_embeds_range": ""}, read="offset"),
     _used("vllm.utils.argparse_utils", read="FlexibleArgumentParser"),
-    _used("vllm.utils.argparse_utils:FlexibleArgumentParser", called={"load_config_file": "file_path"}),
+    _used(
+        "vllm.utils.argparse_utils:FlexibleArgumentParser",
+        called={"load_config_file": "file_path"},
+        overridden={"error": "message"},
+    ),
     _used("vllm.reasoning", read="ReasoningParser"),
     _used(
         "vllm.reasoning:ReasoningParserManager",
