@@ -119,6 +119,7 @@ class WorkByPosition:
 
     Attributes:
         weights: The weights that its operations read in a step, see ``weights_of``.
+        most: The work at the position that has the most.
     """
 
     def __init__(self, plan: RequestPlan, prompt_ids: Iterable[int]) -> None:
@@ -138,11 +139,7 @@ class WorkByPosition:
             if generated_is_constant(rule, plan.prompt_len, plan.prompt_len) is not False:
                 self.generated += work
         self._sums = np.concatenate([[0.0], np.cumsum(self.prompt)])
-
-    @property
-    def most(self) -> float:
-        """The work at the position that has the most."""
-        return max(float(self.prompt.max(initial=0.0)), self.generated)
+        self.most = max(float(self.prompt.max(initial=0.0)), self.generated)
 
     def between(self, start: int, stop: int) -> float:
         """Return the work of the positions from ``start`` up to ``stop``."""
