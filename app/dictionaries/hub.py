@@ -253,8 +253,9 @@ def _released(source: str, table: str, first: str, rest: str) -> HubFolder:
 @functools.lru_cache(maxsize=1)
 def _releases(path: Path) -> dict[str, Any]:
     with path.open(encoding="utf-8") as file:
-        # The installed package's own file; parsed in C, since it has megabytes.
-        table: dict[str, Any] = yaml.load(file, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - both are safe
+        # The installed package's own file; parsed in C, since it has megabytes. Both loaders are safe.
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        table: dict[str, Any] = yaml.load(file, Loader=loader)  # noqa: S506 # nosec B506
     return table
 
 
