@@ -27,6 +27,7 @@ from app.storage.database import DatabaseError
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.tap_choice import ALL_TAPS, check_taps
 from nnsight_engine.modeling.bundled import bundled_model_folder
+from nnsight_engine.vllm_backend.cpu_plugin import check_runner
 from nnsight_engine.vllm_backend.versions.check import check_version, is_tested_version
 
 
@@ -85,6 +86,7 @@ def check_start(options: ServeOptions, own: Iterable[str] = ()) -> Start:
             )
         if not options.replicas:
             check_version(settings.vllm_version_check)
+            check_runner()
         start = Start(options, settings, model, arguments)
         if CONFIG in arguments:  # vLLM's parser reads the model and the address from it
             _check_file(arguments[arguments.index(CONFIG) + 1])
@@ -102,6 +104,7 @@ def check_arguments(model: str, arguments: Sequence[str], own: Iterable[str] = (
         CommandError: There is no such model or option, or a value is wrong.
     """
     try:
+        check_runner()
         args = parse_recorded(arguments, own, is_complete=is_tested_version())
         check_model(model, args, ALL_TAPS)
     except UnsupportedOptionError as error:

@@ -32,7 +32,7 @@ from nnsight_engine.plans.request_plan import RequestPlan
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.vllm_backend.model_layout import ModelLayout
 from nnsight_engine.vllm_backend.model_points import ModelPoints
-from nnsight_engine.vllm_backend.steps.step import RequestRows, Step
+from nnsight_engine.vllm_backend.steps.step import Step
 from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
 
 _SHAPE: Final = LayerSizes(num_layers=30, hidden_size=576)
@@ -74,37 +74,21 @@ class PlanCheckError(Exception):
     """A plan did not do what its operations say, or would have waited for the device."""
 
 
-class _DecodeStep(Step):
-    """A step in which each request has one row, at the same position."""
-
-    def __init__(
-        self,
-        request_ids: Sequence[str],
-        position: int,
-        known_ids: npt.NDArray[np.int32],
-        token_ids: torch.Tensor,
-    ) -> None:
-        num_rows = len(request_ids)
-        super().__init__(
-            request_ids,
-            np.full(num_rows, position, np.int32),
-            num_rows=num_rows,
-            num_padded_rows=num_rows,
-            token_ids=token_ids,
-            is_repeatable=True,
-        )
-        self._known_ids = known_ids
-
-    def row_counts(self) -> npt.NDArray[np.integer]:
-        return np.ones(self.num_rows, np.int32)
-
-    def is_sampled(self, rows: RequestRows) -> bool:
-        del rows
-        return True
-
-    def known_ids(self, rows: RequestRows) -> npt.NDArray[np.int32]:
-        del rows
-        return self._known_ids
+def _decode_step(
+    request_ids: Sequence[str], position: int, known_ids: npt.NDArray[np.int32], token_ids: torch.Tensor
+) -> Step:
+    """Return a step in which each request has one row, at the same position."""
+    num_rows = len(request_ids)
+    return Step(
+        request_ids,
+        np.full(num_rows, position, np.int32),
+        np.ones(num_rows, np.int32),
+        num_padded_rows=num_rows,
+        token_ids=token_ids,
+        known_ids=dict.fromkeys(request_ids, known_ids),
+        prefill_lens=np.zeros(num_rows, np.int32),
+        is_repeatable=True,
+    )
 
 
 class _StandIn:
@@ -183,7 +167,7 @@ class _StandIn:
     def _plan(self) -> StepPlan | None:
         self._position += 1
         self._state.begin([], set())
-        step = _DecodeStep(self._request_ids, self._position, self._known_ids, self._token_ids)
+        step = _decode_step(self._request_ids, self._position, self._known_ids, self._token_ids)
         return self._state.plan(step)
 
     def _planned_forward(self, plan: StepPlan | None) -> torch.Tensor:

@@ -56,7 +56,7 @@ SHARED_FIXTURES: Final = (
     "renamed_model",
 )
 """Servers and engines that all modules which use them share, as a group of their name."""
-_PORTIONS: Final = {"tests/e2e/test_families.py": 4, "tests/e2e/test_families_on_v2.py": 6}
+_PORTIONS: Final = {"tests/e2e/test_families.py": 8}
 """Modules whose tests have a model family as their first parameter, each family in one of so many groups."""
 _KINDS: Final = "tests/e2e/test_kinds.py"
 """The module whose tests have a kind of engine as their only parameter, each kind a group."""

@@ -25,6 +25,7 @@ from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.core.sandbox_choice import PROCESS, check_sandbox
 from nnsight_engine.core.tap_choice import ALL_TAPS, chosen_taps, tap_of
 from nnsight_engine.plans.records import StepResults
+from nnsight_engine.vllm_backend.cpu_plugin import use_runner_v2
 
 if TYPE_CHECKING:
     from vllm import EngineArgs
@@ -116,10 +117,14 @@ class EngineLimits:
 
 
 def engine_options(limits: EngineLimits) -> dict[str, Any]:
-    """Return the engine arguments that add interventions to vLLM's engine.
+    """Return the engine arguments that add interventions to vLLM's engine, and have it use runner V2.
 
     Pass them to ``vllm.LLM`` or ``AsyncEngineArgs`` together with other arguments.
+
+    Raises:
+        UnsupportedOptionError: The environment chooses runner V1.
     """
+    use_runner_v2()
     return {
         "worker_cls": WORKER_CLASS,
         "scheduler_cls": SCHEDULER_CLASS,

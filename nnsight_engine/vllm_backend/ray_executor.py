@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 from vllm.v1.executor.ray_utils import assert_ray_available, ray
 
-from nnsight_engine.vllm_backend.ray_plugin import DEVICE, ENABLED_BY
+from nnsight_engine.vllm_backend.cpu_plugin import RUNNER
 
 _OBJECT_STORE_BYTES: Final = 128 * 1024 * 1024
 """Memory for the objects with which workers are started; computed values do not use Ray's object store."""
@@ -46,8 +46,6 @@ class ClusterExecutor(RayExecutorV2):
     def _init_executor(self) -> None:
         """Join a cluster or start one, then start the workers."""
         assert_ray_available()
-        if current_platform.is_cpu() and not current_platform.ray_device_key:
-            current_platform.ray_device_key = DEVICE  # in this process; the plugin does it in the workers
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if not ray.is_initialized():
             self._connect()
@@ -74,10 +72,9 @@ class ClusterExecutor(RayExecutorV2):
             )
 
     def _build_runtime_env(self) -> dict[str, Any]:
-        """Return the workers' runtime environment; on CPUs, with the variable that enables the plugin."""
+        """Return the workers' runtime environment, with the variable that ``cpu_plugin`` reads."""
         runtime_env: dict[str, Any] = super()._build_runtime_env()
-        if current_platform.is_cpu():
-            runtime_env.setdefault("env_vars", {})[ENABLED_BY] = "1"
+        runtime_env.setdefault("env_vars", {})[RUNNER] = os.environ[RUNNER]
         return runtime_env
 
     def shutdown(self) -> None:

@@ -84,11 +84,6 @@ REFUSALS: Final = (
         ),
     ),
     Refusal(
-        "--speculative-config with ngram_gpu on the V1 runner",
-        "its rows are not those of the scheduler's step",
-        lambda config: _drafts(config, SpeculativeConfig.use_ngram_gpu) and not config.use_v2_model_runner,
-    ),
-    Refusal(
         "--speculative-config with extract_hidden_states",
         "it stores hidden states and makes no drafts, so that the rules for rows of drafts are wrong",
         lambda config: _drafts(config, lambda drafts: drafts.method == "extract_hidden_states"),

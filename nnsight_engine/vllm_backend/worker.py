@@ -1,7 +1,7 @@
 """The worker class that vLLM loads by name: the platform's own worker with an extended runner.
 
 vLLM imports this module in every worker process. The runner is vLLM's; before the model is loaded, its class
-is replaced by a subclass with an adapter of ``steps`` in front.
+is replaced by a subclass with ``RunnerMixin`` in front.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from nnsight_engine.vllm_backend.shared_memory_results import leave
 from nnsight_engine.vllm_backend.steps.cpu_rotary import mend_rotary_embedding
 from nnsight_engine.vllm_backend.steps.cpu_router import mend_router
 from nnsight_engine.vllm_backend.steps.handler import StepHandler
-from nnsight_engine.vllm_backend.steps.runner_v1 import V1RunnerMixin
-from nnsight_engine.vllm_backend.steps.runner_v2 import V2RunnerMixin
+from nnsight_engine.vllm_backend.steps.runner import RunnerMixin
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
 logger = logging.getLogger(__name__)
@@ -42,8 +41,7 @@ class InterventionWorker(_PlatformWorker):
             mend_router()
         runner = self.model_runner
         cls = type(runner)
-        adapter = V2RunnerMixin if self.vllm_config.use_v2_model_runner else V1RunnerMixin
-        runner.__class__ = type(f"Intervention{cls.__name__}", (adapter, cls), {})
+        runner.__class__ = type(f"Intervention{cls.__name__}", (RunnerMixin, cls), {})
 
     @property
     def _handler(self) -> StepHandler:

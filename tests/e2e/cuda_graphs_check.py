@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import torch
 from vllm.compilation.counter import compilation_counter
-from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 
 from nnsight_engine import save
@@ -49,22 +48,6 @@ class Steps:
         self._chosen: list[tuple[str, int]] = []
         self._runner = runner_of(model)
         self._before = Counter(self._runner.handler.counts.steps)
-        if model.engine.llm_engine.vllm_config.use_v2_model_runner:
-            self._note_on_v2()
-        else:
-            self._note_on_v1()
-
-    def _note_on_v1(self) -> None:
-        forward = self._runner._model_forward  # noqa: SLF001 - vLLM's own, which each step calls
-
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            num_rows = int(kwargs["input_ids"].shape[0])
-            self._chosen.append((get_forward_context().cudagraph_runtime_mode.name, num_rows))
-            return forward(*args, **kwargs)
-
-        self._runner._model_forward = noting  # noqa: SLF001 - the same
-
-    def _note_on_v2(self) -> None:
         prepare = self._runner.prepare_inputs
 
         def noting(scheduled: Any, state: Any, batch: Any, *args: Any) -> Any:
@@ -151,8 +134,7 @@ def check(name: str, folder: Path) -> dict[str, Any]:
     graphs = {"cudagraph_capture_sizes": list(CAPTURE_SIZES)}
     options |= kind.options(checkpoint)
     with traced_engine(checkpoint, enforce_eager=False, compilation_config=graphs, **options) as model:
-        if kind.runner == "v2":
-            FullGraphs(runner_of(model))
+        FullGraphs(runner_of(model))
         cut, captured = observe(model)
         splitting_ops = model.engine.llm_engine.vllm_config.compilation_config.splitting_ops
     for name, values in captured.items():

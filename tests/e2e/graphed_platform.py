@@ -18,8 +18,8 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionMetadataBuilder
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
+from nnsight_engine.vllm_backend.cpu_platform import V2CpuPlatform
 from nnsight_engine.vllm_backend.taps import CONTEXT_KEY
-from tests.e2e.kind_platform import KindPlatform
 
 CAPTURE_SIZES: Final = (1, 2, 4, 8)
 
@@ -123,7 +123,7 @@ class Piece:
         return kept
 
 
-class GraphedCpuPlatform(KindPlatform):
+class GraphedCpuPlatform(V2CpuPlatform):
     """CPUs with graphs."""
 
     @classmethod

@@ -12,7 +12,7 @@ import torch
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.conditional_requests import ConditionalAuthor, operation_names
-from tests.e2e.engine_kinds import EngineKind, prepared
+from tests.e2e.engine_kinds import EngineKind
 from tests.e2e.fuzz.cases import AFTER_ALL, Author
 from tests.e2e.fuzz.expected import Twin
 from tests.e2e.fuzz.player import Answer, Player
@@ -77,23 +77,22 @@ def _greedy(sampling: Json) -> Json:
 
 
 def check(name: str, folder: Path) -> dict[str, Any]:
-    """Play on an engine of a kind and a shape, such as ``v1-sync:tight``, with the model in the folder.
+    """Play on an engine of a kind and a shape, such as ``sync:tight``, with the model in the folder.
 
     The answers are written as the name. Returns what is known of each request, and what came up.
     """
     kind_name, shape = name.split(":")
     kind, model = EngineKind.named(kind_name), folder / MODEL
     options = kind.options(model) | SHAPES[shape]
-    with prepared(kind):
-        vllm = VLLM(
-            str(model),
-            dispatch=True,
-            dtype="float32",
-            block_size=BLOCK,
-            max_model_len=96,
-            enforce_eager=True,
-            **options,
-        )
+    vllm = VLLM(
+        str(model),
+        dispatch=True,
+        dtype="float32",
+        block_size=BLOCK,
+        max_model_len=96,
+        enforce_eager=True,
+        **options,
+    )
     engine = Engine.around(vllm.engine)
     answers, known, counts = list[Answer](), list[dict[str, Any]](), Counter[str]()
     for seed in SEEDS:

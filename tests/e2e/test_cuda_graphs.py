@@ -7,27 +7,24 @@ There is no GPU here. vLLM's own configuration, dispatcher and runner choose as 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from vllm import EngineArgs
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from nnsight_engine.vllm_backend.steps.graphs import TAP_OPS, StepGraphs, cut_at_taps
-from nnsight_engine.vllm_backend.steps.runner_v1 import V1RunnerMixin
 from tests.e2e.check_process import report_of
 from tests.e2e.cuda_graphs_check import NUM_TOKENS
-from tests.e2e.engine_kinds import V1_SYNC, V2_SYNC, EngineKind, environment
+from tests.e2e.engine_kinds import DEFAULT, EngineKind, environment
 from tests.families.checkpoints import NUM_LAYERS, write_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
@@ -105,37 +102,8 @@ def test_on_a_cpu_nothing_is_cut(engine_config: VllmConfig) -> None:
     assert not set(TAP_OPS) & set(config.splitting_ops or [])
 
 
-class RunnerV1(V1RunnerMixin, GPUModelRunner):
-    """As much of vLLM's runner V1, with interventions, as chooses a step's graph."""
-
-    def __init__(self, config: VllmConfig, graphs: StepGraphs, decode_query_len: int) -> None:
-        self.vllm_config = config
-        self.model_config = config.model_config
-        self.uniform_decode_query_len = decode_query_len
-        self.handler: Any = SimpleNamespace(graphs=graphs)
-        self.graphs = graphs
-        self.cudagraph_dispatcher = CudagraphDispatcher(config)
-        self.cudagraph_dispatcher.initialize_cudagraph_keys(
-            config.compilation_config.cudagraph_mode, decode_query_len
-        )
-
-    def choice(self, tokens: dict[str, int], **options: Any) -> tuple[str, int]:
-        """Return the mode and the number of rows of a step with so many tokens for each request."""
-        numbers = np.array(list(tokens.values()), dtype=np.int32)
-        mode, batch, *_ = self._determine_batch_execution_and_padding(
-            num_tokens=int(numbers.sum()),
-            num_reqs=len(numbers),
-            num_scheduled_tokens_np=numbers,
-            max_num_scheduled_tokens=int(numbers.max()),
-            force_has_lora=False,
-            force_num_active_loras=0,
-            **options,
-        )
-        return mode.name, batch.num_tokens
-
-
-class ManagerV2(CudaGraphManager):
-    """vLLM's manager of runner V2's graphs, as if it had captured them."""
+class Manager(CudaGraphManager):
+    """vLLM's manager of graphs, as if it had captured them."""
 
     varlen_decode = False
 
@@ -146,7 +114,7 @@ class ManagerV2(CudaGraphManager):
         self.graphs = graphs
 
     def choice(self, tokens: dict[str, int]) -> tuple[str, int]:
-        """Return the same, asked for as runner V2 does."""
+        """Return the mode and the number of rows of a step with so many tokens for each request."""
         numbers = list(tokens.values())
         is_decode = max(numbers) <= self.decode_query_len
         with self.graphs.constraining(self):
@@ -160,7 +128,7 @@ class ManagerV2(CudaGraphManager):
         return chosen.cg_mode.name, chosen.num_tokens
 
 
-class VarlenManagerV2(ManagerV2):
+class VarlenManager(Manager):
     """Has full graphs for decodes of different lengths."""
 
     varlen_decode = True
@@ -176,7 +144,7 @@ LONG = {"a": 1, "b": 1, "c": 40}
 Make = Callable[..., Any]
 
 
-@pytest.fixture(params=[RunnerV1, ManagerV2, VarlenManagerV2])
+@pytest.fixture(params=[Manager, VarlenManager])
 def make(request: pytest.FixtureRequest, engine_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Return what makes a runner of an engine with graphs of some mode, the only pipeline stage."""
     stage = SimpleNamespace(is_first_rank=True, is_last_rank=True)
@@ -221,17 +189,6 @@ def test_full_graphs_are_back_without_the_request(make: Make) -> None:
     assert runner.choice(DECODING)[0] == FULL
 
 
-@pytest.mark.parametrize("make", [RunnerV1], indirect=True)
-def test_captures_between_steps_get_the_graph_that_they_capture(make: Make) -> None:
-    runner = make()
-    runner.graphs.begin(["b"], set(), DECODING)
-    runner.graphs.end()
-    sizes = dict.fromkeys("abcd", 1)
-    assert runner.choice(sizes, force_uniform_decode=True) == (FULL, 4)
-    assert runner.choice(sizes, force_uniform_decode=False) == (PIECEWISE, 4)
-    assert runner.choice(sizes, force_eager=True) == (NONE, 4)
-
-
 @pytest.mark.parametrize(
     ("decoding", "num_padded"),
     [pytest.param(DECODING, 4, id="no drafts"), pytest.param(DRAFTED, 8, id="three drafts")],
@@ -260,7 +217,7 @@ def test_every_mode_of_graphs(
 
 @pytest.mark.parametrize(
     ("make", "idle"),
-    [(RunnerV1, PIECEWISE), (ManagerV2, PIECEWISE), (VarlenManagerV2, FULL)],
+    [(Manager, PIECEWISE), (VarlenManager, FULL)],
     indirect=["make"],
 )
 def test_a_request_without_drafts_among_drafted_ones_needs_pieces(make: Make, idle: str) -> None:
@@ -278,7 +235,7 @@ def test_pieces_that_do_not_end_at_taps_are_not_replayed(make: Make) -> None:
     assert [runner.choice(step) for step in (DECODING, PROMPTS)] == [(NONE, 3), (NONE, 7)]
 
 
-@pytest.mark.parametrize("make", [ManagerV2], indirect=True)
+@pytest.mark.parametrize("make", [Manager], indirect=True)
 def test_breakable_graphs_are_not_replayed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = make()
     monkeypatch.setattr(manager, "use_breakable_cg", True)
@@ -296,9 +253,9 @@ def report_on(kind: EngineKind, folder: Path) -> Any:
     return report_of(checks, folder, [str(kind)], environment=environment(kind))[str(kind)]
 
 
-@pytest.fixture(scope="module", params=[V1_SYNC, V2_SYNC], ids=str)
-def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return report_on(request.param, tmp_path_factory.mktemp("graphs"))
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return report_on(DEFAULT, tmp_path_factory.mktemp("graphs"))
 
 
 def test_there_is_a_piece_between_each_tap_and_attention(report: Any) -> None:
@@ -346,9 +303,11 @@ def test_its_interventions_run_where_they_run_without_pieces(report: Any) -> Non
 # The same with drafts.
 
 
-@pytest.fixture(scope="module", params=["v1-sync-self_draft", "v2-sync-self_draft"])
-def drafted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return report_on(EngineKind.named(request.param), tmp_path_factory.mktemp("drafted"))
+@pytest.fixture(scope="module")
+def drafted(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return report_on(
+        dataclasses.replace(DEFAULT, speculation="self_draft"), tmp_path_factory.mktemp("drafted")
+    )
 
 
 def test_it_answers_with_drafts_what_an_engine_without_pieces_answers_without(drafted: Any) -> None:

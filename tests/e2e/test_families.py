@@ -1,8 +1,6 @@
 """A model family of each mechanism: what the engine reads, writes and generates is what transformers does,
 and what blocks find at standard points is what they find on ``LanguageModel``.
 
-``test_families_on_v2`` has all families.
-
 Each family's checkpoint is checked in a process of its own, see ``family_check``; the tests
 here read its report, so that a test's name says which check of which family failed.
 """
@@ -25,7 +23,7 @@ from tests.e2e.family_check import (
 )
 from tests.e2e.family_reports import FamilyReports
 from tests.e2e.point_blocks import BESIDE_CERTIFICATE
-from tests.families.checkpoints import MECHANISMS
+from tests.families.checkpoints import FAMILIES, MECHANISMS, UNTABLED, VARIANTS
 from tests.families.quantised import FORMATS
 
 pytestmark = pytest.mark.e2e
@@ -101,3 +99,13 @@ def test_certificate_of_a_family_is_ok(family: str, what: str, report: FamilyRep
 def test_compiled_engine_agrees_with_transformers(family: str, check: str, report: FamilyReports) -> None:
     failure = report(family)[check]
     assert failure is None, failure
+
+
+_OTHERS: Final = [family for family in (*FAMILIES, *VARIANTS, *UNTABLED) if family not in MECHANISMS]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("family", _OTHERS)
+def test_another_family_agrees_with_transformers(family: str, report: FamilyReports) -> None:
+    failures = {check: failure for check, failure in report(family).items() if failure is not None}
+    assert not failures, "\n".join(f"{check}: {failure}" for check, failure in failures.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any, Final
@@ -17,16 +16,15 @@ from nnsight_engine.features.config import Architecture, DictionaryConfig, Norma
 from nnsight_engine.features.dictionary import Dictionary
 from nnsight_engine.features.stored import StoredDictionary
 from nnsight_engine.plans.collect.results import CollectedFeatures, CollectedMarks
-from tests.e2e.engine_kinds import V1_SYNC, EngineKind
+from tests.e2e.engine_kinds import DEFAULT, kind_of_process
 from tests.e2e.harness import Ask, Engine, Reply
-from tests.e2e.kind_platform import KIND
 from tests.narrow_model import WIDTH
 from tests.unit.features.reference import Reference, some_tensors
 
 pytestmark = pytest.mark.e2e
 
 NUM_FEATURES: Final = 96
-HAS_CONDITIONS: Final = EngineKind.named(os.environ.get(KIND, str(V1_SYNC))).num_stages == 1
+HAS_CONDITIONS: Final = (kind_of_process() or DEFAULT).num_stages == 1
 PROMPTS: Final = (
     "The Eiffel Tower is in the city of",
     "I think this movie is wonderful, and",

@@ -34,11 +34,9 @@ from nnsight_engine.plans.step.writes import Add
 from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.steps.handler import StepHandler
 from nnsight_engine.vllm_backend.steps.known_ids import KnownIds
-from nnsight_engine.vllm_backend.steps.runner_v1 import V1Step
-from nnsight_engine.vllm_backend.steps.runner_v2 import V2Step
 from nnsight_engine.vllm_backend.steps.step import Step
 from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
-from tests.e2e.engine_kinds import EngineKind, kind_of_process, prepared
+from tests.e2e.engine_kinds import DEFAULT, kind_of_process
 from tests.e2e.harness import Ask, Engine, random_vector
 from tests.families.checkpoints import HIDDEN_SIZE, write_checkpoint
 
@@ -167,19 +165,16 @@ SERVED: Final = {
 
 @pytest.fixture(scope="module")
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """Serve asynchronously, or as the process is meant to."""
+    """Serve by default, or as the process is meant to."""
     served = SERVED[request.param]
     path: Path = write_checkpoint(served.family, tmp_path_factory.mktemp(served.family))
-    of_process = kind_of_process()
-    kind = of_process or EngineKind("v1", is_async=True)
+    kind = kind_of_process() or DEFAULT
     if served.is_drafted:
         kind = dataclasses.replace(kind, speculation="self_draft")
-    with contextlib.nullcontext() if of_process else prepared(kind):
-        options = {"max_model_len": 128, "max_num_seqs": 16} | kind.options(path)
-        engine = Engine(path, dtype=served.dtype, **options)
+    options = {"max_model_len": 128, "max_num_seqs": 16} | kind.options(path)
+    with Engine(path, dtype=served.dtype, **options) as engine:
         engine.markers = MARKERS
         yield engine
-        engine.close()
 
 
 PHASES: Final[dict[type, tuple[str, ...]]] = {
@@ -190,8 +185,7 @@ PHASES: Final[dict[type, tuple[str, ...]]] = {
     ),
     StepPlan: ("run",),
     KnownIds: ("begin",),
-    V1Step: ("__init__",),
-    V2Step: ("__init__",),
+    Step: ("__init__",),
 }
 
 
@@ -352,7 +346,7 @@ INSIDE: Final[dict[str, tuple[Any, str]]] = {
     "when a request is registered": (Registrar, "register"),
     "when one is dropped": (Registrar, "forget"),
     "in planning": (StepBuilder, "plan"),
-    "in the rows of a step": (Step, "__init__"),
+    "in the rows of a step": (Step, "logits_rows"),
     "in a hook": (ModelPoints, "view"),
     "in collecting": (StepCollection, "collect"),
     "in the end of a step": (collection, "_taken"),

@@ -1,4 +1,4 @@
-"""Suites of end-to-end tests, played again on engines of other kinds than a CPU's own."""
+"""Suites of end-to-end tests, played again on engines of other kinds than the default."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Final
 
 import pytest
 
-from tests.e2e.engine_kinds import KINDS, V1_SYNC, EngineKind, environment
+from tests.e2e.engine_kinds import DEFAULT, KINDS, EngineKind, environment
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
 SUITES: Final = (
     "batching",
@@ -25,22 +25,8 @@ SUITES: Final = (
     "traces_scheduling",
 )
 """What every kind plays, where it can."""
-_IN_CORE: Final = ("batching", "conditions", "traces", "traces_scheduling")
-"""What the core plays on the kind that GPUs have by default."""
-ON_THE_DEFAULT_OF_GPUS: Final = (
-    "hybrid_state",
-    "host_waits",
-    "images",
-    "images_traces",
-    "lora",
-    "mixer_states",
-    "numerics",
-    "traces_tensor_parallel",
-)
-"""Mechanisms that drafts and stages do not touch, played on one more kind: vLLM's default on a GPU."""
-DEFAULT_OF_GPUS: Final = EngineKind("v2", is_async=True)
 _SECONDS: Final = 1500
-_OTHERS: Final = [kind for kind in KINDS if kind != V1_SYNC]
+_OTHERS: Final = [kind for kind in KINDS if kind != DEFAULT]
 
 
 def is_possible(suite: str, kind: EngineKind) -> bool:
@@ -66,19 +52,6 @@ def play(kind: EngineKind, suites: list[str]) -> None:
 
 
 @pytest.mark.timeout(_SECONDS + 60)
-def test_some_suites_pass_on_the_default_of_gpus() -> None:
-    play(DEFAULT_OF_GPUS, list(_IN_CORE))
-
-
-@pytest.mark.heavy
-@pytest.mark.timeout(_SECONDS + 60)
 @pytest.mark.parametrize("kind", _OTHERS, ids=str)
 def test_suites_pass_on_engines_of_another_kind(kind: EngineKind) -> None:
     play(kind, [suite for suite in SUITES if is_possible(suite, kind)])
-
-
-@pytest.mark.heavy
-@pytest.mark.timeout(_SECONDS + 60)
-@pytest.mark.parametrize("suite", ON_THE_DEFAULT_OF_GPUS)
-def test_a_mechanism_passes_on_the_default_of_gpus(suite: str) -> None:
-    play(DEFAULT_OF_GPUS, [suite])

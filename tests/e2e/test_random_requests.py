@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.check_process import report_of
 from tests.e2e.conditional_requests import OF_ONE_STAGE
 from tests.e2e.draft_checkpoints import write_with_mtp
-from tests.e2e.engine_kinds import KINDS, V1_SYNC, V2_SYNC, EngineKind, environment
+from tests.e2e.engine_kinds import KINDS, EngineKind
 from tests.e2e.random_requests import MODEL
 from tests.e2e.same_answers import decoded, differences
 from tests.families.checkpoints import write_checkpoint
@@ -27,13 +27,13 @@ ASKED = frozenset(
 )
 """What requests ask for, of which at least one answer of each is compared."""
 LEAST = (
-    EngineKind("v1", is_async=True, speculation="small_draft"),
-    EngineKind("v1", is_async=False, num_stages=2),
+    EngineKind(is_async=True, speculation="small_draft"),
+    EngineKind(is_async=True, num_stages=2),
 )
 """Which kinds every change is tested with, in the process of the reference."""
 REST = [kind for kind in KINDS if kind not in LEAST]
 """The other kinds of engine on which this project runs."""
-REFERENCE = f"{V1_SYNC}:roomy"
+REFERENCE = f"{EngineKind(is_async=False)}:roomy"
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def played(folder: Path, names: Sequence[str]) -> Answers:
-    """Return the answers of engines of one runner, and see that the requests met what they are to meet."""
-    first = V1_SYNC if names[0].startswith("v1") else V2_SYNC
-    report = report_of("tests.e2e.random_requests", folder, names, environment=environment(first))
+    """Return the answers of engines, and see that the requests met what they are to meet."""
+    report = report_of("tests.e2e.random_requests", folder, names)
     found = {}
     for name, entry in report.items():
         counts, answers = entry["counts"], decoded((folder / name).read_bytes())
@@ -115,7 +114,7 @@ def without_drafts(with_mtp: Path) -> Answers:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("kind", ["v1-sync-mtp", "v1-async-mtp", "v2-sync-mtp", "v2-async-mtp"])
+@pytest.mark.parametrize("kind", ["sync-mtp", "async-mtp"])
 def test_drafts_of_a_models_own_layer_change_no_answer(
     with_mtp: Path, without_drafts: Answers, kind: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""The serving table on engines of the kinds that vLLM chooses by itself: its cases end, and are measured.
+"""The serving table on synchronous and asynchronous engines: its cases end, and are measured.
 
 Its ratios say nothing here: the model is tiny.
 """
@@ -24,7 +24,7 @@ _CASES: Final = ("control", "idle", "one request", "own condition", "last token"
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["v1-sync", "v1-async", "v2-async"])
+@pytest.mark.parametrize("kind", ["sync", "async"])
 def test_the_table_is_measured(kind: str, tmp_path: Path) -> None:
     model = write_checkpoint("llama", tmp_path / "model", max_position_embeddings=1024)
     command = [sys.executable, "-m", "benchmarks", "serving", "--repeats", "1", "--processes", "1"]

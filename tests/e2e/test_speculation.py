@@ -1,7 +1,4 @@
-"""A server with speculative decoding: results as without drafts, and how many drafts were accepted.
-
-The heavy form has the engine that vLLM chooses where kernels of Triton run: runner V2, asynchronous.
-"""
+"""A server with speculative decoding: results as without drafts, and how many drafts were accepted."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ import numpy.typing as npt
 import pytest
 
 from tests.e2e.answers import tensor_of
-from tests.e2e.engine_kinds import EngineKind, environment
 from tests.e2e.server import Server
 from tests.families.checkpoints import write_checkpoint
 
@@ -33,16 +29,15 @@ UNDRAFTED = {"op": "probe", "name": "p", "at": POINT, "weights": [0.0] * 128, "w
 """Depends on the positions of generated tokens, so that its request takes no drafts, and changes nothing."""
 
 
-@pytest.fixture(scope="module", params=[None, pytest.param("v2-async-self_draft", marks=pytest.mark.heavy)])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     variables = {"VLLM_LOGGING_LEVEL": "INFO"}
-    variables |= environment(EngineKind.named(request.param)) if request.param else {}
     model = write_checkpoint("llama", tmp_path_factory.mktemp("models") / "tiny")
     drafts = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
     arguments = ["--speculative-config", json.dumps(drafts), "--served-model-name", "tiny"]
     arguments += ["--dtype", "float32", "--max-model-len", "128"]
     with Server(str(model), arguments=arguments, environment=variables) as started:
-        assert ("Using V2 Model Runner" in started.whole_output()) == bool(request.param)
+        assert "Using V2 Model Runner" in started.whole_output()
         yield started
 
 

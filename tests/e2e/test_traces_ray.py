@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +18,6 @@ import pytest
 import ray
 from ray._private import services
 
-from nnsight_engine.vllm_backend import ray_plugin
 from tests.e2e.sandboxed import in_sandboxes
 from tests.e2e.traced_scenarios import Values, assert_same, writes_seen_in_later_layers
 from tests.e2e.traces import traced_engine
@@ -117,11 +115,3 @@ def test_a_cluster_that_is_there_is_joined_and_left(
         ray.init(address=address)
         assert ray.available_resources()["GPU"] == 2
         ray.shutdown()
-
-
-def test_the_platform_is_registered_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = entry_points(group="vllm.platform_plugins", name="nnsight_engine_ray_on_cpu")
-    assert {one.value for one in found} == {"nnsight_engine.vllm_backend.ray_plugin:plugin"}, "install anew"
-    assert ray_plugin.plugin() is None
-    monkeypatch.setenv(ray_plugin.ENABLED_BY, "1")
-    assert ray_plugin.plugin() == "nnsight_engine.vllm_backend.ray_platform.RayCpuPlatform"

@@ -63,9 +63,7 @@ class MissingKernel:
         Raises:
             NotImplementedError: Always.
         """
-        raise NotImplementedError(
-            f"vLLM's kernel {self._name} has no function for CPUs; use a GPU or model runner V1"
-        )
+        raise NotImplementedError(f"vLLM's kernel {self._name} has no function for CPUs; use a GPU")
 
 
 def refuse(name: str, option: str) -> NoReturn:
@@ -74,6 +72,4 @@ def refuse(name: str, option: str) -> NoReturn:
     Raises:
         NotImplementedError: Always.
     """
-    raise NotImplementedError(
-        f"vLLM's kernel {name} has no function for CPUs with {option}; use a GPU or model runner V1"
-    )
+    raise NotImplementedError(f"vLLM's kernel {name} has no function for CPUs with {option}; use a GPU")

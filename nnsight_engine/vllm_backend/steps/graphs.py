@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.config import CUDAGraphMode
@@ -69,26 +69,12 @@ class StepGraphs:
         """End the step; vLLM's own runs between steps, such as graph capture, may use any graph."""
         self._keeps_taps = False
 
-    def choose(self, decide: Callable[..., tuple[Any, ...]], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Return vLLM's decision on a batch, constrained to a graph mode in which the step's taps run.
-
-        Args:
-            decide: vLLM's ``_determine_batch_execution_and_padding``; the first item of its result is the
-                graph mode.
-            options: Its arguments.
-        """
-        if not self._keeps_taps:
-            return decide(**options)
-        # Only uniform decode batches have full graphs beside the pieces, so treat this one as mixed.
-        decided = decide(**{**options, "force_uniform_decode": False})
-        return decided if decided[0] in self._modes else decide(**{**options, "force_eager": True})
-
     @contextlib.contextmanager
     def constraining(self, manager: Any) -> Iterator[None]:
-        """Constrain, within the context, the choices of the V2 runner's ``CudaGraphManager`` likewise.
+        """Constrain, within the context, the runner's choices to graphs in which the step's taps run.
 
         Args:
-            manager: The manager; None before it exists, when no step has a graph.
+            manager: The runner's ``CudaGraphManager``; None before it exists, when no step has a graph.
         """
         if not self._keeps_taps or manager is None:
             yield
@@ -96,7 +82,7 @@ class StepGraphs:
         dispatch = manager.dispatch
 
         def choose(num_reqs: int, num_tokens: int, _uniform: int | None, **options: Any) -> Any:
-            # Full graphs are for batches of decodes: treat this one as mixed, as above.
+            # Only batches of decodes have full graphs beside the pieces, so treat this one as mixed.
             options["max_query_len"] = None
             chosen = dispatch(num_reqs, num_tokens, None, **options)
             # Breakable graphs replay without calling the model.

@@ -453,15 +453,8 @@ def _call_modules(context: Any) -> None:
 
 
 def _returned(scheduled: SchedulerOutput) -> dict[str, int]:
-    """Return the number of tokens of each request that returns after a preemption."""
-    cached = scheduled.scheduled_cached_reqs
-    found = {
-        request_id: len(cached.all_token_ids[request_id])
-        for request_id in cached.resumed_req_ids
-        if request_id in cached.all_token_ids
-    }
-    # The V2 runner receives such a request as a new one.
-    return found | {
+    """Return the number of tokens of each request that returns after a preemption: as a new one."""
+    return {
         request.req_id: len(request.prefill_token_ids)
         for request in scheduled.scheduled_new_reqs
         if request.prefill_token_ids is not None

@@ -13,8 +13,9 @@ class KnownIds(dict[str, npt.NDArray[np.int32]]):
     """For each request that intervenes, the ids of its prompt, and of tokens from before a preemption."""
 
     def begin(self, scheduled: Any, live: Collection[str]) -> None:
-        """Record the requests that arrive with a step or come back in it, and forget those that have
-        finished.
+        """Record the requests that arrive with a step, and forget those that have finished.
+
+        The runner receives a preempted request as a new one, with the tokens that it had generated.
 
         Args:
             scheduled: The scheduler's output.
@@ -27,14 +28,9 @@ class KnownIds(dict[str, npt.NDArray[np.int32]]):
         for request in scheduled.scheduled_new_reqs:
             if request.req_id in live:
                 self[request.req_id] = _ids_of(request)
-        cached = scheduled.scheduled_cached_reqs
-        for request_id in cached.resumed_req_ids:
-            if request_id in live and request_id in cached.all_token_ids:
-                self[request_id] = np.asarray(cached.all_token_ids[request_id], np.int32)
 
 
 def _ids_of(request: Any) -> npt.NDArray[np.int32]:
-    # The V2 runner receives a preempted request as a new one, with the tokens that it had generated.
     ids = np.asarray(request.prefill_token_ids or request.prompt_token_ids or [], np.int32)
     if request.prompt_token_ids is None and request.prompt_embeds is not None:
         # No rule about tokens names a position of embeddings.

@@ -2,8 +2,8 @@
 
 A block that was given a sampled token and had not answered when the step ended continues with that token. The
 step is computed again for its request, and sampling again would yield another token. So the token and its
-logprobs are stored, and replace the newly sampled ones in the repeated step. The request's random generator
-is reset to its earlier state, so that it advances as if the step had run once.
+logprobs are stored, and replace the newly sampled ones in the repeated step. Later samples are those of a run
+without the repetition: vLLM draws by seed and position.
 """
 
 from __future__ import annotations
@@ -27,15 +27,6 @@ class ReplayedSamples:
     def __init__(self) -> None:
         self._stored: dict[str, _StoredSample] = {}
 
-    @staticmethod
-    def states(batch: Any) -> dict[int, tuple[torch.Generator, torch.Tensor]]:
-        """Return the CPU generators of a batch with their states, by row; vLLM resets GPU generators."""
-        return {
-            index: (generator, generator.get_state())
-            for index, generator in batch.generators.items()
-            if generator.device.type == "cpu"
-        }
-
     def keep(
         self,
         request_id: str,
@@ -43,9 +34,8 @@ class ReplayedSamples:
         tokens: torch.Tensor,
         output: Any,
         logprobs_row: int,
-        states: Mapping[int, tuple[torch.Generator, torch.Tensor]],
     ) -> None:
-        """Store the sample of a request, and reset its generator to the state before sampling.
+        """Store the sample of a request.
 
         Args:
             request_id: The request.
@@ -53,13 +43,9 @@ class ReplayedSamples:
             tokens: The tokens of all rows as they were sampled.
             output: The sampler's output.
             logprobs_row: Its row of the logprobs.
-            states: The generators' states before sampling, see ``states``.
         """
         logprobs = [part[logprobs_row].clone() for part in _parts(output)]
         self._stored[request_id] = _StoredSample(tokens[row, :1].clone(), logprobs)
-        if row in states:
-            generator, state = states[row]
-            generator.set_state(state)
 
     def put_back(
         self,

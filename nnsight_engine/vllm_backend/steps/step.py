@@ -1,14 +1,9 @@
-"""One step as a runner is about to run it: which rows of its tensors belong to which request.
-
-Each of vLLM's runners keeps its batch in another form. Its adapter (``runner_v1``, ``runner_v2``) makes a
-``Step`` of it as soon as the batch is final.
-"""
+"""One step as the runner is about to run it: which rows of its tensors belong to which request."""
 
 from __future__ import annotations
 
-import abc
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -37,49 +32,43 @@ class RequestRows:
     num_drafts: int = 0
 
 
-class Step(abc.ABC):
+@dataclasses.dataclass(eq=False)
+class Step:
     """The rows of one step.
 
-    Args:
+    Attributes:
         request_ids: The step's requests, in the order of their rows.
         starts: Absolute position of each request's first row.
-        num_rows: Number of rows of all requests, without padding.
+        row_counts: Number of rows of each request.
         num_padded_rows: Number of rows of the step's tensors.
         token_ids: Ids of the tokens of all rows, ``[padded rows]`` on the device.
+        known_ids: The ids of each request's tokens by absolute position, as far as the host knows them.
+        prefill_lens: Number of tokens of each request that are given: of its prompt, and those that it had
+            generated before a preemption.
         is_repeatable: Whether the model can be run on the same inputs again.
         num_drafts: Number of drafted tokens of each request, which are its last rows; None if there are none.
+        num_rows: Number of rows of all requests, without padding.
     """
 
-    def __init__(
-        self,
-        request_ids: Sequence[str],
-        starts: npt.NDArray[np.integer],
-        *,
-        num_rows: int,
-        num_padded_rows: int,
-        token_ids: torch.Tensor,
-        is_repeatable: bool,
-        num_drafts: npt.NDArray[np.integer] | None = None,
-    ) -> None:
-        self.request_ids = request_ids
-        self.starts = starts
-        self.num_rows = num_rows
-        self.num_padded_rows = num_padded_rows
-        self.token_ids = token_ids
-        self.is_repeatable = is_repeatable
-        self.num_drafts = num_drafts
+    request_ids: Sequence[str]
+    starts: npt.NDArray[np.integer]
+    row_counts: npt.NDArray[np.integer]
+    _: dataclasses.KW_ONLY
+    num_padded_rows: int
+    token_ids: torch.Tensor
+    known_ids: Mapping[str, npt.NDArray[np.int32]]
+    prefill_lens: npt.NDArray[np.integer]
+    is_repeatable: bool
+    num_drafts: npt.NDArray[np.integer] | None = None
+    num_rows: int = dataclasses.field(init=False)
 
-    @abc.abstractmethod
-    def row_counts(self) -> npt.NDArray[np.integer]:
-        """Return the number of rows of each request."""
+    def __post_init__(self) -> None:
+        """Count the rows."""
+        self.num_rows = int(self.row_counts.sum())
 
-    @abc.abstractmethod
     def is_sampled(self, rows: RequestRows) -> bool:
         """Return whether a token of the request is sampled: its prompt ends in this step or has ended."""
-
-    @abc.abstractmethod
-    def known_ids(self, rows: RequestRows) -> npt.NDArray[np.int32]:
-        """Return the ids of a request's tokens by absolute position, as far as the host knows them."""
+        return rows.start + rows.num_rows >= int(self.prefill_lens[rows.index])
 
     @property
     def has_one_row_each(self) -> bool:
@@ -91,7 +80,7 @@ class Step(abc.ABC):
         row = 0
         drafts = [0] * len(self.request_ids) if self.num_drafts is None else self.num_drafts.tolist()
         for index, (request_id, count, start, num_drafts) in enumerate(
-            zip(self.request_ids, self.row_counts().tolist(), self.starts.tolist(), drafts, strict=True)
+            zip(self.request_ids, self.row_counts.tolist(), self.starts.tolist(), drafts, strict=True)
         ):
             yield RequestRows(request_id, index, row, count, start, num_drafts)
             row += count
@@ -102,7 +91,7 @@ class Step(abc.ABC):
         """
         if self.has_one_row_each:
             return np.arange(self.num_rows, dtype=np.int64)
-        ends = np.cumsum(self.row_counts(), dtype=np.int64) - 1
+        ends = np.cumsum(self.row_counts, dtype=np.int64) - 1
         if self.num_drafts is None:
             return ends
         counts = self.num_drafts.astype(np.int64) + 1

@@ -57,38 +57,6 @@ def _used(
 
 _WORKER: Final = (
     _used(
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
-        "vllm.v1.worker.cpu_model_runner:CPUModelRunner",
-        read="compilation_config device discard_request_mask encoder_cudagraph_manager execute_model_state "
-        "input_batch "
-        "input_ids intermediate_tensors is_pooling_model kv_cache_config max_num_tokens num_prompt_logprobs "
-        "requests use_async_scheduling vllm_config",
-        called={
-            "get_model": "",
-            "_dummy_run": "num_tokens, *, cudagraph_runtime_mode",
-            "_init_kv_zero_meta": "",
-            "add_lora": "lora_request",
-        },
-        overridden={
-            "load_model": "load_dummy_weights=False, **others",
-            "load_lora_model": "model, vllm_config, device",
-            "_set_active_loras": "prompt_lora_mapping, token_lora_mapping, lora_requests, **others",
-            "execute_model": "scheduler_output, intermediate_tensors=None, **others",
-            "sample_tokens": "grammar_output",
-            "_model_forward": "input_ids=None, positions=None, intermediate_tensors=None, "
-            "inputs_embeds=None, **others",
-            "_determine_batch_execution_and_padding": "*, num_tokens, num_reqs, "
-            "num_scheduled_tokens_np, max_num_scheduled_tokens, force_eager=False, "
-            "force_uniform_decode=None, **others",
-            "_execute_mm_encoder": "scheduler_output",
-            "_sample": "logits, spec_decode_metadata, **others",
-            "_bookkeeping_sync": "scheduler_output, sampler_output, logits, hidden_states, "
-            "num_scheduled_tokens, **others",
-            "_get_prompt_logprobs_dict": "hidden_states, num_scheduled_tokens, **others",
-            "_zero_block_ids": "block_ids",
-        },
-    ),
-    _used(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
         "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
         read="compilation_config cudagraph_manager device kv_block_zeroer kv_cache_config model "
@@ -142,13 +110,6 @@ _WORKER: Final = (
             "execute_model": "scheduler_output",
         },
     ),
-    _used("vllm.v1.worker.gpu_model_runner:ExecuteModelState", read="logits"),
-    _used(
-        "vllm.v1.worker.gpu_input_batch:InputBatch",
-        read="generators num_computed_tokens_cpu num_reqs req_id_to_index req_ids token_ids_cpu",
-    ),
-    _used("vllm.v1.worker.gpu_input_batch:CachedRequestState", read="mm_features num_prompt_tokens"),
-    _used("vllm.v1.utils:CpuGpuBuffer", read="gpu np"),
     _used(
         "vllm.forward_context",
         called={
@@ -167,14 +128,6 @@ _WORKER: Final = (
         called={"get_output": ""},
         overridden={},
         implemented="get_kv_connector_output get_output",
-    ),
-    _used("vllm.v1.sample", read="rejection_sampler"),
-    _used(
-        "vllm.v1.sample.rejection_sampler",
-        called={
-            "apply_sampling_constraints": "logits, cu_num_draft_tokens, sampling_metadata",
-            "expand_batch_to_tokens": "x, cu_num_tokens, num_tokens, replace_from, replace_to",
-        },
     ),
     _used(
         "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding",
@@ -441,7 +394,7 @@ _CONFIG: Final = (
         "vllm.config:VllmConfig",
         read="additional_config cache_config compilation_config diffusion_config ec_transfer_config "
         "kv_transfer_config lora_config model_config parallel_config scheduler_config speculative_config "
-        "structured_outputs_config use_v2_model_runner",
+        "structured_outputs_config",
     ),
     _used(
         "vllm.config:ParallelConfig",
@@ -455,7 +408,6 @@ _CONFIG: Final = (
     _used(
         "vllm.config:SpeculativeConfig",
         read="enable_adaptive_verification max_num_new_slots_for_drafting method",
-        called={"use_ngram_gpu": ""},
     ),
     _used(
         "vllm.config:ModelConfig",
@@ -483,13 +435,17 @@ _CONFIG: Final = (
         called={"has_piecewise_cudagraphs": ""},
     ),
     _used("vllm.config.structured_outputs:StructuredOutputsConfig", read="backend reasoning_parser"),
-    _used("vllm.platforms", read="current_platform"),
+    _used("vllm.platforms", read="current_platform", called={"cpu_platform_plugin": ""}),
     _used(
         "vllm.platforms.interface:Platform",
         read="device_type ray_device_key",
         called={"is_cpu": "", "is_sleep_mode_available": ""},
     ),
-    _used("vllm.platforms.cpu:CpuPlatform", read="ray_device_key", overridden={}),
+    _used(
+        "vllm.platforms.cpu:CpuPlatform",
+        read="ray_device_key",
+        overridden={"check_and_update_config": "vllm_config", "register_triton_kernel_overrides": ""},
+    ),
     _used(
         "vllm.engine.arg_utils:AsyncEngineArgs",
         read="additional_config async_scheduling disable_log_stats distributed_executor_backend "

@@ -240,7 +240,7 @@ class WorkerState:
                 rows.row,
                 rows.num_rows,
                 rows.start,
-                step.known_ids(rows),
+                step.known_ids[rows.request_id],
                 step.token_ids,
                 rows.num_drafts,
                 rows.index,

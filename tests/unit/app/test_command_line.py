@@ -370,6 +370,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "a missing file of options": (["serve", "--config", "nowhere.yaml"], "there is no file nowhere.yaml"),
     "a misspelt setting": (["NNSIGHT_ENGINE_PROT=1", "serve"], "did you mean NNSIGHT_ENGINE_PORT?"),
     "a wrong setting": (["NNSIGHT_ENGINE_PORT=many", "serve"], "the variable NNSIGHT_ENGINE_PORT is wrong"),
+    "the older runner": (["VLLM_USE_V2_MODEL_RUNNER=0", "serve", "{folder}"], "need vLLM's model runner V2"),
     "a folder for data that is none": (["NNSIGHT_ENGINE_DATA_DIR=/dev/null/a", "serve"], "/dev/null/a"),
     "a missing file of a key": (
         ["keys", "adopt", "/nowhere/key", "--tenant", "a"],
@@ -385,7 +386,7 @@ EACH = """
 import contextlib, io, json, os, sys
 from app.cli import main
 for arguments in json.load(sys.stdin):
-    variables = dict(one.split("=", 1) for one in arguments if one.startswith("NNSIGHT_ENGINE_"))
+    variables = dict(one.split("=", 1) for one in arguments if one.startswith(("NNSIGHT_ENGINE_", "VLLM_")))
     before = dict(os.environ)
     os.environ.update(variables)
     with contextlib.redirect_stderr(io.StringIO()) as errors:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -18,7 +18,7 @@ from nnsight_engine.plans.request_plan import CompiledRequest
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.vllm_backend.model_layout import ModelLayout
 from nnsight_engine.vllm_backend.model_points import ModelPoints
-from nnsight_engine.vllm_backend.steps.step import RequestRows, Step
+from nnsight_engine.vllm_backend.steps.step import Step
 from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
 from tests.fakes.model_specs import tiny_spec
 from tests.unit.plans import compiling
@@ -65,17 +65,18 @@ class PlayedStep(Step):
     """A step over given rows; ``shares`` says whether steps may go on with the one before."""
 
     def __init__(self, batch: Sequence[Rows], *, shares: bool) -> None:
-        self._counts = np.array([rows.num_rows for rows in batch])
         self._shares = shares
+        counts = np.array([rows.num_rows for rows in batch])
         positions = [np.arange(rows.start, rows.start + rows.num_rows) for rows in batch]
-        num_rows = int(self._counts.sum())
         drafts = np.array([rows.num_drafts for rows in batch])
         super().__init__(
             [rows.request_id for rows in batch],
             np.array([rows.start for rows in batch], np.int32),
-            num_rows=num_rows,
-            num_padded_rows=num_rows,
+            counts,
+            num_padded_rows=int(counts.sum()),
             token_ids=torch.from_numpy(TOKEN_IDS[np.concatenate(positions)]),
+            known_ids=defaultdict(lambda: TOKEN_IDS),
+            prefill_lens=np.zeros(len(batch), np.int32),
             is_repeatable=True,
             num_drafts=drafts if drafts.any() else None,
         )
@@ -83,17 +84,6 @@ class PlayedStep(Step):
     @property
     def has_one_row_each(self) -> bool:
         return self._shares and super().has_one_row_each
-
-    def row_counts(self) -> npt.NDArray[np.integer]:
-        return self._counts
-
-    def is_sampled(self, rows: RequestRows) -> bool:
-        del rows
-        return True
-
-    def known_ids(self, rows: RequestRows) -> npt.NDArray[np.int32]:
-        del rows
-        return TOKEN_IDS
 
 
 class Worker:

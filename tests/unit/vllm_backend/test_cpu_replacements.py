@@ -1,4 +1,4 @@
-"""What replaces kernels of vLLM on a CPU: rotary positions, routers of experts, numbers of drafts."""
+"""What replaces kernels of vLLM on a CPU: rotary positions and routers of experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from nnsight_engine.vllm_backend.steps.cpu_rotary import rotate
 from nnsight_engine.vllm_backend.steps.cpu_router import choose
-from nnsight_engine.vllm_backend.steps.cpu_sampling import apply_sampling_constraints, expand_batch_to_tokens
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 12, 4, 2, 32
 EXPERTS, TOP_K = 8, 3
@@ -77,12 +76,3 @@ def test_groups_and_functions_of_a_model_s_own_stay_vllms() -> None:
         vllms = CPURouter._compute_routing(router, LOGITS, LOGITS, None)
         for one, other in zip(choose(router, LOGITS, LOGITS, None), vllms, strict=True):
             assert torch.equal(one, other)
-
-
-def test_each_drafted_token_has_its_requests_number_and_no_drafts_are_no_error() -> None:
-    numbers, until = torch.tensor([0.0, 0.5, 0.7]), torch.tensor([2, 2, 5], dtype=torch.int32)
-    expected = torch.tensor([1, 1, 0.7, 0.7, 0.7])
-    assert torch.equal(expand_batch_to_tokens(numbers, until, 5, 0, 1), expected)
-    assert expand_batch_to_tokens(numbers, torch.zeros(3, dtype=torch.int32), 0).tolist() == []
-    none = apply_sampling_constraints(torch.empty(0, 7), torch.zeros(1, dtype=torch.int32), None)
-    assert none.shape == (0, 7)

@@ -172,7 +172,7 @@ def _sampled(rows: list[list[int]], scale: float = 1.0) -> SamplerOutput:
 def test_a_sample_comes_back_once_in_any_row_beside_drafts_unless_its_request_ended() -> None:
     kept, first = ReplayedSamples(), _sampled([[11], [12], [13]])
     for name, row in (("own", 1), ("gone", 2)):
-        kept.keep(name, row, first.sampled_token_ids, first, row, {})
+        kept.keep(name, row, first.sampled_token_ids, first, row)
     kept.forget({"gone"})
     again = _sampled([[21, 22], [23, -1], [24, -1]], scale=9.0)
     rows = {"own": 2, "other": 0, "gone": 1}
@@ -187,15 +187,3 @@ def test_a_sample_comes_back_once_in_any_row_beside_drafts_unless_its_request_en
     later = _sampled([[31]])
     kept.put_back(later, {"own": 0}, range(1), ())
     assert later.sampled_token_ids.item() == 31
-
-
-def test_a_repeated_step_leaves_a_generator_where_one_step_does() -> None:
-    """The next token is that of a run without the repetition."""
-    own, once = (torch.Generator().manual_seed(5) for _ in range(2))
-    kept, first = ReplayedSamples(), _sampled([[11]])
-    state = own.get_state()
-    torch.rand(1, generator=own)
-    kept.keep("own", 0, first.sampled_token_ids, first, 0, {0: (own, state)})
-    torch.rand(1, generator=own)  # the repeated step
-    torch.rand(1, generator=once)
-    assert torch.rand(1, generator=own) == torch.rand(1, generator=once)

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import re
 from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from nnsight_engine.vllm_backend.compat import (
     engine_config,
     engine_options,
 )
+from nnsight_engine.vllm_backend.cpu_plugin import RUNNER, plugin, use_runner_v2
 from nnsight_engine.vllm_backend.unsupported_options import REFUSALS, check_supported
 from nnsight_engine.vllm_backend.vllm import VLLM
 
@@ -98,10 +100,6 @@ CASES: Final[tuple[tuple[str, tuple[Case, ...]], ...]] = (
         "--pipeline-parallel-size with a model that has inputs per layer (Gemma 4)",
         (Case(TWO_STAGES, INPUTS_PER_LAYER),),
     ),
-    (
-        "--speculative-config with ngram_gpu on the V1 runner",
-        (Case({"speculative_config": {**NGRAM, "method": "ngram_gpu"}}),),
-    ),
     ("--speculative-config with extract_hidden_states", (drafting("method", "extract_hidden_states"),)),
     (
         "--speculative-config with enable_adaptive_verification",
@@ -139,6 +137,7 @@ CASES: Final[tuple[tuple[str, tuple[Case, ...]], ...]] = (
 
 
 def config_of(folder: Path, model: PretrainedConfig, **options: Any) -> VllmConfig:
+    use_runner_v2()
     model.save_pretrained(folder)
     return EngineArgs(str(folder), skip_tokenizer_init=True, **options).create_engine_config()
 
@@ -236,7 +235,26 @@ def test_supported_options_have_vllms_configuration_but_for_the_classes(
     differing.pop("parallel_config.data_parallel_master_port", None)  # a free one
     assert differing == {**OURS, **(OF_DRAFTS if ours.speculative_config else {})}
     assert set(before) <= set(after)
-    assert ours.use_v2_model_runner == plain.use_v2_model_runner
+    assert ours.use_v2_model_runner
+
+
+def test_a_method_that_only_the_older_runner_has_is_refused_by_name(tmp_path: Path) -> None:
+    own = {"method": "custom_class", "model": "a.B", "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match="speculative method 'custom_class'"):
+        config_of(tmp_path, DENSE, speculative_config=own)
+
+
+def test_the_platform_is_for_runner_v2_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = entry_points(group="vllm.platform_plugins", name="nnsight_engine_cpu")
+    assert {one.value for one in found} == {"nnsight_engine.vllm_backend.cpu_plugin:plugin"}, "install anew"
+    monkeypatch.delenv(RUNNER, raising=False)
+    assert plugin() is None
+    use_runner_v2()
+    assert plugin() == "nnsight_engine.vllm_backend.cpu_platform.V2CpuPlatform"
+    monkeypatch.setenv(RUNNER, "0")
+    assert plugin() is None
+    with pytest.raises(UnsupportedOptionError, match=f"{RUNNER}=0 is not supported.*unset"):
+        use_runner_v2()
 
 
 @pytest.mark.parametrize(

@@ -40,16 +40,16 @@ SCHEDULER: Final = "v1/core/sched/scheduler.py"
 ADD_REQUEST: Final = "    def add_request(self, request: Request)"
 CHANGES: Final = (
     (
-        "v1/worker/gpu_model_runner.py",
-        "    def _sample(\n",
-        "    def _draw(\n",
-        ["GPUModelRunner._sample: the name is gone"],
+        "v1/worker/gpu/model_runner.py",
+        "    def sample(\n",
+        "    def draw(\n",
+        ["GPUModelRunner.sample: the name is gone"],
     ),
     (  # one of several classes
-        "v1/worker/cpu_model_runner.py",
-        "    def _zero_block_ids(self, block_ids: list[int])",
-        "    def _zero_block_ids(self, block_ids: list[int], stream: int)",
-        ["CPUModelRunner._zero_block_ids: new required parameter `stream`"],
+        "v1/worker/cpu_worker.py",
+        "    def init_device(self)",
+        "    def init_device(self, stream: int)",
+        ["CPUWorker.init_device: new required parameter `stream`"],
     ),
     (  # it remains in an interface only
         SCHEDULER,
@@ -192,21 +192,13 @@ def _arguments(signature: str) -> ast.arguments:
 
 def _extended_classes() -> list[type]:
     """Return the project's classes that derive from a class of vLLM."""
-    from vllm.v1.worker.cpu import model_runner as cpu_v2  # noqa: PLC0415 - slow
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # noqa: PLC0415 - slow
-    from vllm.v1.worker.gpu import model_runner as gpu_v2  # noqa: PLC0415 - slow
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: PLC0415 - slow
+    from vllm.v1.worker.cpu.model_runner import CPUModelRunner  # noqa: PLC0415 - slow
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner  # noqa: PLC0415 - slow
 
-    from nnsight_engine.vllm_backend.steps.runner_v1 import V1RunnerMixin  # noqa: PLC0415 - slow
-    from nnsight_engine.vllm_backend.steps.runner_v2 import V2RunnerMixin  # noqa: PLC0415 - slow
+    from nnsight_engine.vllm_backend.steps.runner import RunnerMixin  # noqa: PLC0415 - slow
 
-    runners: list[tuple[type, Any]] = [
-        (V1RunnerMixin, GPUModelRunner),
-        (V1RunnerMixin, CPUModelRunner),
-        (V2RunnerMixin, gpu_v2.GPUModelRunner),
-        (V2RunnerMixin, cpu_v2.CPUModelRunner),
-    ]
-    found = [type(f"Intervention{theirs.__name__}", (mixin, theirs), {}) for mixin, theirs in runners]
+    runners: list[Any] = [GPUModelRunner, CPUModelRunner]
+    found = [type(f"Intervention{theirs.__name__}", (RunnerMixin, theirs), {}) for theirs in runners]
     for package in PACKAGES:
         for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             module = importlib.import_module(info.name)

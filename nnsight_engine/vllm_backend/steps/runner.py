@@ -1,4 +1,4 @@
-"""Adapter of vLLM's V2 model runner.
+"""Adds interventions to vLLM's model runner, V2.
 
 A step is final in the return value of ``prepare_inputs``. The model is called within ``execute_model``, its
 logits are computed within ``sample``; for the length of each, ``model`` is a ``ModelProxy``. The runner's
@@ -22,43 +22,22 @@ from nnsight_engine.vllm_backend.steps.handler import StepHandler
 from nnsight_engine.vllm_backend.steps.known_ids import KnownIds
 from nnsight_engine.vllm_backend.steps.outcome import with_outcome
 from nnsight_engine.vllm_backend.steps.replayed_samples import ReplayedSamples
-from nnsight_engine.vllm_backend.steps.step import RequestRows, Step
+from nnsight_engine.vllm_backend.steps.step import Step
 
 
-class V2Step(Step):
-    """A step of the V2 runner.
-
-    Args:
-        batch: The runner's ``InputBatch``.
-        known_ids: The tokens that the host knows.
-        is_repeatable: See ``Step``.
-    """
-
-    def __init__(self, batch: Any, known_ids: KnownIds, *, is_repeatable: bool) -> None:
-        self.batch = batch
-        self._known_ids = known_ids
-        super().__init__(
-            batch.req_ids,
-            batch.num_computed_tokens_np,
-            num_rows=batch.num_tokens,
-            num_padded_rows=batch.num_tokens_after_padding,
-            token_ids=batch.input_ids,
-            is_repeatable=is_repeatable,
-            num_drafts=batch.num_draft_tokens_per_req if batch.num_draft_tokens else None,
-        )
-
-    def row_counts(self) -> npt.NDArray[np.integer]:
-        """Return the number of rows of each request."""
-        counts: npt.NDArray[np.integer] = self.batch.num_scheduled_tokens
-        return counts
-
-    def is_sampled(self, rows: RequestRows) -> bool:
-        """Return whether a token of the request is sampled, see ``Step``."""
-        return rows.start + rows.num_rows >= int(self.batch.prefill_len_np[rows.index])
-
-    def known_ids(self, rows: RequestRows) -> npt.NDArray[np.int32]:
-        """Return the ids of a request's prompt; tokens that were sampled are known to the device."""
-        return self._known_ids[rows.request_id]
+def step_of(batch: Any, known_ids: KnownIds, *, is_repeatable: bool) -> Step:
+    """Return the step of a final batch of the runner's, an ``InputBatch``."""
+    return Step(
+        batch.req_ids,
+        batch.num_computed_tokens_np,
+        batch.num_scheduled_tokens,
+        num_padded_rows=batch.num_tokens_after_padding,
+        token_ids=batch.input_ids,
+        known_ids=known_ids,
+        prefill_lens=batch.prefill_len_np,
+        is_repeatable=is_repeatable,
+        num_drafts=batch.num_draft_tokens_per_req if batch.num_draft_tokens else None,
+    )
 
 
 class ModelProxy:
@@ -97,8 +76,8 @@ class BlockZeroer:
         zero_blocks(self._runner, block_ids)
 
 
-class V2RunnerMixin(AdaptersMixin):
-    """Mixin in front of the V2 runner's class.
+class RunnerMixin(AdaptersMixin):
+    """Mixin in front of the runner's class.
 
     Attributes:
         handler: The interventions.
@@ -109,7 +88,7 @@ class V2RunnerMixin(AdaptersMixin):
     known_ids: KnownIds
     model: Any
     _samples: ReplayedSamples
-    _prepared: V2Step | None = None
+    _prepared: Step | None = None
     _skipped: npt.NDArray[np.integer] | None = None
     _has_called: bool = False
 
@@ -203,7 +182,7 @@ class V2RunnerMixin(AdaptersMixin):
         if not self.handler.is_idle:
             # The model changes input embeddings in place, so it cannot be run on them a second time.
             is_repeatable = not self.uses_inputs_embeds  # type: ignore[attr-defined]
-            self._prepared = V2Step(batch, self.known_ids, is_repeatable=is_repeatable)
+            self._prepared = step_of(batch, self.known_ids, is_repeatable=is_repeatable)
         return batch
 
     def _forward(self, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -246,7 +225,7 @@ class V2RunnerMixin(AdaptersMixin):
         for request_id in undone:
             if request_id not in undone_before:
                 row = rows[request_id]
-                self._samples.keep(request_id, row, sampled, output, int(logprobs_rows[row]), {})
+                self._samples.keep(request_id, row, sampled, output, int(logprobs_rows[row]))
         # Rows that are rejected are computed again.
         indexes = np.array([rows[request_id] for request_id in undone], np.int64)
         index = to_device(indexes, num_sampled.device)

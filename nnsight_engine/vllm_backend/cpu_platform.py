@@ -1,0 +1,48 @@
+"""vLLM's CPU platform with what runner V2 and Ray need of it.
+
+``cpu_plugin`` gives it to processes whose engines have runner V2. vLLM's own platform lacks V2's kernels,
+which are Triton's, and turns asynchronous scheduling off.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from typing_extensions import override
+from vllm.platforms.cpu import CpuPlatform
+
+from nnsight_engine.vllm_backend.cpu_kernels.install import allow_v2, install
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class V2CpuPlatform(CpuPlatform):
+    """CPUs on which engines have runner V2, and schedule asynchronously if the configuration says so."""
+
+    ray_device_key = "GPU"
+    """Ray's name of the device that each worker takes; vLLM's own platform has none."""
+
+    _is_registered: ClassVar[bool] = False
+
+    @classmethod
+    @override
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        scheduler = vllm_config.scheduler_config
+        is_async = scheduler.async_scheduling
+        super().check_and_update_config(vllm_config)
+        scheduler.async_scheduling = is_async
+        allow_v2()
+
+    @classmethod
+    @override
+    def register_triton_kernel_overrides(cls) -> None:
+        """Put the kernels for CPUs in place.
+
+        Once in a process: vLLM looks through all modules, and would fail at numba's, which the first engine
+        that drafts n-grams imports.
+        """
+        if not cls._is_registered:
+            super().register_triton_kernel_overrides()
+            install()
+            cls._is_registered = True
