@@ -5,8 +5,7 @@ step is as long as that tenant's batch. Safeguard: while some tenants are *heavy
 ``sender_usage``) and others *light*,
 
 - prompts of light tenants are computed in steps of their own, ahead of all others, even if no slot or KV
-  cache block is free: slots are lent, and blocks are taken by preempting the last requests of heavy tenants,
-  which are computed again later;
+  cache block is free: the last requests of heavy tenants are preempted, and computed again later;
 - all other steps are short, so that the next prompt need not wait for a long one: requests of heavy tenants
   run in the order of their arrival, as many as fit.
 
@@ -24,7 +23,7 @@ import contextlib
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -67,6 +66,8 @@ class FairScheduler(Scheduler):
     """
 
     running: list[Request]
+    max_num_active_reqs: int
+    max_num_running_reqs: int
     max_num_scheduled_tokens: int
     num_spec_tokens: int
 
@@ -97,7 +98,7 @@ class FairScheduler(Scheduler):
             self._in_flight.append(self._started(began, output, None))
             return output
         self._is_exclusive = False
-        if len(self.sharing) == 1 and len(self.running) <= self.max_num_running_reqs:
+        if len(self.sharing) == 1:
             output = self.schedule_all(*args, **kwargs)
         else:
             with self._limited_queues():
@@ -207,27 +208,22 @@ class FairScheduler(Scheduler):
         if self._is_for_light(first, waiting):
             self._is_exclusive = True
             self._make_room(waiting, rest)
-            self.running = first
-            try:
-                with self.held_back(lambda request: not is_first(request)):
-                    yield
-            finally:
-                self.running = [*self.running, *rest]
+            with self.without_running(rest), self.held_back(lambda request: not is_first(request)):
+                yield
             return
         limit = self.max_num_scheduled_tokens
         resting = self._resting()
-        self.running = [*first, *(request for request in rest if request.request_id not in resting)]
-        if light_senders and (rest or self.work) and not self.need_mamba_block_aligned_split:
-            limit = min(limit, self._short_step(first))
-        held, self.running = self._without_slots()
-        held += [request for request in rest if request.request_id in resting]
-        self.max_num_scheduled_tokens, before = limit, self.max_num_scheduled_tokens
-        try:
-            with self.held_back(lambda request: request.request_id in resting):
-                yield
-        finally:
-            self.max_num_scheduled_tokens = before
-            self.running = [*self.running, *held]
+        self.running = [*first, *rest]
+        held = [request for request in rest if request.request_id in resting]
+        with self.without_running(held):
+            if light_senders and (rest or self.work) and not self.need_mamba_block_aligned_split:
+                limit = min(limit, self._short_step(first))
+            self.max_num_scheduled_tokens, before = limit, self.max_num_scheduled_tokens
+            try:
+                with self.held_back(lambda request: request.request_id in resting):
+                    yield
+            finally:
+                self.max_num_scheduled_tokens = before
 
     def _resting(self) -> set[str]:
         """Return the costly requests that others do not wait for in this step."""
@@ -252,6 +248,19 @@ class FairScheduler(Scheduler):
         )
 
     @contextlib.contextmanager
+    def without_running(self, held: Sequence[Request]) -> Iterator[None]:
+        """Remove running requests for one step; they keep their slots and their KV cache blocks."""
+        ids = {request.request_id for request in held}
+        self.running = [request for request in self.running if request.request_id not in ids]
+        places = self.max_num_running_reqs, self.max_num_active_reqs
+        self.max_num_running_reqs, self.max_num_active_reqs = (most - len(held) for most in places)
+        try:
+            yield
+        finally:
+            self.max_num_running_reqs, self.max_num_active_reqs = places
+            self.running = [*self.running, *held]
+
+    @contextlib.contextmanager
     def held_back(self, is_held: Callable[[Request], bool]) -> Iterator[None]:
         """Remove requests from the queue for one step; they keep their places in it."""
         before = list(self.waiting)
@@ -264,12 +273,13 @@ class FairScheduler(Scheduler):
                 self.put_back(before, held)
 
     def _make_room(self, waiting: list[Request], rest: list[Request]) -> None:
-        """Preempt the last of the heavy requests until the first waiting request has the blocks it needs."""
+        """Preempt the last of the heavy requests until all that wait have slots, and the first its blocks."""
         pool = self.kv_cache_manager.block_pool
         num_groups = len(self.kv_cache_config.kv_cache_groups)
         needed_by_first = waiting[0].num_tokens // self.block_size + 2 if waiting else 0
         needed = num_groups * (needed_by_first + len(self.running) - len(rest))
-        while rest and pool.get_num_free_blocks() < needed:
+        most = self.max_num_active_reqs - len(waiting)
+        while rest and (len(self.running) > most or pool.get_num_free_blocks() < needed):
             request = rest.pop()
             self.running.remove(request)
             self._preempt_request(request, time.monotonic())
@@ -294,11 +304,6 @@ class FairScheduler(Scheduler):
         if left > 0 and following is not None and self.needs_single_step(following):
             limit = limit - left + max(left, missing(following))
         return limit
-
-    def _without_slots(self) -> tuple[list[Request], list[Request]]:
-        """Return the running requests without a slot in this step (some slots were lent), and the others."""
-        most = self.max_num_running_reqs
-        return self.running[most:], self.running[:most]
 
     def put_back(self, before: list[Request], held: set[Request]) -> None:
         """Restore the queue positions of requests that were held back for a step.

@@ -26,7 +26,7 @@ from vllm.v1.request import Request, RequestStatus
 from nnsight_engine.plans.collect.outbox import Outbox
 from nnsight_engine.plans.drafts import takes_drafts
 from nnsight_engine.plans.records import Failure, StepResults
-from nnsight_engine.plans.request_plan import PLAN_KEY, RequestPlan
+from nnsight_engine.plans.request_plan import PLAN_KEY, OperationKind, RequestPlan
 from nnsight_engine.vllm_backend.compat import (
     brings,
     detach_results,
@@ -76,9 +76,6 @@ class RequestGroup:
 class InterventionScheduler(DraftScheduler):
     """vLLM's scheduler with the results and failures of interventions."""
 
-    max_num_running_reqs: int
-    max_num_active_reqs: int
-
     def __new__(cls, vllm_config: VllmConfig, *_args: Any, **_kwargs: Any) -> Self:
         """Return a scheduler of the kind that the configuration asks for."""
         is_asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
@@ -96,6 +93,7 @@ class InterventionScheduler(DraftScheduler):
         self._owners: dict[str, str] = {}
         self._shared = SharedBlocks(self.kv_cache_manager)
         self._traced: set[str] = set()
+        self._stepwise: set[str] = set()
         self._whole: set[str] = set()
         self._groups: dict[str, RequestGroup] = {}
         self._reports: dict[str, list[Report]] = {}
@@ -136,6 +134,8 @@ class InterventionScheduler(DraftScheduler):
             if plan.fingerprint:
                 self._unclean.watch(request.request_id)
                 self._shared.add(request.request_id)
+        if request.request_id in self._traced and self._ends_outside(request):
+            self._stepwise.add(request.request_id)
         super().add_request(request)
 
     def _gather(self, request: Request) -> None:
@@ -175,18 +175,45 @@ class InterventionScheduler(DraftScheduler):
         blocks = allocated if self.needs_kv_cache_zeroing else self._unclean.among(allocated)
         return blocks or None
 
+    def _ends_outside(self, request: Request) -> bool:
+        """Return whether more than its tokens may end a request, see ``StopTokens``.
+
+        Stop strings are found by the API process, repetitions by vLLM's scheduler, and the operation ``stop``
+        where its results are made. With stages, another worker samples.
+        """
+        params = request.sampling_params
+        entry = entry_of(params, PLAN_KEY)
+        return bool(
+            params.stop
+            or params.repetition_detection is not None
+            or self.parallel_config.pipeline_parallel_size > 1
+            or (entry is not None and any(op.kind is OperationKind.STOP for op in entry["plan"].ops))
+        )
+
     def _traced_in_flight(self) -> set[str]:
-        """Return the traced requests of steps under way, whose blocks decide about their next step.
+        """Return the traced requests of steps under way that decide about their next step.
 
         The other requests of their traces are among them, so that they stay in the same steps.
         """
         self._traced &= self.requests.keys()
+        self._stepwise &= self._traced
         found: set[str] = set()
         for request in (self.requests[request_id] for request_id in self._traced):
-            if request.num_in_flight_tokens:
+            if request.num_in_flight_tokens and not self._may_follow(request):
                 found.add(request.request_id)
                 found.update(self.group_members(request))
         return found
+
+    def _may_follow(self, request: Request) -> bool:
+        """Return whether a traced request's next step may be planned before the one under way has ended.
+
+        A step without a sandboxed block is undone. If it has one generated position, then the next one, which
+        was planned as the position behind, computes it again.
+        """
+        if request.request_id in self._stepwise:
+            return False
+        is_generating = request.num_computed_tokens > request.num_prompt_tokens
+        return _sandbox_of(request) is None or (is_generating and request.num_in_flight_tokens == 1)
 
     def _all_throttled(self) -> list[str]:
         """Return the requests of resting tenants, whose sandboxed code has delayed other tenants."""
@@ -194,17 +221,10 @@ class InterventionScheduler(DraftScheduler):
 
     @contextlib.contextmanager
     def _without(self, request_ids: Collection[str]) -> Iterator[None]:
-        """Remove requests from the queues for one step; they keep their slots and their KV cache blocks."""
-        running = [request for request in self.running if request.request_id in request_ids]
-        self.running = [request for request in self.running if request.request_id not in request_ids]
-        places = self.max_num_running_reqs, self.max_num_active_reqs
-        self.max_num_running_reqs, self.max_num_active_reqs = (most - len(running) for most in places)
-        try:
-            with self.held_back(lambda request: request.request_id in request_ids):
-                yield
-        finally:
-            self.max_num_running_reqs, self.max_num_active_reqs = places
-            self.running = [*self.running, *running]
+        """Remove requests from the queues for one step."""
+        held = [request for request in self.running if request.request_id in request_ids]
+        with self.without_running(held), self.held_back(lambda request: request.request_id in request_ids):
+            yield
 
     def schedule_all(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step; prompts that stay whole, if they fit into one step, are not split over several."""
@@ -364,7 +384,8 @@ class InterventionScheduler(DraftScheduler):
             return
         if request.num_computed_tokens > num_tokens:
             request.num_computed_tokens -= num_tokens
-            request.num_output_placeholders = 0  # of the token that was not sampled
+            # Of the token that was not sampled; the step that follows may have another.
+            request.num_output_placeholders = max(request.num_output_placeholders - 1, 0)
             return
         # The step was the whole prompt: queue the request as if it had just arrived, so that its prompt is
         # not split over several steps.

@@ -113,6 +113,35 @@ def test_writes_never_reach_the_prefix_cache(model: VLLM) -> None:
     assert plain_tokens(model, SHORT, 6) == before
 
 
+def test_a_trace_takes_part_in_every_step(model: VLLM) -> None:
+    with model.trace(ONE, max_tokens=20, tracer_cls=HeldTracer, **GREEDY) as tracer:
+        seen = save([])
+        for _ in tracer.iter[:]:
+            seen.append(model.samples.output.item())
+    plain = Plain(
+        {"prompt_token_ids": OTHER}, SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    )
+    together = run_together(model, [tracer.sent], [plain] * 3)
+    assert together.outcomes[0].saves["seen"] == together.tokens("trace-0")
+    assert together.num_steps <= run_together(model, [], [plain] * 4).num_steps + 1
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_block_sees_no_step_behind_a_stop_token(model: VLLM, *, is_written: bool) -> None:
+    *_, stop = plain_tokens(model, OTHER, 6)
+    with model.trace(OTHER, max_tokens=20, stop_token_ids=[stop], temperature=0.0) as tracer:
+        seen = save([])
+        for step in tracer.iter[:]:
+            if is_written and step == 2:
+                model.samples.output = torch.tensor([[stop]])
+            seen.append(model.samples.output.item())
+        result = tracer.result.save()
+    tokens = list(result.outputs[0].token_ids)
+    assert seen == tokens
+    assert tokens[-1] == stop
+    assert len(tokens) == 3 if is_written else len(tokens) > 3
+
+
 # Limits.
 
 

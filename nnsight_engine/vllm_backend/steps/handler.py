@@ -47,6 +47,7 @@ from nnsight_engine.vllm_backend.steps.inputs_per_layer import supply_inputs_per
 from nnsight_engine.vllm_backend.steps.outcome import StepOutcome
 from nnsight_engine.vllm_backend.steps.stage_transport import take_results, with_results
 from nnsight_engine.vllm_backend.steps.step import Step
+from nnsight_engine.vllm_backend.steps.stop_tokens import StopTokens
 from nnsight_engine.vllm_backend.steps.trace_reports import TraceReports
 from nnsight_engine.vllm_backend.steps.unembedding_bias import add_unembedding_bias
 from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
@@ -143,7 +144,10 @@ class StepHandler:
             fails_anywhere=_fails_anywhere,
             is_asynchronous=bool(config.scheduler_config.async_scheduling),
         )
+        self.stops = StopTokens(device, is_asynchronous=bool(config.scheduler_config.async_scheduling))
         self._running: RunningStep | None = None
+        self._spans: list[TraceSpan] = []
+        self._undone_at: dict[str, int] = {}
         self.step: Step | None = None
         self._spent_s = 0.0
         self._from_stages: list[StageResults] = []
@@ -208,6 +212,8 @@ class StepHandler:
         returned = {} if self.interventions.idle else _returned(scheduled)
         self.interventions.begin(planned, finished, returned)
         self._running = self.step = None
+        self._spans = []
+        self.stops.begin(scheduled)
         if traced or self.reports.is_due:
             self.traces.begin(self._facts(scheduled, traced, due_prompt_logprobs))
         arrived = (name for name, _ in (*planned, *traced))
@@ -330,19 +336,20 @@ class StepHandler:
         return plan
 
     def _begin_traced_step(self, step: Step) -> bool:
-        spans = [
+        self._spans = [
             TraceSpan(
                 rows.request_id,
                 rows.index,
                 rows.row,
                 rows.num_rows,
-                rows.start,
+                # A step planned before the last one was undone computes the last one's rows.
+                min(rows.start, self._undone_at.get(rows.request_id, rows.start)),
                 complete=step.is_sampled(rows),
             )
             for rows in step.rows()
-            if self.traces.takes_part(rows.request_id)
+            if self.traces.takes_part(rows.request_id) and rows.request_id not in self.stops.ended
         ]
-        return self.traces.step(spans, step.num_padded_rows)
+        return self.traces.step(self._spans, step.num_padded_rows)
 
     def _note_tier(self, plan: StepPlan | None, *, is_uncompiled: bool) -> None:
         """Record on which tier a step with interventions ran, for all its requests."""
@@ -395,6 +402,12 @@ class StepHandler:
         own.copy_(self.traces.on_samples(own))
         return sampled
 
+    def note_samples(self, sampled: torch.Tensor) -> None:
+        """Note the sampled ids of traced requests, ``[requests, 1 + drafts]``, as blocks left them."""
+        undone = set(self.traces.undone)
+        kept = [span for span in self._spans if span.complete and span.request_id not in undone]
+        self.stops.note({span.request_id: span.index for span in kept}, sampled)
+
     def leave_pooled(self) -> StepOutcome | None:
         """End a step of a model that pools, which has no logits; return as ``leave`` does."""
         if self._running is not None and self._running.hidden is not None:
@@ -413,6 +426,8 @@ class StepHandler:
         spent_s = 0.0 if plan is None else self._spent_s + plan.spent_s
         delivery = self.interventions.leave(plan)
         served = self.traces if self.traces.in_step else None
+        undone = set(self.traces.undone)
+        self._undone_at = {span.request_id: span.start for span in self._spans if span.request_id in undone}
         reported = self.reports.end_step()
         if plan is None and served is None:
             has_sent = delivery is not None or reported is not None

@@ -219,6 +219,7 @@ class RunnerMixin(AdaptersMixin):
         self._samples.put_back(output, rows, logprobs_rows, undone_before)
         sampled = output.sampled_token_ids[:, :1].clone()
         output.sampled_token_ids = self.handler.on_samples(output.sampled_token_ids)
+        self.handler.note_samples(output.sampled_token_ids)
         undone = [request_id for request_id in traces.undone if request_id in rows]
         if not undone:
             return output, num_sampled, num_rejected

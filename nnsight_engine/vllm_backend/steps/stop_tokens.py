@@ -1,0 +1,71 @@
+"""Stop tokens of traced requests, which the scheduler may see only after it has planned their next step.
+
+vLLM discards such a step of a request that has ended. A block must not see it, so the worker looks at the
+last step's tokens itself before the blocks of the next one begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from nnsight_engine.plans.step.host_arena import HostArena, HostCopy, to_device
+from nnsight_engine.vllm_backend.compat import brings
+from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
+
+
+class StopTokens:
+    """The stop tokens of traced requests.
+
+    Args:
+        device: The device of sampled tokens.
+        is_asynchronous: Whether steps are planned before the tokens of the step before are known.
+
+    Attributes:
+        ended: The requests that a stop token has ended.
+    """
+
+    def __init__(self, device: torch.device, *, is_asynchronous: bool) -> None:
+        self._arena = HostArena(device)
+        self._is_asynchronous = is_asynchronous
+        self._stops: dict[str, frozenset[int]] = {}
+        self._last: tuple[Sequence[str], HostCopy] | None = None
+        self.ended: set[str] = set()
+
+    def begin(self, scheduled: Any) -> None:
+        """Register the requests that arrive with a step, and find those that the last step has ended.
+
+        Waits for the last step's tokens if this step has one of its traced requests.
+        """
+        if not self._is_asynchronous:
+            return
+        for request_id in scheduled.finished_req_ids if self._stops else ():
+            self._stops.pop(request_id, None)
+            self.ended.discard(request_id)
+        for request in scheduled.scheduled_new_reqs:
+            params = request.sampling_params
+            if params is not None and brings(params, TRACE_KEY):
+                stops = {*(params.stop_token_ids or ()), params.eos_token_id}
+                self._stops[request.req_id] = frozenset(stops - {None})
+        last, self._last = self._last, None
+        if last is None or scheduled.num_scheduled_tokens.keys().isdisjoint(last[0]):
+            return
+        with last[1].arrived():
+            tokens = last[1].values[0].tolist()
+            pairs = zip(last[0], tokens, strict=True)
+            self.ended.update(name for name, token in pairs if token in self._stops.get(name, ()))
+
+    def note(self, rows: dict[str, int], sampled: torch.Tensor) -> None:
+        """Note the tokens of a step.
+
+        Args:
+            rows: The rows of requests that have sampled a token.
+            sampled: The sampled tokens, ``[requests, 1 + drafts]``.
+        """
+        names = [name for name in rows if self._stops.get(name)]
+        if names:
+            index = to_device(np.array([rows[name] for name in names], np.int64), sampled.device)
+            self._last = names, self._arena.start_copy([sampled[:, 0].index_select(0, index)])
