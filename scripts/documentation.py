@@ -174,7 +174,8 @@ def folder_page(folder: Path, files: Iterable[Path]) -> str:
     """Return a list of the files that are in a folder, the last names first: results begin with dates."""
     inside = sorted((file for file in files if file.is_file() and file.is_relative_to(folder)), reverse=True)
     names = [file.relative_to(folder).as_posix() for file in inside]
-    return "\n".join([f"# {folder.relative_to(PROJECT)}", "", *(f"- [{name}]({name})" for name in names), ""])
+    listed = [f"- [{name}]({name})" for name in names] or ["A folder of the repository, with no pages."]
+    return "\n".join([f"# {folder.relative_to(PROJECT)}", "", *listed, ""])
 
 
 def decisions_page() -> str:
