@@ -2,8 +2,7 @@
 
 Asynchronous vLLM starts a step before it has the results of the last one. So a step may still run on the GPU
 when a turn ends, and an engine's next turn finds nothing under way. Each turn therefore waits for the GPU and
-runs a step that is not timed: while the clock runs, one step is always under way, as in serving. Tokens are
-counted rather than steps, since traced requests then take part in every second step only.
+runs a step that is not timed: while the clock runs, one step is always under way, as in serving.
 """
 
 from __future__ import annotations
@@ -77,10 +76,10 @@ class DecodingBatch:
 
     def finish(self) -> float:
         """End the requests, check them, and return the seconds in which each got a token, on average."""
-        num_requests, is_traced = len(self._requests), any(one.trace is not None for one in self._requests)
+        num_requests = len(self._requests)
         self._engine.finish(self._requests)
         num_wanted = num_requests * self._num_timed
-        if self._num_tokens != num_wanted and not (is_traced and self._engine.num_ahead):
+        if self._num_tokens != num_wanted:
             raise BenchmarkError(
                 f"a batch of {num_requests} must generate {num_wanted} tokens in {self._num_timed} steps, it "
                 f"generated {self._num_tokens}; the scheduler did not run it as one batch"

@@ -3,7 +3,7 @@
 Both kinds get the same engine arguments. A request with interventions passes through the same parsing,
 compiling and collecting as over HTTP, and a run counts only if everything that it requested was applied. The
 environment must be ``benchmarks.tables.ENVIRONMENT``: the engine core in this process. vLLM chooses the rest
-by itself, as for its users: on a GPU runner V2, asynchronous scheduling and graphs, on a CPU runner V1.
+by itself, as for its users: asynchronous scheduling, and on a GPU graphs.
 """
 
 from __future__ import annotations

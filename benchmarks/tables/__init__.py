@@ -23,6 +23,8 @@ ENVIRONMENT: Final = {
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
+    # Plain engines have the runner of ours.
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
 }
 """vLLM's variables in a process that drives its engine."""
 

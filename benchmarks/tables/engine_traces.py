@@ -2,8 +2,7 @@
 
 A batch decodes for a while with all of its requests plain, with a hook that saves the same rows, with one
 request traced and with all traced; a step is timed. A compiled step runs no hooks, so there plain steps are
-the baseline. On an asynchronous engine traced requests take part in every second step, so the time is that of
-a token instead. The last case is a whole request, from its block to its saved values. The serving table has
+the baseline. The last case is a whole request, from its block to its saved values. The serving table has
 the cost of traces for requests without any: its engine is the same, and idle.
 """
 

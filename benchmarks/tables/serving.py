@@ -52,8 +52,6 @@ class Variant:
         targets: Ratio to plain vLLM, by number of requests or ``ANY_SIZE``. That of throughput is a minimum
             and holds for the compiled engine, as throughput matters there; that of time is a maximum.
         max_requests: Most requests with which it is run; None is no limit.
-        is_traced: Whether requests are traced. An asynchronous engine computes those in every second step
-            only, so the throughput has no target there.
         is_decode: Whether throughput is measured; otherwise it is the time to the first token.
         bound: The reason of its limit, shown where a target is missed.
     """
@@ -64,7 +62,6 @@ class Variant:
     max_requests: int | None = None
     is_decode: bool = True
     is_control: bool = False
-    is_traced: bool = False
     bound: str = ""
 
 
@@ -88,8 +85,7 @@ class Workload:
             return sampler
 
         target = variant.targets.get(self.num_requests, variant.targets.get(ANY_SIZE))
-        misses_steps = variant.is_traced and engines is not None and engines.is_asynchronous
-        if is_decode and (mode != "compiled" or misses_steps):
+        if is_decode and mode != "compiled":
             target = None
         measure = ratio("ours", "plain", target, is_floor=is_decode, bound=variant.bound)
         size = f"{self.num_requests} requests, {self.prompt_tokens} tokens"
@@ -164,11 +160,6 @@ class _Engines:
             raise BenchmarkError("our engine and the plain one must not share compiled graphs, they do")
         self._prompts = RandomPrompts(self._engines["plain"].vocab_size)
 
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether vLLM starts a step before it has the results of the last one."""
-        return self._engines["ours"].num_ahead > 0
-
     def drained(self, sampler: Sampler) -> Sampler:
         """Return a sampler that leaves no requests behind where it fails."""
 
@@ -217,7 +208,7 @@ _TRACE_BOUND: Final = (
 _LENS: Final = lens({"phase": "generated"})
 _CAPTURE: Final = captured(every, "generated", "last")
 _first_token: Final = partial(Variant, is_decode=False)
-_traced_variant: Final = partial(Variant, is_traced=True, bound=_TRACE_BOUND)
+_traced_variant: Final = partial(Variant, bound=_TRACE_BOUND)
 _lens_variant: Final = partial(Variant, targets={ANY_SIZE: 0.60}, bound=_LENS_BOUND)
 
 VARIANTS: Final = (
