@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from typing_extensions import override
 from vllm.platforms.cpu import CpuPlatform
 
 from nnsight_engine.vllm_backend.cpu_kernels.install import allow_v2, install
@@ -26,7 +25,6 @@ class V2CpuPlatform(CpuPlatform):
     _is_registered: ClassVar[bool] = False
 
     @classmethod
-    @override
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         scheduler = vllm_config.scheduler_config
         is_async = scheduler.async_scheduling
@@ -35,7 +33,6 @@ class V2CpuPlatform(CpuPlatform):
         allow_v2()
 
     @classmethod
-    @override
     def register_triton_kernel_overrides(cls) -> None:
         """Put the kernels for CPUs in place.
 
