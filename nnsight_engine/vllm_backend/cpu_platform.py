@@ -26,6 +26,7 @@ class V2CpuPlatform(CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """Adapt the configuration to CPUs."""
         scheduler = vllm_config.scheduler_config
         is_async = scheduler.async_scheduling
         super().check_and_update_config(vllm_config)
