@@ -14,6 +14,8 @@ from nnsight_engine.core.errors import UnsupportedOptionError
 
 RUNNER: Final = "VLLM_USE_V2_MODEL_RUNNER"
 _V2: Final = "1"
+_TARGET: Final = "VLLM_TARGET_DEVICE"
+_CPU: Final = "cpu"
 _PLATFORM: Final = "nnsight_engine.vllm_backend.cpu_platform.V2CpuPlatform"
 
 
@@ -30,7 +32,7 @@ def use_runner_v2() -> None:
     """Have engines of this process, and of those that it starts, use runner V2.
 
     Raises:
-        UnsupportedOptionError: The environment chooses runner V1.
+        UnsupportedOptionError: See ``check_runner``.
     """
     check_runner()
     os.environ[RUNNER] = _V2
@@ -43,10 +45,15 @@ def use_runner_v2() -> None:
 
 
 def check_runner() -> None:
-    """Raise UnsupportedOptionError if the environment chooses runner V1."""
+    """Raise UnsupportedOptionError if the environment chooses runner V1, or keeps the plugin out."""
     chosen = os.environ.get(RUNNER, _V2)
     if chosen != _V2:
         raise UnsupportedOptionError(
             f"{RUNNER}={chosen} is not supported: interventions need vLLM's model runner V2, on CPUs too; "
             "unset the variable"
+        )
+    if os.environ.get(_TARGET) == _CPU:
+        raise UnsupportedOptionError(
+            f"{_TARGET}={_CPU} is not supported: vLLM then loads no plugin with the kernels for CPUs; unset the "
+            "variable, which vLLM's build for CPUs does not need"
         )

@@ -371,6 +371,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "a misspelt setting": (["NNSIGHT_ENGINE_PROT=1", "serve"], "did you mean NNSIGHT_ENGINE_PORT?"),
     "a wrong setting": (["NNSIGHT_ENGINE_PORT=many", "serve"], "the variable NNSIGHT_ENGINE_PORT is wrong"),
     "the older runner": (["VLLM_USE_V2_MODEL_RUNNER=0", "serve", "{folder}"], "need vLLM's model runner V2"),
+    "no plugins": (
+        ["VLLM_TARGET_DEVICE=cpu", "serve", "{folder}"],
+        "VLLM_TARGET_DEVICE=cpu is not supported",
+    ),
     "a folder for data that is none": (["NNSIGHT_ENGINE_DATA_DIR=/dev/null/a", "serve"], "/dev/null/a"),
     "a missing file of a key": (
         ["keys", "adopt", "/nowhere/key", "--tenant", "a"],
