@@ -7,7 +7,8 @@ workers exist, in ``Platform.register_triton_kernel_overrides``.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -43,36 +44,46 @@ FUNCTIONS: Final[Functions] = {
     )
     for name, function in subject.FUNCTIONS.items()
 }
-MISSING: Final = (
-    "gpu.cp_utils:_dcp_local_seq_lens_kernel",
-    "gpu.model_states.recoverssm:_postprocess_recoverssm_align_kernel",
-    "gpu.sample.batch_shard:_build_shard_plan_kernel",
-    "gpu.sample.batch_shard:_pack_logprobs_kernel",
-    "gpu.sample.batch_shard:_pack_sampler_output_kernel",
-    "gpu.sample.batch_shard:_unpack_gathered_output_kernel",
-    "gpu.sample.batch_shard:_unpack_logprobs_kernel",
-    "gpu.sample.thinking_budget:_thinking_budget_kernel",
-    "gpu.sample.thinking_budget:_update_committed_marker_cache_kernel",
-    "gpu.sample.watermark:_philox_gumbel_kernel",
-    "gpu.sample.watermark:_repeated_context_mask_kernel",
-    "gpu.spec_decode.acceptance_estimator:_accumulate_kernel",
-    "gpu.spec_decode.acceptance_estimator:_local_max_sumexp_kernel",
-    "gpu.spec_decode.acceptance_estimator:_predict_kernel",
-    "gpu.spec_decode.acceptance_estimator:_refit_kernel",
-    "gpu.spec_decode.dflash.speculator:_prepare_dflash_inputs_kernel",
-    "gpu.spec_decode.dflash2.speculator:_cache_draft_logits_kernel",
-    "gpu.spec_decode.dflash2.speculator:_selector_walk_kernel",
-    "gpu.spec_decode.multi_module_mtp.speculator:_cache_inputs_kernel",
-    "gpu.spec_decode.multi_module_mtp.speculator:_pad_trailing_draft_slots_kernel",
-    "gpu.spec_decode.multi_module_mtp.speculator:_prepare_input_buffers_kernel",
-    "gpu.spec_decode.multi_module_mtp.speculator:_prepare_input_hidden_states_and_embeddings_kernel",
-    "gpu.spec_decode.multi_module_mtp.speculator:_shift_input_embeds_kernel",
-    "gpu.spec_decode.multi_module_mtp.speculator:_shift_input_ids_kernel",
-    "gpu.spec_decode.rejection_sampler_utils:_compute_cumulative_log_p_kernel",
-    "gpu.spec_decode.rejection_sampler_utils:_compute_local_residual_mass_kernel",
-    "mamba_utils:get_aligned_state_indices_multi_group_kernel",
-)
-"""Kernels without a function for CPUs."""
+_SPECULATION: Final = "--speculative-config with"
+_MTP: Final = "gpu.spec_decode.multi_module_mtp.speculator"
+MISSING: Final[Mapping[str, Sequence[str]]] = {
+    "--decode-context-parallel-size above 1 on a CPU": ("gpu.cp_utils:_dcp_local_seq_lens_kernel",),
+    "--enable-batch-sharded-sampling": (
+        "gpu.sample.batch_shard:_build_shard_plan_kernel",
+        "gpu.sample.batch_shard:_pack_logprobs_kernel",
+        "gpu.sample.batch_shard:_pack_sampler_output_kernel",
+        "gpu.sample.batch_shard:_unpack_gathered_output_kernel",
+        "gpu.sample.batch_shard:_unpack_logprobs_kernel",
+    ),
+    "--watermark-config on a CPU": (
+        "gpu.sample.watermark:_philox_gumbel_kernel",
+        "gpu.sample.watermark:_repeated_context_mask_kernel",
+    ),
+    f"{_SPECULATION} enable_adaptive_verification": (
+        "gpu.spec_decode.acceptance_estimator:_accumulate_kernel",
+        "gpu.spec_decode.acceptance_estimator:_local_max_sumexp_kernel",
+        "gpu.spec_decode.acceptance_estimator:_predict_kernel",
+        "gpu.spec_decode.acceptance_estimator:_refit_kernel",
+    ),
+    f"{_SPECULATION} dflash or dspark on a CPU": (
+        "gpu.spec_decode.dflash.speculator:_prepare_dflash_inputs_kernel",
+        "gpu.spec_decode.dflash2.speculator:_cache_draft_logits_kernel",
+        "gpu.spec_decode.dflash2.speculator:_selector_walk_kernel",
+    ),
+    f"{_SPECULATION} several modules of mtp on a CPU": (
+        f"{_MTP}:_cache_inputs_kernel",
+        f"{_MTP}:_pad_trailing_draft_slots_kernel",
+        f"{_MTP}:_prepare_input_buffers_kernel",
+        f"{_MTP}:_prepare_input_hidden_states_and_embeddings_kernel",
+        f"{_MTP}:_shift_input_embeds_kernel",
+        f"{_MTP}:_shift_input_ids_kernel",
+    ),
+    f"{_SPECULATION} rejection_sample_method block on a CPU": (
+        "gpu.spec_decode.rejection_sampler_utils:_compute_cumulative_log_p_kernel",
+        "gpu.spec_decode.rejection_sampler_utils:_compute_local_residual_mass_kernel",
+    ),
+}
+"""Kernels without a function, by the option that alone launches them on a CPU, which the engine refuses."""
 
 
 def allow_v2() -> None:
@@ -80,9 +91,9 @@ def allow_v2() -> None:
     # Not imported above, since both ask for the platform, whose plugin imports this module.
     config: Any = importlib.import_module("vllm.config.vllm")
     config.HAS_TRITON = True
-    importlib.import_module(
-        "vllm.triton_utils"
-    ).triton.next_power_of_2 = next_power_of_2  # vLLM's substitute for Triton lacks it
+    triton = importlib.import_module("vllm.triton_utils").triton
+    if not hasattr(triton, "next_power_of_2"):  # vLLM's substitute for Triton lacks it
+        triton.next_power_of_2 = next_power_of_2
 
 
 def install() -> None:
@@ -98,7 +109,7 @@ def install() -> None:
         kernel = getattr(module, attribute)
         if not isinstance(kernel, CpuKernel):
             setattr(module, attribute, CpuKernel(name, kernel, function))
-    for name in MISSING:
+    for name in itertools.chain(*MISSING.values()):
         module, attribute = module_of(name)
         setattr(module, attribute, MissingKernel(name))
     module_of("gpu.spec_decode.ngram.speculator:")[0].HAS_TRITON = True

@@ -19,7 +19,7 @@ class CpuKernel:
 
     Args:
         name: The kernel, for messages.
-        kernel: The kernel without Triton, which is a plain function.
+        kernel: A plain function without Triton, else Triton's object, whose ``fn`` is that function.
         function: Takes arguments by keyword, and the launch grid if it has a parameter ``grid``.
 
     Raises:
@@ -27,7 +27,7 @@ class CpuKernel:
     """
 
     def __init__(self, name: str, kernel: Callable[..., Any], function: Callable[..., None]) -> None:
-        parameters = inspect.signature(kernel).parameters
+        parameters = inspect.signature(getattr(kernel, "fn", kernel)).parameters
         self._names: Final = {one: one.removesuffix(_POINTER).lower() for one in parameters}
         self._wanted: Final = frozenset(inspect.signature(function).parameters)
         self._function: Final = function

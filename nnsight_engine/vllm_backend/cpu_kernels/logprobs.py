@@ -94,7 +94,7 @@ def compact_sampling_mask(
     fits = places < max_num_kept
     token_ids[rows[fits], places[fits]] = tokens[fits].to(token_ids.dtype)
     padded = pad(is_kept, (0, _BYTE_BITS * packed_mask.shape[1] - is_kept.shape[1]))
-    by_byte = padded.view(len(counts), -1, _BYTE_BITS).int()
+    by_byte = padded.unflatten(1, (-1, _BYTE_BITS)).int()
     packed_mask.copy_((by_byte << torch.arange(_BYTE_BITS, dtype=torch.int32)).sum(-1))
 
 

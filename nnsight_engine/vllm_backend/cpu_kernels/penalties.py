@@ -20,6 +20,9 @@ from nnsight_engine.vllm_backend.cpu_kernels.ragged import (
     unpack_bits,
 )
 
+_FORCED: Final = 1e9
+"""The logit of a token that nothing else may be sampled than."""
+
 
 def apply_min_p(*, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, min_p: torch.Tensor) -> None:
     """Exclude tokens that are less likely than a share of the most likely one; zero excludes none."""
@@ -129,10 +132,52 @@ def replay_trace(
     sampled[own] = trace_token_ids[idx_mapping[own], step[own]].to(sampled.dtype)
 
 
+def update_committed_marker_cache() -> None:
+    """Do nothing: ``end_thinking`` finds the markers itself."""
+
+
+def end_thinking(
+    *,
+    logits: torch.Tensor,
+    expanded_idx_mapping: torch.Tensor,
+    thinking_token_budget: torch.Tensor,
+    all_token_ids: torch.Tensor,
+    total_len: torch.Tensor,
+    input_ids: torch.Tensor,
+    expanded_local_pos: torch.Tensor,
+    reasoning_start_token_ids: torch.Tensor,
+    natural_reasoning_end_token_ids: torch.Tensor,
+    reasoning_end_token_ids: torch.Tensor,
+) -> None:
+    """Force the end marker, token by token, where open reasoning is as long as its budget allows."""
+    budgets = thinking_token_budget[expanded_idx_mapping]
+    for row in (budgets >= 0).nonzero().view(-1).tolist():
+        request, first = expanded_idx_mapping[row], row - int(expanded_local_pos[row])
+        text = torch.cat([all_token_ids[request, : total_len[request]], input_ids[first + 1 : row + 1]])
+        start = _last_place(text, reasoning_start_token_ids)
+        num_tokens = len(text) - start - len(reasoning_start_token_ids)
+        if start <= _last_place(text, natural_reasoning_end_token_ids) or num_tokens < budgets[row]:
+            continue
+        marker = reasoning_end_token_ids
+        sizes = range(min(len(marker) - 1, len(text)), 0, -1)
+        num_written = next((size for size in sizes if torch.equal(text[-size:], marker[:size])), 0)
+        logits[row, marker[num_written]] = _FORCED
+
+
+def _last_place(text: torch.Tensor, marker: torch.Tensor) -> int:
+    """Return where a marker begins in a text for the last time; -1 if it is not there."""
+    if len(text) < len(marker):
+        return -1
+    places = (text.unfold(0, len(marker), 1) == marker).all(-1).nonzero()
+    return int(places[-1]) if len(places) else -1
+
+
 FUNCTIONS: Final[Functions] = {
     "gpu.sample.min_p:_min_p_kernel": apply_min_p,
     "gpu.sample.penalties:_penalties_kernel": apply_penalties,
     "gpu.sample.penalties:_bincount_kernel": bincount,
     "gpu.sample.bad_words:_bad_words_kernel": apply_bad_words,
     "gpu.sample.trace_replay:_trace_replay_kernel": replay_trace,
+    "gpu.sample.thinking_budget:_update_committed_marker_cache_kernel": update_committed_marker_cache,
+    "gpu.sample.thinking_budget:_thinking_budget_kernel": end_thinking,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from nnsight_engine.vllm_backend.cpu_kernels.launches import CpuKernel, MissingK
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """Put the kernels in place; return a function that finds one by its name."""
     monkeypatch.setattr(triton, "next_power_of_2", next_power_of_2, raising=False)
-    for name in [*FUNCTIONS, *MISSING]:
+    for name in [*FUNCTIONS, *chain(*MISSING.values())]:
         module, attribute = module_of(name)
         function, before = FUNCTIONS.get(name), getattr(module, attribute)
         replacement = MissingKernel(name) if function is None else CpuKernel(name, before, function)

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
 import vllm
 from vllm.v1.worker.gpu import input_batch
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
-from nnsight_engine.vllm_backend.cpu_kernels.install import FUNCTIONS, MISSING
-from nnsight_engine.vllm_backend.cpu_kernels.launches import MissingKernel
+from nnsight_engine.vllm_backend.cpu_kernels.install import FUNCTIONS, MISSING, allow_v2
+from nnsight_engine.vllm_backend.cpu_kernels.launches import CpuKernel
+from nnsight_engine.vllm_backend.unsupported_options import REFUSALS
 
+Kernel = Callable[[str], Any]
 WORKER = Path(vllm.__file__).parent / "v1/worker"
-OWN_ON_CPUS = {"mamba_utils:batch_memcpy_kernel"}
-"""Which vLLM itself replaces on CPUs."""
+NEVER_ON_CPUS = {
+    "mamba_utils:batch_memcpy_kernel",  # vLLM replaces it itself
+    "mamba_utils:get_aligned_state_indices_multi_group_kernel",  # vLLM asserts that the tensors are CUDA's
+    "gpu.model_states.recoverssm:_postprocess_recoverssm_align_kernel",  # of Kimi K3, in models/kimi_k3/nvidia
+}
 
 
 def launched() -> Iterator[str]:
@@ -31,14 +38,35 @@ def launched() -> Iterator[str]:
                     yield f"{module}:{name}"
 
 
-def test_all_launched_kernels_are_known() -> None:
-    assert set(launched()) - OWN_ON_CPUS == FUNCTIONS.keys() | set(MISSING)
-    assert not FUNCTIONS.keys() & set(MISSING)
+def test_all_launched_kernels_have_a_function_or_a_refused_option() -> None:
+    missing = [*itertools.chain(*MISSING.values())]
+    assert set(launched()) - NEVER_ON_CPUS == FUNCTIONS.keys() | set(missing)
+    assert not FUNCTIONS.keys() & set(missing)
+    assert MISSING.keys() <= {one.option for one in REFUSALS}
 
 
-def test_a_missing_kernel_says_its_name() -> None:
-    with pytest.raises(NotImplementedError, match=r"gpu\.cp_utils:_dcp.* has no function for CPUs"):
-        MissingKernel(MISSING[0])[1,]
+def test_a_missing_kernel_says_its_name(kernel: Kernel) -> None:
+    for name in itertools.chain(*MISSING.values()):
+        with pytest.raises(NotImplementedError, match=rf"{name} has no function for CPUs"):
+            kernel(name)[1,]
+
+
+def _scale_kernel(values_ptr: Any, factor: int, BLOCK_SIZE: int) -> None:  # noqa: N803 - as in Triton
+    raise AssertionError
+
+
+def test_functions_replace_kernels_of_a_triton_with_a_backend_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scale(*, values: torch.Tensor, factor: int) -> None:
+        values *= factor
+
+    values = torch.ones(3)
+    CpuKernel("scale", triton.jit(_scale_kernel), scale)[1,](values, factor=2, BLOCK_SIZE=8, num_warps=4)
+    assert values.tolist() == [2, 2, 2]
+    monkeypatch.setattr("vllm.triton_utils.triton", triton)
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", False)
+    before = triton.next_power_of_2
+    allow_v2()
+    assert triton.next_power_of_2 is before
 
 
 def test_options_without_a_function_are_refused() -> None:
@@ -56,7 +84,6 @@ def test_options_without_a_function_are_refused() -> None:
         )
 
 
-Kernel = Callable[[str], Any]
 MAX_REQUESTS, MAX_LENGTH = 6, 40
 REQUESTS = torch.tensor([4, 0, 2], dtype=torch.int32)
 """The state of each request of the batch: one at its prompt's start, one at its end, one that generates."""
