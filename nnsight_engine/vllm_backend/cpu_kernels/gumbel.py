@@ -10,8 +10,6 @@ from typing import Final
 
 import torch
 
-from nnsight_engine.vllm_backend.cpu_kernels.launches import Functions, refuse
-
 _MASK: Final = 0xFFFFFFFF
 _KEY_FACTORS: Final = (0xCC9E2D51, 0x1B873593)
 _MIX_ADDEND: Final = 0xE6546B64
@@ -115,14 +113,11 @@ def gumbel_sample(
     vocab_size: int,
     is_drafting: bool,
     apply_temperature: bool,
-    use_fp64: bool,
 ) -> None:
     """Sample a token for each row, and keep the logits of drafts before their temperature.
 
     The kernel returns the best token of each block of the vocabulary; here the first block has the best.
     """
-    if use_fp64:
-        refuse("gpu.sample.gumbel:_gumbel_sample_kernel", "fp64 noise")
     requests = expanded_idx_mapping
     is_real = requests >= 0
     if logits_cache is not None and logits_cache_col is not None and logits_cache_source is not None:
@@ -166,9 +161,3 @@ def _prefix(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _token_keys(num_tokens: int) -> torch.Tensor:
     return _key(torch.arange(num_tokens)).to(torch.int32)
-
-
-FUNCTIONS: Final[Functions] = {
-    "gpu.sample.gumbel:_temperature_kernel": apply_temperature,
-    "gpu.sample.gumbel:_gumbel_sample_kernel": gumbel_sample,
-}

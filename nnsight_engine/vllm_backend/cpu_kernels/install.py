@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -18,32 +18,74 @@ from nnsight_engine.vllm_backend.cpu_kernels import (
     drafts,
     gumbel,
     input_batch,
-    logit_masks,
+    logits,
     logprobs,
-    mamba_states,
     model_states,
-    penalties,
     rejection,
 )
-from nnsight_engine.vllm_backend.cpu_kernels.launches import CpuKernel, Functions, MissingKernel
+from nnsight_engine.vllm_backend.cpu_kernels.launches import CpuKernel, MissingKernel
 
 _WORKER: Final = "vllm.v1.worker."
-FUNCTIONS: Final[Functions] = {
-    name: function
-    for subject in (
-        block_tables,
-        drafts,
-        gumbel,
-        input_batch,
-        logit_masks,
-        logprobs,
-        mamba_states,
-        model_states,
-        penalties,
-        rejection,
-    )
-    for name, function in subject.FUNCTIONS.items()
+_THINKING: Final = "gpu.sample.thinking_budget"
+_DEPENDENT: Final = "gpu.spec_decode.target_dependent_ar.speculator"
+_UTILS: Final = "gpu.spec_decode.rejection_sampler_utils"
+
+
+def _skip() -> None:
+    """Stand for a kernel whose results the functions of other kernels do not read."""
+
+
+FUNCTIONS: Final[Mapping[str, Callable[..., None]]] = {
+    "gpu.input_batch:_prepare_prefill_inputs_kernel": input_batch.prepare_prefill_inputs,
+    "gpu.input_batch:_prepare_pos_seq_lens_kernel": input_batch.prepare_pos_seq_lens,
+    "gpu.input_batch:_combine_sampled_and_draft_tokens_kernel": input_batch.combine_sampled_and_draft_tokens,
+    "gpu.input_batch:_get_num_sampled_and_rejected_kernel": input_batch.get_num_sampled_and_rejected,
+    "gpu.input_batch:_post_update_kernel": input_batch.post_update,
+    "gpu.input_batch:_post_update_num_computed_tokens_kernel": input_batch.post_update_num_computed_tokens,
+    "gpu.input_batch:_expand_idx_mapping_kernel": input_batch.expand_idx_mapping,
+    "gpu.buffer_utils:_apply_write_kernel": block_tables.apply_write,
+    "gpu.block_table:_gather_block_tables_kernel": block_tables.gather_block_tables,
+    "gpu.block_table:_compute_slot_mappings_kernel": block_tables.compute_slot_mappings,
+    "utils:_zero_kv_blocks_kernel": block_tables.zero_kv_blocks,
+    "gpu.mm.rope:_prepare_rope_positions_kernel": model_states.prepare_rope_positions,
+    "gpu.model_states.prompt_embeds:_apply_prompt_embeds_kernel": model_states.apply_prompt_embeds,
+    "gpu.model_states.mamba_hybrid:_scatter_num_accepted_kernel": model_states.scatter_num_accepted,
+    "gpu.model_states.mamba_hybrid:_fill_num_accepted_kernel": model_states.fill_num_accepted,
+    "gpu.model_states.mamba_hybrid:preprocess_mamba_align_fused_kernel": model_states.find_sources,
+    "mamba_utils:precopy_mamba_align_fused_kernel": model_states.copy_before_step,
+    "mamba_utils:postprocess_mamba_fused_kernel": model_states.copy_after_step,
+    "gpu.sample.logit_bias:_bias_kernel": logits.apply_logit_bias,
+    "gpu.structured_outputs:_apply_grammar_bitmask_kernel": logits.apply_grammar_bitmask,
+    "gpu.sample.min_p:_min_p_kernel": logits.apply_min_p,
+    "gpu.sample.penalties:_penalties_kernel": logits.apply_penalties,
+    "gpu.sample.penalties:_bincount_kernel": logits.bincount,
+    "gpu.sample.bad_words:_bad_words_kernel": logits.apply_bad_words,
+    "gpu.sample.trace_replay:_trace_replay_kernel": logits.replay_trace,
+    f"{_THINKING}:_update_committed_marker_cache_kernel": _skip,
+    f"{_THINKING}:_thinking_budget_kernel": logits.end_thinking,
+    "gpu.sample.gumbel:_temperature_kernel": gumbel.apply_temperature,
+    "gpu.sample.gumbel:_gumbel_sample_kernel": gumbel.gumbel_sample,
+    "gpu.sample.logprob:_topk_log_softmax_kernel": logprobs.topk_log_softmax,
+    "gpu.sample.logprob:_ranks_kernel": logprobs.ranks,
+    "gpu.sample.logprob:_fill_logprob_token_ids_kernel": logprobs.fill_logprob_token_ids,
+    "gpu.sample.prompt_logprob:_prompt_logprobs_token_ids_kernel": logprobs.prompt_logprobs_token_ids,
+    "gpu.metrics.logits:_num_nans_kernel": logprobs.num_nans,
+    "gpu.sample.output:_compact_sampling_mask_kernel": logprobs.compact_sampling_mask,
+    "gpu.spec_decode.ngram.speculator:_ngram_scan_kernel": drafts.ngram_scan,
+    "gpu.spec_decode.ngram.speculator:_ngram_finalize_kernel": drafts.ngram_finalize,
+    "gpu.spec_decode.standalone_ar.speculator:_prepare_prefill_inputs_kernel": drafts.prepare_own_prefill,
+    f"{_DEPENDENT}:_prepare_prefill_inputs_kernel": drafts.prepare_dependent_prefill,
+    f"{_DEPENDENT}:_prepare_decode_inputs_kernel": drafts.prepare_decode_inputs,
+    f"{_DEPENDENT}:_update_draft_inputs_kernel": drafts.update_draft_inputs,
+    "gpu.spec_decode.rejection_sampler:_flatten_sampled_kernel": rejection.flatten_sampled,
+    "gpu.spec_decode.rejection_sampler:_gather_draft_sampled_kernel": rejection.gather_draft_sampled,
+    f"{_UTILS}:_compute_local_logits_stats_kernel": _skip,
+    f"{_UTILS}:_rejection_kernel": rejection.reject,
+    f"{_UTILS}:_resample_kernel": rejection.resample,
+    f"{_UTILS}:_insert_resampled_kernel": rejection.insert_resampled,
 }
+"""Functions by the kernel that each replaces, ``module:name``, the module below ``vllm.v1.worker``."""
+
 _SPECULATION: Final = "--speculative-config with"
 _MTP: Final = "gpu.spec_decode.multi_module_mtp.speculator"
 MISSING: Final[Mapping[str, Sequence[str]]] = {
@@ -79,8 +121,8 @@ MISSING: Final[Mapping[str, Sequence[str]]] = {
         f"{_MTP}:_shift_input_ids_kernel",
     ),
     f"{_SPECULATION} rejection_sample_method block on a CPU": (
-        "gpu.spec_decode.rejection_sampler_utils:_compute_cumulative_log_p_kernel",
-        "gpu.spec_decode.rejection_sampler_utils:_compute_local_residual_mass_kernel",
+        f"{_UTILS}:_compute_cumulative_log_p_kernel",
+        f"{_UTILS}:_compute_local_residual_mass_kernel",
     ),
 }
 """Kernels without a function, by the option that alone launches them on a CPU, which the engine refuses."""

@@ -9,7 +9,7 @@ import torch
 from vllm.v1.worker import mamba_utils
 from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
 
-from nnsight_engine.vllm_backend.cpu_kernels.mamba_states import find_sources
+from nnsight_engine.vllm_backend.cpu_kernels.model_states import find_sources
 
 BLOCK = 8
 WIDTH, CHANNELS = 5, 3

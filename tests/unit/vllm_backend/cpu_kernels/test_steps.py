@@ -24,7 +24,7 @@ WORKER = Path(vllm.__file__).parent / "v1/worker"
 NEVER_ON_CPUS = {
     "mamba_utils:batch_memcpy_kernel",  # vLLM replaces it itself
     "mamba_utils:get_aligned_state_indices_multi_group_kernel",  # vLLM asserts that the tensors are CUDA's
-    "gpu.model_states.recoverssm:_postprocess_recoverssm_align_kernel",  # of Kimi K3, in models/kimi_k3/nvidia
+    "gpu.model_states.recoverssm:_postprocess_recoverssm_align_kernel",  # of Kimi K3 on NVIDIA's GPUs
 }
 
 
@@ -55,7 +55,9 @@ def _scale_kernel(values_ptr: Any, factor: int, BLOCK_SIZE: int) -> None:  # noq
     raise AssertionError
 
 
-def test_functions_replace_kernels_of_a_triton_with_a_backend_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_replace_kernels_of_a_triton_with_a_backend_for_cpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def scale(*, values: torch.Tensor, factor: int) -> None:
         values *= factor
 
@@ -71,7 +73,9 @@ def test_functions_replace_kernels_of_a_triton_with_a_backend_for_cpus(monkeypat
 
 def test_options_without_a_function_are_refused() -> None:
     zeros = torch.zeros(1)
-    with pytest.raises(NotImplementedError, match="_gumbel_sample_kernel has no function for CPUs with fp64"):
+    with pytest.raises(
+        NotImplementedError, match="_gumbel_sample_kernel has no function for CPUs with use_fp64 True"
+    ):
         gumbel_sample(
             torch.zeros(1, 4),
             zeros.int(),
