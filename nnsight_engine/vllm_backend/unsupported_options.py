@@ -108,7 +108,7 @@ REFUSALS: Final = (
         lambda config: _drafts(config, lambda drafts: drafts.method in {"dflash", "dspark"}),
     ),
     _on_cpu(
-        "--speculative-config with several modules of mtp",
+        "--speculative-config with several mtp modules",
         lambda config: _drafts(config, lambda drafts: drafts.use_multi_module_mtp()),
     ),
     _on_cpu(

@@ -4,6 +4,6 @@ A launch ``kernel[grid](*arguments)`` reaches a function that takes the argument
 vLLM's kernel gives them, in lower case and without ``_ptr``. Strides and block sizes are left out: tensors
 know theirs. ``install`` has a table of the functions by kernel, and puts all of them in place.
 
-Results equal those of the kernels, but that sums are taken in another order. Options whose kernels have no
-function here are refused at the start, by ``unsupported_options``; a launch raises ``NotImplementedError``.
+Results equal those of the kernels, but that sums are taken in another order. ``unsupported_options``
+refuses the options whose kernels have no function here.
 """

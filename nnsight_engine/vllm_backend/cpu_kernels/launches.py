@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 SUPPORTED: Final = types.MappingProxyType({"cp_size": 1, "use_fp64": False, "watermark": False})
 """Arguments of which functions here have one value alone; the options that set another are refused."""
@@ -56,18 +56,3 @@ class CpuKernel:
                 )
         given[_GRID] = grid
         self._function(**{name: value for name, value in given.items() if name in self._wanted})
-
-
-class MissingKernel:
-    """Replaces a kernel that has no function for CPUs."""
-
-    def __init__(self, name: str) -> None:
-        self._name: Final = name
-
-    def __getitem__(self, grid: tuple[int, ...]) -> NoReturn:
-        """Refuse to launch it.
-
-        Raises:
-            NotImplementedError: Always.
-        """
-        raise NotImplementedError(f"vLLM's kernel {self._name} has no function for CPUs; use a GPU")

@@ -111,7 +111,7 @@ CASES: Final[tuple[tuple[str, tuple[Case, ...]], ...]] = (
         (drafting("method", "dflash"), drafting("method", "dspark")),
     ),
     (
-        "--speculative-config with several modules of mtp on a CPU",
+        "--speculative-config with several mtp modules on a CPU",
         (drafting("use_multi_module_mtp", lambda: True),),
     ),
     (
