@@ -738,16 +738,18 @@ def _(batch: Batch) -> object:
     f"{JUDGE}_utils:_insert_resampled_kernel",
 )
 def _(batch: Batch) -> object:
-    target, tokens = batch.logits(), batch.tokens(batch.num_logits)
+    target, num_drafted = batch.logits(), batch.vocab_size - batch.draw.choice((0, 3))
     target[target < -4] = -torch.inf
+    draft_logits = batch.logits(MAX_REQUESTS, batch.num_speculative_steps)[..., :num_drafted]
+    tokens = batch.tokens(batch.num_logits).clamp(max=num_drafted - 1)
     is_best = batch.ints(0, 2, batch.num_logits).bool()[1:]
-    tokens[1:] = torch.where(is_best, target.argmax(-1).int()[:-1], tokens[1:])
+    tokens[1:] = torch.where(is_best, target[:, :num_drafted].argmax(-1).int()[:-1], tokens[1:])
     is_draft = batch.expanded_local_pos > 0
     tokens[is_draft] = batch.with_padding(tokens[is_draft])
     rates = torch.linspace(0.9, 0.5, batch.num_speculative_steps)
     sampled, nums = of(f"{JUDGE}_utils").rejection_sample(
         target,
-        batch.draw.choice((None, batch.logits(MAX_REQUESTS, batch.num_speculative_steps))),
+        batch.draw.choice((None, draft_logits)),
         tokens,
         batch.cu_num_logits,
         batch.positions[batch.logits_indices],
