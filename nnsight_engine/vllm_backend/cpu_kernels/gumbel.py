@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Final
 
+import numpy as np
 import torch
 
 _MASK: Final = 0xFFFFFFFF
@@ -18,8 +19,8 @@ _NUM_BYTES: Final = 16
 """Of which vLLM takes a hash: those of the seed, a position and a token."""
 _DRAFT_OFFSET: Final = 1 << 30
 """Added to positions for drafts, whose noise must not be that of the sample they are compared with."""
-_PHILOX_FACTORS: Final = (0xD2511F53, 0xCD9E8D57)
-_PHILOX_ADDENDS: Final = (0x9E3779B9, 0xBB67AE85)
+_PHILOX_FACTORS: Final = np.array([0xD2511F53, 0xCD9E8D57], np.uint64)
+_PHILOX_ADDENDS: Final = np.array([0x9E3779B9, 0xBB67AE85], np.uint64)
 _UNIFORM_STEP: Final = 4.6566127342e-10
 _CHUNK_ELEMENTS: Final = 1 << 18
 """Noise is made for so many elements at a time, which stay in the cache of a processor."""
@@ -51,16 +52,17 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int) 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return a number between 0 and 1 for each row, as Triton's ``rand`` does, by Philox of ten rounds."""
-    seeds, positions = seeds.long(), positions.long()
-    key_0, key_1 = seeds & _MASK, seeds >> 32 & _MASK
-    word_0, word_1 = positions & _MASK, positions >> 32 & _MASK
-    word_2 = word_3 = torch.zeros_like(positions)
+    # By numpy, whose operations on few numbers cost less than torch's.
+    key, position = (one.long().numpy().astype(np.uint64) for one in (seeds, positions))
+    key_0, key_1 = key & _MASK, key >> 32
+    word_0, word_1 = position & _MASK, position >> 32
+    word_2 = word_3 = np.zeros_like(position)
     for _ in range(10):
         product_0, product_2 = word_0 * _PHILOX_FACTORS[0], word_2 * _PHILOX_FACTORS[1]
-        word_0, word_1 = product_2 >> 32 & _MASK ^ word_1 ^ key_0, product_2 & _MASK
-        word_2, word_3 = product_0 >> 32 & _MASK ^ word_3 ^ key_1, product_0 & _MASK
+        word_0, word_1 = product_2 >> 32 ^ word_1 ^ key_0, product_2 & _MASK
+        word_2, word_3 = product_0 >> 32 ^ word_3 ^ key_1, product_0 & _MASK
         key_0, key_1 = key_0 + _PHILOX_ADDENDS[0] & _MASK, key_1 + _PHILOX_ADDENDS[1] & _MASK
-    drawn = word_0.to(torch.int32)
+    drawn = torch.from_numpy(word_0).to(torch.int32)
     return torch.where(drawn < 0, ~drawn, drawn).float().mul(_UNIFORM_STEP).clamp(min=_UNIFORM_STEP)
 
 
