@@ -54,6 +54,6 @@ def check_runner() -> None:
         )
     if os.environ.get(_TARGET) == _CPU:
         raise UnsupportedOptionError(
-            f"{_TARGET}={_CPU} is not supported: vLLM then loads no plugin with the kernels for CPUs; unset the "
-            "variable, which vLLM's build for CPUs does not need"
+            f"{_TARGET}={_CPU} is not supported: vLLM then loads no plugin with the kernels for CPUs; unset "
+            "the variable, which vLLM's build for CPUs does not need"
         )

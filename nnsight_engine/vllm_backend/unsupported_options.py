@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.executor import Executor
 
 from nnsight_engine.core.errors import UnsupportedOptionError
@@ -58,6 +59,15 @@ def _classifies_tokens(config: VllmConfig) -> bool:
     return pooler is not None and pooler.task == "token_classify"
 
 
+def _on_cpu(option: str, is_given: Callable[[VllmConfig], bool]) -> Refusal:
+    """Return the refusal of an option whose kernels are not among ``cpu_kernels``."""
+    return Refusal(
+        f"{option} on a CPU",
+        "vLLM's model runner has its kernels for GPUs only",
+        lambda config: current_platform.is_cpu() and is_given(config),
+    )
+
+
 REFUSALS: Final = (
     Refusal(
         "--tensor-parallel-size with --pipeline-parallel-size",
@@ -93,6 +103,18 @@ REFUSALS: Final = (
         "the device decides how many rows a request has",
         lambda config: _drafts(config, lambda drafts: drafts.enable_adaptive_verification),
     ),
+    _on_cpu(
+        "--speculative-config with dflash or dspark",
+        lambda config: _drafts(config, lambda drafts: drafts.method in {"dflash", "dspark"}),
+    ),
+    _on_cpu(
+        "--speculative-config with several mtp modules",
+        lambda config: _drafts(config, lambda drafts: drafts.use_multi_module_mtp()),
+    ),
+    _on_cpu(
+        "--speculative-config with rejection_sample_method block",
+        lambda config: _drafts(config, lambda drafts: drafts.rejection_sample_method == "block"),
+    ),
     Refusal(
         "--kv-sharing-fast-prefill",
         "layers that use the keys of others (Gemma 3n, Gemma 4) would run for the sampled positions only",
@@ -103,6 +125,12 @@ REFUSALS: Final = (
         "each rank has rows of its own",
         lambda config: config.parallel_config.prefill_context_parallel_size > 1,
     ),
+    _on_cpu(
+        "--decode-context-parallel-size above 1",
+        lambda config: config.parallel_config.decode_context_parallel_size > 1,
+    ),
+    _on_cpu("--watermark-config", lambda config: config.watermark_config is not None),
+    _on_cpu("--use-fp64-gumbel", lambda config: config.model_config.use_fp64_gumbel),
     Refusal(
         "--enable-batch-sharded-sampling",
         "each rank has the logits of its own requests only",

@@ -162,6 +162,14 @@ async def test_steering_leaves_the_other_parts_alone(
     np.testing.assert_allclose(rows[1][changed] - rows[0][changed], 1.0, atol=1e-3)
 
 
+async def test_a_budget_ends_the_reasoning(live: Live, tokenizer: PreTrainedTokenizerFast) -> None:
+    forced = Forced(await prompt_len(live), tokenizer)
+    message = (await asked(live, forced, thinking_token_budget=2))["message"]
+    ids = tokenizer.encode(REASONING, add_special_tokens=False)
+    assert len(ids) > 2
+    assert message["reasoning"] == tokenizer.decode(ids[:2])
+
+
 async def test_streams_have_the_same_parts(live: Live, tokenizer: PreTrainedTokenizerFast) -> None:
     forced = Forced(await prompt_len(live), tokenizer)
     probes = [

@@ -2,9 +2,8 @@
 
 A launch ``kernel[grid](*arguments)`` reaches a function that takes the arguments it needs by the names that
 vLLM's kernel gives them, in lower case and without ``_ptr``. Strides and block sizes are left out: tensors
-know theirs. Each file has a table of its functions by kernel; ``install`` puts all of them in place.
+know theirs. ``install`` has a table of the functions by kernel, and puts all of them in place.
 
-Results equal those of the kernels, with two exceptions: sums are taken in another order, and drafts are
-accepted by uniform numbers of another stream than Triton's. A kernel or option that has no function here
-raises ``NotImplementedError`` with its name.
+Results equal those of the kernels, but that sums are taken in another order. ``unsupported_options``
+refuses the options whose kernels have no function here.
 """

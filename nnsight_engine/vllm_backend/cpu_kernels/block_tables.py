@@ -10,7 +10,6 @@ from typing import Final
 
 import torch
 
-from nnsight_engine.vllm_backend.cpu_kernels.launches import Functions, refuse
 from nnsight_engine.vllm_backend.cpu_kernels.ragged import lengths_of
 
 Tables = list[torch.Tensor]
@@ -47,13 +46,11 @@ def gather_block_tables(
     grid: tuple[int, int],
     batch_idx_to_req_idx: torch.Tensor,
     src_block_table_ptrs: Tables,
-    dst_block_table_ptrs: Tables | torch.Tensor,
+    dst_block_table_ptrs: Tables,
     num_blocks: torch.Tensor,
     num_reqs: int,
 ) -> None:
     """Copy the blocks of each request into its row of the batch; rows of padding become zero."""
-    if isinstance(dst_block_table_ptrs, torch.Tensor):
-        refuse("gpu.block_table:_gather_block_tables_kernel", "context parallelism")
     requests = batch_idx_to_req_idx[:num_reqs]
     for group, (source, target) in enumerate(zip(src_block_table_ptrs, dst_block_table_ptrs, strict=True)):
         target[num_reqs : grid[1]] = 0
@@ -75,12 +72,9 @@ def compute_slot_mappings(
     block_sizes: torch.Tensor,
     slot_mapping_enabled: torch.Tensor,
     slot_mappings: torch.Tensor,
-    cp_size: int,
     pad_id: int,
 ) -> None:
     """Return the cache slot of each token, for each group; padding where a token has none."""
-    if cp_size != 1:
-        refuse("gpu.block_table:_compute_slot_mappings_kernel", "context parallelism")
     requests = torch.repeat_interleave(idx_mapping, lengths_of(query_start_loc, len(idx_mapping)))
     num_tokens = len(requests)
     is_real = requests >= 0
@@ -109,11 +103,3 @@ def zero_kv_blocks(
     for address, stride, size in segments:
         for block in blocks:
             ctypes.memset(address + block * stride * _CACHE_ELEMENT_BYTES, 0, size * _CACHE_ELEMENT_BYTES)
-
-
-FUNCTIONS: Final[Functions] = {
-    "gpu.buffer_utils:_apply_write_kernel": apply_write,
-    "gpu.block_table:_gather_block_tables_kernel": gather_block_tables,
-    "gpu.block_table:_compute_slot_mappings_kernel": compute_slot_mappings,
-    "utils:_zero_kv_blocks_kernel": zero_kv_blocks,
-}

@@ -5,11 +5,8 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 
-from nnsight_engine.vllm_backend.cpu_kernels.launches import Functions
 from nnsight_engine.vllm_backend.cpu_kernels.ragged import lengths_of, rows_and_places
 
 
@@ -62,7 +59,7 @@ def ngram_finalize(
     drafts[:num_reqs] = torch.where(is_text, found, last_sampled[idx_mapping][:, None])
 
 
-def prepare_standalone_prefill(
+def prepare_own_prefill(
     *,
     target_input_ids: torch.Tensor,
     target_positions: torch.Tensor,
@@ -211,14 +208,3 @@ def _pad(
     last_indices[num_reqs:max_num_reqs] = 0
     starts[num_reqs : max_num_reqs + 1] = num_tokens
     lengths[num_reqs:max_num_reqs] = 0
-
-
-_DEPENDENT: Final = "gpu.spec_decode.target_dependent_ar.speculator"
-FUNCTIONS: Final[Functions] = {
-    "gpu.spec_decode.ngram.speculator:_ngram_scan_kernel": ngram_scan,
-    "gpu.spec_decode.ngram.speculator:_ngram_finalize_kernel": ngram_finalize,
-    "gpu.spec_decode.standalone_ar.speculator:_prepare_prefill_inputs_kernel": prepare_standalone_prefill,
-    f"{_DEPENDENT}:_prepare_prefill_inputs_kernel": prepare_dependent_prefill,
-    f"{_DEPENDENT}:_prepare_decode_inputs_kernel": prepare_decode_inputs,
-    f"{_DEPENDENT}:_update_draft_inputs_kernel": update_draft_inputs,
-}

@@ -8,9 +8,8 @@ from __future__ import annotations
 import functools
 from typing import Final
 
+import numpy as np
 import torch
-
-from nnsight_engine.vllm_backend.cpu_kernels.launches import Functions, refuse
 
 _MASK: Final = 0xFFFFFFFF
 _KEY_FACTORS: Final = (0xCC9E2D51, 0x1B873593)
@@ -20,8 +19,9 @@ _NUM_BYTES: Final = 16
 """Of which vLLM takes a hash: those of the seed, a position and a token."""
 _DRAFT_OFFSET: Final = 1 << 30
 """Added to positions for drafts, whose noise must not be that of the sample they are compared with."""
-_UNIFORM_DOMAIN: Final = 0x5BD1E995
-"""Where the hash of ``uniform`` starts; that of tokens starts at zero."""
+_PHILOX_FACTORS: Final = np.array([0xD2511F53, 0xCD9E8D57], np.uint64)
+_PHILOX_ADDENDS: Final = np.array([0x9E3779B9, 0xBB67AE85], np.uint64)
+_UNIFORM_STEP: Final = 4.6566127342e-10
 _CHUNK_ELEMENTS: Final = 1 << 18
 """Noise is made for so many elements at a time, which stay in the cache of a processor."""
 
@@ -51,12 +51,19 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int) 
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return a number between 0 and 1 for each row, independent of the noise of tokens."""
-    prefix = _prefix(seeds, positions, _UNIFORM_DOMAIN)
-    value = _mixed(prefix, torch.zeros_like(prefix)) ^ _NUM_BYTES
-    value = ((value ^ value >> 16) * _FINAL_FACTORS[0]) & _MASK
-    value = ((value ^ value >> 13) * _FINAL_FACTORS[1]) & _MASK
-    return (((value ^ value >> 16) + 0.5) * 2**-32).float().clamp(max=1 - 2**-24)
+    """Return a number between 0 and 1 for each row, as Triton's ``rand`` does, by Philox of ten rounds."""
+    # By numpy, whose operations on few numbers cost less than torch's.
+    key, position = (one.long().numpy().astype(np.uint64) for one in (seeds, positions))
+    key_0, key_1 = key & _MASK, key >> 32
+    word_0, word_1 = position & _MASK, position >> 32
+    word_2 = word_3 = np.zeros_like(position)
+    for _ in range(10):
+        product_0, product_2 = word_0 * _PHILOX_FACTORS[0], word_2 * _PHILOX_FACTORS[1]
+        word_0, word_1 = product_2 >> 32 ^ word_1 ^ key_0, product_2 & _MASK
+        word_2, word_3 = product_0 >> 32 ^ word_3 ^ key_1, product_0 & _MASK
+        key_0, key_1 = key_0 + _PHILOX_ADDENDS[0] & _MASK, key_1 + _PHILOX_ADDENDS[1] & _MASK
+    drawn = torch.from_numpy(word_0).to(torch.int32)
+    return torch.where(drawn < 0, ~drawn, drawn).float().mul(_UNIFORM_STEP).clamp(min=_UNIFORM_STEP)
 
 
 def noised_argmax(
@@ -108,14 +115,11 @@ def gumbel_sample(
     vocab_size: int,
     is_drafting: bool,
     apply_temperature: bool,
-    use_fp64: bool,
 ) -> None:
     """Sample a token for each row, and keep the logits of drafts before their temperature.
 
     The kernel returns the best token of each block of the vocabulary; here the first block has the best.
     """
-    if use_fp64:
-        refuse("gpu.sample.gumbel:_gumbel_sample_kernel", "fp64 noise")
     requests = expanded_idx_mapping
     is_real = requests >= 0
     if logits_cache is not None and logits_cache_col is not None and logits_cache_source is not None:
@@ -149,19 +153,13 @@ def _mixed(value: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return (_rotated(value ^ _key(key), 13) * 5 + _MIX_ADDEND) & _MASK
 
 
-def _prefix(seeds: torch.Tensor, positions: torch.Tensor, domain: int = 0) -> torch.Tensor:
+def _prefix(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return the hash so far, of both halves of each seed and of the position; 32 bits in an int64."""
     seeds = seeds.long()
-    value = _mixed(torch.full_like(seeds, domain), seeds & _MASK)
+    value = _mixed(torch.zeros_like(seeds), seeds & _MASK)
     return _mixed(_mixed(value, seeds >> 32 & _MASK), positions.long() & _MASK)
 
 
 @functools.cache
 def _token_keys(num_tokens: int) -> torch.Tensor:
     return _key(torch.arange(num_tokens)).to(torch.int32)
-
-
-FUNCTIONS: Final[Functions] = {
-    "gpu.sample.gumbel:_temperature_kernel": apply_temperature,
-    "gpu.sample.gumbel:_gumbel_sample_kernel": gumbel_sample,
-}

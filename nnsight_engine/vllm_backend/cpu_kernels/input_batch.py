@@ -6,11 +6,8 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 
-from nnsight_engine.vllm_backend.cpu_kernels.launches import Functions
 from nnsight_engine.vllm_backend.cpu_kernels.ragged import count_in, lengths_of, rows_and_places
 
 
@@ -162,14 +159,3 @@ def expand_idx_mapping(
     rows, places = rows_and_places(lengths_of(cu_num_logits, len(idx_mapping)))
     expanded_idx_mapping[: len(rows)] = idx_mapping[rows]
     expanded_local_pos[: len(rows)] = places
-
-
-FUNCTIONS: Final[Functions] = {
-    "gpu.input_batch:_prepare_prefill_inputs_kernel": prepare_prefill_inputs,
-    "gpu.input_batch:_prepare_pos_seq_lens_kernel": prepare_pos_seq_lens,
-    "gpu.input_batch:_combine_sampled_and_draft_tokens_kernel": combine_sampled_and_draft_tokens,
-    "gpu.input_batch:_get_num_sampled_and_rejected_kernel": get_num_sampled_and_rejected,
-    "gpu.input_batch:_post_update_kernel": post_update,
-    "gpu.input_batch:_post_update_num_computed_tokens_kernel": post_update_num_computed_tokens,
-    "gpu.input_batch:_expand_idx_mapping_kernel": expand_idx_mapping,
-}

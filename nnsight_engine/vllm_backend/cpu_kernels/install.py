@@ -7,7 +7,7 @@ workers exist, in ``Platform.register_triton_kernel_overrides``.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -17,62 +17,73 @@ from nnsight_engine.vllm_backend.cpu_kernels import (
     drafts,
     gumbel,
     input_batch,
-    logit_masks,
+    logits,
     logprobs,
-    mamba_states,
     model_states,
-    penalties,
     rejection,
 )
-from nnsight_engine.vllm_backend.cpu_kernels.launches import CpuKernel, Functions, MissingKernel
+from nnsight_engine.vllm_backend.cpu_kernels.launches import CpuKernel
 
 _WORKER: Final = "vllm.v1.worker."
-FUNCTIONS: Final[Functions] = {
-    name: function
-    for subject in (
-        block_tables,
-        drafts,
-        gumbel,
-        input_batch,
-        logit_masks,
-        logprobs,
-        mamba_states,
-        model_states,
-        penalties,
-        rejection,
-    )
-    for name, function in subject.FUNCTIONS.items()
+_THINKING: Final = "gpu.sample.thinking_budget"
+_DEPENDENT: Final = "gpu.spec_decode.target_dependent_ar.speculator"
+_UTILS: Final = "gpu.spec_decode.rejection_sampler_utils"
+
+
+def _skip() -> None:
+    """Stand for a kernel whose results the functions of other kernels do not read."""
+
+
+FUNCTIONS: Final[Mapping[str, Callable[..., None]]] = {
+    "gpu.input_batch:_prepare_prefill_inputs_kernel": input_batch.prepare_prefill_inputs,
+    "gpu.input_batch:_prepare_pos_seq_lens_kernel": input_batch.prepare_pos_seq_lens,
+    "gpu.input_batch:_combine_sampled_and_draft_tokens_kernel": input_batch.combine_sampled_and_draft_tokens,
+    "gpu.input_batch:_get_num_sampled_and_rejected_kernel": input_batch.get_num_sampled_and_rejected,
+    "gpu.input_batch:_post_update_kernel": input_batch.post_update,
+    "gpu.input_batch:_post_update_num_computed_tokens_kernel": input_batch.post_update_num_computed_tokens,
+    "gpu.input_batch:_expand_idx_mapping_kernel": input_batch.expand_idx_mapping,
+    "gpu.buffer_utils:_apply_write_kernel": block_tables.apply_write,
+    "gpu.block_table:_gather_block_tables_kernel": block_tables.gather_block_tables,
+    "gpu.block_table:_compute_slot_mappings_kernel": block_tables.compute_slot_mappings,
+    "utils:_zero_kv_blocks_kernel": block_tables.zero_kv_blocks,
+    "gpu.mm.rope:_prepare_rope_positions_kernel": model_states.prepare_rope_positions,
+    "gpu.model_states.prompt_embeds:_apply_prompt_embeds_kernel": model_states.apply_prompt_embeds,
+    "gpu.model_states.mamba_hybrid:_scatter_num_accepted_kernel": model_states.scatter_num_accepted,
+    "gpu.model_states.mamba_hybrid:_fill_num_accepted_kernel": model_states.fill_num_accepted,
+    "gpu.model_states.mamba_hybrid:preprocess_mamba_align_fused_kernel": model_states.find_sources,
+    "mamba_utils:precopy_mamba_align_fused_kernel": model_states.copy_before_step,
+    "mamba_utils:postprocess_mamba_fused_kernel": model_states.copy_after_step,
+    "gpu.sample.logit_bias:_bias_kernel": logits.apply_logit_bias,
+    "gpu.structured_outputs:_apply_grammar_bitmask_kernel": logits.apply_grammar_bitmask,
+    "gpu.sample.min_p:_min_p_kernel": logits.apply_min_p,
+    "gpu.sample.penalties:_penalties_kernel": logits.apply_penalties,
+    "gpu.sample.penalties:_bincount_kernel": logits.bincount,
+    "gpu.sample.bad_words:_bad_words_kernel": logits.apply_bad_words,
+    "gpu.sample.trace_replay:_trace_replay_kernel": logits.replay_trace,
+    f"{_THINKING}:_update_committed_marker_cache_kernel": _skip,
+    f"{_THINKING}:_thinking_budget_kernel": logits.end_thinking,
+    "gpu.sample.gumbel:_temperature_kernel": gumbel.apply_temperature,
+    "gpu.sample.gumbel:_gumbel_sample_kernel": gumbel.gumbel_sample,
+    "gpu.sample.logprob:_topk_log_softmax_kernel": logprobs.topk_log_softmax,
+    "gpu.sample.logprob:_ranks_kernel": logprobs.ranks,
+    "gpu.sample.logprob:_fill_logprob_token_ids_kernel": logprobs.fill_logprob_token_ids,
+    "gpu.sample.prompt_logprob:_prompt_logprobs_token_ids_kernel": logprobs.prompt_logprobs_token_ids,
+    "gpu.metrics.logits:_num_nans_kernel": logprobs.num_nans,
+    "gpu.sample.output:_compact_sampling_mask_kernel": logprobs.compact_sampling_mask,
+    "gpu.spec_decode.ngram.speculator:_ngram_scan_kernel": drafts.ngram_scan,
+    "gpu.spec_decode.ngram.speculator:_ngram_finalize_kernel": drafts.ngram_finalize,
+    "gpu.spec_decode.standalone_ar.speculator:_prepare_prefill_inputs_kernel": drafts.prepare_own_prefill,
+    f"{_DEPENDENT}:_prepare_prefill_inputs_kernel": drafts.prepare_dependent_prefill,
+    f"{_DEPENDENT}:_prepare_decode_inputs_kernel": drafts.prepare_decode_inputs,
+    f"{_DEPENDENT}:_update_draft_inputs_kernel": drafts.update_draft_inputs,
+    "gpu.spec_decode.rejection_sampler:_flatten_sampled_kernel": rejection.flatten_sampled,
+    "gpu.spec_decode.rejection_sampler:_gather_draft_sampled_kernel": rejection.gather_draft_sampled,
+    f"{_UTILS}:_compute_local_logits_stats_kernel": _skip,
+    f"{_UTILS}:_rejection_kernel": rejection.reject,
+    f"{_UTILS}:_resample_kernel": rejection.resample,
+    f"{_UTILS}:_insert_resampled_kernel": rejection.insert_resampled,
 }
-MISSING: Final = (
-    "gpu.cp_utils:_dcp_local_seq_lens_kernel",
-    "gpu.model_states.recoverssm:_postprocess_recoverssm_align_kernel",
-    "gpu.sample.batch_shard:_build_shard_plan_kernel",
-    "gpu.sample.batch_shard:_pack_logprobs_kernel",
-    "gpu.sample.batch_shard:_pack_sampler_output_kernel",
-    "gpu.sample.batch_shard:_unpack_gathered_output_kernel",
-    "gpu.sample.batch_shard:_unpack_logprobs_kernel",
-    "gpu.sample.thinking_budget:_thinking_budget_kernel",
-    "gpu.sample.thinking_budget:_update_committed_marker_cache_kernel",
-    "gpu.sample.watermark:_philox_gumbel_kernel",
-    "gpu.sample.watermark:_repeated_context_mask_kernel",
-    "gpu.spec_decode.acceptance_estimator:_accumulate_kernel",
-    "gpu.spec_decode.acceptance_estimator:_local_max_sumexp_kernel",
-    "gpu.spec_decode.acceptance_estimator:_predict_kernel",
-    "gpu.spec_decode.acceptance_estimator:_refit_kernel",
-    "gpu.spec_decode.dflash.speculator:_prepare_dflash_inputs_kernel",
-    "gpu.spec_decode.dflash2.speculator:_cache_draft_logits_kernel",
-    "gpu.spec_decode.dflash2.speculator:_selector_walk_kernel",
-    "gpu.spec_decode.multi_module_mtp.speculator:_cache_inputs_kernel",
-    "gpu.spec_decode.multi_module_mtp.speculator:_pad_trailing_draft_slots_kernel",
-    "gpu.spec_decode.multi_module_mtp.speculator:_prepare_input_buffers_kernel",
-    "gpu.spec_decode.multi_module_mtp.speculator:_prepare_input_hidden_states_and_embeddings_kernel",
-    "gpu.spec_decode.multi_module_mtp.speculator:_shift_input_embeds_kernel",
-    "gpu.spec_decode.multi_module_mtp.speculator:_shift_input_ids_kernel",
-    "gpu.spec_decode.rejection_sampler_utils:_compute_cumulative_log_p_kernel",
-    "gpu.spec_decode.rejection_sampler_utils:_compute_local_residual_mass_kernel",
-    "mamba_utils:get_aligned_state_indices_multi_group_kernel",
-)
-"""Kernels without a function for CPUs."""
+"""Functions by the kernel that each replaces, ``module:name``, the module below ``vllm.v1.worker``."""
 
 
 def allow_v2() -> None:
@@ -80,9 +91,9 @@ def allow_v2() -> None:
     # Not imported above, since both ask for the platform, whose plugin imports this module.
     config: Any = importlib.import_module("vllm.config.vllm")
     config.HAS_TRITON = True
-    importlib.import_module(
-        "vllm.triton_utils"
-    ).triton.next_power_of_2 = next_power_of_2  # vLLM's substitute for Triton lacks it
+    triton = importlib.import_module("vllm.triton_utils").triton
+    if not hasattr(triton, "next_power_of_2"):  # vLLM's substitute for Triton lacks it
+        triton.next_power_of_2 = importlib.import_module("vllm.utils.math_utils").next_power_of_2
 
 
 def install() -> None:
@@ -98,9 +109,6 @@ def install() -> None:
         kernel = getattr(module, attribute)
         if not isinstance(kernel, CpuKernel):
             setattr(module, attribute, CpuKernel(name, kernel, function))
-    for name in MISSING:
-        module, attribute = module_of(name)
-        setattr(module, attribute, MissingKernel(name))
     module_of("gpu.spec_decode.ngram.speculator:")[0].HAS_TRITON = True
     module_of("gpu.block_table:")[0].BlockTables._make_ptr_tensor = _as_list  # noqa: SLF001 - of addresses
 
@@ -114,8 +122,3 @@ def module_of(name: str) -> tuple[Any, str]:
 def _as_list(_block_tables: object, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors to give to kernels, where GPUs get their addresses."""
     return list(tensors)
-
-
-def next_power_of_2(number: int) -> int:
-    """Return the smallest power of two that is at least a number, as Triton's function does."""
-    return 1 << max(number - 1, 0).bit_length()

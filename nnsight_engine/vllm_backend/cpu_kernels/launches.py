@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, Final, NoReturn
+import types
+from collections.abc import Callable
+from typing import Any, Final
 
-Functions = Mapping[str, Callable[..., None]]
-"""Functions by the kernel that each replaces, as ``module:name``, the module below ``vllm.v1.worker``."""
+SUPPORTED: Final = types.MappingProxyType({"cp_size": 1, "use_fp64": False, "watermark": False})
+"""Arguments of which functions here have one value alone; the options that set another are refused."""
 
 _GRID: Final = "grid"
 _POINTER: Final = "_ptr"
@@ -19,7 +20,7 @@ class CpuKernel:
 
     Args:
         name: The kernel, for messages.
-        kernel: The kernel without Triton, which is a plain function.
+        kernel: A plain function without Triton, else Triton's object, whose ``fn`` is that function.
         function: Takes arguments by keyword, and the launch grid if it has a parameter ``grid``.
 
     Raises:
@@ -27,9 +28,10 @@ class CpuKernel:
     """
 
     def __init__(self, name: str, kernel: Callable[..., Any], function: Callable[..., None]) -> None:
-        parameters = inspect.signature(kernel).parameters
+        parameters = inspect.signature(getattr(kernel, "fn", kernel)).parameters
         self._names: Final = {one: one.removesuffix(_POINTER).lower() for one in parameters}
         self._wanted: Final = frozenset(inspect.signature(function).parameters)
+        self._name: Final = name
         self._function: Final = function
         unknown = self._wanted - set(self._names.values()) - {_GRID}
         if unknown:
@@ -47,29 +49,10 @@ class CpuKernel:
         # Triton's own options, such as `num_warps`, are not among the names.
         given = dict(zip(self._names.values(), positional, strict=False))
         given |= {self._names[name]: value for name, value in named.items() if name in self._names}
+        for name, value in SUPPORTED.items():
+            if given.get(name, value) != value:
+                raise NotImplementedError(
+                    f"vLLM's kernel {self._name} has no function for CPUs with {name} {given[name]}"
+                )
         given[_GRID] = grid
         self._function(**{name: value for name, value in given.items() if name in self._wanted})
-
-
-class MissingKernel:
-    """Replaces a kernel that has no function for CPUs."""
-
-    def __init__(self, name: str) -> None:
-        self._name: Final = name
-
-    def __getitem__(self, grid: tuple[int, ...]) -> NoReturn:
-        """Refuse to launch it.
-
-        Raises:
-            NotImplementedError: Always.
-        """
-        raise NotImplementedError(f"vLLM's kernel {self._name} has no function for CPUs; use a GPU")
-
-
-def refuse(name: str, option: str) -> NoReturn:
-    """Refuse an option of a kernel that has a function for CPUs.
-
-    Raises:
-        NotImplementedError: Always.
-    """
-    raise NotImplementedError(f"vLLM's kernel {name} has no function for CPUs with {option}; use a GPU")

@@ -7,7 +7,6 @@ from typing import Final
 import torch
 from torch.nn.functional import pad
 
-from nnsight_engine.vllm_backend.cpu_kernels.launches import Functions
 from nnsight_engine.vllm_backend.cpu_kernels.ragged import lengths_of, rows_and_places
 
 _BYTE_BITS: Final = 8
@@ -94,15 +93,5 @@ def compact_sampling_mask(
     fits = places < max_num_kept
     token_ids[rows[fits], places[fits]] = tokens[fits].to(token_ids.dtype)
     padded = pad(is_kept, (0, _BYTE_BITS * packed_mask.shape[1] - is_kept.shape[1]))
-    by_byte = padded.view(len(counts), -1, _BYTE_BITS).int()
+    by_byte = padded.unflatten(1, (-1, _BYTE_BITS)).int()
     packed_mask.copy_((by_byte << torch.arange(_BYTE_BITS, dtype=torch.int32)).sum(-1))
-
-
-FUNCTIONS: Final[Functions] = {
-    "gpu.sample.logprob:_topk_log_softmax_kernel": topk_log_softmax,
-    "gpu.sample.logprob:_ranks_kernel": ranks,
-    "gpu.sample.logprob:_fill_logprob_token_ids_kernel": fill_logprob_token_ids,
-    "gpu.sample.prompt_logprob:_prompt_logprobs_token_ids_kernel": prompt_logprobs_token_ids,
-    "gpu.metrics.logits:_num_nans_kernel": num_nans,
-    "gpu.sample.output:_compact_sampling_mask_kernel": compact_sampling_mask,
-}

@@ -1,12 +1,16 @@
-"""Kernels of what some requests keep: rotary positions in several dimensions, prompt embeddings, states."""
+"""Kernels of what some requests keep: rotary positions in several dimensions, prompt embeddings, states.
+
+Where prefixes are cached, a recurrent layer's state is in the block of the request's last token. Before a
+step it is copied to the block that the step ends in, and after a step with drafts, to the last full block.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+import ctypes
+import dataclasses
 
 import torch
 
-from nnsight_engine.vllm_backend.cpu_kernels.launches import Functions
 from nnsight_engine.vllm_backend.cpu_kernels.ragged import lengths_of, rows_and_places, tensor_at
 
 
@@ -76,9 +80,149 @@ def fill_num_accepted(*, idx_mapping: torch.Tensor, num_accepted: torch.Tensor, 
     num_accepted[idx_mapping[idx_mapping >= 0]] = num_sampled
 
 
-FUNCTIONS: Final[Functions] = {
-    "gpu.mm.rope:_prepare_rope_positions_kernel": prepare_rope_positions,
-    "gpu.model_states.prompt_embeds:_apply_prompt_embeds_kernel": apply_prompt_embeds,
-    "gpu.model_states.mamba_hybrid:_scatter_num_accepted_kernel": scatter_num_accepted,
-    "gpu.model_states.mamba_hybrid:_fill_num_accepted_kernel": fill_num_accepted,
-}
+@dataclasses.dataclass(frozen=True, slots=True)
+class _States:
+    """All state tensors of a model, and the block tables, by address.
+
+    Attributes:
+        state_conv_widths: Tokens in each state's window of a convolution; 0 for any other state.
+        state_dim_row_count: Rows of such a window where each channel is a row, by ``conv_state_dim_first``.
+        state_dim_row_stride: Bytes from one such row to the next.
+    """
+
+    block_table_ptrs: torch.Tensor
+    block_table_stride_req: int
+    state_base_addrs: torch.Tensor
+    state_block_strides: torch.Tensor
+    state_elem_sizes: torch.Tensor
+    state_inner_sizes: torch.Tensor
+    state_conv_widths: torch.Tensor
+    state_group_indices: torch.Tensor
+    state_dim_row_count: torch.Tensor
+    state_dim_row_stride: torch.Tensor
+    conv_state_dim_first: bool
+
+    def copy(self, request: int, source: int, target: int, num_skipped: int) -> None:
+        """Copy all states of a request from one of its blocks to another.
+
+        ``num_skipped`` tokens leave the window of a convolution; any other state is so many blocks further.
+        """
+        for state in range(len(self.state_base_addrs)):
+            width = int(self.state_conv_widths[state])
+            further = 0 if width else num_skipped
+            begin = self._address(state, request, source + further)
+            end = self._address(state, request, target)
+            size = int(self.state_elem_sizes[state])
+            if not width:
+                ctypes.memmove(end, begin, size * int(self.state_inner_sizes[state]))
+            elif self.conv_state_dim_first:
+                stride = int(self.state_dim_row_stride[state])
+                for offset in range(0, stride * int(self.state_dim_row_count[state]), stride):
+                    kept = (width - num_skipped) * size
+                    ctypes.memmove(end + offset, begin + offset + num_skipped * size, kept)
+            else:
+                token = size * int(self.state_inner_sizes[state])
+                ctypes.memmove(end, begin + num_skipped * token, (width - num_skipped) * token)
+
+    def _address(self, state: int, request: int, column: int) -> int:
+        table = int(self.block_table_ptrs[self.state_group_indices[state]])
+        entry = table + ctypes.sizeof(ctypes.c_int32) * (request * self.block_table_stride_req + column)
+        block = ctypes.c_int32.from_address(entry).value
+        return int(self.state_base_addrs[state]) + block * int(self.state_block_strides[state])
+
+
+def find_sources(
+    *,
+    idx_mapping: torch.Tensor,
+    state_idx: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_accepted_tokens: torch.Tensor,
+    src_col: torch.Tensor,
+    src_off: torch.Tensor,
+    num_reqs: int,
+    mamba_block_size: int,
+) -> None:
+    """Store the block of each request's state, and advance it to the block that the step ends in."""
+    requests = idx_mapping[:num_reqs]
+    before = state_idx[requests]
+    src_col[requests] = before
+    src_off[requests] = (num_accepted_tokens[requests] - 1).clamp(min=0)
+    num_computed = num_computed_tokens[requests] + lengths_of(query_start_loc, num_reqs)
+    after = ((num_computed + mamba_block_size - 1) // mamba_block_size - 1).to(state_idx.dtype)
+    state_idx[requests] = after
+    num_accepted_tokens[requests[(before >= 0) & (before != after)]] = 1
+
+
+def copy_before_step(
+    *,
+    mamba_state_idx: torch.Tensor,
+    src_col: torch.Tensor,
+    token_bias: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    num_reqs: int,
+    block_table_ptrs: torch.Tensor,
+    block_table_stride_req: int,
+    state_base_addrs: torch.Tensor,
+    state_block_strides: torch.Tensor,
+    state_elem_sizes: torch.Tensor,
+    state_inner_sizes: torch.Tensor,
+    state_conv_widths: torch.Tensor,
+    state_group_indices: torch.Tensor,
+    state_dim_row_count: torch.Tensor,
+    state_dim_row_stride: torch.Tensor,
+    conv_state_dim_first: bool,
+) -> None:
+    """Copy states to the block that the step ends in, where that is another one."""
+    states = _States(
+        block_table_ptrs, block_table_stride_req, state_base_addrs, state_block_strides, state_elem_sizes,
+        state_inner_sizes, state_conv_widths, state_group_indices, state_dim_row_count, state_dim_row_stride,
+        conv_state_dim_first,
+    )  # fmt: skip
+    for request in idx_mapping[:num_reqs].tolist():
+        source, target = int(src_col[request]), int(mamba_state_idx[request])
+        if request >= 0 and 0 <= source != target:
+            states.copy(request, source, target, int(token_bias[request]))
+
+
+def copy_after_step(
+    *,
+    num_accepted_tokens: torch.Tensor,
+    mamba_state_idx: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+    num_accepted_tokens_out: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    num_reqs: int,
+    block_size: int,
+    block_table_ptrs: torch.Tensor,
+    block_table_stride_req: int,
+    state_base_addrs: torch.Tensor,
+    state_block_strides: torch.Tensor,
+    state_elem_sizes: torch.Tensor,
+    state_inner_sizes: torch.Tensor,
+    state_conv_widths: torch.Tensor,
+    state_group_indices: torch.Tensor,
+    state_dim_row_count: torch.Tensor,
+    state_dim_row_stride: torch.Tensor,
+    conv_state_dim_first: bool,
+) -> None:
+    """Copy states to the last full block, where a step with drafts has filled one."""
+    states = _States(
+        block_table_ptrs, block_table_stride_req, state_base_addrs, state_block_strides, state_elem_sizes,
+        state_inner_sizes, state_conv_widths, state_group_indices, state_dim_row_count, state_dim_row_stride,
+        conv_state_dim_first,
+    )  # fmt: skip
+    for request in idx_mapping[:num_reqs].tolist():
+        if request < 0:
+            continue
+        num_computed = int(num_computed_tokens[request])
+        num_running = num_computed - int(num_accepted_tokens[request]) + 1
+        num_aligned = num_computed // block_size * block_size
+        if num_aligned < num_running:
+            continue
+        source, target = int(mamba_state_idx[request]), num_aligned // block_size - 1
+        num_skipped = num_aligned - num_running
+        if source == target:
+            num_accepted_tokens_out[request] = 1
+        if source != target or num_skipped:
+            states.copy(request, source, target, num_skipped)

@@ -35,7 +35,7 @@ def unpack_bits(words: torch.Tensor, width: int) -> torch.Tensor:
 
 def pack_bits(bits: torch.Tensor) -> torch.Tensor:
     """Return ``[rows, width / 32]`` int32 of ``[rows, width]`` booleans, lowest bit first."""
-    by_word = bits.view(len(bits), -1, WORD_BITS).long()
+    by_word = bits.view(len(bits), bits.shape[1] // WORD_BITS, WORD_BITS).long()
     return (by_word << torch.arange(WORD_BITS)).sum(-1).to(torch.int32)
 
 

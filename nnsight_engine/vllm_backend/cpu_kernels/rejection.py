@@ -8,15 +8,10 @@ probability one. Logits of the target are divided by temperature already, those 
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 
 from nnsight_engine.vllm_backend.cpu_kernels.gumbel import noised_argmax, uniform
-from nnsight_engine.vllm_backend.cpu_kernels.launches import Functions, refuse
 from nnsight_engine.vllm_backend.cpu_kernels.ragged import lengths_of, rows_and_places
-
-_UTILS: Final = "gpu.spec_decode.rejection_sampler_utils"
 
 
 def flatten_sampled(
@@ -46,10 +41,6 @@ def gather_draft_sampled(
     pos.copy_(positions[logits_indices])
     is_prompt = pos - expanded_local_pos < prefill_len[expanded_idx_mapping]
     draft_sampled.copy_(input_ids[logits_indices].masked_fill(is_prompt & (expanded_local_pos > 0), -1))
-
-
-def compute_local_logits_stats() -> None:
-    """Do nothing: ``reject`` reads the logits themselves."""
 
 
 def reject(
@@ -128,15 +119,11 @@ def resample(
     seed: torch.Tensor,
     pos: torch.Tensor,
     vocab_size: int,
-    watermark: bool,
-    use_fp64: bool,
 ) -> None:
     """Sample the token after the accepted drafts.
 
     Where a draft was refused, it is sampled from what the target has more than the draft.
     """
-    if watermark or use_fp64:
-        refuse(f"{_UTILS}:_resample_kernel", "a watermark" if watermark else "fp64 noise")
     num_reqs = len(rejected_step)
     at = cu_num_logits[:num_reqs].long() + rejected_step
     requests = expanded_idx_mapping[at]
@@ -172,13 +159,3 @@ def insert_resampled(
     own = ((temp[expanded_idx_mapping[at]] != 0) | is_bonus).nonzero().view(-1)
     sampled[own, num_sampled[own].long()] = resampled_local_argmax[own, 0]
     num_sampled += 1
-
-
-FUNCTIONS: Final[Functions] = {
-    "gpu.spec_decode.rejection_sampler:_flatten_sampled_kernel": flatten_sampled,
-    "gpu.spec_decode.rejection_sampler:_gather_draft_sampled_kernel": gather_draft_sampled,
-    f"{_UTILS}:_compute_local_logits_stats_kernel": compute_local_logits_stats,
-    f"{_UTILS}:_rejection_kernel": reject,
-    f"{_UTILS}:_resample_kernel": resample,
-    f"{_UTILS}:_insert_resampled_kernel": insert_resampled,
-}

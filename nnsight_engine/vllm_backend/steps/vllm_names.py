@@ -394,12 +394,13 @@ _CONFIG: Final = (
         "vllm.config:VllmConfig",
         read="additional_config cache_config compilation_config diffusion_config ec_transfer_config "
         "kv_transfer_config lora_config model_config parallel_config scheduler_config speculative_config "
-        "structured_outputs_config",
+        "structured_outputs_config watermark_config",
     ),
     _used(
         "vllm.config:ParallelConfig",
         read="data_parallel_backend data_parallel_external_lb data_parallel_hybrid_lb data_parallel_size "
-        "data_parallel_size_local enable_batch_sharded_sampling pipeline_parallel_size placement_group "
+        "data_parallel_size_local decode_context_parallel_size enable_batch_sharded_sampling "
+        "pipeline_parallel_size placement_group "
         "prefill_context_parallel_size tensor_parallel_size use_ray use_ubatching world_size",
     ),
     _used(
@@ -407,14 +408,15 @@ _CONFIG: Final = (
     ),
     _used(
         "vllm.config:SpeculativeConfig",
-        read="enable_adaptive_verification max_num_new_slots_for_drafting method",
+        read="enable_adaptive_verification max_num_new_slots_for_drafting method rejection_sample_method",
+        called={"use_multi_module_mtp": ""},
     ),
     _used(
         "vllm.config:ModelConfig",
         read="architectures dtype enable_sleep_mode has_inner_state hf_config hf_text_config is_diffusion "
         "is_mm_prefix_lm is_moe is_multimodal_model max_model_len multimodal_config pooler_config "
         "runner_type served_model_name tokenizer tokenizer_mode tokenizer_revision trust_remote_code "
-        "uses_mrope",
+        "use_fp64_gumbel uses_mrope",
         called={
             "get_hidden_size": "",
             "get_pooling_task": "supported_tasks",

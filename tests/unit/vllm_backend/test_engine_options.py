@@ -16,6 +16,7 @@ import pytest
 from transformers import Gemma4TextConfig, LlamaConfig, Mamba2Config, PretrainedConfig, Qwen3MoeConfig
 from vllm import EngineArgs
 from vllm.config import KVTransferConfig, VllmConfig
+from vllm.platforms import current_platform
 
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.vllm_backend import engine_start
@@ -105,8 +106,23 @@ CASES: Final[tuple[tuple[str, tuple[Case, ...]], ...]] = (
         "--speculative-config with enable_adaptive_verification",
         (drafting("enable_adaptive_verification", value=True),),
     ),
+    (
+        "--speculative-config with dflash or dspark on a CPU",
+        (drafting("method", "dflash"), drafting("method", "dspark")),
+    ),
+    (
+        "--speculative-config with several mtp modules on a CPU",
+        (drafting("use_multi_module_mtp", lambda: True),),
+    ),
+    (
+        "--speculative-config with rejection_sample_method block on a CPU",
+        (Case({"speculative_config": NGRAM | {"rejection_sample_method": "block"}}),),
+    ),
     ("--kv-sharing-fast-prefill", (Case({"kv_sharing_fast_prefill": True}, INPUTS_PER_LAYER),)),
     ("--prefill-context-parallel-size above 1", (parallel("prefill_context_parallel_size", 2),)),
+    ("--decode-context-parallel-size above 1 on a CPU", (parallel("decode_context_parallel_size", 2),)),
+    ("--watermark-config on a CPU", (Case({"watermark_config": {"key": 1}}),)),
+    ("--use-fp64-gumbel on a CPU", (Case({"use_fp64_gumbel": True}),)),
     ("--enable-batch-sharded-sampling", (parallel("enable_batch_sharded_sampling", value=True),)),
     (
         "--enable-prefix-caching with a model of Mamba-2 on a CPU",
@@ -162,6 +178,10 @@ def test_an_option_is_refused_with_the_reason(
             rf"{re.escape(option)} is not supported together with interventions: .{{10,}}; start .*",
             str(refused.value),
         )
+        if option.endswith(" on a CPU"):
+            with monkeypatch.context() as patch:
+                patch.setattr(type(current_platform), "is_cpu", lambda _: False)
+                check_supported(config)
 
 
 def test_each_refusal_has_a_case_and_is_documented() -> None:

@@ -218,11 +218,6 @@ def test_given_rates_replace_the_judgement() -> None:
     assert judged(target, [[4, 4]], [1.0], **rates)[1] == [2]
 
 
-def test_block_verification_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="_compute_cumulative_log_p_kernel has no function"):
-        judged(TARGET.repeat(2, 1), [[1]], [1.0], use_block_verification=True)
-
-
 def test_drafts_within_a_prompt_are_placeholders() -> None:
     drafts, positions = gather_draft_sampled(
         torch.tensor([5, 6, 7, 8, 9, 10], dtype=torch.int32),

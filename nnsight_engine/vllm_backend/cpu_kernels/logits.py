@@ -1,4 +1,4 @@
-"""Kernels that change logits by what a request's text has so far: penalties, bad words and replayed tokens.
+"""Kernels that change logits: by a request's text so far, its lists of tokens, and its grammar.
 
 Logits rows of one request follow each other, and each is judged with the drafts before it:
 ``expanded_local_pos`` is a row's place in its request. Its rows have tokens too: first the last sampled one,
@@ -11,7 +11,6 @@ from typing import Final
 
 import torch
 
-from nnsight_engine.vllm_backend.cpu_kernels.launches import Functions
 from nnsight_engine.vllm_backend.cpu_kernels.ragged import (
     WORD_BITS,
     count_in,
@@ -19,6 +18,9 @@ from nnsight_engine.vllm_backend.cpu_kernels.ragged import (
     rows_and_places,
     unpack_bits,
 )
+
+_FORCED: Final = 1e9
+"""The logit of a token that nothing else may be sampled than."""
 
 
 def apply_min_p(*, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, min_p: torch.Tensor) -> None:
@@ -129,10 +131,101 @@ def replay_trace(
     sampled[own] = trace_token_ids[idx_mapping[own], step[own]].to(sampled.dtype)
 
 
-FUNCTIONS: Final[Functions] = {
-    "gpu.sample.min_p:_min_p_kernel": apply_min_p,
-    "gpu.sample.penalties:_penalties_kernel": apply_penalties,
-    "gpu.sample.penalties:_bincount_kernel": bincount,
-    "gpu.sample.bad_words:_bad_words_kernel": apply_bad_words,
-    "gpu.sample.trace_replay:_trace_replay_kernel": replay_trace,
-}
+def end_thinking(
+    *,
+    logits: torch.Tensor,
+    expanded_idx_mapping: torch.Tensor,
+    thinking_token_budget: torch.Tensor,
+    all_token_ids: torch.Tensor,
+    total_len: torch.Tensor,
+    input_ids: torch.Tensor,
+    expanded_local_pos: torch.Tensor,
+    reasoning_start_token_ids: torch.Tensor,
+    natural_reasoning_end_token_ids: torch.Tensor,
+    reasoning_end_token_ids: torch.Tensor,
+) -> None:
+    """Force the end marker, token by token, where open reasoning is as long as its budget allows."""
+    budgets = thinking_token_budget[expanded_idx_mapping]
+    for row in (budgets >= 0).nonzero().view(-1).tolist():
+        request, first = expanded_idx_mapping[row], row - int(expanded_local_pos[row])
+        text = torch.cat([all_token_ids[request, : total_len[request]], input_ids[first + 1 : row + 1]])
+        start = _last_place(text, reasoning_start_token_ids)
+        num_tokens = len(text) - start - len(reasoning_start_token_ids)
+        if start <= _last_place(text, natural_reasoning_end_token_ids) or num_tokens < budgets[row]:
+            continue
+        marker = reasoning_end_token_ids
+        sizes = range(min(len(marker) - 1, len(text)), 0, -1)
+        num_written = next((size for size in sizes if torch.equal(text[-size:], marker[:size])), 0)
+        logits[row, marker[num_written]] = _FORCED
+
+
+def _last_place(text: torch.Tensor, marker: torch.Tensor) -> int:
+    """Return where a marker begins in a text for the last time; -1 if it is not there."""
+    if len(text) < len(marker):
+        return -1
+    places = (text.unfold(0, len(marker), 1) == marker).all(-1).nonzero()
+    return int(places[-1]) if len(places) else -1
+
+
+def apply_logit_bias(
+    *,
+    logits: torch.Tensor,
+    expanded_idx_mapping: torch.Tensor,
+    num_allowed_token_ids: torch.Tensor,
+    allowed_token_ids: torch.Tensor,
+    num_logit_bias: torch.Tensor,
+    bias_token_ids: torch.Tensor,
+    bias: torch.Tensor,
+    pos: torch.Tensor,
+    min_lens: torch.Tensor,
+    num_stop_token_ids: torch.Tensor,
+    restore_when_all_masked: torch.Tensor,
+    stop_token_ids: torch.Tensor,
+    check_all_masked_rows: bool,
+) -> None:
+    """Exclude all but the allowed tokens, add biases, then exclude stop tokens before the shortest length.
+
+    A request may ask for its stop tokens back where nothing else is left.
+    """
+    requests = expanded_idx_mapping
+    num_allowed = num_allowed_token_ids[requests]
+    rows, places = rows_and_places(num_allowed)
+    if len(rows):
+        is_excluded = (num_allowed > 0)[:, None].repeat(1, logits.shape[1])
+        is_excluded[rows, allowed_token_ids[requests[rows], places].long()] = False
+        logits.masked_fill_(is_excluded, -torch.inf)
+    rows, places = rows_and_places(num_logit_bias[requests])
+    if len(rows):
+        logits[rows, bias_token_ids[requests[rows], places].long()] += bias[requests[rows], places].to(
+            logits.dtype
+        )
+    rows, places = rows_and_places(torch.where(pos + 1 < min_lens[requests], num_stop_token_ids[requests], 0))
+    if len(rows):
+        tokens = stop_token_ids[requests[rows], places].long()
+        before = logits[rows, tokens]
+        logits[rows, tokens] = -torch.inf
+        if check_all_masked_rows:
+            is_empty = restore_when_all_masked[requests].bool() & (logits.amax(-1) == -torch.inf)
+            back = is_empty[rows] & before.isfinite()
+            logits[rows[back], tokens[back]] = before[back]
+
+
+def apply_grammar_bitmask(
+    *,
+    logits: torch.Tensor,
+    logits_indices: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    bitmask: torch.Tensor,
+    vocab_size: int,
+    mask_stride: int,
+) -> None:
+    """Exclude the tokens whose bit is not set.
+
+    A mask's index is its request times ``mask_stride`` plus a place, which may be past the request's rows.
+    """
+    requests, places = logits_indices // mask_stride, logits_indices % mask_stride
+    starts = cu_num_logits[requests]
+    has_row = places < cu_num_logits[requests + 1] - starts
+    rows = (starts + places)[has_row]
+    is_allowed = unpack_bits(bitmask[has_row], vocab_size)
+    logits[rows] = logits[rows].masked_fill(~is_allowed, -torch.inf)
