@@ -349,10 +349,8 @@ _SCHEDULER: Final = (
     _used(
         "vllm.v1.request:Request",
         read="all_token_ids client_index has_encoder_inputs is_prefill_chunk mm_features num_computed_tokens "
-        "num_in_flight_tokens "
-        "num_output_placeholders num_tokens num_tokens_with_spec pooling_params prompt_embeds request_id "
-        "sampling_params "
-        "spec_token_ids status",
+        "num_in_flight_tokens num_output_placeholders num_prompt_tokens num_tokens num_tokens_with_spec "
+        "pooling_params prompt_embeds request_id sampling_params spec_token_ids status",
         called={"get_finished_reason": ""},
     ),
     _used(
@@ -565,8 +563,8 @@ _CLIENT: Final = (
     _used("vllm.sampling_params", read="RequestOutputKind SamplingParams StructuredOutputsParams"),
     _used(
         "vllm.sampling_params:SamplingParams",
-        read="extra_args max_tokens n output_kind prompt_logprobs skip_reading_prefix_cache stop "
-        "structured_outputs",
+        read="eos_token_id extra_args max_tokens n output_kind prompt_logprobs repetition_detection "
+        "skip_reading_prefix_cache stop stop_token_ids structured_outputs",
         called={
             "clone": "",
             "_validate_structured_outputs": "model_config, structured_outputs_config, tokenizer",
