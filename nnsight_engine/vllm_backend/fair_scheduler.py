@@ -183,6 +183,11 @@ class FairScheduler(Scheduler):
         del request
         return ()
 
+    def may_be_preempted(self, request: Request) -> bool:
+        """Return whether the request may be preempted now."""
+        del request
+        return True
+
     def _shares(self, scheduled: Mapping[str, int]) -> Mapping[str, int]:
         """Return the step's tokens by tenant."""
         if len(self.sharing) == 1:
@@ -279,8 +284,10 @@ class FairScheduler(Scheduler):
         needed_by_first = waiting[0].num_tokens // self.block_size + 2 if waiting else 0
         needed = num_groups * (needed_by_first + len(self.running) - len(rest))
         most = self.max_num_active_reqs - len(waiting)
-        while rest and (len(self.running) > most or pool.get_num_free_blocks() < needed):
-            request = rest.pop()
+        left = [request for request in rest if self.may_be_preempted(request)]
+        while left and (len(self.running) > most or pool.get_num_free_blocks() < needed):
+            request = left.pop()
+            rest.remove(request)
             self.running.remove(request)
             self._preempt_request(request, time.monotonic())
 

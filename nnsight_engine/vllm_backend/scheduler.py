@@ -208,12 +208,24 @@ class InterventionScheduler(DraftScheduler):
         """Return whether a traced request's next step may be planned before the one under way has ended.
 
         A step without a sandboxed block is undone. If it has one generated position, then the next one, which
-        was planned as the position behind, computes it again.
+        was planned as the position behind, computes it again, unless the request is preempted in between.
         """
         if request.request_id in self._stepwise:
             return False
+        if _sandbox_of(request) is None:
+            return True
         is_generating = request.num_computed_tokens > request.num_prompt_tokens
-        return _sandbox_of(request) is None or (is_generating and request.num_in_flight_tokens == 1)
+        return is_generating and request.num_in_flight_tokens == 1 and self._has_free_blocks()
+
+    def _has_free_blocks(self) -> bool:
+        """Return whether the next step surely preempts nobody."""
+        most = 2 * len(self.running) + self.max_num_scheduled_tokens // self.block_size
+        num_groups = len(self.kv_cache_config.kv_cache_groups)
+        return bool(self.kv_cache_manager.block_pool.get_num_free_blocks() >= num_groups * most)
+
+    def may_be_preempted(self, request: Request) -> bool:
+        """Return whether the request may be preempted now: a step without its sandboxed block may be undone."""
+        return _sandbox_of(request) is None or not request.num_in_flight_tokens
 
     def _all_throttled(self) -> list[str]:
         """Return the requests of resting tenants, whose sandboxed code has delayed other tenants."""
