@@ -224,7 +224,7 @@ class InterventionScheduler(DraftScheduler):
         return bool(self.kv_cache_manager.block_pool.get_num_free_blocks() >= num_groups * most)
 
     def may_be_preempted(self, request: Request) -> bool:
-        """Return whether the request may be preempted now: a step without its sandboxed block may be undone."""
+        """Return whether the request may be preempted: no sandboxed one whose step may yet be undone."""
         return _sandbox_of(request) is None or not request.num_in_flight_tokens
 
     def _all_throttled(self) -> list[str]:
