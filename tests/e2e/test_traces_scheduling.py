@@ -17,6 +17,7 @@ from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError, TraceBytesError
 from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.engine_kinds import DEFAULT, kind_of_process
 from tests.e2e.traced_scenarios import GREEDY, assert_generated, generated_alone
 from tests.e2e.traces import HeldTracer, Plain, run_together, traced_engine
 from tests.families.checkpoints import HIDDEN_SIZE, write_checkpoint
@@ -123,7 +124,9 @@ def test_a_trace_takes_part_in_every_step(model: VLLM) -> None:
     )
     together = run_together(model, [tracer.sent], [plain] * 3)
     assert together.outcomes[0].saves["seen"] == together.tokens("trace-0")
-    assert together.num_steps <= run_together(model, [], [plain] * 4).num_steps + 1
+    kind = kind_of_process() or DEFAULT
+    if kind.speculation is None and kind.num_stages == 1:  # traces have no drafts, and with stages a gap
+        assert together.num_steps <= run_together(model, [], [plain] * 4).num_steps + 1
 
 
 @pytest.mark.parametrize("is_written", [False, True])

@@ -336,6 +336,7 @@ class StepHandler:
         return plan
 
     def _begin_traced_step(self, step: Step) -> bool:
+        self.stops.find_ended(step.request_ids)
         self._spans = [
             TraceSpan(
                 rows.request_id,

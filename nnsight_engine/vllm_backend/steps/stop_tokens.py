@@ -36,10 +36,7 @@ class StopTokens:
         self.ended: set[str] = set()
 
     def begin(self, scheduled: Any) -> None:
-        """Register the requests that arrive with a step, and find those that the last step has ended.
-
-        Waits for the last step's tokens if this step has one of its traced requests.
-        """
+        """Register the requests that arrive with a step, and forget those that have finished."""
         if not self._is_asynchronous:
             return
         for request_id in scheduled.finished_req_ids if self._stops else ():
@@ -50,12 +47,14 @@ class StopTokens:
             if params is not None and brings(params, TRACE_KEY):
                 stops = {*(params.stop_token_ids or ()), params.eos_token_id}
                 self._stops[request.req_id] = frozenset(stops - {None})
-        last, self._last = self._last, None
-        if last is None or scheduled.num_scheduled_tokens.keys().isdisjoint(last[0]):
+
+    def find_ended(self, request_ids: Sequence[str]) -> None:
+        """Find the requests that the last step has ended; wait for its tokens if any of these had one."""
+        if self._last is None or set(self._last[0]).isdisjoint(request_ids):
             return
-        with last[1].arrived():
-            tokens = last[1].values[0].tolist()
-            pairs = zip(last[0], tokens, strict=True)
+        (names, copy), self._last = self._last, None
+        with copy.arrived():
+            pairs = zip(names, copy.values[0].tolist(), strict=True)
             self.ended.update(name for name, token in pairs if token in self._stops.get(name, ()))
 
     def note(self, rows: dict[str, int], sampled: torch.Tensor) -> None:
