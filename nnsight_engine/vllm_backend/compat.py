@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.pooling_params import PoolingParams
@@ -254,20 +253,6 @@ def record_allocated_blocks(manager: Any) -> None:
     for group in manager.coordinator.single_type_managers:
         if not isinstance(group.kv_cache_spec, MambaSpec | CircularBufferSpec):
             group._record_new_block_ids = True  # noqa: SLF001 - vLLM sets it per model
-
-
-def zero_blocks(runner: Any, block_ids: list[int]) -> None:
-    """Zero blocks of the KV cache on a CPU, where vLLM skips layers with a sliding window."""
-    num_blocks = runner.kv_cache_config.num_blocks
-    layers = runner.compilation_config.static_forward_context
-    caches = {
-        cache.data_ptr(): cache
-        for group in runner.kv_cache_config.kv_cache_groups
-        for name in group.layer_names
-        if isinstance(cache := getattr(layers.get(name), "kv_cache", None), torch.Tensor)
-    }
-    for cache in caches.values():
-        cache.unflatten(0, (num_blocks, -1))[block_ids] = 0
 
 
 def describe_model(points: ModelPoints, config: VllmConfig, limits: EngineLimits) -> ModelSpec:

@@ -52,7 +52,7 @@ class InterventionWorker(_PlatformWorker):
         """Allocate the KV cache as the platform does, and prepare to zero blocks, see ``UncleanBlocks``."""
         super().initialize_from_config(kv_cache_config)
         if not kv_cache_config.needs_kv_cache_zeroing:  # else vLLM prepares for it
-            self.model_runner.prepare_zeroing()
+            self.model_runner._init_kv_zero_meta()  # noqa: SLF001 - as vLLM's workers do
 
     def compile_or_warm_up_model(self) -> Any:
         """Enable serving blocks in compiled steps, then compile and warm up as the platform does."""

@@ -11,7 +11,7 @@ import torch
 
 from nnsight_engine.plans.collect.results import CollectedCapture
 from tests.e2e.harness import Ask, Reply, small_engine
-from tests.families.checkpoints import NUM_HEADS, NUM_LAYERS, write_checkpoint
+from tests.families.checkpoints import HIDDEN_SIZE, NUM_HEADS, NUM_LAYERS, write_checkpoint
 from tests.families.reference import load_reference_model
 
 pytestmark = pytest.mark.e2e
@@ -101,6 +101,22 @@ def test_patterns_equal_transformers(family: str, tmp_path: Path) -> None:
         # Nothing of the hooks is left, and nothing of the request.
         assert engine.ask(PROMPT, max_tokens=NUM_TOKENS).token_ids == reply.token_ids
         assert set(engine.held().values()) == {0}
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(one, marks=pytest.mark.heavy) for one in ("gemma2", "mistral"))]
+)
+def test_keys_that_are_no_numbers_do_not_reach_the_next_request(family: str, tmp_path: Path) -> None:
+    """Zero times NaN is NaN: what attention leaves out counts too, in the rest of a block."""
+    checkpoint = write(family, tmp_path)
+    huge = {"op": "steer", "at": "layers.*.output", "vector": [3e38] * HIDDEN_SIZE}
+    options = {"num_gpu_blocks_override": 9, "max_model_len": 96, "enable_prefix_caching": False}
+    with small_engine(checkpoint, **options) as engine:
+        expected = engine.ask(PROMPT, max_tokens=2, sampling={"logprobs": 1})
+        engine.ask(PROMPT, [huge], max_tokens=20)
+        for _ in range(4):  # one of them has the blocks
+            after = engine.ask(PROMPT, max_tokens=2, sampling={"logprobs": 1})
+            assert after.logprobs == expected.logprobs
 
 
 def test_patterns_do_not_depend_on_the_way(tmp_path: Path) -> None:

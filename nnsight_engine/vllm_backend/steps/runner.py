@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from nnsight_engine.plans.step.host_arena import to_device
-from nnsight_engine.vllm_backend.compat import attach_results, is_alone, zero_blocks
+from nnsight_engine.vllm_backend.compat import attach_results, is_alone
 from nnsight_engine.vllm_backend.steps.adapters import AdaptersMixin
 from nnsight_engine.vllm_backend.steps.handler import StepHandler
 from nnsight_engine.vllm_backend.steps.known_ids import KnownIds
@@ -59,21 +59,6 @@ class ModelProxy:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the replaced ``forward``, else the model."""
         return self._replaced.get("forward", self._model)(*args, **kwargs)
-
-
-class BlockZeroer:
-    """Zeroes blocks of the KV cache on a CPU, in place of vLLM's kernel for GPUs.
-
-    Args:
-        runner: The runner.
-    """
-
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
-
-    def zero_block_ids(self, block_ids: list[int]) -> None:
-        """Zero blocks."""
-        zero_blocks(self._runner, block_ids)
 
 
 class RunnerMixin(AdaptersMixin):
@@ -168,13 +153,6 @@ class RunnerMixin(AdaptersMixin):
         if not self._has_called:  # a full graph was replayed
             handler.counts.steps["plain"] += 1
         return output
-
-    def prepare_zeroing(self) -> None:
-        """Make ready to zero blocks of the KV cache, see ``UncleanBlocks``."""
-        if self.device.type == "cpu":  # type: ignore[attr-defined] # vLLM's runner has it
-            self.kv_block_zeroer = BlockZeroer(self)
-        else:
-            self._init_kv_zero_meta()  # type: ignore[attr-defined] # as above
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """Return the final batch of a step."""
