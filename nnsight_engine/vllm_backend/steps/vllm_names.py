@@ -59,7 +59,8 @@ _WORKER: Final = (
     _used(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
         "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
-        read="cudagraph_manager device model model_state prompt_logprobs_worker uses_inputs_embeds vllm_config",
+        read="cudagraph_manager device model model_state prompt_logprobs_worker uses_inputs_embeds "
+        "vllm_config",
         called={"_dummy_run": "num_tokens", "_init_kv_zero_meta": "", "add_lora": "lora_request"},
         overridden={
             "load_model": "load_dummy_weights=False, **others",
