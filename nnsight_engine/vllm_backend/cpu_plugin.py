@@ -41,7 +41,8 @@ def use_runner_v2() -> None:
     if current_platform.is_cpu():
         from nnsight_engine.vllm_backend.cpu_platform import V2CpuPlatform  # noqa: PLC0415 - imports vLLM
 
-        current_platform.__class__ = V2CpuPlatform  # vLLM's modules share the instance
+        if not isinstance(current_platform, V2CpuPlatform):
+            current_platform.__class__ = V2CpuPlatform  # vLLM's modules share the instance
 
 
 def check_runner() -> None:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 
 from nnsight_engine.core.dtypes import ITEM_BYTES
 from nnsight_engine.plans import where
@@ -134,12 +134,14 @@ def _narrow_patterns(patch: Patch) -> None:
 
 def _prompt_logprobs_of_the_row_before(patch: Patch) -> None:
     """The log-probabilities of a prompt's token are computed one position too early."""
-    right = GPUModelRunner._get_prompt_logprobs_dict  # noqa: SLF001 - a mutant replaces it
+    right = PromptLogprobsWorker.compute_prompt_logprobs
 
-    def prompt_logprobs(self: Any, hidden_states: torch.Tensor, num_scheduled: Any) -> Any:
-        return right(self, hidden_states.roll(1, 0), num_scheduled)
+    def prompt_logprobs(
+        self: Any, compute: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        return right(self, compute, hidden_states.roll(1, 0), *args, **kwargs)
 
-    patch.setattr(GPUModelRunner, "_get_prompt_logprobs_dict", prompt_logprobs)
+    patch.setattr(PromptLogprobsWorker, "compute_prompt_logprobs", prompt_logprobs)
 
 
 def _readers_use_the_cache(patch: Patch) -> None:

@@ -26,25 +26,19 @@ NAMED: Final = {
     "config": ("vllm.config:VllmConfig",),
     "drafts": ("vllm.config:SpeculativeConfig",),
     "impl": ("vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl",),
-    "input_batch": (
-        "vllm.v1.worker.gpu_input_batch:InputBatch", "vllm.v1.worker.gpu.input_batch:InputBatch",
-    ),
+    "input_batch": ("vllm.v1.worker.gpu.input_batch:InputBatch",),
     "kv_cache_config": ("vllm.v1.kv_cache_interface:KVCacheConfig",),
     "kv_cache_manager": ("vllm.v1.core.kv_cache_manager:KVCacheManager",),
     "parallel": ("vllm.config:ParallelConfig",),
     "pooler": ("vllm.config:PoolerConfig",),
     "pooling_params": ("vllm.pooling_params:PoolingParams",),
-    "runner": (
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner", "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
-    ),
+    "runner": ("vllm.v1.worker.gpu.model_runner:GPUModelRunner",),
     "sampling_params": ("vllm.sampling_params:SamplingParams",),
     "scheduled": ("vllm.v1.core.sched.output:SchedulerOutput",),
     "scheduled_cached_reqs": ("vllm.v1.core.sched.output:CachedRequestData",),
     "scheduler_output": ("vllm.v1.core.sched.output:SchedulerOutput",),
     "vllm_config": ("vllm.config:VllmConfig",),
 }  # fmt: skip
-"""Classes of variables and attributes by name; of two runners, one has the attribute."""
-
 Classes = Mapping[str, tuple[SourceName, ...]]
 """Classes of variables and attributes by name."""
 
