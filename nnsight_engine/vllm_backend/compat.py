@@ -121,7 +121,7 @@ def engine_options(limits: EngineLimits) -> dict[str, Any]:
     Pass them to ``vllm.LLM`` or ``AsyncEngineArgs`` together with other arguments.
 
     Raises:
-        UnsupportedOptionError: The environment chooses runner V1.
+        UnsupportedOptionError: The environment rules it out, see ``check_runner``.
     """
     use_runner_v2()
     return {
