@@ -47,6 +47,7 @@ ENV PATH=/opt/nnsight-engine/.venv/bin:$PATH \
     USER=engine \
     HOME=/data \
     XDG_CACHE_HOME=/data/cache \
+    NUMBA_CACHE_DIR=/data/cache/numba \
     TORCHINDUCTOR_CACHE_DIR=/data/cache/torchinductor \
     TRITON_CACHE_DIR=/data/cache/triton \
     HF_HOME=/data/models \

@@ -6,8 +6,7 @@ the state at a position depends on the scores of earlier positions and its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import msgspec
 
@@ -19,8 +18,6 @@ from nnsight_engine.plans.sites import PlannedSite, forward_order
 AND: Final = "and"
 OR: Final = "or"
 NOT: Final = "not"
-
-Truth = TypeVar("Truth", bound=Any)
 
 
 class PlannedPart(msgspec.Struct, frozen=True, array_like=True):
@@ -121,18 +118,3 @@ class PlannedCondition(msgspec.Struct, frozen=True):
     def has_slots(self) -> bool:
         """Whether the worker keeps scores or states of any test."""
         return any(test.has_slot for test in self.tests)
-
-
-def evaluate_program(program: Sequence[int | str], truth_of: Callable[[int], Truth]) -> Truth:
-    """Return the truth of a program, given that of each test; booleans of numpy or torch, of one shape."""
-    stack: list[Truth] = []
-    for step in program:
-        if isinstance(step, int):
-            stack.append(truth_of(step))
-        elif step == NOT:
-            stack.append(~stack.pop())
-        else:
-            right, left = stack.pop(), stack.pop()
-            stack.append(left & right if step == AND else left | right)
-    (found,) = stack
-    return found

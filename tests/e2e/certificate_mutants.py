@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-import torch
 from torch import nn
 
 from nnsight_engine.certificate.certify import compare
@@ -18,10 +17,11 @@ from nnsight_engine.certificate.verdicts import Status
 from nnsight_engine.families.engine_family import EngineFamily
 from nnsight_engine.families.places import Place
 from nnsight_engine.families.registry import engine_family
-from nnsight_engine.plans.step import writes
+from nnsight_engine.plans.step.instructions import Code, Word
 from nnsight_engine.vllm_backend import model_points
 from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.fuzz.mutants import change_instructions, leave_out
 from tests.families.checkpoints import write_checkpoint
 
 Patch = pytest.MonkeyPatch
@@ -60,11 +60,9 @@ def _layer_before(patch: Patch) -> None:
 
 def _no_write(patch: Patch) -> None:
     """The operation that adds does nothing."""
-
-    def run(self: writes.Add, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Leave everything as it is."""
-
-    patch.setattr(writes.Add, "run", run)
+    change_instructions(
+        patch, lambda _rows, words, _numbers: leave_out(words, words[:, Word.CODE] == Code.ADD)
+    )
 
 
 def _everywhere(*subjects: str) -> tuple[tuple[str, str], ...]:

@@ -30,7 +30,7 @@ from nnsight_engine.plans.step.builder import StepBuilder
 from nnsight_engine.plans.step.collection import StepCollection
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.plans.step.registrar import Registrar
-from nnsight_engine.plans.step.writes import Add
+from nnsight_engine.plans.step.table import Segment
 from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.steps.handler import StepHandler
 from nnsight_engine.vllm_backend.steps.known_ids import KnownIds
@@ -328,14 +328,14 @@ NO_WAITS: Final[dict[str, Callable[[torch.Tensor], object]]] = {
 def test_of_what_kernels_do_what_waits_is_found(
     engine: Engine, found: list[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    run, called = Add.run, list[str]()
+    run, called = Segment.run, list[str]()
 
-    def other(kernel: Add, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+    def other(segment: Segment, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         called.append(name)
         (WAITS | NO_WAITS)[name](hidden.clone())
-        run(kernel, hidden, residual)
+        run(segment, hidden, residual)
 
-    monkeypatch.setattr(Add, "run", other)
+    monkeypatch.setattr(Segment, "run", other)
     ((reply,),) = engine.run([asked("steered", num_tokens=2)])
     assert reply.failure is None
     assert called

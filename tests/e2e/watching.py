@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from nnsight_engine.core.trees import tensors
 from nnsight_engine.plans.step.logits_rows import LogitsRows
-from nnsight_engine.plans.step.plan import KernelGroup
+from nnsight_engine.plans.step.plan import KernelGroup, SiteWork
+from nnsight_engine.plans.step.table import Segment
 from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
@@ -48,10 +49,9 @@ def watched_reads() -> Iterator[Watch]:
     """Watch all engines of this process."""
     watch = Watch()
 
-    def group(run: Callable[..., None], self: KernelGroup, hidden: Any, residual: Any) -> None:
-        ops = {member.active.op for member in self.members}
-        reads = all(op.reads for op in ops)
-        where = ", ".join(sorted(str(op.kind) for op in ops))
+    def group(run: Callable[..., None], self: SiteWork, hidden: Any, residual: Any) -> None:
+        reads = not any(member.writes for member in self.members)
+        where = ", ".join(sorted({str(member.active.op.kind) for member in self.members}))
         with watch.over((hidden, residual) if reads else (), where):
             run(self, hidden, residual)
 
@@ -71,6 +71,7 @@ def watched_reads() -> Iterator[Watch]:
     with contextlib.ExitStack() as stack:
         for owner, name, watched in (
             (KernelGroup, "run", group),
+            (Segment, "run", group),
             (TraceDispatcher, "offer", offer),
             (ModelPoints, "lens_logits", lens),
             (LogitsRows, "gather", logits),

@@ -18,6 +18,7 @@ from nnsight_engine.plans.records import Failure, StepInfo
 from nnsight_engine.plans.request_plan import PlannedOp, RequestPlan
 from nnsight_engine.plans.step.answer_tracker import AnswerTracker
 from nnsight_engine.plans.step.dictionary_bank import LoadedDictionary
+from nnsight_engine.plans.step.instructions import Instructions
 from nnsight_engine.plans.step.patterns import PatternState
 from nnsight_engine.plans.step.score_slots import Slot
 from nnsight_engine.plans.step.scores import PartTensors
@@ -78,6 +79,7 @@ class ActiveOp:
         tests: The tests of its condition.
         loaded: FEATURES, FEATURE: its dictionary.
         source: FEATURE: key of the site that the dictionary reads; None if it is that of the operation.
+        program: Its instruction at each site; None if it is none, or depends on the step.
     """
 
     op: PlannedOp
@@ -91,6 +93,7 @@ class ActiveOp:
     tests: tuple[ActiveTest, ...] = ()
     loaded: LoadedDictionary | None = None
     source: SiteKey | None = None
+    program: Instructions | None = None
 
     @property
     def features(self) -> PlannedFeatures:
@@ -105,13 +108,6 @@ class ActiveOp:
         if self.loaded is None:
             raise RuntimeError(f"{self.op.kind} has no dictionary")
         return self.loaded
-
-    def tensor_at(self, site_index: int) -> torch.Tensor:
-        """Return the tensor for the op's ``site_index``-th site."""
-        if self.tensor is None:
-            raise InterventionError("intervention_failed", f"{self.op.kind} carries no tensor")
-        own = self.tensor[site_index if len(self.tensor) > 1 else 0]
-        return own[..., : self.widths[site_index]]
 
 
 @dataclasses.dataclass(slots=True)
@@ -178,6 +174,13 @@ class ActiveRequest:
             start, stop = self.end_position, stop - (start - self.end_position)
         self.recomputed_tokens += max(0, min(self.end_position, stop) - start)
         self.end_position = max(self.end_position, stop)
+
+    def fail_by(self, error: Exception, what: str) -> None:
+        """Mark the request as failed by an exception; ``what`` says what has failed."""
+        if isinstance(error, InterventionError):
+            self.fail(error.code, error.message)
+        else:
+            self.fail("intervention_failed", f"{what}: {error}")
 
     def fail(self, code: str, message: str) -> None:
         """Mark the request as failed; later calls keep the first reason."""

@@ -9,7 +9,7 @@ position) reuses the plan of the previous step unchanged.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ import torch
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.records import leaf_width, may_overflow, width_classes
 from nnsight_engine.plans.request_plan import MARKS, OperationKind
-from nnsight_engine.plans.sites import SAMPLES
+from nnsight_engine.plans.sites import LOGITS, SAMPLES
 from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
 from nnsight_engine.plans.step.answer_tracker import RowParts
 from nnsight_engine.plans.step.condition_planner import (
@@ -29,13 +29,13 @@ from nnsight_engine.plans.step.condition_planner import (
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.feature_reads import plan_feature_reads
 from nnsight_engine.plans.step.host_arena import to_device
+from nnsight_engine.plans.step.instructions import Word, Words
 from nnsight_engine.plans.step.kernel_factory import (
     GroupKey,
-    KernelFactory,
     KernelMember,
-    RowArray,
     bounded_members,
     group_key,
+    kernel_of,
 )
 from nnsight_engine.plans.step.ledger import StepBytes
 from nnsight_engine.plans.step.operation_rows import (
@@ -47,9 +47,11 @@ from nnsight_engine.plans.step.operation_rows import (
 from nnsight_engine.plans.step.overflows import NARROWED_KINDS, Overflows, Segment
 from nnsight_engine.plans.step.pattern_planner import PatternPlanner, PatternRows
 from nnsight_engine.plans.step.plan import KernelGroup, PlannedSample, ReadGroup, ReadSlice, Span, StepPlan
-from nnsight_engine.plans.step.stage import SiteKey
+from nnsight_engine.plans.step.programs import addresses, in_order, patch_bytes, reads
+from nnsight_engine.plans.step.reads import GatherStates
+from nnsight_engine.plans.step.stage import SiteKey, Stage
+from nnsight_engine.plans.step.table import Block, Member, RowArray, TableBuilder, executor_of
 from nnsight_engine.plans.step.token_masks import TokenMasks
-from nnsight_engine.plans.step.writes import Kernel
 
 
 class StepBuilder:
@@ -64,6 +66,7 @@ class StepBuilder:
         self._patterns = PatternPlanner(context)
         self._conditions = ConditionPlanner(context)
         self._masks = TokenMasks(context.device)
+        self._executor = executor_of(context.device)
         self._last: StepPlan | None = None
 
     def forget(self) -> None:
@@ -82,7 +85,7 @@ class StepBuilder:
                 self._reserve(span, last.reserved[span.request.request_id], self._charge_accepted(span))
             return last
         by_id = {span.request.request_id: span for span in spans}
-        plan = StepPlan(by_id, KernelFactory(self._context.device))
+        plan = StepPlan(by_id)
         self._last = None
         try:
             tests: list[DetectorRows] = []
@@ -102,7 +105,7 @@ class StepBuilder:
         Its rows are those of the image, and its positions their numbers among those of all images. A mean is
         taken over the named rows of the image. What was read before is not read again.
         """
-        plan = StepPlan({}, KernelFactory(self._context.device))
+        plan = StepPlan({})
         before, own = request.plan.images[:image], request.plan.images[image]
         start = sum(one.num_rows for one in before)
         span = Span(request, 0, own.num_rows, start, np.empty(0, np.int32))
@@ -279,45 +282,91 @@ class StepBuilder:
         self, plan: StepPlan, work: list[OperationRows], tests: list[DetectorRows]
     ) -> None:
         staged: Staged = defaultdict(list)
-        self._conditions.plan_conditions(plan, tests, work, staged)
+        table = TableBuilder()
+        self._conditions.plan_conditions(plan, tests, work, staged, table)
         read_groups: dict[GroupKey, list[OperationRows]] = defaultdict(list)
         for item in work:
             # Of an operation that only marks, its gate is all that is read.
             if item.active.op.reads and item.active.op.kind not in MARKS:
                 read_groups[_read_key(item)].append(item)
-        self._plan_writes(plan, [item for item in work if not item.active.op.reads], staged)
+        self._plan_writes(plan, [item for item in work if not item.active.op.reads], staged, table)
         for items in read_groups.values():
             if items[0].active.detector is not None:
-                self._conditions.plan_scores(plan, items, staged)
+                self._conditions.plan_scores(plan, items, staged, table)
             else:
-                self._plan_read(plan, items, staged)
+                self._plan_read(plan, items, staged, table)
         if self._context.stage.is_last:
             plan.computed = plan_feature_reads(plan.reads)
+        plan.held = table.held
+        others = {key: sorted(order for order, _ in entries) for key, entries in staged.items()}
+        for key, segments in table.segments(others, self._executor).items():
+            staged[key] += segments
         for key, entries in staged.items():
             entries.sort(key=lambda entry: entry[0])
             plan.groups[key] = [group for _, group in entries]
 
-    def _plan_writes(self, plan: StepPlan, work: list[OperationRows], staged: Staged) -> None:
+    def _plan_writes(
+        self, plan: StepPlan, work: list[OperationRows], staged: Staged, table: TableBuilder
+    ) -> None:
         slots: dict[SiteKey, dict[tuple[int, GroupKey], list[KernelMember]]] = defaultdict(
             lambda: defaultdict(list)
         )
         overflows = self._overflows(plan, work)
         for item in work:
+            own = overflows if item.active.op.kind in NARROWED_KINDS else None
+            if item.active.program is not None:
+                self._add_writes(table, item, own)
+                continue
             for site_index, key in enumerate(item.active.keys):
-                if not self._context.stage.has(key):
-                    continue
-                member = _write_member(item, site_index, key)
-                if len(member.rows):
+                if self._context.stage.has(key) and len(item.rows_at(key)):
+                    one = _kernel_member(item, site_index, key, None if own is None else own.at(key))
                     if item.active.source is not None:
-                        member.inputs = self._plan_source(plan, item, staged)
-                    if overflows is not None and item.active.op.kind in NARROWED_KINDS:
-                        member.overflows = overflows.at(key)
-                    slots[key][item.stages[site_index], group_key(member)].append(member)
+                        one.inputs = self._plan_source(item, table)
+                    slots[key][item.stages[site_index], group_key(one)].append(one)
         for key, groups in slots.items():
-            rebuild = _write_rebuild(plan.factory)
             for (stage, _), members in groups.items():
                 for part in bounded_members(members):
-                    staged[key].append((stage, KernelGroup(plan.factory.build(part), part, rebuild)))
+                    staged[key].append((in_order(stage), self._kernel_group(part)))
+
+    def _kernel_group(self, members: list[KernelMember]) -> KernelGroup:
+        device = self._context.device
+        return KernelGroup(
+            kernel_of(members, device),
+            [one.member for one in members],
+            lambda number: kernel_of(members[number : number + 1], device),
+        )
+
+    def _add_writes(self, table: TableBuilder, item: OperationRows, overflows: Overflows | None) -> None:
+        """Add the instructions of an operation that writes."""
+        active, member = item.active, item.member
+        if active.program is None:
+            raise RuntimeError(f"{active.op.kind} is no instruction")
+        for indices, keys in _with_rows_alike(active.keys, self._context.stage):
+            rows = item.rows_at(keys[0])
+            if not len(rows):
+                continue
+            program = active.program.at(indices)
+            columns: dict[Word, Words | int] = {}
+            if active.op.kind in NARROWED_KINDS:
+                # Sites follow each other, so all of them may use the same.
+                count = max(1, int(program.words[0, Word.COUNT]))
+                factors = torch.empty(len(rows), count, device=self._context.device)
+                columns[Word.OUT] = table.address(factors) + np.arange(len(rows)) * count * factors.itemsize
+            if active.op.kind is OperationKind.PATCH:
+                positions = np.searchsorted(
+                    np.asarray(active.op.where.positions, np.int64),
+                    item.offsets_at(keys[0]) + item.span.start,
+                )
+                columns[Word.OPERAND] = program.words[:, Word.OPERAND, None] + positions * patch_bytes(active)
+            gate, mask = item.gate_at(keys[0]), item.mask_at(keys[0])
+            if gate is not None:
+                columns[Word.GATE] = table.address(gate[0]) + gate[1]
+            elif mask is not None:
+                columns[Word.GATE] = table.address(mask) + np.arange(len(rows))
+            if overflows is not None:
+                columns[Word.OVERFLOW] = table.address(overflows.at(keys[0])) + rows
+            order = [in_order(item.stages[index]) for index in indices]
+            table.add(Block(member, keys, order, rows, program, columns))
 
     def _overflows(self, plan: StepPlan, work: list[OperationRows]) -> Overflows | None:
         """Add the flags of the step's rows to the plan and return them; None if no change can overflow."""
@@ -330,22 +379,22 @@ class StepBuilder:
         plan.overflows.append(overflows)
         return overflows
 
-    def _plan_source(self, plan: StepPlan, item: OperationRows, staged: Staged) -> torch.Tensor:
+    def _plan_source(self, item: OperationRows, table: TableBuilder) -> torch.Tensor:
         """Plan the read of the values on which a write elsewhere depends; return them, ``[rows, width]``."""
         source, key = item.active.features.source, item.active.source
         if source is None or key is None:
             raise RuntimeError("the operation reads where it writes")
         width = leaf_width(source, self._context.spec)
         values = torch.empty(len(item.rows), width, device=self._context.device)
-        member = KernelMember(item.span.request, item.active, 0, item.rows, read_site=source)
-
-        def kernel(one: KernelMember) -> Kernel:
-            return plan.factory.read([one], values)
-
-        staged[key].append((item.source_stage, KernelGroup(kernel(member), [member], kernel)))
+        table.address(values)
+        to = {Word.OUT: addresses(values.unsqueeze(1), 0, len(values), [0])}
+        member, order = Member(item.span.request, item.active), [in_order(item.source_stage)]
+        table.add(Block(member, [key], order, item.rows, reads(values.dtype, 1), to))
         return values
 
-    def _plan_read(self, plan: StepPlan, items: list[OperationRows], staged: Staged) -> None:
+    def _plan_read(
+        self, plan: StepPlan, items: list[OperationRows], staged: Staged, table: TableBuilder
+    ) -> None:
         op, stage = items[0].active.op, self._context.stage
         if not (stage.is_last or any(map(stage.has, items[0].active.keys))):
             return
@@ -369,21 +418,73 @@ class StepBuilder:
             )
             buffer = torch.empty(shape, dtype=self._context.buffer_dtype(op), device=self._context.device)
             group.buffers.append(buffer)
-            for place, site_index in enumerate(indices):
-                key = items[0].active.keys[site_index]
-                if not stage.has(key):
-                    continue  # an earlier stage sends the values
-                members = [
-                    KernelMember(item.span.request, item.active, site_index, item.rows_at(key))
-                    for item in items
-                ]
-                overflow_column = None if overflows is None else overflows[:, site_index]
-                rebuild = _read_rebuild(plan.factory, members, buffer[:, place], overflow_column)
-                kernel = plan.factory.read(members, buffer[:, place], overflow_column)
-                staged[key].append((items[0].stages[site_index], KernelGroup(kernel, members, rebuild)))
+            keys = [items[0].active.keys[index] for index in indices]
+            # An earlier stage sends the values of its own sites.
+            for places, held in _with_rows_alike(keys, stage):
+                sites = [indices[place] for place in places]
+                if op.captures_states:
+                    self._read_states(items, list(zip(places, sites, strict=True)), buffer, overflows, staged)
+                else:
+                    self._add_reads(table, group, items, held, (sites, places), buffer, overflows)
         if overflows is not None:
             group.buffers.append(overflows)
         plan.reads.append(group)
+
+    @staticmethod
+    def _add_reads(
+        table: TableBuilder,
+        group: ReadGroup,
+        items: list[OperationRows],
+        keys: list[SiteKey],
+        columns: tuple[list[int], list[int]],
+        buffer: torch.Tensor,
+        overflows: torch.Tensor | None,
+    ) -> None:
+        """Add the instructions that read into a buffer.
+
+        Args:
+            table: The step's instructions.
+            group: The reads.
+            items: Their operations.
+            keys: The sites' keys.
+            columns: The sites' indices, and their places in the buffer.
+            buffer: ``[rows, places, …]``.
+            overflows: ``[rows, sites]``; None if no number can be beyond the buffer's dtype.
+        """
+        sites, places = columns
+        order = [in_order(items[0].stages[site]) for site in sites]
+        table.address(buffer)
+        to = addresses(buffer, 0, len(buffer), places)
+        flags = None
+        if overflows is not None:
+            table.address(overflows)
+            flags = addresses(overflows, 0, len(overflows), sites)
+        own = reads(buffer.dtype, len(sites))
+        for item, piece in zip(items, group.slices, strict=True):
+            part = slice(piece.start, piece.stop)
+            words: dict[Word, Words | int] = {Word.OUT: to[:, part]}
+            if flags is not None:
+                words[Word.OVERFLOW] = flags[:, part]
+            # Of a probe, the vector is its own.
+            program = item.active.program
+            instructions = own if program is None else program.at(sites)
+            table.add(Block(item.member, keys, order, item.rows_at(keys[0]), instructions, words))
+
+    def _read_states(
+        self,
+        items: list[OperationRows],
+        places: list[tuple[int, int]],
+        buffer: torch.Tensor,
+        overflows: torch.Tensor | None,
+        staged: Staged,
+    ) -> None:
+        """Plan the reads of recurrent states, given pairs of a place in the buffer and a site's index."""
+        rows = to_device(np.concatenate([item.rows for item in items]), self._context.device)
+        for place, site in places:
+            flags = None if overflows is None else overflows[:, site]
+            kernel = GatherStates(rows, buffer[:, place], flags)
+            group = KernelGroup(kernel, [item.member for item in items])
+            staged[items[0].active.keys[site]].append((in_order(items[0].stages[site]), group))
 
 
 def _plan_samples(
@@ -466,34 +567,23 @@ def _read_key(item: OperationRows) -> GroupKey:
     return (*form, op.dtype, op.reduce)
 
 
-def _write_member(item: OperationRows, site_index: int, key: SiteKey) -> KernelMember:
+def _with_rows_alike(keys: Sequence[SiteKey], stage: Stage) -> list[tuple[list[int], list[SiteKey]]]:
+    """Divide the sites of a stage into those at which an operation's rows have the same numbers.
+
+    Each part is the places among all sites, and the keys.
+    """
+    held = [place for place, key in enumerate(keys) if stage.has(key)]
+    at_logits = [place for place in held if keys[place] == LOGITS]
+    others = [place for place in held if place not in at_logits] if at_logits else held
+    return [(own, [keys[place] for place in own]) for own in (at_logits, others) if own]
+
+
+def _kernel_member(
+    item: OperationRows, site_index: int, key: SiteKey, overflows: torch.Tensor | None
+) -> KernelMember:
     op = item.active.op
-    member = KernelMember(item.span.request, item.active, site_index, item.rows_at(key))
-    member.mask, member.gate = item.mask_at(key), item.gate_at(key)
-    if op.kind is OperationKind.PATCH:
-        absolute = item.offsets_at(key) + item.span.start
-        positions = np.asarray(op.where.positions, np.int64)
-        member.patch_rows = np.searchsorted(positions, absolute).astype(np.int64)
+    one = KernelMember(item.member, site_index, item.rows_at(key), overflows=overflows)
+    one.mask, one.gate = item.mask_at(key), item.gate_at(key)
     if op.kind is OperationKind.MEAN:
-        member.source_rows = item.rows if op.is_in_encoder else mean_rows(item, key)
-    return member
-
-
-def _write_rebuild(factory: KernelFactory) -> Callable[[KernelMember], Kernel]:
-    return lambda member: factory.build([member])
-
-
-def _read_rebuild(
-    factory: KernelFactory, members: list[KernelMember], out: torch.Tensor, overflows: torch.Tensor | None
-) -> Callable[[KernelMember], Kernel]:
-    starts: dict[int, int] = {}
-    start = 0
-    for member in members:
-        starts[id(member)] = start
-        start += len(member.rows)
-
-    def rebuild(member: KernelMember) -> Kernel:
-        own = slice(starts[id(member)], starts[id(member)] + len(member.rows))
-        return factory.read([member], out[own], None if overflows is None else overflows[own])
-
-    return rebuild
+        one.source_rows = item.rows if op.is_in_encoder else mean_rows(item, key)
+    return one

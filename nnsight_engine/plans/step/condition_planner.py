@@ -9,37 +9,38 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 import torch
 
-from nnsight_engine.core.detector import Form
+from nnsight_engine.core.detector import Form, Link
+from nnsight_engine.plans.conditions import AND, NOT, OR
 from nnsight_engine.plans.features import PlannedFeatures
 from nnsight_engine.plans.sites import forward_order
 from nnsight_engine.plans.step.active import ActiveDetector, ActiveOp, ActiveTest
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.feature_kernels import FeatureParts, bounded, union_of
 from nnsight_engine.plans.step.host_arena import to_device
-from nnsight_engine.plans.step.kernel_factory import KernelFactory, KernelMember, RowArray
+from nnsight_engine.plans.step.instructions import AND as AND_WORD
+from nnsight_engine.plans.step.instructions import NOT as NOT_WORD
+from nnsight_engine.plans.step.instructions import OR as OR_WORD
+from nnsight_engine.plans.step.instructions import Code, Instructions, Number, Word, Words
 from nnsight_engine.plans.step.operation_rows import OperationRows
-from nnsight_engine.plans.step.plan import KernelGroup, ReadGroup, ReadSlice, Span, StepPlan
-from nnsight_engine.plans.step.scores import (
-    AnyParts,
-    GateKernel,
-    HeldBefore,
-    HeldNow,
-    LinearParts,
-    PlainTests,
-    ScoreKernel,
-    SlotTests,
-    TestColumns,
-)
+from nnsight_engine.plans.step.plan import KernelGroup, ReadGroup, ReadSlice, SiteWork, Span, StepPlan
+from nnsight_engine.plans.step.programs import addresses, in_order
+from nnsight_engine.plans.step.scores import AnyParts, MovingPrograms, Scores, SlotTests, TestColumns
 from nnsight_engine.plans.step.stage import SiteKey, site_key
+from nnsight_engine.plans.step.table import Block, Member, RowArray, TableBuilder
 from nnsight_engine.plans.step.writes import Kernel
 
-Staged = dict[SiteKey, list[tuple[int, KernelGroup]]]
+Staged = dict[SiteKey, list[tuple[float, SiteWork]]]
+"""Work by site, with its order."""
+_JOIN: Final = Instructions.blank(1, Code.JOIN)
+_DOT: Final = Instructions.blank(1, Code.DOT)
+_OPERATORS: Final[dict[int | str, int]] = {NOT: NOT_WORD, AND: AND_WORD, OR: OR_WORD}
 
 
 @dataclasses.dataclass(slots=True)
@@ -70,6 +71,11 @@ class DetectorRows:
         if self.number is None:
             raise RuntimeError("an operation that reads scores has no test")
         return self.active.tests[self.number]
+
+    @property
+    def member(self) -> Member:
+        """The operation."""
+        return Member(self.span.request, self.active)
 
     @property
     def stop(self) -> int:
@@ -118,7 +124,12 @@ class ConditionPlanner:
         return found
 
     def plan_conditions(
-        self, plan: StepPlan, tests: list[DetectorRows], work: list[OperationRows], staged: Staged
+        self,
+        plan: StepPlan,
+        tests: list[DetectorRows],
+        work: list[OperationRows],
+        staged: Staged,
+        table: TableBuilder,
     ) -> None:
         """Plan the tests of a step, and the gates of the operations that they are for.
 
@@ -127,15 +138,18 @@ class ConditionPlanner:
             tests: The rows of the tests.
             work: The step's operations.
             staged: Kernels by site.
+            table: The step's instructions.
         """
         if not tests:
             return
-        states = self._plan_tests(plan, tests, staged)
+        states = self._plan_tests(plan, tests, staged, table)
         gated = [item for item in work if item.active.tests]
         if gated:
-            self._plan_gates(plan, gated, tests, states, staged)
+            self._plan_gates(plan, gated, tests, states, table)
 
-    def _plan_tests(self, plan: StepPlan, tests: list[DetectorRows], staged: Staged) -> torch.Tensor:
+    def _plan_tests(
+        self, plan: StepPlan, tests: list[DetectorRows], staged: Staged, table: TableBuilder
+    ) -> torch.Tensor:
         """Plan the tests of a step; return their states, ``[rows of all tests]``."""
         groups: dict[Any, list[DetectorRows]] = defaultdict(list)
         for item in tests:
@@ -149,14 +163,19 @@ class ConditionPlanner:
             for item in items:
                 item.start, start = start, start + len(item.offsets)
             out = states[first:start]
-
-            def kernel(some: list[DetectorRows], scores: ScoreKernel, out: torch.Tensor) -> Kernel:
-                return self._test_kernel(plan, some, scores, out)
-
-            self._plan_group(plan, items, first, out, staged, kernel)
+            scores = self._plan_parts(items, first, len(out), staged, table)
+            order = in_order(items[0].stages[-1], is_last_part=True)
+            if items[0].test.slot is not None:
+                kernel = self._slot_tests(plan, items, scores, out)
+                members = [item.member for item in items]
+                staged[items[0].detector.keys[-1]].append((order, KernelGroup(kernel, members)))
+            else:
+                self._add_scores(table, Code.TEST, items, scores, out, order)
         return states
 
-    def plan_scores(self, plan: StepPlan, items: list[OperationRows], staged: Staged) -> None:
+    def plan_scores(
+        self, plan: StepPlan, items: list[OperationRows], staged: Staged, table: TableBuilder
+    ) -> None:
         """Plan operations of one form that read scores."""
         rows, start = [], 0
         slices = []
@@ -173,7 +192,9 @@ class ConditionPlanner:
         plan.reads.append(
             ReadGroup([out.unsqueeze(1)], slices, plan.add_mask(torch.cat(masks)) if masks else None)
         )
-        self._plan_group(plan, rows, 0, out, staged, _score_kernel)
+        scores = self._plan_parts(rows, 0, start, staged, table)
+        order = in_order(rows[0].stages[-1], is_last_part=True)
+        self._add_scores(table, Code.SCORE, rows, scores, out, order)
 
     def _plan_gates(
         self,
@@ -181,7 +202,7 @@ class ConditionPlanner:
         items: list[OperationRows],
         tests: list[DetectorRows],
         states: torch.Tensor,
-        staged: Staged,
+        table: TableBuilder,
     ) -> None:
         """Plan the gates of operations, deliver them, and give each operation its own.
 
@@ -190,39 +211,63 @@ class ConditionPlanner:
             items: The operations with conditions.
             tests: Their tests, planned.
             states: The states of these.
-            staged: Kernels by site.
+            table: The step's instructions.
         """
         by_test = {(id(one.span), one.active.index, one.number): one for one in tests}
-        groups: dict[Any, list[OperationRows]] = defaultdict(list)
-        for item in items:
-            groups[_gate_key(item, self.gate_key(item.active))].append(item)
         gates = torch.zeros(
             sum(len(item.offsets) for item in items), dtype=torch.bool, device=self._context.device
         )
+        first_gate, first_state = table.address(gates), table.address(states)
         slices, start = [], 0
-        for group in groups.values():
-            first, members = start, []
-            for item in group:
-                stop = start + len(item.offsets)
-                item.gate, item.gate_start = gates, start
-                slices.append(_slice_of_gate(item, start, stop))
-                members.append(KernelMember(item.span.request, item.active, 0, item.rows))
-                start = stop
-
-            def rebuild(
-                member: KernelMember,
-                members: list[KernelMember] = members,
-                group: list[OperationRows] = group,
-            ) -> Kernel:
-                item = group[[id(one) for one in members].index(id(member))]
-                own = gates[item.gate_start : item.gate_start + len(item.offsets)]
-                return self._gate(plan, [item], by_test, states, own)
-
-            kernel = self._gate(plan, group, by_test, states, gates[first:start])
-            staged[self.gate_key(group[0].active)].append(
-                (group[0].gate_stage, KernelGroup(kernel, members, rebuild))
-            )
+        for item in items:
+            condition, num_rows = item.active.op.when, len(item.offsets)
+            if condition is None:
+                raise RuntimeError("the operation has no condition")
+            item.gate, item.gate_start = gates, start
+            slices.append(_slice_of_gate(item, start, start + num_rows))
+            columns, moves = [], []
+            for step in condition.program:
+                column, move = np.full(num_rows, _OPERATORS.get(step, 0), np.int64), 0
+                if isinstance(step, int):
+                    column, move = self._state(table, item, step, by_test, first_state)
+                columns.append(column)
+                moves.append(move)
+            program = to_device(np.stack(columns, axis=1), self._context.device)
+            if any(moves):
+                plan.moving.append(MovingPrograms(program, self._on_device(np.asarray(moves, np.int64))))
+            key = self.gate_key(item.active)
+            places = np.arange(num_rows)
+            words: dict[Word, Words | int] = {
+                Word.COUNT: len(columns),
+                Word.OPERAND: table.address(program) + places * len(columns) * program.itemsize,
+                Word.OUT: first_gate + start + places,
+            }
+            if item.mask is not None:
+                words[Word.UNITS] = table.address(item.mask) + places
+            order = [in_order(item.gate_stage)]
+            table.add(Block(item.member, [key], order, item.rows, _JOIN, words))
+            start += num_rows
         plan.reads.append(ReadGroup([gates.unsqueeze(1)], slices))
+
+    def _state(
+        self,
+        table: TableBuilder,
+        item: OperationRows,
+        number: int,
+        by_test: dict[tuple[int, int, int | None], DetectorRows],
+        first_state: int,
+    ) -> tuple[Words, int]:
+        """Return the addresses of a test's state at each row, and how far they move with each position."""
+        test = item.active.tests[number]
+        if not test.test.is_next:
+            own = by_test[id(item.span), item.active.index, number]
+            return first_state + own.start + np.searchsorted(own.offsets, item.offsets), 0
+        # That of the position before. No row is the first of its request: such tests act on generated ones.
+        if test.slot is None:
+            raise RuntimeError("a test for the next position has no slot")
+        held = test.slot.table.held
+        positions = item.offsets + (item.span.start - 1)
+        return table.address(held[test.slot.row]) + positions, held.itemsize
 
     def gate_key(self, active: ActiveOp) -> SiteKey:
         """Return where an operation's gate runs: behind its tests, before its first site."""
@@ -230,115 +275,80 @@ class ConditionPlanner:
         sites, choose = (now, max) if now else (active.op.sites, min)
         return site_key(choose(sites, key=lambda site: forward_order(site, self._context.spec)))
 
-    def _gate(
-        self,
-        plan: StepPlan,
-        items: Sequence[OperationRows],
-        by_test: dict[tuple[int, int, int | None], DetectorRows],
-        states: torch.Tensor,
-        out: torch.Tensor,
-    ) -> GateKernel:
-        condition = items[0].active.op.when
-        if condition is None:
-            raise RuntimeError("the operation has no condition")
-        sources: list[HeldNow | HeldBefore] = []
-        for number, test in enumerate(condition.tests):
-            if test.is_next:
-                slots = [item.active.tests[number].slot for item in items]
-                rows = [slot.row for slot in slots if slot is not None]
-                counts = [len(item.offsets) for item in items]
-                table = slots[0].table if slots[0] is not None else None
-                if table is None:
-                    raise RuntimeError("a test for the next position has no slot")
-                positions = np.concatenate([item.offsets + (item.span.start - 1) for item in items])
-                source = HeldBefore(
-                    table, self._on_device(np.repeat(rows, counts)), self._on_device(positions)
-                )
-                plan.moving.append(source)
-                sources.append(source)
-                continue
-            index = []
-            for item in items:
-                own = by_test[id(item.span), item.active.index, number]
-                index.append(own.start + np.searchsorted(own.offsets, item.offsets))
-            sources.append(HeldNow(states, self._on_device(np.concatenate(index))))
-        masks = [item.mask for item in items if item.mask is not None]
-        if masks and len(masks) < len(items):
-            raise RuntimeError("some operations of a group have masks and others have none")
-        return GateKernel(condition.program, sources, torch.cat(masks) if masks else None, out)
-
-    def _plan_group(
-        self,
-        plan: StepPlan,
-        items: list[DetectorRows],
-        first: int,
-        out: torch.Tensor,
-        staged: Staged,
-        kernel: Callable[[list[DetectorRows], ScoreKernel, torch.Tensor], Kernel],
-    ) -> None:
-        """Plan detectors that are read alike, and the kernel behind their last parts.
+    def _plan_parts(
+        self, items: list[DetectorRows], first: int, num_rows: int, staged: Staged, table: TableBuilder
+    ) -> Scores:
+        """Plan detectors that are read alike; return their scores, which are valid behind the last parts.
 
         Args:
-            plan: The step's plan.
             items: Their rows, which follow each other.
             first: First of their rows.
-            out: Receives the kernel's results, ``[rows]``.
+            num_rows: Number of all rows.
             staged: Kernels by site.
-            kernel: Returns the kernel for some of them.
+            table: The step's instructions.
         """
         detector = items[0].detector
-        parts = torch.empty(len(out), len(detector.keys), device=self._context.device)
-        members: list[KernelMember] = []
+        parts = torch.empty(num_rows, len(detector.keys), device=self._context.device)
+        table.address(parts)
         for place, key in enumerate(detector.keys):
-            members = [
-                KernelMember(
-                    item.span.request,
-                    item.active,
-                    place,
-                    item.offsets + item.span.row,
-                    read_site=item.detector.planned.sites[place],
-                )
-                for item in items
-            ]
-            by_member = {id(member): item for member, item in zip(members, items, strict=True)}
-
-            def part(
-                some: Sequence[KernelMember],
-                place: int = place,
-                by_member: dict[int, DetectorRows] = by_member,
-            ) -> Kernel:
-                own = [by_member[id(member)] for member in some]
-                column = parts[own[0].start - first : own[-1].stop - first, place]
-                return _part_kernel(plan.factory, list(some), own, place, column)
-
-            group = KernelGroup(part(members), members, _alone(part))
-            staged[key].append((items[0].stages[place], group))
-
-        def scored(some: list[DetectorRows]) -> Kernel:
-            rows = slice(some[0].start - first, some[-1].stop - first)
-            bias = [item.detector.planned.bias for item in some for _ in item.offsets]
-            scores = ScoreKernel(
-                parts[rows], self._on_device(np.asarray(bias, np.float32)), detector.planned.link, out[rows]
+            order, form = in_order(items[0].stages[place]), detector.planned.parts[place].form
+            if form is Form.LINEAR:
+                to = addresses(parts, 0, num_rows, [place])
+                for item in items:
+                    words: dict[Word, Words | int] = {
+                        Word.OPERAND: item.detector.tensors[place]["weights"].data_ptr(),
+                        Word.OUT: to[:, item.start - first : item.stop - first],
+                    }
+                    rows = item.offsets + item.span.row
+                    table.add(Block(item.member, [key], [order], rows, _DOT, words))
+                continue
+            columns = partial(self._part_kernel, place, parts[:, place], first)
+            group = KernelGroup(
+                columns(items), [item.member for item in items], partial(_alone, columns, items)
             )
-            return kernel(some, scores, out[rows])
+            staged[key].append((order, group))
+        bias = [item.detector.planned.bias for item in items for _ in item.offsets]
+        return Scores(parts, self._on_device(np.asarray(bias, np.float32)), detector.planned.link)
 
-        last = {id(member): item for member, item in zip(members, items, strict=True)}
-        group = KernelGroup(scored(items), members, lambda member: scored([last[id(member)]]))
-        staged[detector.keys[-1]].append((items[0].stages[-1], group))
+    def _add_scores(
+        self,
+        table: TableBuilder,
+        code: Code,
+        items: list[DetectorRows],
+        scores: Scores,
+        out: torch.Tensor,
+        order: int,
+    ) -> None:
+        """Add the instructions that make scores, or tests of them, from their parts."""
+        parts, first = scores.parts, items[0].start
+        table.address(out)
+        to = addresses(out.unsqueeze(1), 0, len(out), [0])
+        operands = addresses(parts, 0, len(parts), [0])
+        for item in items:
+            own = Instructions.blank(1, code)
+            own.words[:, Word.COUNT] = parts.shape[1]
+            own.words[:, Word.DTYPE] = scores.link is not Link.IDENTITY
+            own.numbers[:, Number.A] = item.detector.planned.bias
+            if code is Code.TEST:
+                test = item.test.test
+                own.numbers[:, Number.B], own.numbers[:, Number.LOW] = test.sign, test.threshold
+            part = slice(item.start - first, item.stop - first)
+            words: dict[Word, Words | int] = {Word.OPERAND: operands[:, part], Word.OUT: to[:, part]}
+            rows = item.offsets + item.span.row
+            table.add(Block(item.member, [item.detector.keys[-1]], [order], rows, own, words))
 
-    def _test_kernel(
-        self, plan: StepPlan, items: list[DetectorRows], scores: ScoreKernel, out: torch.Tensor
+    def _slot_tests(
+        self, plan: StepPlan, items: list[DetectorRows], scores: Scores, out: torch.Tensor
     ) -> Kernel:
         tests = [item.test.test for item in items]
         slot = items[0].test.slot
+        if slot is None:
+            raise RuntimeError("the tests have no slots")
         counts = [len(item.offsets) for item in items]
         values = np.array(
             [(test.sign, test.threshold, test.threshold - test.hysteresis, test.latches) for test in tests],
             np.float32,
         )
-        if slot is None:
-            columns = self._columns(np.repeat(values, counts, axis=0))
-            return PlainTests(scores, columns, out)
         rows = [item.test.slot.row for item in items if item.test.slot is not None]
         kernel = SlotTests(
             scores,
@@ -358,6 +368,17 @@ class ConditionPlanner:
         plan.moving.append(kernel)
         return kernel
 
+    def _part_kernel(self, place: int, column: torch.Tensor, first: int, items: list[DetectorRows]) -> Kernel:
+        """Return a kernel for some of the detectors whose parts have a column, which begins at a row."""
+        rows = self._on_device(np.concatenate([item.offsets + item.span.row for item in items]))
+        out = column[items[0].start - first : items[-1].stop - first]
+        form = items[0].detector.planned.parts[place].form
+        if form is None:
+            return _feature_kernel(rows, items, place, out)
+        start = items[0].start
+        pieces = [(item.start - start, item.stop - start, item.detector.tensors[place]) for item in items]
+        return AnyParts(rows, form, pieces, out)
+
     def _columns(self, values: np.ndarray[Any, np.dtype[np.float32]]) -> TestColumns:
         sign, threshold, keeps, latches = (
             self._on_device(np.ascontiguousarray(values[..., i])) for i in range(4)
@@ -368,8 +389,8 @@ class ConditionPlanner:
         return to_device(values, self._context.device)
 
 
-def _alone(build: Callable[[Sequence[KernelMember]], Kernel]) -> Callable[[KernelMember], Kernel]:
-    return lambda member: build([member])
+def _alone(build: Callable[[list[DetectorRows]], Kernel], items: list[DetectorRows], number: int) -> Kernel:
+    return build(items[number : number + 1])
 
 
 def _slice_of_gate(item: OperationRows, start: int, stop: int) -> ReadSlice:
@@ -377,29 +398,6 @@ def _slice_of_gate(item: OperationRows, start: int, stop: int) -> ReadSlice:
     request = item.span.request
     num_delivered = int(np.searchsorted(item.offsets, request.end_position - item.span.start))
     return ReadSlice(request, item.active, start, stop, item.offsets, num_delivered=num_delivered)
-
-
-def _score_kernel(_: list[DetectorRows], scores: ScoreKernel, __: torch.Tensor) -> Kernel:
-    return scores
-
-
-def _part_kernel(
-    factory: KernelFactory,
-    members: list[KernelMember],
-    items: list[DetectorRows],
-    place: int,
-    out: torch.Tensor,
-) -> Kernel:
-    rows = factory.row_index(members)
-    form = items[0].detector.planned.parts[place].form
-    if form is None:
-        return _feature_kernel(rows, items, place, out)
-    if form is Form.LINEAR and all(len(item.offsets) == 1 for item in items):
-        weights = torch.stack([item.detector.tensors[place]["weights"] for item in items])
-        return LinearParts(rows, weights, out)
-    first = items[0].start
-    pieces = [(item.start - first, item.stop - first, item.detector.tensors[place]) for item in items]
-    return AnyParts(rows, form, pieces, out)
 
 
 def _feature_kernel(rows: torch.Tensor, items: list[DetectorRows], place: int, out: torch.Tensor) -> Kernel:
@@ -436,14 +434,3 @@ def detector_key(detector: ActiveDetector) -> tuple[Any, ...]:
     planned = detector.planned
     forms = tuple(part.form for part in planned.parts)
     return (detector.keys, forms, tuple(map(id, detector.dictionaries)), planned.link)
-
-
-def _gate_key(item: OperationRows, first: SiteKey) -> Any:
-    """Return the key shared by operations whose gates one kernel can compute."""
-    condition = item.active.op.when
-    tests = zip(item.active.tests, () if condition is None else condition.tests, strict=True)
-    tables = tuple(
-        id(own.slot.table) if test.is_next and own.slot is not None else None for own, test in tests
-    )
-    program = None if condition is None else condition.program
-    return (first, item.gate_stage, program, tables, item.mask is not None)

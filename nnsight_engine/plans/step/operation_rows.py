@@ -13,9 +13,9 @@ from nnsight_engine.plans.sites import LOGITS
 from nnsight_engine.plans.step.active import ActiveOp
 from nnsight_engine.plans.step.answer_tracker import RowParts
 from nnsight_engine.plans.step.host_arena import to_device
-from nnsight_engine.plans.step.kernel_factory import RowArray
 from nnsight_engine.plans.step.plan import Span, StepPlan
 from nnsight_engine.plans.step.stage import SiteKey
+from nnsight_engine.plans.step.table import Member, RowArray
 from nnsight_engine.plans.step.token_masks import may_match, must_match
 from nnsight_engine.plans.where import evaluate
 
@@ -53,6 +53,11 @@ class OperationRows:
     source_stage: int = 0
     gate: torch.Tensor | None = None
     gate_start: int = 0
+
+    @property
+    def member(self) -> Member:
+        """The operation."""
+        return Member(self.span.request, self.active, not self.active.op.reads)
 
     def rows_at(self, key: SiteKey) -> RowArray:
         """Return row indices into the site's tensor; at ``logits`` they index the plan's ``logits_rows``."""

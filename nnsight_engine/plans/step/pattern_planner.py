@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from nnsight_engine.core.errors import InterventionError
@@ -18,9 +17,9 @@ from nnsight_engine.plans.sites import PlannedSite
 from nnsight_engine.plans.step.active import ActiveOp
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.host_arena import to_device
-from nnsight_engine.plans.step.kernel_factory import KernelMember, RowArray
 from nnsight_engine.plans.step.patterns import AttentionKeyStore, ComputePattern, StoreKeys
 from nnsight_engine.plans.step.plan import KernelGroup, PatternRead, Span, StepPlan
+from nnsight_engine.plans.step.table import Member, RowArray
 from nnsight_engine.plans.step.writes import Kernel
 from nnsight_engine.plans.where import last_position
 
@@ -98,8 +97,7 @@ class PatternPlanner:
         store = self._store(span, layer, stop, open_until)
         kernel = StoreKeys(store, span.start, span.row, span.row + stop - span.start)
         owner = next(op for op in span.request.ops if PlannedSite(PATTERN, layer) in op.op.sites)
-        index = owner.op.sites.index(PlannedSite(PATTERN, layer))
-        self._add_group(plan, kernel, KernelMember(span.request, owner, index, np.empty(0, np.int64)))
+        self._add_group(plan, kernel, Member(span.request, owner), PlannedSite(PATTERN, layer))
 
     def _store(self, span: Span, layer: int, stop: int, open_until: int) -> AttentionKeyStore:
         """Return the request's key store of a layer, with memory up to position ``stop``."""
@@ -146,7 +144,7 @@ class PatternPlanner:
         for index, site, form in held:
             store = span.request.patterns.stores[site.layer]
             kernel = ComputePattern(store, form, rows, at, positions, out[index])
-            self._add_group(plan, kernel, KernelMember(span.request, active, index, offsets + span.row))
+            self._add_group(plan, kernel, Member(span.request, active), site)
         index_of_mask = None if mask is None else plan.add_mask(mask)
         plan.patterns.append(PatternRead(span.request, active, positions, out, index_of_mask))
 
@@ -161,9 +159,9 @@ class PatternPlanner:
         self._context.ledger.reserve(span.request.request_id, growth * row_bytes)
         shapes[active.index] = (rows, num_keys)
 
-    def _add_group(self, plan: StepPlan, kernel: Kernel, member: KernelMember) -> None:
-        site = member.active.op.sites[member.site_index]
-        plan.groups.setdefault(site, []).append(KernelGroup(kernel, [member], lambda _member: kernel))
+    @staticmethod
+    def _add_group(plan: StepPlan, kernel: Kernel, member: Member, site: PlannedSite) -> None:
+        plan.groups.setdefault(site, []).append(KernelGroup(kernel, [member]))
 
     def _key_shape(self, layer: int) -> tuple[int, ...]:
         leaf = self._context.spec.leaf("attn.k", layer)

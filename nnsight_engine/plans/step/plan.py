@@ -19,15 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.sites import PlannedSite
 from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
 from nnsight_engine.plans.step.host_arena import HostCopy
-from nnsight_engine.plans.step.kernel_factory import KernelFactory, KernelMember
 from nnsight_engine.plans.step.ledger import StepBytes
 from nnsight_engine.plans.step.logits_rows import LogitsRows
 from nnsight_engine.plans.step.overflows import Overflows
-from nnsight_engine.plans.step.stage import SiteKey
+from nnsight_engine.plans.step.stage import SiteKey, name_of
+from nnsight_engine.plans.step.table import Member
 from nnsight_engine.plans.step.writes import Kernel
 
 logger = logging.getLogger(__name__)
@@ -69,50 +68,46 @@ class Span:
         return self.num_rows - self.num_drafts
 
 
+class SiteWork(Protocol):
+    """Work at a site in one step, for one or more requests."""
+
+    members: list[Member]
+
+    def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Read or change the value; both tensors are ``[tokens, width]``. What raises fails its requests."""
+
+
 @dataclasses.dataclass(slots=True)
 class KernelGroup:
-    """One kernel and the members that it serves.
+    """A kernel and the operations that it runs.
 
     Attributes:
-        kernel: The kernel over all members.
-        members: The operations that it runs.
-        rebuild: Builds a kernel for one member alone.
+        kernel: The kernel.
+        members: The operations.
+        alone: Returns the kernel of one of them, given its number; None if there is no such kernel.
     """
 
     kernel: Kernel
-    members: list[KernelMember]
-    rebuild: Callable[[KernelMember], Kernel]
+    members: list[Member]
+    alone: Callable[[int], Kernel] | None = None
 
     def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Run the batched kernel; if it raises, run each member alone and fail those that raise.
+        """Run the kernel; if it raises, run each operation alone, and fail those that raise.
 
         A kernel that raises has changed nothing, so running the others again is safe.
         """
         try:
             self.kernel.run(hidden, residual)
-        except Exception as error:  # noqa: BLE001 - whatever was raised, it concerns these members alone
-            if len(self.members) == 1:
-                self._fail(self.members[0], error)
+        except Exception as error:  # noqa: BLE001 - whatever was raised, it concerns these requests alone
+            if self.alone is None or len(self.members) == 1:
+                for member in self.members:
+                    member.fail(error)
                 return
-            for member in self.members:
+            for number, member in enumerate(self.members):
                 try:
-                    self.rebuild(member).run(hidden, residual)
+                    self.alone(number).run(hidden, residual)
                 except Exception as own_error:  # noqa: BLE001 - as above
-                    self._fail(member, own_error)
-
-    def fail(self, error: Exception) -> None:
-        """Fail the requests of all members."""
-        for member in self.members:
-            self._fail(member, error)
-
-    @staticmethod
-    def _fail(member: KernelMember, error: Exception) -> None:
-        if isinstance(error, InterventionError):
-            member.request.fail(error.code, error.message)
-        else:
-            member.request.fail(
-                "intervention_failed", f"{member.active.op.kind} at {member.site} failed: {error}"
-            )
+                    member.fail(own_error)
 
 
 @dataclasses.dataclass(slots=True)
@@ -134,7 +129,7 @@ class ReadSlice:
 
 
 class Moving(Protocol):
-    """A kernel that depends on positions, which grow by one from step to step of a run."""
+    """Work that depends on positions, which grow by one from step to step of a run."""
 
     def advance(self) -> None:
         """Move to the next position."""
@@ -200,13 +195,13 @@ class StepPlan:
 
     Attributes:
         spans: Rows of the participating requests, by request id.
-        factory: Builds the kernels.
-        groups: Kernels by site, in the order in which they run.
+        groups: Work by site, in the order in which it runs.
         reads: Buffers to collect.
         computed: How the parts of some of their records are computed.
         patterns: Attention patterns to collect.
         samples: Captures of sampled ids.
-        moving: Kernels that depend on positions.
+        moving: What depends on positions.
+        held: Tensors that instructions point into.
         masks: Which rows are named by operations whose rules the device decides, see ``token_masks``.
         overflows: Which rows a write could not change, for want of range.
         overflows_before: The same of earlier pipeline stages, in this step.
@@ -224,8 +219,7 @@ class StepPlan:
     """
 
     spans: dict[str, Span]
-    factory: KernelFactory
-    groups: dict[SiteKey, list[KernelGroup]] = dataclasses.field(default_factory=dict)
+    groups: dict[SiteKey, list[SiteWork]] = dataclasses.field(default_factory=dict)
     reads: list[ReadGroup] = dataclasses.field(default_factory=list)
     computed: list[GroupedReads] = dataclasses.field(default_factory=list)
     patterns: list[PatternRead] = dataclasses.field(default_factory=list)
@@ -234,6 +228,7 @@ class StepPlan:
     overflows: list[Overflows] = dataclasses.field(default_factory=list)
     overflows_before: list[Overflows] = dataclasses.field(default_factory=list)
     moving: list[Moving] = dataclasses.field(default_factory=list)
+    held: list[torch.Tensor] = dataclasses.field(default_factory=list)
     logits_rows: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
     logits_from: LogitsRows | None = None
     writes_logits: bool = False
@@ -298,7 +293,8 @@ class StepPlan:
             logger.exception("a point could not be served")
             self.ran.add(key)
             for group in self.groups.get(key, ()):
-                group.fail(error)
+                for member in group.members:
+                    member.fail(error)
 
     def fail_unreached(self) -> None:
         """Fail the requests of every site that the forward pass did not reach."""
@@ -309,7 +305,7 @@ class StepPlan:
                 for member in group.members:
                     member.request.fail(
                         "intervention_failed",
-                        f"the forward pass never reached {member.site}, so nothing was applied there; this "
+                        f"the forward pass never reached {name_of(key)}, so nothing was applied there; this "
                         "is a defect of the server, please report it with the model's name",
                     )
 

@@ -45,37 +45,6 @@ class SiteValue:
         """Return a copy of the rows' values, ``[rows, width]``, summed in float32."""
         return value_at(rows, self._hidden, self._residual, torch.float32)
 
-    def sums_into(
-        self,
-        out: torch.Tensor,
-        rows: torch.Tensor,
-        span: tuple[int, int] | None,
-        overflows: torch.Tensor | None,
-    ) -> None:
-        """Fill ``out``, ``[rows, width]``, with the rows' values.
-
-        They are summed in float32, or in the model's dtype if ``out`` has it. ``span`` is
-        ``(start, stop)`` if the rows are contiguous, so that no index is needed. ``overflows``,
-        ``[rows]``, is set to whether a finite number exceeds the dtype of ``out``.
-        """
-        own = self._part(self._hidden, rows, span)
-        if overflows is not None:
-            wide = own.to(torch.float32)
-            if self._residual is not None:
-                wide = wide + self._part(self._residual, rows, span)
-            out.copy_(wide)
-            torch.any(out.isinf() & wide.isfinite(), dim=-1, out=overflows)
-            return
-        if self._residual is None:
-            out.copy_(own)
-            return
-        other = self._part(self._residual, rows, span)
-        # Nothing here works in place: `to` returns the model's own memory if the dtype is the same.
-        if out.dtype in {own.dtype, torch.float32}:
-            torch.add(own.to(out.dtype), other, out=out)
-        else:
-            out.copy_(own.to(torch.float32) + other)
-
     def queries(self, rows: torch.Tensor) -> torch.Tensor:
         """Return a copy of the rows' queries, ``[rows, heads, head_dim]``, in float32."""
         return self._hidden.index_select(0, rows).to(torch.float32)
@@ -85,15 +54,16 @@ class SiteValue:
         return None if self._residual is None else self._residual[start:stop].clone()
 
     def states_into(self, out: torch.Tensor, requests: torch.Tensor, overflows: torch.Tensor | None) -> None:
-        """Fill ``out``, ``[rows, width]``, with the states of requests; ``overflows`` as above."""
+        """Fill ``out``, ``[rows, width]``, with the states of requests.
+
+        ``overflows``, ``[rows]``, is set to whether a finite number exceeds the dtype of ``out``.
+        """
         if self._residual is None:
             raise RuntimeError("states are read without the requests' slots")
-        slots = self._residual.index_select(0, requests)
-        SiteValue(self._hidden, None).sums_into(out, slots, None, overflows)
-
-    @staticmethod
-    def _part(tensor: torch.Tensor, rows: torch.Tensor, span: tuple[int, int] | None) -> torch.Tensor:
-        return tensor.index_select(0, rows) if span is None else tensor[span[0] : span[1]]
+        own = self._hidden.index_select(0, self._residual.index_select(0, requests))
+        out.copy_(own)
+        if overflows is not None:
+            torch.any(out.isinf() & own.isfinite(), dim=-1, out=overflows)
 
 
 class ReadKernel(abc.ABC):
@@ -112,26 +82,14 @@ class ReadKernel(abc.ABC):
 
 
 @dataclasses.dataclass(slots=True)
-class GatherKernel(ReadKernel):
-    """``out = x[rows]``; ``out`` is ``[rows, width]`` of the group's buffer, in the capture's dtype.
-
-    ``span`` is ``(start, stop)`` if the rows are contiguous, else None. ``overflows``, ``[rows]``,
-    receives which rows have a number beyond that dtype; None if no row can.
-    """
-
-    rows: torch.Tensor
-    span: tuple[int, int] | None
-    out: torch.Tensor
-    overflows: torch.Tensor | None = None
-
-    def read(self, value: SiteValue) -> None:
-        """Copy the values into ``out``."""
-        value.sums_into(self.out, self.rows, self.span, self.overflows)
-
-
-@dataclasses.dataclass(slots=True)
 class GatherStates(ReadKernel):
-    """Copies states of requests, which are given by index in the step; the others as in ``GatherKernel``."""
+    """Copies states of requests, which are given by index in the step.
+
+    Attributes:
+        requests: The requests, ``[rows]``.
+        out: ``[rows, width]`` of the group's buffer, in the capture's dtype.
+        overflows: ``[rows]``, receives which rows have a number beyond that dtype; None if no row can.
+    """
 
     requests: torch.Tensor
     out: torch.Tensor
@@ -140,17 +98,3 @@ class GatherStates(ReadKernel):
     def read(self, value: SiteValue) -> None:
         """Copy the states into ``out``."""
         value.states_into(self.out, self.requests, self.overflows)
-
-
-@dataclasses.dataclass(slots=True)
-class ProbeKernel(ReadKernel):
-    """``out = x[rows]·weights + bias`` in float32; ``weights`` ``[rows, width]``, the others ``[rows]``."""
-
-    rows: torch.Tensor
-    weights: torch.Tensor
-    bias: torch.Tensor
-    out: torch.Tensor
-
-    def read(self, value: SiteValue) -> None:
-        """Compute one number per row."""
-        torch.add((value.sums(self.rows) * self.weights).sum(dim=-1), self.bias, out=self.out)

@@ -28,6 +28,7 @@ from nnsight_engine.plans.step.answer_tracker import AnswerTracker
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.dictionary_bank import DictionaryBank, LoadedDictionary
 from nnsight_engine.plans.step.host_arena import to_device
+from nnsight_engine.plans.step.programs import own_program
 from nnsight_engine.plans.step.score_slots import SLOT_BYTES, ScoreSlots, slot_size
 from nnsight_engine.plans.step.stage import site_key
 from nnsight_engine.plans.where import generated_is_constant, last_position
@@ -190,7 +191,8 @@ class Registrar:
                     f"the transcoder reads {op.features.source} and writes {op.sites[0]}, which are on "
                     "different pipeline stages of this server",
                 )
-        return ActiveOp(op, index, keys, tensor, units, constant, widths, own, tests, loaded, source)
+        program = own_program(op, tensor, units)
+        return ActiveOp(op, index, keys, tensor, units, constant, widths, own, tests, loaded, source, program)
 
     def _operand(
         self,

@@ -8,33 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from nnsight_engine.core.detector import Form, Link
-from nnsight_engine.plans.conditions import evaluate_program
 from nnsight_engine.plans.step.reads import ReadKernel, SiteValue
 from nnsight_engine.plans.step.score_slots import SlotTable
 
 PartTensors = dict[str, torch.Tensor]
 """The tensors of a part by name, see ``core.detector.TENSORS``, float32."""
-
-
-@dataclasses.dataclass(slots=True)
-class LinearParts(ReadKernel):
-    """``out = x[rows]·weights`` in float32, where each part has one row.
-
-    ``weights`` is ``[rows, width]``, ``out`` ``[rows]``.
-    """
-
-    rows: torch.Tensor
-    weights: torch.Tensor
-    out: torch.Tensor
-
-    def read(self, value: SiteValue) -> None:
-        """Compute one number per row."""
-        torch.sum(value.sums(self.rows) * self.weights, dim=-1, out=self.out)
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,20 +43,14 @@ class AnyParts(ReadKernel):
 
 
 @dataclasses.dataclass(slots=True)
-class ScoreKernel(ReadKernel):
-    """``out = link(sum of parts + bias)``; ``parts`` ``[rows, parts]``, ``bias`` and ``out`` ``[rows]``."""
+class Scores:
+    """``link(sum of parts + bias)``; ``parts`` is ``[rows, parts]``, ``bias`` ``[rows]``."""
 
     parts: torch.Tensor
     bias: torch.Tensor
     link: Link
-    out: torch.Tensor
 
-    def read(self, value: SiteValue) -> None:
-        """Compute the scores; the value of the last part's site is in its column."""
-        del value
-        self.out.copy_(self.scores())
-
-    def scores(self) -> torch.Tensor:
+    def rows(self) -> torch.Tensor:
         """Return the scores, ``[rows]``."""
         total = self.parts.sum(dim=1) + self.bias
         return total if self.link is Link.IDENTITY else total.sigmoid()
@@ -82,7 +58,7 @@ class ScoreKernel(ReadKernel):
 
 @dataclasses.dataclass(slots=True)
 class TestColumns:
-    """What the tests of a kernel compare with, ``[rows]``, or ``[tests, 1]`` where tests have slots.
+    """What the tests of a kernel compare with, ``[tests, 1]``.
 
     Attributes:
         sign: Factor on the scores.
@@ -95,22 +71,6 @@ class TestColumns:
     threshold: torch.Tensor
     keeps: torch.Tensor
     latches: torch.Tensor
-
-
-@dataclasses.dataclass(slots=True)
-class PlainTests(ReadKernel):
-    """Tests that depend on the position's own score: ``out``, ``[rows]``, is whether they hold."""
-
-    __test__ = False
-
-    scores: ScoreKernel
-    columns: TestColumns
-    out: torch.Tensor
-
-    def read(self, value: SiteValue) -> None:
-        """Compare the scores."""
-        del value
-        torch.gt(self.scores.scores() * self.columns.sign, self.columns.threshold, out=self.out)
 
 
 @dataclasses.dataclass(slots=True)
@@ -137,7 +97,7 @@ class SlotTests(ReadKernel):
 
     __test__ = False
 
-    scores: ScoreKernel
+    scores: Scores
     columns: TestColumns
     over: str
     length: int
@@ -159,7 +119,7 @@ class SlotTests(ReadKernel):
         """Reduce and compare the scores, and store them with the tests' states."""
         del value
         table, slots, starts = self.table, self.slots, self.starts
-        flat = self.scores.scores()
+        flat = self.scores.rows()
         own = flat.new_zeros(len(slots), self.num_steps)
         own[self.owner, self.step] = flat
         own = own * self.columns.sign
@@ -218,55 +178,15 @@ def _held(
 
 
 @dataclasses.dataclass(slots=True)
-class HeldNow:
-    """States that tests of this step find: ``index``, ``[rows]``, into the step's states, ``[all rows]``."""
+class MovingPrograms:
+    """Programs of conditions, ``[rows, words]``, some of whose words are addresses of a position's state.
 
-    states: torch.Tensor
-    index: torch.Tensor
-
-    def rows(self) -> torch.Tensor:
-        """Return the states, ``[rows]``."""
-        return self.states.index_select(0, self.index)
-
-
-@dataclasses.dataclass(slots=True)
-class HeldBefore:
-    """States at the positions before the rows', from the tests' slots; all tensors are ``[rows]``.
-
-    No row is the first of its request: such tests act on generated positions only.
+    ``moves`` is how far these are from one position to the next, ``[words]``.
     """
 
-    table: SlotTable
-    slots: torch.Tensor
-    positions: torch.Tensor
-
-    def rows(self) -> torch.Tensor:
-        """Return the states, ``[rows]``."""
-        return self.table.held[self.slots, self.positions]
+    words: torch.Tensor
+    moves: torch.Tensor
 
     def advance(self) -> None:
         """Move to the next position."""
-        self.positions += 1
-
-
-@dataclasses.dataclass(slots=True)
-class GateKernel(ReadKernel):
-    """Joins the states of tests: ``out``, ``[rows]``, is whether an operation acts on a row.
-
-    Attributes:
-        program: See ``PlannedCondition``.
-        sources: The states of each of its tests.
-        mask: Which rows the operation's rule names; None for all.
-        out: See above.
-    """
-
-    program: tuple[int | str, ...]
-    sources: Sequence[HeldNow | HeldBefore]
-    mask: torch.Tensor | None
-    out: torch.Tensor
-
-    def read(self, value: SiteValue) -> None:
-        """Evaluate the program."""
-        del value
-        found: Any = evaluate_program(self.program, lambda test: self.sources[test].rows())
-        self.out.copy_(found if self.mask is None else found & self.mask)
+        self.words += self.moves

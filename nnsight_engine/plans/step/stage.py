@@ -18,6 +18,13 @@ def site_key(site: PlannedSite) -> SiteKey:
     return site if tap is None else tap
 
 
+def name_of(key: SiteKey) -> str:
+    """Return a point's name for a site."""
+    if not isinstance(key, int):
+        return str(key)
+    return str(PlannedSite("output", key - 1) if key else PlannedSite("input", 0))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stage:
     """A worker's part of the model: the layers of its pipeline stage.

@@ -20,7 +20,6 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.records import Failure, width_classes
 from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
 from nnsight_engine.plans.step.host_arena import to_device
-from nnsight_engine.plans.step.kernel_factory import contiguous_span
 from nnsight_engine.plans.step.overflows import Overflows, Segment
 from nnsight_engine.plans.step.plan import ReadGroup, StepPlan
 from nnsight_engine.plans.step.stage import Stage
@@ -198,6 +197,13 @@ def _fill(
     filled = [pair for pair in zip(buffers, columns, strict=True) if pair[1]]
     for (buffer, own), part in zip(filled, parts, strict=True):
         _put(buffer, 1, own, part)
+
+
+def contiguous_span(rows: list[int]) -> tuple[int, int] | None:
+    """Return ``(start, stop)`` if ``rows`` ascend without a gap, else None."""
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return rows[0], rows[0] + len(rows)
+    return None
 
 
 def _taken(values: torch.Tensor, axis: int, columns: list[int]) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -15,76 +16,124 @@ from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 from nnsight_engine.core.dtypes import ITEM_BYTES
 from nnsight_engine.plans import where
 from nnsight_engine.plans.collect import assembly
-from nnsight_engine.plans.step import builder, operation_rows, reads, writes
+from nnsight_engine.plans.request_plan import OperationKind
+from nnsight_engine.plans.step import builder, operation_rows, programs, registrar
 from nnsight_engine.plans.step.answer_tracker import AnswerTracker
+from nnsight_engine.plans.step.instructions import Code, Execute, Executor, Number, Word
 from nnsight_engine.plans.step.lens import LensReader
+from nnsight_engine.plans.step.table import TableBuilder
 from nnsight_engine.vllm_backend import call
 from tests.e2e import harness
 
 Patch = pytest.MonkeyPatch
+_CLOSED: Final = torch.zeros(1, dtype=torch.bool)
+
+
+def change_instructions(patch: Patch, change: Callable[[Any, Any, Any], None]) -> None:
+    """Have the instructions of each step changed: their rows, words and numbers."""
+    right = TableBuilder.segments
+
+    def segments(self: TableBuilder, others: Any, executor: Executor) -> Any:
+        def changed(rows: Any, bounds: Any, words: Any, numbers: Any) -> Execute:
+            change(np.repeat(rows, np.diff(bounds)), words, numbers)
+            return executor(rows, bounds, words, numbers)
+
+        return right(self, others, changed)
+
+    patch.setattr(TableBuilder, "segments", segments)
+
+
+def _change_execution(patch: Patch, execute: Callable[..., None]) -> None:
+    """Have programs executed by a function that gets the right one, their codes and rows, and the value."""
+    right = TableBuilder.segments
+
+    def segments(self: TableBuilder, others: Any, executor: Executor) -> Any:
+        def changed(rows: Any, bounds: Any, words: Any, numbers: Any) -> Execute:
+            own = executor(rows, bounds, words, numbers)
+
+            def run(first: int, stop: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+                codes = set(words[bounds[first] : bounds[stop], Word.CODE].tolist())
+                execute(partial(own, first, stop), codes, rows[first:stop], hidden, residual)
+
+            return run
+
+        return right(self, others, changed)
+
+    patch.setattr(TableBuilder, "segments", segments)
+
+
+def leave_out(words: Any, which: Any) -> None:
+    """Leave out some instructions."""
+    words[which, Word.GATE] = _CLOSED.data_ptr()
 
 
 def _skip_a_row(patch: Patch) -> None:
     """A write leaves out its last row."""
 
-    def run(self: writes.Add, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        hidden.index_add_(0, self.rows[:-1], self.delta[:-1])
+    def change(rows: Any, words: Any, _numbers: Any) -> None:
+        adds = words[:, Word.CODE] == Code.ADD
+        if adds.any():
+            leave_out(words, adds & (rows == rows[adds].max()))
 
-    patch.setattr(writes.Add, "run", run)
+    change_instructions(patch, change)
 
 
 def _wrong_scale(patch: Patch) -> None:
     """A write is a tenth too strong."""
-    right = writes.NormMatch.run
+    right, held = programs.own_program, list[torch.Tensor]()
 
-    def run(self: writes.NormMatch, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        right(dataclasses.replace(self, direction=self.direction * 1.1), hidden, residual)
+    def own_program(op: Any, tensor: Any, units: Any) -> Any:
+        if op.kind is OperationKind.NORM_MATCH:
+            tensor = tensor * 1.1
+            held.append(tensor)
+        return right(op, tensor, units)
 
-    patch.setattr(writes.NormMatch, "run", run)
+    patch.setattr(registrar, "own_program", own_program)
 
 
 def _dimension_left(patch: Patch) -> None:
     """Of a subspace a direction is left."""
-    right = writes.Subspace.run
 
-    def run(self: writes.Subspace, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        bases = [(num_rows, basis[..., 1:, :]) for num_rows, basis in self.bases]
-        right(dataclasses.replace(self, bases=bases), hidden, residual)
+    def change(_rows: Any, words: Any, _numbers: Any) -> None:
+        own = words[:, Word.CODE] == Code.SUBSPACE
+        words[own, Word.OPERAND] += words[own, Word.DTYPE] * torch.float32.itemsize
+        words[own, Word.COUNT] -= 1
 
-    patch.setattr(writes.Subspace, "run", run)
+    change_instructions(patch, change)
 
 
 def _keep_the_residual(patch: Patch) -> None:
     """What replaces a value leaves the other tensor's part in."""
-    right = writes.Set.run
 
-    def run(self: writes.Set, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        right(self, hidden, None)
+    def execute(right: Any, codes: set[int], _rows: Any, hidden: Any, residual: Any) -> None:
+        right(hidden, None if Code.SET in codes else residual)
 
-    patch.setattr(writes.Set, "run", run)
+    _change_execution(patch, execute)
 
 
 def _read_off_by_one(patch: Patch) -> None:
     """A read takes the row before."""
-    right = reads.GatherKernel.run
 
-    def run(self: reads.GatherKernel, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        rows = (self.rows - 1).clamp(min=0)
-        right(dataclasses.replace(self, rows=rows, span=None), hidden, residual)
+    def execute(right: Any, codes: set[int], _rows: Any, hidden: Any, residual: Any) -> None:
+        if codes == {Code.READ}:
+            hidden, residual = (
+                None if one is None else torch.cat([one[:1], one[:-1]]) for one in (hidden, residual)
+            )
+        right(hidden, residual)
 
-    patch.setattr(reads.GatherKernel, "run", run)
+    _change_execution(patch, execute)
 
 
 def _read_in_place(patch: Patch) -> None:
     """A read adds the residual into the model's own memory."""
-    right = reads.GatherKernel.run
 
-    def run(self: reads.GatherKernel, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        right(self, hidden, residual)
-        if residual is not None:
-            hidden.index_add_(0, self.rows, residual.index_select(0, self.rows))
+    def execute(right: Any, codes: set[int], rows: Any, hidden: Any, residual: Any) -> None:
+        right(hidden, residual)
+        if codes == {Code.READ} and residual is not None:
+            index = torch.from_numpy(rows)
+            hidden.index_add_(0, index, residual.index_select(0, index))
 
-    patch.setattr(reads.GatherKernel, "run", run)
+    _change_execution(patch, execute)
 
 
 def _late_phase(patch: Patch) -> None:
@@ -181,12 +230,11 @@ def _other_logprobs(patch: Patch) -> None:
 
 def _wrong_probe(patch: Patch) -> None:
     """A probe leaves out its bias."""
-    right = reads.ProbeKernel.run
 
-    def run(self: reads.ProbeKernel, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        right(dataclasses.replace(self, bias=torch.zeros_like(self.bias)), hidden, residual)
+    def change(_rows: Any, words: Any, numbers: Any) -> None:
+        numbers[words[:, Word.CODE] == Code.DOT, Number.A] = 0
 
-    patch.setattr(reads.ProbeKernel, "run", run)
+    change_instructions(patch, change)
 
 
 Mutant = Callable[[Patch], None]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import torch
 
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, RequestPlan
 from nnsight_engine.plans.sites import PlannedSite
 from nnsight_engine.plans.step.active import Acquired, ActiveOp, ActiveRequest
-from nnsight_engine.plans.step.kernel_factory import KernelFactory, KernelMember
 from nnsight_engine.plans.step.plan import KernelGroup, StepPlan
+from nnsight_engine.plans.step.table import Member
 
 
 @dataclasses.dataclass
@@ -28,16 +27,16 @@ class Adding:
         hidden[self.rows] += 1
 
 
-def member(row: int) -> KernelMember:
-    op = PlannedOp(OperationKind.ADD, (PlannedSite("output", 0),))
+def member(row: int) -> Member:
+    op = PlannedOp(OperationKind.FEATURE, (PlannedSite("output", 0),))
     active = ActiveOp(op, 0, (1,), None, None, True, (4,))
     request = ActiveRequest(str(row), RequestPlan(1, (op,)), [active], Acquired(), True)
-    return KernelMember(request, active, 0, np.array([row], np.int64))
+    return Member(request, active, writes=True)
 
 
 def test_only_the_member_that_raises_fails() -> None:
     members = [member(row) for row in range(3)]
-    group = KernelGroup(Adding([0, 1, 2], 1), members, lambda m: Adding(m.rows.tolist(), 1))
+    group = KernelGroup(Adding([0, 1, 2], 1), members, lambda number: Adding([number], 1))
     hidden = torch.zeros(3, 4)
     group.run(hidden, None)
     assert hidden[:, 0].tolist() == [1.0, 0.0, 1.0]
@@ -48,10 +47,9 @@ def test_a_site_that_the_forward_never_reached_fails_its_requests() -> None:
     reached, missed = member(0), member(1)
     plan = StepPlan(
         {},
-        factory=KernelFactory(torch.device("cpu")),
         groups={
-            1: [KernelGroup(Adding([0], -1), [reached], lambda m: Adding(m.rows.tolist(), -1))],
-            2: [KernelGroup(Adding([1], -1), [missed], lambda m: Adding(m.rows.tolist(), -1))],
+            1: [KernelGroup(Adding([0], -1), [reached])],
+            2: [KernelGroup(Adding([1], -1), [missed])],
         },
     )
     plan.run(1, torch.zeros(2, 4), None)

@@ -1,0 +1,416 @@
+"""Executes instructions on a CPU, see ``instructions``: compiled by numba when a worker loads its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import numba
+import numpy as np
+import torch
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from nnsight_engine.plans.step.instructions import (
+    AND,
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    INT32,
+    NOT,
+    Code,
+    Execute,
+    Number,
+    Numbers,
+    Word,
+    Words,
+    layout,
+)
+
+_ADD, _NORM_MATCH, _PROJECT, _SUBSPACE, _SET, _READ, _DOT, _SCORE, _TEST, _JOIN = map(int, Code)
+_CODE, _OPERAND, _OUT, _GATE, _OVERFLOW, _UNITS, _COUNT, _DTYPE = map(int, Word)
+_A, _B, _LOW, _HIGH = map(int, Number)
+_SIGN: Final = np.uint32(0x80000000)
+_INFINITE: Final = np.uint32(0x7F800000)
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _compiled(function: _Function) -> _Function:
+    """Compile a function at its first call, or load it from numba's cache, if a folder for it can be written.
+
+    Sums may be taken in any order; infinities and NaNs keep their meaning.
+    """
+    compiler = partial(numba.njit, nogil=True, fastmath={"reassoc", "contract"}, error_model="numpy")
+    try:
+        made: _Function = compiler(cache=True)(function)
+    except RuntimeError:
+        made = compiler()(function)
+    return made
+
+
+@intrinsic  # type: ignore[untyped-decorator] # numba has no types
+def _pointer(_context: Any, address: Any) -> Any:
+    """Return an address as a pointer."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), generate
+
+
+@_compiled
+def _load(address: int, stride: int, code: int, out: Any, bits: Any) -> None:
+    """Fill ``out`` with a row's numbers, ``stride`` apart; ``bits`` is the same memory as uint32."""
+    width = len(out)
+    if code == FLOAT32:
+        floats = numba.carray(_pointer(address), width * stride, np.float32)
+        if stride == 1:
+            for i in range(width):
+                out[i] = floats[i]
+        else:
+            for i in range(width):
+                out[i] = floats[i * stride]
+    elif code == BFLOAT16:
+        halves = numba.carray(_pointer(address), width * stride, np.uint16)
+        if stride == 1:
+            for i in range(width):
+                bits[i] = np.uint32(halves[i]) << np.uint32(16)
+        else:
+            for i in range(width):
+                bits[i] = np.uint32(halves[i * stride]) << np.uint32(16)
+    elif code == FLOAT16:
+        halves = numba.carray(_pointer(address), width * stride, np.uint16)
+        for i in range(width):
+            half = np.uint32(halves[i * stride])
+            magnitude = (half & np.uint32(0x7FFF)) << np.uint32(13)
+            exponent = magnitude & np.uint32(0x0F800000)
+            bits[i] = magnitude + np.uint32(0x38000000)
+            if exponent == np.uint32(0x0F800000):
+                bits[i] = magnitude + np.uint32(0x70000000)
+            elif exponent == 0:
+                bits[i] = magnitude + np.uint32(0x38800000)
+                out[i] -= np.float32(6.103515625e-05)
+            bits[i] |= (half & np.uint32(0x8000)) << np.uint32(16)
+    elif code == INT32:
+        ints = numba.carray(_pointer(address), width * stride, np.int32)
+        for i in range(width):
+            out[i] = np.float32(ints[i * stride])
+    else:
+        longs = numba.carray(_pointer(address), width * stride, np.int64)
+        for i in range(width):
+            out[i] = np.float32(longs[i * stride])
+
+
+@_compiled
+def _round(values: Any, bits: Any, code: int) -> None:
+    """Round float32 numbers to a dtype, in place; ``bits`` is the same memory as uint32."""
+    if code == BFLOAT16:
+        for i in range(len(values)):
+            own = bits[i]
+            is_nan = (own & ~_SIGN) > _INFINITE
+            rounded = own + np.uint32(0x7FFF) + ((own >> np.uint32(16)) & np.uint32(1))
+            bits[i] = ((own | np.uint32(0x400000)) if is_nan else rounded) & np.uint32(0xFFFF0000)
+    elif code == FLOAT16:
+        for i in range(len(values)):
+            sign, own = bits[i] & _SIGN, bits[i] & ~_SIGN
+            if own > _INFINITE:
+                own |= np.uint32(0x400000)
+            elif own >= np.uint32(0x477FF000):
+                own = _INFINITE
+            elif own < np.uint32(0x38800000):
+                bits[i] = own
+                values[i] = (values[i] + np.float32(0.5)) - np.float32(0.5)
+                own = bits[i]
+            else:
+                own = (own + np.uint32(0xFFF) + ((own >> np.uint32(13)) & np.uint32(1))) & np.uint32(
+                    0xFFFFE000
+                )
+            bits[i] = own | sign
+
+
+@_compiled
+def _store(values: Any, bits: Any, address: int, stride: int, code: int) -> None:
+    """Write numbers that are rounded to a dtype."""
+    width = len(values)
+    if code == FLOAT32:
+        floats = numba.carray(_pointer(address), width * stride, np.float32)
+        if stride == 1:
+            for i in range(width):
+                floats[i] = values[i]
+        else:
+            for i in range(width):
+                floats[i * stride] = values[i]
+    elif code == BFLOAT16:
+        halves = numba.carray(_pointer(address), width * stride, np.uint16)
+        if stride == 1:
+            for i in range(width):
+                halves[i] = np.uint16(bits[i] >> np.uint32(16))
+        else:
+            for i in range(width):
+                halves[i * stride] = np.uint16(bits[i] >> np.uint32(16))
+    elif code == FLOAT16:
+        halves = numba.carray(_pointer(address), width * stride, np.uint16)
+        for i in range(width):
+            sign, own = (bits[i] & _SIGN) >> np.uint32(16), bits[i] & ~_SIGN
+            if own > _INFINITE:
+                half = np.uint32(0x7E00)
+            elif own == _INFINITE:
+                half = np.uint32(0x7C00)
+            elif own < np.uint32(0x38800000):
+                half = np.uint32(np.abs(values[i]) * np.float32(16777216.0))
+            else:
+                half = (own - np.uint32(0x38000000)) >> np.uint32(13)
+            halves[i * stride] = np.uint16(half | sign)
+    elif code == INT32:
+        ints = numba.carray(_pointer(address), width * stride, np.int32)
+        for i in range(width):
+            ints[i * stride] = np.int32(values[i])
+    else:
+        longs = numba.carray(_pointer(address), width * stride, np.int64)
+        for i in range(width):
+            longs[i * stride] = np.int64(values[i])
+
+
+@_compiled
+def _byte(address: int) -> Any:
+    return numba.carray(_pointer(address), 1, np.uint8)
+
+
+@_compiled
+def _score(words: Any, numbers: Any) -> Any:
+    total = numbers[_A]
+    parts = numba.carray(_pointer(words[_OPERAND]), words[_COUNT], np.float32)
+    sums = np.float32(0)
+    for i in range(words[_COUNT]):
+        sums += parts[i]
+    total = sums + numbers[_A]
+    if words[_DTYPE] == 1:
+        total = np.float32(1) / (np.float32(1) + np.exp(-total))
+    return total
+
+
+@_compiled
+def _joined(words: Any) -> bool:
+    """Return the value of a postfix program: the top of its stack is the lowest bit."""
+    if words[_UNITS] != 0 and _byte(words[_UNITS])[0] == 0:
+        return False
+    program = numba.carray(_pointer(words[_OPERAND]), words[_COUNT], np.int64)
+    stack = 0
+    for i in range(words[_COUNT]):
+        step = program[i]
+        if step >= 0:
+            stack = (stack << 1) | (1 if _byte(step)[0] != 0 else 0)
+        elif step == NOT:
+            stack ^= 1
+        else:
+            top, below, rest = stack & 1, (stack >> 1) & 1, (stack >> 2) << 1
+            stack = rest | ((top & below) if step == AND else (top | below))
+    return (stack & 1) == 1
+
+
+@_compiled
+def _change(words: Any, numbers: Any, x: Any, change: Any) -> None:
+    """Compute what an instruction adds to ``x``, in float32."""
+    width = len(x)
+    code = words[_CODE]
+    if code == _SUBSPACE:
+        stride = words[_DTYPE]
+        basis = numba.carray(_pointer(words[_OPERAND]), words[_COUNT] * stride, np.float32)
+        change[:] = 0
+        for k in range(words[_COUNT]):
+            along = np.float32(0)
+            for i in range(width):
+                along += x[i] * basis[k * stride + i]
+            along *= -numbers[_B]
+            for i in range(width):
+                change[i] += along * basis[k * stride + i]
+        return
+    operand = numba.carray(_pointer(words[_OPERAND]), width, np.float32)
+    if code == _NORM_MATCH:
+        squares = np.float32(0)
+        for i in range(width):
+            squares += x[i] * x[i]
+        factor = np.sqrt(squares)
+    else:
+        along = np.float32(0)
+        for i in range(width):
+            along += x[i] * operand[i]
+        factor = numbers[_A] - numbers[_B] * along
+        # As ``torch.clamp``: at least low, then at most high.
+        factor = min(max(factor, numbers[_LOW] - along), numbers[_HIGH] - along)
+    for i in range(width):
+        change[i] = factor * operand[i]
+
+
+@_compiled
+def _is_beyond(rounded: Any, exact: Any) -> bool:
+    """Return whether rounding has made a finite number infinite."""
+    for i in range(len(rounded)):
+        if np.isinf(rounded[i]) and np.isfinite(exact[i]):
+            return True
+    return False
+
+
+@_compiled
+def _is_in_place(stride: int, code: int) -> bool:
+    return bool(stride == 1 and code == FLOAT32)
+
+
+@_compiled
+def _run(
+    first: int,
+    stop: int,
+    rows: Any,
+    bounds: Any,
+    words: Any,
+    numbers: Any,
+    width: int,
+    hidden: int,
+    hidden_row: int,
+    hidden_stride: int,
+    hidden_code: int,
+    is_single: bool,  # noqa: FBT001 - numba takes arguments by place
+    residual: int,
+    residual_row: int,
+    residual_stride: int,
+    residual_code: int,
+) -> None:
+    """Run some programs; ``hidden_row`` and ``residual_row`` are the bytes from row to row."""
+    memory = np.empty((5, width), np.float32)
+    x, change, exact = memory[2], memory[3], memory[4]
+    all_bits = memory.view(np.uint32)
+    h_bits, r_bits, change_bits = all_bits[0], all_bits[1], all_bits[3]
+    # Contiguous float32 rows are used where they are.
+    has_h, has_r = (
+        not _is_in_place(hidden_stride, hidden_code),
+        not _is_in_place(residual_stride, residual_code),
+    )
+    for entry in range(first, stop):
+        row = rows[entry]
+        h_address, r_address = hidden + row * hidden_row, residual + row * residual_row
+        h = memory[0] if has_h else numba.carray(_pointer(h_address), width, np.float32)
+        if has_h:
+            _load(h_address, hidden_stride, hidden_code, h, h_bits)
+        r = memory[1] if has_r else numba.carray(_pointer(r_address), width, np.float32)
+        if has_r and not is_single:
+            _load(r_address, residual_stride, residual_code, r, r_bits)
+        writes_hidden = writes_residual = False
+        is_current = False
+        for number in range(bounds[entry], bounds[entry + 1]):
+            own, amounts = words[number], numbers[number]
+            if own[_GATE] != 0 and _byte(own[_GATE])[0] == 0:
+                continue
+            code = own[_CODE]
+            if code == _ADD:
+                if own[_DTYPE] == FLOAT32:
+                    operand = numba.carray(_pointer(own[_OPERAND]), width, np.float32)
+                    for i in range(width):
+                        h[i] += operand[i]
+                else:
+                    _load(own[_OPERAND], 1, own[_DTYPE], change, change_bits)
+                    for i in range(width):
+                        h[i] += change[i]
+                if has_h:
+                    _round(h, h_bits, hidden_code)
+                writes_hidden, is_current = True, False
+                continue
+            if code == _SET:
+                _load(own[_OPERAND], 1, own[_DTYPE], change, change_bits)
+                _round(change, change_bits, hidden_code)
+                if own[_COUNT] == 0:
+                    h[:] = change
+                    if not is_single:
+                        r[:] = 0
+                else:
+                    units = numba.carray(_pointer(own[_UNITS]), own[_COUNT], np.int64)
+                    for unit in units:
+                        h[unit] = change[unit]
+                        if not is_single:
+                            r[unit] = 0
+                writes_hidden = writes_residual = True
+                is_current = False
+                continue
+            if code == _SCORE:
+                numba.carray(_pointer(own[_OUT]), 1, np.float32)[0] = _score(own, amounts)
+                continue
+            if code == _TEST:
+                _byte(own[_OUT])[0] = amounts[_B] * _score(own, amounts) > amounts[_LOW]
+                continue
+            if code == _JOIN:
+                _byte(own[_OUT])[0] = _joined(own)
+                continue
+            if code == _READ and own[_DTYPE] == FLOAT32 and own[_OVERFLOW] == 0:
+                out = numba.carray(_pointer(own[_OUT]), width, np.float32)
+                if is_single:
+                    for i in range(width):
+                        out[i] = h[i]
+                else:
+                    for i in range(width):
+                        out[i] = h[i] + r[i]
+                continue
+            if not is_current:
+                if is_single:
+                    for i in range(width):
+                        x[i] = h[i]
+                else:
+                    for i in range(width):
+                        x[i] = h[i] + r[i]
+                is_current = True
+            if code == _READ:
+                for i in range(width):
+                    change[i] = x[i]
+                _round(change, change_bits, own[_DTYPE])
+                if own[_OVERFLOW] != 0:
+                    _byte(own[_OVERFLOW])[0] = _is_beyond(change, x)
+                _store(change, change_bits, own[_OUT], 1, own[_DTYPE])
+                continue
+            if code == _DOT:
+                weights = numba.carray(_pointer(own[_OPERAND]), width, np.float32)
+                total = np.float32(0)
+                for i in range(width):
+                    total += x[i] * weights[i]
+                numba.carray(_pointer(own[_OUT]), 1, np.float32)[0] = total + amounts[_A]
+                continue
+            _change(own, amounts, x, change)
+            if own[_OVERFLOW] != 0:
+                exact[:] = change
+            _round(change, change_bits, hidden_code)
+            if own[_OVERFLOW] != 0 and _is_beyond(change, exact):
+                _byte(own[_OVERFLOW])[0] = 1
+                continue
+            for i in range(width):
+                h[i] += change[i]
+            if has_h:
+                _round(h, h_bits, hidden_code)
+            writes_hidden, is_current = True, False
+        if writes_hidden and has_h:
+            _store(h, h_bits, h_address, hidden_stride, hidden_code)
+        if writes_residual and has_r and not is_single:
+            _store(r, r_bits, r_address, residual_stride, residual_code)
+
+
+def executor(rows: Words, bounds: Words, words: Words, numbers: Numbers) -> Execute:
+    """Return what runs programs of a step: from the first given to before the last, on a site's value.
+
+    Args:
+        rows: The row of each program, ``[programs]``; no row twice among those that run together.
+        bounds: First instruction of each program, and the end of the last, ``[programs + 1]``.
+        words: The words of all instructions.
+        numbers: Their numbers.
+    """
+
+    def execute(first: int, stop: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        own, other = layout(hidden), layout(hidden if residual is None else residual)
+        is_single = residual is None
+        _run(first, stop, rows, bounds, words, numbers, hidden.shape[1], *own, is_single, *other)
+
+    return execute
+
+
+def prepare() -> None:
+    """Compile what runs programs, or load it: the first time on a machine that takes many seconds."""
+    words = np.empty((0, len(Word)), np.int64)
+    no_rows, numbers = np.empty(0, np.int64), np.empty((0, len(Number)), np.float32)
+    executor(no_rows, np.zeros(1, np.int64), words, numbers)(0, 0, torch.empty(1, 1), None)

@@ -1,0 +1,225 @@
+"""Executes instructions on a GPU, see ``instructions``: one Triton program for each row.
+
+An instruction reads and writes the row in memory, in blocks, so that a row of any width has a program.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from nnsight_engine.plans.step.host_arena import to_device
+from nnsight_engine.plans.step.instructions import Execute, Numbers, Words, layout
+
+_BLOCK: Final = 1024
+"""Numbers of a row that are computed at once, at most."""
+
+
+@triton.jit
+def _load(address, offsets, mask, code):
+    """Return numbers of a dtype as float32."""
+    if code == 0:
+        found = tl.load(address.to(tl.pointer_type(tl.float32)) + offsets, mask, 0.0)
+    elif code == 1:
+        found = tl.load(address.to(tl.pointer_type(tl.float16)) + offsets, mask, 0.0).to(tl.float32)
+    elif code == 2:
+        found = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + offsets, mask, 0.0).to(tl.float32)
+    elif code == 3:
+        found = tl.load(address.to(tl.pointer_type(tl.int32)) + offsets, mask, 0).to(tl.float32)
+    else:
+        found = tl.load(address.to(tl.pointer_type(tl.int64)) + offsets, mask, 0).to(tl.float32)
+    return found
+
+
+@triton.jit
+def _store(address, offsets, mask, code, values):
+    """Store float32 numbers in a dtype."""
+    if code == 0:
+        tl.store(address.to(tl.pointer_type(tl.float32)) + offsets, values, mask)
+    elif code == 1:
+        tl.store(address.to(tl.pointer_type(tl.float16)) + offsets, values.to(tl.float16), mask)
+    elif code == 2:
+        tl.store(address.to(tl.pointer_type(tl.bfloat16)) + offsets, values.to(tl.bfloat16), mask)
+    elif code == 3:
+        tl.store(address.to(tl.pointer_type(tl.int32)) + offsets, values.to(tl.int32), mask)
+    else:
+        tl.store(address.to(tl.pointer_type(tl.int64)) + offsets, values.to(tl.int64), mask)
+
+
+@triton.jit
+def _rounded(values, code):
+    """Return float32 numbers rounded to a dtype, as float32."""
+    if code == 1:
+        found = values.to(tl.float16).to(tl.float32)
+    elif code == 2:
+        found = values.to(tl.bfloat16).to(tl.float32)
+    else:
+        found = values
+    return found
+
+
+@triton.jit
+def _value(hidden, h_stride, h_code, residual, r_stride, r_code, places, mask, HAS_RESIDUAL: tl.constexpr):
+    x = _load(hidden, places * h_stride, mask, h_code)
+    if HAS_RESIDUAL:
+        x += _load(residual, places * r_stride, mask, r_code)
+    return x
+
+
+@triton.jit
+def _run(
+    rows, bounds, words, numbers, first, width,
+    hidden, h_row, h_stride, h_code,
+    residual, r_row, r_stride, r_code,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Run one row's program; addresses are bytes, ``h_row`` and ``r_row`` the bytes from row to row."""
+    entry = first + tl.program_id(0)
+    row = tl.load(rows + entry)
+    hidden += row * h_row
+    residual += row * r_row
+    for number in range(tl.load(bounds + entry), tl.load(bounds + entry + 1)):
+        own, amounts = words + number * 8, numbers + number * 4
+        code, operand, out = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+        gate, overflow, units = tl.load(own + 3), tl.load(own + 4), tl.load(own + 5)
+        count, dtype = tl.load(own + 6), tl.load(own + 7)
+        a, b, low, high = tl.load(amounts), tl.load(amounts + 1), tl.load(amounts + 2), tl.load(amounts + 3)
+        is_open = True
+        if gate != 0:
+            is_open = tl.load(gate.to(tl.pointer_type(tl.uint8))) != 0
+        lanes = tl.arange(0, BLOCK)
+        if is_open and code == 0:  # ADD
+            for start in range(0, width, BLOCK):
+                places = (start + lanes).to(tl.int64)
+                mask = places < width
+                h = _load(hidden, places * h_stride, mask, h_code)
+                h += _load(operand, places, mask, dtype)
+                _store(hidden, places * h_stride, mask, h_code, h)
+        elif is_open and code == 4:  # SET
+            num_units = tl.where(count == 0, width, count)
+            for start in range(0, num_units, BLOCK):
+                places = (start + lanes).to(tl.int64)
+                mask = places < num_units
+                if count != 0:
+                    places = tl.load(units.to(tl.pointer_type(tl.int64)) + places, mask, 0)
+                _store(hidden, places * h_stride, mask, h_code, _load(operand, places, mask, dtype))
+                if HAS_RESIDUAL:
+                    _store(residual, places * r_stride, mask, r_code, tl.zeros([BLOCK], tl.float32))
+        elif is_open and code == 5:  # READ
+            beyond = tl.zeros([BLOCK], tl.int32)
+            for start in range(0, width, BLOCK):
+                places = (start + lanes).to(tl.int64)
+                mask = places < width
+                x = _value(hidden, h_stride, h_code, residual, r_stride, r_code, places, mask, HAS_RESIDUAL)
+                rounded = _rounded(x, dtype)
+                beyond |= ((tl.abs(rounded) == float("inf")) & (tl.abs(x) < float("inf"))).to(tl.int32)
+                _store(out, places, mask, dtype, x)
+            if overflow != 0:
+                tl.store(overflow.to(tl.pointer_type(tl.uint8)), tl.max(beyond, 0).to(tl.uint8))
+        elif is_open and code == 6:  # DOT
+            total = tl.zeros([BLOCK], tl.float32)
+            for start in range(0, width, BLOCK):
+                places = (start + lanes).to(tl.int64)
+                mask = places < width
+                x = _value(hidden, h_stride, h_code, residual, r_stride, r_code, places, mask, HAS_RESIDUAL)
+                total += x * _load(operand, places, mask, 0)
+            tl.store(out.to(tl.pointer_type(tl.float32)), tl.sum(total, 0) + a)
+        elif is_open and (code == 7 or code == 8):  # SCORE, TEST
+            score = tl.zeros([], tl.float32)
+            parts = operand.to(tl.pointer_type(tl.float32))
+            for part in range(count):
+                score += tl.load(parts + part)
+            score += a
+            if dtype == 1:
+                score = 1.0 / (1.0 + tl.exp(-score))
+            if code == 7:
+                tl.store(out.to(tl.pointer_type(tl.float32)), score)
+            else:
+                tl.store(out.to(tl.pointer_type(tl.uint8)), (b * score > low).to(tl.uint8))
+        elif is_open and code == 9:  # JOIN: the top of the stack is the lowest bit
+            stack = tl.zeros([], tl.int64)
+            program = operand.to(tl.pointer_type(tl.int64))
+            for place in range(count):
+                step = tl.load(program + place)
+                if step >= 0:
+                    state = tl.load(step.to(tl.pointer_type(tl.uint8))) != 0
+                    stack = (stack << 1) | state.to(tl.int64)
+                elif step == -1:
+                    stack = stack ^ 1
+                else:
+                    top, below, rest = stack & 1, (stack >> 1) & 1, (stack >> 2) << 1
+                    stack = rest | tl.where(step == -2, top & below, top | below)
+            is_named = True
+            if units != 0:
+                is_named = tl.load(units.to(tl.pointer_type(tl.uint8))) != 0
+            tl.store(out.to(tl.pointer_type(tl.uint8)), ((stack & 1) * is_named).to(tl.uint8))
+        elif is_open:  # NORM_MATCH, PROJECT, SUBSPACE
+            num_vectors = tl.where(code == 3, count, 1)
+            stride = tl.where(code == 3, dtype, 0)
+            for vector in range(num_vectors):
+                total = tl.zeros([BLOCK], tl.float32)
+                for start in range(0, width, BLOCK):
+                    places = (start + lanes).to(tl.int64)
+                    mask = places < width
+                    x = _value(
+                        hidden, h_stride, h_code, residual, r_stride, r_code, places, mask, HAS_RESIDUAL
+                    )
+                    other = x
+                    if code != 1:
+                        other = _load(operand, vector * stride + places, mask, 0)
+                    total += x * other
+                along = tl.sum(total, 0)
+                if code == 1:
+                    factor = tl.sqrt(along)
+                elif code == 2:
+                    factor = tl.minimum(tl.maximum(a - b * along, low - along), high - along)
+                else:
+                    factor = -b * along
+                tl.store(out.to(tl.pointer_type(tl.float32)) + vector, factor)
+            tl.debug_barrier()
+            beyond = tl.zeros([BLOCK], tl.int32)
+            for is_applied in range(2):
+                if is_applied == 0 or tl.max(beyond, 0) == 0:
+                    for start in range(0, width, BLOCK):
+                        places = (start + lanes).to(tl.int64)
+                        mask = places < width
+                        change = tl.zeros([BLOCK], tl.float32)
+                        for vector in range(num_vectors):
+                            factor = tl.load(out.to(tl.pointer_type(tl.float32)) + vector)
+                            change += factor * _load(operand, vector * stride + places, mask, 0)
+                        rounded = _rounded(change, h_code)
+                        if is_applied == 0:
+                            if overflow != 0:
+                                is_beyond = (tl.abs(rounded) == float("inf")) & (
+                                    tl.abs(change) < float("inf")
+                                )
+                                beyond |= is_beyond.to(tl.int32)
+                        else:
+                            h = _load(hidden, places * h_stride, mask, h_code)
+                            _store(hidden, places * h_stride, mask, h_code, h + rounded)
+            if overflow != 0:
+                if tl.max(beyond, 0) != 0:
+                    tl.store(overflow.to(tl.pointer_type(tl.uint8)), 1)
+        tl.debug_barrier()
+
+
+def executor(device: torch.device, rows: Words, bounds: Words, words: Words, numbers: Numbers) -> Execute:
+    """Return what runs programs of a step on a device, see ``cpu_executor.executor``."""
+    table = [to_device(one, device) for one in (rows, bounds, words, numbers)]
+
+    def execute(first: int, stop: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        width = hidden.shape[1]
+        _run[(stop - first,)](
+            *table,
+            first,
+            width,
+            *layout(hidden),
+            *layout(hidden if residual is None else residual),
+            HAS_RESIDUAL=residual is not None,
+            BLOCK=min(_BLOCK, triton.next_power_of_2(width)),
+        )
+
+    return execute

@@ -1,0 +1,172 @@
+"""A step's table: the programs of all rows at all sites, made in one pass and sent to the device at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
+from nnsight_engine.plans.step.instructions import Executor, Instructions, Word, Words
+from nnsight_engine.plans.step.stage import SiteKey
+
+RowArray = npt.NDArray[np.int64]
+
+
+def executor_of(device: torch.device) -> Executor:
+    """Return the executor of a device, ready to run; this may take a while."""
+    if device.type == "cpu":
+        from nnsight_engine.plans.step import cpu_executor  # noqa: PLC0415
+
+        cpu_executor.prepare()
+        return cpu_executor.executor
+    from nnsight_engine.plans.step import gpu_executor  # noqa: PLC0415
+
+    return partial(gpu_executor.executor, device)
+
+
+class Member(NamedTuple):
+    """An operation that takes part at a site; it ``writes`` if it may change the value there."""
+
+    request: ActiveRequest
+    active: ActiveOp
+    writes: bool = False
+
+    def fail(self, error: Exception) -> None:
+        """Fail the request."""
+        self.request.fail_by(error, f"{self.active.op.kind} failed")
+
+
+@dataclasses.dataclass(slots=True)
+class Segment:
+    """Programs that run at a site without other work between them.
+
+    Attributes:
+        execute: Runs them.
+        members: The operations.
+    """
+
+    execute: Callable[[torch.Tensor, torch.Tensor | None], None]
+    members: list[Member]
+
+    def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Run the programs."""
+        try:
+            self.execute(hidden, residual)
+        except Exception as error:  # noqa: BLE001 - whatever was raised, it concerns these requests alone
+            for member in self.members:
+                member.fail(error)
+
+
+class Block(NamedTuple):
+    """Instructions of one operation at one or more sites, for some rows.
+
+    Attributes:
+        member: The operation.
+        keys: The sites' keys.
+        order: Place of the instructions among all work of the request at each site.
+        rows: The rows, ``[rows]``.
+        instructions: The instruction at each site.
+        columns: Words in which they differ by row, each ``[sites, rows]`` or as one that is broadcast to it.
+    """
+
+    member: Member
+    keys: Sequence[SiteKey]
+    order: Sequence[int]
+    rows: RowArray
+    instructions: Instructions
+    columns: Mapping[Word, Words | int]
+
+
+class TableBuilder:
+    """Collects the instructions of a step.
+
+    Attributes:
+        held: Tensors that instructions point into, to be kept for as long as the table.
+    """
+
+    def __init__(self) -> None:
+        self.held: list[torch.Tensor] = []
+        self._blocks: list[Block] = []
+        self._members: dict[SiteKey, list[Member]] = defaultdict(list)
+
+    def add(self, block: Block) -> None:
+        """Add instructions."""
+        if len(block.rows):
+            self._blocks.append(block)
+            for key in block.keys:
+                self._members[key].append(block.member)
+
+    def address(self, tensor: torch.Tensor) -> int:
+        """Return the address of a tensor's first number, and keep the tensor."""
+        self.held.append(tensor)
+        return tensor.data_ptr()
+
+    def segments(
+        self, others: Mapping[SiteKey, Sequence[float]], executor: Executor
+    ) -> dict[SiteKey, list[tuple[float, Segment]]]:
+        """Return the segments of each site, with their order.
+
+        Args:
+            others: The order of other work at sites, ascending. Instructions with a lower order run before
+                it, those with the same belong to other requests.
+            executor: That of the device.
+        """
+        if not self._blocks:
+            return {}
+        numbers_of_keys = {key: number for number, key in enumerate(self._members)}
+        of_sites: list[tuple[int, int, int]] = []
+        rows_of_sites: list[RowArray] = []
+        for block in self._blocks:
+            num_rows = len(block.rows)
+            of_sites += [
+                (numbers_of_keys[key], order, num_rows)
+                for key, order in zip(block.keys, block.order, strict=True)
+            ]
+            rows_of_sites += [block.rows] * len(block.keys)
+        by_site = np.asarray(of_sites, np.int64)
+        keys, order = np.repeat(by_site[:, :2], by_site[:, 2], axis=0).T
+        rows = np.concatenate(rows_of_sites)
+        words = np.repeat(
+            np.concatenate([one.instructions.words for one in self._blocks]), by_site[:, 2], axis=0
+        )
+        numbers = np.repeat(
+            np.concatenate([one.instructions.numbers for one in self._blocks]), by_site[:, 2], axis=0
+        )
+        start = 0
+        for block in self._blocks:
+            shape = len(block.keys), len(block.rows)
+            stop = start + shape[0] * shape[1]
+            for word, values in block.columns.items():
+                words[start:stop, word].reshape(shape)[:] = values
+            start = stop
+        part = np.zeros(len(keys), np.int64)
+        for key, own in others.items():
+            number = numbers_of_keys.get(key)
+            if number is not None:
+                here = keys == number
+                part[here] = np.searchsorted(own, order[here])
+        by_row = np.lexsort((order, rows, part, keys))
+        keys, part, rows = keys[by_row], part[by_row], rows[by_row]
+        is_new_segment = np.append(True, (np.diff(keys) != 0) | (np.diff(part) != 0))
+        is_new_row = is_new_segment | np.append(True, np.diff(rows) != 0)
+        starts = np.flatnonzero(is_new_row)
+        bounds = np.append(starts, len(rows))
+        execute = executor(rows[starts], bounds, words[by_row], numbers[by_row])
+        firsts = np.flatnonzero(is_new_segment[starts])
+        stops = np.append(firsts[1:], len(starts))
+        names = list(self._members)
+        found: dict[SiteKey, list[tuple[float, Segment]]] = defaultdict(list)
+        for first, stop in zip(firsts.tolist(), stops.tolist(), strict=True):
+            key = names[keys[starts[first]]]
+            place = int(part[starts[first]])
+            later = others.get(key, ())
+            before = later[place] - 0.5 if place < len(later) else float("inf")
+            found[key].append((before, Segment(partial(execute, first, stop), self._members[key])))
+        return found
