@@ -163,14 +163,14 @@ class ConditionPlanner:
             for item in items:
                 item.start, start = start, start + len(item.offsets)
             out = states[first:start]
-            scores = self._plan_parts(items, first, len(out), staged, table)
+            parts = self._plan_parts(items, first, len(out), staged, table)
             order = in_order(items[0].stages[-1], is_last_part=True)
             if items[0].test.slot is not None:
-                kernel = self._slot_tests(plan, items, scores, out)
+                kernel = self._slot_tests(plan, items, parts, out)
                 members = [item.member for item in items]
                 staged[items[0].detector.keys[-1]].append((order, KernelGroup(kernel, members)))
             else:
-                self._add_scores(table, Code.TEST, items, scores, out, order)
+                self._add_scores(table, Code.TEST, items, parts, out, order)
         return states
 
     def plan_scores(
@@ -192,9 +192,9 @@ class ConditionPlanner:
         plan.reads.append(
             ReadGroup([out.unsqueeze(1)], slices, plan.add_mask(torch.cat(masks)) if masks else None)
         )
-        scores = self._plan_parts(rows, 0, start, staged, table)
+        parts = self._plan_parts(rows, 0, start, staged, table)
         order = in_order(rows[0].stages[-1], is_last_part=True)
-        self._add_scores(table, Code.SCORE, rows, scores, out, order)
+        self._add_scores(table, Code.SCORE, rows, parts, out, order)
 
     def _plan_gates(
         self,
@@ -218,35 +218,38 @@ class ConditionPlanner:
             sum(len(item.offsets) for item in items), dtype=torch.bool, device=self._context.device
         )
         first_gate, first_state = table.address(gates), table.address(states)
+        programs = [_program(item) for item in items]
+        sizes = [len(item.offsets) * len(program) for item, program in zip(items, programs, strict=True)]
+        words, moves = np.empty(sum(sizes), np.int64), np.zeros(sum(sizes), np.int64)
+        stops = np.cumsum(sizes).tolist()
         slices, start = [], 0
-        for item in items:
-            condition, num_rows = item.active.op.when, len(item.offsets)
-            if condition is None:
-                raise RuntimeError("the operation has no condition")
-            item.gate, item.gate_start = gates, start
-            slices.append(_slice_of_gate(item, start, start + num_rows))
-            columns, moves = [], []
-            for step in condition.program:
-                column, move = np.full(num_rows, _OPERATORS.get(step, 0), np.int64), 0
+        for item, program, size, stop in zip(items, programs, sizes, stops, strict=True):
+            shape = len(item.offsets), len(program)
+            own, own_moves = (part[stop - size : stop].reshape(shape) for part in (words, moves))
+            for place, step in enumerate(program):
                 if isinstance(step, int):
-                    column, move = self._state(table, item, step, by_test, first_state)
-                columns.append(column)
-                moves.append(move)
-            program = to_device(np.stack(columns, axis=1), self._context.device)
-            if any(moves):
-                plan.moving.append(MovingPrograms(program, self._on_device(np.asarray(moves, np.int64))))
-            key = self.gate_key(item.active)
-            places = np.arange(num_rows)
-            words: dict[Word, Words | int] = {
-                Word.COUNT: len(columns),
-                Word.OPERAND: table.address(program) + places * len(columns) * program.itemsize,
-                Word.OUT: first_gate + start + places,
+                    own[:, place], own_moves[:, place] = self._state(table, item, step, by_test, first_state)
+                else:
+                    own[:, place] = _OPERATORS[step]
+            item.gate, item.gate_start = gates, start
+            start += len(item.offsets)
+            slices.append(_slice_of_gate(item, item.gate_start, start))
+        on_device = self._on_device(words)
+        if moves.any():
+            plan.moving.append(MovingPrograms(on_device, self._on_device(moves)))
+        first_word = table.address(on_device)
+        for item, program, size, stop in zip(items, programs, sizes, stops, strict=True):
+            rows = np.arange(len(item.offsets))
+            own_words: dict[Word, Words | int] = {
+                Word.COUNT: len(program),
+                Word.OPERAND: first_word + (stop - size + rows * len(program)) * words.itemsize,
+                Word.OUT: first_gate + item.gate_start + rows,
             }
             if item.mask is not None:
-                words[Word.UNITS] = table.address(item.mask) + places
+                own_words[Word.UNITS] = table.address(item.mask) + rows
             order = [in_order(item.gate_stage)]
-            table.add(Block(item.member, [key], order, item.rows, _JOIN, words))
-            start += num_rows
+            key = self.gate_key(item.active)
+            table.add(Block(item.member, [key], order, item.rows, _JOIN, own_words))
         plan.reads.append(ReadGroup([gates.unsqueeze(1)], slices))
 
     def _state(
@@ -277,8 +280,8 @@ class ConditionPlanner:
 
     def _plan_parts(
         self, items: list[DetectorRows], first: int, num_rows: int, staged: Staged, table: TableBuilder
-    ) -> Scores:
-        """Plan detectors that are read alike; return their scores, which are valid behind the last parts.
+    ) -> torch.Tensor:
+        """Plan detectors that are read alike; return the numbers of their parts, ``[rows, parts]``.
 
         Args:
             items: Their rows, which follow each other.
@@ -307,38 +310,40 @@ class ConditionPlanner:
                 columns(items), [item.member for item in items], partial(_alone, columns, items)
             )
             staged[key].append((order, group))
-        bias = [item.detector.planned.bias for item in items for _ in item.offsets]
-        return Scores(parts, self._on_device(np.asarray(bias, np.float32)), detector.planned.link)
+        return parts
 
     def _add_scores(
         self,
         table: TableBuilder,
         code: Code,
         items: list[DetectorRows],
-        scores: Scores,
+        parts: torch.Tensor,
         out: torch.Tensor,
         order: int,
     ) -> None:
         """Add the instructions that make scores, or tests of them, from their parts."""
-        parts, first = scores.parts, items[0].start
+        first = items[0].start
         table.address(out)
         to = addresses(out.unsqueeze(1), 0, len(out), [0])
         operands = addresses(parts, 0, len(parts), [0])
-        for item in items:
-            own = Instructions.blank(1, code)
-            own.words[:, Word.COUNT] = parts.shape[1]
-            own.words[:, Word.DTYPE] = scores.link is not Link.IDENTITY
-            own.numbers[:, Number.A] = item.detector.planned.bias
-            if code is Code.TEST:
-                test = item.test.test
-                own.numbers[:, Number.B], own.numbers[:, Number.LOW] = test.sign, test.threshold
+        all_words, all_numbers = Instructions.blank(len(items), code)
+        all_words[:, Word.COUNT] = parts.shape[1]
+        all_words[:, Word.DTYPE] = items[0].detector.planned.link is not Link.IDENTITY
+        all_numbers[:, Number.A] = [item.detector.planned.bias for item in items]
+        if code is Code.TEST:
+            tests = [item.test.test for item in items]
+            all_numbers[:, Number.B] = [test.sign for test in tests]
+            all_numbers[:, Number.LOW] = [test.threshold for test in tests]
+        for number, item in enumerate(items):
+            own = slice(number, number + 1)
             part = slice(item.start - first, item.stop - first)
             words: dict[Word, Words | int] = {Word.OPERAND: operands[:, part], Word.OUT: to[:, part]}
-            rows = item.offsets + item.span.row
-            table.add(Block(item.member, [item.detector.keys[-1]], [order], rows, own, words))
+            instruction = Instructions(all_words[own], all_numbers[own])
+            keys, rows = [item.detector.keys[-1]], item.offsets + item.span.row
+            table.add(Block(item.member, keys, [order], rows, instruction, words))
 
     def _slot_tests(
-        self, plan: StepPlan, items: list[DetectorRows], scores: Scores, out: torch.Tensor
+        self, plan: StepPlan, items: list[DetectorRows], parts: torch.Tensor, out: torch.Tensor
     ) -> Kernel:
         tests = [item.test.test for item in items]
         slot = items[0].test.slot
@@ -350,6 +355,8 @@ class ConditionPlanner:
             np.float32,
         )
         rows = [item.test.slot.row for item in items if item.test.slot is not None]
+        bias = [item.detector.planned.bias for item in items for _ in item.offsets]
+        scores = Scores(parts, self._on_device(np.asarray(bias, np.float32)), items[0].detector.planned.link)
         kernel = SlotTests(
             scores,
             self._columns(values[:, None]),
@@ -387,6 +394,14 @@ class ConditionPlanner:
 
     def _on_device(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
         return to_device(values, self._context.device)
+
+
+def _program(item: OperationRows) -> tuple[int | str, ...]:
+    """Return the program of an operation's condition."""
+    condition = item.active.op.when
+    if condition is None:
+        raise RuntimeError("the operation has no condition")
+    return condition.program
 
 
 def _alone(build: Callable[[list[DetectorRows]], Kernel], items: list[DetectorRows], number: int) -> Kernel:
