@@ -66,7 +66,7 @@ class StepBuilder:
         self._patterns = PatternPlanner(context)
         self._conditions = ConditionPlanner(context)
         self._masks = TokenMasks(context.device)
-        self._executor = executor_of(context.device)
+        self._executor = executor_of(context.device, context.dtype)
         self._last: StepPlan | None = None
 
     def forget(self) -> None:
@@ -299,11 +299,15 @@ class StepBuilder:
             plan.computed = plan_feature_reads(plan.reads)
         plan.held = table.held
         others = {key: sorted(order for order, _ in entries) for key, entries in staged.items()}
-        for key, segments in table.segments(others, self._executor).items():
+        for key, segments in table.segments(others, self._executor, self._width).items():
             staged[key] += segments
         for key, entries in staged.items():
             entries.sort(key=lambda entry: entry[0])
             plan.groups[key] = [group for _, group in entries]
+
+    def _width(self, key: SiteKey) -> int:
+        spec = self._context.spec
+        return spec.hidden_size if isinstance(key, int) else leaf_width(key, spec)
 
     def _plan_writes(
         self, plan: StepPlan, work: list[OperationRows], staged: Staged, table: TableBuilder

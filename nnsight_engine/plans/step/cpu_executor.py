@@ -12,25 +12,14 @@ import torch
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from nnsight_engine.plans.step.instructions import (
-    AND,
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
-    INT32,
-    NOT,
-    Code,
-    Execute,
-    Number,
-    Numbers,
-    Word,
-    Words,
-    layout,
-)
+from nnsight_engine.plans.step.instructions import Execute, Number, Numbers, Word, Words, layout
 
-_ADD, _NORM_MATCH, _PROJECT, _SUBSPACE, _SET, _READ, _DOT, _SCORE, _TEST, _JOIN = map(int, Code)
-_CODE, _OPERAND, _OUT, _GATE, _OVERFLOW, _UNITS, _COUNT, _DTYPE = map(int, Word)
-_A, _B, _LOW, _HIGH = map(int, Number)
+# Numbers of this file: numba's cache is valid for as long as the file is the same, whatever others become.
+_ADD, _NORM_MATCH, _PROJECT, _SUBSPACE, _SET, _READ, _DOT, _SCORE, _TEST, _JOIN = range(10)
+_CODE, _OPERAND, _OUT, _GATE, _OVERFLOW, _UNITS, _COUNT, _DTYPE = range(8)
+_A, _B, _LOW, _HIGH = range(4)
+_FLOAT32, _FLOAT16, _BFLOAT16, _INT32, _INT64 = range(5)
+_NOT, _AND, _OR = -1, -2, -3
 _SIGN: Final = np.uint32(0x80000000)
 _INFINITE: Final = np.uint32(0x7F800000)
 
@@ -64,7 +53,7 @@ def _pointer(_context: Any, address: Any) -> Any:
 def _load(address: int, stride: int, code: int, out: Any, bits: Any) -> None:
     """Fill ``out`` with a row's numbers, ``stride`` apart; ``bits`` is the same memory as uint32."""
     width = len(out)
-    if code == FLOAT32:
+    if code == _FLOAT32:
         floats = numba.carray(_pointer(address), width * stride, np.float32)
         if stride == 1:
             for i in range(width):
@@ -72,7 +61,7 @@ def _load(address: int, stride: int, code: int, out: Any, bits: Any) -> None:
         else:
             for i in range(width):
                 out[i] = floats[i * stride]
-    elif code == BFLOAT16:
+    elif code == _BFLOAT16:
         halves = numba.carray(_pointer(address), width * stride, np.uint16)
         if stride == 1:
             for i in range(width):
@@ -80,7 +69,7 @@ def _load(address: int, stride: int, code: int, out: Any, bits: Any) -> None:
         else:
             for i in range(width):
                 bits[i] = np.uint32(halves[i * stride]) << np.uint32(16)
-    elif code == FLOAT16:
+    elif code == _FLOAT16:
         halves = numba.carray(_pointer(address), width * stride, np.uint16)
         for i in range(width):
             half = np.uint32(halves[i * stride])
@@ -93,7 +82,7 @@ def _load(address: int, stride: int, code: int, out: Any, bits: Any) -> None:
                 bits[i] = magnitude + np.uint32(0x38800000)
                 out[i] -= np.float32(6.103515625e-05)
             bits[i] |= (half & np.uint32(0x8000)) << np.uint32(16)
-    elif code == INT32:
+    elif code == _INT32:
         ints = numba.carray(_pointer(address), width * stride, np.int32)
         for i in range(width):
             out[i] = np.float32(ints[i * stride])
@@ -106,13 +95,13 @@ def _load(address: int, stride: int, code: int, out: Any, bits: Any) -> None:
 @_compiled
 def _round(values: Any, bits: Any, code: int) -> None:
     """Round float32 numbers to a dtype, in place; ``bits`` is the same memory as uint32."""
-    if code == BFLOAT16:
+    if code == _BFLOAT16:
         for i in range(len(values)):
             own = bits[i]
             is_nan = (own & ~_SIGN) > _INFINITE
             rounded = own + np.uint32(0x7FFF) + ((own >> np.uint32(16)) & np.uint32(1))
             bits[i] = ((own | np.uint32(0x400000)) if is_nan else rounded) & np.uint32(0xFFFF0000)
-    elif code == FLOAT16:
+    elif code == _FLOAT16:
         for i in range(len(values)):
             sign, own = bits[i] & _SIGN, bits[i] & ~_SIGN
             if own > _INFINITE:
@@ -134,7 +123,7 @@ def _round(values: Any, bits: Any, code: int) -> None:
 def _store(values: Any, bits: Any, address: int, stride: int, code: int) -> None:
     """Write numbers that are rounded to a dtype."""
     width = len(values)
-    if code == FLOAT32:
+    if code == _FLOAT32:
         floats = numba.carray(_pointer(address), width * stride, np.float32)
         if stride == 1:
             for i in range(width):
@@ -142,7 +131,7 @@ def _store(values: Any, bits: Any, address: int, stride: int, code: int) -> None
         else:
             for i in range(width):
                 floats[i * stride] = values[i]
-    elif code == BFLOAT16:
+    elif code == _BFLOAT16:
         halves = numba.carray(_pointer(address), width * stride, np.uint16)
         if stride == 1:
             for i in range(width):
@@ -150,7 +139,7 @@ def _store(values: Any, bits: Any, address: int, stride: int, code: int) -> None
         else:
             for i in range(width):
                 halves[i * stride] = np.uint16(bits[i] >> np.uint32(16))
-    elif code == FLOAT16:
+    elif code == _FLOAT16:
         halves = numba.carray(_pointer(address), width * stride, np.uint16)
         for i in range(width):
             sign, own = (bits[i] & _SIGN) >> np.uint32(16), bits[i] & ~_SIGN
@@ -163,7 +152,7 @@ def _store(values: Any, bits: Any, address: int, stride: int, code: int) -> None
             else:
                 half = (own - np.uint32(0x38000000)) >> np.uint32(13)
             halves[i * stride] = np.uint16(half | sign)
-    elif code == INT32:
+    elif code == _INT32:
         ints = numba.carray(_pointer(address), width * stride, np.int32)
         for i in range(width):
             ints[i * stride] = np.int32(values[i])
@@ -180,7 +169,6 @@ def _byte(address: int) -> Any:
 
 @_compiled
 def _score(words: Any, numbers: Any) -> Any:
-    total = numbers[_A]
     parts = numba.carray(_pointer(words[_OPERAND]), words[_COUNT], np.float32)
     sums = np.float32(0)
     for i in range(words[_COUNT]):
@@ -202,11 +190,11 @@ def _joined(words: Any) -> bool:
         step = program[i]
         if step >= 0:
             stack = (stack << 1) | (1 if _byte(step)[0] != 0 else 0)
-        elif step == NOT:
+        elif step == _NOT:
             stack ^= 1
         else:
             top, below, rest = stack & 1, (stack >> 1) & 1, (stack >> 2) << 1
-            stack = rest | ((top & below) if step == AND else (top | below))
+            stack = rest | ((top & below) if step == _AND else (top | below))
     return (stack & 1) == 1
 
 
@@ -255,7 +243,7 @@ def _is_beyond(rounded: Any, exact: Any) -> bool:
 
 @_compiled
 def _is_in_place(stride: int, code: int) -> bool:
-    return bool(stride == 1 and code == FLOAT32)
+    return bool(stride == 1 and code == _FLOAT32)
 
 
 @_compiled
@@ -304,7 +292,7 @@ def _run(
                 continue
             code = own[_CODE]
             if code == _ADD:
-                if own[_DTYPE] == FLOAT32:
+                if own[_DTYPE] == _FLOAT32:
                     operand = numba.carray(_pointer(own[_OPERAND]), width, np.float32)
                     for i in range(width):
                         h[i] += operand[i]
@@ -341,7 +329,7 @@ def _run(
             if code == _JOIN:
                 _byte(own[_OUT])[0] = _joined(own)
                 continue
-            if code == _READ and own[_DTYPE] == FLOAT32 and own[_OVERFLOW] == 0:
+            if code == _READ and own[_DTYPE] == _FLOAT32 and own[_OVERFLOW] == 0:
                 out = numba.carray(_pointer(own[_OUT]), width, np.float32)
                 if is_single:
                     for i in range(width):

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from nnsight_engine.plans.step.host_arena import to_device
-from nnsight_engine.plans.step.instructions import Execute, Numbers, Words, layout
+from nnsight_engine.plans.step.instructions import Execute, Number, Numbers, Word, Words, layout
 
 _BLOCK: Final = 1024
 """Numbers of a row that are computed at once, at most."""
@@ -69,7 +70,7 @@ def _value(hidden, h_stride, h_code, residual, r_stride, r_code, places, mask, H
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "width", "h_row", "h_code", "r_row", "r_code"])
 def _run(
     rows, bounds, words, numbers, first, width,
     hidden, h_row, h_stride, h_code,
@@ -182,7 +183,10 @@ def _run(
             tl.debug_barrier()
             beyond = tl.zeros([BLOCK], tl.int32)
             for is_applied in range(2):
-                if is_applied == 0 or tl.max(beyond, 0) == 0:
+                is_due = overflow != 0
+                if is_applied == 1:
+                    is_due = tl.max(beyond, 0) == 0
+                if is_due:
                     for start in range(0, width, BLOCK):
                         places = (start + lanes).to(tl.int64)
                         mask = places < width
@@ -223,3 +227,12 @@ def executor(device: torch.device, rows: Words, bounds: Words, words: Words, num
         )
 
     return execute
+
+
+def prepare(device: torch.device, dtype: torch.dtype) -> None:
+    """Compile what runs programs on values of the model's dtype, or load it, rather than in a step."""
+    value = torch.zeros(1, _BLOCK, dtype=dtype, device=device)
+    words, numbers = np.empty((0, len(Word)), np.int64), np.empty((0, len(Number)), np.float32)
+    execute = executor(device, np.zeros(1, np.int64), np.zeros(2, np.int64), words, numbers)
+    for residual in (None, value.clone()):
+        execute(0, 1, value, residual)

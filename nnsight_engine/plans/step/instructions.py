@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nnsight_engine.core.errors import InterventionError
+
 
 class Code(enum.IntEnum):
     """What an instruction does; words and numbers that are not named are unused.
@@ -139,5 +141,13 @@ Execute = Callable[[int, int, torch.Tensor, torch.Tensor | None], None]
 
 
 def layout(value: torch.Tensor) -> tuple[int, int, int, int]:
-    """Return where the rows of a value are: address, bytes from row to row, numbers between units, dtype."""
+    """Return where the rows of a value are: address, bytes from row to row, numbers between units, dtype.
+
+    Raises:
+        InterventionError: ``intervention_failed``: instructions know no such dtype.
+    """
+    if value.dtype not in DTYPE_CODES:
+        raise InterventionError(
+            "intervention_failed", f"the value is in {value.dtype}, which is not supported"
+        )
     return value.data_ptr(), value.stride(0) * value.itemsize, value.stride(1), DTYPE_CODES[value.dtype]

@@ -39,6 +39,8 @@ def own_program(
     """
     if op.kind not in _CODES or tensor is None:
         return None
+    if len(tensor) not in {1, len(op.sites)}:
+        raise RuntimeError(f"{len(tensor)} vectors are given for {len(op.sites)} sites")
     words, numbers = own = Instructions.blank(len(op.sites), _CODES[op.kind])
     words[:, Word.OPERAND] = tensor.data_ptr()
     if len(tensor) > 1:

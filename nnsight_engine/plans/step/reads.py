@@ -1,11 +1,7 @@
-"""Batched reads: one kernel copies the rows of many requests at one site.
+"""Kernels that read: of recurrent states here, of scores and attention patterns elsewhere.
 
-Saved values must be copies, since fused norms later change the same memory. Kernels write
-into buffers allocated for the step, one buffer for all sites that a group reads alike, so
-that a request's values leave as one slice.
-
-Invariant: a reading kernel never holds a reference to the model's memory. It has a ``SiteValue``, which
-returns copies and fills the caller's memory, so that no kernel can change the values it reads.
+A reading kernel never holds a reference to the model's memory. It has a ``SiteValue``, which returns copies
+or fills the caller's memory, so that no kernel can change the values it reads.
 """
 
 from __future__ import annotations

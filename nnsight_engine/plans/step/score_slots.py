@@ -1,7 +1,7 @@
 """Scores and states of tests by position, on the device, for tests that depend on earlier positions.
 
 Each test of a live request has a slot: a row of three tables with a column for each position. So a step that
-is computed again, in whole or in part, writes what it wrote before. Slots of one size share their tables, for
+is computed again, in whole or in part, writes what it wrote before. Slots of one size share tables, for
 kernels over many requests.
 """
 
@@ -16,13 +16,15 @@ SLOT_BYTES: Final = 9
 """Bytes of a slot for each position."""
 
 _SMALLEST: Final = 256
+_FEWEST: Final = 4
 
 
 class SlotTable:
-    """The slots of one size.
+    """Slots of one size. Its memory stays where it is: instructions of steps have addresses of it.
 
     Args:
         size: Number of positions of a slot.
+        num_slots: Number of slots.
         device: The model's device.
 
     Attributes:
@@ -31,34 +33,25 @@ class SlotTable:
         held: Whether the test holds, ``[slots, size]``.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, size: int, num_slots: int, device: torch.device) -> None:
         self.size = size
-        self.scores = torch.zeros(0, size, device=device)
-        self.reduced = torch.zeros(0, size, device=device)
-        self.held = torch.zeros(0, size, dtype=torch.bool, device=device)
-        self._free: list[int] = []
+        self.scores = torch.zeros(num_slots, size, device=device)
+        self.reduced = torch.zeros(num_slots, size, device=device)
+        self.held = torch.zeros(num_slots, size, dtype=torch.bool, device=device)
+        self._free = list(reversed(range(num_slots)))
 
-    def acquire(self) -> int:
-        """Return the row of a free slot."""
-        if not self._free:
-            used = len(self.held)
-            new = max(4, used)
-            grown = [
-                torch.cat([table, table.new_zeros(new, self.size)])
-                for table in (self.scores, self.reduced, self.held)
-            ]
-            self.scores, self.reduced, self.held = grown
-            self._free.extend(reversed(range(used, used + new)))
-        return self._free.pop()
+    def acquire(self) -> int | None:
+        """Return the row of a free slot; None if there is none."""
+        return self._free.pop() if self._free else None
 
     def release(self, row: int) -> None:
         """Free a slot."""
         self._free.append(row)
 
     @property
-    def is_unused(self) -> bool:
-        """Whether no slot is in use."""
-        return len(self._free) == len(self.held)
+    def num_used(self) -> int:
+        """Number of slots in use."""
+        return len(self.held) - len(self._free)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,25 +71,33 @@ class ScoreSlots:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._tables: dict[int, SlotTable] = {}
+        self._tables: list[SlotTable] = []
 
     def __len__(self) -> int:
         """Return the number of slots in use."""
-        return sum(len(table.held) - len(table._free) for table in self._tables.values())  # noqa: SLF001 - ours
+        return sum(table.num_used for table in self._tables)
 
     def acquire(self, num_positions: int) -> Slot:
         """Return a slot for a request of at most so many positions."""
         size = slot_size(num_positions)
-        table = self._tables.get(size)
-        if table is None:
-            table = self._tables[size] = SlotTable(size, self._device)
-        return Slot(table, table.acquire())
+        alike = [table for table in self._tables if table.size == size]
+        for table in alike:
+            row = table.acquire()
+            if row is not None:
+                return Slot(table, row)
+        # As many as there are already, so that kernels over all tests are few.
+        table = SlotTable(size, max(_FEWEST, sum(len(one.held) for one in alike)), self._device)
+        self._tables.append(table)
+        row = table.acquire()
+        if row is None:
+            raise RuntimeError("a new table has no slots")
+        return Slot(table, row)
 
     def release(self, slot: Slot) -> None:
         """Free a slot; a table without used slots is freed."""
         slot.table.release(slot.row)
-        if slot.table.is_unused:
-            self._tables.pop(slot.table.size, None)
+        if not slot.table.num_used:
+            self._tables.remove(slot.table)
 
 
 def slot_size(num_positions: int) -> int:

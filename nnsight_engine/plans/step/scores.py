@@ -21,7 +21,10 @@ PartTensors = dict[str, torch.Tensor]
 
 @dataclasses.dataclass(slots=True)
 class AnyParts(ReadKernel):
-    """Parts of any form; ``pieces`` has each one's first row, the row after its last, and its tensors."""
+    """Parts of a form that is no instruction.
+
+    ``pieces`` has each one's first row, the row after its last, and its tensors.
+    """
 
     rows: torch.Tensor
     form: Form
@@ -32,9 +35,7 @@ class AnyParts(ReadKernel):
         """Compute one number per row."""
         x = value.sums(self.rows)
         for start, stop, own in self.pieces:
-            if self.form is Form.LINEAR:
-                found = x[start:stop] @ own["weights"]
-            elif self.form is Form.MLP:
+            if self.form is Form.MLP:
                 hidden = torch.addmm(own["hidden_bias"], x[start:stop], own["hidden_weights"].T).relu_()
                 found = hidden @ own["weights"]
             else:

@@ -6,21 +6,24 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
 from nnsight_engine.plans.step.instructions import Executor, Instructions, Word, Words
 from nnsight_engine.plans.step.stage import SiteKey
 
+_NUM_AXES: Final = len(("tokens", "width"))
+
 RowArray = npt.NDArray[np.int64]
 
 
-def executor_of(device: torch.device) -> Executor:
-    """Return the executor of a device, ready to run; this may take a while."""
+def executor_of(device: torch.device, dtype: torch.dtype) -> Executor:
+    """Return the executor for a model of a dtype, ready to run; this may take a while."""
     if device.type == "cpu":
         from nnsight_engine.plans.step import cpu_executor  # noqa: PLC0415
 
@@ -28,6 +31,7 @@ def executor_of(device: torch.device) -> Executor:
         return cpu_executor.executor
     from nnsight_engine.plans.step import gpu_executor  # noqa: PLC0415
 
+    gpu_executor.prepare(device, dtype)
     return partial(gpu_executor.executor, device)
 
 
@@ -40,7 +44,9 @@ class Member(NamedTuple):
 
     def fail(self, error: Exception) -> None:
         """Fail the request."""
-        self.request.fail_by(error, f"{self.active.op.kind} failed")
+        sites = self.active.op.sites
+        where = str(sites[0]) if len(sites) == 1 else f"one of {sites[0]} to {sites[-1]}"
+        self.request.fail_by(error, f"{self.active.op.kind} at {where} failed")
 
 
 @dataclasses.dataclass(slots=True)
@@ -50,18 +56,38 @@ class Segment:
     Attributes:
         execute: Runs them.
         members: The operations.
+        num_rows: Least number of rows of the value.
+        width: Its width.
     """
 
     execute: Callable[[torch.Tensor, torch.Tensor | None], None]
     members: list[Member]
+    num_rows: int
+    width: int
 
     def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Run the programs."""
         try:
+            self._check(hidden, residual)
             self.execute(hidden, residual)
         except Exception as error:  # noqa: BLE001 - whatever was raised, it concerns these requests alone
             for member in self.members:
                 member.fail(error)
+
+    def _check(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Refuse a value that instructions would leave; they check nothing."""
+        is_alike = residual is None or residual.shape == hidden.shape
+        if (
+            hidden.ndim != _NUM_AXES
+            or len(hidden) < self.num_rows
+            or hidden.shape[1] != self.width
+            or not is_alike
+        ):
+            raise InterventionError(
+                "intervention_failed",
+                f"the value is {list(hidden.shape)}, and {self.num_rows} rows of {self.width} numbers were "
+                "expected; this is a defect of the server, please report it with the model's name",
+            )
 
 
 class Block(NamedTuple):
@@ -109,7 +135,10 @@ class TableBuilder:
         return tensor.data_ptr()
 
     def segments(
-        self, others: Mapping[SiteKey, Sequence[float]], executor: Executor
+        self,
+        others: Mapping[SiteKey, Sequence[float]],
+        executor: Executor,
+        width_of: Callable[[SiteKey], int],
     ) -> dict[SiteKey, list[tuple[float, Segment]]]:
         """Return the segments of each site, with their order.
 
@@ -117,6 +146,7 @@ class TableBuilder:
             others: The order of other work at sites, ascending. Instructions with a lower order run before
                 it, those with the same belong to other requests.
             executor: That of the device.
+            width_of: Returns the width of a site's value.
         """
         if not self._blocks:
             return {}
@@ -158,7 +188,8 @@ class TableBuilder:
         is_new_row = is_new_segment | np.append(True, np.diff(rows) != 0)
         starts = np.flatnonzero(is_new_row)
         bounds = np.append(starts, len(rows))
-        execute = executor(rows[starts], bounds, words[by_row], numbers[by_row])
+        rows = rows[starts]
+        execute = executor(rows, bounds, words[by_row], numbers[by_row])
         firsts = np.flatnonzero(is_new_segment[starts])
         stops = np.append(firsts[1:], len(starts))
         names = list(self._members)
@@ -168,5 +199,7 @@ class TableBuilder:
             place = int(part[starts[first]])
             later = others.get(key, ())
             before = later[place] - 0.5 if place < len(later) else float("inf")
-            found[key].append((before, Segment(partial(execute, first, stop), self._members[key])))
+            num_rows = int(rows[first:stop].max()) + 1
+            segment = Segment(partial(execute, first, stop), self._members[key], num_rows, width_of(key))
+            found[key].append((before, segment))
         return found

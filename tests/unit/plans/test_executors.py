@@ -248,19 +248,41 @@ def test_programs_in_tritons_interpreter() -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_numbers_are_rounded_as_torch_does(dtype: torch.dtype) -> None:
+    from nnsight_engine.plans.step.cpu_executor import executor  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(0)
+    patterns = torch.randint(-(2**31), 2**31, (300_000,), generator=generator, dtype=torch.int64)
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    exact = torch.cat([every.view(narrow).float() for narrow in (torch.float16, torch.bfloat16)])
+    finite = exact[exact.isfinite()].sort().values.double()
+    halfway = ((finite[1:] + finite[:-1]) / 2).float()
+    numbers = torch.cat([patterns.to(torch.int32).view(torch.float32), exact, halfway]).unsqueeze(0)
+    for value in (numbers, exact.to(dtype).unsqueeze(0)):
+        out = torch.empty(value.shape, dtype=dtype)
+        own = Instructions.blank(1, Code.READ)
+        own.words[0, Word.OUT], own.words[0, Word.DTYPE] = out.data_ptr(), DTYPE_CODES[dtype]
+        execute = executor(np.zeros(1, np.int64), np.arange(2), own.words, own.numbers)
+        execute(0, 1, value, None)
+        torch.testing.assert_close(out, value.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
 @pytest.mark.parametrize("capability", [80, 90])
-def test_the_kernel_compiles_for_gpus(capability: int) -> None:
+def test_the_kernel_compiles_for_gpus(capability: int, has_residual: bool) -> None:
     import triton  # noqa: PLC0415 - slow to import
     from triton.backends.compiler import GPUTarget  # noqa: PLC0415
     from triton.compiler import ASTSource  # noqa: PLC0415
 
     from nnsight_engine.plans.step.gpu_executor import _run  # noqa: PLC0415
 
-    pointers = dict.fromkeys(("rows", "bounds", "words"), "*i64") | {"numbers": "*fp32"}
-    types = dict.fromkeys(_run.arg_names, "i64") | pointers
-    types |= dict.fromkeys(("HAS_RESIDUAL", "BLOCK"), "constexpr")
-    constants = {(_run.arg_names.index("HAS_RESIDUAL"),): True, (_run.arg_names.index("BLOCK"),): 1024}
-    source = ASTSource(fn=_run, signature=types, constexprs=constants)
+    addresses = dict.fromkeys(("rows", "bounds", "words"), "*i64") | {"numbers": "*fp32"}
+    types = dict.fromkeys(_run.arg_names, "i32") | addresses | dict.fromkeys(("hidden", "residual"), "i64")
+    constants = {"HAS_RESIDUAL": has_residual, "BLOCK": 1024, "h_stride": 1, "r_stride": 1}
+    types |= dict.fromkeys(constants, "constexpr")
+    of_places = {(_run.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=_run, signature=types, constexprs=of_places)
     assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
 
 
@@ -268,8 +290,9 @@ def main() -> None:
     """Compare the GPU's executor."""
     from functools import partial  # noqa: PLC0415
 
-    from nnsight_engine.plans.step.gpu_executor import executor  # noqa: PLC0415
+    from nnsight_engine.plans.step.gpu_executor import executor, prepare  # noqa: PLC0415
 
+    prepare(torch.device("cpu"), torch.bfloat16)
     for seed in range(int(sys.argv[1])):
         try:
             Case(seed).check(partial(executor, torch.device("cpu")), truncates=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 
 from nnsight_engine.core.errors import InterventionError
@@ -11,7 +12,8 @@ from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, RequestP
 from nnsight_engine.plans.sites import PlannedSite
 from nnsight_engine.plans.step.active import Acquired, ActiveOp, ActiveRequest
 from nnsight_engine.plans.step.plan import KernelGroup, StepPlan
-from nnsight_engine.plans.step.table import Member
+from nnsight_engine.plans.step.score_slots import ScoreSlots
+from nnsight_engine.plans.step.table import Member, Segment
 
 
 @dataclasses.dataclass
@@ -57,3 +59,32 @@ def test_a_site_that_the_forward_never_reached_fails_its_requests() -> None:
     assert reached.request.failure is None
     assert missed.request.failure is not None
     assert missed.request.failure.code == "intervention_failed"
+
+
+@pytest.mark.parametrize(
+    ("shape", "residual_shape"), [((2, 4), (2, 4)), ((3, 5), (3, 5)), ((3, 4), (3, 5)), ((3, 1, 4), None)]
+)
+def test_a_value_that_instructions_would_leave_fails_their_requests(
+    shape: tuple[int, ...], residual_shape: tuple[int, ...] | None
+) -> None:
+    one, calls = member(2), list[int]()
+    segment = Segment(lambda _hidden, _residual: calls.append(1), [one], num_rows=3, width=4)
+    segment.run(torch.zeros(shape), None if residual_shape is None else torch.zeros(residual_shape))
+    assert not calls
+    assert one.request.failure is not None
+    assert "defect of the server" in one.request.failure.message
+    segment.run(torch.zeros(3, 4), torch.zeros(3, 4))
+    assert calls
+
+
+def test_slots_of_scores_stay_where_they_are() -> None:
+    slots = ScoreSlots(torch.device("cpu"))
+    held = [slots.acquire(100) for _ in range(9)]
+    places = [(slot.table.held.data_ptr(), slot.row) for slot in held]
+    assert len(set(places)) == len(held) == len(slots)
+    first = held[0].table.held
+    more = [slots.acquire(100) for _ in range(20)]
+    assert held[0].table.held is first
+    for slot in [*held, *more]:
+        slots.release(slot)
+    assert not len(slots)
