@@ -33,12 +33,12 @@ def change_instructions(patch: Patch, change: Callable[[Any, Any, Any], None]) -
     """Have the instructions of each step changed: their rows, words and numbers."""
     right = TableBuilder.segments
 
-    def segments(self: TableBuilder, others: Any, executor: Executor) -> Any:
+    def segments(self: TableBuilder, others: Any, executor: Executor, width_of: Any) -> Any:
         def changed(rows: Any, bounds: Any, words: Any, numbers: Any) -> Execute:
             change(np.repeat(rows, np.diff(bounds)), words, numbers)
             return executor(rows, bounds, words, numbers)
 
-        return right(self, others, changed)
+        return right(self, others, changed, width_of)
 
     patch.setattr(TableBuilder, "segments", segments)
 
@@ -47,7 +47,7 @@ def _change_execution(patch: Patch, execute: Callable[..., None]) -> None:
     """Have programs executed by a function that gets the right one, their codes and rows, and the value."""
     right = TableBuilder.segments
 
-    def segments(self: TableBuilder, others: Any, executor: Executor) -> Any:
+    def segments(self: TableBuilder, others: Any, executor: Executor, width_of: Any) -> Any:
         def changed(rows: Any, bounds: Any, words: Any, numbers: Any) -> Execute:
             own = executor(rows, bounds, words, numbers)
 
@@ -57,7 +57,7 @@ def _change_execution(patch: Patch, execute: Callable[..., None]) -> None:
 
             return run
 
-        return right(self, others, changed)
+        return right(self, others, changed, width_of)
 
     patch.setattr(TableBuilder, "segments", segments)
 
