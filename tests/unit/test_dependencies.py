@@ -19,7 +19,7 @@ BESIDE: Final = {"uvicorn.protocols.http.httptools_impl": "httptools"}
 """Modules that need more than the package they are in asks for."""
 BROUGHT: Final = {"IPython"}
 """Packages that only serve who has them anyway: a shell's completion."""
-SERVER: Final = ("serve", "cpu", "ray", "redis")
+SERVER: Final = ("serve", "cpu", "gpu", "ray", "redis")
 EXTRAS: Final = {
     "api_schemas": (),
     "nnsight_engine": ("diffusion", "viz", *SERVER),
