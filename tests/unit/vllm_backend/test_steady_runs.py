@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import gc
 import sys
 from collections import Counter
 from typing import Any
@@ -225,6 +226,8 @@ def num_calls(decoding: Decoding) -> int:
     def count(_frame: object, event: str, _arg: object) -> None:
         counted[event] += 1
 
+    gc.collect()
+    gc.disable()  # its callbacks are calls of their own
     sys.setprofile(count)
     try:
         plan = state.plan(step)
@@ -238,6 +241,7 @@ def num_calls(decoding: Decoding) -> int:
         decoding.worker.outbox.absorb(results)
     finally:
         sys.setprofile(None)
+        gc.enable()
     assert results is not None
     assert results.run_step is not None
     return counted["call"] + counted["c_call"]
