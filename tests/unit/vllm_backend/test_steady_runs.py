@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 import gc
+import random
 import sys
 from collections import Counter
 from typing import Any
