@@ -391,7 +391,7 @@ class StepBuilder:
         width = leaf_width(source, self._context.spec)
         values = torch.empty(len(item.rows), width, device=self._context.device)
         table.address(values)
-        to = {Word.OUT: addresses(values.unsqueeze(1), 0, len(values), [0])}
+        to = {Word.OUT: addresses(values.unsqueeze(1), [0])}
         member, order = Member(item.span.request, item.active), [in_order(item.source_stage)]
         table.add(Block(member, [key], order, item.rows, reads(values.dtype, 1), to))
         return values
@@ -458,11 +458,11 @@ class StepBuilder:
         sites, places = columns
         order = [in_order(items[0].stages[site]) for site in sites]
         table.address(buffer)
-        to = addresses(buffer, 0, len(buffer), places)
+        to = addresses(buffer, places)
         flags = None
         if overflows is not None:
             table.address(overflows)
-            flags = addresses(overflows, 0, len(overflows), sites)
+            flags = addresses(overflows, sites)
         own = reads(buffer.dtype, len(sites))
         for item, piece in zip(items, group.slices, strict=True):
             part = slice(piece.start, piece.stop)

@@ -296,7 +296,7 @@ class ConditionPlanner:
         for place, key in enumerate(detector.keys):
             order, form = in_order(items[0].stages[place]), detector.planned.parts[place].form
             if form is Form.LINEAR:
-                to = addresses(parts, 0, num_rows, [place])
+                to = addresses(parts, [place])
                 for item in items:
                     words: dict[Word, Words | int] = {
                         Word.OPERAND: item.detector.tensors[place]["weights"].data_ptr(),
@@ -324,8 +324,8 @@ class ConditionPlanner:
         """Add the instructions that make scores, or tests of them, from their parts."""
         first = items[0].start
         table.address(out)
-        to = addresses(out.unsqueeze(1), 0, len(out), [0])
-        operands = addresses(parts, 0, len(parts), [0])
+        to = addresses(out.unsqueeze(1), [0])
+        operands = addresses(parts, [0])
         all_words, all_numbers = Instructions.blank(len(items), code)
         all_words[:, Word.COUNT] = parts.shape[1]
         all_words[:, Word.DTYPE] = items[0].detector.planned.link is not Link.IDENTITY

@@ -41,7 +41,7 @@ class FeatureChanges:
 
     def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Add to ``hidden`` in place."""
-        x = torch.cat(self.inputs) if self.inputs else value_at(self.rows, hidden, residual, torch.float32)
+        x = torch.cat(self.inputs) if self.inputs else value_at(self.rows, hidden, residual)
         moves = self.selection.moves(x, self.gain, self.offset)
         add_narrowed(hidden, self.rows, moves, self.overflows)
 

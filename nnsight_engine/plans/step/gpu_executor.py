@@ -196,11 +196,8 @@ def _run(
                             change += factor * _load(operand, vector * stride + places, mask, 0)
                         rounded = _rounded(change, h_code)
                         if is_applied == 0:
-                            if overflow != 0:
-                                is_beyond = (tl.abs(rounded) == float("inf")) & (
-                                    tl.abs(change) < float("inf")
-                                )
-                                beyond |= is_beyond.to(tl.int32)
+                            is_beyond = (tl.abs(rounded) == float("inf")) & (tl.abs(change) < float("inf"))
+                            beyond |= is_beyond.to(tl.int32)
                         else:
                             h = _load(hidden, places * h_stride, mask, h_code)
                             _store(hidden, places * h_stride, mask, h_code, h + rounded)

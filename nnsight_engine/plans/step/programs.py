@@ -72,9 +72,9 @@ def patch_bytes(active: ActiveOp) -> int:
     return tensor.stride(-2) * tensor.itemsize
 
 
-def addresses(tensor: torch.Tensor, first: int, stop: int, columns: list[int]) -> Words:
+def addresses(tensor: torch.Tensor, columns: list[int]) -> Words:
     """Return the addresses of entries of a buffer ``[rows, columns, …]``, as ``[columns, rows]``."""
-    rows = np.arange(first, stop, dtype=np.int64)[None] * tensor.stride(0)
+    rows = np.arange(len(tensor), dtype=np.int64)[None] * tensor.stride(0)
     own = np.asarray(columns, np.int64)[:, None] * tensor.stride(1)
     found: Words = tensor.data_ptr() + (rows + own) * tensor.itemsize
     return found

@@ -39,7 +39,7 @@ class SiteValue:
 
     def sums(self, rows: torch.Tensor) -> torch.Tensor:
         """Return a copy of the rows' values, ``[rows, width]``, summed in float32."""
-        return value_at(rows, self._hidden, self._residual, torch.float32)
+        return value_at(rows, self._hidden, self._residual)
 
     def queries(self, rows: torch.Tensor) -> torch.Tensor:
         """Return a copy of the rows' queries, ``[rows, heads, head_dim]``, in float32."""

@@ -22,11 +22,9 @@ class Kernel(Protocol):
         """Read or change the value of the kernel's rows; both tensors are ``[tokens, width]``."""
 
 
-def value_at(
-    rows: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return the rows' values ``[rows, width]``, summed in ``dtype``; never a view of the model's memory."""
-    value = hidden.index_select(0, rows).to(dtype)
+def value_at(rows: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """Return the rows' values ``[rows, width]``, summed in float32; never a view of the model's memory."""
+    value = hidden.index_select(0, rows).to(torch.float32)
     return value if residual is None else value + residual.index_select(0, rows)
 
 
@@ -101,7 +99,7 @@ class SetMean:
                     "--long-prefill-token-threshold or for a draft model's rows; raise "
                     "--max-num-batched-tokens",
                 )
-            mean = value_at(self.source_rows, hidden, residual, torch.float32).mean(dim=0)
+            mean = value_at(self.source_rows, hidden, residual).mean(dim=0)
             self.means[self.key] = mean
         if self.units is None:
             hidden.index_copy_(0, self.rows, mean.to(hidden.dtype).expand(len(self.rows), -1))
