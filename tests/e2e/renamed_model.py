@@ -61,7 +61,7 @@ def renamed_engine(checkpoint: Path) -> AbstractContextManager[VLLM]:
         "max_num_seqs": 16,
         "block_size": 32,
         "num_gpu_blocks_override": 24,
-        "limits": EngineLimits(trace_step_s=1.0, max_trace_bytes=4_000_000, max_edits=3),
+        "limits": EngineLimits(trace_step_s=5.0, max_trace_bytes=4_000_000, max_edits=3),
     }
     return traced_engine(checkpoint, **options)
 

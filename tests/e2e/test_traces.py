@@ -30,7 +30,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0}
 
 @pytest.fixture(scope="module")
 def model(narrow: Path) -> Iterator[VLLM]:
-    with traced_engine(narrow, max_num_seqs=32, limits=EngineLimits(trace_step_s=2.0)) as model:
+    with traced_engine(narrow, max_num_seqs=32, limits=EngineLimits(trace_step_s=5.0)) as model:
         yield model
 
 

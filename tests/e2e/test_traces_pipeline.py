@@ -52,7 +52,7 @@ OPTIONS: Final[dict[str, Any]] = {
     "max_num_seqs": 16,
     "block_size": 32,
     "num_gpu_blocks_override": 14,
-    "limits": EngineLimits(trace_step_s=3.0, sandbox_step_s=10.0),
+    "limits": EngineLimits(trace_step_s=5.0, sandbox_step_s=10.0),
 }
 """Steps of 64 tokens and little memory, so that prompts come in chunks and requests are preempted."""
 

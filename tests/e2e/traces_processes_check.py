@@ -263,7 +263,7 @@ def run_all(checkpoint: Path) -> dict[str, Any]:
         max_model_len=64,
         max_num_seqs=16,
         num_gpu_blocks_override=32,
-        limits=EngineLimits(trace_step_s=1.0),
+        limits=EngineLimits(trace_step_s=5.0),
     )
     results = {name: _tried(case, model) for name, case in CASES.items()}
     model.shutdown()
