@@ -132,6 +132,14 @@ def serve(  # noqa: PLR0913 - one argument for each option
             "found by its structure, and proved at start) or strict (models with a table).",
         ),
     ] = None,
+    intervention_graphs: Annotated[
+        str | None,
+        _option(
+            "decode|off",
+            "GPU: steps with interventions that have full CUDA graphs of their own: decode (the default) or off, "
+            "which starts faster.",
+        ),
+    ] = None,
     vllm_version_check: Annotated[
         str | None,
         _option(
@@ -180,6 +188,7 @@ def serve(  # noqa: PLR0913 - one argument for each option
                 sandbox=sandbox,
                 taps=taps,
                 points=points,
+                intervention_graphs=intervention_graphs,
                 vllm_version_check=vllm_version_check,
                 local_engine=local_engine or None,
                 local_engine_device=local_engine_device,

@@ -184,6 +184,11 @@ class Settings(BaseSettings):
         description="Points of the residual stream with taps in the compiled model: `all`, `off`, or "
         "points such as `layers.4:20.output`.",
     )
+    intervention_graphs: Literal["decode", "off"] = Field(
+        default="decode",
+        description="Steps with interventions for which full CUDA graphs are captured, where vLLM has such "
+        "graphs: `decode`, or `off` for none.",
+    )
     points: Literal["any", "strict"] = Field(
         default="any",
         description="Models that have points: `any` decoder, whose residual stream is found by its "

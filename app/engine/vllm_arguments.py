@@ -90,6 +90,7 @@ def engine_arguments(args: argparse.Namespace, settings: Settings) -> AsyncEngin
         fair_window_s=settings.fair_window_s,
         fair_step=settings.fair_step,
         taps=settings.taps,
+        intervention_graphs=settings.intervention_graphs,
         points=settings.points,
     )
     options = engine_options(limits)

@@ -12,8 +12,13 @@ import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-TIERS: Final = ("plain", "tap", "eager")
-"""How a step ran: without interventions, with interventions at taps, or with uncompiled modules and hooks."""
+PLAIN: Final = "plain"
+GRAPH: Final = "graph"
+TAP: Final = "tap"
+EAGER: Final = "eager"
+TIERS: Final = (PLAIN, GRAPH, TAP, EAGER)
+"""How a step ran: without interventions, with those in one CUDA graph, with those at taps between compiled pieces,
+or with uncompiled modules and hooks."""
 
 SANDBOX_EVENTS: Final = ("started", "killed", "refused")
 """Sandbox events: a trace got a process, a process was killed before its end, no process was available."""
@@ -84,4 +89,4 @@ class EngineCounts:
         return total
 
 
-__all__ = ["SANDBOX_EVENTS", "STEP_BUCKETS_S", "TIERS", "EngineCounts"]
+__all__ = ["EAGER", "GRAPH", "PLAIN", "SANDBOX_EVENTS", "STEP_BUCKETS_S", "TAP", "TIERS", "EngineCounts"]

@@ -125,7 +125,8 @@ class StepInfo(msgspec.Struct, array_like=True):
         first_position: First position computed; those before it came from the prefix cache.
         end_position: One past the last position computed.
         recomputed_tokens: Positions computed again after a preemption.
-        tier: ``tap`` while the compiled step sufficed, ``eager`` once a step ran with hooks.
+        tier: ``eager`` once a step ran with hooks, else ``graph`` if all steps behind the prompt ran in one
+            CUDA graph, else ``tap``.
         spent_s: The request's share of the seconds that all operations of its steps took.
         drafted_rows: Rows that were computed for drafts.
         refused_rows: Those of them that do not count: the draft was refused, or lies behind a stop.

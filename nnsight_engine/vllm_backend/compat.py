@@ -37,6 +37,7 @@ CONFIG_KEY: Final = "nnsight_engine"
 WORKER_CLASS: Final = "nnsight_engine.vllm_backend.worker.InterventionWorker"
 ANY: Final = "any"
 STRICT: Final = "strict"
+GRAPHS: Final = "decode"
 _RAY_EXECUTOR: Final = "nnsight_engine.vllm_backend.ray_executor.ClusterExecutor"
 SCHEDULER_CLASS: Final = "nnsight_engine.vllm_backend.scheduler.InterventionScheduler"
 _RESULTS_ATTRIBUTE: Final = "nnsight_engine_results"
@@ -74,6 +75,8 @@ class EngineLimits:
         max_work: Limit on the work of a request's operations at one position, see ``plans.work``.
         max_step_work: Limit on the work of all operations in one step.
         taps: Points of the residual stream that have taps, see ``chosen_taps``.
+        intervention_graphs: For which steps full CUDA graphs with interventions are captured, ``decode`` or
+            ``off``.
         points: Which models have points: ``any`` decoder, or ``strict`` for those of the tables.
     """
 
@@ -97,6 +100,7 @@ class EngineLimits:
     max_work: float = 64.0
     max_step_work: float = 256.0
     taps: str = ALL_TAPS
+    intervention_graphs: str = GRAPHS
     points: str = ANY
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -29,9 +29,19 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 CONTEXT_KEY: Final = "nnsight_engine_step"
-"""Key of the step's ``TapStep`` in ``ForwardContext.additional_kwargs``."""
+"""Key of the step's ``TapWork`` in ``ForwardContext.additional_kwargs``."""
 
 _LIBRARY: Final = torch.library.Library("nnsight_engine", "FRAGMENT")
+
+
+class TapWork(Protocol):
+    """What taps find in the forward context."""
+
+    def is_busy(self, tap: int) -> bool:
+        """Return whether a tap may have work."""
+
+    def at(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Do it."""
 
 
 class TapStep:
@@ -76,22 +86,22 @@ class TapStep:
         """Run the plan's operations at a tap, or at the location of a tap that is not installed."""
         plan = self._plan
         if plan is not None and tap in plan.groups:
-            plan.run(tap, _rows(hidden), None if residual is None else _rows(residual))
+            plan.run(tap, rows_of(hidden), None if residual is None else rows_of(residual))
 
 
 def _tap_pair(hidden: torch.Tensor, residual: torch.Tensor, tap: int) -> None:
-    step: TapStep | None = get_forward_context().additional_kwargs.get(CONTEXT_KEY)
+    step: TapWork | None = get_forward_context().additional_kwargs.get(CONTEXT_KEY)
     if step is not None and step.is_busy(tap):
         step.at(tap, hidden, residual)
 
 
 def _tap_single(hidden: torch.Tensor, tap: int) -> None:
-    step: TapStep | None = get_forward_context().additional_kwargs.get(CONTEXT_KEY)
+    step: TapWork | None = get_forward_context().additional_kwargs.get(CONTEXT_KEY)
     if step is not None and step.is_busy(tap):
         step.at(tap, hidden, None)
 
 
-def _rows(value: torch.Tensor) -> torch.Tensor:
+def rows_of(value: torch.Tensor) -> torch.Tensor:
     """Return the value as ``[tokens, width]``: some backends have a leading batch axis of size 1."""
     return value if value.ndim == len(("tokens", "width")) else value.flatten(0, -2)
 

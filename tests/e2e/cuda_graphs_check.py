@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
 import torch
 from vllm.compilation.counter import compilation_counter
 from vllm.platforms import current_platform
@@ -134,8 +135,9 @@ def check(name: str, folder: Path) -> dict[str, Any]:
     graphs = {"cudagraph_capture_sizes": list(CAPTURE_SIZES)}
     options |= kind.options(checkpoint)
     with traced_engine(checkpoint, enforce_eager=False, compilation_config=graphs, **options) as model:
-        FullGraphs(runner_of(model))
-        cut, captured = observe(model)
+        with pytest.MonkeyPatch.context() as patch:
+            FullGraphs(runner_of(model), patch)
+            cut, captured = observe(model)
         splitting_ops = model.engine.llm_engine.vllm_config.compilation_config.splitting_ops
     for name, values in captured.items():
         pairs = zip(values, expected[name], strict=True)

@@ -8,17 +8,23 @@ contract of a replay: inputs at the addresses of the capture, outputs in its mem
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, ClassVar, Final
 
+import pytest
 import torch
 from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionMetadataBuilder
+from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
 from nnsight_engine.vllm_backend.cpu_platform import V2CpuPlatform
+from nnsight_engine.vllm_backend.steps.graphs import CapturedTaps
+from nnsight_engine.vllm_backend.steps.runner import ModelProxy
 from nnsight_engine.vllm_backend.taps import CONTEXT_KEY
 
 CAPTURE_SIZES: Final = (1, 2, 4, 8)
@@ -38,10 +44,43 @@ class GraphedAttention(CPUAttentionBackend):
         return GraphedMetadataBuilder
 
 
-class FullGraphs:
-    """Stand for a V2 runner's full graphs: run the model on what the runner has prepared for a replay."""
+class RecordedGraph:
+    """Stands for a CUDA graph of the whole model: a replay runs the model as it was called in the capture.
 
-    def __init__(self, runner: Any) -> None:
+    Of a step it knows only what the runner has prepared for a replay, and what was in the forward context of the
+    capture: no plan.
+    """
+
+    recording: ClassVar[RecordedGraph | None] = None
+
+    def __init__(self) -> None:
+        self._full: FullGraphs | None = None
+        self._inputs: dict[str, Any] = {}
+        self._additional: dict[str, Any] = {}
+
+    @classmethod
+    @contextlib.contextmanager
+    def capturing(cls, graph: RecordedGraph, *_: Any, **__: Any) -> Iterator[None]:
+        """Record, within the context, the call of the model."""
+        cls.recording = graph
+        yield
+        cls.recording = None
+
+    def record(self, full: FullGraphs, inputs: dict[str, Any]) -> None:
+        """Note a call of the model."""
+        self._full, self._inputs = full, inputs
+        self._additional = dict(get_forward_context().additional_kwargs)
+
+    def replay(self) -> None:
+        """Call the model again, for what the runner has prepared."""
+        assert self._full is not None
+        self._full.call(self._inputs, self._additional)
+
+
+class FullGraphs:
+    """Capture a V2 runner's full graphs, with stand-ins for what a GPU does."""
+
+    def __init__(self, runner: Any, patch: pytest.MonkeyPatch) -> None:
         self._runner = runner
         self._model = runner.model
         self._slot_mappings: dict[str, torch.Tensor] = {}
@@ -49,8 +88,29 @@ class FullGraphs:
         self._prepare_slots, self._prepare_attention = runner.prepare_attn, runner.model_state.prepare_attn
         runner.prepare_attn = self._noting_slots
         runner.model_state.prepare_attn = self._noting_attention
+        patch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
+        patch.setattr(torch.cuda, "graph", RecordedGraph.capturing)
+        for name in ("graph_capture", "capture_pool"):
+            patch.setattr(cudagraph_utils, name, lambda *_args, **_options: contextlib.nullcontext())
+        patch.setattr(cudagraph_utils, "current_stream", lambda: None)
         manager = runner.cudagraph_manager
-        manager.run_fullgraph, manager._graphs_captured = self._replay, True  # noqa: SLF001 - no GPU sets it
+        manager._capture_descs.pop(CUDAGraphMode.PIECEWISE, None)  # noqa: SLF001 - pieces capture themselves
+        with runner.handler.graphs.capturing(manager):
+            manager.capture(
+                ModelProxy(runner.model, forward=self._recording),
+                runner.model_state,
+                runner.input_buffers,
+                None,
+                runner.block_tables,
+                runner.attn_groups,
+                runner.kv_cache_config,
+            )
+
+    def _recording(self, **inputs: Any) -> Any:
+        graph = RecordedGraph.recording
+        if graph is not None:
+            graph.record(self, inputs)
+        return self._model(**inputs)
 
     def _noting_slots(self, batch: Any) -> Any:
         tables, slots = self._prepare_slots(batch)
@@ -61,20 +121,19 @@ class FullGraphs:
         self._attention = self._prepare_attention(*args, **kwargs)
         return self._attention
 
-    def _replay(self, batch: Any) -> torch.Tensor:
-        runner, rows = self._runner, slice(batch.num_tokens)
+    def call(self, inputs: dict[str, Any], additional: dict[str, Any]) -> None:
+        """Run the model on inputs of a capture, and put its output where the capture did."""
+        num_tokens = len(inputs["positions"])
         with set_forward_context(
             self._attention,
-            runner.vllm_config,
-            num_tokens=batch.num_tokens,
-            cudagraph_runtime_mode=batch.cg_mode,
+            self._runner.vllm_config,
+            num_tokens=num_tokens,
+            cudagraph_runtime_mode=CUDAGraphMode.FULL,
             slot_mapping=self._slot_mappings,
         ):
-            output: torch.Tensor = self._model(
-                input_ids=runner.input_buffers.input_ids[rows],
-                positions=runner.input_buffers.positions[rows],
-            )
-        return output
+            get_forward_context().additional_kwargs.update(additional)
+            output: torch.Tensor = self._model(**inputs)
+        self._runner.cudagraph_manager.hidden_states[:num_tokens] = output
 
 
 class NoPasses(PostGradPassManager):
@@ -103,7 +162,8 @@ class Piece:
     def __call__(self, *args: Any) -> Any:
         context = get_forward_context()
         if context.cudagraph_runtime_mode is CUDAGraphMode.FULL:
-            assert CONTEXT_KEY not in context.additional_kwargs, "a full graph would pass over the taps"
+            found = context.additional_kwargs.get(CONTEXT_KEY)
+            assert found is None or isinstance(found, CapturedTaps), "a full graph would pass over the taps"
         if context.cudagraph_runtime_mode is not self._mode:
             return self._runnable(*args)
         step = context.additional_kwargs.pop(CONTEXT_KEY, None)  # what taps go by

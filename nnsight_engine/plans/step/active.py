@@ -11,6 +11,7 @@ import dataclasses
 
 import torch
 
+from nnsight_engine.core.engine_counts import EAGER, GRAPH, TAP
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.conditions import PlannedDetector, PlannedTest
 from nnsight_engine.plans.features import PlannedDictionary, PlannedFeatures
@@ -145,7 +146,8 @@ class ActiveRequest:
     first_position: int = -1
     end_position: int = 0
     recomputed_tokens: int = 0
-    tier: str = "tap"
+    tier: str = TAP
+    has_left_graphs: bool = False
     spent_s: float = 0.0
     delivery_s: float = 0.0
     failure: Failure | None = None
@@ -160,6 +162,14 @@ class ActiveRequest:
         """Return the progress so far, for the response's provenance."""
         spent_s = self.spent_s + self.delivery_s
         return StepInfo(self.first_position, self.end_position, self.recomputed_tokens, self.tier, spent_s)
+
+    def note_tier(self, tier: str, *, is_prompt: bool) -> None:
+        """Note how a step ran, see ``StepInfo``; ``is_prompt`` if it has rows of the prompt."""
+        self.has_left_graphs |= tier != GRAPH and not is_prompt
+        if EAGER in {tier, self.tier}:
+            self.tier = EAGER
+        else:
+            self.tier = GRAPH if tier == GRAPH and not self.has_left_graphs else TAP
 
     def advance(self, start: int, stop: int, num_drafts: int = 0) -> None:
         """Record that positions from ``start`` to ``stop`` were computed, the last of them for drafts."""

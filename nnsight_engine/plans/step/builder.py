@@ -9,7 +9,7 @@ position) reuses the plan of the previous step unchanged.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from nnsight_engine.plans.step.condition_planner import (
 )
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.feature_reads import plan_feature_reads
+from nnsight_engine.plans.step.graph_table import GraphTable
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.instructions import Word, Words
 from nnsight_engine.plans.step.kernel_factory import (
@@ -68,6 +69,11 @@ class StepBuilder:
         self._masks = TokenMasks(context.device)
         self._executor = executor_of(context.device, context.dtype)
         self._last: StepPlan | None = None
+
+    def graph_table(self, taps: Collection[int], num_rows: int) -> GraphTable:
+        """Return a table for graphs with the work of some taps."""
+        context = self._context
+        return GraphTable(taps, num_rows, context.spec.hidden_size, context.device, self._executor)
 
     def forget(self) -> None:
         """Drop the cached plan, with its buffers and its references to requests."""
@@ -299,7 +305,7 @@ class StepBuilder:
             plan.computed = plan_feature_reads(plan.reads)
         plan.held = table.held
         others = {key: sorted(order for order, _ in entries) for key, entries in staged.items()}
-        for key, segments in table.segments(others, self._executor, self._width).items():
+        for key, segments in table.segments(others, self._executor, self._context.device, self._width).items():
             staged[key] += segments
         for key, entries in staged.items():
             entries.sort(key=lambda entry: entry[0])

@@ -379,26 +379,21 @@ def _run(
             _store(r, r_bits, r_address, residual_stride, residual_code)
 
 
-def executor(rows: Words, bounds: Words, words: Words, numbers: Numbers) -> Execute:
-    """Return what runs programs of a step: from the first given to before the last, on a site's value.
-
-    Args:
-        rows: The row of each program, ``[programs]``; no row twice among those that run together.
-        bounds: First instruction of each program, and the end of the last, ``[programs + 1]``.
-        words: The words of all instructions.
-        numbers: Their numbers.
-    """
+def executor(
+    rows: torch.Tensor, bounds: torch.Tensor, words: torch.Tensor, numbers: torch.Tensor
+) -> Execute:
+    """Return what runs programs, see ``Executor``."""
+    table = tuple(one.numpy() for one in (rows, bounds, words, numbers))
 
     def execute(first: int, stop: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         own, other = layout(hidden), layout(hidden if residual is None else residual)
-        is_single = residual is None
-        _run(first, stop, rows, bounds, words, numbers, hidden.shape[1], *own, is_single, *other)
+        _run(first, stop, *table, hidden.shape[1], *own, residual is None, *other)
 
     return execute
 
 
 def prepare() -> None:
     """Compile what runs programs, or load it: the first time on a machine that takes many seconds."""
-    words = np.empty((0, len(Word)), np.int64)
-    no_rows, numbers = np.empty(0, np.int64), np.empty((0, len(Number)), np.float32)
-    executor(no_rows, np.zeros(1, np.int64), words, numbers)(0, 0, torch.empty(1, 1), None)
+    no_rows, bounds = torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    words, numbers = torch.empty(0, len(Word), dtype=torch.int64), torch.empty(0, len(Number))
+    executor(no_rows, bounds, words, numbers)(0, 0, torch.empty(1, 1), None)

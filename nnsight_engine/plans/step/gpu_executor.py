@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from nnsight_engine.plans.step.host_arena import to_device
-from nnsight_engine.plans.step.instructions import Execute, Number, Numbers, Word, Words, layout
+from nnsight_engine.plans.step.instructions import Execute, Number, Word, layout
 
 _BLOCK: Final = 1024
 """Numbers of a row that are computed at once, at most."""
@@ -207,14 +205,18 @@ def _run(
         tl.debug_barrier()
 
 
-def executor(device: torch.device, rows: Words, bounds: Words, words: Words, numbers: Numbers) -> Execute:
-    """Return what runs programs of a step on a device, see ``cpu_executor.executor``."""
-    table = [to_device(one, device) for one in (rows, bounds, words, numbers)]
+def executor(
+    rows: torch.Tensor, bounds: torch.Tensor, words: torch.Tensor, numbers: torch.Tensor
+) -> Execute:
+    """Return what runs programs, see ``Executor``; within a graph's capture it only launches its kernel."""
 
     def execute(first: int, stop: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         width = hidden.shape[1]
         _run[(stop - first,)](
-            *table,
+            rows,
+            bounds,
+            words,
+            numbers,
             first,
             width,
             *layout(hidden),
@@ -229,7 +231,8 @@ def executor(device: torch.device, rows: Words, bounds: Words, words: Words, num
 def prepare(device: torch.device, dtype: torch.dtype) -> None:
     """Compile what runs programs on values of the model's dtype, or load it, rather than in a step."""
     value = torch.zeros(1, _BLOCK, dtype=dtype, device=device)
-    words, numbers = np.empty((0, len(Word)), np.int64), np.empty((0, len(Number)), np.float32)
-    execute = executor(device, np.zeros(1, np.int64), np.zeros(2, np.int64), words, numbers)
+    row, bounds = (torch.zeros(size, dtype=torch.int64, device=device) for size in (1, 2))
+    words = torch.empty(0, len(Word), dtype=torch.int64, device=device)
+    execute = executor(row, bounds, words, torch.empty(0, len(Number), device=device))
     for residual in (None, value.clone()):
         execute(0, 1, value, residual)

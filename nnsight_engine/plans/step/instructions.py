@@ -133,11 +133,18 @@ class Instructions(NamedTuple):
         return Instructions(self.words[index], self.numbers[index])
 
 
-Executor = Callable[[Words, Words, Words, Numbers], "Execute"]
-"""Returns what runs programs, given their rows, the bounds of their instructions, and these."""
-
 Execute = Callable[[int, int, torch.Tensor, torch.Tensor | None], None]
-"""Runs some of a step's programs, from one to before another, on a site's value in two tensors."""
+"""Runs programs, from one to before another, on a site's value in two tensors."""
+
+Executor = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Execute]
+"""Returns what runs programs of a table, which is in the memory of the model's device.
+
+Args:
+    rows: The row of each program, ``[programs]``; no row twice among those that run together.
+    bounds: First instruction of each program, and the end of the last, ``[programs + 1]``.
+    words: The words of all instructions.
+    numbers: Their numbers.
+"""
 
 
 def layout(value: torch.Tensor) -> tuple[int, int, int, int]:

@@ -213,7 +213,7 @@ class StepPlan:
         copy: The values that the step has read, on their way to the host; None before ``collect``.
         ran: Sites reached so far.
         spent_s: Seconds that interventions have taken in this step so far.
-        is_uncompiled: Whether any step of this plan ran uncompiled.
+        tier: How its last step ran, see ``TIERS``; empty before.
         is_unreported: Whether the requests' infos have changes other than positions and times that were not
             reported yet.
     """
@@ -237,7 +237,7 @@ class StepPlan:
     copy: HostCopy | None = None
     ran: set[SiteKey] = dataclasses.field(default_factory=set)
     spent_s: float = 0.0
-    is_uncompiled: bool = False
+    tier: str = ""
     is_unreported: bool = False
     _hook_sites: tuple[PlannedSite, ...] | None = None
     _taps: frozenset[int] | None = None
@@ -296,6 +296,18 @@ class StepPlan:
                 for member in group.members:
                     member.fail(error)
 
+    @contextlib.contextmanager
+    def in_graph(self) -> Iterator[None]:
+        """Have a graph do the work at the taps, once it is filled in the block; what raises fails the requests."""
+        begin = time.monotonic()
+        self.ran.update(self.taps())
+        try:
+            yield
+        except InterventionError as error:
+            for span in self.spans.values():
+                span.request.fail(error.code, error.message)
+        self.spent_s += time.monotonic() - begin
+
     def fail_unreached(self) -> None:
         """Fail the requests of every site that the forward pass did not reach."""
         for key, groups in self.groups.items():
@@ -309,12 +321,15 @@ class StepPlan:
                         "is a defect of the server, please report it with the model's name",
                     )
 
-    def record_uncompiled(self) -> None:
-        """Record, for all participating requests, that a step of this plan ran uncompiled."""
-        if not self.is_uncompiled:
-            self.is_uncompiled = self.is_unreported = True
-            for span in self.spans.values():
-                span.request.tier = "eager"
+    def note_tier(self, tier: str) -> None:
+        """Note, for all participating requests, how a step of this plan ran, see ``TIERS``."""
+        if tier == self.tier:
+            return
+        self.tier = tier
+        for span in self.spans.values():
+            before = span.request.tier
+            span.request.note_tier(tier, is_prompt=span.start < span.request.plan.prompt_len)
+            self.is_unreported |= span.request.tier != before
 
     def take_time(self) -> float:
         """Return the step's time, and reset it."""

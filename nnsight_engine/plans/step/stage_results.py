@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from nnsight_engine.core.engine_counts import EAGER
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.records import Failure, width_classes
 from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
@@ -73,7 +74,7 @@ def results_of_stage(plan: StepPlan, stage: Stage, spec: ModelSpec) -> StageResu
         stage,
         frozenset(plan.spans),
         {request.request_id: request.failure for request in requests if request.failure is not None},
-        is_uncompiled=plan.is_uncompiled,
+        is_uncompiled=plan.tier == EAGER,
         spent_s=plan.spent_s,
     )
     for group in plan.reads:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -14,7 +14,8 @@ import torch
 
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
-from nnsight_engine.plans.step.instructions import Executor, Instructions, Word, Words
+from nnsight_engine.plans.step.host_arena import to_device
+from nnsight_engine.plans.step.instructions import Execute, Executor, Instructions, Numbers, Word, Words
 from nnsight_engine.plans.step.stage import SiteKey
 
 _NUM_AXES: Final = len(("tokens", "width"))
@@ -32,7 +33,7 @@ def executor_of(device: torch.device, dtype: torch.dtype) -> Executor:
     from nnsight_engine.plans.step import gpu_executor  # noqa: PLC0415
 
     gpu_executor.prepare(device, dtype)
-    return partial(gpu_executor.executor, device)
+    return gpu_executor.executor
 
 
 class Member(NamedTuple):
@@ -49,18 +50,56 @@ class Member(NamedTuple):
         self.request.fail_by(error, f"{self.active.op.kind} at {where} failed")
 
 
+class Programs:
+    """All programs of a step.
+
+    Args:
+        executor: That of the device.
+        device: The device, which the programs are sent to when one of them runs first.
+
+    Attributes:
+        rows: Of each program, its row.
+        bounds: The bounds of the programs, see ``Executor``.
+        words: The words of all instructions.
+        numbers: Their numbers.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        device: torch.device,
+        rows: RowArray,
+        bounds: RowArray,
+        words: Words,
+        numbers: Numbers,
+    ) -> None:
+        self.rows, self.bounds, self.words, self.numbers = rows, bounds, words, numbers
+        self._executor = executor
+        self._device = device
+
+    @functools.cached_property
+    def execute(self) -> Execute:
+        """Runs the programs."""
+        table = (self.rows, self.bounds, self.words, self.numbers)
+        return self._executor(*(to_device(one, self._device) for one in table))
+
+
 @dataclasses.dataclass(slots=True)
 class Segment:
     """Programs that run at a site without other work between them.
 
     Attributes:
-        execute: Runs them.
+        programs: All programs of the step.
+        first: Number of the first of these.
+        stop: One past the number of the last.
         members: The operations.
         num_rows: Least number of rows of the value.
         width: Its width.
     """
 
-    execute: Callable[[torch.Tensor, torch.Tensor | None], None]
+    programs: Programs
+    first: int
+    stop: int
     members: list[Member]
     num_rows: int
     width: int
@@ -69,7 +108,7 @@ class Segment:
         """Run the programs."""
         try:
             self._check(hidden, residual)
-            self.execute(hidden, residual)
+            self.programs.execute(self.first, self.stop, hidden, residual)
         except Exception as error:  # noqa: BLE001 - whatever was raised, it concerns these requests alone
             for member in self.members:
                 member.fail(error)
@@ -138,6 +177,7 @@ class TableBuilder:
         self,
         others: Mapping[SiteKey, Sequence[float]],
         executor: Executor,
+        device: torch.device,
         width_of: Callable[[SiteKey], int],
     ) -> dict[SiteKey, list[tuple[float, Segment]]]:
         """Return the segments of each site, with their order.
@@ -146,6 +186,7 @@ class TableBuilder:
             others: The order of other work at sites, ascending. Instructions with a lower order run before
                 it, those with the same belong to other requests.
             executor: That of the device.
+            device: The device.
             width_of: Returns the width of a site's value.
         """
         if not self._blocks:
@@ -189,7 +230,7 @@ class TableBuilder:
         starts = np.flatnonzero(is_new_row)
         bounds = np.append(starts, len(rows))
         rows = rows[starts]
-        execute = executor(rows, bounds, words[by_row], numbers[by_row])
+        programs = Programs(executor, device, rows, bounds, words[by_row], numbers[by_row])
         firsts = np.flatnonzero(is_new_segment[starts])
         stops = np.append(firsts[1:], len(starts))
         names = list(self._members)
@@ -200,6 +241,6 @@ class TableBuilder:
             later = others.get(key, ())
             before = later[place] - 0.5 if place < len(later) else float("inf")
             num_rows = int(rows[first:stop].max()) + 1
-            segment = Segment(partial(execute, first, stop), self._members[key], num_rows, width_of(key))
-            found[key].append((before, segment))
+            own = Segment(programs, first, stop, self._members[key], num_rows, width_of(key))
+            found[key].append((before, own))
         return found

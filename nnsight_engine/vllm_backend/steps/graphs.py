@@ -1,26 +1,41 @@
-"""Taps and CUDA graphs: cuts the compiled model at its taps, and chooses the kind of graph of each step.
+"""Interventions and CUDA graphs: cuts the compiled model at its taps, and chooses the graph of each step.
 
 Hazard: replaying a CUDA graph runs kernels but no Python, so a tap inside a graph would be skipped. vLLM cuts
 the compiled model at attention into pieces that it replays one by one. For steps that only decode it may also
 have one full graph of the whole model. Safeguard: the model is cut at its taps too, so that they run between
-the pieces. A step with interventions uses the pieces or no graph; full graphs are for steps without
-interventions.
+the pieces; and there is a second full graph for each size, captured while the taps launch what the step's table
+says (``GraphTable``). vLLM's own full graphs are for steps without interventions.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+from nnsight_engine.plans.step.graph_table import GraphTable
+from nnsight_engine.vllm_backend.taps import CONTEXT_KEY, rows_of
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig
 
+_LOG: Final = logging.getLogger(__name__)
+
 TAP_OPS: Final = ("nnsight_engine::tap_pair", "nnsight_engine::tap_single")
 """The names of the taps' operators, see ``taps.py``."""
+
+Run = Callable[[], Any]
+MakeTable = Callable[[int], GraphTable]
+"""Returns a table for so many rows."""
 
 
 def cut_at_taps(config: CompilationConfig) -> bool:
@@ -37,51 +52,157 @@ def cut_at_taps(config: CompilationConfig) -> bool:
     return True
 
 
+class CapturedTaps:
+    """Stands for a step's operations while a graph is captured: each tap launches its part of a table."""
+
+    def __init__(self, table: GraphTable) -> None:
+        self._table = table
+
+    def is_busy(self, tap: int) -> bool:
+        """Return whether a tap is part of the graph."""
+        return self._table.has(tap)
+
+    def at(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Launch what the tap does."""
+        self._table.run(tap, rows_of(hidden), None if residual is None else rows_of(residual))
+
+
+class InterveningGraphs:
+    """The full graphs of steps with interventions, one for each size that vLLM has one of decodes for.
+
+    Args:
+        own: vLLM's graphs, captured.
+        make_table: Makes the table.
+
+    Attributes:
+        table: What the taps read.
+        manager: The graphs.
+    """
+
+    def __init__(self, own: ModelCudaGraphManager, make_table: MakeTable) -> None:
+        self.manager = ModelCudaGraphManager(
+            own.vllm_config,
+            own.device,
+            CUDAGraphMode.FULL_DECODE_ONLY,
+            own.decode_query_len,
+            lora_capture_cases=own.lora_capture_cases,
+            varlen_decode=own.varlen_decode,
+        )
+        # One of them runs at a time.
+        self.manager.hidden_states = own.hidden_states
+        self.manager.aux_hidden_states = own.aux_hidden_states
+        self.manager.intermediate_tensors = own.intermediate_tensors
+        sizes = self.manager.compilation_config.cudagraph_capture_sizes or [0]
+        # A size is rounded up to whole requests.
+        self.table = make_table(max(sizes) + own.decode_query_len)
+
+    def capture(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Capture the graphs; the arguments are those of the manager."""
+        taps = CapturedTaps(self.table)
+
+        def intervening(*model_args: Any, **model_kwargs: Any) -> Any:
+            get_forward_context().additional_kwargs[CONTEXT_KEY] = taps
+            return model(*model_args, **model_kwargs)
+
+        began, free = time.monotonic(), _free_bytes()
+        description = "Capturing CUDA graphs with interventions"
+        self.manager.capture(intervening, *args, **kwargs, progress_bar_desc=description)
+        _LOG.info(
+            "Captured CUDA graphs of decode steps with interventions, of %s tokens, in %.0f s; they take %.2f GiB",
+            ", ".join(map(str, self.manager.captured_token_counts())),
+            time.monotonic() - began,
+            (free - _free_bytes() + self.table.num_bytes) / 2**30,
+        )
+
+
+def _free_bytes() -> int:
+    return 0 if current_platform.is_cpu() else int(torch.accelerator.get_memory_info()[0])
+
+
 class StepGraphs:
-    """Chooses the kind of CUDA graph of each step.
+    """Chooses the CUDA graph of each step.
 
     The choice depends only on data from the scheduler, which is the same on all ranks: they must choose
     alike.
 
     Args:
         is_cut: Whether the compiled model is cut at its taps.
+        make_table: Makes the table of full graphs with interventions; None if there are none of these.
     """
 
-    def __init__(self, *, is_cut: bool) -> None:
+    def __init__(self, *, is_cut: bool, make_table: MakeTable | None = None) -> None:
         self._modes = {CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE} if is_cut else {CUDAGraphMode.NONE}
-        self._intervening: set[str] = set()
+        self._make_table = make_table
+        self._intervening: dict[str, int | None] = {}
+        self._scheduled: Collection[str] = ()
         self._keeps_taps = False
+        self.captured: InterveningGraphs | None = None
 
-    def begin(self, arrived: Iterable[str], finished: set[str], scheduled: Iterable[str]) -> None:
+    def captures(self, mode: CUDAGraphMode) -> bool:
+        """Return whether there are full graphs with interventions beside vLLM's graphs of a mode."""
+        return self._make_table is not None and mode.decode_mode() is CUDAGraphMode.FULL
+
+    @contextlib.contextmanager
+    def capturing(self, manager: ModelCudaGraphManager) -> Iterator[None]:
+        """Capture, within the context, graphs with interventions behind the manager's own."""
+        make_table, capture = self._make_table, manager.capture
+        if make_table is None or not self.captures(manager.cudagraph_mode):
+            yield
+            return
+
+        def both(model: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+            capture(model, *args, **kwargs)
+            graphs = InterveningGraphs(manager, make_table)
+            graphs.capture(model, *args, **kwargs)
+            self.captured = graphs
+
+        manager.capture = both
+        try:
+            yield
+        finally:
+            del manager.capture
+
+    def begin(
+        self, arrived: Mapping[str, int | None], finished: Iterable[str], scheduled: Collection[str]
+    ) -> None:
         """Begin a step.
 
         Args:
-            arrived: The new requests with interventions.
+            arrived: The new requests with interventions, with the most instructions of each at a generated
+                position; None for a request with work that no full graph can do.
             finished: Requests that have finished.
             scheduled: The requests of this step.
         """
         if self._intervening:
-            self._intervening -= finished
+            for request_id in finished:
+                self._intervening.pop(request_id, None)
         self._intervening.update(arrived)
-        self._keeps_taps = not self._intervening.isdisjoint(scheduled)
+        self._scheduled = scheduled
+        self._keeps_taps = not self._intervening.keys().isdisjoint(scheduled)
 
     def end(self) -> None:
         """End the step; vLLM's own runs between steps, such as graph capture, may use any graph."""
         self._keeps_taps = False
 
     @contextlib.contextmanager
-    def constraining(self, manager: Any) -> Iterator[None]:
+    def constraining(self, manager: Any, replay: Callable[[GraphTable, Run], Any]) -> Iterator[None]:
         """Constrain, within the context, the runner's choices to graphs in which the step's taps run.
 
         Args:
             manager: The runner's ``CudaGraphManager``; None before it exists, when no step has a graph.
+            replay: Replays a full graph with interventions, given its table and what replays it.
         """
         if not self._keeps_taps or manager is None:
             yield
             return
-        dispatch = manager.dispatch
+        dispatch, captured = manager.dispatch, self._fitting()
 
-        def choose(num_reqs: int, num_tokens: int, _uniform: int | None, **options: Any) -> Any:
+        def choose(num_reqs: int, num_tokens: int, uniform: int | None, **options: Any) -> Any:
+            # A step with tokens of a prompt has no maximum, not even if it is run as a decode.
+            if captured is not None and options.get("max_query_len") is not None:
+                chosen = captured.manager.dispatch(num_reqs, num_tokens, uniform, **options)
+                if chosen.cg_mode is CUDAGraphMode.FULL:
+                    return chosen
             # Only batches of decodes have full graphs beside the pieces, so treat this one as mixed.
             options["max_query_len"] = None
             chosen = dispatch(num_reqs, num_tokens, None, **options)
@@ -93,7 +214,25 @@ class StepGraphs:
             )
 
         manager.dispatch = choose
+        if captured is not None:
+            graphs, table = captured.manager, captured.table
+            manager.run_fullgraph = lambda batch: replay(table, lambda: graphs.run_fullgraph(batch))
         try:
             yield
         finally:
             del manager.dispatch
+            if captured is not None:
+                del manager.run_fullgraph
+
+    def _fitting(self) -> InterveningGraphs | None:
+        """Return the graphs if the table has room for all operations of the step."""
+        if self.captured is None:
+            return None
+        needed = [self._intervening[name] for name in self._scheduled if name in self._intervening]
+        total = 0
+        for count in needed:
+            if count is None:
+                return None
+            total += count
+        num_rows = self.captured.manager.decode_query_len
+        return self.captured if total * num_rows <= self.captured.table.max_instructions else None

@@ -23,14 +23,16 @@ from vllm.forward_context import get_forward_context
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from nnsight_engine.core.engine_counts import EngineCounts
+from nnsight_engine.core.engine_counts import EAGER, GRAPH, PLAIN, TAP, EngineCounts
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tap_choice import NO_TAPS, chosen_taps
 from nnsight_engine.plans.request_plan import PLAN_KEY
+from nnsight_engine.plans.step.graph_table import GraphTable
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.plans.step.stage_results import StageResults
 from nnsight_engine.vllm_backend.compat import (
+    GRAPHS,
     STRICT,
     EngineLimits,
     brings,
@@ -111,7 +113,10 @@ class StepHandler:
         parallel = config.parallel_config
         has_taps = limits.taps != NO_TAPS
         self._config = config
-        self.graphs = StepGraphs(is_cut=has_taps and cut_at_taps(config.compilation_config))
+        self.graphs = StepGraphs(
+            is_cut=has_taps and cut_at_taps(config.compilation_config),
+            make_table=self._graph_table if has_taps and limits.intervention_graphs == GRAPHS else None,
+        )
         self._model = model = load()
         install_expert_points(model, config.model_config.hf_text_config)
         add_unembedding_bias(model)
@@ -127,10 +132,12 @@ class StepHandler:
         )
         keep_inputs_plain(points)
         self.taps: frozenset[int] = frozenset()
+        self._taps_of_stages: frozenset[int] = frozenset()
         if points.family.has_unused_residual:
             drop_unused_residuals([points.layers[layer] for layer in points.local_layers])
         if has_taps and points.has_stream:
-            self.taps = frozenset(filter(points.stage.has, chosen_taps(limits.taps, len(points.layers))))
+            self._taps_of_stages = chosen_taps(limits.taps, len(points.layers))
+            self.taps = frozenset(filter(points.stage.has, self._taps_of_stages))
             install_taps(points.layers, points.family, self.taps)
         self.counts = EngineCounts()
         self.traces = traces_of_worker(points, config, limits)
@@ -216,8 +223,15 @@ class StepHandler:
         self.stops.begin(scheduled)
         if traced or self.reports.is_due:
             self.traces.begin(self._facts(scheduled, traced, due_prompt_logprobs))
-        arrived = (name for name, _ in (*planned, *traced))
-        self.graphs.begin(arrived, finished, scheduled.num_scheduled_tokens)
+        arrived = {
+            name: self.interventions.instructions_per_row(name, self._taps_of_stages) for name, _ in planned
+        }
+        self.graphs.begin(
+            arrived | dict.fromkeys(name for name, _ in traced), finished, scheduled.num_scheduled_tokens
+        )
+
+    def _graph_table(self, num_rows: int) -> GraphTable:
+        return self.interventions.graph_table(self.taps, num_rows)
 
     def _facts(
         self,
@@ -279,7 +293,7 @@ class StepHandler:
 
     def plain_forward(self, run: Callable[[], ModelOutput]) -> ModelOutput:
         """Run the model for a step without interventions."""
-        self.counts.steps["plain"] += 1
+        self.counts.steps[PLAIN] += 1
         return run()
 
     def forward(self, step: Step, run: Callable[[], ModelOutput]) -> ModelOutput:
@@ -309,11 +323,37 @@ class StepHandler:
                 stack.enter_context(hooked(points, plan, tap_step.is_models_own))
                 stack.enter_context(untapped(points.layers, points.family, missing, tap_step))
             output = self._traced_forward(step, run, context) if traced else run()
-        received = self._from_stages
-        is_uncompiled = context.skip_compiled or any(one.is_uncompiled for one in received)
-        self._note_tier(plan, is_uncompiled=is_uncompiled)
+        is_uncompiled = context.skip_compiled or any(one.is_uncompiled for one in self._from_stages)
+        return self._after_forward(step, plan, output, EAGER if is_uncompiled else TAP)
+
+    def replay(self, step: Step, table: GraphTable, run: Callable[[], ModelOutput]) -> ModelOutput:
+        """Replay a full graph for a step with interventions, all of which fit its table.
+
+        Args:
+            step: The step.
+            table: What the graph's taps read.
+            run: Replays it.
+
+        Returns:
+            As ``forward`` does.
+        """
+        self.step = step
+        plan = self._timed_plan(step)
+        if plan is None:
+            table.fill(None)
+            return self.plain_forward(run)
+        with plan.in_graph():
+            table.fill(plan)
+        return self._after_forward(step, plan, run(), GRAPH)
+
+    def _after_forward(
+        self, step: Step, plan: StepPlan | None, output: ModelOutput, tier: str
+    ) -> ModelOutput:
+        """Run the operations behind the model, and note how it ran; return its output as ``forward`` does."""
+        self._note_tier(plan, tier)
         if plan is None:
             return output
+        received = self._from_stages
         if isinstance(output, IntermediateTensors):
             return self._sent_on(step, plan, output)
         self.interventions.add_results(plan, received)
@@ -352,12 +392,12 @@ class StepHandler:
         ]
         return self.traces.step(self._spans, step.num_padded_rows)
 
-    def _note_tier(self, plan: StepPlan | None, *, is_uncompiled: bool) -> None:
-        """Record on which tier a step with interventions ran, for all its requests."""
-        self.counts.steps["eager" if is_uncompiled else "tap"] += 1
-        self.traces.dispatcher.is_uncompiled = is_uncompiled
-        if plan is not None and is_uncompiled:
-            plan.record_uncompiled()
+    def _note_tier(self, plan: StepPlan | None, tier: str) -> None:
+        """Note how a step with interventions ran, for all its requests."""
+        self.counts.steps[tier] += 1
+        self.traces.dispatcher.is_uncompiled = tier == EAGER
+        if plan is not None:
+            plan.note_tier(tier)
 
     def _traced_forward(self, step: Step, run: Callable[[], ModelOutput], context: Any) -> ModelOutput:
         """Run the model with blocks; again uncompiled if the blocks request more than the taps provide."""

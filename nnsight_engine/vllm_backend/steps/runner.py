@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nnsight_engine.core.engine_counts import PLAIN
+from nnsight_engine.plans.step.graph_table import GraphTable
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.vllm_backend.compat import attach_results, is_alone
 from nnsight_engine.vllm_backend.steps.adapters import AdaptersMixin
@@ -142,7 +144,7 @@ class RunnerMixin(AdaptersMixin):
         self.model = ModelProxy(model, forward=functools.partial(self._forward, model))
         self._has_called = False
         try:
-            with handler.graphs.constraining(self.cudagraph_manager):  # type: ignore[attr-defined] # vLLM's runner has it
+            with handler.graphs.constraining(self.cudagraph_manager, self._replay):  # type: ignore[attr-defined] # vLLM's runner has it
                 output = execute()
         finally:
             self.model, self._prepared = model, None
@@ -151,7 +153,7 @@ class RunnerMixin(AdaptersMixin):
             results = handler.reports.end_idle_step(is_alone=is_alone(scheduler_output))
             return output if results is None else attach_results(output, results)
         if not self._has_called:  # a full graph was replayed
-            handler.counts.steps["plain"] += 1
+            handler.counts.steps[PLAIN] += 1
         return output
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,6 +164,26 @@ class RunnerMixin(AdaptersMixin):
             is_repeatable = not self.uses_inputs_embeds  # type: ignore[attr-defined]
             self._prepared = step_of(batch, self.known_ids, is_repeatable=is_repeatable)
         return batch
+
+    def capture_model(self, *, profile_only: bool = False) -> int:
+        """Capture CUDA graphs, those of steps with interventions too; return their bytes."""
+        capture = functools.partial(super().capture_model, profile_only=profile_only)  # type: ignore[misc]
+        if profile_only:
+            return int(capture())
+        with self.handler.graphs.capturing(self.cudagraph_manager):  # type: ignore[attr-defined] # vLLM's runner has it
+            return int(capture())
+
+    def profile_cudagraph_memory(self) -> int:
+        """Return an estimate of the memory that all CUDA graphs will need."""
+        own = int(super().profile_cudagraph_memory())  # type: ignore[misc]
+        return 2 * own if self.handler.graphs.captures(self.compilation_config.cudagraph_mode) else own  # type: ignore[attr-defined] # as above
+
+    def _replay(self, table: GraphTable, run: Callable[[], Any]) -> Any:
+        """Replay a full graph with interventions."""
+        self._has_called = True
+        if self._prepared is None:
+            raise RuntimeError("a step with interventions was not prepared")
+        return self.handler.replay(self._prepared, table, run)
 
     def _forward(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         self._has_called = True

@@ -28,6 +28,7 @@ from nnsight_engine.plans.step.collection import StepCollection, run_delivery, s
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.delivery import Delivery, RefusedDelivery
 from nnsight_engine.plans.step.dictionary_bank import FailsAnywhere, is_failure
+from nnsight_engine.plans.step.graph_table import GraphTable, instructions_per_row
 from nnsight_engine.plans.step.host_arena import HostArena, HostCopy
 from nnsight_engine.plans.step.ledger import ByteLedger
 from nnsight_engine.plans.step.logits_rows import LogitsRows
@@ -169,6 +170,15 @@ class WorkerState:
     def live(self) -> Collection[str]:
         """The ids of the requests that intervene."""
         return self._active.keys()
+
+    def instructions_per_row(self, request_id: str, taps: Collection[int]) -> int | None:
+        """Return how many instructions a request has at a generated position, see ``instructions_per_row``."""
+        request = self._active.get(request_id)
+        return 0 if request is None else instructions_per_row(request, taps)
+
+    def graph_table(self, taps: Collection[int], num_rows: int) -> GraphTable:
+        """Return a table for full graphs with the work of some taps."""
+        return self._builder.graph_table(taps, num_rows)
 
     @property
     def idle(self) -> bool:

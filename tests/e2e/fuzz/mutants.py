@@ -33,12 +33,13 @@ def change_instructions(patch: Patch, change: Callable[[Any, Any, Any], None]) -
     """Have the instructions of each step changed: their rows, words and numbers."""
     right = TableBuilder.segments
 
-    def segments(self: TableBuilder, others: Any, executor: Executor, width_of: Any) -> Any:
-        def changed(rows: Any, bounds: Any, words: Any, numbers: Any) -> Execute:
+    def segments(self: TableBuilder, others: Any, executor: Executor, *args: Any) -> Any:
+        def changed(*table: torch.Tensor) -> Execute:
+            rows, bounds, words, numbers = (one.numpy() for one in table)
             change(np.repeat(rows, np.diff(bounds)), words, numbers)
-            return executor(rows, bounds, words, numbers)
+            return executor(*table)
 
-        return right(self, others, changed, width_of)
+        return right(self, others, changed, *args)
 
     patch.setattr(TableBuilder, "segments", segments)
 
@@ -47,9 +48,10 @@ def _change_execution(patch: Patch, execute: Callable[..., None]) -> None:
     """Have programs executed by a function that gets the right one, their codes and rows, and the value."""
     right = TableBuilder.segments
 
-    def segments(self: TableBuilder, others: Any, executor: Executor, width_of: Any) -> Any:
-        def changed(rows: Any, bounds: Any, words: Any, numbers: Any) -> Execute:
-            own = executor(rows, bounds, words, numbers)
+    def segments(self: TableBuilder, others: Any, executor: Executor, *args: Any) -> Any:
+        def changed(*table: torch.Tensor) -> Execute:
+            own = executor(*table)
+            rows, bounds, words, _ = (one.numpy() for one in table)
 
             def run(first: int, stop: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
                 codes = set(words[bounds[first] : bounds[stop], Word.CODE].tolist())
@@ -57,7 +59,7 @@ def _change_execution(patch: Patch, execute: Callable[..., None]) -> None:
 
             return run
 
-        return right(self, others, changed, width_of)
+        return right(self, others, changed, *args)
 
     patch.setattr(TableBuilder, "segments", segments)
 

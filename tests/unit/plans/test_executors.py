@@ -215,7 +215,8 @@ class Case:
 
     def check(self, executor: Executor, *, truncates: bool = False) -> None:
         """Run the programs in two parts, and compare; ``truncates`` if bfloat16 is not rounded to nearest."""
-        execute = executor(self.rows, self.bounds, self.words, self.numbers_of)
+        table = (self.rows, self.bounds, self.words, self.numbers_of)
+        execute = executor(*map(torch.from_numpy, table))
         half = self.draw.randint(0, len(self.rows))
         for first, stop in ((0, half), (half, len(self.rows))):
             if first < stop:
@@ -263,7 +264,8 @@ def test_numbers_are_rounded_as_torch_does(dtype: torch.dtype) -> None:
         out = torch.empty(value.shape, dtype=dtype)
         own = Instructions.blank(1, Code.READ)
         own.words[0, Word.OUT], own.words[0, Word.DTYPE] = out.data_ptr(), DTYPE_CODES[dtype]
-        execute = executor(np.zeros(1, np.int64), np.arange(2), own.words, own.numbers)
+        row, bounds = torch.zeros(1, dtype=torch.int64), torch.arange(2)
+        execute = executor(row, bounds, torch.from_numpy(own.words), torch.from_numpy(own.numbers))
         execute(0, 1, value, None)
         torch.testing.assert_close(out, value.to(dtype), rtol=0, atol=0, equal_nan=True)
 
@@ -288,14 +290,12 @@ def test_the_kernel_compiles_for_gpus(capability: int, has_residual: bool) -> No
 
 def main() -> None:
     """Compare the GPU's executor."""
-    from functools import partial  # noqa: PLC0415
-
     from nnsight_engine.plans.step.gpu_executor import executor, prepare  # noqa: PLC0415
 
     prepare(torch.device("cpu"), torch.bfloat16)
     for seed in range(int(sys.argv[1])):
         try:
-            Case(seed).check(partial(executor, torch.device("cpu")), truncates=True)
+            Case(seed).check(executor, truncates=True)
         except BaseException:
             print("case", seed)  # noqa: T201 - shown if the test fails
             raise

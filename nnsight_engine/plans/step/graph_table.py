@@ -1,0 +1,175 @@
+"""The table that a captured graph reads: in memory that stays, and filled before each replay.
+
+While a graph is captured, each tap launches the executor on its part of the table. A replay launches the same
+on the same memory, so what the taps do is what the table then has. Requests whose operations are instructions
+at the taps fit; the rest of their work, at the final norm, the logits and behind the step, needs no graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from typing import Final
+
+import numpy as np
+import torch
+
+from nnsight_engine.core.detector import Form
+from nnsight_engine.core.errors import InterventionError
+from nnsight_engine.plans.request_plan import OperationKind
+from nnsight_engine.plans.step.active import ActiveDetector, ActiveOp, ActiveRequest
+from nnsight_engine.plans.step.host_arena import to_device
+from nnsight_engine.plans.step.instructions import Executor, Number, Word
+from nnsight_engine.plans.step.plan import StepPlan
+from nnsight_engine.plans.step.stage import SiteKey
+from nnsight_engine.plans.step.table import Programs, Segment
+
+_PER_TAP: Final = 4
+"""Instructions for which the table has room, for each row and tap on the average."""
+
+
+class GraphTable:
+    """Programs of all rows at all taps.
+
+    Args:
+        taps: Numbers of the taps.
+        num_rows: Most rows of a step.
+        width: Width of the residual stream.
+        device: The model's device.
+        executor: That of the device.
+
+    Attributes:
+        max_instructions: Most instructions of a step.
+    """
+
+    def __init__(
+        self, taps: Collection[int], num_rows: int, width: int, device: torch.device, executor: Executor
+    ) -> None:
+        self.max_instructions = _PER_TAP * num_rows * len(taps)
+        self._places = {tap: place for place, tap in enumerate(sorted(taps))}
+        self._num_rows = num_rows
+        self._width = width
+        ints = {"dtype": torch.int64, "device": device}
+        self._bounds = torch.zeros(len(taps), num_rows + 1, **ints)
+        self._words = torch.zeros(self.max_instructions, len(Word), **ints)
+        self._numbers = torch.zeros(self.max_instructions, len(Number), device=device)
+        rows = torch.arange(num_rows, **ints)
+        self._executes = {
+            tap: executor(rows, self._bounds[place], self._words, self._numbers)
+            for tap, place in self._places.items()
+        }
+        self._filled: weakref.ref[Programs] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the device's memory that it takes."""
+        return sum(one.numel() * one.itemsize for one in (self._bounds, self._words, self._numbers))
+
+    def has(self, tap: int) -> bool:
+        """Return whether a tap is part of the graph."""
+        return tap in self._executes
+
+    def run(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Launch what a tap does; ``hidden`` and ``residual`` are ``[rows, width]``."""
+        self._executes[tap](0, len(hidden), hidden, residual)
+
+    def fill(self, plan: StepPlan | None) -> None:
+        """Have the taps do what a plan says, or nothing.
+
+        Raises:
+            InterventionError: ``intervention_failed``: the plan has other work at the taps, or too much; they
+                then do nothing.
+        """
+        segments = {} if plan is None else self._segments(plan)
+        programs = next(iter(segments.values())).programs if segments else None
+        if programs is None:
+            if self._filled is not None:
+                self._bounds.zero_()
+                self._filled = None
+            return
+        if self._filled is not None and self._filled() is programs:
+            return
+        places = np.fromiter(segments, np.int64)
+        firsts = np.fromiter((one.first for one in segments.values()), np.int64)
+        lengths = np.fromiter((one.stop for one in segments.values()), np.int64) - firsts
+        counts = np.zeros((len(places), self._num_rows + 1), np.int64)
+        of_programs = np.concatenate([np.arange(one.first, one.stop) for one in segments.values()])
+        sizes = np.diff(programs.bounds)
+        counts[np.repeat(np.arange(len(places)), lengths), programs.rows[of_programs] + 1] = sizes[of_programs]
+        counts[:, 0] = programs.bounds[firsts]
+        dense = np.zeros(self._bounds.shape, np.int64)
+        dense[places] = counts.cumsum(1)
+        num, device = len(programs.words), self._bounds.device
+        self._words[:num].copy_(to_device(programs.words, device))
+        self._numbers[:num].copy_(to_device(programs.numbers, device))
+        self._bounds.copy_(to_device(dense, device))
+        self._filled = weakref.ref(programs)
+
+    def _segments(self, plan: StepPlan) -> dict[int, Segment]:
+        """Return a plan's work at the taps, by their places."""
+        found = {}
+        for key, groups in plan.groups.items():
+            if not isinstance(key, int):
+                continue
+            place, own = self._places.get(key), groups[0]
+            if (
+                place is None
+                or len(groups) > 1
+                or not isinstance(own, Segment)
+                or own.num_rows > self._num_rows
+                or own.width != self._width
+                or len(own.programs.words) > self.max_instructions
+            ):
+                self.fill(None)
+                raise InterventionError(
+                    "intervention_failed",
+                    "its operations were taken for ones that a captured graph can do; this is a defect of the "
+                    "server, please report it with the request",
+                )
+            found[place] = own
+        return found
+
+
+def instructions_per_row(request: ActiveRequest, taps: Collection[int]) -> int | None:
+    """Return how many instructions a request has at a generated position at most; None if it has other work.
+
+    Args:
+        request: The request.
+        taps: The taps of the whole model that are part of graphs.
+    """
+    acting = [active for active in request.ops if not active.op.is_in_encoder and active.constant is not False]
+    if all(_fits(active, taps) for active in acting):
+        return sum(map(_num_instructions, acting))
+    return None
+
+
+def _fits(active: ActiveOp, taps: Collection[int]) -> bool:
+    is_instruction = active.program is not None or active.op.reads
+    return (
+        is_instruction
+        and not active.op.captures_patterns
+        and all(_is_reached(key, taps) for key in active.keys)
+        and all(test.slot is None for test in active.tests)
+        and all(_is_linear(detector, taps) for detector in _detectors(active))
+    )
+
+
+def _is_reached(key: SiteKey, taps: Collection[int]) -> bool:
+    return key in taps if isinstance(key, int) else key.layer < 0
+
+
+def _is_linear(detector: ActiveDetector, taps: Collection[int]) -> bool:
+    return all(_is_reached(key, taps) for key in detector.keys) and all(
+        part.form is Form.LINEAR for part in detector.planned.parts
+    )
+
+
+def _detectors(active: ActiveOp) -> list[ActiveDetector]:
+    own = [] if active.detector is None else [active.detector]
+    return own + [test.detector for test in active.tests]
+
+
+def _num_instructions(active: ActiveOp) -> int:
+    own = 0 if active.op.kind is OperationKind.DETECT else len(active.keys)
+    has_gate = bool(active.tests)
+    return own + has_gate + sum(len(detector.keys) + 1 for detector in _detectors(active))
