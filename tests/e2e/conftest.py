@@ -23,6 +23,8 @@ from vllm.platforms.cpu import CpuPlatform
 
 from nnsight_engine.modeling.bundled import bundled_model_path
 from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.engine_kinds import kind_of_process
+from tests.e2e.graphed_platform import graphed_engines
 from tests.e2e.harness import Engine
 from tests.e2e.keyed import KeyedServer, serving_keys
 from tests.e2e.live import Live, live_server_in_a_thread
@@ -44,6 +46,14 @@ def kernels_bound_once() -> Iterator[None]:
     bind = CpuPlatform.register_triton_kernel_overrides
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuPlatform, bind.__name__, staticmethod(functools.cache(bind)))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def graphs() -> Iterator[None]:
+    """Let engines have graphs in a process of such a kind."""
+    kind = kind_of_process()
+    with graphed_engines() if kind is not None and kind.has_graphs else contextlib.nullcontext():
         yield
 
 

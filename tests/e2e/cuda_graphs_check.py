@@ -12,16 +12,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
-import pytest
 import torch
 from vllm.compilation.counter import compilation_counter
-from vllm.platforms import current_platform
 
 from nnsight_engine import save
 from nnsight_engine.plans.collect.results import CollectedCapture
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.engine_kinds import EngineKind
-from tests.e2e.graphed_platform import CAPTURE_SIZES, FullGraphs, GraphedCpuPlatform, Piece
+from tests.e2e.graphed_platform import CAPTURE_SIZES, Piece, graphed_engines
 from tests.e2e.harness import Ask, Engine, Reply, random_vector
 from tests.e2e.traces import HeldTracer, run_together, traced_engine
 from tests.families.checkpoints import HIDDEN_SIZE, write_checkpoint
@@ -126,7 +124,6 @@ def observe(model: VLLM) -> tuple[dict[str, dict[str, Any]], dict[str, list[torc
 def check(name: str, folder: Path) -> dict[str, Any]:
     """Run both engines, the one that is cut of the kind of this name."""
     kind = EngineKind.named(name)
-    current_platform.__class__ = GraphedCpuPlatform  # all modules share the instance
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     checkpoint = write_checkpoint("llama", folder / "llama")
     options: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 8}
@@ -134,10 +131,9 @@ def check(name: str, folder: Path) -> dict[str, Any]:
         eager, expected = observe(model)
     graphs = {"cudagraph_capture_sizes": list(CAPTURE_SIZES)}
     options |= kind.options(checkpoint)
-    with traced_engine(checkpoint, enforce_eager=False, compilation_config=graphs, **options) as model:
-        with pytest.MonkeyPatch.context() as patch:
-            FullGraphs(runner_of(model), patch)
-            cut, captured = observe(model)
+    cut_engine = traced_engine(checkpoint, enforce_eager=False, compilation_config=graphs, **options)
+    with graphed_engines(), cut_engine as model:
+        cut, captured = observe(model)
         splitting_ops = model.engine.llm_engine.vllm_config.compilation_config.splitting_ops
     for name, values in captured.items():
         pairs = zip(values, expected[name], strict=True)

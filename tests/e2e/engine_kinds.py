@@ -19,7 +19,7 @@ from tests.e2e.draft_checkpoints import eagle, first_layer, mtp
 Speculation = Literal["ngram", "self_draft", "small_draft", "eagle", "eagle3", "mtp"]
 _NAME: Final = re.compile(
     r"(?P<scheduling>sync|async)"
-    rf"(-((?P<speculation>{'|'.join(get_args(Speculation))})|(?P<stages>[2-9])_stages))?"
+    rf"(-((?P<speculation>{'|'.join(get_args(Speculation))})|(?P<stages>[2-9])_stages))?(?P<graphs>-graphs)?"
 )
 KIND: Final = "ENGINE_KIND"
 """The variable that names the kind of a process's engines, such as ``async-small_draft``."""
@@ -39,16 +39,19 @@ class EngineKind:
             refused; ``eagle`` and ``eagle3`` are random, and read the model's hidden states; ``mtp`` is the
             model's own layer for it, or, where it has none, one that is added to a Llama model.
         num_stages: Number of pipeline stages.
+        has_graphs: Whether decode steps are full CUDA graphs, on ``GraphedCpuPlatform``.
     """
 
     is_async: bool
     speculation: Speculation | None = None
     num_stages: int = 1
+    has_graphs: bool = False
 
     def __str__(self) -> str:
         scheduling = "async" if self.is_async else "sync"
         stages = [f"{self.num_stages}_stages"] if self.num_stages > 1 else []
-        return "-".join([scheduling, *([self.speculation] if self.speculation else []), *stages])
+        graphs = ["graphs"] if self.has_graphs else []
+        return "-".join([scheduling, *([self.speculation] if self.speculation else []), *stages, *graphs])
 
     @staticmethod
     def named(name: str) -> EngineKind:
@@ -64,11 +67,15 @@ class EngineKind:
             is_async=match["scheduling"] == "async",
             speculation=cast(Speculation | None, match["speculation"]),
             num_stages=int(match["stages"] or 1),
+            has_graphs=match["graphs"] is not None,
         )
 
     def options(self, model: Path) -> dict[str, Any]:
         """Return vLLM's engine arguments for it, beside those of the model."""
         found: dict[str, Any] = {"async_scheduling": self.is_async}
+        if self.has_graphs:
+            mode = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24]}
+            found |= {"enforce_eager": False, "compilation_config": mode}
         if self.num_stages > 1:
             found["pipeline_parallel_size"] = self.num_stages
         if self.speculation == "ngram":
@@ -105,6 +112,8 @@ KINDS: Final = tuple(
         EngineKind.named,
         (
             "async",
+            "async-graphs",
+            "async-small_draft-graphs",
             "async-self_draft",
             "async-small_draft",
             "async-eagle",
@@ -116,7 +125,7 @@ KINDS: Final = tuple(
         ),
     )
 )
-"""The default, and others that differ from it in one thing: in what drafts, in stages, or in scheduling.
+"""The default, and others that differ from it in what drafts, in stages, in scheduling, or in graphs.
 
 N-grams are looked up on the host, which does not know the last token in time.
 """

@@ -17,9 +17,11 @@ import torch
 from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionMetadataBuilder
 from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
 from nnsight_engine.vllm_backend.cpu_platform import V2CpuPlatform
@@ -80,7 +82,7 @@ class RecordedGraph:
 class FullGraphs:
     """Capture a V2 runner's full graphs, with stand-ins for what a GPU does."""
 
-    def __init__(self, runner: Any, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._model = runner.model
         self._slot_mappings: dict[str, torch.Tensor] = {}
@@ -88,11 +90,6 @@ class FullGraphs:
         self._prepare_slots, self._prepare_attention = runner.prepare_attn, runner.model_state.prepare_attn
         runner.prepare_attn = self._noting_slots
         runner.model_state.prepare_attn = self._noting_attention
-        patch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
-        patch.setattr(torch.cuda, "graph", RecordedGraph.capturing)
-        for name in ("graph_capture", "capture_pool"):
-            patch.setattr(cudagraph_utils, name, lambda *_args, **_options: contextlib.nullcontext())
-        patch.setattr(cudagraph_utils, "current_stream", lambda: None)
         manager = runner.cudagraph_manager
         manager._capture_descs.pop(CUDAGraphMode.PIECEWISE, None)  # noqa: SLF001 - pieces capture themselves
         with runner.handler.graphs.capturing(manager):
@@ -214,3 +211,29 @@ class GraphedCpuPlatform(V2CpuPlatform):
         super().check_and_update_config(vllm_config)
         compilation.mode, compilation.cudagraph_capture_sizes = mode, sizes
         compilation.compile_sizes = []
+
+
+@contextlib.contextmanager
+def graphed_engines() -> Iterator[None]:
+    """Have engines that start in the context capture graphs, if their options say so, and replay them in it."""
+    warm_up = CPUWorker.compile_or_warm_up_model
+
+    def capturing(worker: Any) -> Any:
+        times = warm_up(worker)
+        if worker.model_runner.cudagraph_manager.needs_capture():
+            FullGraphs(worker.model_runner)
+        return times
+
+    own = current_platform.__class__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CPUWorker, warm_up.__name__, capturing)
+        patch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
+        patch.setattr(torch.cuda, "graph", RecordedGraph.capturing)
+        for name in ("graph_capture", "capture_pool"):
+            patch.setattr(cudagraph_utils, name, lambda *_args, **_options: contextlib.nullcontext())
+        patch.setattr(cudagraph_utils, "current_stream", lambda: None)
+        current_platform.__class__ = GraphedCpuPlatform  # all modules share the instance
+        try:
+            yield
+        finally:
+            current_platform.__class__ = own

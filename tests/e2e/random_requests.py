@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import Counter
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from nnsight_engine.core.engine_counts import GRAPH
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.conditional_requests import ConditionalAuthor, operation_names
@@ -17,6 +19,7 @@ from tests.e2e.fuzz.cases import AFTER_ALL, Author
 from tests.e2e.fuzz.expected import Twin
 from tests.e2e.fuzz.player import Answer, Player
 from tests.e2e.fuzz.world import Json, World
+from tests.e2e.graphed_platform import graphed_engines
 from tests.e2e.harness import Engine
 from tests.e2e.same_answers import encoded
 
@@ -83,15 +86,14 @@ def check(name: str, folder: Path) -> dict[str, Any]:
     """
     kind_name, shape = name.split(":")
     kind, model = EngineKind.named(kind_name), folder / MODEL
-    options = kind.options(model) | SHAPES[shape]
+    options: dict[str, Any] = {"enforce_eager": True, **kind.options(model), **SHAPES[shape]}
+    with graphed_engines() if kind.has_graphs else contextlib.nullcontext():
+        return _check(kind, options, model, folder / name)
+
+
+def _check(kind: EngineKind, options: dict[str, Any], model: Path, to: Path) -> dict[str, Any]:
     vllm = VLLM(
-        str(model),
-        dispatch=True,
-        dtype="float32",
-        block_size=BLOCK,
-        max_model_len=96,
-        enforce_eager=True,
-        **options,
+        str(model), dispatch=True, dtype="float32", block_size=BLOCK, max_model_len=96, **options
     )
     engine = Engine.around(vllm.engine)
     answers, known, counts = list[Answer](), list[dict[str, Any]](), Counter[str]()
@@ -100,7 +102,7 @@ def check(name: str, folder: Path) -> dict[str, Any]:
         played = Player(vllm, engine, requests).play()
         answers += played
         for request, answer in zip(requests, played, strict=True):
-            answer.was_split |= len(request["ids"]) > SHAPES[shape]["max_num_batched_tokens"]
+            answer.was_split |= len(request["ids"]) > options["max_num_batched_tokens"]
             known.append({"asked": operation_names(request), "leaves": "leaves" in request})
             counts[answer.error[0] if answer.error else "answered"] += 1
             counts["preempted"] += answer.recomputed > 0
@@ -109,8 +111,9 @@ def check(name: str, folder: Path) -> dict[str, Any]:
             counts["left"] += "leaves" in request
             counts["of parts"] += "'scope'" in str(request["interventions"])
     counts.update({f"left behind: {name}": count for name, count in engine.held().items() if count})
+    counts["in graphs"] = vllm.engine.collective_rpc("count_events")[-1]["steps"][GRAPH]
     vllm.shutdown()
-    (folder / name).write_bytes(encoded(answers))
+    to.write_bytes(encoded(answers))
     return {"requests": known, "counts": dict(counts)}
 
 

@@ -27,7 +27,7 @@ ASKED = frozenset(
 )
 """What requests ask for, of which at least one answer of each is compared."""
 LEAST = (
-    EngineKind(is_async=True, speculation="small_draft"),
+    EngineKind(is_async=True, speculation="small_draft", has_graphs=True),
     EngineKind(is_async=True, num_stages=2),
 )
 """Which kinds every change is tested with, in the process of the reference."""
@@ -57,6 +57,7 @@ def played(folder: Path, names: Sequence[str]) -> Answers:
         assert counts["of parts"], counts
         kind = EngineKind.named(name.split(":")[0])
         assert (counts["drafted rows"] > 0) == (kind.speculation is not None), counts
+        assert (counts["in graphs"] > 0) == kind.has_graphs, counts
         # The drafts of EAGLE are random, and those of MTP know one layer: all may be refused.
         has_accepted = counts["drafted rows"] > counts["refused rows"]
         assert has_accepted or kind.speculation in {None, "eagle", "eagle3", "mtp"}, counts
