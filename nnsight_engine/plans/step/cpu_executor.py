@@ -16,10 +16,12 @@ from nnsight_engine.plans.step.instructions import Execute, Number, Numbers, Wor
 
 # Numbers of this file: numba's cache is valid for as long as the file is the same, whatever others become.
 _ADD, _NORM_MATCH, _PROJECT, _SUBSPACE, _SET, _READ, _DOT, _SCORE, _TEST, _JOIN = range(10)
+_DISTANCE, _MLP, _HISTORY = range(10, 13)
 _CODE, _OPERAND, _OUT, _GATE, _OVERFLOW, _UNITS, _COUNT, _DTYPE = range(8)
 _A, _B, _LOW, _HIGH = range(4)
 _FLOAT32, _FLOAT16, _BFLOAT16, _INT32, _INT64 = range(5)
 _NOT, _AND, _OR = -1, -2, -3
+_ROWS, _POSITION, _PROMPT, _OVER, _LENGTH, _MEAN, _LATCHES, _SCORES, _REDUCED, _HELD = range(10)
 _SIGN: Final = np.uint32(0x80000000)
 _INFINITE: Final = np.uint32(0x7F800000)
 
@@ -168,8 +170,9 @@ def _byte(address: int) -> Any:
 
 
 @_compiled
-def _score(words: Any, numbers: Any) -> Any:
-    parts = numba.carray(_pointer(words[_OPERAND]), words[_COUNT], np.float32)
+def _score(words: Any, numbers: Any, row: int) -> Any:
+    """Return the score of parts ``[rows, COUNT]`` at a row."""
+    parts = numba.carray(_pointer(words[_OPERAND] + row * words[_COUNT] * 4), words[_COUNT], np.float32)
     sums = np.float32(0)
     for i in range(words[_COUNT]):
         sums += parts[i]
@@ -196,6 +199,71 @@ def _joined(words: Any) -> bool:
             top, below, rest = stack & 1, (stack >> 1) & 1, (stack >> 2) << 1
             stack = rest | ((top & below) if step == _AND else (top | below))
     return (stack & 1) == 1
+
+
+@_compiled
+def _test_history(words: Any, numbers: Any) -> None:
+    """Evaluate a test with a slot at all rows of a request, in order."""
+    own = numba.carray(_pointer(words[_UNITS]), 10, np.int64)
+    num_rows, start = own[_ROWS], own[_POSITION]
+    stop = start + num_rows
+    scores = numba.carray(_pointer(own[_SCORES]), stop, np.float32)
+    reduced = numba.carray(_pointer(own[_REDUCED]), stop, np.float32)
+    held = numba.carray(_pointer(own[_HELD]), stop, np.uint8)
+    out = numba.carray(_pointer(words[_OUT]), num_rows, np.uint8)
+    takes_mean = own[_MEAN] != 0
+    neutral = np.float32(0) if takes_mean else np.float32(-np.inf)
+    is_held = start > 0 and held[start - 1] != 0
+    running = reduced[start - 1] if start > 0 else neutral
+    for row in range(num_rows):
+        position = start + row
+        value = _score(words, numbers, row) * numbers[_B]
+        if own[_OVER] == 1:
+            scores[position] = value
+            first = max(position - own[_LENGTH] + 1, 0)
+            value = neutral
+            for i in range(first, position + 1):
+                value = value + scores[i] if takes_mean else _larger(value, scores[i])
+            if takes_mean:
+                value /= np.float32(position - first + 1)
+        elif own[_OVER] == 2:  # noqa: PLR2004 - see ``History``
+            if position < own[_PROMPT]:
+                running = running + value if takes_mean else _larger(running, value)
+            reduced[position] = running
+            value = running / np.float32(min(position + 1, own[_PROMPT])) if takes_mean else running
+        stays = own[_LATCHES] != 0 or value > numbers[_HIGH]
+        is_held = value > numbers[_LOW] or (stays and is_held)
+        held[position] = out[row] = is_held
+
+
+@_compiled
+def _larger(one: Any, other: Any) -> Any:
+    """Return the larger number, NaN if one of them is."""
+    return other if other > one or np.isnan(other) else one
+
+
+@_compiled
+def _part(words: Any, x: Any) -> Any:
+    """Return the number of a detector's part that is not linear."""
+    width = len(x)
+    if words[_CODE] == _DISTANCE:
+        mean = numba.carray(_pointer(words[_OPERAND]), width, np.float32)
+        scale = numba.carray(_pointer(words[_UNITS]), width, np.float32)
+        squares = np.float32(0)
+        for i in range(width):
+            off = (x[i] - mean[i]) * scale[i]
+            squares += off * off
+        return -np.sqrt(squares)
+    count = words[_COUNT]
+    hidden = numba.carray(_pointer(words[_OPERAND]), count * width, np.float32)
+    output = numba.carray(_pointer(words[_UNITS]), 2 * count, np.float32)
+    total = np.float32(0)
+    for k in range(count):
+        along = output[k]
+        for i in range(width):
+            along += x[i] * hidden[k * width + i]
+        total += max(along, np.float32(0)) * output[count + k]
+    return total
 
 
 @_compiled
@@ -321,13 +389,16 @@ def _run(
                 is_current = False
                 continue
             if code == _SCORE:
-                numba.carray(_pointer(own[_OUT]), 1, np.float32)[0] = _score(own, amounts)
+                numba.carray(_pointer(own[_OUT]), 1, np.float32)[0] = _score(own, amounts, 0)
                 continue
             if code == _TEST:
-                _byte(own[_OUT])[0] = amounts[_B] * _score(own, amounts) > amounts[_LOW]
+                _byte(own[_OUT])[0] = amounts[_B] * _score(own, amounts, 0) > amounts[_LOW]
                 continue
             if code == _JOIN:
                 _byte(own[_OUT])[0] = _joined(own)
+                continue
+            if code == _HISTORY:
+                _test_history(own, amounts)
                 continue
             if code == _READ and own[_DTYPE] == _FLOAT32 and own[_OVERFLOW] == 0:
                 out = numba.carray(_pointer(own[_OUT]), width, np.float32)
@@ -360,6 +431,9 @@ def _run(
                 for i in range(width):
                     total += x[i] * weights[i]
                 numba.carray(_pointer(own[_OUT]), 1, np.float32)[0] = total + amounts[_A]
+                continue
+            if code == _DISTANCE or code == _MLP:
+                numba.carray(_pointer(own[_OUT]), 1, np.float32)[0] = _part(own, x)
                 continue
             _change(own, amounts, x, change)
             if own[_OVERFLOW] != 0:

@@ -68,6 +68,69 @@ def _value(hidden, h_stride, h_code, residual, r_stride, r_code, places, mask, H
     return x
 
 
+@triton.jit
+def _score(operand, count, link, bias):
+    """Return the score of some parts."""
+    score = tl.zeros([], tl.float32)
+    parts = operand.to(tl.pointer_type(tl.float32))
+    for part in range(count):
+        score += tl.load(parts + part)
+    score += bias
+    if link == 1:
+        score = 1.0 / (1.0 + tl.exp(-score))
+    return score
+
+
+@triton.jit
+def _larger(one, other):
+    """Return the larger number, NaN if one of them is."""
+    return tl.where((other > one) | (other != other), other, one)
+
+
+@triton.jit
+def _test_history(operand, out, units, count, link, bias, sign, threshold, keeps, BLOCK: tl.constexpr):
+    """Evaluate a test with a slot at all rows of a request, in order."""
+    own = units.to(tl.pointer_type(tl.int64))
+    num_rows, start, prompt = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+    over, length, takes_mean, latches = tl.load(own + 3), tl.load(own + 4), tl.load(own + 5), tl.load(own + 6)
+    scores = tl.load(own + 7).to(tl.pointer_type(tl.float32))
+    reduced = tl.load(own + 8).to(tl.pointer_type(tl.float32))
+    held = tl.load(own + 9).to(tl.pointer_type(tl.uint8))
+    states = out.to(tl.pointer_type(tl.uint8))
+    neutral = tl.where(takes_mean != 0, 0.0, float("-inf"))
+    before = tl.maximum(start - 1, 0)
+    is_held = (tl.load(held + before) != 0) & (start > 0)
+    running = tl.where(start > 0, tl.load(reduced + before), neutral)
+    for row in range(num_rows):
+        position = start + row
+        value = _score(operand + row * count * 4, count, link, bias) * sign
+        if over == 1:
+            tl.store(scores + position, value)
+            tl.debug_barrier()
+            first = tl.maximum(position - length + 1, 0)
+            value = neutral
+            for offset in range(0, position - first + 1, BLOCK):
+                places = first + offset + tl.arange(0, BLOCK)
+                some = tl.load(scores + places, places <= position, neutral)
+                if takes_mean != 0:
+                    value += tl.sum(some, 0)
+                else:
+                    is_broken = tl.max((some != some).to(tl.int32), 0) != 0
+                    value = _larger(value, tl.where(is_broken, float("nan"), tl.max(some, 0)))
+            if takes_mean != 0:
+                value = value / (position - first + 1).to(tl.float32)
+        elif over == 2:
+            if position < prompt:
+                running = tl.where(takes_mean != 0, running + value, _larger(running, value))
+            tl.store(reduced + position, running)
+            value = running
+            if takes_mean != 0:
+                value = running / tl.minimum(position + 1, prompt).to(tl.float32)
+        is_held = (value > threshold) | (((latches != 0) | (value > keeps)) & is_held)
+        tl.store(held + position, is_held.to(tl.uint8))
+        tl.store(states + row, is_held.to(tl.uint8))
+
+
 @triton.jit(do_not_specialize=["first", "width", "h_row", "h_code", "r_row", "r_code"])
 def _run(
     rows, bounds, words, numbers, first, width,
@@ -127,13 +190,7 @@ def _run(
                 total += x * _load(operand, places, mask, 0)
             tl.store(out.to(tl.pointer_type(tl.float32)), tl.sum(total, 0) + a)
         elif is_open and (code == 7 or code == 8):  # SCORE, TEST
-            score = tl.zeros([], tl.float32)
-            parts = operand.to(tl.pointer_type(tl.float32))
-            for part in range(count):
-                score += tl.load(parts + part)
-            score += a
-            if dtype == 1:
-                score = 1.0 / (1.0 + tl.exp(-score))
+            score = _score(operand, count, dtype, a)
             if code == 7:
                 tl.store(out.to(tl.pointer_type(tl.float32)), score)
             else:
@@ -155,6 +212,32 @@ def _run(
             if units != 0:
                 is_named = tl.load(units.to(tl.pointer_type(tl.uint8))) != 0
             tl.store(out.to(tl.pointer_type(tl.uint8)), ((stack & 1) * is_named).to(tl.uint8))
+        elif is_open and code == 10:  # DISTANCE
+            total = tl.zeros([BLOCK], tl.float32)
+            for start in range(0, width, BLOCK):
+                places = (start + lanes).to(tl.int64)
+                mask = places < width
+                x = _value(hidden, h_stride, h_code, residual, r_stride, r_code, places, mask, HAS_RESIDUAL)
+                off = (x - _load(operand, places, mask, 0)) * _load(units, places, mask, 0)
+                total += off * off
+            tl.store(out.to(tl.pointer_type(tl.float32)), -tl.sqrt(tl.sum(total, 0)))
+        elif is_open and code == 11:  # MLP
+            output = units.to(tl.pointer_type(tl.float32))
+            found = tl.zeros([], tl.float32)
+            for place in range(count):
+                total = tl.zeros([BLOCK], tl.float32)
+                for start in range(0, width, BLOCK):
+                    places = (start + lanes).to(tl.int64)
+                    mask = places < width
+                    x = _value(
+                        hidden, h_stride, h_code, residual, r_stride, r_code, places, mask, HAS_RESIDUAL
+                    )
+                    total += x * _load(operand, place * width + places, mask, 0)
+                along = tl.sum(total, 0) + tl.load(output + place)
+                found += tl.maximum(along, 0.0) * tl.load(output + count + place)
+            tl.store(out.to(tl.pointer_type(tl.float32)), found)
+        elif is_open and code == 12:  # HISTORY
+            _test_history(operand, out, units, count, dtype, a, b, low, high, BLOCK)
         elif is_open:  # NORM_MATCH, PROJECT, SUBSPACE
             num_vectors = tl.where(code == 3, count, 1)
             stride = tl.where(code == 3, dtype, 0)

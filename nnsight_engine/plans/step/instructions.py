@@ -39,6 +39,13 @@ class Code(enum.IntEnum):
         SCORE: ``OUT = link(sum of the COUNT numbers at OPERAND + A)``, float32; the link is the sigmoid if
             ``DTYPE`` is 1.
         TEST: ``OUT``, a byte, is whether ``B`` times that score is above ``LOW``.
+        DISTANCE: ``OUT = -|(x - OPERAND) * UNITS|``, both ``[width]``, float32.
+        MLP: ``OUT = relu(OPERAND x + UNITS[0])·UNITS[1]``, float32; ``OPERAND`` is ``[COUNT, width]``, ``UNITS``
+            ``[2, COUNT]``.
+        HISTORY: ``OUT``, bytes, are whether a test with a slot holds at each row of a request; its scores are made
+            as by SCORE, times ``B``, from ``COUNT`` numbers for each row at ``OPERAND``. It begins to hold above
+            ``LOW``, and holds on above ``HIGH``; ``UNITS`` is the address of the rest, see ``History``. The other
+            rows' numbers must have been made before its own row's program.
         JOIN: ``OUT``, a byte, is the value of the postfix program of ``COUNT`` words at ``OPERAND``: the
             addresses of bytes, ``NOT``, ``AND`` and ``OR``. It is 0 where the byte at ``UNITS`` is 0.
     """
@@ -53,6 +60,9 @@ class Code(enum.IntEnum):
     SCORE = 7
     TEST = 8
     JOIN = 9
+    DISTANCE = 10
+    MLP = 11
+    HISTORY = 12
 
 
 class Word(enum.IntEnum):
@@ -66,9 +76,9 @@ class Word(enum.IntEnum):
         OVERFLOW: Address of a byte. READ sets it to whether a finite number of ``x`` is infinite in
             ``DTYPE``. NORM_MATCH, PROJECT and SUBSPACE set it to 1 where that holds for the change, and leave
             ``x``.
-        UNITS: Address of indices, or of a mask.
+        UNITS: Address of indices, of a mask, or of more operands.
         COUNT: A number of units, vectors, scores or words.
-        DTYPE: A dtype's code, see ``DTYPE_CODES``; SCORE and TEST: the link; SUBSPACE: the rows' distance.
+        DTYPE: A dtype's code, see ``DTYPE_CODES``; SCORE, TEST, HISTORY: the link; SUBSPACE: the rows' distance.
     """
 
     CODE = 0
@@ -88,6 +98,34 @@ class Number(enum.IntEnum):
     B = 1
     LOW = 2
     HIGH = 3
+
+
+class History(enum.IntEnum):
+    """The int64 numbers of a test with a slot, see ``PlannedTest`` and ``SlotTable``.
+
+    Attributes:
+        ROWS: Number of the request's rows in the step.
+        POSITION: Position of the first.
+        PROMPT: Length of the prompt.
+        OVER: 0 for a test of each position, 1 over a window, 2 over the prompt.
+        LENGTH: Length of the window.
+        MEAN: Whether scores are reduced to their mean.
+        LATCHES: Whether it holds on anyway.
+        SCORES: Address of the slot's scores.
+        REDUCED: Address of its reductions.
+        HELD: Address of its states.
+    """
+
+    ROWS = 0
+    POSITION = 1
+    PROMPT = 2
+    OVER = 3
+    LENGTH = 4
+    MEAN = 5
+    LATCHES = 6
+    SCORES = 7
+    REDUCED = 8
+    HELD = 9
 
 
 NOT: Final = -1

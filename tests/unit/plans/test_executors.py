@@ -30,6 +30,7 @@ from nnsight_engine.plans.step.instructions import (
 
 MODULE: Final = "tests.unit.plans.test_executors"
 NUM_ROWS: Final = 5
+WRITES: Final = (Code.ADD, Code.NORM_MATCH, Code.PROJECT, Code.SUBSPACE, Code.SET)
 FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -104,11 +105,12 @@ class Case:
 
     def _instruction(self, row: int) -> Instructions:
         draw = self.draw
-        codes = list(Code) if self.dtype in FLOATS else [Code.SET, Code.READ, Code.DOT, Code.TEST]
+        on_integers = [Code.SET, Code.READ, Code.DOT, Code.TEST, Code.HISTORY]
+        codes = list(Code) if self.dtype in FLOATS else on_integers
         code = draw.choice(codes)
         own = Instructions.blank(1, code)
         is_open = True
-        if code not in {Code.SCORE, Code.TEST, Code.JOIN, Code.READ, Code.DOT} and draw.random() < 0.4:
+        if code in WRITES and draw.random() < 0.4:
             own.words[0, Word.GATE], is_open = self.byte()
         getattr(self, f"_{code.name.lower()}")(row, own.words[0], own.numbers[0], own, is_open)
         return own
@@ -192,6 +194,56 @@ class Case:
         )
         numbers[Number.B], numbers[Number.LOW] = sign, threshold
         words[Word.OUT] = self.result(torch.tensor([False]), (sign * score > threshold).view(1))
+
+    def _distance(self, row: int, words: Any, *_: Any) -> None:
+        mean, scale = self.numbers(self.width), self.numbers(self.width)
+        words[Word.OPERAND], words[Word.UNITS] = self.address(mean), self.address(scale)
+        words[Word.OUT] = self.result(torch.zeros(1), -((self.value(row) - mean) * scale).norm().view(1))
+
+    def _mlp(self, row: int, words: Any, *_: Any) -> None:
+        count = self.draw.randint(1, 3)
+        hidden, output = self.numbers(count, self.width), self.numbers(2, count)
+        words[Word.OPERAND], words[Word.UNITS], words[Word.COUNT] = (
+            self.address(hidden),
+            self.address(output),
+            count,
+        )
+        found = (hidden @ self.value(row) + output[0]).relu() @ output[1]
+        words[Word.OUT] = self.result(torch.zeros(1), found.view(1))
+
+    def _history(self, _: int, words: Any, numbers: Any, *__: Any) -> None:
+        draw, num_rows, start, size = self.draw, self.draw.randint(1, 6), self.draw.randrange(6), 14
+        count, over = draw.randint(1, 3), draw.randrange(3)
+        length, takes_mean, latches = draw.randint(1, 5), draw.randrange(2), draw.random() < 0.2
+        prompt, sign, threshold = draw.randint(1, 10), draw.choice((1, -1)), draw.choice((0, 0.7, -2.3, 3.1))
+        keeps = threshold - draw.choice((0, 2))
+        parts, scores, reduced = self.numbers(num_rows, count), self.numbers(size), self.numbers(size)
+        if draw.random() < 0.1:
+            parts[0, 0] = torch.nan
+        held = torch.randint(0, 2, (size,), generator=self.generator, dtype=torch.bool)
+        own = [*parts.sum(dim=1).mul(sign).tolist()]
+        expected = scores.clone(), reduced.clone(), held.clone(), torch.zeros(num_rows, dtype=torch.bool)
+        running = float(reduced[start - 1]) if start else (0.0 if takes_mean else -np.inf)
+        is_held = bool(start and held[start - 1])
+        for index, value in enumerate(own):
+            at = start + index
+            if over == 1:
+                expected[0][at] = value
+                some = expected[0][max(0, at - length + 1) : at + 1]
+                value = float(some.mean() if takes_mean else some.amax())
+            elif over == 2:
+                if at < prompt:
+                    running = running + value if takes_mean else float(np.maximum(running, value))
+                expected[1][at] = running
+                value = running / min(at + 1, prompt) if takes_mean else running
+            is_held = value > threshold or (is_held and (latches or value > keeps))
+            expected[2][at] = expected[3][index] = is_held
+        made = scores.clone(), reduced.clone(), held.clone(), torch.zeros(num_rows, dtype=torch.bool)
+        addresses = [self.result(one, right) for one, right in zip(made, expected, strict=True)]
+        record = [num_rows, start, prompt, over, length, takes_mean, latches, *addresses[:3]]
+        words[Word.UNITS] = self.address(torch.tensor(record, dtype=torch.int64))
+        words[Word.OPERAND], words[Word.COUNT], words[Word.OUT] = self.address(parts), count, addresses[3]
+        numbers[:] = 0, sign, threshold, keeps
 
     def _join(self, _: int, words: Any, *__: Any) -> None:
         program, stack = [], []
