@@ -136,8 +136,8 @@ def serve(  # noqa: PLR0913 - one argument for each option
         str | None,
         _option(
             "decode|off",
-            "GPU: steps with interventions that have full CUDA graphs of their own: decode (the default) or off, "
-            "which starts faster.",
+            "GPU: steps with interventions that have full CUDA graphs of their own: decode (the default) or "
+            "off, which starts faster.",
         ),
     ] = None,
     vllm_version_check: Annotated[

@@ -17,8 +17,8 @@ GRAPH: Final = "graph"
 TAP: Final = "tap"
 EAGER: Final = "eager"
 TIERS: Final = (PLAIN, GRAPH, TAP, EAGER)
-"""How a step ran: without interventions, with those in one CUDA graph, with those at taps between compiled pieces,
-or with uncompiled modules and hooks."""
+"""How a step ran: without interventions, with those in one CUDA graph, with those at taps between compiled
+pieces, or with uncompiled modules and hooks."""
 
 SANDBOX_EVENTS: Final = ("started", "killed", "refused")
 """Sandbox events: a trace got a process, a process was killed before its end, no process was available."""

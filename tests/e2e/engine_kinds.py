@@ -74,7 +74,11 @@ class EngineKind:
         """Return vLLM's engine arguments for it, beside those of the model."""
         found: dict[str, Any] = {"async_scheduling": self.is_async}
         if self.has_graphs:
-            mode = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24]}
+            mode = {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24],
+            }
             found |= {"enforce_eager": False, "compilation_config": mode}
         if self.num_stages > 1:
             found["pipeline_parallel_size"] = self.num_stages

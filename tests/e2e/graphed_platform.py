@@ -20,8 +20,8 @@ from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionMetadataBuilder
-from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
 from nnsight_engine.vllm_backend.cpu_platform import V2CpuPlatform
@@ -49,8 +49,8 @@ class GraphedAttention(CPUAttentionBackend):
 class RecordedGraph:
     """Stands for a CUDA graph of the whole model: a replay runs the model as it was called in the capture.
 
-    Of a step it knows only what the runner has prepared for a replay, and what was in the forward context of the
-    capture: no plan.
+    Of a step it knows only what the runner has prepared for a replay, and what was in the forward context of
+    the capture: no plan.
     """
 
     recording: ClassVar[RecordedGraph | None] = None
@@ -215,7 +215,7 @@ class GraphedCpuPlatform(V2CpuPlatform):
 
 @contextlib.contextmanager
 def graphed_engines() -> Iterator[None]:
-    """Have engines that start in the context capture graphs, if their options say so, and replay them in it."""
+    """Have engines that start in the context capture graphs, if their options say so."""
     warm_up = CPUWorker.compile_or_warm_up_model
 
     def capturing(worker: Any) -> Any:

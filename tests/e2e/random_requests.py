@@ -92,9 +92,7 @@ def check(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _check(kind: EngineKind, options: dict[str, Any], model: Path, to: Path) -> dict[str, Any]:
-    vllm = VLLM(
-        str(model), dispatch=True, dtype="float32", block_size=BLOCK, max_model_len=96, **options
-    )
+    vllm = VLLM(str(model), dispatch=True, dtype="float32", block_size=BLOCK, max_model_len=96, **options)
     engine = Engine.around(vllm.engine)
     answers, known, counts = list[Answer](), list[dict[str, Any]](), Counter[str]()
     for seed in SEEDS:

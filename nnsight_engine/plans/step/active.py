@@ -8,6 +8,7 @@ the rebuilt KV cache gets the request's writes again, and each read is delivered
 from __future__ import annotations
 
 import dataclasses
+from typing import Final
 
 import torch
 
@@ -22,10 +23,13 @@ from nnsight_engine.plans.step.dictionary_bank import LoadedDictionary
 from nnsight_engine.plans.step.instructions import Instructions
 from nnsight_engine.plans.step.patterns import PatternState
 from nnsight_engine.plans.step.score_slots import Slot
-from nnsight_engine.plans.step.scores import PartTensors
 from nnsight_engine.plans.step.stage import SiteKey
 
 BankKey = tuple[str, str, float]
+PartTensors = dict[str, torch.Tensor]
+"""The tensors of a part by name, see ``core.detector.TENSORS``, float32."""
+MLP_OUTPUT: Final = "output"
+"""Name of a small network's ``hidden_bias`` and ``weights`` in one tensor, ``[2, hidden]``."""
 
 
 @dataclasses.dataclass(slots=True)

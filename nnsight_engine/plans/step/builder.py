@@ -305,7 +305,9 @@ class StepBuilder:
             plan.computed = plan_feature_reads(plan.reads)
         plan.held = table.held
         others = {key: sorted(order for order, _ in entries) for key, entries in staged.items()}
-        for key, segments in table.segments(others, self._executor, self._context.device, self._width).items():
+        for key, segments in table.segments(
+            others, self._executor, self._context.device, self._width
+        ).items():
             staged[key] += segments
         for key, entries in staged.items():
             entries.sort(key=lambda entry: entry[0])

@@ -20,18 +20,25 @@ from nnsight_engine.core.detector import Form, Link
 from nnsight_engine.plans.conditions import AND, NOT, OR
 from nnsight_engine.plans.features import PlannedFeatures
 from nnsight_engine.plans.sites import forward_order
-from nnsight_engine.plans.step.active import ActiveDetector, ActiveOp, ActiveTest
+from nnsight_engine.plans.step.active import MLP_OUTPUT, ActiveDetector, ActiveOp, ActiveTest, PartTensors
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.feature_kernels import FeatureParts, bounded, union_of
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.instructions import AND as AND_WORD
 from nnsight_engine.plans.step.instructions import NOT as NOT_WORD
 from nnsight_engine.plans.step.instructions import OR as OR_WORD
-from nnsight_engine.plans.step.instructions import Code, Instructions, Number, Word, Words
+from nnsight_engine.plans.step.instructions import Code, History, Instructions, Number, Word, Words
 from nnsight_engine.plans.step.operation_rows import OperationRows
-from nnsight_engine.plans.step.plan import KernelGroup, ReadGroup, ReadSlice, SiteWork, Span, StepPlan
+from nnsight_engine.plans.step.plan import (
+    KernelGroup,
+    MovingWords,
+    ReadGroup,
+    ReadSlice,
+    SiteWork,
+    Span,
+    StepPlan,
+)
 from nnsight_engine.plans.step.programs import addresses, in_order
-from nnsight_engine.plans.step.scores import AnyParts, MovingPrograms, Scores, SlotTests, TestColumns
 from nnsight_engine.plans.step.stage import SiteKey, site_key
 from nnsight_engine.plans.step.table import Block, Member, RowArray, TableBuilder
 from nnsight_engine.plans.step.writes import Kernel
@@ -39,7 +46,12 @@ from nnsight_engine.plans.step.writes import Kernel
 Staged = dict[SiteKey, list[tuple[float, SiteWork]]]
 """Work by site, with its order."""
 _JOIN: Final = Instructions.blank(1, Code.JOIN)
-_DOT: Final = Instructions.blank(1, Code.DOT)
+_PARTS: Final = {
+    Form.LINEAR: Instructions.blank(1, Code.DOT),
+    Form.DISTANCE: Instructions.blank(1, Code.DISTANCE),
+    Form.MLP: Instructions.blank(1, Code.MLP),
+}
+_OVER: Final = {"position": 0, "window": 1, "prompt": 2}
 _OPERATORS: Final[dict[int | str, int]] = {NOT: NOT_WORD, AND: AND_WORD, OR: OR_WORD}
 
 
@@ -166,9 +178,7 @@ class ConditionPlanner:
             parts = self._plan_parts(items, first, len(out), staged, table)
             order = in_order(items[0].stages[-1], is_last_part=True)
             if items[0].test.slot is not None:
-                kernel = self._slot_tests(plan, items, parts, out)
-                members = [item.member for item in items]
-                staged[items[0].detector.keys[-1]].append((order, KernelGroup(kernel, members)))
+                self._add_histories(plan, table, items, parts, out, order)
             else:
                 self._add_scores(table, Code.TEST, items, parts, out, order)
         return states
@@ -236,7 +246,7 @@ class ConditionPlanner:
             slices.append(_slice_of_gate(item, item.gate_start, start))
         on_device = self._on_device(words)
         if moves.any():
-            plan.moving.append(MovingPrograms(on_device, self._on_device(moves)))
+            plan.moving.append(MovingWords(on_device, self._on_device(moves)))
         first_word = table.address(on_device)
         for item, program, size, stop in zip(items, programs, sizes, stops, strict=True):
             rows = np.arange(len(item.offsets))
@@ -295,17 +305,15 @@ class ConditionPlanner:
         table.address(parts)
         for place, key in enumerate(detector.keys):
             order, form = in_order(items[0].stages[place]), detector.planned.parts[place].form
-            if form is Form.LINEAR:
-                to = addresses(parts, [place])
+            if form is not None:
+                to, instruction = addresses(parts, [place]), _PARTS[form]
                 for item in items:
-                    words: dict[Word, Words | int] = {
-                        Word.OPERAND: item.detector.tensors[place]["weights"].data_ptr(),
-                        Word.OUT: to[:, item.start - first : item.stop - first],
-                    }
+                    words = _operands(form, item.detector.tensors[place])
+                    words[Word.OUT] = to[:, item.start - first : item.stop - first]
                     rows = item.offsets + item.span.row
-                    table.add(Block(item.member, [key], [order], rows, _DOT, words))
+                    table.add(Block(item.member, [key], [order], rows, instruction, words))
                 continue
-            columns = partial(self._part_kernel, place, parts[:, place], first)
+            columns = partial(self._feature_part, place, parts[:, place], first)
             group = KernelGroup(
                 columns(items), [item.member for item in items], partial(_alone, columns, items)
             )
@@ -323,74 +331,72 @@ class ConditionPlanner:
     ) -> None:
         """Add the instructions that make scores, or tests of them, from their parts."""
         first = items[0].start
-        table.address(out)
         to = addresses(out.unsqueeze(1), [0])
-        operands = addresses(parts, [0])
-        all_words, all_numbers = Instructions.blank(len(items), code)
-        all_words[:, Word.COUNT] = parts.shape[1]
-        all_words[:, Word.DTYPE] = items[0].detector.planned.link is not Link.IDENTITY
-        all_numbers[:, Number.A] = [item.detector.planned.bias for item in items]
-        if code is Code.TEST:
-            tests = [item.test.test for item in items]
-            all_numbers[:, Number.B] = [test.sign for test in tests]
-            all_numbers[:, Number.LOW] = [test.threshold for test in tests]
+        operands, instructions = self._scored(table, code, items, parts, out)
         for number, item in enumerate(items):
-            own = slice(number, number + 1)
             part = slice(item.start - first, item.stop - first)
             words: dict[Word, Words | int] = {Word.OPERAND: operands[:, part], Word.OUT: to[:, part]}
-            instruction = Instructions(all_words[own], all_numbers[own])
             keys, rows = [item.detector.keys[-1]], item.offsets + item.span.row
-            table.add(Block(item.member, keys, [order], rows, instruction, words))
+            table.add(Block(item.member, keys, [order], rows, instructions.at([number]), words))
 
-    def _slot_tests(
-        self, plan: StepPlan, items: list[DetectorRows], parts: torch.Tensor, out: torch.Tensor
+    def _add_histories(
+        self,
+        plan: StepPlan,
+        table: TableBuilder,
+        items: list[DetectorRows],
+        parts: torch.Tensor,
+        out: torch.Tensor,
+        order: int,
+    ) -> None:
+        """Add the instructions of tests with slots, one for all rows of each, at the last of them."""
+        first = items[0].start
+        to = addresses(out.unsqueeze(1), [0])[0]
+        operands, instructions = self._scored(table, Code.HISTORY, items, parts, out)
+        records = self._on_device(np.concatenate([_history(table, item) for item in items]))
+        moves = np.zeros((len(items), len(History)), np.int64)
+        moves[:, History.POSITION] = 1
+        plan.moving.append(MovingWords(records, self._on_device(moves.ravel())))
+        first_record = table.address(records)
+        key = items[0].detector.keys[-1]
+        for number, item in enumerate(items):
+            row = item.start - first
+            words: dict[Word, Words | int] = {
+                Word.OPERAND: operands[:, row : row + 1],
+                Word.OUT: int(to[row]),
+                Word.UNITS: first_record + number * len(History) * records.itemsize,
+            }
+            rows = item.offsets[-1:] + item.span.row
+            table.add(Block(item.member, [key], [order], rows, instructions.at([number]), words))
+        if any(len(item.offsets) > 1 for item in items):
+            table.wait(key, order)
+
+    def _scored(
+        self,
+        table: TableBuilder,
+        code: Code,
+        items: list[DetectorRows],
+        parts: torch.Tensor,
+        out: torch.Tensor,
+    ) -> tuple[Words, Instructions]:
+        """Return the addresses of each row's parts, ``[1, rows]``, and instructions for their scores."""
+        table.address(out)
+        own = Instructions.blank(len(items), code)
+        own.words[:, Word.COUNT] = parts.shape[1]
+        own.words[:, Word.DTYPE] = items[0].detector.planned.link is not Link.IDENTITY
+        own.numbers[:, Number.A] = [item.detector.planned.bias for item in items]
+        if code is not Code.SCORE:
+            tests = [item.test.test for item in items]
+            own.numbers[:, Number.B] = [test.sign for test in tests]
+            own.numbers[:, Number.LOW] = [test.threshold for test in tests]
+            own.numbers[:, Number.HIGH] = [test.threshold - test.hysteresis for test in tests]
+        return addresses(parts, [0]), own
+
+    def _feature_part(
+        self, place: int, column: torch.Tensor, first: int, items: list[DetectorRows]
     ) -> Kernel:
-        tests = [item.test.test for item in items]
-        slot = items[0].test.slot
-        if slot is None:
-            raise RuntimeError("the tests have no slots")
-        counts = [len(item.offsets) for item in items]
-        values = np.array(
-            [(test.sign, test.threshold, test.threshold - test.hysteresis, test.latches) for test in tests],
-            np.float32,
-        )
-        rows = [item.test.slot.row for item in items if item.test.slot is not None]
-        bias = [item.detector.planned.bias for item in items for _ in item.offsets]
-        scores = Scores(parts, self._on_device(np.asarray(bias, np.float32)), items[0].detector.planned.link)
-        kernel = SlotTests(
-            scores,
-            self._columns(values[:, None]),
-            tests[0].over,
-            tests[0].length,
-            tests[0].reduce == "mean",
-            slot.table,
-            self._on_device(np.asarray(rows, np.int64)),
-            self._on_device(np.asarray([item.span.start for item in items], np.int64)),
-            self._on_device(np.asarray([[item.span.request.plan.prompt_len] for item in items], np.int64)),
-            self._on_device(np.repeat(np.arange(len(items)), counts)),
-            self._on_device(np.concatenate([item.offsets for item in items])),
-            max(counts),
-            out,
-        )
-        plan.moving.append(kernel)
-        return kernel
-
-    def _part_kernel(self, place: int, column: torch.Tensor, first: int, items: list[DetectorRows]) -> Kernel:
         """Return a kernel for some of the detectors whose parts have a column, which begins at a row."""
         rows = self._on_device(np.concatenate([item.offsets + item.span.row for item in items]))
-        out = column[items[0].start - first : items[-1].stop - first]
-        form = items[0].detector.planned.parts[place].form
-        if form is None:
-            return _feature_kernel(rows, items, place, out)
-        start = items[0].start
-        pieces = [(item.start - start, item.stop - start, item.detector.tensors[place]) for item in items]
-        return AnyParts(rows, form, pieces, out)
-
-    def _columns(self, values: np.ndarray[Any, np.dtype[np.float32]]) -> TestColumns:
-        sign, threshold, keeps, latches = (
-            self._on_device(np.ascontiguousarray(values[..., i])) for i in range(4)
-        )
-        return TestColumns(sign, threshold, keeps, latches > 0)
+        return _feature_kernel(rows, items, place, column[items[0].start - first : items[-1].stop - first])
 
     def _on_device(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
         return to_device(values, self._context.device)
@@ -413,6 +419,34 @@ def _slice_of_gate(item: OperationRows, start: int, stop: int) -> ReadSlice:
     request = item.span.request
     num_delivered = int(np.searchsorted(item.offsets, request.end_position - item.span.start))
     return ReadSlice(request, item.active, start, stop, item.offsets, num_delivered=num_delivered)
+
+
+def _operands(form: Form, tensors: PartTensors) -> dict[Word, Words | int]:
+    """Return the operands of a detector's part."""
+    match form:
+        case Form.LINEAR:
+            return {Word.OPERAND: tensors["weights"].data_ptr()}
+        case Form.DISTANCE:
+            return {Word.OPERAND: tensors["mean"].data_ptr(), Word.UNITS: tensors["scale"].data_ptr()}
+        case Form.MLP:
+            hidden, output = tensors["hidden_weights"], tensors[MLP_OUTPUT]
+            return {
+                Word.OPERAND: hidden.data_ptr(),
+                Word.UNITS: output.data_ptr(),
+                Word.COUNT: len(hidden),
+            }
+
+
+def _history(table: TableBuilder, item: DetectorRows) -> Words:
+    """Return what an instruction knows of a test with a slot, see ``History``."""
+    test, slot = item.test.test, item.test.slot
+    if slot is None:
+        raise RuntimeError("the test has no slot")
+    columns = (slot.table.scores, slot.table.reduced, slot.table.held)
+    own = [len(item.offsets), item.span.start, item.span.request.plan.prompt_len, _OVER[test.over]]
+    own += [test.length, test.reduce == "mean", test.latches]
+    own += [table.address(one) + slot.row * one.stride(0) * one.itemsize for one in columns]
+    return np.asarray(own, np.int64)
 
 
 def _feature_kernel(rows: torch.Tensor, items: list[DetectorRows], place: int, out: torch.Tensor) -> Kernel:
@@ -438,10 +472,8 @@ def _feature_kernel(rows: torch.Tensor, items: list[DetectorRows], place: int, o
 
 
 def _test_key(item: DetectorRows) -> Any:
-    """Return the key shared by tests that one group of kernels can serve."""
-    test, slot = item.test.test, item.test.slot
-    shared = None if slot is None else (id(slot.table), test.over, test.length, test.reduce)
-    return (*detector_key(item.detector), item.stages, shared)
+    """Return the key shared by tests whose parts are read together."""
+    return (*detector_key(item.detector), item.stages, item.test.slot is not None)
 
 
 def detector_key(detector: ActiveDetector) -> tuple[Any, ...]:

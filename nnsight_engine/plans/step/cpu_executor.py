@@ -12,7 +12,7 @@ import torch
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from nnsight_engine.plans.step.instructions import Execute, Number, Numbers, Word, Words, layout
+from nnsight_engine.plans.step.instructions import Execute, Number, Word, layout
 
 # Numbers of this file: numba's cache is valid for as long as the file is the same, whatever others become.
 _ADD, _NORM_MATCH, _PROJECT, _SUBSPACE, _SET, _READ, _DOT, _SCORE, _TEST, _JOIN = range(10)
@@ -226,7 +226,7 @@ def _test_history(words: Any, numbers: Any) -> None:
                 value = value + scores[i] if takes_mean else _larger(value, scores[i])
             if takes_mean:
                 value /= np.float32(position - first + 1)
-        elif own[_OVER] == 2:  # noqa: PLR2004 - see ``History``
+        elif own[_OVER] == 2:
             if position < own[_PROMPT]:
                 running = running + value if takes_mean else _larger(running, value)
             reduced[position] = running
@@ -432,7 +432,7 @@ def _run(
                     total += x[i] * weights[i]
                 numba.carray(_pointer(own[_OUT]), 1, np.float32)[0] = total + amounts[_A]
                 continue
-            if code == _DISTANCE or code == _MLP:
+            if code == _DISTANCE or code == _MLP:  # noqa: SIM109 - numba would make a tuple
                 numba.carray(_pointer(own[_OUT]), 1, np.float32)[0] = _part(own, x)
                 continue
             _change(own, amounts, x, change)
@@ -453,15 +453,14 @@ def _run(
             _store(r, r_bits, r_address, residual_stride, residual_code)
 
 
-def executor(
-    rows: torch.Tensor, bounds: torch.Tensor, words: torch.Tensor, numbers: torch.Tensor
-) -> Execute:
+def executor(rows: torch.Tensor, bounds: torch.Tensor, words: torch.Tensor, numbers: torch.Tensor) -> Execute:
     """Return what runs programs, see ``Executor``."""
-    table = tuple(one.numpy() for one in (rows, bounds, words, numbers))
+    own_rows, own_bounds, own_words, own_numbers = (one.numpy() for one in (rows, bounds, words, numbers))
 
     def execute(first: int, stop: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         own, other = layout(hidden), layout(hidden if residual is None else residual)
-        _run(first, stop, *table, hidden.shape[1], *own, residual is None, *other)
+        width, is_single = hidden.shape[1], residual is None
+        _run(first, stop, own_rows, own_bounds, own_words, own_numbers, width, *own, is_single, *other)
 
     return execute
 

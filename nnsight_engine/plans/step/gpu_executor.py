@@ -288,9 +288,7 @@ def _run(
         tl.debug_barrier()
 
 
-def executor(
-    rows: torch.Tensor, bounds: torch.Tensor, words: torch.Tensor, numbers: torch.Tensor
-) -> Execute:
+def executor(rows: torch.Tensor, bounds: torch.Tensor, words: torch.Tensor, numbers: torch.Tensor) -> Execute:
     """Return what runs programs, see ``Executor``; within a graph's capture it only launches its kernel."""
 
     def execute(first: int, stop: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:

@@ -14,7 +14,6 @@ from typing import Final
 import numpy as np
 import torch
 
-from nnsight_engine.core.detector import Form
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.request_plan import OperationKind
 from nnsight_engine.plans.step.active import ActiveDetector, ActiveOp, ActiveRequest
@@ -49,11 +48,10 @@ class GraphTable:
         self._places = {tap: place for place, tap in enumerate(sorted(taps))}
         self._num_rows = num_rows
         self._width = width
-        ints = {"dtype": torch.int64, "device": device}
-        self._bounds = torch.zeros(len(taps), num_rows + 1, **ints)
-        self._words = torch.zeros(self.max_instructions, len(Word), **ints)
+        self._bounds = torch.zeros(len(taps), num_rows + 1, dtype=torch.int64, device=device)
+        self._words = torch.zeros(self.max_instructions, len(Word), dtype=torch.int64, device=device)
         self._numbers = torch.zeros(self.max_instructions, len(Number), device=device)
-        rows = torch.arange(num_rows, **ints)
+        rows = torch.arange(num_rows, dtype=torch.int64, device=device)
         self._executes = {
             tap: executor(rows, self._bounds[place], self._words, self._numbers)
             for tap, place in self._places.items()
@@ -61,9 +59,9 @@ class GraphTable:
         self._filled: weakref.ref[Programs] | None = None
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of the device's memory that it takes."""
-        return sum(one.numel() * one.itemsize for one in (self._bounds, self._words, self._numbers))
+    def memory(self) -> tuple[torch.Tensor, ...]:
+        """What it takes of the device's memory."""
+        return self._bounds, self._words, self._numbers
 
     def has(self, tap: int) -> bool:
         """Return whether a tap is part of the graph."""
@@ -71,7 +69,7 @@ class GraphTable:
 
     def run(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Launch what a tap does; ``hidden`` and ``residual`` are ``[rows, width]``."""
-        self._executes[tap](0, len(hidden), hidden, residual)
+        self._executes[tap](0, min(len(hidden), self._num_rows), hidden, residual)
 
     def fill(self, plan: StepPlan | None) -> None:
         """Have the taps do what a plan says, or nothing.
@@ -95,7 +93,9 @@ class GraphTable:
         counts = np.zeros((len(places), self._num_rows + 1), np.int64)
         of_programs = np.concatenate([np.arange(one.first, one.stop) for one in segments.values()])
         sizes = np.diff(programs.bounds)
-        counts[np.repeat(np.arange(len(places)), lengths), programs.rows[of_programs] + 1] = sizes[of_programs]
+        counts[np.repeat(np.arange(len(places)), lengths), programs.rows[of_programs] + 1] = sizes[
+            of_programs
+        ]
         counts[:, 0] = programs.bounds[firsts]
         dense = np.zeros(self._bounds.shape, np.int64)
         dense[places] = counts.cumsum(1)
@@ -123,24 +123,26 @@ class GraphTable:
                 self.fill(None)
                 raise InterventionError(
                     "intervention_failed",
-                    "its operations were taken for ones that a captured graph can do; this is a defect of the "
-                    "server, please report it with the request",
+                    "its operations were taken for ones that a captured graph can do; this is a defect of "
+                    "the server, please report it with the request",
                 )
             found[place] = own
         return found
 
 
-def instructions_per_row(request: ActiveRequest, taps: Collection[int]) -> int | None:
+def instructions_per_row(request: ActiveRequest, taps: Collection[int], *, has_drafts: bool) -> int | None:
     """Return how many instructions a request has at a generated position at most; None if it has other work.
 
     Args:
         request: The request.
         taps: The taps of the whole model that are part of graphs.
+        has_drafts: Whether a step may have several of its rows; tests with a history then wait for others.
     """
-    acting = [active for active in request.ops if not active.op.is_in_encoder and active.constant is not False]
-    if all(_fits(active, taps) for active in acting):
-        return sum(map(_num_instructions, acting))
-    return None
+    ops = [one for one in request.ops if not one.op.is_in_encoder and one.constant is not False]
+    has_slots = any(test.slot is not None for one in ops for test in one.tests)
+    if (has_slots and has_drafts) or not all(_fits(one, taps) for one in ops):
+        return None
+    return sum(map(_num_instructions, ops))
 
 
 def _fits(active: ActiveOp, taps: Collection[int]) -> bool:
@@ -149,8 +151,7 @@ def _fits(active: ActiveOp, taps: Collection[int]) -> bool:
         is_instruction
         and not active.op.captures_patterns
         and all(_is_reached(key, taps) for key in active.keys)
-        and all(test.slot is None for test in active.tests)
-        and all(_is_linear(detector, taps) for detector in _detectors(active))
+        and all(_is_read(detector, taps) for detector in _detectors(active))
     )
 
 
@@ -158,10 +159,8 @@ def _is_reached(key: SiteKey, taps: Collection[int]) -> bool:
     return key in taps if isinstance(key, int) else key.layer < 0
 
 
-def _is_linear(detector: ActiveDetector, taps: Collection[int]) -> bool:
-    return all(_is_reached(key, taps) for key in detector.keys) and all(
-        part.form is Form.LINEAR for part in detector.planned.parts
-    )
+def _is_read(detector: ActiveDetector, taps: Collection[int]) -> bool:
+    return all(_is_reached(key, taps) for key in detector.keys) and not any(detector.dictionaries)
 
 
 def _detectors(active: ActiveOp) -> list[ActiveDetector]:

@@ -40,12 +40,12 @@ class Code(enum.IntEnum):
             ``DTYPE`` is 1.
         TEST: ``OUT``, a byte, is whether ``B`` times that score is above ``LOW``.
         DISTANCE: ``OUT = -|(x - OPERAND) * UNITS|``, both ``[width]``, float32.
-        MLP: ``OUT = relu(OPERAND x + UNITS[0])·UNITS[1]``, float32; ``OPERAND`` is ``[COUNT, width]``, ``UNITS``
-            ``[2, COUNT]``.
-        HISTORY: ``OUT``, bytes, are whether a test with a slot holds at each row of a request; its scores are made
-            as by SCORE, times ``B``, from ``COUNT`` numbers for each row at ``OPERAND``. It begins to hold above
-            ``LOW``, and holds on above ``HIGH``; ``UNITS`` is the address of the rest, see ``History``. The other
-            rows' numbers must have been made before its own row's program.
+        MLP: ``OUT = relu(OPERAND x + UNITS[0])·UNITS[1]``, float32; ``OPERAND`` is ``[COUNT, width]``, and
+            ``UNITS`` ``[2, COUNT]``.
+        HISTORY: ``OUT``, bytes, are whether a test with a slot holds at each row of a request. Its scores are
+            made as by SCORE, times ``B``, from ``COUNT`` numbers for each row at ``OPERAND``. It begins to
+            hold above ``LOW``, and holds on above ``HIGH``; ``UNITS`` is the address of the rest, see
+            ``History``. Numbers of other rows must be there before the program runs.
         JOIN: ``OUT``, a byte, is the value of the postfix program of ``COUNT`` words at ``OPERAND``: the
             addresses of bytes, ``NOT``, ``AND`` and ``OR``. It is 0 where the byte at ``UNITS`` is 0.
     """
@@ -78,7 +78,7 @@ class Word(enum.IntEnum):
             ``x``.
         UNITS: Address of indices, of a mask, or of more operands.
         COUNT: A number of units, vectors, scores or words.
-        DTYPE: A dtype's code, see ``DTYPE_CODES``; SCORE, TEST, HISTORY: the link; SUBSPACE: the rows' distance.
+        DTYPE: A dtype's code, see ``DTYPE_CODES``; of scores the link; of SUBSPACE the rows' distance.
     """
 
     CODE = 0

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.sites import PlannedSite
 from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
 from nnsight_engine.plans.step.host_arena import HostCopy
@@ -128,11 +129,11 @@ class ReadSlice:
     num_delivered: int = 0
 
 
-class Moving(Protocol):
-    """Work that depends on positions, which grow by one from step to step of a run."""
+class MovingWords(NamedTuple):
+    """Words that depend on positions: by ``moves`` from step to step of a run, ``[words]`` both."""
 
-    def advance(self) -> None:
-        """Move to the next position."""
+    words: torch.Tensor
+    moves: torch.Tensor
 
 
 @dataclasses.dataclass(slots=True)
@@ -227,7 +228,7 @@ class StepPlan:
     masks: list[torch.Tensor] = dataclasses.field(default_factory=list)
     overflows: list[Overflows] = dataclasses.field(default_factory=list)
     overflows_before: list[Overflows] = dataclasses.field(default_factory=list)
-    moving: list[Moving] = dataclasses.field(default_factory=list)
+    moving: list[MovingWords] = dataclasses.field(default_factory=list)
     held: list[torch.Tensor] = dataclasses.field(default_factory=list)
     logits_rows: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
     logits_from: LogitsRows | None = None
@@ -298,7 +299,7 @@ class StepPlan:
 
     @contextlib.contextmanager
     def in_graph(self) -> Iterator[None]:
-        """Have a graph do the work at the taps, once it is filled in the block; what raises fails the requests."""
+        """Have a graph do the work at the taps, filled in the block; if that raises, all requests fail."""
         begin = time.monotonic()
         self.ran.update(self.taps())
         try:
@@ -346,8 +347,8 @@ class StepPlan:
     def reset(self) -> None:
         """Reset the plan for the next step, whose rows are the same."""
         self.ran.clear()
-        for kernel in self.moving:
-            kernel.advance()
+        for one in self.moving:
+            one.words.add_(one.moves)
         if self.copy is not None:
             self.copy.precede_writes()
             self.copy = None

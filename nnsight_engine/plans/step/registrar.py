@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Final
 
@@ -17,6 +18,7 @@ from nnsight_engine.plans.features import PlannedFeatures
 from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, RequestPlan, TensorData
 from nnsight_engine.plans.sites import PlannedSite
 from nnsight_engine.plans.step.active import (
+    MLP_OUTPUT,
     Acquired,
     ActiveDetector,
     ActiveOp,
@@ -240,6 +242,12 @@ class Registrar:
             as_wide = _AS_WIDE[part.form] if part.form is not None else ()
             if any(tensor.shape[-1] != width for name, tensor in own.items() if name in as_wide):
                 raise InterventionError("wrong_width", f"{part.site} has width {width}, the detector has not")
+            if part.form is Form.MLP:
+                names = dict(part.tensors)
+                key = (names["hidden_bias"], names["weights"], 1.0)
+                pair = (own["hidden_bias"], own["weights"])
+                own[MLP_OUTPUT] = self.bank.acquire(key, functools.partial(torch.stack, pair))
+                acquired.vectors.append(key)
             tensors.append(own)
         keys = tuple(site_key(site) for site in planned.sites)
         return ActiveDetector(planned, keys, tuple(tensors), loaded)

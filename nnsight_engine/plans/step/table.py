@@ -160,6 +160,7 @@ class TableBuilder:
         self.held: list[torch.Tensor] = []
         self._blocks: list[Block] = []
         self._members: dict[SiteKey, list[Member]] = defaultdict(list)
+        self._waits: dict[SiteKey, set[float]] = defaultdict(set)
 
     def add(self, block: Block) -> None:
         """Add instructions."""
@@ -167,6 +168,10 @@ class TableBuilder:
             self._blocks.append(block)
             for key in block.keys:
                 self._members[key].append(block.member)
+
+    def wait(self, key: SiteKey, order: int) -> None:
+        """Have instructions of an order at a site wait for those of other rows, and later ones for them."""
+        self._waits[key] |= {order - 0.5, order + 0.5}
 
     def address(self, tensor: torch.Tensor) -> int:
         """Return the address of a tensor's first number, and keep the tensor."""
@@ -217,11 +222,11 @@ class TableBuilder:
             for word, values in block.columns.items():
                 words[start:stop, word].reshape(shape)[:] = values
             start = stop
+        ends = {key: sorted({*others.get(key, ()), *self._waits.get(key, ())}) for key in self._members}
         part = np.zeros(len(keys), np.int64)
-        for key, own in others.items():
-            number = numbers_of_keys.get(key)
-            if number is not None:
-                here = keys == number
+        for key, own in ends.items():
+            if own:
+                here = keys == numbers_of_keys[key]
                 part[here] = np.searchsorted(own, order[here])
         by_row = np.lexsort((order, rows, part, keys))
         keys, part, rows = keys[by_row], part[by_row], rows[by_row]
@@ -238,9 +243,9 @@ class TableBuilder:
         for first, stop in zip(firsts.tolist(), stops.tolist(), strict=True):
             key = names[keys[starts[first]]]
             place = int(part[starts[first]])
-            later = others.get(key, ())
+            later = ends[key]
             before = later[place] - 0.5 if place < len(later) else float("inf")
             num_rows = int(rows[first:stop].max()) + 1
-            own = Segment(programs, first, stop, self._members[key], num_rows, width_of(key))
-            found[key].append((before, own))
+            segment = Segment(programs, first, stop, self._members[key], num_rows, width_of(key))
+            found[key].append((before, segment))
         return found

@@ -3,8 +3,8 @@
 Hazard: replaying a CUDA graph runs kernels but no Python, so a tap inside a graph would be skipped. vLLM cuts
 the compiled model at attention into pieces that it replays one by one. For steps that only decode it may also
 have one full graph of the whole model. Safeguard: the model is cut at its taps too, so that they run between
-the pieces; and there is a second full graph for each size, captured while the taps launch what the step's table
-says (``GraphTable``). vLLM's own full graphs are for steps without interventions.
+the pieces; and there is a second full graph for each size, captured while the taps launch what the step's
+table says (``GraphTable``). vLLM's own full graphs are for steps without interventions.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ class InterveningGraphs:
         description = "Capturing CUDA graphs with interventions"
         self.manager.capture(intervening, *args, **kwargs, progress_bar_desc=description)
         _LOG.info(
-            "Captured CUDA graphs of decode steps with interventions, of %s tokens, in %.0f s; they take %.2f GiB",
+            "Captured CUDA graphs of decode steps with interventions, of %s tokens, in %.0f s, %.2f GiB",
             ", ".join(map(str, self.manager.captured_token_counts())),
             time.monotonic() - began,
-            (free - _free_bytes() + self.table.num_bytes) / 2**30,
+            (free - _free_bytes() + sum(one.nbytes for one in self.table.memory)) / 2**30,
         )
 
 

@@ -223,8 +223,10 @@ class StepHandler:
         self.stops.begin(scheduled)
         if traced or self.reports.is_due:
             self.traces.begin(self._facts(scheduled, traced, due_prompt_logprobs))
+        taps, has_drafts = self._taps_of_stages, self._config.speculative_config is not None
         arrived = {
-            name: self.interventions.instructions_per_row(name, self._taps_of_stages) for name, _ in planned
+            name: self.interventions.instructions_per_row(name, taps, has_drafts=has_drafts)
+            for name, _ in planned
         }
         self.graphs.begin(
             arrived | dict.fromkeys(name for name, _ in traced), finished, scheduled.num_scheduled_tokens

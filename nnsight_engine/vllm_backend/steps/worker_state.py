@@ -171,10 +171,10 @@ class WorkerState:
         """The ids of the requests that intervene."""
         return self._active.keys()
 
-    def instructions_per_row(self, request_id: str, taps: Collection[int]) -> int | None:
-        """Return how many instructions a request has at a generated position, see ``instructions_per_row``."""
+    def instructions_per_row(self, request_id: str, taps: Collection[int], *, has_drafts: bool) -> int | None:
+        """Return how many instructions a request has at a row, see ``graph_table.instructions_per_row``."""
         request = self._active.get(request_id)
-        return 0 if request is None else instructions_per_row(request, taps)
+        return 0 if request is None else instructions_per_row(request, taps, has_drafts=has_drafts)
 
     def graph_table(self, taps: Collection[int], num_rows: int) -> GraphTable:
         """Return a table for full graphs with the work of some taps."""

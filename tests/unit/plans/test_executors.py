@@ -225,15 +225,15 @@ class Case:
         expected = scores.clone(), reduced.clone(), held.clone(), torch.zeros(num_rows, dtype=torch.bool)
         running = float(reduced[start - 1]) if start else (0.0 if takes_mean else -np.inf)
         is_held = bool(start and held[start - 1])
-        for index, value in enumerate(own):
-            at = start + index
+        for index, score in enumerate(own):
+            at, value = start + index, score
             if over == 1:
-                expected[0][at] = value
+                expected[0][at] = score
                 some = expected[0][max(0, at - length + 1) : at + 1]
                 value = float(some.mean() if takes_mean else some.amax())
             elif over == 2:
                 if at < prompt:
-                    running = running + value if takes_mean else float(np.maximum(running, value))
+                    running = running + score if takes_mean else float(np.maximum(running, score))
                 expected[1][at] = running
                 value = running / min(at + 1, prompt) if takes_mean else running
             is_held = value > threshold or (is_held and (latches or value > keeps))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from nnsight_engine.plans.sites import PlannedSite
 from nnsight_engine.plans.step.active import Acquired, ActiveOp, ActiveRequest
 from nnsight_engine.plans.step.plan import KernelGroup, StepPlan
 from nnsight_engine.plans.step.score_slots import ScoreSlots
-from nnsight_engine.plans.step.table import Member, Segment
+from nnsight_engine.plans.step.table import Member, Programs, Segment
 
 
 @dataclasses.dataclass
@@ -68,7 +69,10 @@ def test_a_value_that_instructions_would_leave_fails_their_requests(
     shape: tuple[int, ...], residual_shape: tuple[int, ...] | None
 ) -> None:
     one, calls = member(2), list[int]()
-    segment = Segment(lambda _hidden, _residual: calls.append(1), [one], num_rows=3, width=4)
+    words, numbers = np.zeros(2, np.int64), np.zeros(2, np.float32)
+    table = (words, words, words, numbers)
+    programs = Programs(lambda *_: lambda *_: calls.append(1), torch.device("cpu"), *table)
+    segment = Segment(programs, 0, 1, [one], num_rows=3, width=4)
     segment.run(torch.zeros(shape), None if residual_shape is None else torch.zeros(residual_shape))
     assert not calls
     assert one.request.failure is not None

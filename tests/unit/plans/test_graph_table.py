@@ -1,0 +1,89 @@
+"""A table for graphs does what the step's own does, in memory that stays."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nnsight_engine.core.errors import InterventionError
+from nnsight_engine.plans.step.cpu_executor import executor
+from nnsight_engine.plans.step.graph_table import GraphTable
+from nnsight_engine.plans.step.instructions import DTYPE_CODES, Code, Instructions, Word
+from nnsight_engine.plans.step.plan import StepPlan
+from nnsight_engine.plans.step.table import Block, TableBuilder
+from tests.unit.plans.test_groups import member
+
+CPU = torch.device("cpu")
+TAPS = (0, 2, 5)
+NUM_ROWS, WIDTH = 6, 3
+
+
+def plan_of(draw: random.Random, held: list[torch.Tensor], keys: tuple[Any, ...] = TAPS) -> StepPlan:
+    """Return a plan that adds and reads at random rows of random taps."""
+    table = TableBuilder()
+    for key in draw.sample(keys, draw.randint(1, len(keys))):
+        for order in range(draw.randint(1, 3)):
+            rows = np.asarray(sorted(draw.sample(range(NUM_ROWS), draw.randint(2, NUM_ROWS))))
+            vector = torch.full((WIDTH,), float(draw.randint(1, 9)))
+            held.append(vector)
+            own = Instructions.blank(1, draw.choice((Code.ADD, Code.SET)))
+            own.words[:, Word.OPERAND], own.words[:, Word.DTYPE] = (
+                vector.data_ptr(),
+                DTYPE_CODES[vector.dtype],
+            )
+            table.add(Block(member(1), [key], [order], rows, own, {}))
+    plan = StepPlan({})
+    for key, segments in table.segments({}, executor, CPU, lambda _key: WIDTH).items():
+        plan.groups[key] = [segment for _, segment in segments]
+    return plan
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_it_does_what_plans_do_one_after_the_other(seed: int) -> None:
+    draw, held = random.Random(seed), list[torch.Tensor]()
+    table = GraphTable(TAPS, NUM_ROWS, WIDTH, CPU, executor)
+    memory = [one.data_ptr() for one in table.memory]
+    for _ in range(4):
+        plan = None if draw.random() < 0.2 else plan_of(draw, held)
+        for _ in range(draw.randint(1, 2)):
+            table.fill(plan)
+            for tap in TAPS:
+                value, expected = torch.ones(2, NUM_ROWS, WIDTH)
+                table.run(tap, value, None)
+                if plan is not None:
+                    plan.run(tap, expected, None)
+                assert torch.equal(value, expected)
+    assert [one.data_ptr() for one in table.memory] == memory
+
+
+def refused(table: GraphTable, plan: StepPlan) -> None:
+    """See that a plan is refused, and that the table then does nothing."""
+    with pytest.raises(InterventionError, match="defect of the server"):
+        table.fill(plan)
+    value = torch.ones(NUM_ROWS, WIDTH)
+    for tap in filter(table.has, TAPS):
+        table.run(tap, value, None)
+    assert torch.equal(value, torch.ones(NUM_ROWS, WIDTH))
+
+
+def test_a_plan_with_other_work_is_refused_and_nothing_runs() -> None:
+    draw, held = random.Random(0), list[torch.Tensor]()
+    table = GraphTable(TAPS, NUM_ROWS, WIDTH, CPU, executor)
+    table.fill(plan_of(draw, held))
+    refused(table, plan_of(draw, held, keys=(1,)))
+    plan = plan_of(draw, held)
+    groups = next(iter(plan.groups.values()))
+    groups.append(groups[0])
+    table.fill(plan_of(draw, held))
+    refused(table, plan)
+
+
+def test_a_plan_that_is_too_large_is_refused() -> None:
+    draw, held = random.Random(0), list[torch.Tensor]()
+    table = GraphTable(TAPS[:1], 1, WIDTH, CPU, executor)
+    for _ in range(5):
+        refused(table, plan_of(draw, held, keys=TAPS[:1]))
