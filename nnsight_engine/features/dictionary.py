@@ -215,6 +215,14 @@ class Dictionary:
         """Return the factor on changes of the reconstruction of ``x``, a number or ``[rows, 1]``."""
         return 1.0 if self.config.architecture.is_transcoder else self._scaled(x).scale
 
+    @property
+    def constant_scale(self) -> float | None:
+        """That factor, if it is the same for all values."""
+        if self.config.architecture.is_transcoder or self.config.normalization is Normalization.NONE:
+            return 1.0
+        is_expected = self.config.normalization is Normalization.EXPECTED_AVERAGE
+        return 1.0 / self.config.input_factor if is_expected else None
+
     def directions(self, ids: torch.Tensor) -> torch.Tensor:
         """Return what one unit of the activation of features adds to a reconstruction, ``[ids, width]``."""
         directions: torch.Tensor = self.tensors["W_dec"].index_select(0, ids).float()
@@ -284,6 +292,11 @@ class Selection:
         # A gain of 1 needs no activation: one that is infinite would make 0 * inf of it.
         change = torch.where(gain == 1, 0.0, (gain - 1) * self.activations(x)) + offset
         return change @ self._directions * self._dictionary.scale_of(x)
+
+    def constant_move(self, offset: torch.Tensor) -> torch.Tensor | None:
+        """Return what offsets ``[ids]`` alone add, ``[output_width]``; None if that depends on the values."""
+        scale = self._dictionary.constant_scale
+        return None if scale is None else offset @ self._directions * scale
 
 
 def _product(inputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ _CODES: Final = {
     OperationKind.REPLACE: Code.SET,
     OperationKind.ZERO: Code.SET,
     OperationKind.PATCH: Code.SET,
+    OperationKind.FEATURE: Code.ADD,
     OperationKind.PROBE: Code.DOT,
 }
 """The instruction of each operation that is the same in every step."""

@@ -193,8 +193,23 @@ class Registrar:
                     f"the transcoder reads {op.features.source} and writes {op.sites[0]}, which are on "
                     "different pipeline stages of this server",
                 )
+        if op.kind is OperationKind.FEATURE and loaded is not None:
+            tensor = self._constant_change(op, loaded)
         program = own_program(op, tensor, units)
         return ActiveOp(op, index, keys, tensor, units, constant, widths, own, tests, loaded, source, program)
+
+    def _constant_change(self, op: PlannedOp, loaded: LoadedDictionary) -> torch.Tensor | None:
+        """Return what changes of features add, ``[1, width]``, if that is the same at all positions."""
+        own = op.features
+        if own is None or any(gain != 1 for gain in own.gains):
+            return None
+        offsets = to_device(np.asarray(own.offsets, np.float32), self._context.device)
+        change = loaded.selection(own.ids).constant_move(offsets)
+        if change is None:
+            return None
+        narrow = change.to(self._context.dtype).unsqueeze(0)
+        # A change beyond float16 fails the request where it is made.
+        return None if narrow.dtype is torch.float16 and not narrow.isfinite().all() else narrow
 
     def _operand(
         self,
