@@ -9,54 +9,26 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, get_args
 
 from pydantic import Field, ValidationError
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip, excerpt
 from api_schemas.limits import DEFAULT_LIMITS, RequestLimits
-from api_schemas.operations import (
-    Ablate,
-    Capture,
-    Detect,
-    Feature,
-    Features,
-    Flag,
-    LogitLens,
-    Patch,
-    Probe,
-    Steer,
-    Stop,
-)
+from api_schemas.operations import AnyOperation
 from api_schemas.request_traces import Trace
 
-Operation = Annotated[
-    Steer | Ablate | Patch | Capture | Probe | LogitLens | Detect | Features | Feature | Stop | Flag,
-    Field(discriminator="op"),
-]
+Operation = Annotated[AnyOperation, Field(discriminator="op")]
 """One declarative operation, identified by ``op``."""
 
-Intervention = Annotated[
-    Steer | Ablate | Patch | Capture | Probe | LogitLens | Detect | Features | Feature | Stop | Flag | Trace,
-    Field(discriminator="op"),
-]
+Intervention = Annotated[AnyOperation | Trace, Field(discriminator="op")]
 """One operation, identified by ``op``."""
 
-OPERATIONS: Final = (
-    "steer",
-    "ablate",
-    "patch",
-    "capture",
-    "probe",
-    "logit_lens",
-    "detect",
-    "features",
-    "feature",
-    "stop",
-    "flag",
-    "trace",
-)
+_SCHEMAS: Final[dict[str, type[AnyOperation | Trace]]] = {
+    schema.model_fields["op"].default: schema for schema in (*get_args(AnyOperation), Trace)
+}
+OPERATIONS: Final = tuple(_SCHEMAS)
 """Values of ``op``."""
 
 FIELD: Final = "interventions"
@@ -72,40 +44,6 @@ __all__ = [
     "path_in",
 ]
 
-_Schema = (
-    type[Steer]
-    | type[Ablate]
-    | type[Patch]
-    | type[Capture]
-    | type[Probe]
-    | type[LogitLens]
-    | type[Detect]
-    | type[Features]
-    | type[Feature]
-    | type[Stop]
-    | type[Flag]
-    | type[Trace]
-)
-_SCHEMAS: Final[dict[str, _Schema]] = dict(
-    zip(
-        OPERATIONS,
-        (
-            Steer,
-            Ablate,
-            Patch,
-            Capture,
-            Probe,
-            LogitLens,
-            Detect,
-            Features,
-            Feature,
-            Stop,
-            Flag,
-            Trace,
-        ),
-        strict=True,
-    )
-)
 _OUR_CODES: Final = frozenset(code.value for code in ErrorCode)
 _MAX_FIELDS: Final = 32
 _LISTS_WITH_LIMITS: Final = ("units", "layers", "targets", "prompts", "features", "changes")

@@ -12,7 +12,7 @@ from api_schemas.conditions import NamedDetector, Test, When, inner_tests, point
 from api_schemas.detectors import DetectorName, DetectorUsed
 from api_schemas.dictionaries import DictionaryName, DictionaryUsed, NamedDictionary
 from api_schemas.interventions import Intervention
-from api_schemas.operations import Ablate, Detect, Feature, Features, Flag, Patch, Probe, Steer, Stop
+from api_schemas.operations import Ablate, Detect, Feature, Features, Flag, Patch, Probe, Steer, Stop, Write
 from api_schemas.tensors import NamedTensor, TensorInput, VectorUsed
 
 
@@ -76,7 +76,7 @@ def vectors_used(op: Intervention) -> dict[str, VectorUsed]:
 
 def condition_of(op: Intervention) -> When | None:
     """Return the condition of an operation."""
-    return op.when if isinstance(op, Steer | Ablate | Patch | Feature | Stop | Flag) else None
+    return op.when if isinstance(op, Write | Stop | Flag) else None
 
 
 def condition_tests(op: Intervention) -> dict[str, Test]:

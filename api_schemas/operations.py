@@ -318,3 +318,12 @@ class Flag(_Mark):
     """Return the positions where a condition holds."""
 
     op: Literal["flag"] = "flag"
+
+
+Write = Steer | Ablate | Patch | Feature
+"""Operations that change values, under a condition if they have one."""
+
+AnyOperation = (
+    Steer | Ablate | Patch | Capture | Probe | LogitLens | Detect | Features | Feature | Stop | Flag
+)
+"""All of them, in the order in which they are listed."""

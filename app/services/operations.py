@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, get_args
 
 from starlette.requests import Request
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import FIELD, Intervention, RequestLimits, parse_interventions
 from api_schemas.keys import Scope
-from api_schemas.operations import Ablate, Feature, Patch, Steer
+from api_schemas.operations import Write
 from api_schemas.request_traces import Trace
 from app.admission.quotas import INTERVENING
 from app.auth.code_policy import check_code_allowed
@@ -24,7 +24,7 @@ from app.services.stored_names import StoredNames
 if TYPE_CHECKING:
     from app.context import Context
 
-_WRITES: Final = (Steer, Ablate, Patch, Feature, Trace)
+_WRITES: Final = (*get_args(Write), Trace)
 _LEAVES_CHOICE: Final = (None, "auto", "none")
 """Kinds of ``tool_choice`` that force no call."""
 

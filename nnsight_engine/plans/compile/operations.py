@@ -27,6 +27,7 @@ from api_schemas.operations import (
     Probe,
     Steer,
     Stop,
+    Write,
 )
 from api_schemas.points import ENCODER_BLOCK, VISION
 from nnsight_engine.core.leaves import EXPERTS, PATTERN, ROUTER, STATE
@@ -98,7 +99,7 @@ class OperationCompiler:
             op = self._on_images(op, param)
             named = compile_where(op.where, self._scope, f"{param}.where")
         planned = self._planned(op, named, name, param)
-        if isinstance(op, Steer | Ablate | Patch | Feature) and op.when is not None:
+        if isinstance(op, Write) and op.when is not None:
             planned = self._conditional(planned, op.when, named, f"{param}.when")
         return planned, named
 

@@ -45,10 +45,10 @@ from nnsight_engine.plans.step.operation_rows import (
     named_offsets,
     number_logits_rows,
 )
-from nnsight_engine.plans.step.overflows import NARROWED_KINDS, Overflows, Segment
+from nnsight_engine.plans.step.overflows import Overflows, Segment
 from nnsight_engine.plans.step.pattern_planner import PatternPlanner, PatternRows
 from nnsight_engine.plans.step.plan import KernelGroup, PlannedSample, ReadGroup, ReadSlice, Span, StepPlan
-from nnsight_engine.plans.step.programs import addresses, in_order, patch_bytes, reads
+from nnsight_engine.plans.step.programs import NARROWED_KINDS, addresses, in_order, patch_bytes, reads
 from nnsight_engine.plans.step.reads import GatherStates
 from nnsight_engine.plans.step.stage import SiteKey, Stage
 from nnsight_engine.plans.step.table import Block, Member, RowArray, TableBuilder, executor_of

@@ -16,14 +16,9 @@ import numpy.typing as npt
 import torch
 
 from nnsight_engine.plans.records import Failure
-from nnsight_engine.plans.request_plan import OperationKind
 from nnsight_engine.plans.sites import LOGITS
 from nnsight_engine.plans.step.stage import SiteKey
 
-NARROWED_KINDS: Final = frozenset(
-    {OperationKind.NORM_MATCH, OperationKind.PROJECT, OperationKind.SUBSPACE, OperationKind.FEATURE}
-)
-"""Kinds of operations whose changes depend on the model's values, so that admission cannot check them."""
 _FAILURE: Final = Failure(
     "not_finite",
     "what the operation adds is beyond float16, in which the model computes; use a smaller scale, "

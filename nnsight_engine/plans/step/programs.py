@@ -24,6 +24,19 @@ _CODES: Final = {
     OperationKind.PROBE: Code.DOT,
 }
 """The instruction of each operation that is the same in every step."""
+_DEPENDENT: Final = (Code.NORM_MATCH, Code.PROJECT, Code.SUBSPACE)
+
+
+def _kinds_with(*codes: Code) -> frozenset[OperationKind]:
+    return frozenset(kind for kind, code in _CODES.items() if code in codes)
+
+
+NARROWED_KINDS: Final = _kinds_with(*_DEPENDENT) | {OperationKind.FEATURE}
+"""Kinds of operations whose changes depend on the model's values, so that admission cannot check them."""
+ALONG_VECTOR: Final = _kinds_with(Code.NORM_MATCH, Code.PROJECT)
+"""Kinds whose operand is a direction, of length 1."""
+IN_FLOAT32: Final = _kinds_with(*_DEPENDENT, Code.DOT)
+"""Kinds whose operand is float32; that of others has the model's dtype."""
 
 
 def own_program(

@@ -30,7 +30,7 @@ from nnsight_engine.plans.step.answer_tracker import AnswerTracker
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.dictionary_bank import DictionaryBank, LoadedDictionary
 from nnsight_engine.plans.step.host_arena import to_device
-from nnsight_engine.plans.step.programs import own_program
+from nnsight_engine.plans.step.programs import ALONG_VECTOR, IN_FLOAT32, own_program
 from nnsight_engine.plans.step.score_slots import SLOT_BYTES, ScoreSlots, slot_size
 from nnsight_engine.plans.step.stage import site_key
 from nnsight_engine.plans.where import generated_is_constant, last_position
@@ -42,8 +42,6 @@ _AS_WIDE: Final = {
 }
 """The tensors of each form of detector that are as wide as the value."""
 
-_ALONG_VECTOR = frozenset({OperationKind.NORM_MATCH, OperationKind.PROJECT})
-_IN_FLOAT32 = _ALONG_VECTOR | {OperationKind.SUBSPACE, OperationKind.PROBE}
 _STACKS = frozenset({OperationKind.PATCH, OperationKind.SUBSPACE})
 """Kinds whose tensor has several rows for one site."""
 
@@ -274,14 +272,14 @@ class Registrar:
             tensor = tensor.reshape(-1, tensor.shape[-1])
         elif tensor.ndim == len(("rows", "width")):
             tensor = tensor.unsqueeze(0)
-        if op.kind in _ALONG_VECTOR:
+        if op.kind in ALONG_VECTOR:
             tensor = tensor / tensor.norm(dim=-1, keepdim=True)
         return tensor * scale
 
     def _operand_dtype(self, op: PlannedOp) -> torch.dtype:
         """Return the dtype of an operation's tensor; ids of experts are exact in float32."""
         is_ids = op.sites[0].leaf == EXPERTS
-        return torch.float32 if op.kind in _IN_FLOAT32 or is_ids else self._context.dtype
+        return torch.float32 if op.kind in IN_FLOAT32 or is_ids else self._context.dtype
 
     def _width(self, site: PlannedSite) -> int:
         leaf = self._context.spec.leaf(site.leaf, site.layer)
