@@ -23,6 +23,7 @@ from benchmarks.case import NotMeasuredError
 from benchmarks.engine_arguments import engine_arguments
 from benchmarks.interventions import Content, JsonObject, LayerSizes, SavedLayers
 from nnsight_engine import save
+from nnsight_engine.core.engine_counts import GRAPH, TAP
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.token_texts import TokenTexts
 from nnsight_engine.modeling.bundled import bundled_model_path
@@ -66,13 +67,23 @@ class _UnsentTracer(RequestTracer):
 class StepwiseEngine:
     """An engine with the bundled model, or another; plain vLLM unless it is ``able`` to intervene.
 
-    ``max_step_tokens`` is the largest number of prompt tokens in one step.
+    ``max_step_tokens`` is the largest number of prompt tokens in one step. A model ``is_random`` if its
+    folder has no weights.
     """
 
     def __init__(
-        self, *, able: bool, eager: bool, max_num_seqs: int, max_step_tokens: int = 0, model: str = ""
+        self,
+        *,
+        able: bool,
+        eager: bool,
+        max_num_seqs: int,
+        max_step_tokens: int = 0,
+        model: str = "",
+        is_random: bool = False,
     ) -> None:
         arguments = engine_arguments(eager=eager, max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens)
+        if is_random:
+            arguments["load_format"] = "dummy"
         model = model or str(bundled_model_path())
         self._model = VLLM(model, dispatch=True, **arguments) if able else None
         self._llm: Any = LLM(model=model, **arguments) if self._model is None else self._model.engine
@@ -209,7 +220,7 @@ class StepwiseEngine:
             # The last token is sampled and never fed back, so it has no position of its own.
             # Where an operation with a condition acts is up to the model.
             num_wanted = 0 if applied.decides is not None else len(token_ids) - 1
-            if len(applied.positions) < num_wanted or collected.tier != "tap":
+            if len(applied.positions) < num_wanted or collected.tier not in {TAP, GRAPH}:
                 raise BenchmarkError(
                     f"`{applied.op}` must reach all {len(token_ids) - 1} generated positions by taps, it "
                     f"reached {len(applied.positions)} by {collected.tier}; the engine is at fault"

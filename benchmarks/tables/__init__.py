@@ -50,7 +50,7 @@ TABLES: Final = {
     "engine-traces": TableInfo("cost of traced requests for a step of vLLM's engine", 15, 1, 1, ENVIRONMENT),
     "scaling": TableInfo("growth with requests, layers, generated tokens and saved bytes", 5, 1, 1, _ENGINE),
     "tracing": TableInfo("a trace compared with PyTorch hooks, on one thread", 60, 10),
-    "gpu": TableInfo("traces and plans on CUDA tensors", 30),
+    "gpu": TableInfo("decoding on a GPU beside plain vLLM; traces and plans there", 5, variables=_ENGINE),
     "memory": TableInfo("memory of an engine's process, idle and after interventions", 5, 1, 1, ENVIRONMENT),
     "startup": TableInfo("time to the first token, compared with vLLM's own server", 5, 1),
     "http": TableInfo("our server and vLLM's own over HTTP, by turns", 7),

@@ -108,15 +108,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def plan(args: argparse.Namespace, _stack: contextlib.ExitStack) -> Plan:
     """Load the engines and return the cases."""
+    workloads = chosen(VARIANTS, args.batches, args.prompts, args.only, args.quantity)
+    return plan_of(workloads, args, args.mode, args.model)
+
+
+def plan_of(
+    workloads: Sequence[Workload],
+    args: argparse.Namespace,
+    mode: str,
+    model: str,
+    *,
+    is_random: bool = False,
+) -> Plan:
+    """Load the engines and return the cases of some workloads; the rest is as in ``_Engines``."""
     steps = min(args.steps, _QUICK_STEPS) if args.quick else args.steps
-    workloads = chosen(args.batches, args.prompts, args.only, args.quantity)
-    engines = _Engines(args, workloads) if workloads else None
-    cases = [one.case(args.mode, engines, steps // TURN_STEPS) for one in workloads]
-    return Plan(cases, f"-{args.mode}", in_rounds=True)
+    engines = _Engines(args.process, workloads, mode, model, is_random=is_random) if workloads else None
+    cases = [one.case(mode, engines, steps // TURN_STEPS) for one in workloads]
+    return Plan(cases, f"-{mode}", in_rounds=True)
 
 
 def chosen(
-    batches: Sequence[int], prompts: Sequence[int], words: Sequence[str], quantity: str | None
+    variants: Sequence[Variant],
+    batches: Sequence[int],
+    prompts: Sequence[int],
+    words: Sequence[str],
+    quantity: str | None,
 ) -> list[Workload]:
     """Return every workload with one of the words in its name, all where there are no words.
 
@@ -125,7 +141,7 @@ def chosen(
     """
     few = [batch for batch in batches if batch <= _LONG_PROMPT_REQUESTS]
     found = []
-    for variant in VARIANTS:
+    for variant in variants:
         if words and not any(word in variant.name for word in words):
             continue
         if quantity is not None and (quantity == "decode") != variant.is_decode:
@@ -141,16 +157,19 @@ def chosen(
 class _Engines:
     """The engines of one process, in another order in each process; the control is another plain one."""
 
-    def __init__(self, args: argparse.Namespace, workloads: Sequence[Workload]) -> None:
+    def __init__(
+        self, process: int, workloads: Sequence[Workload], mode: str, model: str, *, is_random: bool
+    ) -> None:
         names = ["plain", "ours", "control"]
-        first = args.process % len(names)
+        first = process % len(names)
         self._engines = {
             name: StepwiseEngine(
                 able=name == "ours",
-                eager=args.mode == "eager",
+                eager=mode == "eager",
                 max_num_seqs=max(one.num_requests for one in workloads),
                 max_step_tokens=max(one.num_requests * one.prompt_tokens for one in workloads),
-                model=args.model,
+                model=model,
+                is_random=is_random,
             )
             for name in names[first:] + names[:first]
         }

@@ -10,10 +10,11 @@ holds, and the tensor that ``view`` returns shares memory with the tensor that t
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast, get_args
 
 import torch
 
+from api_schemas.operations import AnyOperation, PointOperation
 from nnsight_engine.core.leaves import (
     EXPERTS,
     HEADS,
@@ -44,7 +45,11 @@ if TYPE_CHECKING:
 
     from nnsight_engine.vllm_backend.expert_points import InnerExperts
 
-VALUE_OPERATIONS: Final = ("steer", "ablate", "patch", "capture", "probe")
+VALUE_OPERATIONS: Final[tuple[str, ...]] = tuple(
+    schema.model_fields["op"].default
+    for schema in get_args(AnyOperation)
+    if issubclass(schema, PointOperation)
+)
 """Operations supported at every point whose value is a vector."""
 
 FORCING_OPERATIONS: Final = ("ablate", "patch", "capture")

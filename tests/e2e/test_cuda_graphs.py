@@ -1,4 +1,4 @@
-"""CUDA graphs beside taps: the model is cut at them, and no step with an intervention is one full graph.
+"""CUDA graphs beside taps: the model is cut at them, and what they do is in some full graphs.
 
 There is no GPU here. vLLM's own configuration, dispatcher and runner choose as they do on one, and
 ``cuda_graphs_check`` runs an engine whose model vLLM compiles and cuts as on one.
@@ -117,7 +117,7 @@ class Manager(CudaGraphManager):
         """Return the mode and the number of rows of a step with so many tokens for each request."""
         numbers = list(tokens.values())
         is_decode = max(numbers) <= self.decode_query_len
-        with self.graphs.constraining(self):
+        with self.graphs.constraining(self, lambda _table, run: run()):
             chosen = self.dispatch(
                 len(numbers),
                 sum(numbers),
@@ -162,30 +162,30 @@ def make(request: pytest.FixtureRequest, engine_config: VllmConfig, monkeypatch:
 
 def test_a_step_with_interventions_gets_pieces_or_nothing(make: Make) -> None:
     runner = make()
-    runner.graphs.begin([], set(), DECODING)
+    runner.graphs.begin({}, set(), DECODING)
     assert [runner.choice(step) for step in (DECODING, PROMPTS, LONG)] == [
         (FULL, 4),
         (PIECEWISE, 8),
         (NONE, 42),
     ]
     runner.graphs.end()
-    runner.graphs.begin(["b"], set(), DECODING)
+    runner.graphs.begin({"b": None}, set(), DECODING)
     assert runner.choice(DECODING) == (PIECEWISE, 4)
     assert [runner.choice(step) for step in (PROMPTS, LONG)] == [(PIECEWISE, 8), (NONE, 42)]
 
 
 def test_full_graphs_are_back_without_the_request(make: Make) -> None:
     runner = make()
-    runner.graphs.begin(["b"], set(), DECODING)
+    runner.graphs.begin({"b": None}, set(), DECODING)
     runner.graphs.end()
-    runner.graphs.begin([], set(), DECODING)
+    runner.graphs.begin({}, set(), DECODING)
     assert runner.choice(DECODING)[0] == PIECEWISE
     runner.graphs.end()
     others = {"a": 1, "c": 1}  # it waits
-    runner.graphs.begin([], set(), others)
+    runner.graphs.begin({}, set(), others)
     assert runner.choice(others) == (FULL, 2)
     runner.graphs.end()
-    runner.graphs.begin([], {"b"}, DECODING)  # one of the same name
+    runner.graphs.begin({}, {"b"}, DECODING)  # one of the same name
     assert runner.choice(DECODING)[0] == FULL
 
 
@@ -208,7 +208,7 @@ def test_every_mode_of_graphs(
 ) -> None:
     runner = make(mode, decode_query_len=max(decoding.values()))
     assert runner.choice(decoding)[0] == idle
-    runner.graphs.begin(["b"], set(), decoding)
+    runner.graphs.begin({"b": None}, set(), decoding)
     num_rows = sum(decoding.values()) if intervening == NONE else num_padded
     assert runner.choice(decoding) == (intervening, num_rows)
     runner.graphs.end()
@@ -222,16 +222,78 @@ def test_every_mode_of_graphs(
 )
 def test_a_request_without_drafts_among_drafted_ones_needs_pieces(make: Make, idle: str) -> None:
     runner = make(decode_query_len=4)
-    runner.graphs.begin([], set(), UNDRAFTED)
+    runner.graphs.begin({}, set(), UNDRAFTED)
     assert runner.choice(UNDRAFTED) == (idle, 8)
     runner.graphs.end()
-    runner.graphs.begin(["b"], set(), UNDRAFTED)
+    runner.graphs.begin({"b": None}, set(), UNDRAFTED)
     assert runner.choice(UNDRAFTED) == (PIECEWISE, 8)
+
+
+# Full graphs with interventions.
+
+
+@pytest.fixture
+def able(make: Make) -> Make:
+    """Return what makes a runner with such graphs, whose table has room for eight instructions."""
+
+    def able(mode: str = "FULL_AND_PIECEWISE", *, decode_query_len: int = 1) -> Any:
+        runner = make(mode, decode_query_len=decode_query_len)
+        own = make("FULL_DECODE_ONLY", decode_query_len=decode_query_len)
+        table = SimpleNamespace(max_instructions=8)
+        runner.graphs.captured = SimpleNamespace(manager=own, table=table)
+        return runner
+
+    return able
+
+
+@pytest.mark.parametrize(
+    ("intervening", "decoding", "prompts"),
+    [
+        pytest.param({"b": 8}, FULL, PIECEWISE, id="as many instructions as there is room for"),
+        pytest.param({"a": 4, "b": 4}, FULL, PIECEWISE, id="of two requests"),
+        pytest.param({"a": 4, "b": 5}, PIECEWISE, PIECEWISE, id="too many"),
+        pytest.param({"a": 1, "b": None}, PIECEWISE, PIECEWISE, id="other work"),
+        pytest.param({"a": 1, "z": None}, FULL, PIECEWISE, id="other work of one that waits"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL", "FULL_DECODE_ONLY"])
+def test_steps_whose_operations_fit_are_full_graphs(
+    able: Make, mode: str, intervening: dict[str, int | None], decoding: str, prompts: str
+) -> None:
+    runner = able(mode)
+    if mode != "FULL_AND_PIECEWISE":
+        decoding, prompts = decoding.replace(PIECEWISE, NONE), NONE
+    runner.graphs.begin(intervening, set(), DECODING)
+    assert runner.choice(DECODING)[0] == decoding
+    assert runner.choice(PROMPTS)[0] == prompts
+    runner.graphs.end()
+    runner.graphs.begin({}, set(intervening), DECODING)
+    assert runner.choice(DECODING)[0] == FULL
+
+
+def test_drafts_need_room_too(able: Make) -> None:
+    runner = able(decode_query_len=4)
+    runner.graphs.begin({"b": 2}, set(), DRAFTED)
+    assert runner.choice(DRAFTED) == (FULL, 8)
+    runner.graphs.begin({"a": 1}, set(), DRAFTED)
+    assert runner.choice(DRAFTED)[0] == PIECEWISE
+
+
+def test_a_replay_is_of_the_graphs_that_were_chosen(able: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, replayed = able(), list[Any]()
+    captured = runner.graphs.captured
+    monkeypatch.setattr(captured.manager, "run_fullgraph", replayed.append)
+    monkeypatch.setattr(CudaGraphManager, "run_fullgraph", lambda *_: replayed.append("vLLM's own"))
+    for intervening in ({"b": 1}, {}):
+        runner.graphs.begin(intervening, set() if intervening else {"b"}, DECODING)
+        with runner.graphs.constraining(runner, lambda table, run: replayed.append(table) or run()):
+            runner.run_fullgraph("the batch")
+    assert replayed == [captured.table, "the batch", "vLLM's own"]
 
 
 def test_pieces_that_do_not_end_at_taps_are_not_replayed(make: Make) -> None:
     runner = make(has_taps=False)
-    runner.graphs.begin(["b"], set(), DECODING)
+    runner.graphs.begin({"b": None}, set(), DECODING)
     assert [runner.choice(step) for step in (DECODING, PROMPTS)] == [(NONE, 3), (NONE, 7)]
 
 
@@ -240,7 +302,7 @@ def test_breakable_graphs_are_not_replayed(make: Make, monkeypatch: pytest.Monke
     manager = make()
     monkeypatch.setattr(manager, "use_breakable_cg", True)
     assert manager.choice(PROMPTS)[0] == PIECEWISE
-    manager.graphs.begin(["b"], set(), PROMPTS)
+    manager.graphs.begin({"b": None}, set(), PROMPTS)
     assert manager.choice(PROMPTS) == (NONE, 7)
 
 
@@ -283,19 +345,24 @@ def test_interventions_change_its_answers(report: Any) -> None:
     assert len(set(map(tuple, tokens))) == len(tokens)
 
 
-def test_its_steps_with_interventions_are_replayed_from_pieces(report: Any) -> None:
+INSIDE = ("inside", "at_taps", "going_on_inside")
+"""Those whose work no full graph can do."""
+
+
+def test_its_steps_are_graphs_or_pieces(report: Any) -> None:
     steps = {name: report["cut"][name]["steps"] for name in REQUESTS}
-    assert steps["plain"] == [[PIECEWISE, 8], [FULL, 1], [FULL, 1], [FULL, 1]]
-    for name in REQUESTS[1:-1]:
-        assert steps[name] == [[PIECEWISE, 8], [PIECEWISE, 1], [PIECEWISE, 1], [PIECEWISE, 1]]
-    assert steps["together"] == [[NONE, 15], [PIECEWISE, 4], [PIECEWISE, 4], [PIECEWISE, 4]]
+    for name in REQUESTS[:-1]:
+        mode = PIECEWISE if name in INSIDE else FULL
+        assert steps[name] == [[PIECEWISE, 8], [mode, 1], [mode, 1], [mode, 1]], name
+    assert steps["together"] == [[NONE, 15], [FULL, 4], [FULL, 4], [FULL, 4]]
 
 
 def test_its_interventions_run_where_they_run_without_pieces(report: Any) -> None:
     tiers = {name: report["cut"][name]["tiers"] for name in REQUESTS}
     assert tiers["plain"] == {"plain": 4}
-    for name in ("steered", "captured", "at_taps", "together"):
-        assert tiers[name] == {"tap": 4}
+    for name in ("steered", "captured", "together"):
+        assert tiers[name] == {"tap": 1, "graph": 3}
+    assert tiers["at_taps"] == {"tap": 4}
     for name in ("inside", "going_on_inside"):
         assert tiers[name] == {"eager": 4}
 
@@ -317,11 +384,12 @@ def test_it_answers_with_drafts_what_an_engine_without_pieces_answers_without(dr
         assert own.get("off", 0.0) < 1e-5, name
 
 
-def test_its_drafted_decode_is_a_full_graph_where_nothing_intervenes(drafted: Any) -> None:
+def test_its_drafted_decode_is_a_full_graph_where_all_fits(drafted: Any) -> None:
     steps = {name: drafted["cut"][name]["steps"] for name in REQUESTS}
     # The last one was planned before the drafts of the one before were judged.
-    assert steps["plain"] == [[PIECEWISE, 8], [FULL, 4], [FULL, 4]]
-    for name in REQUESTS[1:-1]:
+    for name in ("plain", "steered", "captured"):
+        assert steps[name] == [[PIECEWISE, 8], [FULL, 4], [FULL, 4]], name
+    for name in INSIDE:
         assert {mode for mode, _ in steps[name]} == {PIECEWISE}, name
     for name in ("at_taps", "going_on_inside"):  # traces take no drafts
         assert len(steps[name]) == NUM_TOKENS

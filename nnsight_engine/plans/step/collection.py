@@ -48,6 +48,7 @@ class StepCollection:
     def collect(self, plan: StepPlan) -> None:
         """Start copying the values that an executed plan has read to the host; does not wait for them."""
         begin = time.monotonic()
+        plan.keep_means()
         sources: list[torch.Tensor] = []
         computed = self._computed(plan)
         for group in plan.reads:

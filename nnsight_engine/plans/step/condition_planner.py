@@ -30,6 +30,7 @@ from nnsight_engine.plans.step.instructions import OR as OR_WORD
 from nnsight_engine.plans.step.instructions import Code, History, Instructions, Number, Word, Words
 from nnsight_engine.plans.step.operation_rows import OperationRows
 from nnsight_engine.plans.step.plan import (
+    Kernel,
     KernelGroup,
     MovingWords,
     ReadGroup,
@@ -41,7 +42,6 @@ from nnsight_engine.plans.step.plan import (
 from nnsight_engine.plans.step.programs import addresses, in_order
 from nnsight_engine.plans.step.stage import SiteKey, site_key
 from nnsight_engine.plans.step.table import Block, Member, RowArray, TableBuilder
-from nnsight_engine.plans.step.writes import Kernel
 
 Staged = dict[SiteKey, list[tuple[float, SiteWork]]]
 """Work by site, with its order."""

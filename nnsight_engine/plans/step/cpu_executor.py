@@ -16,12 +16,12 @@ from nnsight_engine.plans.step.instructions import Execute, Number, Word, layout
 
 # Numbers of this file: numba's cache is valid for as long as the file is the same, whatever others become.
 _ADD, _NORM_MATCH, _PROJECT, _SUBSPACE, _SET, _READ, _DOT, _SCORE, _TEST, _JOIN = range(10)
-_DISTANCE, _MLP, _HISTORY = range(10, 13)
+_DISTANCE, _MLP, _HISTORY, _CHANGE, _MEAN = range(10, 15)
 _CODE, _OPERAND, _OUT, _GATE, _OVERFLOW, _UNITS, _COUNT, _DTYPE = range(8)
 _A, _B, _LOW, _HIGH = range(4)
 _FLOAT32, _FLOAT16, _BFLOAT16, _INT32, _INT64 = range(5)
 _NOT, _AND, _OR = -1, -2, -3
-_ROWS, _POSITION, _PROMPT, _OVER, _LENGTH, _MEAN, _LATCHES, _SCORES, _REDUCED, _HELD = range(10)
+_ROWS, _POSITION, _PROMPT, _OVER, _LENGTH, _TAKES_MEAN, _LATCHES, _SCORES, _REDUCED, _HELD = range(10)
 _SIGN: Final = np.uint32(0x80000000)
 _INFINITE: Final = np.uint32(0x7F800000)
 
@@ -211,7 +211,7 @@ def _test_history(words: Any, numbers: Any) -> None:
     reduced = numba.carray(_pointer(own[_REDUCED]), stop, np.float32)
     held = numba.carray(_pointer(own[_HELD]), stop, np.uint8)
     out = numba.carray(_pointer(words[_OUT]), num_rows, np.uint8)
-    takes_mean = own[_MEAN] != 0
+    takes_mean = own[_TAKES_MEAN] != 0
     neutral = np.float32(0) if takes_mean else np.float32(-np.inf)
     is_held = start > 0 and held[start - 1] != 0
     running = reduced[start - 1] if start > 0 else neutral
@@ -284,6 +284,9 @@ def _change(words: Any, numbers: Any, x: Any, change: Any) -> None:
                 change[i] += along * basis[k * stride + i]
         return
     operand = numba.carray(_pointer(words[_OPERAND]), width, np.float32)
+    if code == _CHANGE:
+        change[:] = operand
+        return
     if code == _NORM_MATCH:
         squares = np.float32(0)
         for i in range(width):
@@ -399,6 +402,22 @@ def _run(
                 continue
             if code == _HISTORY:
                 _test_history(own, amounts)
+                continue
+            if code == _MEAN:
+                units = numba.carray(_pointer(own[_UNITS]), own[_COUNT], np.int64)
+                mean = numba.carray(_pointer(own[_OUT]), width, np.float32)
+                mean[:] = 0
+                for unit in units:
+                    _load(hidden + unit * hidden_row, hidden_stride, hidden_code, change, change_bits)
+                    for i in range(width):
+                        mean[i] += change[i]
+                for unit in units if not is_single else units[:0]:
+                    other = residual + unit * residual_row
+                    _load(other, residual_stride, residual_code, change, change_bits)
+                    for i in range(width):
+                        mean[i] += change[i]
+                for i in range(width):
+                    mean[i] /= np.float32(own[_COUNT])
                 continue
             if code == _READ and own[_DTYPE] == _FLOAT32 and own[_OVERFLOW] == 0:
                 out = numba.carray(_pointer(own[_OUT]), width, np.float32)

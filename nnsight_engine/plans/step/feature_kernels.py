@@ -6,12 +6,16 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
+import numpy as np
 import torch
 
 from nnsight_engine.features.dictionary import Selection
 from nnsight_engine.plans.features import PlannedFeatures
+from nnsight_engine.plans.step.host_arena import to_device
+from nnsight_engine.plans.step.operation_rows import OperationRows
 from nnsight_engine.plans.step.reads import ReadKernel, SiteValue
-from nnsight_engine.plans.step.writes import add_narrowed, value_at
+from nnsight_engine.plans.step.stage import SiteKey
+from nnsight_engine.plans.step.table import RowArray
 
 Item = TypeVar("Item")
 _MAX_NUMBERS: Final = 2**22
@@ -19,17 +23,17 @@ _MAX_NUMBERS: Final = 2**22
 
 
 @dataclasses.dataclass(slots=True)
-class FeatureChanges:
-    """Activations ``a`` become ``gain * a + offset``, and the reconstruction's error stays as it is.
+class FeatureChanges(ReadKernel):
+    """What new activations ``gain * a + offset`` add to each row, ``out``; see ``Selection.moves``.
 
     Attributes:
         rows: The rows.
         selection: The features that any row changes.
         gain: ``[rows, features]`` float32; 1 where a row does not change a feature.
         offset: Likewise; 0 there.
-        inputs: The values that the dictionary reads, ``[rows, input_width]`` in pieces, which kernels at
-            other sites fill before this one runs; none for those at the site.
-        overflows: As in ``add_narrowed``.
+        inputs: The values that the dictionary reads, ``[rows, input_width]`` in pieces, which other sites'
+            instructions fill before; none for those at the site.
+        out: ``[rows, width]`` float32.
     """
 
     rows: torch.Tensor
@@ -37,13 +41,58 @@ class FeatureChanges:
     gain: torch.Tensor
     offset: torch.Tensor
     inputs: list[torch.Tensor]
-    overflows: torch.Tensor | None = None
+    out: torch.Tensor
 
-    def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Add to ``hidden`` in place."""
-        x = torch.cat(self.inputs) if self.inputs else value_at(self.rows, hidden, residual)
-        moves = self.selection.moves(x, self.gain, self.offset)
-        add_narrowed(hidden, self.rows, moves, self.overflows)
+    def read(self, value: SiteValue) -> None:
+        """Compute the changes."""
+        x = torch.cat(self.inputs) if self.inputs else value.sums(self.rows)
+        self.out.copy_(self.selection.moves(x, self.gain, self.offset))
+
+
+@dataclasses.dataclass(slots=True)
+class ChangedRows:
+    """Rows at one site at which an operation changes features.
+
+    Attributes:
+        item: The operation, with its rows in the step.
+        key: The site.
+        inputs: The values that its dictionary reads, ``[rows, width]``; None for those at the site.
+    """
+
+    item: OperationRows
+    key: SiteKey
+    inputs: torch.Tensor | None
+
+    @property
+    def rows(self) -> RowArray:
+        """The rows."""
+        return self.item.rows_at(self.key)
+
+    @property
+    def features(self) -> PlannedFeatures:
+        """The features."""
+        return self.item.active.features
+
+
+def changes_of(several: list[ChangedRows], out: torch.Tensor) -> FeatureChanges:
+    """Return a kernel for rows that share a dictionary, a site and a stage; ``out`` is ``[rows, width]``."""
+    ids = union_of(one.features for one in several)
+    rows = to_device(np.concatenate([one.rows for one in several]), out.device)
+    gain, offset = np.ones((len(rows), len(ids)), np.float32), np.zeros((len(rows), len(ids)), np.float32)
+    start, all_ids = 0, np.asarray(ids)
+    for one in several:
+        columns = np.searchsorted(all_ids, np.asarray(one.features.ids))
+        places = slice(start, start + len(one.rows))
+        gain[places, columns], offset[places, columns] = one.features.gains, one.features.offsets
+        start = places.stop
+    return FeatureChanges(
+        rows,
+        several[0].item.active.dictionary.selection(ids),
+        to_device(gain, out.device),
+        to_device(offset, out.device),
+        [one.inputs for one in several if one.inputs is not None],
+        out,
+    )
 
 
 @dataclasses.dataclass(slots=True)

@@ -141,6 +141,7 @@ def _run(
     """Run one row's program; addresses are bytes, ``h_row`` and ``r_row`` the bytes from row to row."""
     entry = first + tl.program_id(0)
     row = tl.load(rows + entry)
+    first_hidden, first_residual = hidden, residual
     hidden += row * h_row
     residual += row * r_row
     for number in range(tl.load(bounds + entry), tl.load(bounds + entry + 1)):
@@ -236,9 +237,22 @@ def _run(
                 along = tl.sum(total, 0) + tl.load(output + place)
                 found += tl.maximum(along, 0.0) * tl.load(output + count + place)
             tl.store(out.to(tl.pointer_type(tl.float32)), found)
+        elif is_open and code == 14:  # MEAN
+            of_rows = units.to(tl.pointer_type(tl.int64))
+            for start in range(0, width, BLOCK):
+                places = (start + lanes).to(tl.int64)
+                mask = places < width
+                total = tl.zeros([BLOCK], tl.float32)
+                for place in range(count):
+                    other = tl.load(of_rows + place)
+                    total += _value(
+                        first_hidden + other * h_row, h_stride, h_code,
+                        first_residual + other * r_row, r_stride, r_code, places, mask, HAS_RESIDUAL,
+                    )  # fmt: skip
+                _store(out, places, mask, 0, total / count.to(tl.float32))
         elif is_open and code == 12:  # HISTORY
             _test_history(operand, out, units, count, dtype, a, b, low, high, BLOCK)
-        elif is_open:  # NORM_MATCH, PROJECT, SUBSPACE
+        elif is_open:  # NORM_MATCH, PROJECT, SUBSPACE, CHANGE
             num_vectors = tl.where(code == 3, count, 1)
             stride = tl.where(code == 3, dtype, 0)
             for vector in range(num_vectors):
@@ -254,7 +268,9 @@ def _run(
                         other = _load(operand, vector * stride + places, mask, 0)
                     total += x * other
                 along = tl.sum(total, 0)
-                if code == 1:
+                if code == 13:
+                    factor = 1.0 + 0.0 * along
+                elif code == 1:
                     factor = tl.sqrt(along)
                 elif code == 2:
                     factor = tl.minimum(tl.maximum(a - b * along, low - along), high - along)

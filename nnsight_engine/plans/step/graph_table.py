@@ -78,15 +78,19 @@ class GraphTable:
             InterventionError: ``intervention_failed``: the plan has other work at the taps, or too much; they
                 then do nothing.
         """
-        segments = {} if plan is None else self._segments(plan)
-        programs = next(iter(segments.values())).programs if segments else None
-        if programs is None:
+        own = (
+            () if plan is None else (groups[0] for key, groups in plan.groups.items() if isinstance(key, int))
+        )
+        first = next(iter(own), None)
+        if plan is None or first is None:
             if self._filled is not None:
                 self._bounds.zero_()
                 self._filled = None
             return
-        if self._filled is not None and self._filled() is programs:
+        if isinstance(first, Segment) and self._filled is not None and self._filled() is first.programs:
             return
+        segments = self._segments(plan)
+        programs = next(iter(segments.values())).programs
         places = np.fromiter(segments, np.int64)
         firsts = np.fromiter((one.first for one in segments.values()), np.int64)
         lengths = np.fromiter((one.stop for one in segments.values()), np.int64) - firsts
@@ -146,7 +150,8 @@ def instructions_per_row(request: ActiveRequest, taps: Collection[int], *, has_d
 
 
 def _fits(active: ActiveOp, taps: Collection[int]) -> bool:
-    is_instruction = active.program is not None or active.op.reads
+    # The mean over a prompt was taken before.
+    is_instruction = active.program is not None or active.op.reads or active.op.averages_prompt
     return (
         is_instruction
         and not active.op.captures_patterns

@@ -42,6 +42,9 @@ class Code(enum.IntEnum):
         DISTANCE: ``OUT = -|(x - OPERAND) * UNITS|``, both ``[width]``, float32.
         MLP: ``OUT = relu(OPERAND x + UNITS[0])·UNITS[1]``, float32; ``OPERAND`` is ``[COUNT, width]``, and
             ``UNITS`` ``[2, COUNT]``.
+        CHANGE: ``x += OPERAND``, ``[width]``, float32.
+        MEAN: ``OUT``, ``[width]`` float32, is the mean of ``x`` over the ``COUNT`` rows at ``UNITS``, as they
+            are when the program begins.
         HISTORY: ``OUT``, bytes, are whether a test with a slot holds at each row of a request. Its scores are
             made as by SCORE, times ``B``, from ``COUNT`` numbers for each row at ``OPERAND``. It begins to
             hold above ``LOW``, and holds on above ``HIGH``; ``UNITS`` is the address of the rest, see
@@ -63,6 +66,8 @@ class Code(enum.IntEnum):
     DISTANCE = 10
     MLP = 11
     HISTORY = 12
+    CHANGE = 13
+    MEAN = 14
 
 
 class Word(enum.IntEnum):
@@ -74,8 +79,8 @@ class Word(enum.IntEnum):
         OUT: Address of the result.
         GATE: Address of a byte; the instruction is left out where that is 0.
         OVERFLOW: Address of a byte. READ sets it to whether a finite number of ``x`` is infinite in
-            ``DTYPE``. NORM_MATCH, PROJECT and SUBSPACE set it to 1 where that holds for the change, and leave
-            ``x``.
+            ``DTYPE``. NORM_MATCH, PROJECT, SUBSPACE and CHANGE set it to 1 where that holds for the change,
+            and leave ``x``.
         UNITS: Address of indices, of a mask, or of more operands.
         COUNT: A number of units, vectors, scores or words.
         DTYPE: A dtype's code, see ``DTYPE_CODES``; of scores the link; of SUBSPACE the rows' distance.

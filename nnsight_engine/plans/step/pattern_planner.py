@@ -18,9 +18,8 @@ from nnsight_engine.plans.step.active import ActiveOp
 from nnsight_engine.plans.step.context import StepContext
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.patterns import AttentionKeyStore, ComputePattern, StoreKeys
-from nnsight_engine.plans.step.plan import KernelGroup, PatternRead, Span, StepPlan
+from nnsight_engine.plans.step.plan import Kernel, KernelGroup, PatternRead, Span, StepPlan
 from nnsight_engine.plans.step.table import Member, RowArray
-from nnsight_engine.plans.step.writes import Kernel
 from nnsight_engine.plans.where import last_position
 
 

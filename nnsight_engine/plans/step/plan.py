@@ -28,7 +28,6 @@ from nnsight_engine.plans.step.logits_rows import LogitsRows
 from nnsight_engine.plans.step.overflows import Overflows
 from nnsight_engine.plans.step.stage import SiteKey, name_of
 from nnsight_engine.plans.step.table import Member
-from nnsight_engine.plans.step.writes import Kernel
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +66,16 @@ class Span:
     def num_certain(self) -> int:
         """Number of its rows that are no drafts."""
         return self.num_rows - self.num_drafts
+
+
+class Kernel(Protocol):
+    """Work at one site in one step that is no instruction, for one or more requests.
+
+    A kernel computes everything before it changes anything, so that one that raises has changed nothing.
+    """
+
+    def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Read the value of the kernel's rows; both tensors are ``[tokens, width]``."""
 
 
 class SiteWork(Protocol):
@@ -203,6 +212,7 @@ class StepPlan:
         samples: Captures of sampled ids.
         moving: What depends on positions.
         held: Tensors that instructions point into.
+        means: Means over prompts that the step takes: of which request, operation and site.
         masks: Which rows are named by operations whose rules the device decides, see ``token_masks``.
         overflows: Which rows a write could not change, for want of range.
         overflows_before: The same of earlier pipeline stages, in this step.
@@ -230,6 +240,7 @@ class StepPlan:
     overflows_before: list[Overflows] = dataclasses.field(default_factory=list)
     moving: list[MovingWords] = dataclasses.field(default_factory=list)
     held: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    means: list[tuple[ActiveRequest, tuple[int, int], torch.Tensor]] = dataclasses.field(default_factory=list)
     logits_rows: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
     logits_from: LogitsRows | None = None
     writes_logits: bool = False
@@ -253,6 +264,12 @@ class StepPlan:
         for group in groups:
             group.run(hidden, residual)
         self.spent_s += time.monotonic() - begin
+
+    def keep_means(self) -> None:
+        """Let later steps have the means that this one has taken."""
+        for request, place, mean in self.means:
+            request.means[place] = mean
+        self.means.clear()
 
     def take_over(self, earlier: StepPlan) -> None:
         """Deliver what an earlier plan has read, in the vision encoder, with this step's results."""

@@ -12,8 +12,6 @@ from typing import final
 
 import torch
 
-from nnsight_engine.plans.step.writes import value_at
-
 
 class SiteValue:
     """The model's value at a site, for kernels that read it.
@@ -39,7 +37,8 @@ class SiteValue:
 
     def sums(self, rows: torch.Tensor) -> torch.Tensor:
         """Return a copy of the rows' values, ``[rows, width]``, summed in float32."""
-        return value_at(rows, self._hidden, self._residual)
+        value = self._hidden.index_select(0, rows).to(torch.float32)
+        return value if self._residual is None else value + self._residual.index_select(0, rows)
 
     def queries(self, rows: torch.Tensor) -> torch.Tensor:
         """Return a copy of the rows' queries, ``[rows, heads, head_dim]``, in float32."""

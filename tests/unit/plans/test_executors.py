@@ -30,7 +30,7 @@ from nnsight_engine.plans.step.instructions import (
 
 MODULE: Final = "tests.unit.plans.test_executors"
 NUM_ROWS: Final = 5
-WRITES: Final = (Code.ADD, Code.NORM_MATCH, Code.PROJECT, Code.SUBSPACE, Code.SET)
+WRITES: Final = (Code.ADD, Code.NORM_MATCH, Code.PROJECT, Code.SUBSPACE, Code.CHANGE, Code.SET)
 FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -194,6 +194,20 @@ class Case:
         )
         numbers[Number.B], numbers[Number.LOW] = sign, threshold
         words[Word.OUT] = self.result(torch.tensor([False]), (sign * score > threshold).view(1))
+
+    def _change(self, row: int, words: Any, _: Any, own: Instructions, is_open: bool) -> None:
+        operand = self.numbers(self.width) * self.draw.choice((1, 1, 20_000))
+        words[Word.OPERAND], words[Word.OUT] = self.address(operand), self.address(torch.empty(1))
+        if is_open:
+            self.change(row, operand, own)
+
+    def _mean(self, row: int, words: Any, *_: Any) -> None:
+        rows = [other for other in range(NUM_ROWS) if other != row and self.draw.random() < 0.6] or [
+            1 - row % 2
+        ]
+        words[Word.UNITS], words[Word.COUNT] = self.address(torch.tensor(rows)), len(rows)
+        mean = torch.stack([self.value(other) for other in rows]).mean(dim=0)
+        words[Word.OUT] = self.result(torch.zeros(self.width), mean)
 
     def _distance(self, row: int, words: Any, *_: Any) -> None:
         mean, scale = self.numbers(self.width), self.numbers(self.width)
