@@ -18,6 +18,7 @@ from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.platforms import current_platform
+from vllm.v1.attention import selector
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionMetadataBuilder
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -233,7 +234,9 @@ def graphed_engines() -> Iterator[None]:
             patch.setattr(cudagraph_utils, name, lambda *_args, **_options: contextlib.nullcontext())
         patch.setattr(cudagraph_utils, "current_stream", lambda: None)
         current_platform.__class__ = GraphedCpuPlatform  # all modules share the instance
+        selector._cached_get_attn_backend.cache_clear()  # noqa: SLF001 - of another platform
         try:
             yield
         finally:
             current_platform.__class__ = own
+            selector._cached_get_attn_backend.cache_clear()  # noqa: SLF001 - as above

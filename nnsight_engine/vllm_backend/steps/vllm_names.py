@@ -59,14 +59,16 @@ _WORKER: Final = (
     _used(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
         "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
-        read="cudagraph_manager device model model_state prompt_logprobs_worker uses_inputs_embeds "
-        "vllm_config",
+        read="compilation_config cudagraph_manager device model model_state prompt_logprobs_worker "
+        "uses_inputs_embeds vllm_config",
         called={"_dummy_run": "num_tokens", "_init_kv_zero_meta": "", "add_lora": "lora_request"},
         overridden={
             "load_model": "load_dummy_weights=False, **others",
             "load_lora_model": "model, vllm_config, device",
             "_set_active_loras": "prompt_lora_mapping, token_lora_mapping, lora_requests, **others",
             "execute_model": "scheduler_output, intermediate_tensors=None, *, dummy_run=False, **others",
+            "capture_model": "*, profile_only=False",
+            "profile_cudagraph_memory": "",
             "prepare_inputs": "scheduler_output, batch_req_state, batch_desc, num_active_loras, **others",
             "sample": "hidden_states, input_batch, grammar_output",
             "sample_tokens": "grammar_output",
@@ -95,6 +97,17 @@ _WORKER: Final = (
         called={
             "dispatch": "num_reqs, num_tokens, uniform_token_count, *, num_active_loras, max_query_len, "
             "num_ubatches=1"
+        },
+    ),
+    _used(
+        "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager",
+        read="aux_hidden_states capture compilation_config cudagraph_mode decode_query_len device "
+        "hidden_states intermediate_tensors lora_capture_cases varlen_decode vllm_config",
+        called={
+            "__init__": "vllm_config, device, cudagraph_mode, decode_query_len, *, lora_capture_cases, "
+            "varlen_decode",
+            "captured_token_counts": "",
+            "run_fullgraph": "desc",
         },
     ),
     _used("vllm.v1.worker.gpu.cudagraph_utils:BatchExecutionDescriptor", read="cg_mode num_reqs num_tokens"),
@@ -426,13 +439,13 @@ _CONFIG: Final = (
     _used("vllm.config:PoolerConfig", read="task"),
     _used(
         "vllm.config:CompilationConfig",
-        read="compile_mm_encoder cudagraph_mode splitting_ops static_forward_context",
+        read="compile_mm_encoder cudagraph_capture_sizes cudagraph_mode splitting_ops static_forward_context",
         called={"is_attention_compiled_piecewise": ""},
     ),
     _used(
         "vllm.config:CUDAGraphMode",
-        read="NONE PIECEWISE",
-        called={"has_piecewise_cudagraphs": ""},
+        read="FULL FULL_DECODE_ONLY NONE PIECEWISE",
+        called={"decode_mode": "", "has_piecewise_cudagraphs": ""},
     ),
     _used("vllm.config.structured_outputs:StructuredOutputsConfig", read="backend reasoning_parser"),
     _used("vllm.platforms", read="current_platform", called={"cpu_platform_plugin": ""}),

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from nnsight_engine.core.engine_counts import EAGER
 from nnsight_engine.plans.records import Failure, Payload, StepResults
 from nnsight_engine.plans.request_plan import CompiledRequest
 from nnsight_engine.plans.step.plan import StepPlan
@@ -124,7 +125,7 @@ class Schedule:
         plan = worker.plan(batch)
         is_narrow, skips = rng.random() < self._rate / 8, rng.random() < self._rate / 8
         if plan is not None and rng.random() < self._rate / 2:
-            plan.record_uncompiled()
+            plan.note_tier(EAGER)
         if is_narrow and plan is not None:
             # The model hands out something that no kernel can work on.
             plan.run(2, hidden_of(batch)[:, : HIDDEN - 1], None)
