@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nnsight_engine.features.weights_file import load_dictionary
+from nnsight_engine.plans.step import cpu_executor
 from nnsight_engine.plans.step.host_arena import HostArena, to_device
 
 Found = Callable[[str], None]
@@ -57,8 +58,12 @@ _FACTORIES: Final = _FROM_VALUES | {
 _ON_HOST: Final = "_is_on_host"
 """Attribute of tensors that the host has made."""
 _UPLOAD: Final = frozenset({to_device.__code__})
-_ALLOWED: Final = _UPLOAD | {HostArena.start_copy.__code__, load_dictionary.__code__}
-"""Functions that copy through pinned memory, or load something in its first step only."""
+_ALLOWED: Final = _UPLOAD | {
+    HostArena.start_copy.__code__,
+    load_dictionary.__code__,
+    cpu_executor.executor.__code__,
+}
+"""Functions that copy through pinned memory, load something in its first step only, or run on CPUs only."""
 
 
 @contextlib.contextmanager

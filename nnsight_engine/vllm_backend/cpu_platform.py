@@ -6,7 +6,10 @@ which are Triton's, and turns asynchronous scheduling off.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.platforms.cpu import CpuPlatform
 
@@ -14,6 +17,25 @@ from nnsight_engine.vllm_backend.cpu_kernels.install import allow_v2, install
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+@contextlib.contextmanager
+def _foreign_objects() -> Iterator[None]:
+    """Have vLLM look for its kernels in all modules, also where an object's ``__dict__`` is none: numba's."""
+
+    from vllm.triton_utils import dispatcher  # noqa: PLC0415 - it imports the platform
+
+    def attributes(value: Any) -> Mapping[str, Any]:
+        found: Any = vars(value)
+        return found if isinstance(found, Mapping) else {}
+
+    dispatcher.vars = attributes  # in place of the builtin
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of objects that are looked at
+            yield
+    finally:
+        del dispatcher.vars
 
 
 class V2CpuPlatform(CpuPlatform):
@@ -35,12 +57,9 @@ class V2CpuPlatform(CpuPlatform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        """Put the kernels for CPUs in place.
-
-        Once in a process: vLLM looks through all modules, and would fail at numba's, which the first engine
-        that drafts n-grams imports.
-        """
+        """Put the kernels for CPUs in place, once in a process."""
         if not cls._is_registered:
-            super().register_triton_kernel_overrides()
-            install()
+            with _foreign_objects():
+                super().register_triton_kernel_overrides()
+                install()
             cls._is_registered = True

@@ -9,48 +9,39 @@ position) reuses the plan of the previous step unchanged.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
-from typing import Any, Final
+from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 import torch
 
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.plans.records import leaf_width, may_overflow, width_classes
 from nnsight_engine.plans.request_plan import MARKS, OperationKind
-from nnsight_engine.plans.sites import LOGITS, SAMPLES
+from nnsight_engine.plans.sites import SAMPLES
 from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
 from nnsight_engine.plans.step.answer_tracker import RowParts
 from nnsight_engine.plans.step.condition_planner import (
     ConditionPlanner,
     DetectorRows,
     Staged,
-    detector_key,
 )
 from nnsight_engine.plans.step.context import StepContext
-from nnsight_engine.plans.step.feature_kernels import ChangedRows, bounded, changes_of
 from nnsight_engine.plans.step.feature_reads import plan_feature_reads
 from nnsight_engine.plans.step.graph_table import GraphTable
 from nnsight_engine.plans.step.host_arena import to_device
-from nnsight_engine.plans.step.instructions import Code, Instructions, Word, Words
 from nnsight_engine.plans.step.ledger import StepBytes
 from nnsight_engine.plans.step.operation_rows import (
     OperationRows,
-    mean_rows,
     named_offsets,
     number_logits_rows,
 )
-from nnsight_engine.plans.step.overflows import Overflows, Segment
 from nnsight_engine.plans.step.pattern_planner import PatternPlanner, PatternRows
-from nnsight_engine.plans.step.plan import KernelGroup, PlannedSample, ReadGroup, ReadSlice, Span, StepPlan
-from nnsight_engine.plans.step.programs import NARROWED_KINDS, addresses, in_order, patch_bytes, reads
-from nnsight_engine.plans.step.reads import GatherStates
-from nnsight_engine.plans.step.stage import SiteKey, Stage
-from nnsight_engine.plans.step.table import Block, Member, RowArray, TableBuilder, executor_of
+from nnsight_engine.plans.step.plan import PlannedSample, Span, StepPlan
+from nnsight_engine.plans.step.read_planner import ReadPlanner, read_key
+from nnsight_engine.plans.step.stage import SiteKey
+from nnsight_engine.plans.step.table import RowArray, TableBuilder, executor_of
 from nnsight_engine.plans.step.token_masks import TokenMasks
-
-GroupKey = tuple[Any, ...]
-_CHANGE: Final = Instructions.blank(1, Code.CHANGE)
+from nnsight_engine.plans.step.write_planner import WritePlanner
 
 
 class StepBuilder:
@@ -64,14 +55,16 @@ class StepBuilder:
         self._context = context
         self._patterns = PatternPlanner(context)
         self._conditions = ConditionPlanner(context)
+        self._writes = WritePlanner(context)
+        self._reads = ReadPlanner(context)
         self._masks = TokenMasks(context.device)
         self._executor = executor_of(context.device, context.dtype)
         self._last: StepPlan | None = None
 
-    def graph_table(self, taps: Collection[int], num_rows: int) -> GraphTable:
-        """Return a table for graphs with the work of some taps."""
+    def graph_table(self, taps: Collection[int], num_taps: int, num_rows: int) -> GraphTable:
+        """Return a table for graphs with the work of some of the model's taps."""
         context = self._context
-        return GraphTable(taps, num_rows, context.spec.hidden_size, context.device, self._executor)
+        return GraphTable(taps, num_taps, num_rows, context.spec.hidden_size, context.device, self._executor)
 
     def forget(self) -> None:
         """Drop the cached plan, with its buffers and its references to requests."""
@@ -288,280 +281,28 @@ class StepBuilder:
         staged: Staged = defaultdict(list)
         table = TableBuilder()
         self._conditions.plan_conditions(plan, tests, work, staged, table)
-        read_groups: dict[GroupKey, list[OperationRows]] = defaultdict(list)
+        read_groups: dict[Any, list[OperationRows]] = defaultdict(list)
         for item in work:
             # Of an operation that only marks, its gate is all that is read.
             if item.active.op.reads and item.active.op.kind not in MARKS:
-                read_groups[_read_key(item)].append(item)
-        self._plan_writes(plan, [item for item in work if not item.active.op.reads], staged, table)
+                read_groups[read_key(item)].append(item)
+        self._writes.plan(plan, [item for item in work if not item.active.op.reads], staged, table)
         for items in read_groups.values():
             if items[0].active.detector is not None:
                 self._conditions.plan_scores(plan, items, staged, table)
             else:
-                self._plan_read(plan, items, staged, table)
+                self._reads.plan(plan, items, staged, table)
         if self._context.stage.is_last:
             plan.computed = plan_feature_reads(plan.reads)
         plan.held = table.held
         others = {key: sorted(order for order, _ in entries) for key, entries in staged.items()}
         for key, segments in table.segments(
-            others, self._executor, self._context.device, self._width
+            others, self._executor, self._context.device, self._context.width
         ).items():
             staged[key] += segments
         for key, entries in staged.items():
             entries.sort(key=lambda entry: entry[0])
             plan.groups[key] = [group for _, group in entries]
-
-    def _width(self, key: SiteKey) -> int:
-        spec = self._context.spec
-        return spec.hidden_size if isinstance(key, int) else leaf_width(key, spec)
-
-    def _plan_writes(
-        self, plan: StepPlan, work: list[OperationRows], staged: Staged, table: TableBuilder
-    ) -> None:
-        groups: dict[GroupKey, list[ChangedRows]] = defaultdict(list)
-        overflows = self._overflows(plan, work)
-        for item in work:
-            active, kind = item.active, item.active.op.kind
-            if active.program is not None:
-                self._add_writes(table, item, active.program, overflows if kind in NARROWED_KINDS else None)
-            elif kind is OperationKind.MEAN:
-                self._plan_mean(plan, item, table)
-            else:
-                for index, key in enumerate(active.keys):
-                    if self._context.stage.has(key) and len(item.rows_at(key)):
-                        inputs = None if active.source is None else self._plan_source(item, table)
-                        form = (active.features.dictionary, active.features.source)
-                        one = ChangedRows(item, key, inputs)
-                        groups[(key, item.stages[index], *form)].append(one)
-        for (_, stage, *_), several in groups.items():
-            for part in bounded(several, lambda one: one.features, lambda one: len(one.rows)):
-                self._plan_changes(part, stage, staged, table, overflows)
-
-    def _plan_changes(
-        self,
-        several: list[ChangedRows],
-        stage: int,
-        staged: Staged,
-        table: TableBuilder,
-        overflows: Overflows | None,
-    ) -> None:
-        """Plan changes of features: a kernel computes them, and instructions add them."""
-        key = several[0].key
-        sizes = [len(one.rows) for one in several]
-        # Zeros: what a kernel that raises has left is added.
-        out = torch.zeros(sum(sizes), self._width(key), device=self._context.device)
-        pieces = list(out.split(sizes))
-        kernel = changes_of(several, out)
-        members = [one.item.member for one in several]
-        group = KernelGroup(kernel, members, lambda one: changes_of(several[one : one + 1], pieces[one]))
-        staged[key].append((in_order(stage), group))
-        for one, piece in zip(several, pieces, strict=True):
-            table.address(piece)
-            columns: dict[Word, Words | int] = {Word.OPERAND: addresses(piece.unsqueeze(1), [0])}
-            order = [in_order(stage, is_last_part=True)]
-            self._add_write(table, one.item, [key], order, _CHANGE, columns, overflows)
-
-    def _plan_mean(self, plan: StepPlan, item: OperationRows, table: TableBuilder) -> None:
-        """Plan to set rows to a mean over the prompt, which the step takes that has all of it."""
-        active, request = item.active, item.span.request
-        program = Instructions.blank(len(active.keys), Code.SET)
-        if active.units is not None:
-            program.words[:, Word.UNITS] = active.units.data_ptr()
-            program.words[:, Word.COUNT] = len(active.units)
-        for index, key in enumerate(active.keys):
-            if not (self._context.stage.has(key) and len(item.rows_at(key))):
-                continue
-            place = (active.index, index)
-            mean = request.means.get(place)
-            if mean is None:
-                source = item.rows if active.op.is_in_encoder else mean_rows(item, key)
-                if source is None:
-                    request.fail(
-                        "prompt_was_chunked",
-                        "mean ablation needs the whole prompt in one step, and this engine splits it, by "
-                        "--long-prefill-token-threshold or for a draft model's rows; raise "
-                        "--max-num-batched-tokens",
-                    )
-                    return
-                mean = torch.empty(active.widths[index], device=self._context.device)
-                plan.means.append((request, place, mean))
-                own = Instructions.blank(1, Code.MEAN)
-                own.words[0, Word.UNITS] = table.address(to_device(source, mean.device))
-                own.words[0, Word.COUNT], own.words[0, Word.OUT] = len(source), table.address(mean)
-                order = in_order(item.stages[index])
-                table.add(Block(item.member, [key], [order], item.rows_at(key)[-1:], own, {}))
-                table.wait(key, order)
-            program.words[index, Word.OPERAND] = table.address(mean)
-        self._add_writes(table, item, program, None, is_last_part=True)
-
-    def _add_writes(
-        self,
-        table: TableBuilder,
-        item: OperationRows,
-        program: Instructions,
-        overflows: Overflows | None,
-        *,
-        is_last_part: bool = False,
-    ) -> None:
-        """Add the instructions of an operation that writes, given the one at each site."""
-        active = item.active
-        for indices, keys in _with_rows_alike(active.keys, self._context.stage):
-            rows = item.rows_at(keys[0])
-            if not len(rows):
-                continue
-            own = program.at(indices)
-            columns: dict[Word, Words | int] = {}
-            if active.op.kind in NARROWED_KINDS:
-                # Sites follow each other, so all of them may use the same.
-                count = max(1, int(own.words[0, Word.COUNT]))
-                factors = torch.empty(len(rows), count, device=self._context.device)
-                columns[Word.OUT] = table.address(factors) + np.arange(len(rows)) * count * factors.itemsize
-            if active.op.kind is OperationKind.PATCH:
-                positions = np.searchsorted(
-                    np.asarray(active.op.where.positions, np.int64),
-                    item.offsets_at(keys[0]) + item.span.start,
-                )
-                columns[Word.OPERAND] = own.words[:, Word.OPERAND, None] + positions * patch_bytes(active)
-            order = [in_order(item.stages[index], is_last_part=is_last_part) for index in indices]
-            self._add_write(table, item, keys, order, own, columns, overflows)
-
-    @staticmethod
-    def _add_write(
-        table: TableBuilder,
-        item: OperationRows,
-        keys: list[SiteKey],
-        order: list[int],
-        program: Instructions,
-        columns: dict[Word, Words | int],
-        overflows: Overflows | None,
-    ) -> None:
-        """Add instructions that write at sites where the rows are alike, with the rows' gates and flags."""
-        rows, gate, mask = item.rows_at(keys[0]), item.gate_at(keys[0]), item.mask_at(keys[0])
-        if gate is not None:
-            columns[Word.GATE] = table.address(gate[0]) + gate[1]
-        elif mask is not None:
-            columns[Word.GATE] = table.address(mask) + np.arange(len(rows))
-        if overflows is not None:
-            columns[Word.OVERFLOW] = table.address(overflows.at(keys[0])) + rows
-        table.add(Block(item.member, keys, order, rows, program, columns))
-
-    def _overflows(self, plan: StepPlan, work: list[OperationRows]) -> Overflows | None:
-        """Add the flags of the step's rows to the plan and return them; None if no change can overflow."""
-        items = [item for item in work if item.active.op.kind in NARROWED_KINDS]
-        if self._context.dtype is not torch.float16 or not items:
-            return None
-        spans = {id(item.span): item.span for item in items}.values()
-        segments = [Segment(span.request.request_id, span.row, span.row + span.num_rows) for span in spans]
-        overflows = Overflows.of(segments, plan.logits_rows, self._context.device)
-        plan.overflows.append(overflows)
-        return overflows
-
-    def _plan_source(self, item: OperationRows, table: TableBuilder) -> torch.Tensor:
-        """Plan the read of the values on which a write elsewhere depends; return them, ``[rows, width]``."""
-        source, key = item.active.features.source, item.active.source
-        if source is None or key is None:
-            raise RuntimeError("the operation reads where it writes")
-        width = leaf_width(source, self._context.spec)
-        values = torch.empty(len(item.rows), width, device=self._context.device)
-        table.address(values)
-        to = {Word.OUT: addresses(values.unsqueeze(1), [0])}
-        member, order = Member(item.span.request, item.active), [in_order(item.source_stage)]
-        table.add(Block(member, [key], order, item.rows, reads(values.dtype, 1), to))
-        return values
-
-    def _plan_read(
-        self, plan: StepPlan, items: list[OperationRows], staged: Staged, table: TableBuilder
-    ) -> None:
-        op, stage = items[0].active.op, self._context.stage
-        if not (stage.is_last or any(map(stage.has, items[0].active.keys))):
-            return
-        num_rows = sum(len(item.offsets) for item in items)
-        masks = [item.mask for item in items if item.mask is not None]
-        group = ReadGroup([], [], plan.add_mask(torch.cat(masks)) if masks else None)
-        start = 0
-        for item in items:
-            stop = start + len(item.offsets)
-            group.slices.append(ReadSlice(item.span.request, item.active, start, stop, item.offsets))
-            start = stop
-        overflows = None
-        if may_overflow(op, self._context.spec):
-            overflows = torch.empty(num_rows, len(op.sites), dtype=torch.bool, device=self._context.device)
-        for indices in width_classes(op, self._context.spec):
-            width = leaf_width(op.sites[indices[0]], self._context.spec)
-            shape = (
-                (num_rows, len(indices))
-                if op.kind is OperationKind.PROBE
-                else (num_rows, len(indices), width)
-            )
-            buffer = torch.empty(shape, dtype=self._context.buffer_dtype(op), device=self._context.device)
-            group.buffers.append(buffer)
-            keys = [items[0].active.keys[index] for index in indices]
-            # An earlier stage sends the values of its own sites.
-            for places, held in _with_rows_alike(keys, stage):
-                sites = [indices[place] for place in places]
-                if op.captures_states:
-                    self._read_states(items, list(zip(places, sites, strict=True)), buffer, overflows, staged)
-                else:
-                    self._add_reads(table, group, items, held, (sites, places), buffer, overflows)
-        if overflows is not None:
-            group.buffers.append(overflows)
-        plan.reads.append(group)
-
-    @staticmethod
-    def _add_reads(
-        table: TableBuilder,
-        group: ReadGroup,
-        items: list[OperationRows],
-        keys: list[SiteKey],
-        columns: tuple[list[int], list[int]],
-        buffer: torch.Tensor,
-        overflows: torch.Tensor | None,
-    ) -> None:
-        """Add the instructions that read into a buffer.
-
-        Args:
-            table: The step's instructions.
-            group: The reads.
-            items: Their operations.
-            keys: The sites' keys.
-            columns: The sites' indices, and their places in the buffer.
-            buffer: ``[rows, places, …]``.
-            overflows: ``[rows, sites]``; None if no number can be beyond the buffer's dtype.
-        """
-        sites, places = columns
-        order = [in_order(items[0].stages[site]) for site in sites]
-        table.address(buffer)
-        to = addresses(buffer, places)
-        flags = None
-        if overflows is not None:
-            table.address(overflows)
-            flags = addresses(overflows, sites)
-        own = reads(buffer.dtype, len(sites))
-        for item, piece in zip(items, group.slices, strict=True):
-            part = slice(piece.start, piece.stop)
-            words: dict[Word, Words | int] = {Word.OUT: to[:, part]}
-            if flags is not None:
-                words[Word.OVERFLOW] = flags[:, part]
-            # Of a probe, the vector is its own.
-            program = item.active.program
-            instructions = own if program is None else program.at(sites)
-            table.add(Block(item.member, keys, order, item.rows_at(keys[0]), instructions, words))
-
-    def _read_states(
-        self,
-        items: list[OperationRows],
-        places: list[tuple[int, int]],
-        buffer: torch.Tensor,
-        overflows: torch.Tensor | None,
-        staged: Staged,
-    ) -> None:
-        """Plan the reads of recurrent states, given pairs of a place in the buffer and a site's index."""
-        rows = to_device(np.concatenate([item.rows for item in items]), self._context.device)
-        for place, site in places:
-            flags = None if overflows is None else overflows[:, site]
-            kernel = GatherStates(rows, buffer[:, place], flags)
-            group = KernelGroup(kernel, [item.member for item in items])
-            staged[items[0].active.keys[site]].append((in_order(items[0].stages[site]), group))
 
 
 def _plan_samples(
@@ -627,29 +368,3 @@ def _signature(spans: list[Span]) -> tuple[object, ...] | None:
             return None
         entries.append((request.request_id, span.row, span.index))
     return tuple(entries)
-
-
-def _read_key(item: OperationRows) -> GroupKey:
-    op = item.active.op
-    form = (op.kind, item.mask is not None, item.active.keys, item.stages)
-    if op.kind is OperationKind.FEATURES:
-        return (*form, op.features)
-    if op.kind is OperationKind.LENS:
-        return (*form, op.top_k, op.targets)
-    if op.kind is OperationKind.PROBE:
-        return form
-    if item.active.detector is not None:
-        return (*form, *detector_key(item.active.detector))
-    # A run stores every step of an unreduced read and a single row of a reduced one.
-    return (*form, op.dtype, op.reduce)
-
-
-def _with_rows_alike(keys: Sequence[SiteKey], stage: Stage) -> list[tuple[list[int], list[SiteKey]]]:
-    """Divide the sites of a stage into those at which an operation's rows have the same numbers.
-
-    Each part is the places among all sites, and the keys.
-    """
-    held = [place for place, key in enumerate(keys) if stage.has(key)]
-    at_logits = [place for place in held if keys[place] == LOGITS]
-    others = [place for place in held if place not in at_logits] if at_logits else held
-    return [(own, [keys[place] for place in own]) for own in (at_logits, others) if own]

@@ -14,7 +14,7 @@ from nnsight_engine.plans.sites import LOGITS
 from nnsight_engine.plans.step.dictionary_bank import FailsAnywhere, is_failure
 from nnsight_engine.plans.step.ledger import ByteLedger, StepBytes
 from nnsight_engine.plans.step.patterns import FormOf
-from nnsight_engine.plans.step.stage import WHOLE, Stage
+from nnsight_engine.plans.step.stage import WHOLE, SiteKey, Stage
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,6 +40,10 @@ class StepContext:
     is_asynchronous: bool = False
     stage: Stage = WHOLE
     fails_anywhere: FailsAnywhere = is_failure
+
+    def width(self, key: SiteKey) -> int:
+        """Return the width of a site's value."""
+        return self.spec.hidden_size if isinstance(key, int) else leaf_width(key, self.spec)
 
     def row_bytes(self, op: PlannedOp) -> int:
         """Return the bytes of one row of a capture, at all its sites."""

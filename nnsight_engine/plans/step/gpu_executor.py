@@ -34,6 +34,13 @@ def _load(address, offsets, mask, code):
 
 
 @triton.jit
+def _load_rows(address, rows, offsets, mask, code):
+    """Return numbers of several rows, which begin at some bytes, as float32."""
+    starts = address + rows[:, None]
+    return _load(starts, offsets[None, :], mask, code)
+
+
+@triton.jit
 def _store(address, offsets, mask, code, values):
     """Store float32 numbers in a dtype."""
     if code == 0:
@@ -225,17 +232,21 @@ def _run(
         elif is_open and code == 11:  # MLP
             output = units.to(tl.pointer_type(tl.float32))
             found = tl.zeros([], tl.float32)
-            for place in range(count):
-                total = tl.zeros([BLOCK], tl.float32)
+            for first_unit in range(0, count, 8):
+                own_units = first_unit + tl.arange(0, 8)
+                is_unit = own_units < count
+                along = tl.load(output + own_units, is_unit, 0.0)
                 for start in range(0, width, BLOCK):
                     places = (start + lanes).to(tl.int64)
                     mask = places < width
                     x = _value(
                         hidden, h_stride, h_code, residual, r_stride, r_code, places, mask, HAS_RESIDUAL
                     )
-                    total += x * _load(operand, place * width + places, mask, 0)
-                along = tl.sum(total, 0) + tl.load(output + place)
-                found += tl.maximum(along, 0.0) * tl.load(output + count + place)
+                    of_units = own_units[:, None] * width + places[None, :]
+                    weights = _load(operand, of_units, is_unit[:, None] & mask[None, :], 0)
+                    along += tl.sum(x[None, :] * weights, 1)
+                along = tl.maximum(along, 0.0) * tl.load(output + count + own_units, is_unit, 0.0)
+                found += tl.sum(along, 0)
             tl.store(out.to(tl.pointer_type(tl.float32)), found)
         elif is_open and code == 14:  # MEAN
             of_rows = units.to(tl.pointer_type(tl.int64))
@@ -243,19 +254,21 @@ def _run(
                 places = (start + lanes).to(tl.int64)
                 mask = places < width
                 total = tl.zeros([BLOCK], tl.float32)
-                for place in range(count):
-                    other = tl.load(of_rows + place)
-                    total += _value(
-                        first_hidden + other * h_row, h_stride, h_code,
-                        first_residual + other * r_row, r_stride, r_code, places, mask, HAS_RESIDUAL,
-                    )  # fmt: skip
+                for first_row in range(0, count, 8):
+                    own_rows = first_row + tl.arange(0, 8)
+                    others = tl.load(of_rows + own_rows, own_rows < count, 0)
+                    both = (own_rows < count)[:, None] & mask[None, :]
+                    at = _load_rows(first_hidden, others * h_row, places * h_stride, both, h_code)
+                    if HAS_RESIDUAL:
+                        at += _load_rows(first_residual, others * r_row, places * r_stride, both, r_code)
+                    total += tl.sum(at, 0)
                 _store(out, places, mask, 0, total / count.to(tl.float32))
         elif is_open and code == 12:  # HISTORY
             _test_history(operand, out, units, count, dtype, a, b, low, high, BLOCK)
         elif is_open:  # NORM_MATCH, PROJECT, SUBSPACE, CHANGE
             num_vectors = tl.where(code == 3, count, 1)
             stride = tl.where(code == 3, dtype, 0)
-            for vector in range(num_vectors):
+            for vector in range(tl.where(code == 13, 0, num_vectors)):
                 total = tl.zeros([BLOCK], tl.float32)
                 for start in range(0, width, BLOCK):
                     places = (start + lanes).to(tl.int64)
@@ -268,9 +281,7 @@ def _run(
                         other = _load(operand, vector * stride + places, mask, 0)
                     total += x * other
                 along = tl.sum(total, 0)
-                if code == 13:
-                    factor = 1.0 + 0.0 * along
-                elif code == 1:
+                if code == 1:
                     factor = tl.sqrt(along)
                 elif code == 2:
                     factor = tl.minimum(tl.maximum(a - b * along, low - along), high - along)
@@ -289,7 +300,9 @@ def _run(
                         mask = places < width
                         change = tl.zeros([BLOCK], tl.float32)
                         for vector in range(num_vectors):
-                            factor = tl.load(out.to(tl.pointer_type(tl.float32)) + vector)
+                            factor = tl.full([], 1.0, tl.float32)
+                            if code != 13:
+                                factor = tl.load(out.to(tl.pointer_type(tl.float32)) + vector)
                             change += factor * _load(operand, vector * stride + places, mask, 0)
                         rounded = _rounded(change, h_code)
                         if is_applied == 0:

@@ -7,6 +7,8 @@ at the taps fit; the rest of their work, at the final norm, the logits and behin
 
 from __future__ import annotations
 
+import logging
+import time
 import weakref
 from collections.abc import Collection
 from typing import Final
@@ -23,6 +25,8 @@ from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.plans.step.stage import SiteKey
 from nnsight_engine.plans.step.table import Programs, Segment
 
+logger = logging.getLogger(__name__)
+
 _PER_TAP: Final = 4
 """Instructions for which the table has room, for each row and tap on the average."""
 
@@ -31,7 +35,8 @@ class GraphTable:
     """Programs of all rows at all taps.
 
     Args:
-        taps: Numbers of the taps.
+        taps: Numbers of the taps of this pipeline stage.
+        num_taps: Number of taps of all stages, which must have room for as much.
         num_rows: Most rows of a step.
         width: Width of the residual stream.
         device: The model's device.
@@ -42,9 +47,15 @@ class GraphTable:
     """
 
     def __init__(
-        self, taps: Collection[int], num_rows: int, width: int, device: torch.device, executor: Executor
+        self,
+        taps: Collection[int],
+        num_taps: int,
+        num_rows: int,
+        width: int,
+        device: torch.device,
+        executor: Executor,
     ) -> None:
-        self.max_instructions = _PER_TAP * num_rows * len(taps)
+        self.max_instructions = _PER_TAP * num_rows * num_taps
         self._places = {tap: place for place, tap in enumerate(sorted(taps))}
         self._num_rows = num_rows
         self._width = width
@@ -71,12 +82,25 @@ class GraphTable:
         """Launch what a tap does; ``hidden`` and ``residual`` are ``[rows, width]``."""
         self._executes[tap](0, min(len(hidden), self._num_rows), hidden, residual)
 
+    def serve(self, plan: StepPlan) -> None:
+        """Have the taps do what a plan says; if that fails, its requests do, and the taps do nothing."""
+        begin = time.monotonic()
+        plan.ran.update(plan.taps())
+        try:
+            self.fill(plan)
+        except Exception as error:
+            logger.exception("a plan could not be put into the table of graphs")
+            self._bounds.zero_()
+            self._filled = None
+            for span in plan.spans.values():
+                span.request.fail_by(error, "its operations could not be put into the table of a graph")
+        plan.spent_s += time.monotonic() - begin
+
     def fill(self, plan: StepPlan | None) -> None:
         """Have the taps do what a plan says, or nothing.
 
         Raises:
-            InterventionError: ``intervention_failed``: the plan has other work at the taps, or too much; they
-                then do nothing.
+            InterventionError: ``intervention_failed``: the plan has other work at the taps, or too much.
         """
         own = (
             () if plan is None else (groups[0] for key, groups in plan.groups.items() if isinstance(key, int))
@@ -124,7 +148,6 @@ class GraphTable:
                 or own.width != self._width
                 or len(own.programs.words) > self.max_instructions
             ):
-                self.fill(None)
                 raise InterventionError(
                     "intervention_failed",
                     "its operations were taken for ones that a captured graph can do; this is a defect of "
@@ -142,9 +165,14 @@ def instructions_per_row(request: ActiveRequest, taps: Collection[int], *, has_d
         taps: The taps of the whole model that are part of graphs.
         has_drafts: Whether a step may have several of its rows; tests with a history then wait for others.
     """
-    ops = [one for one in request.ops if not one.op.is_in_encoder and one.constant is not False]
-    has_slots = any(test.slot is not None for one in ops for test in one.tests)
-    if (has_slots and has_drafts) or not all(_fits(one, taps) for one in ops):
+    # Tests with slots are evaluated at every row, also where their operation does not act.
+    with_slots = {one.index for one in request.ops for test in one.tests if test.slot is not None}
+    ops = [
+        one
+        for one in request.ops
+        if not one.op.is_in_encoder and (one.constant is not False or one.index in with_slots)
+    ]
+    if (with_slots and has_drafts) or not all(_fits(one, taps) for one in ops):
         return None
     return sum(map(_num_instructions, ops))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from nnsight_engine.plans.step.active import ActiveOp
 from nnsight_engine.plans.step.answer_tracker import RowParts
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.plan import Span, StepPlan
-from nnsight_engine.plans.step.stage import SiteKey
+from nnsight_engine.plans.step.stage import SiteKey, Stage
 from nnsight_engine.plans.step.table import Member, RowArray
 from nnsight_engine.plans.step.token_masks import may_match, must_match
 from nnsight_engine.plans.where import evaluate
@@ -155,3 +156,14 @@ def mean_rows(item: OperationRows, key: SiteKey) -> RowArray | None:
 
 def _has_whole_prompt(span: Span) -> bool:
     return span.start == 0 and span.stop >= span.request.plan.prompt_len
+
+
+def with_rows_alike(keys: Sequence[SiteKey], stage: Stage) -> list[tuple[list[int], list[SiteKey]]]:
+    """Divide the sites of a stage into those at which an operation's rows have the same numbers.
+
+    Each part is the places among all sites, and the keys.
+    """
+    held = [place for place, key in enumerate(keys) if stage.has(key)]
+    at_logits = [place for place in held if keys[place] == LOGITS]
+    others = [place for place in held if place not in at_logits] if at_logits else held
+    return [(own, [keys[place] for place in own]) for own in (at_logits, others) if own]

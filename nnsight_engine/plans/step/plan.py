@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.sites import PlannedSite
 from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
 from nnsight_engine.plans.step.host_arena import HostCopy
@@ -313,18 +312,6 @@ class StepPlan:
             for group in self.groups.get(key, ()):
                 for member in group.members:
                     member.fail(error)
-
-    @contextlib.contextmanager
-    def in_graph(self) -> Iterator[None]:
-        """Have a graph do the work at the taps, filled in the block; if that raises, all requests fail."""
-        begin = time.monotonic()
-        self.ran.update(self.taps())
-        try:
-            yield
-        except InterventionError as error:
-            for span in self.spans.values():
-                span.request.fail(error.code, error.message)
-        self.spent_s += time.monotonic() - begin
 
     def fail_unreached(self) -> None:
         """Fail the requests of every site that the forward pass did not reach."""

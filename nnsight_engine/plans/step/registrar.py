@@ -199,15 +199,13 @@ class Registrar:
     def _constant_change(self, op: PlannedOp, loaded: LoadedDictionary) -> torch.Tensor | None:
         """Return what changes of features add, ``[1, width]``, if that is the same at all positions."""
         own = op.features
-        if own is None or any(gain != 1 for gain in own.gains):
+        # A change beyond float16 is found where it is made, without a wait for the device.
+        is_narrow = self._context.dtype is torch.float16
+        if own is None or is_narrow or any(gain != 1 for gain in own.gains):
             return None
         offsets = to_device(np.asarray(own.offsets, np.float32), self._context.device)
         change = loaded.selection(own.ids).constant_move(offsets)
-        if change is None:
-            return None
-        narrow = change.to(self._context.dtype).unsqueeze(0)
-        # A change beyond float16 fails the request where it is made.
-        return None if narrow.dtype is torch.float16 and not narrow.isfinite().all() else narrow
+        return None if change is None else change.to(self._context.dtype).unsqueeze(0)
 
     def _operand(
         self,
@@ -294,7 +292,7 @@ def _is_steady(active: ActiveOp, prompt_len: int) -> bool:
         # An open pattern capture stores the keys of each step, so no step equals the one before.
         last = last_position(active.op.where, prompt_len)
         return last is not None and last < prompt_len
-    return active.constant is not None and not active.op.averages_prompt
+    return active.constant is not None
 
 
 def _check_width(op: PlannedOp, tensor: torch.Tensor, widths: tuple[int, ...]) -> None:

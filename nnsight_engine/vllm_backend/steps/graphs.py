@@ -127,12 +127,15 @@ class StepGraphs:
 
     Args:
         is_cut: Whether the compiled model is cut at its taps.
-        make_table: Makes the table of full graphs with interventions; None if there are none of these.
+
+    Attributes:
+        make_table: Makes the table of full graphs with interventions; None if there are to be none of these.
+        captured: These graphs; None before they are captured.
     """
 
-    def __init__(self, *, is_cut: bool, make_table: MakeTable | None = None) -> None:
+    def __init__(self, *, is_cut: bool) -> None:
         self._modes = {CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE} if is_cut else {CUDAGraphMode.NONE}
-        self._make_table = make_table
+        self.make_table: MakeTable | None = None
         self._intervening: dict[str, int | None] = {}
         self._scheduled: Collection[str] = ()
         self._keeps_taps = False
@@ -140,12 +143,12 @@ class StepGraphs:
 
     def captures(self, mode: CUDAGraphMode) -> bool:
         """Return whether there are full graphs with interventions beside vLLM's graphs of a mode."""
-        return self._make_table is not None and mode.decode_mode() is CUDAGraphMode.FULL
+        return self.make_table is not None and mode.decode_mode() is CUDAGraphMode.FULL
 
     @contextlib.contextmanager
     def capturing(self, manager: ModelCudaGraphManager) -> Iterator[None]:
         """Capture, within the context, graphs with interventions behind the manager's own."""
-        make_table, capture = self._make_table, manager.capture
+        make_table, capture = self.make_table, manager.capture
         if make_table is None or not self.captures(manager.cudagraph_mode):
             yield
             return

@@ -113,10 +113,7 @@ class StepHandler:
         parallel = config.parallel_config
         has_taps = limits.taps != NO_TAPS
         self._config = config
-        self.graphs = StepGraphs(
-            is_cut=has_taps and cut_at_taps(config.compilation_config),
-            make_table=self._graph_table if has_taps and limits.intervention_graphs == GRAPHS else None,
-        )
+        self.graphs = StepGraphs(is_cut=has_taps and cut_at_taps(config.compilation_config))
         self._model = model = load()
         install_expert_points(model, config.model_config.hf_text_config)
         add_unembedding_bias(model)
@@ -139,6 +136,8 @@ class StepHandler:
             self._taps_of_stages = chosen_taps(limits.taps, len(points.layers))
             self.taps = frozenset(filter(points.stage.has, self._taps_of_stages))
             install_taps(points.layers, points.family, self.taps)
+            if limits.intervention_graphs == GRAPHS:
+                self.graphs.make_table = self._graph_table
         self.counts = EngineCounts()
         self.traces = traces_of_worker(points, config, limits)
         self.reports = TraceReports(self.traces)
@@ -233,7 +232,7 @@ class StepHandler:
         )
 
     def _graph_table(self, num_rows: int) -> GraphTable:
-        return self.interventions.graph_table(self.taps, num_rows)
+        return self.interventions.graph_table(self.taps, len(self._taps_of_stages), num_rows)
 
     def _facts(
         self,
@@ -328,11 +327,11 @@ class StepHandler:
         is_uncompiled = context.skip_compiled or any(one.is_uncompiled for one in self._from_stages)
         return self._after_forward(step, plan, output, EAGER if is_uncompiled else TAP)
 
-    def replay(self, step: Step, table: GraphTable, run: Callable[[], ModelOutput]) -> ModelOutput:
+    def replay(self, step: Step | None, table: GraphTable, run: Callable[[], ModelOutput]) -> ModelOutput:
         """Replay a full graph for a step with interventions, all of which fit its table.
 
         Args:
-            step: The step.
+            step: The step; None if no request of it was registered.
             table: What the graph's taps read.
             run: Replays it.
 
@@ -340,12 +339,11 @@ class StepHandler:
             As ``forward`` does.
         """
         self.step = step
-        plan = self._timed_plan(step)
-        if plan is None:
+        plan = None if step is None else self._timed_plan(step)
+        if step is None or plan is None:
             table.fill(None)
             return self.plain_forward(run)
-        with plan.in_graph():
-            table.fill(plan)
+        table.serve(plan)
         return self._after_forward(step, plan, run(), GRAPH)
 
     def _after_forward(

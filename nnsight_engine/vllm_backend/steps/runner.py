@@ -178,11 +178,15 @@ class RunnerMixin(AdaptersMixin):
         own = int(super().profile_cudagraph_memory())  # type: ignore[misc]
         return 2 * own if self.handler.graphs.captures(self.compilation_config.cudagraph_mode) else own  # type: ignore[attr-defined] # as above
 
+    def shutdown(self) -> None:
+        """Free the graphs, then what else the runner holds."""
+        if hasattr(self, "handler"):
+            self.handler.graphs.captured = None
+        super().shutdown()  # type: ignore[misc]
+
     def _replay(self, table: GraphTable, run: Callable[[], Any]) -> Any:
         """Replay a full graph with interventions."""
         self._has_called = True
-        if self._prepared is None:
-            raise RuntimeError("a step with interventions was not prepared")
         return self.handler.replay(self._prepared, table, run)
 
     def _forward(self, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -69,6 +69,7 @@ _WORKER: Final = (
             "execute_model": "scheduler_output, intermediate_tensors=None, *, dummy_run=False, **others",
             "capture_model": "*, profile_only=False",
             "profile_cudagraph_memory": "",
+            "shutdown": "",
             "prepare_inputs": "scheduler_output, batch_req_state, batch_desc, num_active_loras, **others",
             "sample": "hidden_states, input_batch, grammar_output",
             "sample_tokens": "grammar_output",
@@ -448,6 +449,7 @@ _CONFIG: Final = (
         called={"decode_mode": "", "has_piecewise_cudagraphs": ""},
     ),
     _used("vllm.config.structured_outputs:StructuredOutputsConfig", read="backend reasoning_parser"),
+    _used("vllm.triton_utils", read="dispatcher"),
     _used("vllm.platforms", read="current_platform", called={"cpu_platform_plugin": ""}),
     _used(
         "vllm.platforms.interface:Platform",

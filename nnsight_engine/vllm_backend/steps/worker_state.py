@@ -176,9 +176,9 @@ class WorkerState:
         request = self._active.get(request_id)
         return 0 if request is None else instructions_per_row(request, taps, has_drafts=has_drafts)
 
-    def graph_table(self, taps: Collection[int], num_rows: int) -> GraphTable:
-        """Return a table for full graphs with the work of some taps."""
-        return self._builder.graph_table(taps, num_rows)
+    def graph_table(self, taps: Collection[int], num_taps: int, num_rows: int) -> GraphTable:
+        """Return a table for full graphs with the work of some of the model's taps."""
+        return self._builder.graph_table(taps, num_taps, num_rows)
 
     @property
     def idle(self) -> bool:

@@ -197,7 +197,7 @@ class Case:
 
     def _change(self, row: int, words: Any, _: Any, own: Instructions, is_open: bool) -> None:
         operand = self.numbers(self.width) * self.draw.choice((1, 1, 20_000))
-        words[Word.OPERAND], words[Word.OUT] = self.address(operand), self.address(torch.empty(1))
+        words[Word.OPERAND] = self.address(operand)
         if is_open:
             self.change(row, operand, own)
 
@@ -215,7 +215,7 @@ class Case:
         words[Word.OUT] = self.result(torch.zeros(1), -((self.value(row) - mean) * scale).norm().view(1))
 
     def _mlp(self, row: int, words: Any, *_: Any) -> None:
-        count = self.draw.randint(1, 3)
+        count = self.draw.randint(1, 20)
         hidden, output = self.numbers(count, self.width), self.numbers(2, count)
         words[Word.OPERAND], words[Word.UNITS], words[Word.COUNT] = (
             self.address(hidden),

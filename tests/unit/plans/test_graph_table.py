@@ -9,15 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.plans.step.cpu_executor import executor
 from nnsight_engine.plans.step.graph_table import GraphTable
-from nnsight_engine.plans.step.instructions import DTYPE_CODES, Code, Instructions, Word
-from nnsight_engine.plans.step.plan import StepPlan
+from nnsight_engine.plans.step.instructions import DTYPE_CODES, Code, Execute, Instructions, Word
+from nnsight_engine.plans.step.plan import Span, StepPlan
 from nnsight_engine.plans.step.table import Block, TableBuilder
 from tests.unit.plans.test_groups import member
 
 CPU = torch.device("cpu")
+
+
+def executor(*table: torch.Tensor) -> Execute:
+    """Return the CPU's, whose module is slow to import."""
+    from nnsight_engine.plans.step import cpu_executor  # noqa: PLC0415
+
+    return cpu_executor.executor(*table)
+
+
 TAPS = (0, 2, 5)
 NUM_ROWS, WIDTH = 6, 3
 
@@ -45,7 +52,7 @@ def plan_of(draw: random.Random, held: list[torch.Tensor], keys: tuple[Any, ...]
 @pytest.mark.parametrize("seed", range(30))
 def test_it_does_what_plans_do_one_after_the_other(seed: int) -> None:
     draw, held = random.Random(seed), list[torch.Tensor]()
-    table = GraphTable(TAPS, NUM_ROWS, WIDTH, CPU, executor)
+    table = GraphTable(TAPS, len(TAPS), NUM_ROWS, WIDTH, CPU, executor)
     memory = [one.data_ptr() for one in table.memory]
     for _ in range(4):
         plan = None if draw.random() < 0.2 else plan_of(draw, held)
@@ -62,8 +69,11 @@ def test_it_does_what_plans_do_one_after_the_other(seed: int) -> None:
 
 def refused(table: GraphTable, plan: StepPlan) -> None:
     """See that a plan is refused, and that the table then does nothing."""
-    with pytest.raises(InterventionError, match="defect of the server"):
-        table.fill(plan)
+    request = member(1).request
+    plan.spans["0"] = Span(request, 0, 1, 0, np.empty(0, np.int32))
+    table.serve(plan)
+    assert request.failure is not None
+    assert "defect of the server" in request.failure.message
     value = torch.ones(NUM_ROWS, WIDTH)
     for tap in filter(table.has, TAPS):
         table.run(tap, value, None)
@@ -72,7 +82,7 @@ def refused(table: GraphTable, plan: StepPlan) -> None:
 
 def test_a_plan_with_other_work_is_refused_and_nothing_runs() -> None:
     draw, held = random.Random(0), list[torch.Tensor]()
-    table = GraphTable(TAPS, NUM_ROWS, WIDTH, CPU, executor)
+    table = GraphTable(TAPS, len(TAPS), NUM_ROWS, WIDTH, CPU, executor)
     table.fill(plan_of(draw, held))
     refused(table, plan_of(draw, held, keys=(1,)))
     plan = plan_of(draw, held)
@@ -84,6 +94,6 @@ def test_a_plan_with_other_work_is_refused_and_nothing_runs() -> None:
 
 def test_a_plan_that_is_too_large_is_refused() -> None:
     draw, held = random.Random(0), list[torch.Tensor]()
-    table = GraphTable(TAPS[:1], 1, WIDTH, CPU, executor)
+    table = GraphTable(TAPS[:1], 1, 1, WIDTH, CPU, executor)
     for _ in range(5):
         refused(table, plan_of(draw, held, keys=TAPS[:1]))
