@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from nnsight_engine.plans.step.graph_table import GraphTable
+from nnsight_engine.plans.step.graph_table import GraphTable, instructions_per_row
 from nnsight_engine.plans.step.instructions import DTYPE_CODES, Code, Execute, Instructions, Word
 from nnsight_engine.plans.step.plan import Span, StepPlan
 from nnsight_engine.plans.step.table import Block, TableBuilder
+from tests.unit.plans import toy_engine
+from tests.unit.plans.compiling import compiled
 from tests.unit.plans.test_groups import member
 
 CPU = torch.device("cpu")
@@ -97,3 +99,40 @@ def test_a_plan_that_is_too_large_is_refused() -> None:
     table = GraphTable(TAPS[:1], 1, 1, WIDTH, CPU, executor)
     for _ in range(5):
         refused(table, plan_of(draw, held, keys=TAPS[:1]))
+
+
+VECTOR = [1.0] * toy_engine.WIDTH
+STEER = {"op": "steer", "at": "layers.1.output", "vector": VECTOR}
+OF_STREAM = {"probe": {"at": "layers.1.output", "weights": VECTOR}, "above": 0.0}
+INSIDE = {"probe": {"at": "layers.1.mlp.output", "weights": VECTOR}, "above": 0.0}
+HISTORY = {"over": "window", "of": 3, "reduce": "mean"}
+PROMPT = {"where": {"phase": "prompt"}}
+
+
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [
+        pytest.param(STEER, 1, id="a write"),
+        pytest.param({"op": "capture", "at": "layers.*.output"}, toy_engine.LAYERS, id="reads"),
+        pytest.param({"op": "capture", "at": "logits"}, 1, id="behind the model"),
+        pytest.param({"op": "capture", "at": "layers.1.mlp.output"}, None, id="inside a layer"),
+        pytest.param({"op": "capture", "at": "layers.1.mlp.output"} | PROMPT, 0, id="of the prompt only"),
+        pytest.param(STEER | {"when": OF_STREAM}, 4, id="dot, test, join, write"),
+        pytest.param(STEER | {"when": OF_STREAM | HISTORY}, 4, id="a history"),
+        pytest.param(STEER | {"when": INSIDE}, None, id="a condition inside a layer"),
+        pytest.param(STEER | {"when": OF_STREAM | HISTORY} | PROMPT, 4, id="its test goes on"),
+        pytest.param(STEER | {"when": INSIDE | HISTORY} | PROMPT, None, id="its test goes on inside"),
+        pytest.param(STEER | {"when": INSIDE} | PROMPT, 0, id="its test ends with the prompt"),
+    ],
+)
+def test_a_request_fits_by_what_it_does_behind_the_prompt(
+    operation: dict[str, Any], expected: int | None
+) -> None:
+    engine = toy_engine.ToyEngine(random.Random(0))
+    active = engine.admit("r", compiled(operation, spec=engine.spec, prompt=[1, 2, 3]))
+    taps = range(toy_engine.LAYERS + 1)
+    assert instructions_per_row(active, taps, has_drafts=False) == expected
+    has_history = "over" in operation.get("when", {})
+    assert instructions_per_row(active, taps, has_drafts=True) == (None if has_history else expected)
+    if operation["op"] == "steer":
+        assert instructions_per_row(active, {0, 3}, has_drafts=False) in {None, 0}

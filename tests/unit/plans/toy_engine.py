@@ -27,6 +27,7 @@ from nnsight_engine.plans.step.active import ActiveRequest
 from nnsight_engine.plans.step.builder import StepBuilder
 from nnsight_engine.plans.step.collection import StepCollection, step_delivery
 from nnsight_engine.plans.step.context import StepContext
+from nnsight_engine.plans.step.graph_table import instructions_per_row
 from nnsight_engine.plans.step.host_arena import HostArena
 from nnsight_engine.plans.step.ledger import ByteLedger
 from nnsight_engine.plans.step.logits_rows import LogitsRows
@@ -34,6 +35,7 @@ from nnsight_engine.plans.step.patterns import AttentionForm
 from nnsight_engine.plans.step.plan import Span, StepPlan
 from nnsight_engine.plans.step.registrar import Registrar
 from nnsight_engine.plans.step.stage import site_key
+from nnsight_engine.plans.step.table import Segment
 from tests.e2e.fuzz.expected import Twin
 from tests.e2e.fuzz.world import World
 from tests.fakes.model_specs import tiny_spec
@@ -46,6 +48,7 @@ MARKERS: Final = AnswerMarkers({3: 2, 7: 1, 11: 3, 12: 3, 20: 1}, 2, frozenset({
 SPEC: Final = tiny_spec(
     num_layers=LAYERS, vocab_size=VOCABULARY, max_model_len=128, max_num_batched_tokens=128
 )
+NORM: Final = PlannedSite("norm.output")
 _LEAVES: Final = frozenset(
     {"embed.output", "input", "attn.output", "mlp.act", "mlp.output", "output", "norm.output", "logits"}
 )
@@ -277,6 +280,9 @@ class ToyEngine(StepEngine):
         self._rng = rng
         self._is_regular = rng.random() < 0.5
         self._is_late = rng.random() < 0.5
+        self._taps = range(spec.num_layers + 1)
+        self.table = self.builder.graph_table(self._taps, len(self._taps), 64)
+        self.num_in_graph = 0
 
     def lens_logits(self, rows: torch.Tensor) -> torch.Tensor:
         return self.model.logits(self.model.norm(rows))
@@ -337,13 +343,19 @@ class ToyEngine(StepEngine):
     ) -> list[list[int]]:
         """Run the model, and return the tokens that are sampled."""
         plan = self.builder.plan(spans)
+        in_graph = self._fits(plan, spans)
 
         def meet(name: str, value: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
             parts = name.split(".", 2)
             site = PlannedSite(parts[2], int(parts[1])) if parts[0] == "layers" else PlannedSite(name)
             if self._rng.random() < 0.5:  # a part of a larger tensor
                 value = torch.stack([value, value], dim=-1)[..., 0]
-            plan.run(site_key(site), value, residual)
+            key = site_key(site)
+            if in_graph and key != NORM:
+                if isinstance(key, int):
+                    self.table.run(key, value, residual)
+            else:
+                plan.run(key, value, residual)
             return value if residual is None else value + residual
 
         def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor) -> None:
@@ -351,6 +363,9 @@ class ToyEngine(StepEngine):
 
         for _ in range(2 if self._rng.random() < 0.2 else 1):  # vLLM may have to run a step again
             plan.ran.clear()
+            if in_graph:
+                self.table.serve(plan)
+                self.num_in_graph += 1
             rows = self.model.embedding[tokens]
             hidden = self.model.forward(rows, meet, attend)
             logits = self.model.logits(hidden[ends])
@@ -365,6 +380,18 @@ class ToyEngine(StepEngine):
         ]
         self.deliver(plan, sampled, {name: index for index, (name, *_) in enumerate(batch)})
         return sampled
+
+    def _fits(self, plan: StepPlan, spans: list[Span]) -> bool:
+        """Return whether a step could be a full graph, see ``StepGraphs``."""
+        if not spans or any(span.num_rows > 1 or span.start < span.request.plan.prompt_len for span in spans):
+            return False
+        counts = [instructions_per_row(span.request, self._taps, has_drafts=False) for span in spans]
+        known = [count for count in counts if count is not None]
+        own = [group for key in plan.taps() for group in plan.groups[key]]
+        programs = [(one.programs.bounds, one) for one in own if isinstance(one, Segment)]
+        made = sum(bounds[one.stop] - bounds[one.first] for bounds, one in programs)
+        assert len(known) < len(counts) or made <= sum(known), "more instructions than were counted"
+        return len(known) == len(counts)
 
     def collected(self, name: str, operations: Sequence[dict[str, Any]]) -> CollectedResults:
         """Return the results of a request that has run, and release what it holds."""
