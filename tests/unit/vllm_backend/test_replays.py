@@ -9,8 +9,9 @@ from typing import Any, cast
 import torch
 
 from nnsight_engine.core.engine_counts import PLAIN, EngineCounts
+from nnsight_engine.plans.step.graph_table import GraphTable
 from nnsight_engine.vllm_backend.steps.handler import StepHandler
-from tests.unit.plans.test_graph_table import CPU, NUM_ROWS, TAPS, WIDTH, GraphTable, executor, plan_of
+from tests.unit.plans.test_graph_table import CPU, NUM_ROWS, TAPS, WIDTH, executor, plan_of
 
 
 def test_a_step_whose_only_request_was_refused_is_replayed_with_an_empty_table() -> None:
