@@ -102,10 +102,8 @@ class GraphTable:
         Raises:
             InterventionError: ``intervention_failed``: the plan has other work at the taps, or too much.
         """
-        own = (
-            () if plan is None else (groups[0] for key, groups in plan.groups.items() if isinstance(key, int))
-        )
-        first = next(iter(own), None)
+        groups = {} if plan is None else plan.groups
+        first = next((own[0] for key, own in groups.items() if isinstance(key, int)), None)
         if plan is None or first is None:
             if self._filled is not None:
                 self._bounds.zero_()
@@ -115,22 +113,16 @@ class GraphTable:
             return
         segments = self._segments(plan)
         programs = next(iter(segments.values())).programs
-        places = np.fromiter(segments, np.int64)
-        firsts = np.fromiter((one.first for one in segments.values()), np.int64)
-        lengths = np.fromiter((one.stop for one in segments.values()), np.int64) - firsts
-        counts = np.zeros((len(places), self._num_rows + 1), np.int64)
-        of_programs = np.concatenate([np.arange(one.first, one.stop) for one in segments.values()])
         sizes = np.diff(programs.bounds)
-        counts[np.repeat(np.arange(len(places)), lengths), programs.rows[of_programs] + 1] = sizes[
-            of_programs
-        ]
-        counts[:, 0] = programs.bounds[firsts]
-        dense = np.zeros(self._bounds.shape, np.int64)
-        dense[places] = counts.cumsum(1)
+        bounds = np.zeros(self._bounds.shape, np.int64)
+        for place, one in segments.items():
+            own = slice(one.first, one.stop)
+            bounds[place, 0] = programs.bounds[one.first]
+            bounds[place, programs.rows[own] + 1] = sizes[own]
         num, device = len(programs.words), self._bounds.device
         self._words[:num].copy_(to_device(programs.words, device))
         self._numbers[:num].copy_(to_device(programs.numbers, device))
-        self._bounds.copy_(to_device(dense, device))
+        self._bounds.copy_(to_device(bounds.cumsum(1), device))
         self._filled = weakref.ref(programs)
 
     def _segments(self, plan: StepPlan) -> dict[int, Segment]:
