@@ -213,7 +213,8 @@ class Dictionary:
 
     def scale_of(self, x: torch.Tensor) -> torch.Tensor | float:
         """Return the factor on changes of the reconstruction of ``x``, a number or ``[rows, 1]``."""
-        return 1.0 if self.config.architecture.is_transcoder else self._scaled(x).scale
+        scale = self.constant_scale
+        return self._scaled(x).scale if scale is None else scale
 
     @property
     def constant_scale(self) -> float | None:

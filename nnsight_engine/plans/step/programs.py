@@ -31,7 +31,9 @@ def _kinds_with(*codes: Code) -> frozenset[OperationKind]:
     return frozenset(kind for kind, code in _CODES.items() if code in codes)
 
 
-NARROWED_KINDS: Final = _kinds_with(*_DEPENDENT) | {OperationKind.FEATURE}
+WITH_FACTORS: Final = _kinds_with(*_DEPENDENT)
+"""Kinds whose instruction needs room for a number of each vector, see ``Code.NORM_MATCH``."""
+NARROWED_KINDS: Final = WITH_FACTORS | {OperationKind.FEATURE}
 """Kinds of operations whose changes depend on the model's values, so that admission cannot check them."""
 ALONG_VECTOR: Final = _kinds_with(Code.NORM_MATCH, Code.PROJECT)
 """Kinds whose operand is a direction, of length 1."""

@@ -18,7 +18,14 @@ from nnsight_engine.plans.step.instructions import Code, Instructions, Word, Wor
 from nnsight_engine.plans.step.operation_rows import OperationRows, mean_rows, with_rows_alike
 from nnsight_engine.plans.step.overflows import Overflows, Segment
 from nnsight_engine.plans.step.plan import KernelGroup, StepPlan
-from nnsight_engine.plans.step.programs import NARROWED_KINDS, addresses, in_order, patch_bytes, reads
+from nnsight_engine.plans.step.programs import (
+    NARROWED_KINDS,
+    WITH_FACTORS,
+    addresses,
+    in_order,
+    patch_bytes,
+    reads,
+)
 from nnsight_engine.plans.step.stage import SiteKey
 from nnsight_engine.plans.step.table import Block, Member, TableBuilder
 
@@ -130,7 +137,7 @@ class WritePlanner:
                 continue
             own = program.at(indices)
             columns: dict[Word, Words | int] = {}
-            if active.op.kind in NARROWED_KINDS:
+            if active.op.kind in WITH_FACTORS:
                 # Sites follow each other, so all of them may use the same.
                 count = max(1, int(own.words[0, Word.COUNT]))
                 factors = torch.empty(len(rows), count, device=self._context.device)
