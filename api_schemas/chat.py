@@ -1,7 +1,6 @@
 """OpenAI's chat completion request and response with our field, for documentation and for clients.
 
-The server passes everything but ``interventions`` and ``preset`` to vLLM's own request model, which defines
-many more fields; they are not validated here.
+Everything but ``interventions`` and ``preset`` is passed to vLLM's own request model, and not validated here.
 """
 
 from __future__ import annotations

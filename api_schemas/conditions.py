@@ -38,7 +38,6 @@ class NamedDetector(DetectorName):
 
     @property
     def used(self) -> DetectorUsed | None:
-        """The detector that the name was resolved to."""
         return self._used
 
     @property
@@ -182,7 +181,7 @@ for _model in (AllOf, AnyOf, Not):
 
 
 def inner_tests(when: When, path: str = "when") -> dict[str, Test]:
-    """Return the tests of a condition by their paths, such as ``when.all.1``, from left to right."""
+    """Return the tests by their paths, such as ``when.all.1``, from left to right."""
     match when:
         case AllOf():
             inner = {f"{path}.all.{index}": one for index, one in enumerate(when.all)}

@@ -1,8 +1,7 @@
 """The schemas of stored detectors: their names, requests that create one, and its description.
 
 A detector computes a number for each position from the values at one or more points
-(``nnsight_engine.core.detector``). A name has versions, as vectors' names do: ``refusal`` is the newest,
-``refusal@2`` a specific one.
+(``nnsight_engine.core.detector``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The schemas of stored dictionaries: sparse autoencoders and transcoders, their features and labels.
 
-A name has versions, which are numbered; their numbers are immutable, and only the labels of their features
-can be replaced. Operations refer to the newest version, ``gemma``, or to a specific one, ``gemma@2``.
+The numbers of a version are immutable; only the labels of its features can be replaced.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ class DictionaryUsed(BaseModel):
 
 
 class LabelReader(Protocol):
-    """Reads the labels of a dictionary's features."""
-
     async def of(self, ids: Sequence[int]) -> dict[int, str]:
         """Return the labels of those features that have one."""
         ...
@@ -63,7 +60,6 @@ class NamedDictionary(DictionaryName):
 
     @property
     def used(self) -> DictionaryUsed | None:
-        """The dictionary that the name was resolved to."""
         return self._used
 
     @property
@@ -73,7 +69,6 @@ class NamedDictionary(DictionaryName):
 
     @property
     def labels(self) -> LabelReader | None:
-        """The labels of its features; None if it has none."""
         return self._labels
 
 

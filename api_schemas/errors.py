@@ -227,11 +227,9 @@ class ApiError(Exception):
 
     @property
     def status(self) -> int:
-        """HTTP status for this error."""
         return STATUS.get(self.code, 400)
 
     def body(self) -> ErrorResponse:
-        """Return the error in OpenAI's format."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         return ErrorResponse(
             error=ErrorInfo(message=self.message, type=kind, param=self.param, code=self.code)

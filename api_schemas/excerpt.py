@@ -1,8 +1,4 @@
-"""Short text representations of arbitrary JSON values, for error messages.
-
-Requests determine the content of such messages, so the text must be short, cheap to create and always
-encodable as UTF-8.
-"""
+"""Short texts of JSON values for error messages; requests determine them, so they must be valid UTF-8."""
 
 from __future__ import annotations
 
@@ -28,7 +24,6 @@ class _Repr(reprlib.Repr):
 
 
 def excerpt(value: object) -> str:
-    """Return the ``repr`` of a value, with long parts shortened."""
     return _encodable(_Repr().repr(value))
 
 

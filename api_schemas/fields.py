@@ -1,7 +1,7 @@
 """Field types shared by several schemas: strict numbers, bounded strings, lists that stop at the first error.
 
-JSON's ``true`` is not accepted as the number 1, and ``"1"`` is not accepted as a number. Validation of a list
-stops at its first invalid item, so that a million invalid items are one error.
+JSON's ``true`` is not accepted as the number 1, nor ``"1"`` as a number. A million invalid items are one
+error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ def _is_list(value: Any) -> str:
 
 
 def text_or_number(value: Any) -> str:
-    """Return the tag of a value that is text or a number."""
     return "text" if isinstance(value, str) else "number"
 
 

@@ -1,7 +1,6 @@
 """The field ``interventions``: a list of operations, and the function that parses it.
 
-``parse_interventions`` converts untrusted JSON to typed operations, or raises one ``ApiError`` that names the
-field. It does not depend on a model; sizes are bounded before anything is allocated for them.
+It does not depend on a model; sizes are bounded before anything is allocated for them.
 """
 
 from __future__ import annotations
@@ -83,15 +82,7 @@ _LITERAL_CODES: Final = {"dtype": ErrorCode.WRONG_DTYPE, "encoding": ErrorCode.W
 def parse_interventions(
     raw: object, limits: RequestLimits = DEFAULT_LIMITS, num_prompts: int | None = None
 ) -> tuple[Intervention, ...]:
-    """Parse the value of the field ``interventions``.
-
-    Args:
-        raw: The result of ``json.loads``; None counts as an empty list.
-        limits: The limits of the request.
-        num_prompts: The number of prompts of the request, if known.
-
-    Returns:
-        The operations, in order.
+    """Parse the untrusted value of the field ``interventions``; None counts as an empty list.
 
     Raises:
         ApiError: ``invalid_shape`` (422), ``unknown_operation``, ``not_finite``, ``wrong_encoding``,
@@ -113,11 +104,7 @@ def parse_interventions(
 
 
 class PromptOperations:
-    """A request's operations, grouped by prompt once.
-
-    Args:
-        operations: All operations, in order.
-    """
+    """A request's operations, grouped by prompt once."""
 
     def __init__(self, operations: Sequence[Intervention]) -> None:
         self._shared: list[tuple[int, Intervention]] = []
@@ -173,7 +160,6 @@ def _field(item: object, name: str) -> object:
 
 
 def _check_prompts(operations: Sequence[Intervention], num_prompts: int) -> None:
-    """Reject an operation that names a prompt twice, or one that the request does not have."""
     for index, operation in enumerate(operations):
         prompts = () if isinstance(operation, Trace) else operation.prompts or ()
         beyond = [prompt for prompt in prompts if prompt >= num_prompts]
@@ -226,7 +212,7 @@ def _parse_one(item: object, param: str, limits: RequestLimits) -> Intervention:
 
 
 def _check_lengths(item: dict[str, Any], param: str, limits: RequestLimits) -> None:
-    """Check the lengths of texts and lists, which validation would traverse and list errors for in full."""
+    """Check lengths, since validation would traverse long texts and lists and list all their errors."""
     _check_fields(item, param)
     for field, value in item.items():
         if isinstance(value, dict):

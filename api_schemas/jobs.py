@@ -24,7 +24,6 @@ class JobStatus(enum.StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether a job with this status has ended."""
         return self in _FINAL
 
 

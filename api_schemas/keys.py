@@ -1,7 +1,6 @@
 """The schemas of API keys: their tenants, scopes, tiers and limits.
 
-The secret is shown once, when a key is created; ``Key`` is the description in lists. Scopes permit routes and
-operations, and the tier determines the isolation in which a key's code runs.
+Scopes permit routes and operations, and the tier determines the isolation in which a key's code runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Limits on the size of one request's interventions, checked before anything is resolved against a model.
+"""Limits on the size of one request's interventions, checked before anything is resolved or allocated.
 
-Sizes are counted before decoding or allocating. Admission creates the limits from the server's settings and
-passes them to ``parse_interventions``, which passes them to the schemas as validation context.
+They reach the schemas through ``parse_interventions``, as validation context.
 """
 
 from __future__ import annotations

@@ -32,18 +32,12 @@ StoredName = Annotated[
 
 
 class Reference(NamedTuple):
-    """A name, and the version where one is given.
-
-    Attributes:
-        name: The name.
-        version: The version; None for the newest.
-    """
+    """A name, and the version; None for the newest."""
 
     name: str
     version: int | None = None
 
     def __str__(self) -> str:
-        """Return the text that ``parse`` reads."""
         return self.name if self.version is None else f"{self.name}@{self.version}"
 
     @classmethod
@@ -70,7 +64,6 @@ class NameOrText(Strict):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """Return the schema of both forms."""
         whole = handler.resolve_ref_schema(handler(core_schema))
         described: JsonSchemaValue = {key: whole.pop(key) for key in ("title", "description")}
         return {**described, "anyOf": [{"type": "string", "minLength": 1, "maxLength": 128}, whole]}

@@ -36,7 +36,6 @@ def points_of_names(op: Detect | Features | Feature | Stop | Flag) -> list[str]:
 
 
 def tensors_of(op: Intervention) -> dict[str, TensorInput]:
-    """Return the tensors of an operation by their paths in it, such as ``vectors.1.vector``, in order."""
     match op:
         case Steer(vectors=[*several]):
             return {f"vectors.{index}.vector": one.vector for index, one in enumerate(several)}
@@ -62,7 +61,6 @@ def with_tensors(op: Intervention, tensors: Mapping[str, TensorInput]) -> Interv
 
 
 def vectors_used(op: Intervention) -> dict[str, VectorUsed]:
-    """Return the vectors that names in an operation were resolved to, by their paths in it."""
     tensors = tensors_of(op)
     for path, test in condition_tests(op).items():
         if test.probe is not None:
@@ -75,18 +73,15 @@ def vectors_used(op: Intervention) -> dict[str, VectorUsed]:
 
 
 def condition_of(op: Intervention) -> When | None:
-    """Return the condition of an operation."""
     return op.when if isinstance(op, Write | Stop | Flag) else None
 
 
 def condition_tests(op: Intervention) -> dict[str, Test]:
-    """Return the tests of an operation's condition by their paths in it; none without a condition."""
     when = condition_of(op)
     return {} if when is None else inner_tests(when)
 
 
 def detectors_used(op: Intervention) -> dict[str, DetectorUsed]:
-    """Return the detectors that names in an operation were resolved to, by their paths in it."""
     names: dict[str, DetectorName | None] = {
         f"{path}.detector": test.detector for path, test in condition_tests(op).items()
     }
@@ -100,7 +95,6 @@ def detectors_used(op: Intervention) -> dict[str, DetectorUsed]:
 
 
 def dictionaries_used(op: Intervention) -> dict[str, DictionaryUsed]:
-    """Return the dictionaries that names in an operation were resolved to, by their paths in it."""
     names: dict[str, DictionaryName | None] = {
         f"{path}.dictionary": test.dictionary for path, test in condition_tests(op).items()
     }
@@ -114,7 +108,7 @@ def dictionaries_used(op: Intervention) -> dict[str, DictionaryUsed]:
 
 
 def features_named(op: Intervention) -> dict[str, int | str]:
-    """Return the features that an operation names, by their paths in it; ids once names are resolved."""
+    """Return the features that an operation names, by path; ids once names are resolved."""
     found = {
         f"{path}.feature": test.feature
         for path, test in condition_tests(op).items()

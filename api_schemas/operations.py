@@ -1,8 +1,8 @@
 """The operations of a request's ``interventions``, one class each.
 
-They define the syntax of a request; its meaning for a model (layers, widths, positions, tokens) is checked by
-``nnsight_engine.plans.compile.request``. Operations apply in the given order: at the same point and
-position, later ones see the effect of earlier ones.
+They define the syntax; its meaning for a model is checked by ``nnsight_engine.plans.compile.request``.
+Operations apply in the given order: at the same point and position, later ones see the effect of earlier
+ones.
 """
 
 from __future__ import annotations
@@ -137,7 +137,6 @@ class Steer(_Write):
 
     @property
     def has_bounds(self) -> bool:
-        """Whether it clamps to an interval instead of a number."""
         return self.low is not None or self.high is not None
 
 

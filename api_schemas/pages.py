@@ -36,7 +36,6 @@ class Page(BaseModel, Generic[T]):
 
     @classmethod
     def of(cls, data: Sequence[T], *, has_more: bool) -> Self:
-        """Return the page of these items."""
         items = list(data)
         ends = {"first_id": items[0].id, "last_id": items[-1].id} if items else {}
         return cls(data=items, has_more=has_more, **ends)

@@ -1,7 +1,7 @@
 """OpenAI's responses and embeddings and Anthropic's messages with our field, for documentation and clients.
 
-The server passes everything but ``interventions`` and ``preset`` to vLLM's own request models, which define
-many more fields; they are not validated here.
+Everything but ``interventions`` and ``preset`` is passed to vLLM's own request models, and not validated
+here.
 """
 
 from __future__ import annotations

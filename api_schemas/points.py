@@ -1,8 +1,8 @@
 """The string form of one or several points in a model.
 
 ``layers.10.attn.q`` names one point on every architecture; ``layers.*.output`` and ``layers.3:9.output``
-(half-open) name several, and ``layers.-1.output`` one counted from the end. This module depends on the
-grammar and the number of layers, not on the points that a model has, which the engine checks.
+(half-open) name several, and ``layers.-1.output`` one counted from the end. Which points a model has is
+checked by the engine, not here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class Point:
     layer: int = -1
 
     def __str__(self) -> str:
-        """Return the string form."""
         return point_name(self.leaf, self.layer)
 
 
@@ -45,11 +44,7 @@ class Point:
 class LayerSelection:
     """Layers by their string form: ``*``, ``4``, ``-1``, ``3:9``, ``:9``, ``-4:``.
 
-    Attributes:
-        text: The string form.
-        index: The single layer, or None for a range.
-        start: The first layer of a range, None for the model's first.
-        stop: The end of the half-open range, None for the number of layers.
+    ``index`` is None for a range; ``start`` and ``stop`` (half-open) are None for the model's first and last.
     """
 
     text: str
@@ -74,7 +69,7 @@ class LayerSelection:
         return cls(text, index, start, stop)
 
     def resolve(self, num_layers: int, param: str | None = None) -> range:
-        """Return the layers of a model with ``num_layers``; raises ApiError ``unknown_layer``.
+        """Return the layers of a model; raises ApiError ``unknown_layer``.
 
         A range past the end is refused, not shortened: it names layers that do not exist.
         """
@@ -113,16 +108,7 @@ class PointPattern:
 
     @classmethod
     def parse(cls, text: str, param: str | None = None) -> PointPattern:
-        """Parse the string form.
-
-        Args:
-            text: The text, such as ``logits`` or ``layers.3:9.output``.
-            param: The request's field, for the error.
-
-        Raises:
-            ApiError: ``unknown_point`` if the text is not a point, ``unknown_layer`` if its selection of
-                layers is invalid.
-        """
+        """Parse ``logits`` or ``layers.3:9.output``; ApiError ``unknown_point`` or ``unknown_layer``."""
         if len(text) > _MAX_LENGTH:
             raise _unknown_point(text, param)
         prefix = next((one for one in (_PREFIX, _ENCODER_PREFIX) if text.startswith(one)), None)
@@ -151,12 +137,7 @@ class PointPattern:
 
 
 def point_name(leaf: str, layer: int | None = None) -> str:
-    """Return the string form of a leaf in a layer.
-
-    Args:
-        leaf: The leaf, or a point of the whole model.
-        layer: Its layer, negative for a point of the whole model; None for all layers.
-    """
+    """Return the string form; a negative layer means the whole model, None all layers."""
     if leaf in MODEL_POINTS or (layer is not None and layer < 0):
         return leaf
     prefix = _ENCODER_PREFIX if leaf.startswith(_ENCODER_PREFIX) else _PREFIX
@@ -164,11 +145,7 @@ def point_name(leaf: str, layer: int | None = None) -> str:
 
 
 def resolve_layer(layer: int, num_layers: int, param: str | None = None) -> int:
-    """Return the layer's number from 0 on, negatives counted from the end.
-
-    Raises:
-        ApiError: ``unknown_layer`` if the model has no such layer.
-    """
+    """Return the layer, negatives counted from the end; ApiError ``unknown_layer`` if there is none."""
     resolved = layer + num_layers if layer < 0 else layer
     if not 0 <= resolved < num_layers:
         raise ApiError(

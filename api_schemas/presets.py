@@ -1,7 +1,7 @@
 """The schemas of presets: named lists of operations that the server keeps, and how requests name them.
 
 A request names presets in its body (``FIELD``), in a header (``HEADER``) and behind its model's name,
-``MODEL:PRESET``. A name has versions, which are numbered and immutable, as those of vectors are.
+``MODEL:PRESET``.
 """
 
 from __future__ import annotations
@@ -84,7 +84,6 @@ class Preset(Listed):
 
     @property
     def reference(self) -> Reference:
-        """Its name with its version."""
         return Reference(self.name, self.version)
 
 

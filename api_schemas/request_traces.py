@@ -1,7 +1,6 @@
 """The operation ``trace``: Python code that runs with a request, inside the forward pass.
 
-The code is checked where it is compiled (``nnsight_engine.vllm_backend.request_code``); here it is text, with
-variables of JSON and tensors, and limits on sizes.
+The code is checked where it is compiled (``nnsight_engine.vllm_backend.request_code``); here it is text.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The results of the operations of one choice, and where and how they were applied.
 
-They are part of every choice whose request has interventions. In a stream each chunk carries the results of
-its tokens, and the last one also carries ``applied`` and ``provenance``.
+In a stream each chunk carries the results of its tokens, and the last one also ``applied`` and
+``provenance``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Tensors in JSON: nested lists of numbers, objects with base64 data, or the names of stored vectors.
 
-Limits apply to the data that was actually sent; memory is never allocated based on a claimed shape. A tensor
-object is decoded once, during validation; ``raw`` returns the bytes.
+Limits apply to the data that was actually sent; memory is never allocated based on a claimed shape.
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ class TensorObject(Strict):
 
     @model_validator(mode="after")
     def _decode(self, info: ValidationInfo) -> Self:
-        """Check the size, decode, and compare with the shape."""
         expected = math.prod(self.shape) * DTYPE_BYTES[self.dtype]
         claimed = max(expected, len(self.data) // 4 * 3 - 2)
         _check_size(claimed, info)
@@ -124,7 +122,6 @@ class NamedTensor(TensorObject):
 
     @property
     def used(self) -> VectorUsed | None:
-        """The vector that the name was resolved to."""
         return self._used
 
 

@@ -1,8 +1,4 @@
-"""``POST /v1/tokenize``: the tokens of a text or a conversation for the served model.
-
-Positions of interventions count these tokens; ``where.tokens`` and a lens's ``targets`` name them, by id or
-by the text in this response.
-"""
+"""``POST /v1/tokenize``: the tokens of a text or a conversation for the served model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """The schemas of stored steering vectors: requests that create one, and its description.
 
-A vector has one row of numbers for each of its layers, all at points of one kind (``layers.*.output``). A
-name has versions, which are numbered and immutable; operations refer to the newest, ``joy``, or to a specific
-one, ``joy@2``.
+A vector has one row of numbers for each of its layers, all at points of one kind (``layers.*.output``).
 """
 
 from __future__ import annotations

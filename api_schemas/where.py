@@ -1,8 +1,7 @@
 """Selection of the positions at which an operation acts.
 
-Positions are absolute, because prefill and decode do not identify positions reliably: after a preemption
-generated tokens are prefilled again. Negative positions count from the prompt's end, independent of the
-generated tokens. All conditions of a clause must hold; ``exclude`` removes the positions that it matches.
+Positions are absolute, because prefill and decode do not identify them reliably: after a preemption generated
+tokens are prefilled again. Negative ones count from the prompt's end, independent of the generated tokens.
 """
 
 from __future__ import annotations

@@ -1,5 +1,3 @@
-"""``python -m app``: the command line without its console script."""
-
 from __future__ import annotations
 
 import sys

@@ -1,12 +1,9 @@
-"""Network addresses: which of them only this machine reaches."""
-
 from __future__ import annotations
 
 import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

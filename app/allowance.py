@@ -1,9 +1,7 @@
-"""The limit of a finite resource, for one tenant and for all of them, and the error beyond it.
+"""The limit of a finite resource: all tenants together may use N units, one tenant a share of N, rounded up.
 
-One rule for all resources: of N units, all tenants together may use N, and one tenant a share of N, rounded
-up. The share does not grow while other tenants are idle, so that a later tenant still gets its own. On a
-server without keys there is one tenant, with the empty name, which may use everything. Usage is counted where
-the resource is used; this module only computes limits.
+The share does not grow while other tenants are idle, so that a later tenant still gets its own. A server
+without keys has one tenant, with the empty name, which may use everything.
 """
 
 from __future__ import annotations
@@ -23,15 +21,7 @@ _SEND_AGAIN: Final = "send this one again later"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Allowance:
-    """The limits of one resource.
-
-    Attributes:
-        what: The units, for messages: ``queued jobs``, ``bytes of vectors``.
-        total: The number of units that all tenants together may use.
-        each: The number of units that one tenant may use.
-        code: The code of the error beyond that.
-        then: The client's next step, for messages.
-    """
+    """Limits of one resource; ``what`` (its units) and ``then`` (the client's next step) are for messages."""
 
     what: str
     total: int
@@ -48,28 +38,22 @@ class Allowance:
         code: ErrorCode = ErrorCode.QUEUE_FULL,
         then: str = _SEND_AGAIN,
     ) -> Self:
-        """Return the allowance of a resource with ``total`` units, of which a tenant may use a share."""
         return cls(what, total, part_of(total, share), code, then)
 
     def most(self, tenant: str) -> int:
-        """Return the number of units that a tenant may use."""
         return self.each if tenant else self.total
 
     def permits(self, tenant: str, own: int, more: int = 1) -> bool:
-        """Return whether a tenant's share permits ``more`` units in addition to the ``own`` ones it uses."""
         return not tenant or own + more <= self.each
 
     def check(self, tenant: str, own: int, more: int = 1) -> None:
-        """Raise ApiError with ``code`` unless ``permits`` is true."""
         if not self.permits(tenant, own, more):
             raise self._exceeded(f"The tenant {tenant!r}", self.each, own, more)
 
     def has_room(self, used: int, more: int = 1) -> bool:
-        """Return whether the total permits ``more`` units in addition to the ``used`` ones of all tenants."""
         return used + more <= self.total
 
     def check_total(self, used: int, more: int = 1) -> None:
-        """Raise ApiError with ``code`` unless ``has_room`` is true."""
         if not self.has_room(used, more):
             raise self._exceeded("This server", self.total, used, more)
 
@@ -78,16 +62,7 @@ class Allowance:
 
 
 def limit_message(who: str, most: int, what: str, used: int, more: int, then: str) -> str:
-    """Return the message for an exceeded limit on concurrent use; all such limits share it.
-
-    Args:
-        who: The holder of the limit: ``The tenant 'acme'``.
-        most: The limit.
-        what: Its units.
-        used: The number of units in use.
-        more: The number of further units requested.
-        then: The client's next step.
-    """
+    """Return the message for an exceeded limit; ``who`` holds it: ``The tenant 'acme'``."""
     asked = "" if more == 1 else f", and this asks for {more} more"
     return f"{who} may have {most} {what} and has {used}{asked}; {then}."
 

@@ -1,8 +1,4 @@
-"""Reads request bodies, and enforces every limit before the work it bounds.
-
-The size is counted while reading; ``body_json`` checks and parses JSON. Routes call ``read_object``
-once per request; routes whose bodies are not JSON call ``read_bytes`` or ``stream_bytes``.
-"""
+"""Reads request bodies, and enforces every limit before the work it bounds."""
 
 from __future__ import annotations
 
@@ -28,13 +24,7 @@ _SMALL_BYTES: Final = 16 * 1024
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """The limits of one body.
-
-    Attributes:
-        max_bytes: The maximum size in bytes.
-        max_depth: The maximum nesting depth of arrays and objects.
-        idle_s: The longest pause between two chunks, in seconds; None for no limit.
-    """
+    """Limits of one body; ``idle_s`` is the longest pause between two chunks, None for no limit."""
 
     max_bytes: int
     max_depth: int
@@ -42,15 +32,10 @@ class BodyLimits:
 
 
 async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
-    """Read the request's body and parse it as a JSON object.
+    """Read the request's body as a JSON object; raises the errors of ``read_bytes`` and of the checks.
 
-    Returns:
-        The JSON object.
-
-    Raises:
-        ApiError: ``bad_request`` (wrong content type), ``body_too_large``, ``upload_timed_out``,
-            ``json_too_deep``, ``not_finite``, ``invalid_json``, ``invalid_shape``.
-        ClientDisconnect: The client disconnected before the end of the body.
+    The checks' codes are ``bad_request`` (wrong content type), ``json_too_deep``, ``not_finite``,
+    ``invalid_json``, ``invalid_shape``.
     """
     check_media_type(request, "application/json")
     body = await read_bytes(request, limits.max_bytes, limits.idle_s)
@@ -67,7 +52,6 @@ async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
 
 
 def check_media_type(request: Request, expected: str) -> None:
-    """Raise ApiError unless the request's body has the content type ``expected``."""
     media_type = request.headers.get("content-type", "").split(";", maxsplit=1)[0].strip().lower()
     if media_type != expected:
         message = f"A request needs the header 'Content-Type: {expected}', got {media_type!r}."
@@ -75,13 +59,7 @@ def check_media_type(request: Request, expected: str) -> None:
 
 
 async def read_bytes(request: Request, max_bytes: int, idle_s: float | None = None) -> bytearray:
-    """Read the request's body, at most ``max_bytes`` of it.
-
-    Args:
-        request: A request whose body has not been read.
-        max_bytes: The maximum size.
-        idle_s: The longest pause between two chunks; a client that vanished in the middle of an upload sends
-            no disconnect.
+    """Read the request's body; ``idle_s`` bounds pauses: a client that vanished sends no disconnect.
 
     Raises:
         ApiError: ``body_too_large``, ``upload_timed_out``, ``rate_limit_exceeded`` (the server already holds

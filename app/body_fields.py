@@ -1,10 +1,6 @@
 """Bounds the number of values in the fields of a JSON body before anything validates them.
 
-The cost of validation depends on the number of values, not on the number of bytes: a megabyte of empty
-objects takes longer than a hundred megabytes of base64. Each field is therefore limited in its number of
-objects and lists and in its number of values, and lists of numbers that represent a tensor are converted to a
-tensor object, which is a single string. ``body`` applies this to small bodies, ``body_process`` to large
-ones.
+Validation costs by values, not bytes: a megabyte of empty objects takes longer than a hundred of base64.
 """
 
 from __future__ import annotations
@@ -32,13 +28,9 @@ _MAX_RANK: Final = 3
 
 
 class FieldLimits(msgspec.Struct, frozen=True):
-    """Limits on the content of one body.
+    """Limits on the content of one body; ``max_prompt_ids`` counts all prompts together.
 
-    Attributes:
-        max_depth: Nesting depth of arrays and objects.
-        max_objects: Objects and lists in one field.
-        max_values: Items in all objects and lists of one field together.
-        max_prompt_ids: Token ids of all prompts together.
+    ``max_objects`` counts objects and lists, and ``max_values`` the items in all of them, for each field.
     """
 
     max_depth: int
@@ -48,16 +40,11 @@ class FieldLimits(msgspec.Struct, frozen=True):
 
     @property
     def min_bytes(self) -> int:
-        """Bytes that a body needs at least to exceed one of the counts: an item and a separator each."""
         return 2 * min(self.max_objects, self.max_values, self.max_prompt_ids)
 
 
 def checked(body: dict[str, Any], limits: FieldLimits) -> dict[str, Any]:
-    """Convert tensors in a body to tensor objects and check the counts of its fields.
-
-    Raises:
-        ApiError: ``invalid_value``, ``invalid_shape``, ``not_finite``.
-    """
+    """Convert long lists of numbers to tensor objects, and check the counts; raises ApiError."""
     for name in _TENSOR_FIELDS & body.keys():
         body[name] = _with_tensors(body[name], name, is_tensor=name not in _HOLDERS)
     for name, value in body.items():
@@ -92,10 +79,7 @@ def _too_many(name: str, what: str, most: int, setting: str) -> ApiError:
 
 
 def _with_tensors(value: Any, path: str, *, is_tensor: bool) -> Any:
-    """Return a value with its long lists of numbers as tensor objects.
-
-    Recursion is bounded by the depth of a body, which is checked before.
-    """
+    """Recursion is bounded by the depth of a body, which is checked before."""
     if isinstance(value, dict):
         inner = value.items()
         are_named = is_tensor and path == "vectors"
@@ -111,13 +95,7 @@ def _with_tensors(value: Any, path: str, *, is_tensor: bool) -> Any:
 
 
 def _as_tensor(value: list[Any], path: str) -> Any:
-    """Return a list of numbers, nested up to three deep, as a float32 tensor object.
-
-    A list that is short or ragged is returned unchanged.
-
-    Raises:
-        ApiError: The list is long and contains values other than numbers that float32 can represent.
-    """
+    """Return numbers, nested up to three deep, as a float32 tensor object; others are unchanged."""
     shape, rows = [len(value)], [value]
     while len(shape) < _MAX_RANK and {type(one) for row in rows for one in row} == {list}:
         rows = [one for row in rows for one in row]

@@ -1,7 +1,6 @@
 """JSON of request bodies: the nesting depth is checked before parsing, because the parser recurses.
 
-Numbers that JSON does not define (NaN, infinities) are rejected while parsing. ``body`` uses it for small
-bodies, ``body_process`` for large ones.
+Numbers that JSON does not define (NaN, infinities) are rejected while parsing.
 """
 
 from __future__ import annotations
@@ -56,7 +55,6 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def _field_with_lone_surrogate(body: Any) -> str | None:
-    """Return the name of the field that contains a lone surrogate in its value or in its name."""
     for name, value in body.items() if isinstance(body, dict) else ():
         try:
             json.dumps({name: value}, ensure_ascii=False).encode()
@@ -66,7 +64,6 @@ def _field_with_lone_surrogate(body: Any) -> str | None:
 
 
 def check_depth(body: bytes | bytearray, max_depth: int) -> None:
-    """Raise ApiError, ``json_too_deep``, for a body that ``exceeds_depth``."""
     if exceeds_depth(body, max_depth):
         raise ApiError(
             ErrorCode.JSON_TOO_DEEP,
@@ -75,10 +72,9 @@ def check_depth(body: bytes | bytearray, max_depth: int) -> None:
 
 
 def exceeds_depth(body: bytes | bytearray, max_depth: int) -> bool:
-    """Return whether arrays and objects nest deeper than ``max_depth``, in linear time.
+    """Return whether arrays and objects nest too deep, in linear time and in chunks of bounded memory.
 
-    Counts brackets outside strings, up to the position at which a parser would report an error. Works in
-    chunks, so that a hostile body costs no more memory than an ordinary one.
+    Counts brackets outside strings, up to the position at which a parser would report an error.
     """
     if body.count(b"[") + body.count(b"{") <= max_depth:
         return False

@@ -1,9 +1,6 @@
 """Parses large bodies in a separate process, started by ``large_bodies`` with ``python -m``.
 
-Parsing JSON holds the GIL from the first byte to the last, so that parsing in a thread blocks the event loop
-all the same. This process parses and checks a body, then answers with JSON that is quick to parse: large
-lists of numbers have become a single string, and bodies with too many values were rejected. It handles one
-body at a time and exits with the server.
+The answer is JSON that is quick to parse, since the event loop does: tensors are a single string.
 """
 
 from __future__ import annotations
@@ -51,7 +48,6 @@ def _answer(limits: FieldLimits, body: bytes) -> tuple[bool, bytes]:
 
 
 def serve(requests: BinaryIO, responses: BinaryIO) -> None:
-    """Answer requests until the input pipe is closed."""
     gc.disable()  # parsed JSON has no reference cycles, and collecting takes longer than parsing
     os.nice(_NICENESS)
     end_before_server()

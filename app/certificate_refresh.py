@@ -1,7 +1,4 @@
-"""Reads the certificate of TLS again when its files have changed, for ``--enable-ssl-refresh``.
-
-Connections that exist keep theirs. Started by ``serve_command`` beside the server.
-"""
+"""Reads the certificate of TLS again when its files have changed, for ``--enable-ssl-refresh``."""
 
 from __future__ import annotations
 
@@ -19,13 +16,9 @@ POLL_S: Final = 2.0
 
 
 async def refresh_certificate(config: uvicorn.Config, poll_s: float = POLL_S) -> None:
-    """Watch the files of a server's configuration, until cancelled.
+    """Watch the files until cancelled; existing connections keep the old certificate.
 
     Polls, because the files may be replaced together with the folder or the link that they lie behind.
-
-    Args:
-        config: The configuration, with a certificate.
-        poll_s: The time between two looks at the files.
     """
     read = _stamps(config)
     while True:

@@ -1,5 +1,3 @@
-"""``nnsight-engine check``: the certificate of a model, as a table and as JSON."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -39,16 +37,7 @@ _SHOWN: Final = 4
 
 
 def run(request: CheckRequest, arguments: Sequence[str], json_file: Path | None) -> int:
-    """Check a model and print its certificate; returns the exit status, 0 if nothing is wrong.
-
-    Args:
-        request: What is compared.
-        arguments: vLLM's own options.
-        json_file: The file for the certificate as JSON; None for none.
-
-    Raises:
-        CommandError: The check cannot be carried out.
-    """
+    """Check a model, print its certificate, and return the exit status, 0 if nothing is wrong."""
     set_engine_defaults()
     errors, console = Console(stderr=True, highlight=False), Console(highlight=False)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -71,7 +60,6 @@ def run(request: CheckRequest, arguments: Sequence[str], json_file: Path | None)
 
 
 def _engine_arguments(model: str, options: Sequence[str]) -> dict[str, Any]:
-    """Return the engine arguments that were given as options of vLLM's command line."""
     parse = importlib.import_module("app.engine.vllm_arguments").parse
     kind: type[EngineArgs] = importlib.import_module("vllm").EngineArgs
     given, default = (kind.from_cli_args(parse([model, *one])) for one in (options, ()))
@@ -80,7 +68,6 @@ def _engine_arguments(model: str, options: Sequence[str]) -> dict[str, Any]:
 
 
 def print_certificate(certificate: Certificate, console: Console) -> None:
-    """Print the comparisons of each point in a row, the reasons of those that are not ok, and the sum."""
     subjects: dict[str, dict[str, Finding]] = {}
     for one in certificate.findings:
         subjects.setdefault(one.subject, {})[one.what] = one

@@ -1,8 +1,4 @@
-"""The command line: ``nnsight-engine serve | check | keys | chat | lens | steer | run-batch | vectors | …``.
-
-Imports nothing heavy: the modules that run ``serve`` and ``keys`` take seconds to import, and are imported
-once their options have been read.
-"""
+"""The command line; imports nothing heavy: a command's module is imported after its options are read."""
 
 from __future__ import annotations
 
@@ -35,7 +31,6 @@ _COMMANDS.add_typer(TERMINAL)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
     arguments = ["--help" if one == "-h" else one for one in (sys.argv[1:] if argv is None else argv)]
     try:
         status = _COMMANDS(arguments, prog_name="nnsight-engine", standalone_mode=False)
@@ -70,12 +65,10 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Run a command."""
     del version
 
 
 def _value(value: Any) -> Any:
-    """Reject a value that looks like an option: the real value is missing."""
     if isinstance(value, str) and value.startswith("-"):
         raise typer.BadParameter(f"it needs a value, got the option {value}")
     return value
@@ -91,7 +84,6 @@ def _replica_option(description: str) -> Any:
 
 
 def _flags(context: typer.Context) -> list[str]:
-    """Return the names of the command's own options."""
     return [flag for one in context.command.params for flag in one.opts]
 
 

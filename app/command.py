@@ -1,7 +1,6 @@
-"""The entry point of the command line, run by the console script ``nnsight-engine`` and by ``python -m app``.
+"""The entry point of the command line, which imports nothing heavy.
 
-vLLM spawns its engine process, which imports the parent's main module again. The main module is therefore
-this one, which imports nothing heavy: the command line is imported only in the process that runs a command.
+vLLM's engine process imports the parent's main module again, and must not import the command line.
 """
 
 from __future__ import annotations
@@ -15,6 +14,5 @@ logging.getLogger("vllm").setLevel(logging.ERROR)
 
 
 def main() -> int:
-    """Run the command line and return its exit status."""
     status: int = importlib.import_module("app.cli").main()
     return status

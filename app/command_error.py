@@ -1,5 +1,3 @@
-"""The error of a command that cannot run, also for invalid settings."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
@@ -11,18 +9,11 @@ from app.settings import Settings, misspelt_variable
 
 
 class CommandError(Exception):
-    """A command that cannot run; the message says what to change."""
+    """A command that cannot run; the message says how to change it."""
 
 
 def read_settings(options: Mapping[str, Any] | None = None) -> Settings:
-    """Return the settings of the environment and the command line.
-
-    Args:
-        options: Settings that the command line sets.
-
-    Raises:
-        CommandError: One is wrong, or a variable has a misspelt name.
-    """
+    """Return the settings of the environment, overridden by ``options``; CommandError if one is wrong."""
     misspelt = misspelt_variable()
     if misspelt is not None:
         name, setting = misspelt
@@ -34,7 +25,6 @@ def read_settings(options: Mapping[str, Any] | None = None) -> Settings:
 
 
 def _settings_error(error: ValidationError, options: Collection[str]) -> CommandError:
-    """Return the error for the first invalid setting."""
     first = error.errors(include_url=False)[0]
     name = ".".join(map(str, first["loc"]))
     problem = f"{first['msg']}, got {first['input']!r}; see docs/settings.md"

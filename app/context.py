@@ -1,5 +1,3 @@
-"""The components that routes need, reached through the application and never through a global."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -57,7 +55,7 @@ _READS: Final = frozenset({"GET", "HEAD"})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Context:
-    """The components of one server; two servers in one process have one each."""
+    """The components of one server, reached through the application and never through a global."""
 
     settings: Settings
     engine: EngineClient

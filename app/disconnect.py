@@ -1,7 +1,7 @@
 """Cancellation of work when the client disconnects or the request's deadline has passed.
 
-Cancellation is asyncio's own and arrives once, so that an engine may await in ``finally`` to clean up;
-anyio's task groups, which starlette's streaming response uses, would cancel those awaits too.
+It is asyncio's own and arrives once, so that an engine may await in ``finally``; anyio's task groups, which
+starlette's streaming response uses, would cancel those awaits too.
 """
 
 from __future__ import annotations
@@ -21,13 +21,9 @@ T = TypeVar("T")
 async def while_connected(
     receive: Receive, work: Coroutine[Any, Any, T], deadline: RequestDeadline | None = None
 ) -> T:
-    """Run ``work``; cancel it and raise if the client disconnects or the request is ended first.
+    """Run ``work``; cancel it, wait for it, and raise if the client disconnects or the deadline is reached.
 
-    Waits for the cancelled work. The request's body must have been read: other messages are discarded.
-
-    Raises:
-        ClientDisconnect: The client disconnected before ``work`` was done.
-        ApiError: ``deadline`` was reached before that; its ``error``.
+    The request's body must have been read: other messages are discarded.
     """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(disconnected(receive))

@@ -1,8 +1,4 @@
-"""Converts every exception to OpenAI's error object, or Anthropic's on the routes of its API.
-
-The handlers here and ``GateMiddleware`` together cover all exceptions, so that clients never see another
-format. Internal details appear only in the log.
-"""
+"""Converts exceptions to OpenAI's or Anthropic's error object; internal details are only logged."""
 
 from __future__ import annotations
 
@@ -62,12 +58,10 @@ def error_fields(error: ApiError) -> dict[str, Any]:
 
 
 def error_bytes(error: ApiError) -> bytes:
-    """Return the error as ASCII JSON."""
     return _json({"error": error_fields(error)})
 
 
 def message_error_bytes(error: ApiError) -> bytes:
-    """Return the error in the form of Anthropic's API, with our fields beside its own."""
     fields = error_fields(error)
     named = {**fields, "type": _TYPES_OF_MESSAGES.get(fields["type"], fields["type"])}
     return _json({"type": "error", "error": named})
@@ -78,7 +72,6 @@ def _json(body: dict[str, Any]) -> bytes:
 
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
-    """Return a response with the error's status, and with Retry-After where waiting helps."""
     sent = dict(headers or {})
     if error.code in _CHALLENGES:
         sent.setdefault("WWW-Authenticate", _CHALLENGES[error.code])
@@ -97,7 +90,6 @@ class _ErrorResponse(Response):
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response, in the form of the API that is asked."""
         note_error(scope, self._error.code)
         if scope["path"].startswith(MESSAGES):
             self.body = message_error_bytes(self._error)
@@ -106,15 +98,7 @@ class _ErrorResponse(Response):
 
 
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send, *, code: int) -> None:
-    """Answer a request, or a WebSocket that is not accepted yet, with an error.
-
-    Args:
-        error: The error.
-        scope: The connection's scope.
-        receive: The connection's receive callable.
-        send: The connection's send callable.
-        code: The close code of a WebSocket, if the server does not support denial responses.
-    """
+    """Answer a request, or an unaccepted WebSocket; ``code`` closes one if denial responses are missing."""
     if scope["type"] == "websocket" and "websocket.http.response" not in scope.get("extensions", {}):
         await send({"type": "websocket.close", "code": code, "reason": error.code})
         return
@@ -122,12 +106,10 @@ async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send, *,
 
 
 def error_frame(error: ApiError) -> str:
-    """Return the error as an event of a stream whose status was already sent."""
     return f"data: {error_bytes(error).decode('ascii')}\n\n"
 
 
 def internal_error() -> ApiError:
-    """Return the error for an internal failure, without any details."""
     return ApiError(
         ErrorCode.INTERNAL,
         "The server failed on this request and has logged why; the request may be sent again.",
@@ -143,16 +125,7 @@ def problem_text(problems: Sequence[Mapping[str, Any]]) -> str:
 
 
 def validated(model: type[T], value: object, limits: RequestLimits | None = None) -> T:
-    """Validate a body as its model.
-
-    Args:
-        model: The model of the route.
-        value: The parsed JSON.
-        limits: Limits of the tensors in it.
-
-    Raises:
-        ApiError: ``invalid_shape``, or the code of the problem that the model itself reported.
-    """
+    """Validate a body as its model; raises ``invalid_shape``, or the code that the model itself reported."""
     try:
         return model.model_validate(value, context=limits)
     except ValidationError as error:
@@ -165,7 +138,6 @@ def validated(model: type[T], value: object, limits: RequestLimits | None = None
 
 
 def _place(value: object, problem: Mapping[str, Any]) -> list[str]:
-    """Return the location in the body of a problem that pydantic or one of our models reported."""
     field = problem.get("ctx", {}).get("field", "") if problem["type"] in _OUR_CODES else ""
     place = path_in(value, problem["loc"], keep_last=problem["type"] == "missing")
     return [*place, *field.split(".")] if field else place

@@ -1,9 +1,4 @@
-"""Detects, counts and logs stalls of the event loop, from another thread.
-
-Everything that a server does depends on its event loop. A blocking computation that should have run elsewhere
-otherwise only shows as slow responses for all clients. The log has one sentence for each stall, and at
-``DEBUG`` where the loop's thread was.
-"""
+"""Detects, counts and logs stalls of the event loop, from another thread."""
 
 from __future__ import annotations
 
@@ -25,18 +20,12 @@ _MAX_FRAMES: Final = 12
 
 
 class StallCounter(Protocol):
-    """A counter of stalls."""
-
     def count_stall(self, seconds: float, *, is_new: bool) -> None:
         """Count a new stall, or the continuation of a stall that is already counted."""
 
 
 class EventLoopWatchdog:
-    """Watches the event loop of the thread that constructs it.
-
-    Args:
-        counted: The counter of stalls, or None.
-    """
+    """Watches the event loop of the thread that constructs it."""
 
     def __init__(self, counted: StallCounter | None) -> None:
         self._counted = counted
@@ -47,7 +36,7 @@ class EventLoopWatchdog:
 
     @property
     def lag_s(self) -> float:
-        """How long the loop is overdue, in seconds beyond its interval."""
+        """The delay of the loop, in seconds beyond its interval."""
         return max(0.0, time.monotonic() - self._beat - _HEARTBEAT_S)
 
     async def beat(self) -> None:

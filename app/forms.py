@@ -21,16 +21,9 @@ _MAX_FIELD_BYTES: Final = 64 * 1024
 def read_form(
     body: bytes, content_type: str, names: Collection[str], what: str
 ) -> tuple[dict[str, str], tuple[str, bytes]]:
-    """Return a form's fields, and its file's name and content.
+    """Return a form's fields, and its file's name and content; errors are ``bad_request``.
 
-    Args:
-        body: The form.
-        content_type: Its content type, with the boundary.
-        names: The fields that it may have beside the file.
-        what: Its purpose, for messages: ``a vector``.
-
-    Raises:
-        ApiError: ``bad_request``.
+    ``names`` are the fields that it may have; ``what`` is its purpose, for messages: ``a vector``.
     """
     fields: dict[str, str] = {}
     files: list[tuple[str, bytes]] = []

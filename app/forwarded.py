@@ -1,8 +1,7 @@
-"""Translates the header ``Forwarded`` (RFC 7239) to ``X-Forwarded-For`` and ``-Proto`` for uvicorn.
+"""Translates ``Forwarded`` (RFC 7239) to the ``X-Forwarded`` headers of uvicorn, which decides about trust.
 
-A proxy sets one of the two kinds of header and passes the other on unchanged, as forged by a client. The
-server therefore reads only the kind that its operator configured. Which peers are trusted is decided by
-uvicorn.
+A proxy sets one kind of header and passes the other on unchanged, as forged by a client: only the kind that
+the operator configured is read.
 """
 
 from __future__ import annotations
@@ -21,10 +20,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 def as_x_forwarded(headers: Headers) -> Headers:
-    """Return the headers with the content of ``Forwarded`` in place of the ``X-Forwarded`` headers.
-
-    A malformed header is ignored, so that the client is the peer of the connection.
-    """
+    """Return the translated headers; without a well-formed one the client is the peer of the connection."""
     text = ",".join(value.decode("latin-1") for name, value in headers if name == _NAME)
     others = [(name, value) for name, value in headers if name not in _OTHERS]
     hops = _hops(text)
@@ -37,7 +33,6 @@ def as_x_forwarded(headers: Headers) -> Headers:
 
 
 def _hops(text: str) -> list[dict[str, str]]:
-    """Return the parameters of each hop by name, or an empty list if the text is malformed."""
     hops: list[dict[str, str]] = [{}]
     place = 0
     while place < len(text):
@@ -54,7 +49,6 @@ def _hops(text: str) -> list[dict[str, str]]:
 
 
 def _address(node: str) -> str:
-    """Return the address of a node without its port."""
     if node.startswith("["):
         return node[1:].partition("]")[0]
     return node.partition(":")[0] if node.count(":") == 1 else node

@@ -1,9 +1,8 @@
-"""Checks the ``Host`` and ``Origin`` of requests while the server has no keys.
+"""Checks the ``Host`` and ``Origin`` of requests while the server has no keys and admits local callers.
 
-A server without keys admits every caller on its machine, including browsers there, which show pages from
-untrusted sites. Such a page can make a name of its own resolve to this machine (DNS rebinding), so the host
-name of a request must be one of this machine's. Requests from pages of another origin are rejected on every
-route. If the server has keys, the key alone authorizes a request.
+A page in a local browser can make a name of its own resolve to this machine (DNS rebinding), so the host
+name of a request must be one of this machine's, and other origins are rejected on every route. With keys,
+the key alone authorizes a request.
 """
 
 from __future__ import annotations
@@ -32,28 +31,14 @@ _POLICY_VIOLATION: Final = 1008
 
 
 class Authority(NamedTuple):
-    """A host and its port, of a URL or of the header ``Host``.
-
-    Attributes:
-        name: In lower case, an IPv6 address without brackets.
-        port: Empty for a default port: behind a proxy that terminates TLS, only the browser knows which
-            default applies.
-    """
+    """A host, in lower case and IPv6 without brackets, and its port, empty for a default one."""
 
     name: str
     port: str
 
 
 class HostMiddleware:
-    """Rejects requests to foreign host names and from pages of other origins, while the server has no keys.
-
-    Args:
-        app: The wrapped application.
-        settings: The address on which the server listens and its further names.
-        are_keys_required: Returns whether the server has keys; called only for requests that would be
-            rejected.
-        allowed_origins: Origins whose pages may call the server although it has no keys.
-    """
+    """Rejects foreign host names and origins without keys; asks for these only before it rejects."""
 
     def __init__(
         self,
@@ -71,7 +56,6 @@ class HostMiddleware:
         self._has_keys = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection."""
         if scope["type"] in _CONNECTIONS:
             refusal = self._refusal(HTTPConnection(scope))
             if refusal is not None and not await self._requires_keys():

@@ -1,8 +1,4 @@
-"""Options of vLLM's server that concern HTTP: how it listens, other origins, middleware, the log.
-
-vLLM's own server does not run here, so its options are applied to this one, with the same meaning. Read by
-``serve_command`` before the application is made.
-"""
+"""Options of vLLM's server that concern HTTP, applied to this server with the same meaning."""
 
 from __future__ import annotations
 
@@ -25,16 +21,9 @@ _HIDDEN_LEVELS: Final = {"debug", "trace"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """Changes to the application.
+    """Changes to the application, before it is made.
 
-    Attributes:
-        allowed_origins: Origins whose pages may call the server; ``*`` for all of them.
-        allowed_methods: Methods that these may use.
-        allowed_headers: Headers that these may send.
-        allow_credentials: Whether browsers send cookies of such a page, and keys that they store.
-        middleware: Functions ``(request, call_next)`` and classes of ASGI middleware, the outermost last.
-        has_docs: Whether the API's documentation is served.
-        repeats_request_ids: Whether an answer has the ``x-request-id`` of its request.
+    ``allow_credentials`` lets browsers send cookies and stored keys; ``middleware`` has the outermost last.
     """
 
     allowed_origins: tuple[str, ...] = ()
@@ -47,11 +36,7 @@ class HttpOptions:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> HttpOptions:
-        """Return the options among vLLM's parsed arguments; imports the middleware.
-
-        Raises:
-            CommandError: An option has no meaning, or a middleware cannot be imported.
-        """
+        """Return the options among vLLM's parsed arguments; imports the middleware; raises CommandError."""
         names = ("allowed_origins", "allowed_methods", "allowed_headers")
         return cls(
             **{name: _texts(name, getattr(args, name)) for name in names},
@@ -79,11 +64,7 @@ class HttpOptions:
 
 
 def listening_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the keywords of ``server_config``: a Unix socket, TLS, the limits on heads.
-
-    Raises:
-        CommandError: A file of TLS is missing, or a limit is not positive.
-    """
+    """Return the keywords of ``server_config``; CommandError for a missing file of TLS or a wrong limit."""
     options: dict[str, Any] = {"head_limits": _head_limits(args)}
     if args.uds:
         return {**options, "uds": args.uds}
@@ -103,11 +84,7 @@ def listening_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def log_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the keywords of ``limit_logs``.
-
-    Raises:
-        CommandError: uvicorn would log headers, which contain keys.
-    """
+    """Return the keywords of ``limit_logs``; CommandError if uvicorn would log headers, which have keys."""
     if args.uvicorn_log_level in _HIDDEN_LEVELS:
         raise CommandError(
             f"--uvicorn-log-level {args.uvicorn_log_level} is not supported: uvicorn logs headers at this "

@@ -1,8 +1,4 @@
-"""Serializes responses as JSON that every client can parse: no NaN, no infinity, no lone surrogates.
-
-Models overflow, and users' code saves arbitrary values. Non-finite numbers become null, as in results of
-operations; lone surrogates, which UTF-8 cannot encode, become escapes, as in printed text.
-"""
+"""Responses as JSON for all clients: non-finite numbers become null, lone surrogates become escapes."""
 
 from __future__ import annotations
 
@@ -19,12 +15,9 @@ _PIECE_ITEMS: Final = 2000
 
 
 class Rows:
-    """A list of an answer, which ``json_bytes`` makes and serializes in pieces.
+    """A list that is serialized in pieces; ``make`` returns the rows of a range.
 
-    Args:
-        num_rows: Its length.
-        row_size: Numbers per row, or objects of one.
-        make: Returns the rows from one index up to another.
+    ``row_size`` counts the numbers or objects of one row.
     """
 
     def __init__(self, num_rows: int, row_size: int, make: Callable[[int, int], Iterable[Any]]) -> None:
@@ -33,7 +26,6 @@ class Rows:
         self._make = make
 
     def pieces(self) -> Iterator[tuple[list[Any], int]]:
-        """Yield the rows, with the number of their items."""
         step = max(1, _PIECE_ITEMS // self._row_size)
         for start in range(0, self._num_rows, step):
             rows = list(self._make(start, min(start + step, self._num_rows)))
@@ -45,7 +37,6 @@ _AT_ONCE: Final = 128 * 1024
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with lone surrogates, which UTF-8 cannot encode, as escapes."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -60,10 +51,7 @@ def json_text(value: Any, default: Callable[[Any], Any] | None = None) -> str:
 
 
 async def encoded_json(value: Any) -> bytes:
-    """Return a request's JSON encoded again; the event loop runs meanwhile, however large it is.
-
-    A thread would not do: the encoder keeps the interpreter's lock.
-    """
+    """Return a request's JSON again while the event loop runs; in a thread the encoder would keep the GIL."""
     encoded, until_pause = bytearray(), _AT_ONCE
     for piece in _pieces(value):
         encoded += piece.encode()
@@ -74,7 +62,6 @@ async def encoded_json(value: Any) -> bytes:
 
 
 def _pieces(value: Any) -> Iterator[str]:
-    """Yield the JSON of a value in pieces of bounded size."""
     if isinstance(value, dict):
         for index, (key, item) in enumerate(value.items()):
             yield f"{', ' if index else '{'}{json.dumps(key)}: "

@@ -1,7 +1,6 @@
-"""The command line for keys: ``nnsight-engine keys create | adopt | list | limit | rotate | revoke``.
+"""``nnsight-engine keys``, on the server's database, whether or not the server runs.
 
-It works on the server's database, whether or not the server runs. A new key is written to standard output
-alone, so that a script can capture it; all messages go to standard error.
+Only a new key is written to standard output, so that a script can capture it.
 """
 
 from __future__ import annotations
@@ -44,12 +43,7 @@ Work = Callable[[Keys], Awaitable[T]]
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run one command.
-
-    Raises:
-        CommandError: The command cannot be performed.
-        typer.TyperException: The arguments are wrong.
-    """
+    """Run one command; raises CommandError, or typer.TyperException for wrong arguments."""
     settings = read_settings()
     try:
         _COMMANDS(list(arguments), prog_name="nnsight-engine keys", standalone_mode=False, obj=settings)
@@ -60,11 +54,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 async def has_keys(settings: Settings) -> bool:
-    """Return whether a key was ever created for this server.
-
-    Raises:
-        DatabaseError: The database cannot be opened.
-    """
+    """Return whether a key was ever created for this server; raises DatabaseError."""
     return await _on_keys(settings, Keys.are_required)
 
 
@@ -84,8 +74,6 @@ async def _opened(settings: Settings) -> AsyncIterator[Database]:
 
 
 def _change(settings: Settings, command: str, subject: str, work: Work[Changed]) -> Changed:
-    """Perform a change and record it in the audit log."""
-
     async def changing() -> Changed:
         async with _opened(settings) as database:
             changed = await work(Keys(KeyStore(database)))
@@ -257,7 +245,6 @@ def _limits(text: str) -> Limits:
 
 
 def _number(text: str) -> float | str:
-    """Return the text as a number, or unchanged if it is not one; validation of the limits reports that."""
     try:
         return int(text) if text.isdecimal() else float(text)
     except ValueError:

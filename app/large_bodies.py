@@ -1,8 +1,7 @@
-"""Parses large bodies in child processes, because parsing JSON in a thread blocks the event loop too.
+"""Parses large bodies in child processes, because parsing JSON in a thread holds the GIL.
 
-A process that takes too long, or whose client has disconnected, is killed, and the next body gets a new one.
-Tenants take turns, and no tenant occupies more than its share of the processes. The number of waiting bodies
-is bounded by their bytes, which are counted as they are received.
+A process that takes too long, or whose client has disconnected, is killed. Tenants take turns, and each has a
+share of the processes. Waiting bodies are bounded by their bytes.
 """
 
 from __future__ import annotations
@@ -39,14 +38,6 @@ _MAX_REUSE_BYTES: Final = 16 * 2**20
 
 
 class LargeBodyReader:
-    """Parses large bodies for one server.
-
-    Args:
-        limits: Limits of one body.
-        environment: The environment of the processes.
-        processes: The number of processes, in total and for one tenant.
-    """
-
     def __init__(self, limits: FieldLimits, environment: Mapping[str, str], processes: Allowance) -> None:
         self.limits = limits
         self._environment = environment
@@ -54,15 +45,7 @@ class LargeBodyReader:
         self._idle: list[asyncio.subprocess.Process] = []
 
     async def read(self, body: bytes | bytearray, tenant: str = "") -> dict[str, Any]:
-        """Return a body's JSON object.
-
-        Args:
-            body: The complete body.
-            tenant: The tenant that the process is counted for; none if empty.
-
-        Raises:
-            ApiError: The errors of ``body.read_object``; ``rate_limit_exceeded`` if parsing takes too long.
-        """
+        """Return a body's JSON object; raises as ``read_object`` does, or ``rate_limit_exceeded``."""
         async with self._slots.request(tenant, object(), may_exceed_queue=True):
             try:
                 async with asyncio.timeout(_LIMIT_S):
@@ -79,12 +62,10 @@ class LargeBodyReader:
         raise ApiError(ErrorCode(code), message, param)
 
     async def close(self) -> None:
-        """Kill the idle processes."""
         while self._idle:
             await _end(self._idle.pop())
 
     async def _response(self, body: bytes | bytearray) -> tuple[bool, bytes]:
-        """Return the response of an idle process, or of a new one if none is idle or it has died."""
         if self._idle:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
                 return await self._response_of(self._idle.pop(), body)

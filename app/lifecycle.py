@@ -1,9 +1,6 @@
-"""Tracks the phase of the server and its requests in flight, and starts, restarts and closes the engine.
+"""Tracks the server's phase and requests in flight; starts, restarts and closes the engine.
 
-The engine loads in the background, so that the port answers from the first second. An engine that dies is
-restarted within the same server, a limited number of times and with increasing delays: see
-``docs/decisions/0030-another-engine.md``. ``create_app`` owns the one instance; the signal handler calls
-``begin_drain`` at the first signal.
+It loads in the background, so that the port answers at once: ``docs/decisions/0030-another-engine.md``.
 """
 
 from __future__ import annotations
@@ -29,8 +26,6 @@ _ERROR_DELIVERY_S: Final = 3.0
 
 
 class Phase(enum.StrEnum):
-    """The state of the server."""
-
     STARTING = "starting"
     READY = "ready"
     RESTARTING = "restarting"
@@ -43,31 +38,24 @@ class Startable(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether requests are served; False while starting and after death."""
+        """False while starting and after death."""
 
     @property
     def alive(self) -> bool:
-        """Whether it has not died; True before and while it starts."""
+        """True before and while it starts."""
 
-    async def start(self) -> None:
-        """Start; raises an exception if that fails."""
+    async def start(self) -> None: ...
 
-    async def died(self) -> None:
-        """Wait until it has died."""
+    async def died(self) -> None: ...
 
-    async def close(self) -> None:
-        """Stop and release all resources."""
+    async def close(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restarts:
-    """The restart policy of an engine.
+    """At most ``most`` restarts within ``window_s``; then the server is dead.
 
-    Attributes:
-        most: The maximum number of restarts within ``window_s``; after that the server is dead.
-        window_s: The age in seconds after which a death is no longer counted.
-        delay_s: The delay in seconds before the first restart, doubled for each further death within the
-            window.
+    ``delay_s`` doubles for each further death within the window.
     """
 
     most: int = 0
@@ -76,16 +64,9 @@ class Restarts:
 
 
 class Lifecycle:
-    """The phase of one server.
+    """The phase of one server, and its engine.
 
-    Args:
-        engine: The engine to start, to watch and to close.
-        on_engine_failure: Called once, with the reason, if the engine does not start or dies too often, so
-            that a command line can end the process.
-        restarts: The restart policy; by default the engine is never restarted.
-
-    Attributes:
-        num_restarts: The number of successful restarts.
+    ``on_engine_failure`` is called once, if the engine does not start or dies too often.
     """
 
     def __init__(
@@ -135,11 +116,7 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def serving(self, deadline: RequestDeadline | None = None) -> Iterator[None]:
-        """Count one request or job as in flight for the duration of the block.
-
-        Args:
-            deadline: The deadline that ends it if the drain times out; None if it is ended by other means.
-        """
+        """Count one request or job as in flight; ``deadline`` ends it if the drain times out."""
         self._num_in_flight += 1
         self._idle.clear()
         if deadline is not None:
@@ -155,15 +132,10 @@ class Lifecycle:
                 self._idle.set()
 
     def start(self, then: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """Start the engine in the background; called inside the running event loop.
-
-        Args:
-            then: Run in the background after each start of an engine; cancelled when that engine dies.
-        """
+        """Start the engine, in the running loop; ``then`` runs after each start, until the engine dies."""
         self._tasks = [asyncio.create_task(self._keep_engine(then), name="engine-start")]
 
     async def started(self) -> None:
-        """Wait until the engine has started or has failed to start."""
         await self._has_started.wait()
 
     def begin_drain(self) -> None:
@@ -171,7 +143,6 @@ class Lifecycle:
         self._is_draining = True
 
     def give_up(self) -> None:
-        """Stop waiting for requests in flight while draining."""
         self._is_draining = True
         self._given_up.set()
 
@@ -207,14 +178,12 @@ class Lifecycle:
             await asyncio.sleep(0.01)
 
     async def close(self) -> None:
-        """Close the engine, whatever the state of its start."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._engine.close()
 
     async def _keep_engine(self, then: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
-        """Start the engine, and restart it each time it dies."""
         serves = await self._begin()
         while serves:
             self._has_started.set()
@@ -233,7 +202,6 @@ class Lifecycle:
                 self._on_engine_failure(self._failure)
 
     async def _restart(self) -> bool:
-        """Restart the engine; return False if the server is draining or the restart policy is exhausted."""
         self._is_restarting = True
         while not self._is_draining:
             delay_s = self._delay_s()

@@ -30,23 +30,15 @@ probes.
 
 
 class Settable(Protocol):
-    """A socket, or asyncio's wrapper of one."""
-
-    def setsockopt(self, level: int, name: int, value: int, /) -> None:
-        """Set an option."""
+    def setsockopt(self, level: int, name: int, value: int, /) -> None: ...
 
 
 def listening_socket(config: uvicorn.Config, *, stall_s: float = 60.0) -> socket.socket:
     """Bind the address of ``config``, with TCP_NODELAY set on all connections.
 
-    uvicorn's own socket names no protocol, so asyncio does not recognize it as TCP and leaves Nagle's
-    algorithm on: small pieces of a stream then wait for the client's delayed acknowledgement, 40 ms on Linux.
-
-    Args:
-        config: uvicorn's configuration.
-        stall_s: How long sent data may stay unacknowledged, or unsent because the client reads nothing,
-            before the connection is closed. The data would otherwise stay in memory with the connection,
-            even after the end of the request.
+    uvicorn's own socket names no protocol, so asyncio leaves Nagle's algorithm on: small pieces of a stream
+    then wait for the client's delayed acknowledgement, 40 ms on Linux. ``stall_s`` bounds unsent and
+    unacknowledged data, which would otherwise stay in memory after the request.
     """
     sock = config.bind_socket()
     if config.uds:
@@ -58,12 +50,7 @@ def listening_socket(config: uvicorn.Config, *, stall_s: float = 60.0) -> socket
 
 
 def detect_lost_peer(sock: Settable, *, stall_s: float = 60.0) -> None:
-    """Let the kernel close connections whose peer vanished without a FIN, by keep-alive and a user timeout.
-
-    Args:
-        sock: A connection, or a listening socket, whose connections inherit the options.
-        stall_s: See ``listening_socket``.
-    """
+    """Let the kernel close connections whose peer vanished; those of a listening socket inherit it."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in {**_KEEP_ALIVE, "TCP_USER_TIMEOUT": round(stall_s * _MS)}.items():
         if hasattr(socket, name):  # Linux has all of them
@@ -72,13 +59,7 @@ def detect_lost_peer(sock: Settable, *, stall_s: float = 60.0) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeadLimits:
-    """Limits on the heads of requests.
-
-    Attributes:
-        max_bytes: The maximum size of a request line with its headers, and of a body's framing between two
-            pieces of content.
-        max_headers: The maximum number of headers.
-    """
+    """``max_bytes`` bounds a request line with its headers, and a body's framing between two pieces."""
 
     max_bytes: int = MAX_HEAD_BYTES
     max_headers: int = MAX_HEAD_BYTES
@@ -87,29 +68,15 @@ class HeadLimits:
 def protocol_with_head_limits(
     head_s: float, *, reads_forwarded: bool = False, limits: HeadLimits | None = None
 ) -> type[asyncio.Protocol]:
-    """Return uvicorn's HTTP protocol with limits on the duration and size of a request's head.
+    """Return uvicorn's HTTP protocol with limits on the duration (``head_s``) and size of a request's head.
 
-    uvicorn itself waits indefinitely, and each silent connection occupies a file descriptor. It also parses
-    an incomplete line again with each piece that arrives, at quadratic cost.
-
-    Args:
-        head_s: The time limit for a head, in seconds.
-        reads_forwarded: Whether the proxies send the client's address in ``Forwarded``.
-        limits: Other limits than the default ones.
+    uvicorn waits indefinitely, with a file descriptor, and parses an incomplete line at quadratic cost.
     """
     chosen = {"head_s": head_s, "reads_forwarded": reads_forwarded, "limits": limits or HeadLimits()}
     return type("HeadLimitedProtocol", (_HeadLimitedProtocol,), chosen)
 
 
 class _HeadLimitedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with limits on a request's head.
-
-    Attributes:
-        head_s: The time limit for a head, in seconds.
-        reads_forwarded: See ``protocol_with_head_limits``.
-        limits: The limits on its size.
-    """
-
     head_s: ClassVar[float]
     reads_forwarded: ClassVar[bool] = False
     limits: ClassVar[HeadLimits] = HeadLimits()
@@ -121,7 +88,6 @@ class _HeadLimitedProtocol(HttpToolsProtocol):
     _is_refused = False
 
     def data_received(self, data: bytes) -> None:
-        """Process received data in pieces, counting the bytes without progress."""
         while data and not self._is_refused and not self.transport.is_closing():
             room = self.limits.max_bytes - self._num_bytes
             if room <= 0:

@@ -114,19 +114,13 @@ def create_app(
 ) -> FastAPI:
     """Return the server for one engine; its lifespan starts and closes the engine and the store.
 
+    ``app.state.context.lifecycle.begin_drain()`` rejects new work ahead of the shutdown.
+
     Args:
-        settings: The server's settings.
-        engine: The engine client, not started yet.
-        store: The store of large results; created from the settings if None. An engine that stores results
-            must share it.
-        on_engine_failure: Called with the reason if the engine does not start or dies too often, e.g. to end
-            the process.
+        store: The store of large results, which the engine must share; created from the settings if None.
+        on_engine_failure: Called with the reason if the engine does not start or dies too often.
         local: The engine for traces of models of the transformers library, not started yet.
         given_keys: Keys beside those of the database.
-        http: Options of other origins, middleware and documentation; the defaults if None.
-
-    Returns:
-        The application. ``app.state.context.lifecycle.begin_drain()`` rejects new work ahead of the shutdown.
     """
     store, http = store or new_store(settings), http or HttpOptions()
     restarts = Restarts(
@@ -255,7 +249,6 @@ def create_app(
 def _watch_job(
     metrics: Metrics, engine: EngineClient, tracing: Tracing | None, run: RequestContext, traceparent: str
 ) -> RunOver:
-    """Begin the span of a job's run; return a callback that counts the run and ends the span."""
     span = None if tracing is None else tracing.begin_job(run, traceparent)
 
     def over(ended: JobStatus | None) -> None:
@@ -271,7 +264,6 @@ def _watch_job(
 def _process_engines(
     settings: Settings, engine: EngineClient, local: LocalTraceEngine | None
 ) -> list[TraceProcesses]:
-    """Return the engines that run traces in processes of their own, beside the server."""
     beside: list[TraceProcesses] = [] if local is None else [local]
     vllm = engine.trace_engines().get(SessionTraces.name)
     if vllm is None:
@@ -289,7 +281,6 @@ def _process_engines(
 
 
 def field_limits(settings: Settings) -> FieldLimits:
-    """Return the limits on the content of bodies."""
     return FieldLimits(
         settings.max_json_depth,
         settings.max_field_objects,
@@ -299,7 +290,6 @@ def field_limits(settings: Settings) -> FieldLimits:
 
 
 def new_store(settings: Settings) -> ResultStore:
-    """Return the result store that the settings describe."""
     return ResultStore(
         settings.result_dir,
         ttl_s=settings.result_ttl_s,
@@ -309,7 +299,6 @@ def new_store(settings: Settings) -> ResultStore:
 
 
 async def _after_start(context: Context) -> None:
-    """Do what an engine that has started makes possible, beside its first requests."""
     stores = ExampleStores(context.vectors, context.detectors, context.dictionaries)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(start_sandbox(context.settings, context.engine, context.keys))

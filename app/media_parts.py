@@ -22,7 +22,6 @@ _SOURCES: Final = {
 
 
 def content_parts(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the parts of all contents of a body, texts included."""
     for name, value in fields.items():
         if name == _CONTENT and isinstance(value, list):
             yield from (part for part in value if isinstance(part, dict))

@@ -1,7 +1,6 @@
 """The gate in front of the routes: rejects requests while not ready, counts them, handles escaped errors.
 
-Plain ASGI rather than starlette's ``BaseHTTPMiddleware``, which costs a task group per request and hides
-disconnects from the routes below.
+``BaseHTTPMiddleware`` would cost a task group per request and hide disconnects from the routes below.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ _TRY_AGAIN_LATER: Final = 1013
 class GateMiddleware:
     """Admits API requests while the server can serve them, and counts them until their last byte.
 
-    Args:
-        app: The wrapped application.
-        lifecycle: Decides what is rejected, and counts the requests in flight.
-        request_timeout_s: The time limit of a POST request.
+    ``request_timeout_s`` applies to POST requests only.
     """
 
     def __init__(self, app: ASGIApp, lifecycle: Lifecycle, request_timeout_s: float) -> None:
@@ -45,7 +41,6 @@ class GateMiddleware:
         self._request_timeout_s = request_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection."""
         if scope["type"] not in {"http", "websocket"}:
             await self._app(scope, receive, send)
             return
@@ -79,9 +74,6 @@ class GateMiddleware:
         return self._lifecycle.refusal()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":
-            await self._app(scope, receive, send)
-            return
         context, has_started = context_of(scope), False
 
         async def watched_send(message: Message) -> None:
@@ -94,10 +86,10 @@ class GateMiddleware:
         try:
             await self._app(scope, receive, watched_send)
         except ClientDisconnect:
-            logger.info("client disconnected: %s %s", scope["method"], scope["path"])
+            logger.info("client disconnected: %s %s", scope.get("method", "WEBSOCKET"), scope["path"])
         except Exception:
             # After the status was sent, no error can be reported; the server closes the connection.
-            if has_started:
+            if has_started or scope["type"] == "websocket":
                 raise
             logger.exception("unhandled error: %s %s", scope["method"], scope["path"])
             await error_response(internal_error())(scope, receive, send)

@@ -1,4 +1,4 @@
-"""The model in the arguments of ``serve``: where it is named, and what its config.json says without vLLM."""
+"""The model in the arguments of ``serve``, and the facts that its config.json tells without vLLM."""
 
 from __future__ import annotations
 
@@ -38,13 +38,7 @@ _MAX_LEN_KEYS: Final = (
 
 
 def split_model(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the model, None if it is absent, and the options; a file of options comes first among them.
-
-    The model is the first argument or the option ``--model``. A file of options may name it too.
-
-    Raises:
-        CommandError: It is given twice.
-    """
+    """Return the model, first argument or ``--model``, and the options, first those of a file."""
     first = arguments[0] if arguments and not arguments[0].startswith("-") else None
     option, options = _taken("--model", arguments[1:] if first is not None else arguments)
     file, options = _taken(CONFIG, options)
@@ -54,7 +48,6 @@ def split_model(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _taken(name: str, options: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return an option's value, None if it is not given, and the other options."""
     for index, one in enumerate(options):
         if one.startswith(f"{name}="):
             return one.removeprefix(f"{name}="), [*options[:index], *options[index + 1 :]]
@@ -64,17 +57,7 @@ def _taken(name: str, options: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def check_model(model: str, args: argparse.Namespace, taps: str) -> None:
-    """Check that a model exists and that options fit its config.json.
-
-    Args:
-        model: A folder or a name on the Hub.
-        args: vLLM's options.
-        taps: The choice of taps.
-
-    Raises:
-        CommandError: There is no such model, or an option cannot be met.
-        UnsupportedOptionError: The taps name layers that it does not have.
-    """
+    """Check that a model exists (CommandError) and that options and taps fit its config.json."""
     config = _config(model, args)
     if config and not args.hf_overrides and not args.hf_config_path:
         _check_fit(config, args, taps)

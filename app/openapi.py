@@ -1,8 +1,4 @@
-"""Completes the OpenAPI document for routes that read their body themselves.
-
-The OpenAI routes parse their own bodies, to enforce limits on size and depth, so FastAPI cannot see the
-fields of these requests. The documentation models of ``api_schemas`` are added to the schema here.
-"""
+"""Completes the OpenAPI document for routes that read their body themselves, to enforce size and depth."""
 
 from __future__ import annotations
 
@@ -67,12 +63,10 @@ _DOCUMENTED: Final[tuple[type[BaseModel], ...]] = (
 
 
 def schema_of(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the reference to a documented model."""
     return {"$ref": _REF.format(model=model.__name__)}
 
 
 def json_body(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the documentation of a JSON body that a route reads itself."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema_of(model)}}}}
 
 
@@ -98,12 +92,10 @@ _MEANINGS: Final = {
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the documentation of the errors that a route may respond with."""
     return {status: {"model": ErrorResponse, "description": _MEANINGS[status]} for status in statuses}
 
 
 def event_schema(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of one server-sent event of a stream; ``data`` is the schema of its data."""
     return {
         "type": "object",
         "description": "One event.",
@@ -113,12 +105,7 @@ def event_schema(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def json_events(model: type[BaseModel], *, last: str | None = None) -> dict[str, Any]:
-    """Return the schema of events whose data is JSON of a model.
-
-    Args:
-        model: The model.
-        last: The word that ends the stream; such a stream may have an error before it.
-    """
+    """Return the schema of events; ``last`` ends the stream, which then may have an error before it."""
     content = schema_of(model)
     if last is not None:
         content = {"anyOf": [content, schema_of(ErrorResponse)]}
@@ -163,7 +150,6 @@ class DocumentedApp(FastAPI):
     """A FastAPI application whose schema includes the models that routes only refer to."""
 
     def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI schema, built once."""
         if self.openapi_schema is None:
             schema = super().openapi()
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})

@@ -1,8 +1,6 @@
 """OpenAPI links: which ids in a response are parameters of which other routes.
 
-Generated clients and tests follow them. ``DocumentedApp`` adds them to its document; a link whose route or
-response does not exist raises KeyError when the document is built. Links cannot express ids below names
-chosen by the request, such as the URL of a captured tensor.
+A link without a route or a response raises KeyError when the document is built.
 """
 
 from __future__ import annotations
@@ -85,7 +83,6 @@ LINKS: Final[Mapping[tuple[str, int], Links]] = {
 
 
 def add_links(paths: dict[str, dict[str, dict[str, Any]]]) -> None:
-    """Add the links to a document's paths."""
     for (source, status), links in LINKS.items():
         responses = _operation(paths, source)["responses"]
         for target, parameters in links.items():

@@ -1,8 +1,4 @@
-"""Serves pages for browsers with a strict content security policy.
-
-By its policy a page may load and run this server's own scripts, connect to this server, and nothing else. The
-playground and the API's documentation are served this way.
-"""
+"""Serves pages with a strict policy: they may use this server's own scripts and this server, nothing else."""
 
 from __future__ import annotations
 
@@ -46,34 +42,18 @@ _NOT_MODIFIED: Final = 304
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asset:
-    """One static file.
-
-    Attributes:
-        content: The bytes of the file.
-        media_type: Their media type.
-        etag: A hash of them, quoted as in the ``ETag`` header.
-    """
-
     content: bytes
     media_type: str
     etag: str
 
 
 def asset(content: bytes, name: str) -> Asset:
-    """Return a file as an asset; the suffix of its name determines the media type."""
     kind = _TYPES[name.rpartition(".")[2]]
     return Asset(content, kind, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
 
 
 def answer(found: Asset, cache: str, held: str, **directives: str) -> Response:
-    """Return a file as a response, or 304 if the browser has it already.
-
-    Args:
-        found: The file.
-        cache: The ``Cache-Control`` header.
-        held: The request's ``If-None-Match``.
-        directives: Overrides of the policy's directives, with underscores for hyphens.
-    """
+    """Return a file, or 304 if it is ``held`` already; ``directives`` replace those of the policy."""
     own = {name.replace("_", "-"): value for name, value in directives.items()}
     policy = "; ".join(f"{name} {value}" for name, value in {**_DIRECTIVES, **own}.items())
     headers = {**_HEADERS, "Content-Security-Policy": policy, "Cache-Control": cache, "ETag": found.etag}

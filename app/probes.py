@@ -1,10 +1,8 @@
 """Answers health and metrics requests on a thread of their own, even while the main event loop is blocked.
 
-The thread accepts all connections and peeks at their first bytes. Connections that begin with a request for
-health or metrics stay on it; all others are passed to the main loop before anything has been read from them.
-A probe is forwarded to the application in the main loop, which answers as usual; if the loop is blocked, the
-thread answers from the state that it can access by itself. With TLS the bytes say nothing, and the main loop
-gets all connections. Created and closed by ``server``.
+The thread peeks at the first bytes of all connections, and passes all others to the main loop unread. A probe
+is forwarded to the application there; if the loop is blocked, the thread answers from its own state. With TLS
+the bytes say nothing, and the main loop gets all connections.
 """
 
 from __future__ import annotations
@@ -54,20 +52,10 @@ MakeProtocol = Callable[[], asyncio.Protocol]
 
 
 class ProbeServer:
-    """Accepts the connections of one listening socket and keeps those of probes.
+    """Has the interface of asyncio's servers that uvicorn uses; made in the main loop.
 
-    Has the interface of asyncio's servers that uvicorn uses.
-
-    Args:
-        sock: A bound socket; starts to listen.
-        config: uvicorn's configuration, loaded; its application answers.
-        make: Creates the protocol of a connection in the main loop, which is the running one.
-        watch: The watchdog of the main loop.
-        lifecycle: The source of the server's phase.
-        metrics: Exposed by the thread while the main loop is blocked; None if only the main loop can expose
-            them.
-        head_s: How long a client may stay silent, in seconds.
-        default_headers: Returns the current default headers of a response, including the date.
+    ``metrics`` are exposed by the thread while that is blocked, None if only the main loop can. ``make``
+    creates a connection's protocol there. ``head_s`` bounds a client's silence.
     """
 
     def __init__(
@@ -102,10 +90,12 @@ class ProbeServer:
         self._state = ServerState()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._run, name="probes", daemon=True)
+
+    def start(self) -> None:
+        """Accept connections from now on."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop accepting connections, and close those of probes."""
         if self._thread.is_alive():
             stopping = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
             try:
@@ -115,8 +105,8 @@ class ProbeServer:
         self._sock.close()
 
     async def wait_closed(self) -> None:
-        """Wait until the thread has ended."""
-        await asyncio.to_thread(self._thread.join, _CLOSE_S)
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join, _CLOSE_S)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -210,8 +200,6 @@ async def _readable(loop: asyncio.AbstractEventLoop, connection: socket.socket) 
 
 
 class _Answers:
-    """The ASGI application of the probe thread, which forwards to the server's application."""
-
     def __init__(
         self,
         app: ASGIApp,
@@ -228,7 +216,6 @@ class _Answers:
         self._admitted_at: dict[bytes, float] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request by the application in the main loop, or here if that loop is blocked."""
         messages: list[Message] = []
         here = asyncio.get_running_loop()
         is_probe = scope["path"] in {LIVE, *READY, METRICS}
@@ -293,8 +280,6 @@ def _caller(scope: Scope) -> bytes:
 def _across(
     call: Callable[..., Awaitable[Any]], loop: asyncio.AbstractEventLoop
 ) -> Callable[..., Awaitable[Any]]:
-    """Return a function that awaits ``call`` in ``loop``, from any other loop."""
-
     async def crossing(*args: Any) -> Any:
         async def called() -> Any:
             return await call(*args)

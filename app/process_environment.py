@@ -1,7 +1,6 @@
 """Environment variables of this process and of the processes that it starts: engines, traces and replicas.
 
-vLLM and its libraries read their options from variables. Beside ``settings`` this is the only module that
-reads or sets any.
+Beside ``settings`` this is the only module that reads or sets any.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ def set_engine_log(path: str) -> None:
 
 
 def set_engine_log_level(level: str) -> None:
-    """Set the lowest level that vLLM logs, in this process and in those that it starts."""
     os.environ["VLLM_LOGGING_LEVEL"] = level
     logging.getLogger("vllm").setLevel(level)
 
@@ -74,12 +72,10 @@ ADAPTER_UPDATES: Final = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 
 def may_update_adapters() -> bool:
-    """Return whether the operator has allowed that LoRA adapters are loaded at run time."""
     return _is_on(ADAPTER_UPDATES)
 
 
 def may_exceed_max_model_len() -> bool:
-    """Return whether the operator has allowed contexts longer than the model's."""
     return _is_on("VLLM_ALLOW_LONG_MAX_MODEL_LEN")
 
 
@@ -96,7 +92,6 @@ _SOCKETS: Final = "VLLM_RPC_BASE_PATH"
 
 
 def is_socket_folder_set() -> bool:
-    """Return whether the operator has chosen the folder of vLLM's sockets."""
     return _SOCKETS in os.environ
 
 
@@ -109,11 +104,7 @@ def set_socket_folder(folder: Path | None) -> None:
 
 
 def spawn_engines() -> None:
-    """Make vLLM spawn its next engine as a new program instead of forking this process.
-
-    A forked engine would inherit the connections to clients, which then would stay open after the server
-    closes them.
-    """
+    """Make vLLM spawn its next engine: a forked one would keep the connections to clients open."""
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 
@@ -139,10 +130,7 @@ _PASSED_ON_FAMILIES: Final = (
 
 
 def environment_for_traces() -> dict[str, str]:
-    """Return the environment for processes that run users' code: variables that libraries need, no secrets.
-
-    The model's files are present by then, so the hub is not contacted and no token is needed.
-    """
+    """Return the variables that users' code needs, without secrets; the model's files are present by then."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -168,11 +156,7 @@ def environment_for_replicas() -> dict[str, str]:
 def environment_of_replica(base: Mapping[str, str], name: str, *, cores: str) -> dict[str, str]:
     """Return the environment of one replica's server: this process's, updated with ``base``.
 
-    Args:
-        base: The result of ``environment_for_replicas`` on the machine that requested the replicas, possibly
-            extended.
-        name: The replica's name.
-        cores: The cores of a CPU engine, in vLLM's notation; empty to leave them to vLLM.
+    ``cores`` of a CPU engine are in vLLM's notation, empty to leave them to vLLM.
     """
     environment = {**os.environ, **base, f"{_OURS}REPLICA": name}
     # These apply to the front, not to a replica: its address, and the folder for the metrics of several

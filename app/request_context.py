@@ -1,8 +1,6 @@
-"""The context of a request: who sent it, what it may use, until when, and under which ids it is recorded.
+"""The context of a request, or of a job's run: sender, rights, deadline and ids, in the ASGI scope.
 
-The outermost middleware creates one for each connection. It lies in the ASGI scope under one key, which
-``context_of`` reads; each layer completes the fields that it learns. Services receive the object or the
-fields that they need. A run of a job has one of its own, since it is work without a connection.
+The outermost middleware creates one; each layer completes the fields that it learns.
 """
 
 from __future__ import annotations
@@ -28,18 +26,10 @@ KEY: Final = "nnsight_engine.request"
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class RequestContext(WorkContext):
-    """What the server knows of one request.
+    """Must be created inside the running event loop.
 
-    Must be created inside the running event loop.
-
-    Attributes:
-        record: Its metadata and ids, for the log, the metrics and the audit log.
-        deadline: Ends it early.
-        principal: The authenticated caller; None before authentication.
-        admitted: Its rate limits and quotas; None if nothing is counted for it.
-        intake: Counts the bytes received from its client; None before authentication.
-        sent_model: The model's name as it was sent, for the answer, if it names a preset.
-        bodies: The reader of large bodies that it may use; None before authentication.
+    ``principal``, ``intake`` and ``bodies`` are None before authentication, ``admitted`` if nothing is
+    counted. ``sent_model`` is the name as it was sent, for the answer, if it names a preset.
     """
 
     record: Record
@@ -51,23 +41,17 @@ class RequestContext(WorkContext):
     sent_model: str | None = None
 
     def identify(self, caller: Principal, connection: HTTPConnection) -> None:
-        """Set the caller, and record it with the route."""
         self.principal, self.tenant = caller, caller.tenant
         self.meter.key_id = caller.key_id
         self.record.identify(caller, connection)
 
     def note_presets(self, presets: Sequence[str]) -> None:
-        """Record the presets that the operations come from, each with its version."""
         self.presets = tuple(presets)
         self.record.details["presets"] = list(presets)
 
     @property
     def caller(self) -> Principal:
-        """The authenticated caller.
-
-        Raises:
-            RuntimeError: The request is not authenticated; nothing may be done for it.
-        """
+        """The authenticated caller; RuntimeError if there is none, since nothing may be done for it."""
         if self.principal is None:
             raise RuntimeError("a request is served before its caller is authenticated")
         return self.principal
@@ -79,13 +63,11 @@ class RequestContext(WorkContext):
 
 
 def begin_context(scope: Scope) -> RequestContext:
-    """Create the context of a connection and put it into its scope; only the outermost layer does."""
     context = scope[KEY] = RequestContext(record=Record(str(scope.get("method", "WEBSOCKET"))))
     return context
 
 
 def context_of(scope: Scope) -> RequestContext:
-    """Return the context of a connection."""
     context: RequestContext = scope[KEY]
     return context
 
@@ -98,17 +80,10 @@ def note_error(scope: Scope, code: str) -> None:
 
 
 class RequestContextMiddleware:
-    """The outermost layer: creates the context of each request.
-
-    Args:
-        app: The wrapped application.
-    """
-
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection."""
         if scope["type"] not in {"http", "websocket"}:
             await self._app(scope, receive, send)
             return

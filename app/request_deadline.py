@@ -1,8 +1,6 @@
 """Ends requests early: on a timeout, for a client that reads nothing, or at the server's shutdown.
 
-Each request's ``RequestContext`` has one, and ``GateMiddleware`` sets its time limit. Code that waits on
-behalf of a request also waits for its deadline. Ending a request takes the same path as a client's
-disconnect; but the client is still connected and receives the reason.
+Code that waits for a request also waits for its deadline; the client, still connected, gets the reason.
 """
 
 from __future__ import annotations
@@ -15,14 +13,10 @@ from api_schemas.errors import ApiError, ErrorCode
 
 
 class RequestDeadline:
-    """The deadline of one request.
-
-    Attributes:
-        reached: Resolves when the request is ended; its result is the reason.
-    """
+    """The deadline of one request; ``reached`` resolves with the reason when the request is ended."""
 
     def __init__(self) -> None:
-        """Create the deadline; must be called inside the running event loop."""
+        """Must be called inside the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._pause: asyncio.Timeout | None = None
@@ -30,7 +24,6 @@ class RequestDeadline:
 
     @property
     def error(self) -> ApiError | None:
-        """The reason why the request was ended; None while it continues."""
         return self.reached.result() if self.reached.done() else None
 
     def end(self, error: ApiError) -> None:
@@ -60,7 +53,6 @@ class RequestDeadline:
                 self._pause = None
 
     def close(self) -> None:
-        """Cancel the timer, after the end of the request."""
         if self._timer is not None:
             self._timer.cancel()
 

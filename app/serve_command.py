@@ -1,8 +1,4 @@
-"""The command ``nnsight-engine serve``.
-
-Slow steps (importing vLLM, the bundled model, the engine) run behind a progress bar, after ``start_checks``
-has refused what it can without them.
-"""
+"""``nnsight-engine serve``; slow imports run behind a progress bar, after ``start_checks``."""
 
 from __future__ import annotations
 
@@ -71,11 +67,7 @@ _COMPILE_COST: Final = (
 
 
 def run(start: Start) -> None:
-    """Serve until the process is stopped.
-
-    Raises:
-        CommandError: The server cannot start, or its engine died too often.
-    """
+    """Serve until the process is stopped; CommandError if it cannot start, or its engine died too often."""
     console = Console(stderr=True, highlight=False)
     try:
         set_engine_defaults()
@@ -174,18 +166,12 @@ def _server_options(options: ServeOptions) -> list[str]:
 
 
 def _trace_options(options: list[str], settings: Settings) -> list[str]:
-    """Return vLLM's arguments for exporting spans to the server's collector, unless it is given its own."""
     name, *_ = found = engine_trace_options(settings) or [""]
     given = any(option.partition("=")[0] == name for option in options)
     return found if name and not given else []
 
 
 def _check_sandbox(settings: Settings) -> None:
-    """Check that sandboxes have the namespaces that the operator requires.
-
-    Raises:
-        CommandError: Namespaces are missing.
-    """
     if settings.sandbox != "process" or not settings.sandbox_needs_namespaces:
         return
     missing = missing_namespaces()
@@ -254,7 +240,6 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
 
 
 def _local_engine(args: argparse.Namespace, settings: Settings) -> LocalTraceEngine | None:
-    """Return the engine for traces of ``LanguageModel`` on the served checkpoint, or None if disabled."""
     if not settings.local_engine:
         return None
     options = ProcessOptions(
@@ -270,14 +255,12 @@ def _local_engine(args: argparse.Namespace, settings: Settings) -> LocalTraceEng
 
 
 async def _log_ready(engine: Any, url: str) -> None:
-    """Log that the engine is ready, in a machine-readable form."""
     await engine.started.wait()
     logger.setLevel(logging.INFO)
     logger.info("ready", extra={"model": engine.engine.spec.name, "url": url})
 
 
 async def _announce(engine: Any, url: str, settings: Settings, console: Console, *, with_keys: bool) -> None:
-    """Show progress while the engine loads, then print how to reach and try it."""
     with _progress(console) as progress:
         progress.add_task("Loading the engine", total=None)
         await engine.started.wait()
@@ -294,7 +277,7 @@ async def _announce(engine: Any, url: str, settings: Settings, console: Console,
 
 
 def _demo_line(url: str, name: str, *, is_bundled: bool, with_key: bool) -> str:
-    """Return a shell command that shows what a plain server cannot do: a stored vector, or else the lens."""
+    """Return a shell command that shows more than a plain server can: a stored vector, or else the lens."""
     demo: dict[str, Any] = {"model": name, **(_STEERED if is_bundled else _READ)}
     key = ' -H "Authorization: Bearer $NNSIGHT_ENGINE_KEY"' if with_key else ""
     return f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{json.dumps(demo)}'"

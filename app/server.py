@@ -28,15 +28,11 @@ _MAX_SOCKET_MESSAGE_BYTES: Final = 2 * 2**20
 
 
 class Drained(Protocol):
-    """The interface of ``app.state.context`` that draining needs."""
+    @property
+    def settings(self) -> Settings: ...
 
     @property
-    def settings(self) -> Settings:
-        """The server's settings."""
-
-    @property
-    def lifecycle(self) -> Lifecycle:
-        """The phase and the requests in flight."""
+    def lifecycle(self) -> Lifecycle: ...
 
     @property
     def metrics(self) -> Metrics | None:
@@ -44,8 +40,6 @@ class Drained(Protocol):
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server, which drains at the first signal and stops at the second."""
-
     @property
     def _context(self) -> Drained:
         app: Any = self.config.app
@@ -81,6 +75,8 @@ class DrainingServer(uvicorn.Server):
             )
             for sock in sockets
         ]  # fmt: skip
+        for server in self.servers:
+            server.start()
 
     def _protocol(self) -> asyncio.Protocol:
         protocol: asyncio.Protocol = self.config.http_protocol_class(
@@ -89,7 +85,7 @@ class DrainingServer(uvicorn.Server):
         return protocol
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Shut down like uvicorn, but only after draining; until then the server still answers.
+        """Shut down like uvicorn, but only after draining.
 
         uvicorn would close its port first, so that late clients and ``/health/ready`` would get no response.
         """
@@ -102,7 +98,6 @@ class DrainingServer(uvicorn.Server):
 
 
 def _awaited(lifecycle: Lifecycle, limit_s: float) -> str:
-    """Return what the end of a server waits for, in words."""
     number = lifecycle.num_in_flight
     if number:
         return f"waiting up to {limit_s:g} s for {number} request{'s' if number > 1 else ''}"
@@ -113,14 +108,7 @@ def _awaited(lifecycle: Lifecycle, limit_s: float) -> str:
 def server_config(
     app: ASGIApp, settings: Settings, *, head_limits: HeadLimits | None = None, **listening: Any
 ) -> uvicorn.Config:
-    """Return uvicorn's configuration for an application that ``DrainingServer`` runs.
-
-    Args:
-        app: The application.
-        settings: The server's settings.
-        head_limits: Limits on the heads of requests; the default ones if None.
-        **listening: uvicorn's options of a Unix socket, ``uds``, or of TLS, ``ssl_…``.
-    """
+    """Return uvicorn's configuration; ``listening`` has its options of a Unix socket, ``uds``, or of TLS."""
     return uvicorn.Config(
         app,
         **listening,

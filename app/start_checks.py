@@ -1,8 +1,4 @@
-"""Mistakes of whoever starts a server, found within seconds: before vLLM, torch and the server are imported.
-
-The command line calls ``check_start`` first. What it cannot tell without them is checked later:
-``serve_command`` parses the options once more with vLLM's own parser.
-"""
+"""Mistakes of the operator, found before vLLM, torch and the server are imported; others come later."""
 
 from __future__ import annotations
 
@@ -33,14 +29,7 @@ from nnsight_engine.vllm_backend.versions.check import check_version, is_tested_
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """The command's arguments.
-
-    Attributes:
-        arguments: MODEL, if given, and vLLM's own options.
-        compiles: Whether the model is compiled on a CPU.
-        settings: Settings of the server that the command line overrides, by name.
-        replicas: Fields of ``ModelOptions``; empty if this process serves itself.
-    """
+    """``arguments`` are MODEL, if given, and vLLM's options; ``replicas`` are fields of ``ModelOptions``."""
 
     arguments: Sequence[str]
     compiles: bool
@@ -50,14 +39,7 @@ class ServeOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Start:
-    """A server that may be started, as far as can be told without vLLM.
-
-    Attributes:
-        options: The command's arguments.
-        settings: The server's settings.
-        model: The model; None for the bundled one, or for that of a file of options.
-        arguments: vLLM's own options.
-    """
+    """A server that may be started; ``model`` is None for the bundled one or that of a file of options."""
 
     options: ServeOptions
     settings: Settings
@@ -66,15 +48,7 @@ class Start:
 
 
 def check_start(options: ServeOptions, own: Iterable[str] = ()) -> Start:
-    """Check arguments, environment, model and address.
-
-    Args:
-        options: The command's arguments.
-        own: The command's own options, for suggestions.
-
-    Raises:
-        CommandError: The server could not start.
-    """
+    """Check arguments, environment, model and address; ``own`` options are suggested for typing errors."""
     settings = read_settings(options.settings)
     try:
         check_taps(settings.taps)
@@ -98,11 +72,7 @@ def check_start(options: ServeOptions, own: Iterable[str] = ()) -> Start:
 
 
 def check_arguments(model: str, arguments: Sequence[str], own: Iterable[str] = ()) -> None:
-    """Check the model and vLLM's options of a command that starts no server.
-
-    Raises:
-        CommandError: There is no such model or option, or a value is wrong.
-    """
+    """Check the model and vLLM's options of a command that starts no server; raises CommandError."""
     try:
         check_runner()
         args = parse_recorded(arguments, own, is_complete=is_tested_version())
@@ -129,11 +99,6 @@ def _check_all(start: Start, own: Iterable[str]) -> None:
 
 
 def check_address(settings: Settings) -> None:
-    """Check that the port is free; the server binds it once its application exists.
-
-    Raises:
-        CommandError: The address cannot be used.
-    """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -147,14 +112,7 @@ def check_address(settings: Settings) -> None:
 
 
 def check_callers(settings: Settings, given: GivenKeys | None = None) -> bool:
-    """Return whether there are any keys, stored or given; without keys, require a loopback address.
-
-    A server without keys admits every caller.
-
-    Raises:
-        CommandError: There are no keys and the address is reachable from other machines, or the database
-            cannot be opened.
-    """
+    """Return whether there are any keys, stored or given; without them, require a loopback address."""
     try:
         with_keys = bool(given) or asyncio.run(has_keys(settings))
     except DatabaseError as error:

@@ -1,7 +1,6 @@
 """Responses that vLLM keeps for later requests, separate for each tenant and limited in number.
 
-vLLM keeps them in dictionaries for as long as an engine runs, and whoever knows an id reads them. Here they
-stay when the next engine starts, and each tenant sees its own.
+vLLM's own dictionaries end with the engine, and anyone who knows an id reads them.
 """
 
 from __future__ import annotations
@@ -23,21 +22,15 @@ Entry = tuple[str, str]
 
 
 def is_under_way(value: Any) -> bool:
-    """Return whether a response, or the task of one, has not ended."""
     if isinstance(value, asyncio.Task):
         return not value.done()
     return getattr(value, "status", None) in _UNDER_WAY
 
 
 class StoredResponses(MutableMapping[str, Any]):
-    """A dictionary in which each tenant sees its own entries only; the oldest are dropped.
+    """A dictionary of the tenant's own entries, that of the current request; the oldest are dropped.
 
-    The tenant is that of the request whose code uses the dictionary.
-
-    Args:
-        max_stored: The number of entries of all tenants.
-        max_of_tenant: The number of entries of one tenant.
-        is_needed: Returns whether an entry stays, however many newer ones there are.
+    An entry that ``is_needed`` stays, however many newer ones there are.
     """
 
     def __init__(
@@ -52,15 +45,10 @@ class StoredResponses(MutableMapping[str, Any]):
         self._entries: OrderedDict[Entry, Any] = OrderedDict()
 
     def __getitem__(self, name: str) -> Any:
-        """Return an entry of the tenant."""
         return self._entries[tenant_served(), name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Set an entry of the tenant, and drop the oldest ones above the limits that are not needed.
-
-        Raises:
-            ApiError: ``queue_full``: all are needed.
-        """
+        """Set an entry; ``queue_full`` if all older ones beyond the limits are needed."""
         tenant = tenant_served()
         self._entries[tenant, name] = value
         own = [key for key in self._entries if key[0] == tenant]
@@ -88,20 +76,16 @@ class StoredResponses(MutableMapping[str, Any]):
             )
 
     def __delitem__(self, name: str) -> None:
-        """Remove an entry of the tenant."""
         del self._entries[tenant_served(), name]
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the names of the tenant's entries."""
         tenant = tenant_served()
         return iter([name for owner, name in self._entries if owner == tenant])
 
     def __len__(self) -> int:
-        """Return the number of the tenant's entries."""
         return sum(1 for _ in self)
 
     def has(self, entry: Entry) -> bool:
-        """Return whether there is an entry, of whichever tenant."""
         return entry in self._entries
 
 

@@ -1,8 +1,7 @@
-"""The budget of a tenant: its share of each of the server's finite resources, computed from the settings.
+"""All resources with a share per tenant (``tenant_share``), computed from the settings.
 
-All resources with a share per tenant (``tenant_share``) are listed here. Limits that an operator sets for a
-key or a tenant are separate, because they may change at any time: requests, tokens and seconds per minute
-(``admission.quotas``), and stored bytes (``storage.storage_usage``).
+Limits set for a key or a tenant are separate, because they may change at any time: ``admission.quotas`` and
+``storage.storage_usage``.
 """
 
 from __future__ import annotations
@@ -20,25 +19,9 @@ _GRAMMAR_PROCESSES: Final = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TenantBudget:
-    """The allowances of all resources of one server.
+    """``waiting_jobs`` are of all servers with the same database, ``running_jobs`` of this one.
 
-    Attributes:
-        received_bytes: Bytes received from clients, until their requests are answered.
-        body_processes: Processes that parse large bodies.
-        grammar_processes: Grammars that are compiled at once.
-        waiting_grammars: Grammars that wait for that.
-        sandboxes: Sandbox processes.
-        waiting_sandboxed: Requests that wait for one.
-        waiting_traces: Traces that wait for one of the processes beside the server.
-        trainings: Trainings that run.
-        waiting_trainings: Trainings that wait.
-        running_jobs: Jobs that run on this server.
-        waiting_jobs: Jobs that wait, on all servers with the same database.
-        job_bytes: Bytes of the files of jobs.
-        vector_bytes: Bytes of vectors and detectors.
-        dictionary_bytes: Bytes of dictionaries.
-        preset_bytes: Bytes of presets.
-        result_bytes: Bytes of results behind URLs; a tenant's oldest ones make room for its new ones.
+    A tenant's oldest results make room for its new ones. ``vector_bytes`` count detectors too.
     """
 
     received_bytes: Allowance
@@ -60,7 +43,6 @@ class TenantBudget:
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """Return the budget that the settings describe."""
         share, queued = settings.tenant_share, settings.max_queued_traces
         return cls(
             received_bytes=Allowance.of(

@@ -1,8 +1,4 @@
-"""Files of tensors as untrusted input: safetensors is read, and pickles are refused by name.
-
-Files are bounded before they come here. Every size in a header is checked against the data before anything is
-allocated.
-"""
+"""Files of tensors as untrusted input: each size in a header is checked before anything is allocated."""
 
 from __future__ import annotations
 
@@ -31,25 +27,12 @@ _PICKLED: Final = frozenset({"pt", "pth", "bin", "pkl", "pickle", "ckpt", "jobli
 
 
 class TensorFile(NamedTuple):
-    """The content of a file.
-
-    Attributes:
-        tensors: Its tensors by name, of floats.
-        metadata: Its texts by name.
-    """
-
     tensors: Tensors
     metadata: Mapping[str, str]
 
 
 def refuse_pickle(name: str, data: bytes, advice: str) -> None:
-    """Raise ApiError ``unsupported_vector_format`` for a file that is a pickle, or may be one.
-
-    Args:
-        name: Its file name.
-        data: Its content.
-        advice: What to send instead, for the message.
-    """
+    """Raise ``unsupported_vector_format`` for a file that is a pickle, or may be one; ``advice`` is added."""
     ending = name.rpartition(".")[2].lower() if "." in name else ""
     # A safetensors file may begin with the same bytes: they are the length of its header.
     if ending in _PICKLED or (_PICKLE.match(data) and not is_safetensors(data)):
@@ -64,20 +47,11 @@ def refuse_pickle(name: str, data: bytes, advice: str) -> None:
 
 
 def is_safetensors(data: bytes) -> bool:
-    """Return whether a file begins as a safetensors file does."""
     return data[_LENGTH_BYTES : _LENGTH_BYTES + 1] == b"{"
 
 
 def read_safetensors(data: bytes, invalid: ErrorCode) -> TensorFile:
-    """Return the content of a safetensors file.
-
-    Args:
-        data: The file.
-        invalid: The code of the error for a broken one.
-
-    Raises:
-        ApiError: ``invalid``, or ``wrong_dtype``.
-    """
+    """Return the content; raises ApiError with code ``invalid`` for a broken file, or ``wrong_dtype``."""
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     if length > min(_MAX_HEADER_BYTES, len(data) - _LENGTH_BYTES):
         raise ApiError(

@@ -1,5 +1,3 @@
-"""Validates the setting ``trusted_proxies``: addresses and networks, separated by commas."""
-
 from __future__ import annotations
 
 import ipaddress

@@ -1,5 +1,3 @@
-"""The contents of versions that were used last, in memory; the content of a version never changes."""
-
 from __future__ import annotations
 
 import collections
@@ -10,11 +8,7 @@ T = TypeVar("T")
 
 
 class VersionCache:
-    """An LRU cache of contents by the kind of version, and its number in the database.
-
-    Args:
-        max_bytes: The maximum size.
-    """
+    """An LRU cache of contents by the kind of version, and its number in the database."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -24,13 +18,7 @@ class VersionCache:
     async def get(
         self, kind: str, number: int, read: Callable[[int], Awaitable[tuple[T, int] | None]]
     ) -> T | None:
-        """Return a content, or None if its version was deleted before it was read.
-
-        Args:
-            kind: The kind of version; all its contents have one type.
-            number: The version's number.
-            read: Returns the content and its bytes where it is not cached.
-        """
+        """Return a content, or None if its version was deleted; ``read`` also returns its size in bytes."""
         key = kind, number
         held = self._held.get(key)
         if held is not None:

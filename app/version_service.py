@@ -1,8 +1,3 @@
-"""What services of versions share: rights, and the bytes that their tenants store.
-
-Vectors, detectors and presets each have a service for their routes, and add what they check.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -19,13 +14,6 @@ T = TypeVar("T")
 
 
 class VersionService(Generic[StoreT]):
-    """The versions of one kind.
-
-    Args:
-        store: Their place in the database.
-        stored: The bytes stored by tenants, here and elsewhere.
-    """
-
     def __init__(self, store: StoreT, stored: StoredBytes) -> None:
         self._store = store
         self._stored, self._kept = stored, stored.place()
@@ -33,7 +21,6 @@ class VersionService(Generic[StoreT]):
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of all versions, as far as this server knows."""
         return self._kept.total
 
     async def count(self) -> None:
@@ -41,11 +28,7 @@ class VersionService(Generic[StoreT]):
         self._kept.set(await self._store.used_bytes())
 
     async def _add(self, tenant: str, num_bytes: int, add: Callable[[], Awaitable[T]]) -> T:
-        """Store a version by calling ``add``, if its tenant may store ``num_bytes`` more.
-
-        Raises:
-            ApiError: ``stored_bytes_full``, and those of ``add``.
-        """
+        """Store a version by calling ``add``; ``stored_bytes_full`` without room for ``num_bytes``."""
         async with self._adding:  # or concurrent requests could each pass the check for the same free bytes
             await self.count()
             self._stored.check(Holder(tenant), num_bytes)
@@ -54,7 +37,6 @@ class VersionService(Generic[StoreT]):
         return added
 
     async def _remove(self, id_: str, caller: Principal, *, shared: bool, own: bool) -> None:
-        """Delete a version visible to a caller; raises the errors of ``check_changing``."""
         check_changing(caller, shared=shared, own=own)
         await self._store.remove(id_, caller.tenant)
         await self.count()
@@ -69,8 +51,8 @@ def check_sharing(caller: Principal, *, shared: bool) -> None:
 def check_changing(caller: Principal, *, shared: bool, own: bool) -> None:
     """Raise ApiError if a caller may not change or delete a version that it sees.
 
-    A shared one requires the scope ``admin``. On a server without keys nobody has that: there the caller may
-    delete its own, which are the examples that the server has stored.
+    A shared one requires ``admin``. Without keys nobody has that: there the caller may delete its own, which
+    are the examples that the server has stored.
     """
     if shared and (caller.has_key or not own):
         caller.check(Scope.ADMIN)

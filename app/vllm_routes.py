@@ -1,6 +1,5 @@
-"""The routes of vLLM's own server that are served here by vLLM's handlers, in one table.
+"""The routes of vLLM's own server that are served here by vLLM's handlers.
 
-``app.routes.vllm`` passes their requests on. Completions, chats, models and metrics have routes of their own.
 Not served: calls of arbitrary methods and exchanges of weights, which are for training loops.
 """
 
@@ -12,17 +11,10 @@ from api_schemas.keys import Scope
 
 
 class VLLMRoute(NamedTuple):
-    """A route of vLLM's server.
+    """A route of vLLM's server; any key may use it if ``scope`` is None.
 
-    Attributes:
-        method: HTTP method.
-        path: Its path.
-        summary: Its purpose.
-        scope: The scope that it needs; None for any key.
-        runs: Whether the model runs for its requests, which then have a part of the prefix cache.
-        intervenes: Whether its requests may have interventions.
-        has_many: Whether each text of a request is a prompt of its own.
-        has_body: Whether a request has a JSON body. Such requests count against the limits on work.
+    ``has_many`` makes each text of a request a prompt of its own. Requests that have a body count against the
+    limits on work; those that run the model have a part of the prefix cache.
     """
 
     method: str

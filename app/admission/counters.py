@@ -1,9 +1,7 @@
 """Counters over a sliding minute, in memory or in a storage that several servers share.
 
-The ``limits`` library does the counting. If the shared storage does not respond in time, this server counts
-in its own memory and retries the storage after a pause: limits then hold per server, and requests are not
-delayed. Errors of the storage never reach a request. Usage in excess of a minute's limit is carried over to
-the following minutes, so that the long-term average cannot exceed the limit.
+If the shared storage does not respond in time, this server counts in its own memory and retries after a
+pause: limits then hold per server. Errors of the storage never reach a request.
 """
 
 from __future__ import annotations
@@ -41,15 +39,7 @@ MAX_CARRIED_MINUTES: Final = 60
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Used:
-    """Usage within a sliding minute.
-
-    Attributes:
-        before: The usage in the previous minute of the clock.
-        now: The usage in the current minute.
-        left: The fraction of the previous minute that still counts, falling from 1 to 0 during the current
-            one.
-        later: The usage carried over to the following minutes, if requested.
-    """
+    """Usage within a sliding minute; ``left`` is the fraction of ``before`` that still counts, 1 to 0."""
 
     before: int
     now: int
@@ -58,7 +48,6 @@ class Used:
 
     @property
     def amount(self) -> int:
-        """The usage in the sliding minute."""
         return max(0, int(self.before * self.left) + self.now)
 
     def wait_s(self, room: int) -> int:
@@ -76,8 +65,6 @@ class Used:
 
 
 class _Backend:
-    """A storage and its rate limiter."""
-
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self.limiter = SlidingWindowCounterRateLimiter(storage)
@@ -88,15 +75,6 @@ _Query = Callable[[_Backend], Awaitable[T]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reservation:
-    """A reservation.
-
-    Attributes:
-        name: The counter.
-        amount: The reserved amount.
-        minute: The minute of the reservation.
-        side: The storage that holds it.
-    """
-
     name: str
     amount: int
     minute: int
@@ -104,21 +82,8 @@ class Reservation:
 
 
 class Counts:
-    """The counters of one server, or of several that share a storage.
-
-    Args:
-        url: The storage, in the notation of ``limits``: ``memory://``, ``redis://host:6379``.
-
-    Attributes:
-        num_failures: The number of failures of the shared storage.
-    """
-
     def __init__(self, url: str) -> None:
-        """Open the storage, which connects at its first use.
-
-        Raises:
-            UnsupportedOptionError: The URL's scheme is unknown, or its client library is not installed.
-        """
+        """Raise UnsupportedOptionError for an unknown scheme or a missing client library."""
         self.num_failures = 0
         self._own = _Backend(MemoryStorage())
         self._shared = None if url == _MEMORY else _Backend(_opened(url))
@@ -129,24 +94,17 @@ class Counts:
         return await self._query(lambda side: side.limiter.hit(item, name))
 
     async def test(self, item: RateLimitItem, name: str) -> bool:
-        """Return whether one more hit is within the limit."""
         return await self._query(lambda side: side.limiter.test(item, name))
 
     async def stats(self, item: RateLimitItem, name: str) -> WindowStats:
-        """Return how many more hits are within the limit, and when it resets."""
         return await self._query(lambda side: side.limiter.get_window_stats(item, name))
 
     async def used(self, name: str, *, ahead: bool = False) -> Used:
-        """Return the usage of a counter.
-
-        Args:
-            name: The counter.
-            ahead: Whether to read ``later``.
-        """
+        """Return the usage; ``later`` is read only if ``ahead``."""
         return await self._query(lambda side: _used(side.storage, name, ahead=ahead))
 
     async def add(self, name: str, amount: int, most: int) -> None:
-        """Add to the usage; what exceeds ``most`` per minute is carried over to the following minutes."""
+        """Add to the usage; the part beyond ``most`` per minute is carried over to the following minutes."""
         await self._query(lambda side: _add(side.storage, name, amount, most))
 
     async def reserve(self, name: str, amount: int) -> tuple[Reservation, Used]:
@@ -160,10 +118,7 @@ class Counts:
         return await self._query(query)
 
     async def release(self, reservation: Reservation, amount: int) -> None:
-        """Release part of a reservation; no effect if its minute no longer counts.
-
-        If the storage does not respond, the reservation expires with its minute.
-        """
+        """Release part of a reservation; without an effect if its minute no longer counts."""
         if reservation.minute < this_minute() - 1 or amount <= 0:
             return
         storage, bucket = reservation.side.storage, _bucket(reservation.name, reservation.minute)
@@ -203,7 +158,6 @@ class Counts:
 
 
 def this_minute() -> int:
-    """Return the current minute of the clock."""
     return int(time.time() // _MINUTE_S)
 
 

@@ -1,7 +1,4 @@
-"""Estimates the tokens that a request is going to use, from its unvalidated body.
-
-Bodies are untrusted: malformed parts count as nothing, and the engine rejects them later.
-"""
+"""Estimates the tokens of a request from its unvalidated body, whose malformed parts count as nothing."""
 
 from __future__ import annotations
 
@@ -23,12 +20,7 @@ _INTEGER: Final = TypeAdapter(int)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Estimate:
-    """The estimated tokens of a request.
-
-    Attributes:
-        stated: Tokens that it states: ids of its prompts, and the maximum to generate.
-        guessed: Tokens estimated from the length of its text.
-    """
+    """The tokens that a request states (prompt ids, maximum to generate), and those guessed from its text."""
 
     stated: int
     guessed: int
@@ -48,12 +40,10 @@ def of_text(num_bytes: int, body: Mapping[str, Any]) -> Estimate:
 
 
 def num_choices(body: Mapping[str, Any]) -> int:
-    """Return the number of choices of a completion or a chat, over all its prompts."""
     return min(num_prompts(body) * max(1, _number(body.get("n"))), _MAX_COUNT)
 
 
 def num_prompts(body: Mapping[str, Any]) -> int:
-    """Return the number of prompts of a completion, at least 1."""
     given = body.get("prompt")
     found = len(given) if isinstance(given, list) and not _is_ids(given) else int(given is not None)
     embeds = body.get("prompt_embeds")
@@ -74,7 +64,6 @@ def check_choices(body: Mapping[str, Any], max_choices: int) -> None:
 
 
 def of_trace(head: TraceHead) -> Estimate:
-    """Estimate all requests of a trace."""
     prompts, generated = [], 0
     for invoke in head.invokes:
         prompts.append(_prompt(invoke.prompt))
@@ -106,7 +95,6 @@ def _prompts(given: Any) -> list[Estimate]:
 
 
 def _is_ids(given: list[Any]) -> bool:
-    """Return whether a list is a single prompt of token ids, not several prompts."""
     return not given or isinstance(given[0], int)
 
 

@@ -1,7 +1,4 @@
-"""A fair queue: senders take turns, so that a sender of many items delays only its own.
-
-Used before resources that serve one item at a time, such as the local engine.
-"""
+"""A fair queue: senders take turns, so that a sender of many items delays only its own."""
 
 from __future__ import annotations
 
@@ -14,14 +11,11 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """A queue of items by sender; one item of each sender in turn."""
-
     def __init__(self) -> None:
         self._senders: OrderedDict[str, deque[T]] = OrderedDict()
         self._item_added = asyncio.Event()
 
     def __len__(self) -> int:
-        """Return the number of waiting items."""
         return sum(map(len, self._senders.values()))
 
     def __iter__(self) -> Iterator[T]:
@@ -31,12 +25,11 @@ class FairQueue(Generic[T]):
             yield from (items[turn] for items in left if turn < len(items))
 
     def add(self, sender: str, item: T) -> None:
-        """Append an item to the sender's queue."""
         self._senders.setdefault(sender, deque()).append(item)
         self._item_added.set()
 
     def remove(self, item: T) -> bool:
-        """Remove an item; return False if it was not waiting."""
+        """Return False if the item was not waiting."""
         for sender, items in self._senders.items():
             if item in items:
                 items.remove(item)
@@ -46,18 +39,13 @@ class FairQueue(Generic[T]):
         return False
 
     async def take(self) -> T:
-        """Wait for an item, remove the next one and return it."""
         while (item := self.pop()) is None:
             self._item_added.clear()
             await self._item_added.wait()
         return item
 
     def pop(self, may: Callable[[str], bool] = lambda _: True) -> T | None:
-        """Remove and return the next item among the allowed senders; None if there is none.
-
-        Args:
-            may: Returns whether an item of this sender may be taken now.
-        """
+        """Remove and return the next item of the senders that ``may`` allows now; None if there is none."""
         sender = next(filter(may, self._senders), None)
         if sender is None:
             return None
@@ -68,5 +56,4 @@ class FairQueue(Generic[T]):
         return item
 
     def num_of(self, sender: str) -> int:
-        """Return the number of a sender's waiting items."""
         return len(self._senders.get(sender, ()))

@@ -1,10 +1,8 @@
 """Quotas of keys and tenants per minute: tokens, captured bytes, seconds of intervention time.
 
-The usage of a request is known only after it. A used-up minute therefore admits no requests, and the actual
-usage is counted when a request is over, however it ended. Many concurrent requests would exceed the token
-quota by far, so each reserves the tokens that it asks for and releases what it did not use. Usage beyond a
-minute's quota is carried over to the following minutes, so that later requests wait accordingly. Called by
-``Rates``.
+Usage is counted when a request is over; a used-up minute admits none. Concurrent requests would exceed the
+token quota by far, so each reserves the tokens that it asks for and releases the rest. Usage beyond a
+minute's quota is carried over, so that later requests wait accordingly.
 """
 
 from __future__ import annotations
@@ -33,12 +31,10 @@ class Quota(enum.Enum):
     INTERVENTION_TIME = "intervention_seconds_per_minute"
 
     def limit(self, limits: Limits) -> int | None:
-        """Return the amount per minute; None for no limit."""
         most: float | None = getattr(limits, self.value)
         return None if most is None else max(1, int(most * self._scale))
 
     def used(self, meter: UsageMeter) -> int:
-        """Return the usage of a request."""
         if self is Quota.TOKENS:
             return meter.num_tokens
         if self is Quota.CAPTURED_BYTES:
@@ -46,7 +42,6 @@ class Quota(enum.Enum):
         return round(meter.intervention_s * _MICROSECONDS)
 
     def text(self, amount: int) -> str:
-        """Return an amount with its unit, for messages."""
         return f"{amount / self._scale:g} {_UNITS[self]}"
 
     @property
@@ -73,29 +68,15 @@ class QuotaGroup:
 
     @property
     def subject(self) -> str:
-        """The group as the subject of a sentence."""
         return self.text[0].upper() + self.text[1:]
 
 
 class Quotas:
-    """The quotas' usage, by group.
-
-    Args:
-        counts: The counters.
-    """
-
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
 
     async def check(self, groups: Sequence[QuotaGroup], *quotas: Quota) -> dict[str, str]:
-        """Check that the groups have some of these quotas left.
-
-        Returns:
-            OpenAI's headers for tokens, if that quota is checked and limited.
-
-        Raises:
-            ThrottledError: A quota is used up.
-        """
+        """Return OpenAI's headers, if tokens are checked and limited; raises ThrottledError."""
         header_sets: list[dict[str, str]] = []
         for group, quota, most in _limited(groups, quotas):
             used = await self._counts.used(_name(group, quota))
@@ -118,14 +99,9 @@ class Quotas:
     async def reserve(
         self, groups: Sequence[QuotaGroup], estimate: Estimate
     ) -> tuple[list[Reservation], dict[str, str]]:
-        """Reserve tokens for a request.
+        """Return the reservations, to be passed to ``settle``, and OpenAI's headers; raises ThrottledError.
 
-        Returns:
-            The reservations, to be passed to ``settle``, and OpenAI's headers.
-
-        Raises:
-            ApiError: ``request_beyond_limit``: the request alone exceeds the quota of a minute.
-            ThrottledError: Not enough is left of the current minute.
+        Raises ApiError ``request_beyond_limit`` if the request alone exceeds the quota of a minute.
         """
         reserved: list[Reservation] = []
         header_sets: list[dict[str, str]] = []
@@ -157,11 +133,7 @@ class Quotas:
         return _headers(most, used)
 
     async def reserve_unchecked(self, groups: Sequence[QuotaGroup], estimate: Estimate) -> list[Reservation]:
-        """Reserve tokens for work that runs in any case.
-
-        Returns:
-            The reservations, to be passed to ``settle``.
-        """
+        """Reserve tokens for work that runs in any case; pass the reservations to ``settle``."""
         requested = estimate.stated + estimate.guessed
         return [
             (await self._counts.reserve(_name(group, quota), min(requested, most)))[0]
@@ -175,7 +147,7 @@ class Quotas:
     async def settle(
         self, groups: Sequence[QuotaGroup], meter: UsageMeter, reserved: Sequence[Reservation] = ()
     ) -> None:
-        """Count the usage of a request that is over, and release what it reserved and did not use."""
+        """Count the usage of a request that is over, and release the unused part of its reservations."""
         await meter.settled()
         by_name = {one.name: one for one in reserved}
         for group, quota, most in _limited(groups, Quota):
@@ -190,7 +162,6 @@ class Quotas:
     async def _used_up(
         self, group: QuotaGroup, quota: Quota, most: int, reservation: Reservation | None = None
     ) -> ThrottledError:
-        """Return the error for a quota that is used up, or has less left than a reservation."""
         used = await self._counts.used(_name(group, quota), ahead=True)
         num_requests = 1 if reservation is None else reservation.amount
         if reservation is not None:
@@ -222,7 +193,6 @@ def _least(header_sets: list[dict[str, str]]) -> dict[str, str]:
 def _limited(
     groups: Sequence[QuotaGroup], quotas: Iterable[Quota]
 ) -> Iterator[tuple[QuotaGroup, Quota, int]]:
-    """Yield each quota that a group has a limit for, with the limit."""
     for quota in quotas:
         for group in groups:
             most = quota.limit(group.limits)

@@ -1,8 +1,7 @@
 """Rate limits of keys and tenants: admits or rejects requests, and counts their usage.
 
-``counters`` counts for this server or for several together; concurrency is counted by each server for itself.
-Callers without limits cost nothing. The dependency that authenticates requests calls ``admit``;
-``GateMiddleware`` sends the headers of the result, and releases it after the response's last byte.
+Concurrency is counted by each server for itself, the rest as ``counters`` does. ``GateMiddleware`` sends the
+headers of an admitted request, and releases it after the response's last byte.
 """
 
 from __future__ import annotations
@@ -29,21 +28,7 @@ _REMAINING: Final = "x-ratelimit-remaining-requests"
 
 
 class Admitted:
-    """An admitted request.
-
-    Args:
-        headers: OpenAI's rate limit headers, with what is left to the caller.
-        meter: The usage of the request so far.
-        groups: The groups whose limits apply.
-        quotas: Counts the usage.
-        release: Called with this object when the request is over.
-
-    Attributes:
-        headers: The headers, which the server sends with the response.
-        meter: The usage of the request so far.
-        groups: The groups whose limits apply.
-        reserved: The reservations for it.
-    """
+    """An admitted request; calls ``release`` with itself when the request is over."""
 
     def __init__(
         self,
@@ -61,19 +46,11 @@ class Admitted:
         self._release: Callable[[Admitted], None] | None = release
 
     async def check(self, *quotas: Quota) -> None:
-        """Check that some of these quotas, which the request is going to use, is left.
-
-        Raises:
-            ThrottledError: A quota is used up.
-        """
+        """Raise ThrottledError if a quota that the request is going to use is used up."""
         self.headers |= await self._quotas.check(self.groups, *quotas)
 
     async def reserve(self, estimate: Estimate) -> None:
-        """Reserve the tokens that the request asks for.
-
-        Raises:
-            ApiError: ``request_beyond_limit``, ``rate_limit_exceeded``.
-        """
+        """Reserve tokens; raise ApiError ``request_beyond_limit`` or ``rate_limit_exceeded``."""
         try:
             self.reserved, header_sets = await self._quotas.reserve(self.groups, estimate)
         except ThrottledError as error:
@@ -90,21 +67,7 @@ class Admitted:
 
 
 class Rates:
-    """Counts the requests of one server, or of several that share a storage.
-
-    Args:
-        url: The storage, in the notation of ``limits``: ``memory://``, ``redis://host:6379``.
-
-    Attributes:
-        counts: The counters.
-    """
-
     def __init__(self, url: str) -> None:
-        """Open the storage.
-
-        Raises:
-            UnsupportedOptionError: The URL's scheme is unknown, or its client library is not installed.
-        """
         self.counts = Counts(url)
         self._quotas = Quotas(self.counts)
         self._running: collections.Counter[str] = collections.Counter()
@@ -115,15 +78,9 @@ class Rates:
         return self._running[f"tenant:{tenant}"]
 
     async def admit(self, caller: Principal, meter: UsageMeter, *, works: bool) -> Admitted | None:
-        """Count a request; return None if nothing is counted for it.
+        """Return None if nothing is counted for the request; raises ThrottledError if it exceeds a limit.
 
-        Args:
-            caller: The caller.
-            meter: Records its usage.
-            works: Whether it uses the engine, so that the limits on concurrency and tokens apply.
-
-        Raises:
-            ThrottledError: It exceeds a limit of its key or its tenant.
+        ``works``: it uses the engine, so that the limits on concurrency and tokens apply.
         """
         groups = groups_of(caller)
         if not (groups or works):
@@ -156,7 +113,7 @@ class Rates:
         return await self._quotas.reserve_unchecked(groups_of(caller), estimate)
 
     async def count(self, caller: Principal, meter: UsageMeter, reserved: Sequence[Reservation] = ()) -> None:
-        """Count the usage of such work, and release what it reserved and did not use."""
+        """Count the usage of such work, and release the unused part of its reservations."""
         await self._quotas.settle(groups_of(caller), meter, reserved)
 
     async def wait_s(self, caller: Principal) -> int:
@@ -164,11 +121,9 @@ class Rates:
         return await self._quotas.wait_s(groups_of(caller))
 
     async def close(self) -> None:
-        """Finish counting."""
         await asyncio.gather(*self._settling, return_exceptions=True)
 
     def _count_later(self, admitted: Admitted) -> None:
-        """Count the usage of a request that is over, in the background."""
         if not admitted.groups:
             return
         counting = self._quotas.settle(admitted.groups, admitted.meter, admitted.reserved)
@@ -196,7 +151,6 @@ class Rates:
             raise await self._beyond(group, most)
 
     async def _count(self, group: QuotaGroup) -> dict[str, str]:
-        """Count a request of a group; return the headers for its caller."""
         most = group.limits.requests_per_minute
         if most is None:
             return {}
@@ -223,7 +177,6 @@ class Rates:
 
 
 def groups_of(caller: Principal) -> list[QuotaGroup]:
-    """Return the groups whose limits apply to a caller."""
     return [
         group
         for group in (

@@ -1,9 +1,8 @@
 """A pool of slots for a limited resource, such as sandboxes, with a fair, bounded queue.
 
-Tenants take turns, and each is limited to its share of the slots and of the queue, so that a tenant that has
-used up its share delays no other. Without keys there is one tenant, with the empty name, which may use
-everything. A request that needs several slots at once, such as a completion of many prompts, is a *group* and
-counts as one in the queue.
+Tenants take turns, and each is limited to its share of the slots and of the queue. Without keys there is one
+tenant, with the empty name, which may use everything. A request that needs several slots at once is a *group*
+and counts as one in the queue.
 """
 
 from __future__ import annotations
@@ -18,13 +17,6 @@ from app.allowance import Allowance
 
 
 class SlotPool:
-    """A number of slots and the queue for them.
-
-    Args:
-        slots: The limits of slots, in total and for one tenant.
-        waiting: The limits of waiting groups, in total and for one tenant.
-    """
-
     def __init__(self, slots: Allowance, waiting: Allowance) -> None:
         self._slots = slots
         self._waiting = waiting
@@ -34,19 +26,12 @@ class SlotPool:
 
     @property
     def num_waiting(self) -> int:
-        """The number of waiting groups."""
         return sum(map(len, self._groups.values()))
 
     def request(self, tenant: str, group: Hashable, *, may_exceed_queue: bool = False) -> Slot:
-        """Request a slot; the caller awaits it, and must release it in any case.
+        """Request a slot, to be released in any case; raises ApiError ``queue_full``.
 
-        Args:
-            tenant: The tenant whose share it counts against; no share applies if empty.
-            group: Identifies the slots that belong to one request.
-            may_exceed_queue: Whether to wait even if the queue is full.
-
-        Raises:
-            ApiError: ``queue_full``.
+        ``group`` identifies the slots of one request. No share applies to an empty ``tenant``.
         """
         must_wait = self._queue.num_of(tenant) or not self._is_within_share(tenant) or not self._is_any_free
         if must_wait and not may_exceed_queue and group not in self._groups.get(tenant, ()):
@@ -83,7 +68,6 @@ class SlotPool:
             slot.grant()
 
     def _forget(self, slot: Slot) -> None:
-        """Remove a slot from the count of waiting groups."""
         groups = self._groups[slot.tenant]
         groups[slot.group] -= 1
         if not groups[slot.group]:
@@ -93,15 +77,9 @@ class SlotPool:
 
 
 class Slot:
-    """A requested slot; as an async context manager, held for the length of the block.
-
-    Attributes:
-        tenant: The tenant whose share it counts against.
-        group: The group it belongs to.
-    """
+    """A requested slot; as an async context manager, held for the length of the block."""
 
     def __init__(self, pool: SlotPool, tenant: str, group: Hashable) -> None:
-        """Create a waiting slot; only ``SlotPool`` does."""
         self.tenant = tenant
         self.group = group
         self._pool: SlotPool | None = pool
@@ -109,15 +87,12 @@ class Slot:
 
     @property
     def is_granted(self) -> bool:
-        """Whether the slot was granted."""
         return self._granted.is_set()
 
     def grant(self) -> None:
-        """Grant the slot."""
         self._granted.set()
 
     async def wait_granted(self) -> None:
-        """Wait until the slot is granted."""
         await self._granted.wait()
 
     def release(self) -> None:
@@ -137,7 +112,6 @@ class Slot:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release the slot."""
         self.release()
 
 

@@ -1,5 +1,3 @@
-"""The audited details of changes to keys and tenants, over HTTP and by command."""
-
 from __future__ import annotations
 
 from typing import Any, Final
@@ -18,13 +16,7 @@ def changed(thing: Key | Tenant) -> dict[str, Any]:
 
 
 def of_command(command: str, subject: str, thing: Key | Tenant) -> Record:
-    """Return the record of a command on the server's machine, which needs no key.
-
-    Args:
-        command: The command, such as ``keys create``.
-        subject: The command's argument; empty for a command that created a key.
-        thing: The key or tenant after the change.
-    """
+    """Return the record of a command, which needs no key; ``subject`` is empty for one that created a key."""
     made = thing.id if isinstance(thing, Key) else thing.name
     return Record("CLI", route=command, subject=subject or made, details=changed(thing))
 

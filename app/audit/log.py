@@ -1,9 +1,7 @@
-"""Writes audit records to the database asynchronously, with a bounded queue.
+"""Writes audit records asynchronously, with a bounded queue, about one transaction per second.
 
-A task writes the records of about one second in one transaction. Requests that run for longer are written
-before their end and updated after it, so that a crash of the server does not lose the record of the request
-that may have caused it. If the database is unavailable, records are queued up to a limit; the number of
-records lost beyond it is recorded too. ``create_app`` owns the one instance.
+A request that runs for longer is written before its end, so that a crash does not lose the record of the
+request that may have caused it. Beyond the limit of the queue, the number of lost records is recorded.
 """
 
 from __future__ import annotations
@@ -33,14 +31,7 @@ _KNOWN: Final = ("tenant", "key_id", "route", "subject", "model", "operations", 
 
 @dataclasses.dataclass(slots=True)
 class _AuditEntry:
-    """A record and its state in the database.
-
-    Attributes:
-        record: The record.
-        row: The row to write.
-        number: The row's number in the log, once it was written.
-        known: The values of ``_KNOWN`` when the row was last written before the end.
-    """
+    """``known`` has the values of ``_KNOWN`` when the row was last written before the end."""
 
     record: Record
     row: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -52,12 +43,7 @@ class _AuditEntry:
 
 
 class AuditLog:
-    """The audit records of one server.
-
-    Args:
-        store: The table of records.
-        ttl_s: How long records are retained, in seconds; 0 disables the log.
-    """
+    """The audit records of one server; ``ttl_s`` of 0 disables the log."""
 
     def __init__(self, store: AuditStore, ttl_s: float) -> None:
         self._store = store
@@ -71,7 +57,6 @@ class AuditLog:
 
     @property
     def is_on(self) -> bool:
-        """Whether the log is enabled."""
         return self._ttl_s > 0
 
     def begin(self, record: Record) -> None:
@@ -81,7 +66,6 @@ class AuditLog:
             self._item_added.set()
 
     def add(self, record: Record) -> None:
-        """Enqueue the record of a request that has ended."""
         if not self.is_on:
             return
         entry = self._running.pop(record.request_id, None) or _AuditEntry(record)
@@ -94,10 +78,7 @@ class AuditLog:
         self._item_added.set()
 
     def drop(self, record: Record) -> None:
-        """Unregister a request that needs no record.
-
-        A record that was written already is updated like by ``add``. No effect after ``add``.
-        """
+        """Unregister a request that needs no record, unless it was written; no effect after ``add``."""
         entry = self._running.get(record.request_id)
         if entry is None:
             return
@@ -107,11 +88,9 @@ class AuditLog:
             self.add(record)
 
     def start(self) -> None:
-        """Start writing; called inside the running event loop, with the database open."""
         self._task = asyncio.create_task(self._run_writer(), name="audit")
 
     async def stop(self) -> None:
-        """Write the remaining records; idempotent."""
         task, self._task = self._task, None
         if task is None:
             return
@@ -123,7 +102,6 @@ class AuditLog:
             logger.exception("%d audit records were lost", len(self._pending))
 
     async def flush(self) -> None:
-        """Write all pending records now."""
         async with self._turn:  # concurrent flushes would write the same records
             await self._flush()
 
@@ -180,7 +158,6 @@ class AuditLog:
 
 
 def _is_due(entry: _AuditEntry) -> bool:
-    """Return whether a running request is to be written now: authenticated, not brief, and changed."""
     record = entry.record
     if not record.key_id or time.time() - record.time < _GATHER_S:
         return False

@@ -1,8 +1,6 @@
-"""The record of a request: its metadata without content, completed by the code that serves it.
+"""The record of a request, from which metrics, log and audit log are derived.
 
-The outermost middleware creates a record for each request, as a part of its ``RequestContext``; code on the
-way adds what it knows. Metrics, the log and, on servers with keys, the audit log are derived from it. Prompts
-and code are never recorded; of code only the hash and the size.
+Prompts and code are never recorded; of code only the hash and the size.
 """
 
 from __future__ import annotations
@@ -51,19 +49,13 @@ _UNWRITTEN: Final = {"kept": False}
 
 @dataclasses.dataclass(slots=True)
 class Record:
-    """A recorded request or action; see ``api_schemas.audit.AuditEntry`` for its columns.
+    """See ``api_schemas.audit.AuditEntry`` for its columns.
 
     Attributes:
-        trace_id: The id of its distributed trace, hexadecimal; empty if there is none.
         caller_class: The tier of the caller's key; ``none`` without one.
-        uses: Its operations, each with a kind of point that it acts at.
-        tier: How its steps ran, see ``WorkContext``; set when it is over.
-        marked: The kind of each mark of its choices, likewise.
-        salt: What isolates its part of the prefix cache from others', empty for nothing; None if not
-            applicable.
-        named: The stored things that it uses, each once: its kind, and the name of a shared one; empty for a
-            tenant's own.
-        sampling: Numbers and switches of its body, those in ``SAMPLING``.
+        tier: How its steps ran, see ``WorkContext``; set when it is over, like ``marked``.
+        salt: Isolates its part of the prefix cache; empty for no isolation, None if not applicable.
+        named: The stored things that it uses: kind, and the name of a shared one; empty for a tenant's own.
         begun_s: When the last part of its body was received, by ``time.perf_counter``.
     """
 
@@ -98,12 +90,10 @@ class Record:
     sampling: dict[str, float] = dataclasses.field(default_factory=dict, metadata=_UNWRITTEN)
 
     def add_use(self, meter: UsageMeter) -> None:
-        """Set the request's usage from its meter."""
         self.tokens, self.captured_bytes = meter.num_tokens, meter.captured_bytes
         self.intervention_s = meter.intervention_s
 
     def identify(self, caller: Principal, connection: HTTPConnection) -> None:
-        """Record the caller and the route."""
         self.tenant, self.key_id = caller.tenant, caller.key_id
         if caller.has_key:
             self.caller_class = caller.tier.value
@@ -111,7 +101,6 @@ class Record:
         self.subject = next(map(str, connection.path_params.values()), "")
 
     def note_operations(self, body: Mapping[str, Any], interventions: Sequence[Intervention]) -> None:
-        """Record the model, the sampling and the operations of a completion."""
         model = body.get("model")
         self.model = model if isinstance(model, str) else ""
         self.sampling = {
@@ -132,7 +121,6 @@ class Record:
         self.named.append((kind, name if shared or not self.tenant else ""))
 
     async def note_trace(self, request: TraceRequest) -> None:
-        """Record the metadata of a trace."""
         self.model, self.operations = request.head.model, [request.head.kind]
         self.uses = [(request.head.kind, CODE)]
         self.code_bytes = len(request.blocks)
@@ -142,14 +130,12 @@ class Record:
             self.code_sha256 = (await asyncio.to_thread(hashlib.sha256, request.blocks)).hexdigest()
 
     def row(self) -> dict[str, Any]:
-        """Return the columns for the database."""
         written = [field.name for field in dataclasses.fields(self) if field.metadata.get("kept", True)]
         row = {name: getattr(self, name) for name in written}
         return row | {name: _storable(row[name]) for name in ("subject", "model", "error", "route")}
 
 
 def _points(operation: Intervention) -> set[str]:
-    """Return the kinds of points at which an operation acts, named as in the capabilities."""
     if isinstance(operation, Trace):
         return {CODE}
     if isinstance(operation, LogitLens):
@@ -163,7 +149,6 @@ def _points(operation: Intervention) -> set[str]:
 
 
 def _storable(text: str) -> str:
-    """Return text that every database can store, whatever the client sent."""
     return text[:_MAX_TEXT].encode("utf-8", "replace").decode().replace("\0", "")
 
 

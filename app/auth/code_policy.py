@@ -1,7 +1,7 @@
-"""Permission to send code: traces are code and, outside a sandbox, have the rights of the engine's process.
+"""Permission to send code, which outside a sandbox has the rights of the engine's process.
 
-With keys, the key's scopes decide. Without keys, unless the operator has decided, only clients on the same
-machine may; ``hosts`` rejects requests that a browser there sends on behalf of other sites.
+With keys, their scopes decide. Without keys, unless the operator has decided, only clients on the same
+machine may; ``hosts`` rejects requests of a browser there on behalf of other sites.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ def takes_code(settings: Settings) -> bool:
 
 
 def check_code_allowed(settings: Settings, caller: Principal) -> None:
-    """Raise ApiError unless the client may send code."""
     if settings.allow_code is False:
         raise _refusal("This server takes no traces: allow_code is false (NNSIGHT_ENGINE_ALLOW_CODE).")
     if caller.has_key:

@@ -1,8 +1,4 @@
-"""Authorizes blocks sent as pickles, which run code when they are unpickled.
-
-Two switches of the operator must both allow it: the server accepts pickles at all, and the caller's key
-permits them. ``services.traces.admission`` calls ``check_codec`` before any part of a trace is decoded.
-"""
+"""Authorizes blocks sent as pickles, before any part of a trace is decoded: unpickling runs code."""
 
 from __future__ import annotations
 
@@ -13,21 +9,11 @@ from nnsight_engine.remote_backend.messages import TraceHead
 
 
 def codecs_of(settings: Settings) -> list[str]:
-    """Return the codecs of blocks that this server accepts from at least some clients."""
     return ["wire", "cloudpickle"] if settings.allow_cloudpickle else ["wire"]
 
 
 def check_codec(head: TraceHead, caller: Principal, settings: Settings) -> None:
-    """Check that the caller may use the codec of a trace.
-
-    Args:
-        head: The trace's head, which names the codec.
-        caller: The caller.
-        settings: The server's settings.
-
-    Raises:
-        ApiError: ``codec_not_allowed``.
-    """
+    """Raise ``codec_not_allowed`` unless the server and the caller's key accept the trace's codec."""
     if head.codec == "wire":
         return
     if not settings.allow_cloudpickle:

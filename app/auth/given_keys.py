@@ -1,4 +1,4 @@
-"""The keys of ``--api-key`` and ``VLLM_API_KEY``: texts that the operator chose, as for vLLM's own server."""
+"""The keys of ``--api-key`` and ``VLLM_API_KEY``, without rows in the database."""
 
 from __future__ import annotations
 
@@ -17,17 +17,10 @@ _HOLDER: Final = Principal(GIVEN_ID, GIVEN_ID, _SCOPES, Tier.SANDBOXED, Limits()
 
 
 class GivenKeys:
-    """Keys without rows in the database.
-
-    Args:
-        texts: The keys.
-    """
-
     def __init__(self, texts: Sequence[str] = ()) -> None:
         self._digests = [_digest(text) for text in texts]
 
     def __bool__(self) -> bool:
-        """Return whether there are any."""
         return bool(self._digests)
 
     def principal(self, text: str) -> Principal | None:

@@ -1,10 +1,8 @@
 """Authenticates requests by their key, and creates, rotates and revokes keys.
 
-Requests are frequent, so the result of a check is cached for some seconds, during which another process's
-revocation is not noticed; one by this process takes effect at once. After that the key's row is read again,
-in one statement with all other keys that are due (``lookups``): an invalid key costs the same whether it is
-wrong, expired or nonexistent, and many of them cost little more than one. A valid key is always accepted,
-however many invalid ones came before; those are counted, see ``login_throttle``.
+A check is cached for some seconds, during which another process's revocation is not noticed; one by this
+process takes effect at once. After that, ``lookups`` reads rows together: an invalid key costs the same
+whether it is wrong, expired or nonexistent. A valid key is always accepted, however many invalid ones came.
 """
 
 from __future__ import annotations
@@ -40,13 +38,7 @@ _USE_RESOLUTION_S: Final = 60.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _CachedCheck:
-    """The cached result of a check: the principal, None for an invalid key, and the stored hash.
-
-    Attributes:
-        principal: The caller, or None.
-        until: When the entry expires, by ``time.monotonic``.
-        kept: The hash that the key matched.
-    """
+    """A cached check: ``principal`` is None for an invalid key, ``kept`` is the hash that the key matched."""
 
     principal: Principal | None
     until: float
@@ -57,13 +49,6 @@ _INVALID: Final = _CachedCheck(None, 0.0)
 
 
 class Keys:
-    """The keys of one server.
-
-    Args:
-        store: The keys in the database.
-        given: Further keys.
-    """
-
     def __init__(self, store: KeyStore, given: GivenKeys | None = None) -> None:
         self._store = store
         self._given = given or GivenKeys()
@@ -100,16 +85,11 @@ class Keys:
         return await self._store.has_open(Tier.SANDBOXED, Scope.CODE)
 
     async def principal(self, authorization: str | None, address: str = "") -> Principal:
-        """Authenticate a request.
-
-        Args:
-            authorization: The request's ``Authorization`` header.
-            address: The client's address.
+        """Authenticate a request by its ``Authorization`` header and its client's address.
 
         Raises:
-            ApiError: ``missing_api_key``: the server has keys and the request has none; ``invalid_api_key``:
-                the key is unknown or has ended; ``rate_limit_exceeded``: too many invalid keys came from the
-                address.
+            ApiError: ``missing_api_key``; ``invalid_api_key``: the key is unknown or has ended;
+                ``rate_limit_exceeded``: too many invalid keys came from the address.
         """
         if not await self.are_required():
             return ANONYMOUS
@@ -172,12 +152,9 @@ class Keys:
         return _CachedCheck(_principal(row, tenant_limits), until, row.hash)
 
     async def holder(self, key_id: str) -> Principal | None:
-        """Return the principal for which work begun with a key continues.
+        """Return the caller for which work of a key, or of none (empty), continues.
 
         None if the key has ended without a valid successor.
-
-        Args:
-            key_id: The key; empty for work begun without one.
         """
         if not key_id:
             return ANONYMOUS
@@ -231,11 +208,7 @@ class Keys:
         return CreatedKey(**key.model_dump(), key=secret.text)
 
     async def adopt(self, secret: Secret, new: NewKey) -> Key:
-        """Create a key whose secret was chosen by the caller.
-
-        Raises:
-            KeyTakenError: The id is in use.
-        """
+        """Create a key whose secret was chosen by the caller; raises KeyTakenError if the id is in use."""
         key = await self._store.add(new, secret.id, hashed(secret))
         logger.info("key %s was adopted for tenant %s", key.id, key.tenant)
         self._has_keys = True
@@ -244,8 +217,7 @@ class Keys:
     async def recognized(self, secret: Secret) -> Key | None:
         """Return the key with this secret, even if it has ended; None if the id is unknown.
 
-        Raises:
-            ApiError: ``invalid_api_key``: the id belongs to a key with another secret.
+        It raises ``invalid_api_key`` if the id belongs to a key with another secret.
         """
         found = await self._lookups.find(secret.id)
         if found is None:
@@ -258,11 +230,7 @@ class Keys:
         return key_from_row(found[0])
 
     async def rotate(self, key_id: str, grace_s: float) -> CreatedKey:
-        """Create a key with the rights of an existing one, which expires after ``grace_s`` seconds.
-
-        Raises:
-            ApiError: ``key_not_found``, ``key_ended``.
-        """
+        """Create a key with the rights of another, which expires after ``grace_s`` seconds; ``key_ended``."""
         secret = new_secret()
         key = await self._store.replace(key_id, secret.id, hashed(secret), grace_s)
         self._expire_cached(key_id)
@@ -270,11 +238,6 @@ class Keys:
         return CreatedKey(**key.model_dump(), key=secret.text)
 
     async def revoke(self, key_id: str) -> Key:
-        """Revoke a key.
-
-        Raises:
-            ApiError: ``key_not_found``.
-        """
         key = await self._store.revoke(key_id)
         self._expire_cached(key_id)
         logger.info("key %s was revoked", key_id)
@@ -285,15 +248,9 @@ class Keys:
         return await self._store.page(tenant)
 
     async def tenants(self) -> list[Tenant]:
-        """Return the tenants, by name."""
         return await self._store.tenants()
 
     async def limit(self, tenant: str, limits: Limits) -> Tenant:
-        """Set the limits of all keys of a tenant together.
-
-        Raises:
-            ApiError: ``tenant_not_found``.
-        """
         changed = await self._store.limit(tenant, limits)
         self._generation += 1
         # Expired entries are read again from the database, but valid keys are not hashed again.
@@ -310,7 +267,6 @@ class Keys:
 
 
 def _holder(known: _CachedCheck | None) -> _CachedCheck | None:
-    """Return a cached entry if it was of a valid key, else None."""
     return known if known is not None and known.principal is not None else None
 
 

@@ -1,8 +1,6 @@
-"""Throttles guesses at keys: limits invalid keys per key id and client network.
+"""Limits invalid keys per key id and client network, an IPv4 address or an IPv6 /64.
 
-The network is the client's IPv4 address, or its IPv6 /64. Guesses beyond the limit are rejected with a
-request to wait. A valid key is never affected by invalid ones, whatever its origin: ``auth.keys`` counts a
-key only after it was checked and found invalid.
+A valid key is never affected by invalid ones: a key is counted only after it was found invalid.
 """
 
 from __future__ import annotations
@@ -24,22 +22,13 @@ _Source = tuple[str, str]
 
 
 class LoginThrottle:
-    """Counts invalid keys: a burst of 200 per id and network, then one per second.
-
-    Args:
-        clock: A monotonic clock, in seconds.
-    """
+    """Counts invalid keys: a burst of 200 per id and network, then one per second."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._allowances: dict[_Source, tuple[float, float]] = {}
 
     def count(self, key_id: str, address: str) -> None:
-        """Count an invalid key with this id from an address.
-
-        Raises:
-            ThrottledError: There were too many.
-        """
         source = key_id, _network_of(address)
         remaining, moment = self._remaining(source), self._clock()
         if remaining < 1:

@@ -1,8 +1,6 @@
-"""Batches lookups of keys, so that any number of requested ids causes only a few statements per second.
+"""Batches lookups of keys: random ids cause a few statements per second, not a query for each.
 
-Without batching, a client that sends random ids would cause one query for each. An id requested while a
-statement runs, or shortly after it, is read by the next statement together with all others, so that the
-latency does not grow with their number.
+An id requested while a statement runs, or shortly after it, is read by the next one with all others.
 """
 
 from __future__ import annotations
@@ -19,12 +17,6 @@ _Found = TypeVar("_Found")
 
 
 class Lookups(Generic[_Found]):
-    """Looks up values by id.
-
-    Args:
-        read: Returns the values of those of the given ids that exist.
-    """
-
     def __init__(self, read: Callable[[Collection[str]], Awaitable[Mapping[str, _Found]]]) -> None:
         self._read = read
         self._turn = asyncio.Lock()

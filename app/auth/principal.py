@@ -1,5 +1,3 @@
-"""The authenticated caller of a request, with its permissions."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -14,17 +12,10 @@ _MAX_NAMED: Final = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Principal:
-    """A caller.
+    """The authenticated caller of a request; tenant and key are empty on a server without keys.
 
-    Attributes:
-        tenant: The tenant whose data it accesses; empty on a server without keys.
-        key_id: The id of its key; empty on a server without keys.
-        scopes: Its scopes.
-        tier: The isolation in which its code runs.
-        limits: The limits of its key.
-        tenant_limits: The limits of all keys of its tenant together.
-        trusted_codecs: Whether it may send blocks as pickles, if the server accepts them.
-        presets: The only presets by which it may intervene; None for no such limit.
+    ``presets`` are the only ones by which it may intervene, None for no such limit. ``trusted_codecs`` allow
+    blocks as pickles, if the server accepts them.
     """
 
     tenant: str
@@ -38,28 +29,19 @@ class Principal:
 
     @property
     def has_key(self) -> bool:
-        """Whether the caller authenticated with a key, which a server with keys requires."""
         return bool(self.key_id)
 
     def may_use(self, preset: Reference, *, has_code: bool) -> bool:
         """Return whether the caller may use a version of a preset.
 
-        A limit to a name is a limit to what operations of later versions do, and code may do anything. So
+        A limit to a name is a limit to the operations of later versions, and code may do anything. So
         versions with code must be named.
         """
         names = {str(preset)} if has_code else {preset.name, str(preset)}
         return self.presets is None or not self.presets.isdisjoint(names)
 
     def check_free(self, what: str, param: str | None = None) -> None:
-        """Check that the caller may intervene by other means than presets.
-
-        Args:
-            what: What the caller asks for, for the message.
-            param: The field that asks for it.
-
-        Raises:
-            ApiError: ``preset_not_allowed``.
-        """
+        """Raise ``preset_not_allowed`` unless the caller may intervene by other means than presets."""
         if self.presets is not None:
             allowed = ", ".join(sorted(self.presets)[:_MAX_NAMED])
             raise ApiError(
@@ -70,11 +52,7 @@ class Principal:
             )
 
     def check(self, *scopes: Scope) -> None:
-        """Check that the caller has all of these scopes.
-
-        Raises:
-            ApiError: ``missing_scope``; ``missing_api_key`` if the caller has no key.
-        """
+        """Raise ``missing_scope``, or ``missing_api_key`` without a key, unless the caller has all scopes."""
         missing = [scope for scope in scopes if scope not in self.scopes]
         if missing and not self.has_key:
             raise ApiError(

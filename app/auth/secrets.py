@@ -1,9 +1,7 @@
-"""The text of keys: generation, parsing, hashing, and comparison with a hash.
+"""The text of keys, ``nns_<id>_<secret>``, and their hashes. The id is not secret.
 
-A key is ``nns_<id>_<secret>``. The secret has 256 random bits and cannot be guessed, so its SHA-256 is
-stored, which is of no use to the thief of a database. A slow hash, made for passwords that people choose,
-would let guesses consume the server's CPU time and delay valid keys. Keys stored with Argon2id by older
-versions still work, and are hashed again with SHA-256 at their next use. The id is not secret.
+The secret has 256 random bits, so its SHA-256 is stored; a slow hash would let guesses consume CPU time
+and delay valid keys. Keys with Argon2id of older versions are hashed again at their next use.
 """
 
 from __future__ import annotations
@@ -28,8 +26,6 @@ _HASHER: Final = PasswordHasher(time_cost=1, memory_cost=8 * 1024, parallelism=1
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Secret:
-    """A key: ``id`` identifies it, ``text`` is the complete key."""
-
     id: str
     text: str
 
@@ -41,7 +37,6 @@ def bearer(authorization: str | None) -> str:
 
 
 def new_secret() -> Secret:
-    """Generate a key."""
     key_id = secrets.token_hex(_ID_BYTES)
     return Secret(key_id, f"nns_{key_id}_{secrets.token_urlsafe(_SECRET_BYTES)}")
 
@@ -53,7 +48,6 @@ def parsed(text: str) -> Secret | None:
 
 
 def hashed(secret: Secret) -> str:
-    """Return the hash of a key to store."""
     return _KEPT + hashlib.sha256(secret.text.encode()).hexdigest()
 
 

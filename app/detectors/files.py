@@ -1,7 +1,4 @@
-"""A detector as a safetensors file: tensors ``parts.N.NAME``, and its head as JSON in the metadata.
-
-The database has this file, ``GET /v1/detectors/{id}/content`` sends it, and it can be uploaded again.
-"""
+"""A detector as a safetensors file, as stored, sent and uploaded: ``parts.N.NAME``, its head as metadata."""
 
 from __future__ import annotations
 
@@ -55,7 +52,6 @@ def write_file(detector: Detector, calibration: Sequence[RocPoint]) -> bytes:
 
 
 def stored_detector(data: bytes) -> Detector:
-    """Return the detector of a file that ``write_file`` wrote."""
     content = read_safetensors(data, ErrorCode.INTERNAL)
     head = DetectorHead.model_validate_json(content.metadata[METADATA])
     by_part = _by_part(content.tensors, len(head.parts))
@@ -69,17 +65,9 @@ def stored_detector(data: bytes) -> Detector:
 def read_file(
     data: bytes, name: str, head_text: str | None, spec: ModelSpec, max_bytes: int
 ) -> tuple[Detector, list[RocPoint]]:
-    """Return the detector of an uploaded file, and its calibration.
+    """Return an uploaded detector and its calibration; raises ApiError if it is invalid.
 
-    Args:
-        data: Its content.
-        name: Its file name; only used to refuse pickles by the extension.
-        head_text: The head as JSON; None if it is in the file's metadata.
-        spec: The model that it must fit.
-        max_bytes: The maximum size of its numbers in float32.
-
-    Raises:
-        ApiError: The file or the head is invalid.
+    ``name`` is only used to refuse pickles; ``head_text`` is None if the head is in the file's metadata.
     """
     refuse_pickle(name, data, _ADVICE)
     if not is_safetensors(data):
@@ -113,7 +101,6 @@ def check_size(tensors: Iterable[npt.NDArray[Any]], max_bytes: int, param: str) 
 
 
 def check_bytes(num_bytes: int, max_bytes: int, param: str) -> None:
-    """Raise ApiError ``tensor_too_large`` if the tensors of a detector would have more than ``max_bytes``."""
     if num_bytes > max_bytes:
         raise ApiError(
             ErrorCode.TENSOR_TOO_LARGE,
@@ -135,7 +122,6 @@ def _head_of(text: str) -> DetectorHead:
 
 
 def _named(tensors: Mapping[str, npt.NDArray[Any]], head: DetectorHead) -> Mapping[str, npt.NDArray[Any]]:
-    """Return the tensors by their full names; that of one linear part may have a short one."""
     if list(tensors) == ["weights"] and [part.form for part in head.parts] == ["linear"]:
         return {"parts.0.weights": tensors["weights"]}
     return tensors

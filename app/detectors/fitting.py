@@ -1,8 +1,4 @@
-"""Fitting a detector to values of labelled prompts, and scoring it on the held-out ones.
-
-Deterministic: the same values and seed give the same detector. Raises ``NothingToLearnError`` where the
-values carry no signal; ``training`` turns it into the request's error.
-"""
+"""Fitting a detector to values of labelled prompts; deterministic for the same values and seed."""
 
 from __future__ import annotations
 
@@ -29,13 +25,9 @@ _PRIOR_SAMPLES: Final = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FittedDetector:
-    """A detector and its scores on the held-out samples.
+    """A detector, with its best threshold, and its scores on the held-out samples.
 
-    Attributes:
-        detector: With the threshold that separates them best.
-        auroc: The probability that a positive one has a higher score than a negative one.
-        separation: The distance of the two sides before the link, in standard deviations within a side.
-        cuts: The ROC curve, from the highest threshold.
+    ``separation`` is the distance of the sides before the link, in standard deviations within a side.
     """
 
     detector: Detector
@@ -46,14 +38,6 @@ class FittedDetector:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a detector is fitted.
-
-    Attributes:
-        form: The form of its parts.
-        hidden: The number of hidden units of each part, of ``mlp``.
-        seed: The seed of their first weights.
-    """
-
     form: Form
     hidden: int
     seed: int
@@ -62,17 +46,9 @@ class Recipe:
 def fit(
     positive: Values, negative: Values, points: Sequence[str], chosen: Split, recipe: Recipe
 ) -> FittedDetector:
-    """Fit a detector with a part at each point, and score it.
+    """Fit a detector with a part at each point to two sides of ``[samples, points, width]``, and score it.
 
-    Args:
-        positive: Values of one side, ``[samples, points, width]``.
-        negative: Values of the other.
-        points: The points.
-        chosen: The split.
-        recipe: Its kind.
-
-    Raises:
-        NothingToLearnError: The sides do not differ at one of the points, or the values are not finite.
+    Raises NothingToLearnError if the sides do not differ at a point, or the values are not finite.
     """
     if not (np.isfinite(positive).all() and np.isfinite(negative).all()):
         raise NothingToLearnError("the model's values there are not all numbers")

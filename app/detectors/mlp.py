@@ -1,8 +1,7 @@
-"""A network with one hidden layer, trained to tell two sides apart, over the values at one layer or several.
+"""A network with one hidden layer that tells two sides apart, over the values at one layer or several.
 
 There are usually fewer samples than dimensions. Weights that begin in the span of the samples stay in it, so
-training uses the samples' coordinates in that span; afterwards the weights are written out for the values
-themselves, standardisation included.
+training uses the samples' coordinates in that span.
 """
 
 from __future__ import annotations
@@ -27,15 +26,6 @@ _LEAST_VARIANCE: Final = 1e-12
 
 
 class _Layer(NamedTuple):
-    """A layer's samples in the coordinates of their span.
-
-    Attributes:
-        centre: Their mean, ``[width]``.
-        scale: The divisor of each dimension, ``[width]``.
-        basis: Orthonormal directions, ``[coordinates, width]``.
-        coordinates: ``[samples, coordinates]``.
-    """
-
     centre: Floats
     scale: Floats
     basis: Floats
@@ -47,13 +37,7 @@ def fit_mlp(
 ) -> tuple[list[dict[str, Floats]], float]:
     """Return the tensors of each layer's part, see ``nnsight_engine.core.detector.TENSORS``, and the bias.
 
-    Minimises the logistic loss with Adam, all samples at each step.
-
-    Args:
-        positive: The values of one side by layer, each ``[samples, width]``.
-        negative: The values of the other side.
-        hidden: The number of hidden units of each layer's part.
-        seed: The seed of the first weights.
+    Minimises the logistic loss with Adam, all samples at each step; values are ``[samples, width]`` by layer.
     """
     num_dimensions = sum(layer.shape[1] for layer in positive)
     layers = [
@@ -87,7 +71,6 @@ def _in_span(standardised: Standardised) -> _Layer:
 def _trained(
     layers: Sequence[_Layer], labels: Floats, hidden: int, seed: int
 ) -> tuple[list[tuple[Floats, Floats]], list[Floats], float]:
-    """Return each layer's hidden weights and biases, its output weights, and the bias of the output."""
     random = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Parts of a detector, checked against the model: the only way from received numbers to a ``Detector``.
 
-Invariants of the result: each part reads one point of the model, at a place of its own, whose value is
-``[width]`` floats; every tensor has the shape of its form, of numbers up to ``LARGEST_WEIGHT`` in size.
+Each part then reads one point of the model, at a place of its own, whose value is ``[width]`` floats; every
+tensor has the shape of its form, of numbers up to ``LARGEST_WEIGHT`` in size.
 """
 
 from __future__ import annotations
@@ -30,16 +30,10 @@ _MAX_SHOWN: Final = 8
 
 
 def point_of(at: str, spec: ModelSpec, param: str) -> tuple[str, int]:
-    """Return a point by its full name, and its width.
-
-    Args:
-        at: The point, ``layers.12.output`` or ``layers.-1.output``.
-        spec: The model.
-        param: The field, for messages.
+    """Return the full name of ``layers.12.output`` or ``layers.-1.output``, and its width.
 
     Raises:
-        ApiError: ``unknown_point``, ``unknown_layer``, ``unsupported_at_point``, or ``invalid_detector``:
-            several points.
+        ApiError: ``unknown_point``, ``unknown_layer``, ``unsupported_at_point``; ``invalid_detector``: many.
     """
     sites = resolve_sites(at, _READ, spec, param)
     if len(sites) > 1 or sites[0].is_in_encoder:
@@ -53,17 +47,9 @@ def point_of(at: str, spec: ModelSpec, param: str) -> tuple[str, int]:
 
 
 def part_of(head: PartHead, tensors: Mapping[str, npt.NDArray[Any]], spec: ModelSpec, param: str) -> Part:
-    """Return a part of a detector.
+    """Return a part from its tensors by name, of any float dtype.
 
-    Args:
-        head: Its point and form.
-        tensors: Its tensors by name, of any float dtype.
-        spec: The model.
-        param: The field with the part, for messages.
-
-    Raises:
-        ApiError: The errors of ``point_of``; ``invalid_detector``: a tensor is missing, or is of no use;
-            ``wrong_width``, ``not_finite``.
+    Raises ApiError as ``point_of``; ``invalid_detector``, ``wrong_width``, ``not_finite``.
     """
     point, width = point_of(head.at, spec, f"{param}.at")
     form = Form(head.form)
@@ -129,11 +115,7 @@ def _numbers(
 def detector_of(
     parts: Sequence[Part], bias: float, link: str, threshold: float | None, spec: ModelSpec
 ) -> Detector:
-    """Return a detector.
-
-    Raises:
-        ApiError: ``invalid_detector``: two parts read one place; ``not_finite``: a number is beyond float32.
-    """
+    """Raise ApiError ``invalid_detector``: two parts read one place; ``not_finite``: beyond float32."""
     seen: dict[PlannedSite, str] = {}
     for part in parts:
         (site,) = resolve_sites(part.point, _READ, spec, "parts")
@@ -159,7 +141,6 @@ def check_fit(detector: Detector, spec: ModelSpec) -> None:
 
 
 def width_of(part: Part) -> int:
-    """Return the width of the value that a part reads."""
     return int(part.tensors[TENSORS[part.form][0]].shape[-1])
 
 
@@ -184,7 +165,6 @@ def described(detector: Detector, calibration: Sequence[RocPoint]) -> dict[str, 
 
 
 def invalid(message: str, param: str | None) -> ApiError:
-    """Return the error for a detector that makes no sense."""
     return ApiError(ErrorCode.INVALID_DETECTOR, message, param)
 
 

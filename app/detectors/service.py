@@ -1,9 +1,3 @@
-"""The detectors of one server: storage, lookup, and resolution of their names in requests.
-
-``create_app`` creates the one service; the routes below ``/v1/detectors`` and requests that name a detector
-use it.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -44,16 +38,6 @@ _KIND: Final = "detector"
 
 
 class DetectorService(VersionService[DetectorStore]):
-    """The detectors of one server.
-
-    Args:
-        settings: The server's.
-        database: Stores the detectors; started before this is used.
-        engine: Serves the model that the detectors must fit.
-        stored: The bytes stored by tenants, here and elsewhere.
-        cache: The contents used last.
-    """
-
     def __init__(
         self,
         settings: Settings,
@@ -62,7 +46,6 @@ class DetectorService(VersionService[DetectorStore]):
         stored: StoredBytes,
         cache: VersionCache,
     ) -> None:
-        """Create the parts; nothing is read yet."""
         super().__init__(DetectorStore(database, TenantBudget.of(settings).vector_bytes), stored)
         self._settings = settings
         self._engine = engine
@@ -75,15 +58,10 @@ class DetectorService(VersionService[DetectorStore]):
 
     @property
     def max_bytes(self) -> int:
-        """The maximum size of a detector's numbers in float32."""
         return self._settings.max_tensor_bytes
 
     async def create(self, request: Request, caller: Principal) -> StoredDetector:
-        """Read the detector of a request and store it.
-
-        Raises:
-            ApiError: The detector is invalid or exceeds a limit; nothing is stored then.
-        """
+        """Store the detector of a request; raises ApiError, and stores nothing, if it is invalid."""
         settings = self._settings
         limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
         upload = await read_upload(request, self.spec, limits, self.max_bytes)
@@ -109,11 +87,7 @@ class DetectorService(VersionService[DetectorStore]):
         sha256: str | None = None,
         training: DetectorTraining | None = None,
     ) -> StoredDetector:
-        """Store a detector as the next version of its name.
-
-        Raises:
-            ApiError: ``missing_scope``, ``stored_bytes_full``, and the errors of ``DetectorStore.add``.
-        """
+        """Store the next version of a name; raises ApiError ``missing_scope``, ``stored_bytes_full``."""
         check_sharing(caller, shared=shared)
         data = await asyncio.to_thread(write_file, detector, calibration)
         new = NewVersion(caller.tenant, name, self._engine.served().names[0], shared, data)
@@ -130,12 +104,7 @@ class DetectorService(VersionService[DetectorStore]):
         training: DetectorTraining,
         caller: Principal,
     ) -> StoredDetector:
-        """Store a trained, shared detector as the first version of its name.
-
-        Raises:
-            ApiError: Those of ``keep``.
-            NameUsedError: It is not the first; nothing is stored then.
-        """
+        """Store a trained, shared detector; raises NameUsedError if it is not the first of its name."""
         check_sharing(caller, shared=True)
         data = await asyncio.to_thread(write_file, detector, calibration)
         model = self._engine.served().names[0]
@@ -146,7 +115,7 @@ class DetectorService(VersionService[DetectorStore]):
         )
 
     async def page(self, tenant: str, *, name: str | None, after: str | None, limit: int) -> DetectorList:
-        """Return a page of a tenant's and shared detectors; raises ApiError ``detector_not_found``."""
+        """Include shared detectors; raises ApiError ``detector_not_found``."""
         data, has_more = await self._store.page(tenant, name=name, after=after, limit=limit)
         return DetectorList.of(data, has_more=has_more)
 
@@ -160,25 +129,12 @@ class DetectorService(VersionService[DetectorStore]):
         return data
 
     async def remove(self, detector_id: str, caller: Principal) -> None:
-        """Delete a detector; deleting a shared one requires the scope ``admin``.
-
-        Raises:
-            ApiError: ``detector_not_found``, ``missing_scope``.
-        """
+        """Raise ApiError ``detector_not_found``; ``missing_scope``: a shared one needs ``admin``."""
         detector = await self._store.get(detector_id, caller.tenant)
         await self._remove(detector_id, caller, shared=detector.shared, own=detector.own)
 
     async def resolved(self, given: DetectorName, tenant: str, param: str) -> tuple[FoundDetector, Detector]:
-        """Return the detector that a name means for a tenant.
-
-        Args:
-            given: The name.
-            tenant: The tenant that sent the request.
-            param: The field of the request with the name, for messages.
-
-        Raises:
-            ApiError: ``unknown_detector``; ``detector_mismatch``: it is of another model.
-        """
+        """Raise ApiError ``unknown_detector``; ``detector_mismatch``: it is of another model."""
         models = self._engine.served().names
         found = await self._store.find(given.name, given.id, tenant, models)
         detector = None if found is None else await self._cache.get(_KIND, found.number, self._read)

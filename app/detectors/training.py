@@ -1,7 +1,4 @@
-"""Training detectors from captures of labelled prompts, calibrated on the held-out ones.
-
-Detectors are fitted in a thread. A training that fails stores nothing, and none stores its prompts.
-"""
+"""Training detectors, in a thread; a training that fails stores nothing, and none stores its prompts."""
 
 from __future__ import annotations
 
@@ -28,13 +25,6 @@ from nnsight_engine.core.detector import Form
 
 
 class DetectorTrainer:
-    """Trains the detectors of one server.
-
-    Args:
-        queue: Runs the prompts.
-        detectors: Stores the results.
-    """
-
     def __init__(self, queue: TrainingQueue, detectors: DetectorService) -> None:
         self._queue = queue
         self._detectors = detectors
@@ -42,17 +32,7 @@ class DetectorTrainer:
     async def train(
         self, wanted: DetectorTrainingRequest, http: Request, caller: Principal, report: Report
     ) -> Detector:
-        """Train a detector and store it.
-
-        Args:
-            wanted: The prompts and options.
-            http: The request, its body already read.
-            caller: The detector's owner.
-            report: Called with progress events.
-
-        Raises:
-            ApiError: The request is invalid, ``queue_full``, ``training_failed``, or a prompt was refused.
-        """
+        """Raise ApiError for an invalid request or prompt, ``queue_full``, ``training_failed``."""
         check_sharing(caller, shared=wanted.shared)
         spec = self._detectors.spec
         is_best = wanted.layers == BEST_LAYER

@@ -1,7 +1,4 @@
-"""The body of ``POST /v1/detectors``: head and numbers in JSON, or a file in a form.
-
-The body is bounded, and parsed in a thread. Nothing is stored here: an invalid body creates no detector.
-"""
+"""The body of ``POST /v1/detectors``, parsed in a thread: head and numbers in JSON, or a file in a form."""
 
 from __future__ import annotations
 
@@ -32,8 +29,6 @@ _TENSORS: Final = tuple(dict.fromkeys(name for names in TENSORS.values() for nam
 
 
 class _Form(Strict):
-    """The fields of a form beside its file."""
-
     name: StoredName
     head: str | None = None
     shared: Literal["true", "false"] = "false"
@@ -41,16 +36,7 @@ class _Form(Strict):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UploadedDetector:
-    """An uploaded detector, validated against the model.
-
-    Attributes:
-        name: The name that requests use.
-        shared: Whether every tenant may use it.
-        format: The format of the upload.
-        sha256: Hash of the uploaded file, hexadecimal; None for JSON bodies.
-        detector: The detector.
-        calibration: How it separates held-out examples.
-    """
+    """An upload, validated against the model; ``sha256`` is that of the file, None for JSON bodies."""
 
     name: str
     shared: bool
@@ -63,18 +49,7 @@ class UploadedDetector:
 async def read_upload(
     request: Request, spec: ModelSpec, limits: BodyLimits, max_tensor_bytes: int
 ) -> UploadedDetector:
-    """Read the body of ``POST /v1/detectors``.
-
-    Args:
-        request: The request.
-        spec: The model that the detector must fit.
-        limits: The limits of any body.
-        max_tensor_bytes: The maximum size of all numbers in float32.
-
-    Raises:
-        ApiError: The body is invalid.
-        ClientDisconnect: The client disconnected before the end of the body.
-    """
+    """Raise ApiError for an invalid body, ClientDisconnect if the client left before its end."""
     content_type = request.headers.get("content-type", "")
     if content_type.split(";", maxsplit=1)[0].strip().lower() == FORM_TYPE:
         limit = min(_WIDENING * max_tensor_bytes + SLACK_BYTES, limits.max_bytes)

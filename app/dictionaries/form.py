@@ -40,17 +40,9 @@ _MOST: Final = {
 
 
 async def read_form(request: Request, upload: WeightsUpload, limits: BodyLimits) -> dict[str, bytes]:
-    """Read a form; return its parts beside the weights, which are written.
+    """Write the weights of a form, whose body has not been read, to ``upload``; return its other parts.
 
-    Args:
-        request: A request whose body has not been read.
-        upload: Where the weights go.
-        limits: ``max_bytes`` is that of the weights.
-
-    Raises:
-        ApiError: ``bad_request``, ``body_too_large``, ``upload_timed_out``, ``unsupported_dictionary``,
-            ``dictionary_store_full``, ``stored_bytes_full``, ``rate_limit_exceeded``.
-        ClientDisconnect: The client disconnected before the end of the body.
+    Raises ApiError, or ClientDisconnect if the client left before the end of the body.
     """
     check_media_type(request, FORM_TYPE)
     form = _Form(request.headers["content-type"], upload, limits.max_bytes)
@@ -98,14 +90,12 @@ class _Form:
         self.num_held = 0
 
     def parse(self, piece: bytes) -> None:
-        """Parse the next bytes of the body."""
         try:
             self._parser.write(piece)
         except FormParserError as error:
             raise _wrong(f"The form is broken: {clip(str(error))}.") from error
 
     def end(self) -> dict[str, bytes]:
-        """Return the parts beside the weights."""
         try:
             self._parser.finalize()
         except FormParserError as error:

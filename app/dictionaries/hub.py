@@ -1,8 +1,8 @@
 """Dictionaries on the Hugging Face Hub: the folder that a source means, and the bytes of its files.
 
-A source comes with a request and is untrusted: it names a repository and a folder in it, never a path of this
-machine. The server decides which files it reads there, and its caller bounds their bytes as they arrive.
-Nothing is written to the Hub's cache, which has no quotas.
+A source is untrusted: it names a repository and a folder in it, never a path of this machine. The server
+decides which files it reads there, and its caller bounds their bytes as they arrive. Nothing is written to
+the Hub's cache, which has no quotas.
 """
 
 from __future__ import annotations
@@ -53,14 +53,7 @@ _TABLE: Final = "pretrained_saes.yaml"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HubFolder:
-    """A folder of a repository on the Hub.
-
-    Attributes:
-        repository: ``owner/name``.
-        path: The folder; empty for the repository's own.
-        revision: A branch, a tag or a commit.
-        overrides: Fields that replace those of its cfg.
-    """
+    """A folder, empty for the repository's own; ``overrides`` replace fields of its cfg."""
 
     repository: str
     path: str
@@ -68,7 +61,6 @@ class HubFolder:
     overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return it as a source."""
         return f"hf://{self.repository}@{self.revision}{'/' * bool(self.path)}{self.path}"
 
 
@@ -78,7 +70,6 @@ def is_trusted(settings: Settings, caller: Principal) -> bool:
 
 
 def check_hub_allowed(settings: Settings, caller: Principal) -> None:
-    """Raise ApiError unless a caller may have the server download from the Hub."""
     allowed = is_trusted(settings, caller) if settings.hub_downloads is None else settings.hub_downloads
     if not allowed:
         raise ApiError(
@@ -92,11 +83,7 @@ def check_hub_allowed(settings: Settings, caller: Principal) -> None:
 
 
 def folder_of(source: str) -> HubFolder:
-    """Return the folder that a source means; reads SAELens' table for names of releases.
-
-    Raises:
-        ApiError: ``invalid_value``, ``unsupported_dictionary``.
-    """
+    """Return the folder of a source; raises ApiError ``invalid_value``, ``unsupported_dictionary``."""
     named = _NAMED.fullmatch(source)
     if named is not None:
         return _released(source, named["table"], named["first"], named["rest"])
@@ -110,11 +97,7 @@ def folder_of(source: str) -> HubFolder:
 
 
 class Hub:
-    """The Hub, for one request.
-
-    Args:
-        trusted: Whether to use the server's token and, without network, its cache.
-    """
+    """The Hub, for one request; ``trusted`` uses the server's token and, without network, its cache."""
 
     def __init__(self, *, trusted: bool) -> None:
         self._trusted = trusted
@@ -123,10 +106,9 @@ class Hub:
     async def open(
         self, folder: HubFolder, name: str, max_bytes: int
     ) -> AsyncIterator[tuple[HubFolder, AsyncIterator[bytes]]]:
-        """Open a file of a folder; yield the folder, at the commit that the file is of, and its bytes.
+        """Yield the folder, at the commit that the file is of, and the file's bytes.
 
-        Raises:
-            ApiError: ``not_found``, ``hub_unavailable``; ``body_too_large``, also from the bytes.
+        Raises ApiError ``not_found``, ``hub_unavailable``; ``body_too_large``, also from the bytes.
         """
         if huggingface_hub.is_offline_mode():
             path = await asyncio.to_thread(self._cached, folder, name)

@@ -21,23 +21,15 @@ _CELLS: Final = ("id", "label")
 
 
 def is_json(content: bytes | bytearray) -> bool:
-    """Return whether labels begin as a JSON object does."""
     return content[:256].lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"{"
 
 
 def labels_of_object(
     value: Mapping[str, Any], content: bytes, num_features: int, param: str | None
 ) -> dict[int, str]:
-    """Return labels by id, without empty ones.
+    """Return labels by id, without empty ones; raises ApiError ``invalid_labels``.
 
-    Args:
-        value: Labels by id, as parsed JSON.
-        content: The JSON, in which a key may be twice.
-        num_features: The dictionary's.
-        param: The field of the request that contains them, for messages.
-
-    Raises:
-        ApiError: ``invalid_labels``.
+    ``content`` is the JSON that ``value`` was parsed from: a key may be twice in it.
     """
     labels = _checked(value.items(), num_features, param)
     keys = [one["key"] for one in _STRING.finditer(content) if one["colon"]]
@@ -48,7 +40,7 @@ def labels_of_object(
 
 
 def labels_of_csv(content: bytes, num_features: int, param: str | None) -> dict[int, str]:
-    """Return labels by id, without empty ones, of CSV in UTF-8; raise ApiError ``invalid_labels``."""
+    """Return labels by id, without empty ones, of CSV in UTF-8; raises ApiError ``invalid_labels``."""
     try:
         rows = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""), strict=True)
         return _checked(_pairs(rows, param), num_features, param)

@@ -23,15 +23,7 @@ _NUM_CANDIDATES: Final = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResolvedDictionary:
-    """What the name of a dictionary stands for.
-
-    Attributes:
-        used: Its name, version and id, for the answer.
-        shared: Whether every tenant may use it.
-        content: Its definition and its file.
-        number: Its number in the database.
-        labels: The labels of its features.
-    """
+    """The dictionary that a name stands for; ``number`` is its number in the database."""
 
     used: DictionaryUsed
     shared: bool
@@ -41,13 +33,7 @@ class ResolvedDictionary:
 
 
 class FeatureLabels:
-    """The labels of a dictionary's features, read as they are needed and remembered for one request.
-
-    Args:
-        store: Has the labels.
-        number: The dictionary, see ``FoundDictionary``.
-        num_labels: The number of its features with a label.
-    """
+    """The labels of a dictionary's features, read as they are needed and remembered for one request."""
 
     def __init__(self, store: DictionaryStore, number: int, num_labels: int) -> None:
         self._store = store
@@ -68,16 +54,6 @@ class FeatureLabels:
 
 
 class DictionaryResolver:
-    """Resolves names, for one request.
-
-    Args:
-        store: Looks up the dictionaries.
-        files: Knows the paths of their weights.
-        capabilities: The model's.
-        models: The model's names.
-        tenant: The tenant that sent the request.
-    """
-
     def __init__(
         self,
         store: DictionaryStore,
@@ -95,11 +71,7 @@ class DictionaryResolver:
         self._ids: dict[tuple[int, str], int] = {}
 
     async def dictionary(self, given: DictionaryName, param: str) -> ResolvedDictionary:
-        """Return what a name stands for; ``param`` is the field of the request that has it.
-
-        Raises:
-            ApiError: ``unknown_dictionary``, ``dictionary_mismatch``.
-        """
+        """Raise ApiError ``unknown_dictionary`` or ``dictionary_mismatch`` for the field ``param``."""
         key = given.name, given.id
         if key not in self._resolved:
             found = await self._store.find(given.name, given.id, self._tenant, self._models)
@@ -118,15 +90,7 @@ class DictionaryResolver:
         return self._resolved[key]
 
     async def features(self, dictionary: ResolvedDictionary, given: Mapping[str, int | str]) -> list[int]:
-        """Return the ids of features that are given by id or by their exact label, in order.
-
-        Args:
-            dictionary: The dictionary.
-            given: Ids and labels, by the fields of the request that have them.
-
-        Raises:
-            ApiError: ``unknown_feature``; ``invalid_value``: a feature is named twice.
-        """
+        """Return the ids of features, given by id or exact label; raises ApiError."""
         labels = {one for one in given.values() if isinstance(one, str)}
         new = [label for label in labels if (dictionary.number, label) not in self._ids]
         found = await self._store.ids_of(dictionary.number, new, _NUM_CANDIDATES + 1) if new else {}
@@ -187,7 +151,6 @@ class DictionaryResolver:
 
 
 def _only_id(dictionary: ResolvedDictionary, label: str, ids: Sequence[int], param: str) -> int:
-    """Return the one feature with a label."""
     if len(ids) == 1:
         return ids[0]
     name, search = dictionary.used.name, f"GET /v1/dictionaries/{dictionary.used.id}/features?query="

@@ -14,13 +14,9 @@ from nnsight_engine.features.saelens import SaeLensConfig, point_of
 def places_of(
     read: SaeLensConfig, at: str | None, output_at: str | None, capabilities: Capabilities
 ) -> tuple[str, str | None]:
-    """Return the point that a dictionary reads, and the one that a transcoder writes, None for others.
+    """Return the points that a dictionary reads and that a transcoder writes, None for others.
 
-    Args:
-        read: Its cfg.
-        at: The point that the upload gives; None for that of the cfg's hook.
-        output_at: The same of the point that a transcoder reconstructs.
-        capabilities: The model's points.
+    ``at`` and ``output_at`` are the points that the upload gives; None for those of the cfg's hooks.
 
     Raises:
         ApiError: ``invalid_dictionary``, ``unknown_point``, ``unknown_layer``, ``wrong_width``.
@@ -42,7 +38,6 @@ def places_of(
 
 
 def point_in(capabilities: Capabilities, point: Point) -> PointCapability | None:
-    """Return the model's point of a layer; None if it has none such."""
     return next(
         (
             one

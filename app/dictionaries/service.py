@@ -1,9 +1,3 @@
-"""The dictionaries of one server: uploads, descriptions, labels, and resolution of names in requests.
-
-``create_app`` creates the one service; the routes below ``/v1/dictionaries`` use it, and requests and presets
-whose operations name a dictionary.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -71,8 +65,6 @@ _CHECKS_AT_ONCE: Final = 2
 
 
 class _Form(Strict):
-    """The fields of a form beside its files."""
-
     name: StoredName
     at: str | None = None
     output_at: str | None = None
@@ -80,19 +72,9 @@ class _Form(Strict):
 
 
 class DictionaryService:
-    """The dictionaries of one server.
-
-    Args:
-        settings: The server's.
-        database: Stores the descriptions and labels; started before this is used.
-        engine: Serves the model that the dictionaries must fit.
-        stored: The bytes stored by tenants, here and elsewhere.
-    """
-
     def __init__(
         self, settings: Settings, database: Database, engine: EngineClient, stored: StoredBytes
     ) -> None:
-        """Create the parts; nothing is read yet."""
         allowance = TenantBudget.of(settings).dictionary_bytes
         self._settings = settings
         self._store = DictionaryStore(database, allowance)
@@ -106,7 +88,6 @@ class DictionaryService:
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of all dictionaries, as far as this server knows."""
         return self._space.used_bytes
 
     async def start(self) -> None:
@@ -120,7 +101,6 @@ class DictionaryService:
             await self._settle(path)
 
     async def close(self) -> None:
-        """Remove what is being received."""
         await self._files.close()
 
     async def count(self) -> None:
@@ -128,15 +108,9 @@ class DictionaryService:
         self._space.set_stored(await self._store.used_bytes())
 
     async def create(self, request: Request, caller: Principal, *, strict: bool = False) -> Dictionary:
-        """Read the dictionary of a request and store it.
+        """Store the dictionary of a request, or nothing if it is invalid (ApiError).
 
-        Args:
-            request: The request.
-            caller: Its sender.
-            strict: Whether to refuse one that names another model than the served one.
-
-        Raises:
-            ApiError: The dictionary is invalid or exceeds a limit; nothing is stored then.
+        ``strict`` refuses one that names another model than the served one.
         """
         settings = self._settings
         limits = BodyLimits(
@@ -161,16 +135,9 @@ class DictionaryService:
     async def create_from_hub(
         self, request: Request, caller: Principal, *, strict: bool = False
     ) -> Dictionary:
-        """Download the dictionary that a request names and store it.
+        """Raise ApiError ``hub_not_allowed``, ``not_found``, ``hub_unavailable``, and as ``create``.
 
-        Args:
-            request: The request.
-            caller: Its sender.
-            strict: As for ``create``.
-
-        Raises:
-            ApiError: ``hub_not_allowed``, ``not_found``, ``hub_unavailable``; those of ``create``.
-            ClientDisconnect: The client disconnected; the download ends, and nothing is stored.
+        A client's disconnect ends the download, and nothing is stored.
         """
         settings = self._settings
         limits = BodyLimits(_MAX_BODY_BYTES, settings.max_json_depth, settings.upload_idle_timeout_s)
@@ -183,19 +150,7 @@ class DictionaryService:
     async def add_first(
         self, name: str, weights: bytes, cfg: bytes, labels: Labels, caller: Principal
     ) -> Dictionary:
-        """Store a shared dictionary as the first version of its name.
-
-        Args:
-            name: The name.
-            weights: The file of its tensors, small enough to be held in memory.
-            cfg: Its ``cfg.json``.
-            labels: The labels of its features, checked.
-            caller: Its owner.
-
-        Raises:
-            ApiError: The dictionary is invalid or exceeds a limit.
-            NameUsedError: It is not the first; nothing is stored then.
-        """
+        """Store a shared dictionary; raises NameUsedError if it is not the first of its name."""
         check_sharing(caller, shared=True)
         async with self._files.receiving(Holder(caller.tenant)) as upload:
             upload.reserve(len(weights))
@@ -205,7 +160,7 @@ class DictionaryService:
             return await self._kept(dataclasses.replace(new, labels=labels, is_first=True), upload)
 
     async def page(self, tenant: str, *, name: str | None, after: str | None, limit: int) -> DictionaryList:
-        """Return a page of a tenant's and shared dictionaries; raises ApiError ``dictionary_not_found``."""
+        """Include shared dictionaries; raises ApiError ``dictionary_not_found``."""
         data, has_more = await self._store.page(tenant, name=name, after=after, limit=limit)
         return DictionaryList.of([self._shown(one) for one in data], has_more=has_more)
 
@@ -218,11 +173,7 @@ class DictionaryService:
         return (await self._store.content(dictionary_id, tenant))[1]
 
     async def open(self, dictionary_id: str, tenant: str) -> tuple[Dictionary, OpenResult]:
-        """Open the file of a dictionary's weights.
-
-        Raises:
-            ApiError: ``dictionary_not_found``, ``rate_limit_exceeded``; ``internal_error``: the file is gone.
-        """
+        """Open the weights' file; raises ApiError, ``internal_error`` if it is gone."""
         about = await self.get(dictionary_id, tenant)
         try:
             return about, await self._files.open(about.sha256, about.weights_bytes, Holder(tenant))
@@ -236,23 +187,14 @@ class DictionaryService:
             ) from error
 
     async def remove(self, dictionary_id: str, caller: Principal) -> None:
-        """Delete a dictionary; deleting a shared one requires the scope ``admin``.
-
-        Raises:
-            ApiError: ``dictionary_not_found``, ``missing_scope``.
-        """
+        """Raise ApiError ``dictionary_not_found``; ``missing_scope``: a shared one needs ``admin``."""
         about = await self._changeable(dictionary_id, caller)
         await self._store.remove(dictionary_id, caller.tenant)
         await self._remove_unused(about.sha256)
         await self.count()
 
     async def set_labels(self, request: Request, dictionary_id: str, caller: Principal) -> Dictionary:
-        """Replace the labels of a dictionary by those of a request's body.
-
-        Raises:
-            ApiError: ``dictionary_not_found``, ``missing_scope``, ``invalid_labels``, ``bad_request``,
-                ``body_too_large``, ``stored_bytes_full``, ``dictionary_store_full``.
-        """
+        """Replace the labels of a dictionary by those of a request's body; raises ApiError."""
         about = await self._changeable(dictionary_id, caller)
         is_csv = request.headers.get("content-type", "").split(";", 1)[0].strip().lower() == CSV_TYPE
         if not is_csv:
@@ -273,11 +215,7 @@ class DictionaryService:
     async def features(
         self, dictionary_id: str, tenant: str, *, query: str, feature: int | None, after: int, limit: int
     ) -> FeatureList:
-        """Return a page of features; see ``DictionaryStore.features``.
-
-        Raises:
-            ApiError: ``dictionary_not_found``; ``invalid_value``: too many words; ``queue_full``.
-        """
+        """See ``DictionaryStore.features``; raises ApiError, ``invalid_value`` for too many words."""
         words = query.split()
         if len(words) > _MAX_WORDS:
             raise ApiError(
@@ -290,7 +228,6 @@ class DictionaryService:
         return FeatureList(data=data, last_id=data[-1].id if data else None, has_more=has_more)
 
     def resolver(self, tenant: str) -> DictionaryResolver:
-        """Return a resolver of the dictionaries and features that a request of a tenant names."""
         engine = self._engine
         return DictionaryResolver(
             self._store, self._files, engine.capabilities(), engine.served().names, tenant
@@ -328,7 +265,6 @@ class DictionaryService:
     async def _checked(
         self, form: _Form, cfg: bytes, upload: WeightsUpload, tenant: str, *, strict: bool = False
     ) -> NewDictionary:
-        """Check a received dictionary against the model and its own parts; it has no labels yet."""
         read = read_config(_parsed(cfg, self._settings.max_json_depth, CFG))
         if strict:
             self._engine.served().warnings_of(read.model, _CFG_FILE, ErrorCode.DICTIONARY_MISMATCH)
@@ -398,7 +334,6 @@ class DictionaryService:
         return about
 
     async def _remove_unused(self, sha256: str) -> None:
-        """Remove a file, unless a dictionary has it."""
         if not await self._store.num_uses(sha256):
             aside = await self._files.set_aside(sha256)
             if aside is not None:

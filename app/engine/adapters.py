@@ -27,20 +27,15 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterLocks:
-    """A lock for each name, kept while it is used.
-
-    vLLM keeps one for every model name that any client has asked for.
-    """
+    """A lock for each name, kept while it is used; vLLM keeps one for every name ever asked for."""
 
     def __init__(self) -> None:
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
     def __getitem__(self, name: str) -> asyncio.Lock:
-        """Return the lock of a name."""
         return self._locks.setdefault(name, asyncio.Lock())
 
     def __len__(self) -> int:
-        """Return the number of locks in use."""
         return len(self._locks)
 
 
@@ -55,11 +50,7 @@ class AdapterModels(OpenAIServingModels):
     async def load_lora_adapter(
         self, request: LoadLoRAAdapterRequest, base_model_name: str | None = None
     ) -> str:
-        """List an adapter, after all workers have loaded and checked it.
-
-        Raises:
-            ApiError: It is not listed: the message says why.
-        """
+        """List an adapter, after all workers have loaded and checked it; raises ApiError."""
         name = request.lora_name
         async with self.lora_resolver_lock[name]:
             if name in self.lora_requests or self.is_base_model(name):
@@ -78,11 +69,7 @@ class AdapterModels(OpenAIServingModels):
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def unload_lora_adapter(self, request: UnloadLoRAAdapterRequest) -> str:
-        """Remove an adapter from the list; the engine keeps it until its requests have ended.
-
-        Raises:
-            ApiError: ``model_not_found``: it is not listed.
-        """
+        """Raise ApiError ``model_not_found`` for one not listed; its running requests keep it."""
         name = request.lora_name
         async with self.lora_resolver_lock[name]:
             adapter = self.lora_requests.pop(name, None)
@@ -105,15 +92,9 @@ class AdapterModels(OpenAIServingModels):
 
 
 def check_adapter_request(fields: MutableMapping[str, Any], *, takes_adapters: bool) -> None:
-    """Check a request to load or unload an adapter; its folder becomes an absolute path.
+    """Raise ApiError for an adapter that is not allowed, has no valid name or folder, or changes in use.
 
-    Args:
-        fields: The body.
-        takes_adapters: Whether the engine was started with ``--enable-lora``.
-
-    Raises:
-        ApiError: The operator has not allowed such requests, the adapter would change while it is used, or
-            its name or folder is none.
+    Its folder becomes an absolute path.
     """
     if not may_update_adapters():
         raise ApiError(
@@ -159,7 +140,6 @@ def _check_name(name: str) -> None:
 
 
 async def load_again(models: AdapterModels, adapters: Iterable[LoRARequest]) -> None:
-    """Load the adapters of an engine that has died into the one in its place."""
     for one in adapters:
         given = LoadLoRAAdapterRequest(lora_name=one.lora_name, lora_path=one.lora_path)
         try:

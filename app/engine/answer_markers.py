@@ -54,12 +54,7 @@ TOOL_MARKERS: Final[Mapping[str, PartMarkers]] = {
 
 
 def markers_of(engine: AsyncLLM, tools: str) -> AnswerMarkers:
-    """Return the markers of the answers of a server.
-
-    Args:
-        engine: Its engine.
-        tools: Name of vLLM's parser of tool calls that it uses; empty if none.
-    """
+    """Return the markers of a server's answers; ``tools`` is vLLM's parser of tool calls, empty if none."""
     reasoning = engine.vllm_config.structured_outputs_config.reasoning_parser
     try:
         return find_markers(reasoning, tools, engine.renderer.get_tokenizer())
@@ -69,13 +64,7 @@ def markers_of(engine: AsyncLLM, tools: str) -> AnswerMarkers:
 
 
 def find_markers(reasoning: str, tools: str, tokenizer: Any) -> AnswerMarkers:
-    """Return the markers of answers that two of vLLM's parsers read.
-
-    Args:
-        reasoning: Name of the parser of reasoning; empty if none is used.
-        tools: Name of the parser of tool calls, likewise.
-        tokenizer: The model's tokenizer, of the transformers library.
-    """
+    """Return the markers that vLLM's parsers of these names read; empty names for none."""
     vocabulary = tokenizer.get_vocab()
     parser = ReasoningParserManager.get_reasoning_parser(reasoning)(tokenizer) if reasoning else None
     used: list[tuple[Part, str, PartMarkers | None]] = []
@@ -109,7 +98,6 @@ def _of_reasoning(parser: ReasoningParser) -> PartMarkers | None:
 
 
 def _reason(option: str, markers: PartMarkers | None, vocabulary: Mapping[str, int]) -> str:
-    """Return why markers do not tell a part apart; empty if they do."""
     if markers is None:
         return f"{option} finds this part by the text, not by tokens of its own"
     for text in (*markers.begins, markers.end):
@@ -119,7 +107,6 @@ def _reason(option: str, markers: PartMarkers | None, vocabulary: Mapping[str, i
 
 
 def _is_reasoning(text: str, parser: ReasoningParser) -> bool:
-    """Return whether an answer without a marker is reasoning to a parser."""
     request = ChatCompletionRequest(messages=[{"role": "user", "content": text}])
     parts = parser.extract_reasoning(text, request)
     return parts is not None and bool(parts[0])  # Cohere's parsers return None

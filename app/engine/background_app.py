@@ -1,8 +1,7 @@
-"""vLLM's own application, for a response in the background: it ends with the response's work.
+"""vLLM's own application, for a response in the background, which vLLM makes in a task that nobody waits for.
 
-vLLM answers at once and works in a task that nobody waits for. Here the request lasts until that task has
-ended, although its answer has been sent: it counts for its tenant's limits, is metered, and is waited for at
-a shutdown.
+Here the request lasts until that task has ended: it counts for its tenant's limits, is metered, and is waited
+for at a shutdown.
 """
 
 from __future__ import annotations
@@ -22,13 +21,6 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundApp:
-    """vLLM's application for one request.
-
-    Args:
-        app: The application.
-        serving: vLLM's class for responses.
-    """
-
     def __init__(self, app: ASGIApp, serving: Any) -> None:
         self._app = app
         self._serving = serving
@@ -56,7 +48,6 @@ class BackgroundApp:
 
 
 async def _ended(task: asyncio.Task[None], scope: Scope) -> None:
-    """Wait for a response's work; the request's deadline ends it."""
     reached = context_of(scope).deadline.reached
     waited_for: set[asyncio.Future[Any]] = {task, reached}
     await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)

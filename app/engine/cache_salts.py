@@ -10,7 +10,6 @@ from app.media_parts import content_parts
 
 
 def salt_of(body: JsonObject, caller: Principal) -> str:
-    """Return what separates a request's entries from those of others, before it is isolated."""
     if body.get("cache_salt"):
         return "client"
     return "tenant" if caller.has_key else "none"

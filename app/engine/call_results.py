@@ -1,5 +1,3 @@
-"""The results of a call, as JSON of the choices of its answer."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -19,18 +17,7 @@ Call = InterventionCall | TraceCall
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallResults:
-    """What a call has read so far.
-
-    Attributes:
-        call: The call.
-        num_choices: Number of choices of each prompt.
-        asked: The request, whose tenant owns the results.
-        store: Stores large results.
-        settings: The server's settings.
-        decode: Returns a token's text.
-        base_path: See ``choice_json``.
-        inline: Whether tensors are embedded, however large.
-    """
+    """The results that a call has read so far, as JSON of the choices of its answer."""
 
     call: Call
     num_choices: int
@@ -52,7 +39,6 @@ class CallResults:
         return await self._json(choice, self.call.take_final(choice, self.num_choices))
 
     def stopped(self) -> set[int]:
-        """Return the choices that an operation has ended."""
         call = self.call
         return call.stopped(self.num_choices) if isinstance(call, InterventionCall) else set()
 

@@ -12,7 +12,6 @@ from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 
 
 def describe(spec: ModelSpec, settings: Settings) -> Capabilities:
-    """Return the capabilities of a server with these settings and this model."""
     operations = {operation for leaf in spec.leaves for operation in leaf.operations}
     generates = any(leaf.name == "logits" for leaf in spec.leaves)
     operations |= {"trace"} if generates and takes_code(settings) else set()
@@ -41,7 +40,6 @@ def describe(spec: ModelSpec, settings: Settings) -> Capabilities:
 
 
 def spec_of(capabilities: Capabilities) -> ModelSpec:
-    """Return the description of the model that ``describe`` was called with."""
     sizes = capabilities.sizes
     leaves = tuple(
         LeafSpec(

@@ -1,6 +1,5 @@
 """The engine interface; routes and services use nothing else of an engine.
 
-Implementations: ``vllm_client`` over a real vLLM, ``fake`` for tests of the layers above.
 An implementation validates OpenAI's part of a request itself, so that its answers match those of its own
 server, and raises ``ApiError`` for the errors of our vocabulary.
 """
@@ -27,14 +26,11 @@ JsonObject = dict[str, Any]
 
 @dataclasses.dataclass(slots=True)
 class EngineReply:
-    """An engine's answer: a complete body or a stream of events; exactly one of the two is set.
+    """An engine's answer: a complete body or a stream; exactly one of the two is set.
 
-    Attributes:
-        body: The JSON object of a complete answer.
-        stream: Complete server-sent events (``data: …`` and a blank line), the last one
-            ``data: [DONE]``. A consumer that stops early calls ``aclose`` where the stream has one; the
-            stream must then abort the requests that it runs. It may raise ``ApiError`` at any event.
-        headers: Extra response headers.
+    ``stream`` has complete server-sent events, the last one ``data: [DONE]``. A consumer that stops early
+    calls ``aclose`` where the stream has one; the stream must then abort its requests. It may raise
+    ``ApiError`` at any event.
     """
 
     body: JsonObject | None = None
@@ -44,12 +40,10 @@ class EngineReply:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DescribedModel:
-    """The modules and points of a model that blocks may name.
+    """The modules and points of a model that blocks may name; ``spec`` is ``ModelSpec`` as plain values.
 
-    Attributes:
-        outline: The modules, parents first: path, class, description, and the path under which the same
-            module was listed before, or an empty string.
-        spec: Sizes and standard points, ``ModelSpec`` as plain values.
+    ``outline`` has the modules, parents first: path, class, description, and the path under which the same
+    module was listed before, or an empty string.
     """
 
     outline: list[tuple[str, str, str, str]]
@@ -71,7 +65,7 @@ class EngineClient(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether requests are served; False while the engine starts and after it has died."""
+        """False while the engine starts and after it has died."""
 
     @property
     def alive(self) -> bool:
@@ -90,8 +84,7 @@ class EngineClient(Protocol):
         http: Request,
         *,
         inline: bool = False,
-    ) -> EngineReply:
-        """Answer a completion request."""
+    ) -> EngineReply: ...
 
     async def chat(
         self,
@@ -100,8 +93,7 @@ class EngineClient(Protocol):
         http: Request,
         *,
         inline: bool = False,
-    ) -> EngineReply:
-        """Answer a chat completion request."""
+    ) -> EngineReply: ...
 
     async def vllm_app(
         self,
@@ -111,17 +103,13 @@ class EngineClient(Protocol):
         streams: bool,
         in_background: bool = False,
     ) -> ASGIApp:
-        """Return vLLM's own application, which answers the routes of ``app.vllm_routes``, for one request.
+        """Return vLLM's own application for one request, on a route of ``app.vllm_routes``.
 
-        Args:
-            interventions: Its operations.
-            http: The request.
-            streams: Whether the answer is streamed.
-            in_background: Whether it is a response in the background. The application then ends with it.
+        With ``in_background`` it ends with the response that it works on, not with its answer.
         """
 
     def check_passed_body(self, path: str, fields: JsonObject) -> None:
-        """Check a body before it is passed on to ``vllm_app``; raises ApiError if it would cost too much."""
+        """Raise ApiError for a body that would cost too much, before it is passed on to ``vllm_app``."""
 
     async def tokenize(self, wanted: TokenizeRequest, http: Request) -> EngineReply:
         """Return the tokens of a text or a conversation; only called when ready."""
@@ -133,32 +121,23 @@ class EngineClient(Protocol):
         """Return the model's modules and points; only called when ready."""
 
     def num_waiting(self) -> Mapping[str, int]:
-        """Return the number of requests that wait before the engine, by the resource they wait for.
-
-        May be called in every phase.
-        """
+        """Return the requests that wait before the engine, by the resource; called in every phase."""
 
     def trace_engines(self) -> Mapping[str, TraceEngine]:
         """Return the trace engines by name; known before the start, used only when ready."""
 
     async def count_events(self) -> EngineCounts:
-        """Return the engine's counters since its start; only called when ready.
-
-        The engine answers between two steps, so poll rarely.
-        """
+        """Return the counters since the start; only when ready. Poll rarely: it answers between two steps."""
 
     async def prepare_sandbox(self) -> None:
-        """Wait until sandboxed code can run; takes seconds the first time. Only called when ready.
+        """Wait until sandboxed code can run, seconds the first time; only called when ready.
 
         Raises:
             ApiError: ``sandbox_missing``.
         """
 
     async def start(self) -> None:
-        """Load the model and generate one token; must not block the event loop. Raises if it fails.
-
-        Called again after ``close`` if the engine has died.
-        """
+        """Load the model without blocking the event loop; called again after ``close`` if it has died."""
 
     async def died(self) -> None:
         """Wait until the started engine has died; an engine that hangs is killed and counts as dead."""

@@ -1,8 +1,7 @@
 """Answers that the limit on tokens has cut: whole and streamed they are the same.
 
-vLLM ends a cut stream of ``/v1/responses`` as a complete one. A call of a tool that is cut is text in its
-whole answers, with the marker; its streams hold back the marker and send the call as far as it came.
-``docs/differences.md`` lists what differs from vLLM's answers.
+vLLM ends a cut stream of ``/v1/responses`` as a complete one. A cut call of a tool is text in its whole
+answers, with the marker; its streams hold back the marker and send the call as far as it came.
 """
 
 from __future__ import annotations
@@ -28,18 +27,11 @@ _Parsed = tuple[str | None, str | None, list[FunctionCall] | None]
 
 
 class _Incomplete(ResponseIncompleteEvent):
-    """The last event of a cut response, with vLLM's form of it."""
-
     response: ResponsesResponse
 
 
 def mend_chat(serving: Any, tools: str) -> None:
-    """Have a serving class of chat completions parse cut answers as its streams do.
-
-    Args:
-        serving: vLLM's.
-        tools: Name of the parser of tool calls that the server uses; empty if none.
-    """
+    """Have a serving class of chat completions parse cut answers as its streams do."""
     create = serving.chat_completion_full_generator
 
     async def whole(request: Any, outputs: AsyncIterator[Any], *args: Any, **more: Any) -> Any:
@@ -72,10 +64,7 @@ def mend_chat(serving: Any, tools: str) -> None:
 
 
 def mend_messages(serving: Any, tools: str) -> None:
-    """Do the same for Anthropic's messages, where the arguments of a call are an object.
-
-    Those of a cut call have the part that is JSON, as Anthropic's client has it at the end of a stream.
-    """
+    """Do so for Anthropic's messages; a cut call's arguments, an object, have the part that is JSON."""
     mend_chat(serving, tools)
     convert = serving.messages_full_converter
 
@@ -115,7 +104,7 @@ def mend_responses(serving: Any, tools: str) -> None:
 
 
 def _as_streamed(found: _Parsed, parser: Parser, tools: str, text: str, request: Any) -> _Parsed:
-    """Return what vLLM's stream of a cut answer has, given what its parser finds in the whole text."""
+    """Return the content of vLLM's stream of a cut answer, given its parser's results for the whole."""
     reasoning, content, calls = found
     reader, markers = parser.tool_parser, TOOL_MARKERS.get(tools)
     if not request.tools or request.tool_choice == "none":
@@ -136,7 +125,6 @@ def _as_streamed(found: _Parsed, parser: Parser, tools: str, text: str, request:
 
 
 def _started_calls(parser: DelegatingParser, text: str, request: Any) -> list[FunctionCall]:
-    """Return the calls of a text as far as they came."""
     streaming = type(parser)(parser.model_tokenizer, request.tools)  # it has the state of one stream
     ids = parser.model_tokenizer.encode(text, add_special_tokens=False)
     try:
@@ -155,7 +143,6 @@ def _started_calls(parser: DelegatingParser, text: str, request: Any) -> list[Fu
 
 
 def _start(text: str, markers: Sequence[str]) -> int | None:
-    """Return where the first marker starts, or the part of one at the end; None if there is none."""
     starts = [text.find(marker) for marker in markers if marker in text]
     parts: list[int] = [partial_tag_overlap(text, marker) for marker in markers]
     if not starts and any(parts):
@@ -164,7 +151,6 @@ def _start(text: str, markers: Sequence[str]) -> int | None:
 
 
 def _completed(arguments: str) -> str:
-    """Return the arguments of a call as JSON of an object."""
     try:
         found = pydantic_core.from_json(arguments or "{}", allow_partial=True)
     except ValueError:

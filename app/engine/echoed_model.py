@@ -16,7 +16,6 @@ _HOLDERS: Final = ("response", "message")
 
 
 def with_model(body: dict[str, Any], model: str | None) -> dict[str, Any]:
-    """Return an answer, or an event of one, with the name that the client sent; unchanged for None."""
     if model is None:
         return body
     found = {name: with_model(body[name], model) for name in _HOLDERS if isinstance(body.get(name), dict)}
@@ -24,7 +23,6 @@ def with_model(body: dict[str, Any], model: str | None) -> dict[str, Any]:
 
 
 async def events_with_model(source: AsyncGenerator[str, None], model: str) -> AsyncGenerator[str, None]:
-    """Yield the events of a stream of completions or chat with the name that the client sent."""
     try:
         async for event in source:
             if event.startswith(_DATA) and event != DONE_FRAME:

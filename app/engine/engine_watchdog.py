@@ -1,9 +1,6 @@
-"""Detection of a hanging engine, by a probe that it leaves unanswered.
+"""Detection of a hanging engine, which vLLM does not detect, by a probe that it leaves unanswered.
 
-vLLM detects a process that ends. One that hangs, in a driver, a lock or a network, keeps its requests waiting
-forever without an error. The engine answers probes between two steps, so a step that takes too long shows,
-and an idle engine answers at once. ``VLLMEngineClient`` sends the probes and kills an engine that has
-stalled.
+The engine answers probes between two steps, so a step that takes too long shows.
 """
 
 from __future__ import annotations
@@ -17,14 +14,10 @@ _NUM_INTERVALS: Final = 20
 
 
 async def stalled(probe: Callable[[], Awaitable[Any]], limit_s: Callable[[], float]) -> None:
-    """Return once the engine has left a probe unanswered for too long; never return otherwise.
+    """Return once the engine has left a probe unanswered for too long; any answer, an error too, is one.
 
     Time is counted in intervals in which this task itself ran: a suspended machine or a frozen container
     stops both sides, and neither has stalled.
-
-    Args:
-        probe: Sends a probe. Any answer, an error included, shows that the engine is alive.
-        limit_s: Returns the current limit, in seconds.
     """
     while True:
         task = asyncio.ensure_future(probe())

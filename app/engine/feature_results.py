@@ -16,18 +16,13 @@ from nnsight_engine.plans.compile.features import check_labels
 
 
 class LabelBudget:
-    """The bytes of labels that one answer may have; the engine's limits count activations only.
-
-    Args:
-        max_bytes: Their limit.
-    """
+    """The bytes of labels that one answer may have; the engine's limits count activations only."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._taken = 0
 
     def take(self, num_bytes: int, name: str) -> None:
-        """Count the labels of the result with a name; raises ApiError ``capture_too_large``."""
         self._taken += num_bytes
         check_labels(self._taken, self._max_bytes, name)
 
@@ -35,16 +30,7 @@ class LabelBudget:
 async def features_json(
     result: CollectedFeatures, operations: Sequence[Intervention], budget: LabelBudget
 ) -> dict[str, Any]:
-    """Return a result of ``features`` as JSON.
-
-    Args:
-        result: The result.
-        operations: The operations of its prompt; the one of its name has the dictionary.
-        budget: The bytes of labels that its answer may still have.
-
-    Raises:
-        ApiError: ``capture_too_large``: the labels are too large.
-    """
+    """Raise ApiError ``capture_too_large`` if the labels exceed the budget of the answer."""
     active = result.ids[result.activations != 0.0] if result.drops_zeros else result.ids
     features, counts = np.unique(active, return_counts=True)
     reader = _reader(result.name, operations)

@@ -1,8 +1,7 @@
-"""Bounds on the text of a grammar, checked before anything compiles it.
+"""Bounds on the text of a grammar, checked before anything compiles it, which can take minutes and gigabytes.
 
-A short text can take minutes and gigabytes to compile. Bounds on the text refuse most of those at once, with
-a reason. Grammars that pass are compiled within limits of time and memory (see ``grammars``), so the counts
-here may be approximate. The checks take time linear in the text, whose length is checked first.
+Grammars that pass are compiled within limits of time and memory (see ``grammars``), so the counts here may be
+approximate. The checks take time linear in the text, whose length is checked first.
 """
 
 from __future__ import annotations
@@ -33,14 +32,7 @@ _GRAMMAR: Final = re.compile(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GrammarBounds:
-    """The limits of one grammar.
-
-    Attributes:
-        max_bytes: Bytes of text, in UTF-8.
-        max_repeats: The count of one repetition.
-        max_alternatives: Alternatives of one list, or of one pattern as a whole.
-        max_nesting: Levels of nesting.
-    """
+    """The limits of one grammar; ``max_alternatives`` is that of one list, or of one pattern as a whole."""
 
     max_bytes: int
     max_repeats: int
@@ -48,14 +40,9 @@ class GrammarBounds:
     max_nesting: int
 
     def check(self, kind: str, text: str) -> None:
-        """Check a grammar.
+        """Raise ApiError ``invalid_value`` for a grammar that exceeds a bound.
 
-        Args:
-            kind: ``json``, ``regex``, ``choice``, ``grammar`` or ``structural_tag``.
-            text: The text that vLLM compiles: JSON for ``json``, ``choice`` and ``structural_tag``.
-
-        Raises:
-            ApiError: ``invalid_value``: the grammar exceeds a bound.
+        ``kind`` is a field of vLLM's; the text of ``json``, ``choice`` and ``structural_tag`` is JSON.
         """
         # A character has at least one byte: a text that is far too long need not be encoded.
         num_bytes = len(text) if len(text) > self.max_bytes else len(text.encode("utf-8", "surrogatepass"))
@@ -113,7 +100,6 @@ class GrammarBounds:
 
 
 def _parts(value: Any) -> Iterator[tuple[int, str, Any]]:
-    """Yield each part of a schema with its depth and its key."""
     left: list[tuple[int, str, Any]] = [(1, "", value)]
     while left:
         depth, key, part = entry = left.pop()

@@ -1,6 +1,5 @@
-"""Admission of the grammars of vLLM's requests, before vLLM validates the request.
+"""Admission of the grammars that vLLM compiles while it validates: structural tags, and any beside tools.
 
-vLLM compiles some grammars while it validates a request: structural tags, and any grammar beside tools.
 All other grammars are admitted in the engine's client, see ``Grammars.accept``.
 """
 
@@ -24,17 +23,7 @@ Accept = Callable[[StructuredOutputsParams, str], Awaitable[None]]
 
 
 async def read_accepted(model: type[Any], body: JsonObject, accept: Accept, tenant: str) -> Any:
-    """Return a body as vLLM's request, its early-compiled grammars admitted.
-
-    Args:
-        model: vLLM's request model.
-        body: The JSON.
-        accept: Admits a grammar of a tenant, or raises ApiError.
-        tenant: The tenant whose request it is.
-
-    Raises:
-        ApiError: The body is invalid, vLLM would accept it and fail later, or a grammar is refused.
-    """
+    """Return a body as vLLM's request, its early-compiled grammars admitted; raises ApiError."""
     tags = _structural_tags(body)
     for tag in tags:
         await accept(StructuredOutputsParams(structural_tag=tag), tenant)
@@ -54,7 +43,6 @@ def _structural_tags(body: Mapping[str, Any]) -> list[str]:
 
 
 def _compiled_first(request: Any) -> StructuredOutputsParams | None:
-    """Return the grammar that vLLM compiles before it creates sampling parameters, if any."""
     with contextlib.suppress(ValueError, TypeError, AssertionError, VLLMClientError):
         structured: StructuredOutputsParams | None = request.extract_structured_outputs()
         return structured
@@ -62,7 +50,6 @@ def _compiled_first(request: Any) -> StructuredOutputsParams | None:
 
 
 def setup_of(engine: InterventionAsyncLLM) -> GrammarSetup:
-    """Return the engine's configuration that the compiling processes need."""
     model, config = engine.vllm_config.model_config, engine.vllm_config.structured_outputs_config
     return GrammarSetup(
         tokenizer=str(model.tokenizer),

@@ -1,8 +1,7 @@
 """Admission of grammars before they reach the engine: bounded, and compiled first in a disposable process.
 
-vLLM validates grammars on the event loop and compiles them in the engine, both without effective limits.
-Here a request's grammar, from whichever field, waits until a separate process has compiled it within limits
-of CPU time and memory; the engine then only compiles grammars that are known to terminate. Verdicts are
+vLLM validates grammars on the event loop and compiles them in the engine, both without effective limits. Here
+a grammar waits until a separate process has compiled it within limits of CPU time and memory. Verdicts are
 cached by content. A compiling process is killed when no request waits for it any more.
 """
 
@@ -52,15 +51,7 @@ _MAX_KNOWN: Final = 1024
 
 
 class Grammars:
-    """Compiles and admits grammars for one model.
-
-    Args:
-        settings: The server's.
-        environment: Environment variables of the compiling processes.
-    """
-
     def __init__(self, settings: Settings, environment: Mapping[str, str]) -> None:
-        """Store the limits; no process is started before the first grammar arrives."""
         self._bounds = GrammarBounds(
             settings.max_grammar_bytes,
             settings.max_grammar_repeats,
@@ -83,15 +74,12 @@ class Grammars:
 
     @property
     def num_waiting(self) -> int:
-        """The number of grammars that wait to be compiled."""
         return self._slots.num_waiting
 
     def begin(self, setup: GrammarSetup) -> None:
-        """Admit grammars for an engine that has started."""
         self._setup, self._backend = setup, ""
 
     async def close(self) -> None:
-        """Kill the process that forks compilers."""
         process, self._process = self._process, None
         if self._orders is not None:
             self._orders.close()
@@ -102,15 +90,10 @@ class Grammars:
             await process.wait()
 
     async def accept(self, structured: StructuredOutputsParams, sender: str) -> None:
-        """Wait until a grammar has been compiled, and set the fields that vLLM's own validation would set.
+        """Wait until a grammar was compiled; sets its fields that vLLM's own validation would set.
 
-        Args:
-            structured: The request's grammar; modified in place.
-            sender: The tenant that sent it.
-
-        Raises:
-            ApiError: ``invalid_value``: the grammar exceeds a bound, takes too long or is malformed;
-                ``queue_full``; ``starting``.
+        Raises ApiError: ``invalid_value`` for one that exceeds a bound, takes too long or is malformed;
+        ``queue_full``, ``starting``.
         """
         if structured.all_constraints_none():
             return
@@ -177,12 +160,7 @@ class Grammars:
         return verdict
 
     async def _compile(self, job: GrammarJob) -> GrammarVerdict:
-        """Compile a grammar in a forked process.
-
-        Raises:
-            ApiError: ``queue_full``: the machine is too busy.
-            OSError: No process could be started or forked.
-        """
+        """Raise ApiError ``queue_full`` if the machine is too busy, OSError if no process can be started."""
         async with await self._forked() as child:
             try:
                 answer = await child.answer(msgspec.msgpack.encode(job), job.max_cpu_s * _WALL)
@@ -216,7 +194,6 @@ class Grammars:
             raise
 
     async def _started(self) -> socket.socket:
-        """Start the process that forks the compilers; raises OSError if that fails."""
         if self._setup is None:
             raise ApiError(ErrorCode.STARTING, "The engine is loading the model; try again shortly.")
         ours, theirs = socket.socketpair()
@@ -244,26 +221,18 @@ class Grammars:
 
 @dataclasses.dataclass(slots=True)
 class _Compiling:
-    """A grammar being compiled, and the number of requests that wait for it."""
-
     task: asyncio.Task[GrammarVerdict]
     num_waiting: int = 0
 
 
 class _Child:
-    """A process that compiles one grammar, killed at the end of the ``async with`` block."""
-
     def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._descriptor = os.pidfd_open(pid)
         self._reader = reader
         self._writer = writer
 
     async def answer(self, job: bytes, timeout_s: float) -> bytes:
-        """Send the job and return the complete answer; empty if the process exceeded its limits.
-
-        Raises:
-            TimeoutError: The process did not finish in time.
-        """
+        """Return the complete answer; empty if the process exceeded its limits; raises TimeoutError."""
         self._writer.write(job)
         self._writer.write_eof()
         async with asyncio.timeout(timeout_s):
@@ -273,11 +242,9 @@ class _Child:
                 return b""
 
     async def __aenter__(self) -> _Child:
-        """Return the process."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Kill the process."""
         self._writer.close()
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)

@@ -1,8 +1,8 @@
 """vLLM's own application, for one request with interventions: the results are added to its answer.
 
 Generated answers have one choice. A complete one, and the object in the last event of a stream, has the field
-``interventions``; a piece of text has what was read since the one before. Of answers about several texts,
-each item of ``data`` has the field.
+``interventions``; a piece of text has the results since the one before. Of answers about several texts, each
+item of ``data`` has the field.
 """
 
 from __future__ import annotations
@@ -37,25 +37,13 @@ _CHOICE: Final = 0
 
 
 class InterveningApp:
-    """vLLM's application for one request.
-
-    Args:
-        app: The application.
-        engine: The engine that the request runs on.
-        results: Those of the request's call, which is closed when the answer ends.
-    """
-
     def __init__(self, app: ASGIApp, engine: InterventionAsyncLLM, results: CallResults) -> None:
         self._app = app
         self._engine = engine
         self._results = results
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have the application answer.
-
-        Raises:
-            ApiError: The call failed; also where the application answers with an error of its own.
-        """
+        """Raise ApiError if the call failed; also where the application answers with an error of its own."""
         call, answer = self._results.call, _Answer(send, self._results)
         try:
             with carrying(call):
@@ -70,8 +58,6 @@ class InterveningApp:
 
 
 class _Answer:
-    """The messages of one answer."""
-
     def __init__(self, send: Send, results: CallResults) -> None:
         self._send = send
         self._results = results
@@ -81,7 +67,6 @@ class _Answer:
         self._patience: asyncio.Task[None] | None = None
 
     async def send(self, message: Message) -> None:
-        """Send a message of the application's, with the results that belong to it."""
         if message["type"] == "http.response.start":
             self._check_failure(is_error=message["status"] >= HTTPStatus.BAD_REQUEST)
             self._held = message
@@ -110,7 +95,6 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": content})
 
     async def _with_results(self, content: bytes) -> Any:
-        """Return a complete answer with its results; raises ApiError if it has none for each of its items."""
         if not self._header(b"content-type").startswith(b"application/json"):
             raise _without_place()
         answer = with_model(json.loads(content), self._results.asked.sent_model)
@@ -138,7 +122,6 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": content, "more_body": not is_whole})
 
     async def _begin(self) -> None:
-        """Send the head, if it was not sent yet."""
         held, self._held = self._held, None
         if self._patience is not None:
             self._patience.cancel()
@@ -152,12 +135,10 @@ class _Answer:
         await self._begin()
 
     def close(self) -> None:
-        """Wait for nothing any more."""
         if self._patience is not None:
             self._patience.cancel()
 
     async def _event(self, frame: bytes) -> bytes:
-        """Return an event with its results, and with the model's name as it was sent."""
         kind = _type_of(frame)
         self._check_failure(is_error=kind in _ERRORS)
         is_last = kind in _LAST_RESPONSE or kind == _LAST_MESSAGE
@@ -182,7 +163,6 @@ class _Answer:
         return self._held
 
     def _check_failure(self, *, is_error: bool) -> None:
-        """Raise the call's failure in place of the application's own form of it."""
         failure: ApiError | None = self._results.call.failure
         if is_error and failure is not None:
             raise failure

@@ -23,14 +23,6 @@ logger = logging.getLogger(__name__)
 
 
 class LocalTraceEngine(TraceProcesses):
-    """Runs traces and sessions of ``LanguageModel``, one at a time.
-
-    Args:
-        options: The model and its device.
-        settings: The server's.
-        environment: Environment variables of the process.
-    """
-
     name = queue = "local"
     purpose = "the local engine"
     starts_ahead = True
@@ -41,11 +33,7 @@ class LocalTraceEngine(TraceProcesses):
         self._requests = RequestTasks()
 
     async def serve_request(self, child: TraceProcess, message: dict[str, Any], job: ProcessJob) -> None:
-        """Have the trace's client run a part of its block, in a task of its own while the process is read.
-
-        Raises:
-            DecodeError: The request is unknown, or the previous one is not done.
-        """
+        """Have the trace's client run a part of its block, in a task of its own while the process is read."""
         if LOCAL not in message:
             await super().serve_request(child, message, job)
             return
@@ -57,7 +45,6 @@ class LocalTraceEngine(TraceProcesses):
         self._requests.start(job, self._call_client(child, data, job))
 
     async def ended(self, job: ProcessJob) -> None:
-        """Cancel the request to the client of a trace that has ended."""
         await self._requests.cancel(job)
 
     async def _call_client(

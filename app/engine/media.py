@@ -1,8 +1,8 @@
 """Images, audio and videos of requests, as far as the operator lets clients have this server fetch them.
 
 vLLM fetches any URL unless ``--allowed-media-domains`` names hosts: a client could have the server read pages
-of the network that it is in. It also answers status 500 for most data that cannot be decoded.
-``VLLM_MEDIA_CONNECTOR`` selects this class by its name in vLLM's registry.
+of its network. vLLM also answers status 500 for most data that cannot be decoded. ``VLLM_MEDIA_CONNECTOR``
+selects this class by its name in vLLM's registry.
 """
 
 from __future__ import annotations
@@ -29,12 +29,7 @@ class GuardedMediaConnector(MediaConnector):
     """Loads media from ``data:`` URLs, and from hosts and folders that the operator has named."""
 
     def load_from_url(self, url: str, media_io: Any, **options: Any) -> Any:
-        """Load one.
-
-        Raises:
-            VLLMValidationError: The operator has not allowed URLs of this kind.
-            VLLMUnprocessableEntityError: The URL cannot be fetched.
-        """
+        """Raise VLLMValidationError for a URL not allowed, VLLMUnprocessableEntityError for a failure."""
         self._check(url)
         try:
             return super().load_from_url(url, media_io, **options)
@@ -42,7 +37,6 @@ class GuardedMediaConnector(MediaConnector):
             raise _unreachable(error) from error
 
     async def load_from_url_async(self, url: str, media_io: Any, **options: Any) -> Any:
-        """Load one, like ``load_from_url``."""
         self._check(url)
         try:
             return await super().load_from_url_async(url, media_io, **options)
@@ -88,10 +82,7 @@ for _kind in _KINDS:
 
 @contextlib.contextmanager
 def _decoding(kind: str) -> Iterator[None]:
-    """Raise VLLMValidationError for whatever a decoder raises.
-
-    Decoders have no common class of errors for broken data: Pillow, NumPy and torch raise some fifteen.
-    """
+    """Raise VLLMValidationError for any error: decoders have no common class for broken data."""
     try:
         yield
     except (VLLMClientError, ValueError, TypeError):  # wrong requests, to vLLM too
@@ -110,7 +101,6 @@ def _decoding(kind: str) -> Iterator[None]:
 
 
 def register_connector() -> None:
-    """Enter the class in vLLM's registry."""
     MEDIA_CONNECTOR_REGISTRY.register(MEDIA_CONNECTOR)(GuardedMediaConnector)
 
 

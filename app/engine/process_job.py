@@ -23,17 +23,9 @@ class ProcessJob:
     """A trace that is queued or running.
 
     Attributes:
-        request: The trace.
-        engine: The engine's name for clients.
         frames: Frames for the client; an ApiError or None ends them.
-        cancelled: Set when the client has stopped waiting.
-        is_late: Whether its time limit has passed.
-        position: The number of traces ahead of it, as last reported to the client.
         has_begun: Whether it has started to run; if not, another process may retry it.
-        context: The context of the request that it belongs to: usage, tier and spans are recorded there.
-        meter: Counts its usage, if usage is metered.
         over: Resolved when it uses no resources any more.
-        num_prints: The number of prints.
     """
 
     def __init__(self, request: TraceRequest, engine: str, unread: Backpressure) -> None:
@@ -54,17 +46,11 @@ class ProcessJob:
         self._share = unread.share(self._drop, _MAX_UNREAD_BYTES)
 
     def notify(self, status: JobStatus, message: str | None = None) -> None:
-        """Send an event to the client."""
         frame = event_frame(status, message=message, engine=self.engine)
         self.frames.put_nowait(frame)
         self._share.add(len(frame.data))
 
     async def read_frames(self) -> AsyncGenerator[Frame, None]:
-        """Yield the frames for the client.
-
-        Raises:
-            ApiError: The trace failed.
-        """
         try:
             while (item := await self.frames.get()) is not None:
                 if isinstance(item, ApiError):

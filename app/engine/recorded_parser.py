@@ -1,8 +1,7 @@
 """The options of vLLM's ``serve`` without vLLM, whose import takes up to a minute.
 
-``recorded_options.json`` has the names and kinds of values of the tested version; a test compares it with the
-installed one, and ``python -m tests.unit.app.vllm_option_record`` writes it. Misspelt names, missing values,
-wrong numbers and wrong choices are found here. The rest is left to vLLM's own parser.
+``recorded_options.json`` has those of the tested version; a test compares it with the installed one, and
+``python -m tests.unit.app.vllm_option_record`` writes it. The rest is left to vLLM's own parser.
 """
 
 from __future__ import annotations
@@ -33,13 +32,8 @@ def parse_recorded(
 ) -> argparse.Namespace:
     """Return the values of vLLM's options as far as they can be told without vLLM; others are None.
 
-    Args:
-        arguments: vLLM's options, without the model.
-        own: Options of the command itself, for suggestions.
-        is_complete: Whether the installed vLLM is the recorded version. If not, nothing is refused.
-
-    Raises:
-        UnsupportedOptionError: vLLM has no such option, or it has another kind of value.
+    ``is_complete``: the installed vLLM is the recorded version; if not, nothing is refused. Raises
+    UnsupportedOptionError for unknown options and wrong kinds of values.
     """
     options = json.loads(RECORD.read_text(encoding="utf-8"))
     parser = _Parser(add_help=False)
@@ -76,10 +70,7 @@ def _refuse(argument: str, known: Sequence[str]) -> NoReturn:
 
 
 def _plain(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Return the arguments in the form of argparse: dashes in names, no keys of JSON options.
-
-    vLLM also takes ``--max_model_len``, ``--compilation-config.mode 3`` and ``-O3``.
-    """
+    """Return the arguments in the form of argparse: dashes in names, no keys of JSON options."""
     plain: list[str] = []
     rest = iter(arguments)
     for one in rest:

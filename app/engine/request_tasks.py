@@ -14,15 +14,13 @@ _ANSWERED_S: Final = 5.0
 
 
 class RequestTasks:
-    """The running request of each job."""
-
     def __init__(self) -> None:
         self._tasks: dict[ProcessJob, asyncio.Task[None]] = {}
 
     async def is_free(self, job: ProcessJob) -> bool:
         """Return whether the job's last request is over.
 
-        The process may have its answer, and send the next request, before the task that sent it has returned.
+        The process may have its answer, and send the next one, before the task that sent it has returned.
         """
         task = self._tasks.get(job)
         if task is not None and not task.done():
@@ -32,11 +30,9 @@ class RequestTasks:
     def start(
         self, job: ProcessJob, request: Coroutine[Any, Any, None], context: contextvars.Context | None = None
     ) -> None:
-        """Serve a request of a job."""
         self._tasks[job] = asyncio.create_task(request, context=context)
 
     async def cancel(self, job: ProcessJob) -> None:
-        """Cancel the request of a job that has ended."""
         task = self._tasks.pop(job, None)
         if task is not None:
             task.cancel()

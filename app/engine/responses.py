@@ -1,8 +1,7 @@
 """Serialization of a choice's collected results as the JSON of its ``interventions`` field.
 
 Tensors are inline as base64 while their total size is small, and otherwise in one safetensors file of the
-result store; so are numbers whose JSON would be large. Engine clients call ``choice_json`` for each choice,
-and for each token of a stream.
+result store; so are numbers whose JSON would be large.
 """
 
 from __future__ import annotations
@@ -77,26 +76,13 @@ async def choice_json(
     operations: Sequence[Intervention] = (),
     inline: bool = False,
 ) -> dict[str, Any]:
-    """Return the ``interventions`` object of one choice, or of one token's part of it.
+    """Return the ``interventions`` object of one choice, or of one token's part of it; raises ApiError.
 
     Args:
-        collected: The results.
-        store: Stores tensors that together exceed ``settings.inline_tensor_bytes``, and the numbers of
-            results whose JSON would exceed ``settings.inline_json_bytes``.
         work: The request's: its tenant owns the tensors, its meter counts them.
-        settings: The limit on inline tensors.
-        decode: Returns the text of a token id.
-        operations: The operations of the choice's prompt, in its order; for stored things that they name the
-            answer says which version was used, and for features their labels.
+        operations: Those of the choice's prompt; named ones add the version used, and features their labels.
         inline: Whether tensors and numbers stay in the answer, however large.
         base_path: The prefix of ``/v1`` in the server's URLs (ASGI's ``root_path``).
-
-    Returns:
-        ``results`` by name, whose long lists are ``Rows``; in the final part also ``provenance`` and, except
-        for code, ``applied``.
-
-    Raises:
-        ApiError: The store refuses the tensors; ``trace_failed``: two tensors have the same path.
     """
     large = _by_key(collected.results)
     num_bytes = sum(len(tensor.data) for tensor in large.values())
@@ -180,7 +166,6 @@ def _num_bytes(arrays: Mapping[str, Array]) -> int:
 
 
 def _text_bytes(result: CollectedResult, arrays: Mapping[str, Array]) -> int:
-    """Return about the size of the JSON of a result with these numbers."""
     num_numbers = _num_bytes(arrays) // _NUMBER_BYTES
     is_plain = isinstance(result, CollectedProbe | CollectedScores)
     # A token or a feature has two numbers.
@@ -188,7 +173,6 @@ def _text_bytes(result: CollectedResult, arrays: Mapping[str, Array]) -> int:
 
 
 def _arrays_of(result: CollectedResult) -> dict[str, Array]:
-    """Return the numbers of a result without tensors, by their paths in it."""
     if isinstance(result, CollectedProbe):
         return dict(result.points)
     if isinstance(result, CollectedScores):
@@ -210,16 +194,12 @@ def _tensor_of(array: Array) -> TensorResult:
 
 
 def _linked_json(result: CollectedResult, links: dict[str, Any]) -> dict[str, Any]:
-    """Return a result whose numbers are in a file."""
     kind, field, empty = _NUMBERS[type(result)]
     return {"type": kind, "positions": result.positions, field: empty, "tensors": links}  # type: ignore[union-attr]  # no trace's
 
 
 class _Inline:
-    """Tensors as base64 inside the JSON."""
-
     def reference(self, name: str, place: str, tensor: TensorResult) -> dict[str, Any]:
-        """Return the JSON object for the tensor captured as ``name`` at ``place``."""
         del name, place
         return {
             "dtype": tensor.dtype,
@@ -230,14 +210,11 @@ class _Inline:
 
 
 class _Stored(_Inline):
-    """Tensors as entries of a file at a URL."""
-
     def __init__(self, url: str, expires_at: int) -> None:
         self._url = url
         self._expires_at = expires_at
 
     def reference(self, name: str, place: str, tensor: TensorResult) -> dict[str, Any]:
-        """Return the URL and the tensor's key in the file."""
         return {
             "url": self._url,
             "format": "safetensors",
@@ -249,11 +226,6 @@ class _Stored(_Inline):
 
 
 def _by_key(results: Sequence[CollectedResult]) -> dict[str, TensorResult]:
-    """Return all tensors by their keys in a file.
-
-    Raises:
-        ApiError: Two tensors have the same key.
-    """
     found: dict[str, TensorResult] = {}
     for result in results:
         for place, tensor in _tensors_of(result):
@@ -273,7 +245,6 @@ def _file_key(name: str, place: str) -> str:
 
 
 def _tensors_of(result: CollectedResult) -> Iterator[tuple[str, TensorResult]]:
-    """Yield a result's tensors with their paths in it."""
     if isinstance(result, CollectedCapture):
         for point, tensor in result.points.items():
             yield _escaped(point), tensor

@@ -24,7 +24,6 @@ async def with_results(
     *,
     is_chat: bool,
 ) -> AsyncIterator[str]:
-    """Yield a stream's events with the results of its choices."""
     call = results.call
     ended: set[int] = set()
     chunk: JsonObject = {}
@@ -58,15 +57,7 @@ async def _unsent(
     *,
     is_chat: bool,
 ) -> AsyncIterator[str]:
-    """Yield the last events of choices that a `stop` has ended in the prompt: vLLM sends none without text.
-
-    Args:
-        ended: The choices whose last events were sent.
-        chunk: An event of the stream, if there was any.
-        results: The call.
-        model: The model's name.
-        is_chat: Whether the events are of a chat.
-    """
+    """Yield the last events of choices that a `stop` ended in the prompt: vLLM sends none without text."""
     for index in sorted(results.stopped() - ended):
         body = {"delta": {"role": "assistant", "content": ""}} if is_chat else {"text": "", "logprobs": None}
         head = {
@@ -90,7 +81,6 @@ async def _frame(chunk: JsonObject, results: CallResults) -> str:
 
 
 def note_stop(choice: JsonObject) -> None:
-    """Tell in a choice that an operation has ended it."""
     found = choice[FIELD]["results"].items()
     stops = (name for name, result in found if result["type"] == "stop" and result["positions"])
     name = next(stops, None)

@@ -24,14 +24,9 @@ _ALIASES: Final = {"gpt2small": "gpt2"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The names and the identity of the served model.
+    """The names and the identity of the served model; ``source`` is a repository's name, or a folder.
 
-    Attributes:
-        names: The names under which it is served.
-        source: A repository's name, or a folder.
-        fingerprint: Hash of the model's shape, see ``fingerprint_of``; empty until the model is loaded.
-        revision: The repository's revision, if the server was started with one.
-        adapters: The names of its LoRA adapters, each of which is a model for clients.
+    ``fingerprint`` (see ``fingerprint_of``) is empty until the model is loaded.
     """
 
     names: tuple[str, ...]
@@ -50,23 +45,14 @@ class ServedModel:
     def is_other(self, name: str) -> bool:
         """Return whether a file that names its model is for another one; False if that cannot be told.
 
-        ``Llama-3.2-1B`` and ``meta-llama/llama-3.2-1b`` are one model. A folder of whoever made the file says
+        ``Llama-3.2-1B`` and ``meta-llama/llama-3.2-1b`` are one model. A folder on the author's machine says
         nothing, nor does a folder here that is called ``checkpoint-400``.
         """
         ours = {plain for one in (*self.all_names, self.source) if not _ANY.fullmatch(plain := _plain(one))}
         return bool(ours) and not _is_path(name) and bool(_plain(name)) and _plain(name) not in ours
 
     def warnings_of(self, name: str, file: str, refused: ErrorCode | None = None) -> list[str]:
-        """Return what to tell about a file that names its model: nothing, unless it is another one.
-
-        Args:
-            name: The model in the file; empty if it names none.
-            file: What to call the file.
-            refused: The error that it is, for callers that want one.
-
-        Raises:
-            ApiError: ``refused``.
-        """
+        """Return a warning about a file of another model, or raise the ApiError ``refused`` instead."""
         if not self.is_other(name):
             return []
         message = (
@@ -78,11 +64,7 @@ class ServedModel:
         return [f"{message}."]
 
     def check(self, head: TraceHead) -> None:
-        """Raise ApiError unless a trace's blocks are for this model.
-
-        A folder on the client's machine does not identify the model here, so for a folder the fingerprint
-        decides.
-        """
+        """Raise ApiError unless a trace is for this model; for a client's folder the fingerprint decides."""
         if head.revision and head.revision != (self.revision or _DEFAULT_REVISION):
             raise ApiError(
                 ErrorCode.MODEL_NOT_FOUND,

@@ -1,8 +1,4 @@
-"""Counts completions and chats in vLLM's ``/load``, for ``--enable-server-load-tracking``.
-
-vLLM counts requests in its own routes, which answer responses and messages here; ours call its serving
-classes. Used by ``vllm_client``.
-"""
+"""Counts completions and chats in vLLM's ``/load``: vLLM counts in its own routes, which these do not use."""
 
 from __future__ import annotations
 
@@ -31,8 +27,6 @@ async def counted(answering: Awaitable[EngineReply], state: State) -> EngineRepl
 
 
 class _Load:
-    """One request among those that are counted."""
-
     def __init__(self, state: State) -> None:
         self._state = state
         self._counts = True

@@ -1,8 +1,6 @@
 """Sessions on vLLM: the session's code runs in a process without a model, its traces run in vLLM.
 
-The code around a session's traces must run neither in this process nor in vLLM's workers. The session's
-process sends each trace here and receives vLLM's answer; prints of the traces' blocks go to the session's
-client.
+The code around a session's traces must run neither in this process nor in vLLM's workers.
 """
 
 from __future__ import annotations
@@ -37,16 +35,6 @@ _PASSED_ON = frozenset({FrameKind.OUTPUTS, FrameKind.RESULT})
 
 
 class SessionTraces(TraceProcesses):
-    """Runs sessions; forwards their traces to another engine.
-
-    Args:
-        engine: Runs the traces.
-        outline: Returns the description of the model that clients get.
-        options: Start options of the processes.
-        settings: The server's.
-        environment: Environment variables of the processes.
-    """
-
     name = "vllm"
     queue = "sessions"
     purpose = "a session's process"
@@ -77,11 +65,7 @@ class SessionTraces(TraceProcesses):
         return run(request, job_id)
 
     async def serve_request(self, child: TraceProcess, message: dict[str, Any], job: ProcessJob) -> None:
-        """Serve a session's request in a task of its own: run a trace, or describe the model.
-
-        Raises:
-            DecodeError: The request is unknown, or the previous one is not done.
-        """
+        """Serve a session's request in a task of its own: run a trace, or describe the model."""
         if not await self._requests.is_free(job):
             raise DecodeError("a session sent a second request before the first was answered")
         if TRACE in message:
@@ -97,13 +81,11 @@ class SessionTraces(TraceProcesses):
             await super().serve_request(child, message, job)
 
     async def ended(self, job: ProcessJob) -> None:
-        """Cancel the trace of a session that has ended."""
         await self._requests.cancel(job)
 
     async def _trace(
         self, child: TraceProcess, data: bytes | bytearray | memoryview, job: ProcessJob
     ) -> None:
-        """Run a session's trace and answer with its result."""
         with contextlib.suppress(ProcessEndedError):
             try:
                 request = await asyncio.to_thread(TraceRequest.from_bytes, data)  # untrusted input

@@ -1,7 +1,4 @@
-"""vLLM's tokenize requests, with the length limit of completions.
-
-vLLM tokenizes texts of any length, in the one thread that all requests share.
-"""
+"""vLLM's tokenize requests, limited to the length of completions: all requests share its one thread."""
 
 from __future__ import annotations
 
@@ -26,16 +23,11 @@ from nnsight_engine.core.model_spec import ModelSpec
 
 
 class _Text(TokenizeCompletionRequest):
-    """A text that is short enough to be a prompt."""
-
     def build_tok_params(self, model_config: ModelConfig) -> TokenizeParams:
-        """Return vLLM's parameters, limited to the length of a prompt."""
         return _bounded(super().build_tok_params(model_config), model_config)
 
 
 class _Messages(TokenizeChatRequest):
-    """A conversation that is short enough to be a prompt."""
-
     documents: list[dict[str, str]] | None = None
 
     def build_chat_params(
@@ -50,7 +42,6 @@ class _Messages(TokenizeChatRequest):
         )
 
     def build_tok_params(self, model_config: ModelConfig) -> TokenizeParams:
-        """Return vLLM's parameters, limited to the length of a prompt."""
         return _bounded(super().build_tok_params(model_config), model_config)
 
 
@@ -61,12 +52,7 @@ def ids_of(wanted: TokenizeRequest) -> list[int] | None:
 
 
 async def tokenize_request(wanted: TokenizeRequest, spec: ModelSpec) -> Any:
-    """Return vLLM's request for ours: detokenization where token ids are given.
-
-    Raises:
-        ApiError: ``unknown_token`` for an id that is not the model's, ``invalid_value`` for too many ids, or
-            vLLM's refusal.
-    """
+    """Return vLLM's request for ours; raises ApiError ``unknown_token``, ``invalid_value``."""
     body = wanted.root.model_dump(exclude_none=True)
     ids = ids_of(wanted)
     if ids is None:
@@ -89,7 +75,6 @@ async def tokenize_request(wanted: TokenizeRequest, spec: ModelSpec) -> Any:
 
 
 def texts_of(ids: Sequence[int], text_of: Callable[[int], str]) -> list[str]:
-    """Return each token's text."""
     known = {token_id: text_of(token_id) for token_id in set(ids)}
     return [known[token_id] for token_id in ids]
 

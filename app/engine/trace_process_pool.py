@@ -1,8 +1,7 @@
-"""Traces in processes of their own: scheduling, time limits, and validation of what the processes send.
+"""Traces in processes of their own: scheduling, time limits, and validation of the data that they send.
 
-A process runs one trace at a time. A trace that kills its process, or does not stop when it is cancelled,
-costs only itself: the process is restarted and the next trace runs. The trace's payload is not decoded here.
-Base of the local engine (``local_traces``) and of vLLM's sessions (``session_traces``).
+A trace that kills its process, or does not stop when it is cancelled, costs only itself: the process is
+restarted and the next trace runs. The trace's payload is not decoded here.
 """
 
 from __future__ import annotations
@@ -52,15 +51,7 @@ _MAX_PRINTS: Final = 20_000
 
 
 class TraceProcesses:
-    """Runs traces in processes beside the server; a ``TraceEngine``.
-
-    Args:
-        module: The module that the processes run.
-        options: Their start options.
-        settings: The server's.
-        environment: Environment variables of the processes.
-        num_processes: The maximum number of processes.
-    """
+    """Runs traces in processes that run ``module`` with ``options``; a ``TraceEngine``."""
 
     name = ""
     queue = ""
@@ -93,21 +84,17 @@ class TraceProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """The processes' ids."""
         return [slot.child.pid for slot in self._slots if slot.child is not None]
 
     @property
     def num_waiting(self) -> int:
-        """The number of queued traces."""
         return len(self._queue)
 
     def num_waiting_of(self, sender: str) -> int:
-        """Return the number of a sender's queued traces."""
         return sum(job.request.sender == sender for job in self._queue)
 
     @property
     def num_running(self) -> int:
-        """The number of running traces."""
         return sum(slot.running is not None for slot in self._slots)
 
     def start(self, after: Awaitable[Any] | None = None) -> None:
@@ -131,12 +118,7 @@ class TraceProcesses:
             job.frames.put_nowait(refusal)
 
     async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:  # noqa: ARG002 - the protocol's
-        """Run a trace; see ``TraceEngine``.
-
-        Raises:
-            ApiError: The queue is full, the trace cannot be read, took too long or ended its process, or no
-                process can be started; ``sandbox_missing``.
-        """
+        """Raise ApiError also if no process can be started, or the process ended; see ``TraceEngine``."""
         if request.sandbox_of is not None:
             raise ApiError(
                 ErrorCode.SANDBOX_MISSING,
@@ -169,7 +151,6 @@ class TraceProcesses:
         self.waiting.check_total(num_waiting)
 
     async def take(self) -> ProcessJob:
-        """Wait for a trace and remove the next one from the queue."""
         return await self._queue.take()
 
     def notify_positions(self) -> None:
@@ -182,26 +163,15 @@ class TraceProcesses:
             job.position = position
 
     async def serve_request(self, child: TraceProcess, message: dict[str, Any], job: ProcessJob) -> None:
-        """Serve a request of a trace's process.
-
-        Raises:
-            DecodeError: The request is unknown here.
-        """
+        """Raise DecodeError for a request of a trace's process that is unknown here."""
         del child, job
         raise DecodeError(f"a trace process sent an unknown request: {', '.join(message)}")
 
     async def ended(self, job: ProcessJob) -> None:
-        """Release what a trace has requested; called however the trace ended."""
+        """Release the resources that a trace has requested; called however the trace ended."""
 
 
 class _ProcessSlot:
-    """A process slot: one process after another, and the trace that runs in it.
-
-    Attributes:
-        child: The process; None while there is none.
-        running: The trace taken from the queue.
-    """
-
     def __init__(self, traces: TraceProcesses) -> None:
         self._traces = traces
         self.child: TraceProcess | None = None
@@ -212,7 +182,6 @@ class _ProcessSlot:
         self._num_runs = 0
 
     async def drive(self, after: Awaitable[Any] | None) -> None:
-        """Run one trace after another, and restart the process when needed."""
         if after is not None:
             await after
         while True:
@@ -223,7 +192,6 @@ class _ProcessSlot:
                 await asyncio.sleep(_RETRY_S)
 
     async def _run_next(self) -> None:
-        """Run the next trace of the queue; errors are sent to its client."""
         if self._traces.starts_ahead:
             with contextlib.suppress(ApiError):
                 await self._ready()
@@ -258,11 +226,6 @@ class _ProcessSlot:
             self._is_settled = True
 
     async def _ready(self) -> TraceProcess:
-        """Return the process, started and loaded.
-
-        Raises:
-            ApiError: It cannot be started.
-        """
         if self.child is not None and not self.child.has_ended:
             return self.child
         await self.drop()
@@ -296,17 +259,12 @@ class _ProcessSlot:
         )
 
     async def drop(self) -> None:
-        """Kill the process; the next trace gets another one."""
         child, self.child, self._is_settled = self.child, None, True
         if child is not None:
             await child.close()
 
     async def _serve(self, job: ProcessJob) -> None:
-        """Run a trace, on a second process if the first had ended before the trace began.
-
-        Raises:
-            ApiError: No process could be started, the process ended, or it refused the trace.
-        """
+        """Run a trace, on a second process if the first had ended before the trace began."""
         if job.cancelled.is_set():
             return
         try:
@@ -323,12 +281,6 @@ class _ProcessSlot:
                 raise self._ended(job, again) from again
 
     async def _serve_in(self, child: TraceProcess, job: ProcessJob) -> None:
-        """Run a trace in a process and forward its frames.
-
-        Raises:
-            ApiError: The process refused the trace.
-            ProcessEndedError: The process has ended.
-        """
         self._num_runs += 1
         number = self._num_runs
         begin = time.monotonic()
@@ -366,11 +318,9 @@ class _ProcessSlot:
         child.kill()
 
     async def _forward_frame(self, child: TraceProcess, frame: Frame, job: ProcessJob) -> bool:
-        """Forward a frame of the process to the client, if it is valid; return True for the last one.
+        """Forward a valid frame to the client; return True for the last one, raise the trace's error.
 
-        Raises:
-            ApiError: The trace failed.
-            DecodeError: The process violates the protocol, which code of a block can make it do.
+        Raises DecodeError if the process violates the protocol, which code of a block can make it do.
         """
         if frame.kind is FrameKind.RESULT:
             job.frames.put_nowait(frame)
@@ -425,12 +375,6 @@ class _ProcessSlot:
 
 
 async def _receive_status(child: TraceProcess) -> dict[str, Any]:
-    """Receive a process's message about its own state.
-
-    Raises:
-        DecodeError: The message is not an object.
-        ProcessEndedError: The process has ended.
-    """
     message = (await child.frame()).json()
     if not isinstance(message, dict):
         raise DecodeError("the first message of a trace process must be an object")

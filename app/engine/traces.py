@@ -1,9 +1,3 @@
-"""The trace engine interface: takes a client's message and answers with frames.
-
-Implementations: vLLM's workers (``vllm_traces``), a ``LanguageModel`` in a process of its own
-(``local_traces``), and a fake for tests of the layers above.
-"""
-
 from __future__ import annotations
 
 import time
@@ -16,34 +10,23 @@ from nnsight_engine.remote_backend.messages import TraceRequest
 
 
 class TraceEngine(Protocol):
-    """Runs traces.
-
-    Attributes:
-        name: ``vllm`` or ``local``, the name under which clients select it.
-    """
+    """Runs traces; ``name`` is ``vllm`` or ``local``, by which clients select it."""
 
     name: str
 
     def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
-        """Run a trace.
+        """Yield the frames of a trace; raises ApiError if it cannot be run.
 
         Yields an ``EVENT`` frame for each ``RUNNING`` and ``LOG`` (JSON of ``JobEvent`` without ``id`` and
         ``job``), ``OUTPUT`` frames if the request streams, then at most one ``OUTPUTS`` and exactly one
         ``RESULT``. A block's exception is part of the result, announced by an ``EVENT`` of ``ERROR`` before
-        it. Closing the generator early ends the trace.
-
-        Args:
-            request: The trace; its bytes are untrusted until an engine has read them.
-            job_id: Unguessable and unique to the trace.
-
-        Raises:
-            ApiError: The trace cannot be run.
+        it. Closing the generator early ends the trace. The request's bytes are untrusted until an engine has
+        read them; ``job_id`` is unguessable and unique to the trace.
         """
 
 
 def event_frame(
     status: JobStatus, *, message: str | None = None, engine: str | None = None, job: str | None = None
 ) -> Frame:
-    """Return an event of a trace as a frame."""
     event = {"status": status, "time": time.time(), "message": message, "engine": engine, "job": job}
     return json_frame(FrameKind.EVENT, {key: value for key, value in event.items() if value is not None})

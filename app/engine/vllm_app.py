@@ -1,7 +1,6 @@
 """vLLM's own HTTP application: its routes run here, behind this server's middleware and checks.
 
-``app.routes.vllm`` lists the routes that are passed on. The application has none of vLLM's middleware and no
-port, and its lifespan does not run. Its state holds vLLM's serving classes.
+It has none of vLLM's middleware and no port, and its lifespan does not run.
 """
 
 from __future__ import annotations
@@ -50,11 +49,7 @@ _OURS: Final = (ApiError, EngineDeadError, EngineGenerateError)
 
 
 class VLLMApp(FastAPI):
-    """vLLM's application, over one engine after another.
-
-    Args:
-        args: vLLM's own parsed ``serve`` arguments.
-    """
+    """vLLM's application, over one engine after another."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(openapi_url=None, docs_url=None, redoc_url=None)
@@ -75,16 +70,12 @@ class VLLMApp(FastAPI):
 
     @property
     def adapters(self) -> Mapping[str, LoRARequest]:
-        """The loaded LoRA adapters by name."""
         return MappingProxyType({} if self._models is None else self._models.lora_requests)
 
     def check_body(self, path: str, fields: MutableMapping[str, Any]) -> None:
-        """Check a request for an adapter, and the items of a response one by one.
+        """Check a request for an adapter, and the items of a response one by one; raises ApiError.
 
-        vLLM's model tries some sixty classes for each item, and reports what each of them lacks.
-
-        Raises:
-            ApiError: ``invalid_value``, at the first item that is wrong; see ``check_adapter_request``.
+        vLLM's model tries some sixty classes for each item, and reports the missing parts of each.
         """
         if path in {LOAD_ADAPTER, UNLOAD_ADAPTER}:
             check_adapter_request(fields, takes_adapters=bool(self._args.enable_lora))
@@ -104,7 +95,6 @@ class VLLMApp(FastAPI):
                 return  # the handler says the same
 
     async def use(self, engine: Any) -> None:
-        """Serve an engine that has started."""
         tasks = await engine.get_supported_tasks()
         if not self._has_routes:  # an engine that is started again has the same
             self._has_routes = True
@@ -146,8 +136,6 @@ class VLLMApp(FastAPI):
 
 
 class _Corrected:
-    """Corrects the advice in the errors that vLLM's handlers answer."""
-
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 

@@ -37,18 +37,10 @@ class _Parser(FlexibleArgumentParser):
 
 
 def parse(arguments: list[str], *, compiles: bool = False) -> argparse.Namespace:
-    """Return vLLM's parsed ``serve`` arguments.
+    """Return vLLM's parsed ``serve`` arguments, the model first; raises UnsupportedOptionError.
 
-    ``--dtype auto`` is float32 on processors without kernels for bfloat16.
-
-    Args:
-        arguments: The model, then options.
-        compiles: Whether the engine is compiled on CPU too. Compiling takes about a minute at every start,
-            more than most uses on CPU gain by it.
-
-    Raises:
-        UnsupportedOptionError: An option would be ignored, or would replace what interventions need; or vLLM
-            refuses it.
+    ``--dtype auto`` is float32 on processors without kernels for bfloat16. ``compiles``: the engine is
+    compiled on CPU too, which takes about a minute at every start, more than most uses on CPU gain by it.
     """
     parser = make_arg_parser(_Parser(prog="nnsight-engine serve"))
     args: argparse.Namespace = parser.parse_args(arguments)
@@ -71,7 +63,6 @@ def parse(arguments: list[str], *, compiles: bool = False) -> argparse.Namespace
 
 
 def engine_arguments(args: argparse.Namespace, settings: Settings) -> AsyncEngineArgs:
-    """Return the arguments of the engine, with those that interventions need."""
     limits = EngineLimits(
         settings.max_capture_bytes_per_request,
         settings.max_capture_bytes_engine,
@@ -104,11 +95,7 @@ def engine_arguments(args: argparse.Namespace, settings: Settings) -> AsyncEngin
 
 
 def model_of_file(path: str) -> str | None:
-    """Return the model that a file of options names, if it does.
-
-    Raises:
-        UnsupportedOptionError: vLLM cannot read the file.
-    """
+    """Return the model that a file of options names, if it does; raises UnsupportedOptionError."""
     try:
         options = FlexibleArgumentParser().load_config_file(path)
     except Exception as error:  # also those of YAML

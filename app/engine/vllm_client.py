@@ -1,8 +1,8 @@
 """The engine client over a real vLLM: vLLM's own serving classes, extended with interventions.
 
-A request without interventions goes through vLLM's request models, serving classes and error
-handlers and through no code of ours. One with interventions takes the same path while its task carries the
-call, and the results are added to each choice of its answer.
+A request without interventions goes through vLLM's request models, serving classes and error handlers and
+through no code of ours. With them, it takes the same path while its task carries the call, and the results
+are added to each choice of its answer.
 """
 
 from __future__ import annotations
@@ -92,13 +92,7 @@ Serve = Callable[[Any, Request], Awaitable[Any]]
 
 
 class VLLMEngineClient:
-    """Serves one model with vLLM in this process and its engine in another.
-
-    Args:
-        args: vLLM's own parsed ``serve`` arguments.
-        settings: The server's settings.
-        store: Stores large results.
-    """
+    """Serves one model with vLLM in this process and its engine in another."""
 
     def __init__(self, args: argparse.Namespace, settings: Settings, store: ResultStore) -> None:
         self._args = args
@@ -125,12 +119,10 @@ class VLLMEngineClient:
 
     @property
     def ready(self) -> bool:
-        """Whether a token was generated and the engine is alive."""
         return self._is_ready and self.alive
 
     @property
     def alive(self) -> bool:
-        """Whether the engine has not died."""
         return self._engine is None or not self._engine.errored
 
     @property
@@ -142,13 +134,11 @@ class VLLMEngineClient:
 
     @property
     def _texts(self) -> TokenTexts:
-        """The texts of the model's tokens; shared by all engines started for the model."""
         if self._known_texts is None:
             self._known_texts = TokenTexts(self.engine.renderer.get_tokenizer())
         return self._known_texts
 
     async def start(self) -> None:
-        """Load the model and generate one token; also restarts after an engine has died."""
         if self.started.is_set():
             spawn_engines()
         self._sockets = None if is_socket_folder_set() else claim_socket_folder()
@@ -175,7 +165,6 @@ class VLLMEngineClient:
         self.started.set()
 
     async def died(self) -> None:
-        """Wait until the engine has died; an engine that stalls is killed."""
         watching = asyncio.create_task(self._end_stalled(self.engine), name="engine-stall")
         try:
             await self.engine.died()
@@ -235,7 +224,6 @@ class VLLMEngineClient:
         )
 
     async def close(self) -> None:
-        """Stop the engine and its processes."""
         self._is_ready = False
         await self._grammars.close()
         loading, self._loading = self._loading, None
@@ -256,7 +244,6 @@ class VLLMEngineClient:
         self._memory = self._sockets = None
 
     def capabilities(self) -> Capabilities:
-        """Return the points and operations that this model supports."""
         if self._capabilities is None:  # the same for every engine, since the model is the same
             self._capabilities = describe(self.engine.spec, self._settings)
         return self._capabilities.model_copy(
@@ -264,7 +251,6 @@ class VLLMEngineClient:
         )
 
     def served(self) -> ServedModel:
-        """Return the served model's names; the fingerprint once it is loaded."""
         names = self._args.served_model_name or [self._args.model]
         config = None if self._engine is None else self._engine.vllm_config.model_config.hf_config
         fingerprint = "" if config is None else fingerprint_of(config)
@@ -277,16 +263,11 @@ class VLLMEngineClient:
         )
 
     def _adapter_of(self, head: TraceHead) -> LoRARequest | None:
-        """Return the LoRA adapter with which a trace runs, if any.
-
-        Raises:
-            ApiError: ``model_not_found``: the adapter has been unloaded since the trace was accepted.
-        """
+        """Raise ApiError ``model_not_found`` if the adapter was unloaded since the trace was accepted."""
         self.served().check(head)
         return self._vllm_app.adapters.get(head.model)
 
     async def describe_model(self) -> DescribedModel:
-        """Return the model's modules and points, as blocks see them."""
         if self._described is None:
             with translating_engine_death():
                 outline = answer(await self.engine.collective_rpc("outline_model"))
@@ -295,20 +276,16 @@ class VLLMEngineClient:
         return self._described
 
     def trace_engines(self) -> Mapping[str, TraceEngine]:
-        """Return the trace engines by name."""
         return self._traces
 
     async def count_events(self) -> EngineCounts:
-        """Return the engine's counters since its start."""
         with translating_engine_death():
             return await self.engine.count_events()
 
     def num_waiting(self) -> Mapping[str, int]:
-        """Return the number of requests that wait before the engine, by the resource they wait for."""
         return {"sandboxes": self._sandboxes.num_waiting, "grammars": self._grammars.num_waiting}
 
     async def prepare_sandbox(self) -> None:
-        """Start the sandboxes; see ``EngineClient``."""
         with translating_engine_death():
             await self.engine.prepare_sandbox()
 
@@ -326,7 +303,6 @@ class VLLMEngineClient:
         *,
         inline: bool = False,
     ) -> EngineReply:
-        """Answer ``/v1/completions``."""
         serve = self._vllm_app.serving("openai_serving_completion").create_completion
         if interventions:
             answering = self._intervene(CompletionRequest, serve, body, interventions, http, inline=inline)
@@ -342,7 +318,6 @@ class VLLMEngineClient:
         *,
         inline: bool = False,
     ) -> EngineReply:
-        """Answer ``/v1/chat/completions``."""
         serve = self._vllm_app.serving("openai_serving_chat").create_chat_completion
         if interventions:
             answering = self._intervene(
@@ -360,7 +335,6 @@ class VLLMEngineClient:
         streams: bool,
         in_background: bool = False,
     ) -> ASGIApp:
-        """Return vLLM's own application, for one request."""
         if in_background:
             return BackgroundApp(self._vllm_app, self._vllm_app.serving("openai_serving_responses"))
         if not interventions:
@@ -369,11 +343,9 @@ class VLLMEngineClient:
         return InterveningApp(self._vllm_app, self.engine, self._results(call, 1, http))
 
     def check_passed_body(self, path: str, fields: JsonObject) -> None:
-        """Check a body before it is passed on."""
         self._vllm_app.check_body(path, fields)
 
     async def tokenize(self, wanted: TokenizeRequest, http: Request) -> EngineReply:
-        """Return the tokens of a text, ids or a conversation, each with its own text."""
         serving, given = self._vllm_app.state.serving_tokenization, ids_of(wanted)
         serve = serving.create_tokenize if given is None else serving.create_detokenize
         request = await tokenize_request(wanted, self.engine.spec)
@@ -443,7 +415,6 @@ class VLLMEngineClient:
                 engine.close_call(call)
 
     async def _call(self, interventions: tuple[Intervention, ...], http: Request, *, streams: bool) -> Call:
-        """Return the call that carries a request's operations; raises ApiError for invalid code."""
         first, *_ = interventions
         if isinstance(first, Trace):  # always the only operation
             param = f"{FIELD}.0"
@@ -468,7 +439,6 @@ class VLLMEngineClient:
         return declared
 
     async def _serve(self, serve: Serve, request: Any, http: Request, refusals: Refusals) -> Any:
-        """Have vLLM answer; raises ApiError if it refuses the request."""
         with refusals:
             try:
                 answer = await serve(request, self._as_vllm(http))

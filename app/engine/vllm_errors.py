@@ -1,5 +1,3 @@
-"""Translation of vLLM's exceptions to errors of this server."""
-
 from __future__ import annotations
 
 import contextlib
@@ -26,7 +24,6 @@ _PROMPT: Final = "prompt"
 
 
 def engine_dead() -> ApiError:
-    """Return the error for an engine that has died."""
     return ApiError(
         ErrorCode.ENGINE_DEAD,
         "The engine has stopped while it worked on this; GET /health/ready turns 200 when one serves again.",
@@ -102,7 +99,6 @@ def raise_message_errors(serving: Any) -> None:
 
 
 def answer_of(error: Exception) -> ErrorResponse:
-    """Return vLLM's form of an error that was raised while it served a request."""
     found = raised(error)
     if isinstance(found, RefusedError):
         refused: ErrorResponse = create_error_response(cause_of(error))
@@ -128,13 +124,7 @@ def raised(error: Exception) -> ApiError | RefusedError:
 
 
 def translated(error: Exception, field: str, given: Mapping[str, Any]) -> ApiError | None:
-    """Return vLLM's error about a request of a trace as ours; None if it is a fault, not a refusal.
-
-    Args:
-        error: The exception.
-        field: The request's path in the trace.
-        given: Its sampling parameters.
-    """
+    """Return vLLM's error about a request of a trace as ours; None if it is a fault, not a refusal."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDeadError):

@@ -1,9 +1,7 @@
-"""Every option of vLLM's ``serve``, with its handler or the reason for refusing it.
+"""Every option of vLLM's ``serve``: passed to the engine, handled here, or refused with an alternative.
 
-vLLM's parser knows options of its own HTTP server, which does not run here, and options of routes that do
-not exist here. Accepted and ignored, ``--api-key`` would leave a server open that its operator believes
-closed. So each option is passed to the engine, handled here, or refused by name with an alternative. An
-option that is in none of these tables is refused too, and a test fails when a new version of vLLM adds one.
+Accepted and ignored, ``--api-key`` would leave a server open that its operator believes closed. An option
+that is in none of these tables is refused too, and a test fails when a new version of vLLM adds one.
 """
 
 from __future__ import annotations
@@ -383,11 +381,7 @@ _MAY_HAVE_NO_EFFECT: Final = frozenset({"api_server_count", "nnodes", "node_rank
 
 
 def refuse_named(options: Sequence[str]) -> None:
-    """Refuse options by their names alone, before the import of vLLM, which parses the others.
-
-    Raises:
-        UnsupportedOptionError: An option would be ignored.
-    """
+    """Refuse options by their names alone, before the import of vLLM, which parses the others."""
     for option in options:
         flag = option.partition("=")[0].replace("_", "-")
         name = flag.removeprefix("--").replace("-", "_")
@@ -405,11 +399,7 @@ _OF_ONE_SERVER: Final = (
 
 
 def refuse_with_replicas(options: Sequence[str]) -> None:
-    """Refuse options that only a server of its own has.
-
-    Raises:
-        UnsupportedOptionError: Keys are given, or an option of how requests are received.
-    """
+    """Refuse options that only a server of its own has: keys, and how requests are received."""
     refuse_named(options)
     if may_update_adapters():
         raise UnsupportedOptionError(
@@ -431,15 +421,7 @@ def refuse_with_replicas(options: Sequence[str]) -> None:
 
 
 def refuse_ignored(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse options that would be accepted and have no effect.
-
-    Args:
-        args: The parsed arguments.
-        parser: The parser; an option that has its default counts as not given.
-
-    Raises:
-        UnsupportedOptionError: One was given, also in a config file.
-    """
+    """Raise UnsupportedOptionError for options, also of a config file, that would have no effect."""
     for action in parser._actions:  # noqa: SLF001 - has no public name
         name = action.dest
         value = getattr(args, name, None)

@@ -1,9 +1,7 @@
 """vLLM's refusals of OpenAI's fields, as errors of this server.
 
 vLLM reports a refusal as an exception, as pydantic's list of problems, or as an answer whose ``code`` is the
-HTTP status. Each becomes a ``RefusedError`` where it occurs, and an ``ApiError`` where the body is known. One
-rule builds every message: vLLM's sentence, the value in the body, the next step. ``_KINDS`` adds the facts
-that this rule cannot derive.
+HTTP status. Each becomes a ``RefusedError`` where it occurs, and an ``ApiError`` where the body is known.
 """
 
 from __future__ import annotations
@@ -60,13 +58,10 @@ _INSTEAD: Final = {"max_tokens": "max_completion_tokens", "logprobs": "top_logpr
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of refusal.
+    """A kind of refusal: facts that the general rule cannot derive.
 
-    Attributes:
-        pattern: A regular expression that its text matches.
-        params: Candidate fields where vLLM names none; the first that the body has is reported.
-        step: The next step; None for the general one, empty where the text contains it.
-        code: The error code.
+    ``params`` are candidates where vLLM names no field; ``step`` is None for the general one, empty where the
+    text contains it.
     """
 
     pattern: str
@@ -111,13 +106,7 @@ _OTHER: Final = _Kind("")
 
 
 class RefusedError(Exception):
-    """A refusal by vLLM that is not yet related to the request's body.
-
-    Attributes:
-        text: vLLM's message.
-        param: The parameter that vLLM names, which may not be a field; None if it names none.
-        status: The HTTP status of vLLM's own server.
-    """
+    """A refusal that is not yet related to a body; ``param`` may be no field, ``status`` is vLLM's own."""
 
     def __init__(self, text: str, param: str | None = None, status: int = 400) -> None:
         text = corrected(text)
@@ -128,7 +117,6 @@ class RefusedError(Exception):
 
     @classmethod
     def of_answer(cls, answer: ErrorResponse) -> RefusedError:
-        """Return the error for an error answer of vLLM's."""
         return cls(answer.error.message, answer.error.param, int(answer.error.code))
 
     @classmethod
@@ -145,15 +133,7 @@ def corrected(text: str) -> str:
 
 
 class Refusals:
-    """Converts vLLM's refusals of one body to errors of this server.
-
-    A context manager, which may be entered repeatedly: it raises ApiError for a ``RefusedError`` of its
-    block.
-
-    Args:
-        body: The request's JSON.
-        fields: The fields of vLLM's model of it.
-    """
+    """Converts vLLM's refusals of one body: raises ApiError for a ``RefusedError`` of its block."""
 
     __slots__ = ("_body", "_fields")
 
@@ -161,16 +141,13 @@ class Refusals:
         self._body = body
         self._fields = fields
 
-    def __enter__(self) -> None:
-        """Enter a block in which vLLM may refuse the body."""
+    def __enter__(self) -> None: ...
 
     def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
-        """Raise ApiError if vLLM refused the body."""
         if isinstance(error, RefusedError):
             raise self.refused(error) from error
 
     def refused(self, error: RefusedError) -> ApiError:
-        """Return the error of this server for a refusal."""
         if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
             return ApiError(ErrorCode.QUEUE_FULL, f"{_sentence(error.text)}; send this again later.")
         if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR and error.status != HTTPStatus.NOT_IMPLEMENTED:
@@ -211,7 +188,6 @@ class Refusals:
         return ApiError(kind.code, f"{text}{value}{f'; {step}' if step else ''}.", param)
 
     def _param(self, kind: _Kind, named: str | None, text: str) -> str | None:
-        """Return the path of the field that a refusal is about; None if unknown."""
         fields = self._fields
         if named is not None and named.partition(".")[0] in fields:
             param: str | None = named
@@ -227,7 +203,6 @@ class Refusals:
         return other if other is not None and other in fields and _sets(self._body.get(other)) else param
 
     def _first(self, names: Sequence[str]) -> str | None:
-        """Return the first of these fields that the body contains, else the first that its model has."""
         known = [name for name in names if name in self._fields]
         return next((name for name in known if self._body.get(name) is not None), next(iter(known), None))
 
@@ -245,7 +220,6 @@ def _step(param: str | None, *, is_given: bool) -> str:
 
 
 def _is_huge(value: object) -> bool:
-    """Return whether a value contains an integer that does not fit into a signed 64-bit type."""
     if isinstance(value, int):
         return value.bit_length() > _BITS
     if isinstance(value, Mapping):
@@ -266,7 +240,6 @@ def _sets(value: object) -> bool:
 
 
 def _found(body: Mapping[str, Any], param: str) -> tuple[Any, ...]:
-    """Return the value at a path in a body as a tuple of one; empty if there is none."""
     value: Any = body
     for part in param.split("."):
         if isinstance(value, Mapping) and part in value:
@@ -279,7 +252,6 @@ def _found(body: Mapping[str, Any], param: str) -> tuple[Any, ...]:
 
 
 def _sentence(text: str) -> str:
-    """Return vLLM's text, clipped, without appended arguments and final punctuation."""
     plain = " ".join(_EXTRAS.sub("", text).split()).rstrip(".!;, ")
     return plain[:_MAX_TEXT]
 

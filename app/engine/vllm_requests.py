@@ -1,8 +1,7 @@
 """Validation of a client's body as one of vLLM's request models.
 
-vLLM's models validate more than their fields: validators run on the raw body before any field is validated.
-Their exceptions pass through pydantic unchanged, and they fail on types that they do not expect.
-Any exception raised here is the client's mistake, since only the body is read.
+Their validators run on the raw body before any field is validated, pass exceptions through pydantic
+unchanged, and fail on unexpected types. Any exception is the client's mistake: only the body is read.
 """
 
 from __future__ import annotations
@@ -24,16 +23,7 @@ _TRANSFERS: Final = {"kv_transfer_params", "ec_transfer_params"}
 
 
 async def read_request(model: type[BaseModel], body: JsonObject, *, in_thread: bool = False) -> Any:
-    """Validate a body, and return it as an instance of vLLM's request model.
-
-    Args:
-        model: vLLM's request model.
-        body: The JSON.
-        in_thread: Whether to validate in a thread, because validation may take long.
-
-    Raises:
-        ApiError: The body is invalid, or vLLM would accept it and fail later.
-    """
+    """Raise ApiError for a body that is invalid, or that vLLM would accept and fail on later."""
     own = dict(body)  # vLLM's validators modify it
     try:
         try:
@@ -55,7 +45,6 @@ async def read_request(model: type[BaseModel], body: JsonObject, *, in_thread: b
 
 
 def _check(request: Any) -> None:
-    """Raise ApiError for requests that vLLM accepts and fails on later."""
     named = _TRANSFERS & set(getattr(request, "vllm_xargs", None) or ())
     if named:
         name = min(named)
@@ -75,17 +64,7 @@ def _check(request: Any) -> None:
 
 
 async def started_stream(frames: AsyncGenerator[str, None], refusals: Refusals) -> AsyncIterator[str]:
-    """Return vLLM's stream once its first event has arrived.
-
-    vLLM validates much of a request only when its stream begins.
-
-    Args:
-        frames: vLLM's stream.
-        refusals: The errors for vLLM's refusals of the request's body.
-
-    Raises:
-        ApiError: The request is refused, as it would have been without streaming.
-    """
+    """Return vLLM's stream once its first event has arrived; vLLM validates much only then (ApiError)."""
     try:
         with refusals:
             first = await anext(frames, None)
@@ -98,8 +77,7 @@ async def started_stream(frames: AsyncGenerator[str, None], refusals: Refusals) 
 class _StartedStream:
     """A stream whose first event was read.
 
-    It is not a generator: closing a generator that never started would not run its ``finally``, and the rest
-    of the stream would stay open.
+    Not a generator: closing one that never started would not run its ``finally``, and leave the rest open.
     """
 
     def __init__(self, first: str | None, rest: AsyncGenerator[str, None], refusals: Refusals) -> None:
@@ -121,7 +99,6 @@ class _StartedStream:
 
 @functools.cache
 def _fields_of(model: type[BaseModel]) -> type[BaseModel]:
-    """Return a model with the same fields and without the validators."""
     fields: dict[str, Any] = {name: (field.annotation, field) for name, field in model.model_fields.items()}
     return create_model(model.__name__, __config__=ConfigDict(extra="allow"), **fields)
 

@@ -33,15 +33,7 @@ _EXTRA: Final = dict[str, _Scalar | list[_Scalar] | None]
 
 
 def sampling_params(given: Mapping[str, Any], field: str) -> SamplingParams:
-    """Return a request's sampling parameters.
-
-    Args:
-        given: The parameters by name.
-        field: The path of the request in the body, for messages.
-
-    Raises:
-        ApiError: A parameter is unknown, or has a wrong type or value.
-    """
+    """Raise ApiError if a parameter is unknown, or has a wrong type or value."""
     named = {name: value for name, value in given.items() if not (name in _DERIVED or name.startswith("_"))}
     unknown = named.keys() - set(SamplingParams.__struct_fields__)
     if unknown:
@@ -71,7 +63,6 @@ def sampling_params(given: Mapping[str, Any], field: str) -> SamplingParams:
 
 
 def _check_extra(extra: Any, field: str) -> None:
-    """Raise for extra arguments of a wrong type or with a reserved name."""
     if extra is None:
         return
     reserved = msgspec.convert(extra, _EXTRA).keys() & _RESERVED

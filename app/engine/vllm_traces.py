@@ -1,7 +1,7 @@
 """Traces on vLLM: one request for each invoke, whose blocks run in the engine's workers.
 
-The client's payload reaches the workers unread, and so do the results on the way back: no client code ever
-runs in this process, and large values are not decoded.
+The payload reaches the workers unread, and so do the results on the way back: no client code ever runs in
+this process, and large values are not decoded.
 """
 
 from __future__ import annotations
@@ -45,15 +45,7 @@ _MAX_EDITS: Final = 64
 
 
 class VLLMTraceEngine:
-    """Runs traces in vLLM's workers.
-
-    Args:
-        engine: Returns the engine; raises ApiError while there is none.
-        adapter_of: Returns the LoRA adapter that a trace names as its model, if it names one; raises ApiError
-            if there is no such model.
-        settings: The server's.
-        sandboxes: Slots for traces that run in a process of their own.
-    """
+    """Runs traces in vLLM's workers; ``sandboxes`` are slots for traces in a process of their own."""
 
     name = "vllm"
 
@@ -70,11 +62,6 @@ class VLLMTraceEngine:
         self._sandboxes = sandboxes
 
     async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
-        """Run a trace; see ``TraceEngine``.
-
-        Raises:
-            ApiError: The message is no trace for vLLM, vLLM refuses one of its requests, or the engine died.
-        """
         check_head(request.head)
         if request.sandbox_of is not None:
             with translating_engine_death():
@@ -101,7 +88,6 @@ class VLLMTraceEngine:
 
 @contextlib.contextmanager
 def _translating(run: MergedRun) -> Iterator[None]:
-    """Raise ApiError for the exceptions of a run."""
     try:
         yield
     except SlowReaderError as error:
@@ -143,11 +129,7 @@ def check_head(head: TraceHead) -> None:
 def requests_of(
     request: TraceRequest, job_id: str, settings: Settings, adapter: LoRARequest | None = None
 ) -> TraceRequests:
-    """Return a client's trace as requests for vLLM.
-
-    Raises:
-        ApiError: vLLM cannot use one of the requests, or they exceed a limit.
-    """
+    """Raise ApiError if vLLM cannot use one of the trace's requests, or they exceed a limit."""
     head = request.head
     all_params = [
         sampling_params(invoke.sampling, f"invokes.{index}") for index, invoke in enumerate(head.invokes)
@@ -189,20 +171,12 @@ def requests_of(
 
 
 class _Frames:
-    """The frames of a run for its client.
-
-    Args:
-        run: The run.
-        streams: Whether the client receives outputs as they are produced.
-    """
-
     def __init__(self, run: MergedRun, *, streams: bool) -> None:
         self._run = run
         self._streams = streams
         self._deltas: dict[int, list[tuple[int, bytes]]] = {}
 
     def of(self, event: TraceStarted | TraceEvent | Output) -> Iterator[Frame]:
-        """Yield the frames for an event."""
         if isinstance(event, TraceStarted):
             yield event_frame(JobStatus.RUNNING, engine=VLLMTraceEngine.name)
         elif isinstance(event, TraceEvent):
@@ -213,7 +187,6 @@ class _Frames:
             yield Frame(FrameKind.OUTPUT, self._streamed(event.block, event.output))
 
     def of_end(self, finished: FinishedTrace) -> Iterator[Frame]:
-        """Yield the frames for the end of the trace."""
         work = current_work()
         if work is not None:
             work.note_tier(finished.tier)

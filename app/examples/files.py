@@ -1,7 +1,4 @@
-"""The files of the examples, which ``scripts/bundled_examples.py`` makes.
-
-``index.json`` describes them; the numbers of each are in a safetensors file of its name. Runs in threads.
-"""
+"""The files of the examples, which ``scripts/bundled_examples.py`` makes; runs in threads."""
 
 from __future__ import annotations
 
@@ -26,8 +23,6 @@ class ExampleVector(BaseModel):
 
 
 class ExampleDetector(BaseModel):
-    """A detector; its file has its head."""
-
     model_config = ConfigDict(extra="forbid")
 
     name: StoredName
@@ -35,14 +30,6 @@ class ExampleDetector(BaseModel):
 
 
 class ExampleDictionary(BaseModel):
-    """A dictionary.
-
-    Attributes:
-        name: Its name.
-        cfg: SAELens' ``cfg.json``.
-        labels: Labels of features by id.
-    """
-
     model_config = ConfigDict(extra="forbid")
 
     name: StoredName
@@ -51,8 +38,6 @@ class ExampleDictionary(BaseModel):
 
 
 class ExampleIndex(BaseModel):
-    """All examples."""
-
     model_config = ConfigDict(extra="forbid")
 
     vectors: list[ExampleVector]
@@ -61,21 +46,13 @@ class ExampleIndex(BaseModel):
 
 
 class ExampleFiles:
-    """The files of all examples.
-
-    Args:
-        folder: Where they are; by default those of this package.
-    """
-
     def __init__(self, folder: Traversable | None = None) -> None:
         self._folder = folder or importlib.resources.files(__package__) / "data"
 
     def index(self) -> ExampleIndex:
-        """Return what ``index.json`` says."""
         return ExampleIndex.model_validate_json((self._folder / "index.json").read_bytes())
 
     def content(self, name: str) -> bytes:
-        """Return the safetensors file of an example."""
         return (self._folder / f"{name}.safetensors").read_bytes()
 
 

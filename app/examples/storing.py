@@ -1,9 +1,8 @@
 """Stores the examples of the bundled model, each once in the life of a database.
 
-They belong to the tenant of callers without keys and are shared, so that every tenant sees them. Each is
-stored only as the first version of its name: not a second time at the next start, nor by another server of
-the same database, nor after somebody has deleted it. The lifecycle calls this each time that an engine
-becomes ready. No request waits for it.
+They belong to the tenant of callers without keys and are shared. Each is stored only as the first version of
+its name: not at the next start, nor by another server of the database, nor after its deletion. The lifecycle
+calls this each time that an engine becomes ready. No request waits for it.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ _OWNER: Final[Principal] = dataclasses.replace(ANONYMOUS, scopes=frozenset(Scope
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExampleStores:
-    """Where the examples of one server go."""
-
     vectors: VectorService
     detectors: DetectorService
     dictionaries: DictionaryService
@@ -48,14 +45,7 @@ class ExampleStores:
 async def store_examples(
     settings: Settings, engine: EngineClient, stores: ExampleStores, files: ExampleFiles | None = None
 ) -> None:
-    """Store the examples if the engine serves the bundled model; errors are only logged.
-
-    Args:
-        settings: The server's.
-        engine: The engine, ready.
-        stores: Where the examples go.
-        files: The examples; by default those of this package.
-    """
+    """Store the examples if the (ready) engine serves the bundled model; errors are only logged."""
     cache_dir = settings.bundled_model_dir
     if not settings.examples or not is_bundled_model(engine.served().source, cache_dir=cache_dir):
         return

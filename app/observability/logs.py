@@ -1,7 +1,6 @@
 """The server's log: text for people or one JSON object per line, also of uvicorn's and vLLM's loggers.
 
-Everything is logged by loggers of the standard library and formatted by structlog, which adds the request's
-id and tenant. Content of clients is never logged: no prompts, keys, vectors or code.
+Content of clients is never logged: no prompts, keys, vectors or code.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ _VLLM_CONFIG: Final = "vllm_logging.json"
 
 
 def start_logs(settings: Settings) -> None:
-    """Configure logging by the settings.
-
-    Must run before vLLM is imported, which configures its own loggers.
-    """
+    """Configure logging; must run before vLLM is imported, which configures its own loggers."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_formatter_of(settings))
     root = logging.getLogger()
@@ -69,14 +65,12 @@ def _formatter_of(settings: Settings) -> logging.Formatter:
 
 
 def json_formatter() -> logging.Formatter:
-    """Return a formatter that writes one JSON object per line."""
     # Local variables contain content of clients.
     tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
     return _formatter(structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer())
 
 
 def text_formatter() -> logging.Formatter:
-    """Return a formatter that writes text for people."""
     plain = structlog.dev.plain_traceback
     return _formatter(structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain))
 
@@ -95,7 +89,6 @@ def _formatter(*last: Processor) -> logging.Formatter:
 
 
 def add_request(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Add the ids of the request on whose behalf an event is logged."""
     work = current_work()
     if isinstance(work, RequestContext):
         for name in _FIELDS:
@@ -106,20 +99,12 @@ def add_request(_logger: WrappedLogger, _method: str, event: EventDict) -> Event
 
 
 def limit_logs(*, uvicorn_level: str, logs_requests: bool, excluded: Collection[str]) -> None:
-    """Log less than the settings say.
-
-    Args:
-        uvicorn_level: The lowest level of uvicorn's loggers, if it is above that of the settings.
-        logs_requests: Whether each request is logged.
-        excluded: Routes whose requests are not, written as in the log.
-    """
     uvicorns = logging.getLogger("uvicorn")
     uvicorns.setLevel(max(uvicorns.level, logging.getLevelNamesMapping()[uvicorn_level]))
     _requests.addFilter(lambda entry: logs_requests and getattr(entry, "route", "") not in excluded)
 
 
 def log_request(record: Record) -> None:
-    """Log a request that is over, at level ``INFO``."""
     if _requests.isEnabledFor(logging.INFO):
         _requests.info("request", extra=_of_request(record))
 

@@ -1,10 +1,8 @@
 """The server's metrics, and their exposition for ``GET /metrics``.
 
-Each server has a registry of its own, since a process may run several servers; vLLM uses the process's
-default registry, and both are exposed together. If several processes serve one port (the setting
-``metrics_dir``), ``prometheus_client`` aggregates their metrics, so everything here is a metric of that
-library, including values counted elsewhere. The number of values of each label is bounded: values from
-clients are mapped to known ones or to ``other``.
+Each server has a registry of its own, exposed with vLLM's, the process's default. If several processes serve
+one port (``metrics_dir``), ``prometheus_client`` aggregates, so everything here is a metric of that library.
+The number of values of each label is bounded: those from clients are mapped to known ones or to ``other``.
 """
 
 from __future__ import annotations
@@ -72,15 +70,8 @@ _CLIENT_LEFT: Final = "client_left"
 
 
 class _TalliedHistogram(Histogram):
-    """A histogram whose observations are counted elsewhere."""
-
     def add(self, tallies: Sequence[int], total: float) -> None:
-        """Add observations.
-
-        Args:
-            tallies: The number of new observations per bucket, the unbounded bucket last.
-            total: Their sum.
-        """
+        """Add new observations per bucket, the unbounded bucket last; ``total`` is their sum."""
         for bucket, number in zip(self._buckets, tallies, strict=True):
             if number:
                 bucket.inc(number)
@@ -89,16 +80,7 @@ class _TalliedHistogram(Histogram):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GaugeValues:
-    """The current values of everything that goes up and down.
-
-    Attributes:
-        phase: The server's phase.
-        in_flight: The number of requests being answered and of jobs being run.
-        waiting: The number of waiting items, by queue.
-        jobs: The number of jobs, by status.
-        oldest_job_s: The waiting time of the job that has waited longest; 0 if none is waiting.
-        stored: The stored bytes and their limit, by store.
-    """
+    """Current values: requests and jobs ``in_flight``, items by queue, stored bytes and limit by store."""
 
     phase: Phase
     in_flight: int
@@ -109,18 +91,9 @@ class GaugeValues:
 
 
 class Metrics:
-    """The metrics of one server.
-
-    Args:
-        folder: The folder in which several processes share their metrics; None if this is the only one.
-
-    Attributes:
-        first_token_s: A histogram by route and kind.
-        between_tokens_s: A histogram by route and kind.
-    """
+    """The metrics of one server; ``folder`` shares them with other processes on its port."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """Create all metrics, those without labels at zero."""
         own = self._own = CollectorRegistry()
         self._folder = folder
         self._last_counts = EngineCounts()
@@ -214,7 +187,6 @@ class Metrics:
         self._make_gauges(own)
 
     def _make_engine_metrics(self, own: CollectorRegistry) -> None:
-        """Create the metrics of the engine's counters."""
         self._steps = Counter(
             "nnsight_engine_steps",
             "Steps of the engine: plain, with interventions in the compiled model, or uncompiled.",
@@ -262,7 +234,6 @@ class Metrics:
         )
 
     async def exposition(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
         return await asyncio.to_thread(self._exposition)
 
     def _exposition(self) -> bytes:
@@ -275,12 +246,7 @@ class Metrics:
         return generate_latest(registry)
 
     def count_engine(self, counts: EngineCounts, number: int = 0) -> None:
-        """Set an engine's counts since its start; a restarted engine begins at zero again.
-
-        Args:
-            counts: The engine's counts.
-            number: The index of the engine among those that this server has started.
-        """
+        """Set the counts since the start of the engine ``number``; a restarted one begins at zero again."""
         last, self._last_counts = self._last_counts if number == self._last_engine else EngineCounts(), counts
         self._last_engine = number
         for tier in TIERS:
@@ -295,18 +261,16 @@ class Metrics:
         self._step_s.add(tallies, _grown(last.intervention_s, counts.intervention_s))
 
     def count_restarts(self, num_restarts: int) -> None:
-        """Set the number of engine restarts of this server."""
         self._restarts.inc(num_restarts - self._num_restarts)
         self._num_restarts = num_restarts
 
     def count_stall(self, seconds: float, *, is_new: bool) -> None:
-        """Count a new stall of the event loop, or the continuation of a counted one, from any thread."""
+        """Count a new stall of the event loop, or more of a counted one, from any thread."""
         if is_new:
             self._stalls.inc()
         self._stalled_s.inc(seconds)
 
     def update_gauges(self, levels: GaugeValues) -> None:
-        """Set all gauges from a snapshot."""
         for phase in Phase:
             self._phase.labels(phase.value).set(phase is levels.phase)
         self._in_flight.set(levels.in_flight)
@@ -321,12 +285,6 @@ class Metrics:
             self._max_stored.labels(store).set(most)
 
     def count_request(self, record: Record, models: Sequence[str]) -> None:
-        """Count a request that is over.
-
-        Args:
-            record: The request's record.
-            models: The names of the model, first the default one.
-        """
         model = record.model or (models[0] if record.operations or record.salt is not None else "")
         self._requests.labels(
             record.route or OTHER,
@@ -341,18 +299,10 @@ class Metrics:
             self._prompts.labels(record.salt).inc()
 
     def count_time(self, record: Record) -> None:
-        """Count the duration of a request that used the engine and has just ended."""
         taken_s = time.perf_counter() - record.begun_s
         self._request_s.labels(record.route, kind_of(record.operations)).observe(taken_s)
 
     def count_use(self, record: Record, points: Collection[str], captured_bytes: int) -> None:
-        """Count the operations of a request or a job, the stored things that they name, and captured bytes.
-
-        Args:
-            record: Its record.
-            points: The kinds of points of the model.
-            captured_bytes: The bytes that left the engine.
-        """
         self._captured.inc(captured_bytes)
         tier = record.tier if record.tier in _TIERS else "unknown"
         for op, point in record.uses:
@@ -373,7 +323,6 @@ class Metrics:
         return name if name in names else OTHER
 
     def count_job(self, status: JobStatus) -> None:
-        """Count a run of a job."""
         self._job_ends.labels(status.value.lower()).inc()
 
     def close(self) -> None:
@@ -383,12 +332,10 @@ class Metrics:
 
 
 def kind_of(operations: Collection[str]) -> str:
-    """Return the kind of a request by its operations: ``plain``, ``operations`` or ``code``."""
     return _KINDS[not _CODE_OPS.isdisjoint(operations)] if operations else "plain"
 
 
 def outcome_of(record: Record) -> str:
-    """Return the outcome of a request: ``ok``, ``refused``, ``busy``, ``failed`` or ``client_left``."""
     if record.error == _CLIENT_LEFT:
         return _CLIENT_LEFT
     status = record.status or 0

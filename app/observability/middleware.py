@@ -1,7 +1,7 @@
 """The middleware that records each request, from its first byte to the last byte of its response.
 
-From the record it derives the metrics, a log line, the request's span and, on servers with keys, the audit
-entry of requests that run or change something.
+The record yields metrics, a log line, the span and, with keys, the audit entry of requests that run or change
+something.
 """
 
 from __future__ import annotations
@@ -42,11 +42,7 @@ _TIMED: Final = {"/v1/completions", "/v1/chat/completions", "/v1/traces"}
 
 
 class RecordMiddleware:
-    """Passes all requests through and records them.
-
-    Audit entries are written only on servers with keys. With ``repeats_ids`` an answer has the
-    ``x-request-id`` of its request, if that has one, instead of the recorded id.
-    """
+    """Records all requests; with ``repeats_ids`` the answer has the ``x-request-id`` of its request."""
 
     def __init__(
         self,
@@ -68,7 +64,6 @@ class RecordMiddleware:
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection."""
         if scope["type"] not in {"http", "websocket"}:
             await self._app(scope, receive, send)
             return
@@ -135,12 +130,6 @@ class RecordMiddleware:
 
 
 class _Watch:
-    """Records the messages of one connection.
-
-    Attributes:
-        is_whole: Whether the last byte of the response was sent.
-    """
-
     def __init__(
         self, record: Record, span: RequestSpan | None, receive: Receive, send: Send, request_id: bytes
     ) -> None:

@@ -1,7 +1,7 @@
 """Collects values on demand when metrics are scraped: the engine's counts, and the current gauges.
 
-The engine answers such queries between two steps. It is therefore queried at most once per second, regardless
-of the number of scrapers, and so is the database. If one does not respond, the last known values are exposed.
+The engine answers between two steps, so it is queried at most once per second, regardless of the number of
+scrapers, and so is the database. If one does not respond, the last known values are exposed.
 """
 
 from __future__ import annotations
@@ -26,18 +26,12 @@ _TIMEOUT_S: Final = 2.0
 
 
 class Jobs(Protocol):
-    """The source of the numbers of jobs."""
-
     async def levels(self) -> tuple[dict[str, int], float]:
         """Return the number of jobs by status, and for how long the oldest waiting one has waited."""
 
 
 class _Query:
-    """A query that runs at most once per second, shared by all scrapers.
-
-    Args:
-        query: Queries and stores the response; raises nothing.
-    """
+    """A query that runs at most once per second, shared by all scrapers; it raises nothing."""
 
     def __init__(self, query: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._query = query
@@ -45,14 +39,12 @@ class _Query:
         self._answered_at = float("-inf")
 
     async def answered(self) -> None:
-        """Start the query unless one has just completed, and wait for the running one up to a time limit."""
         if self._task is None and time.monotonic() - self._answered_at >= _PAUSE_S:
             self._task = asyncio.create_task(self._run(), name="metrics")
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Cancel the running query."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -65,18 +57,6 @@ class _Query:
 
 
 class Scrape:
-    """Collects values for scrapes of one server's metrics.
-
-    Args:
-        metrics: The metrics to update.
-        engine: Counts its steps.
-        lifecycle: The source of the phase.
-        jobs: The source of the numbers of jobs.
-        waiting: Returns the number of waiting items, by queue.
-        stored: Returns the stored bytes and their limit, by store.
-        restarts: Returns the number of engine restarts.
-    """
-
     def __init__(
         self,
         metrics: Metrics,
@@ -99,7 +79,6 @@ class Scrape:
         self._queries = (_Query(self._query_engine), _Query(self._query_jobs))
 
     async def exposition(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
         await asyncio.gather(*(question.answered() for question in self._queries))
         jobs, oldest_s = self._known_jobs
         levels = GaugeValues(
@@ -115,7 +94,6 @@ class Scrape:
         return await self._metrics.exposition()
 
     async def close(self) -> None:
-        """Cancel running queries, and close the metrics."""
         for question in self._queries:
             await question.close()
         self._metrics.close()

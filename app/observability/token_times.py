@@ -1,8 +1,7 @@
 """Measures the time to the first token of a stream and between tokens, when events are sent to the client.
 
 The first event with text counts as the first token, since a chat begins with an event without text. After
-that each of vLLM's events represents at least one token, possibly with empty text; only the events that end a
-stream represent none.
+that each of vLLM's events is at least one token, possibly with empty text, except those that end a stream.
 """
 
 from __future__ import annotations
@@ -25,14 +24,7 @@ _LARGE: Final = 8192
 
 
 class TokenTimes:
-    """The token times of one stream.
-
-    Args:
-        metrics: The metrics to update.
-        record: The record of the request.
-        num_choices: The number of choices; those of several interleave, so the times between tokens are not
-            measured.
-    """
+    """The token times of one stream; with several choices, which interleave, only the first token's."""
 
     def __init__(self, metrics: Metrics, record: Record, num_choices: int) -> None:
         kind = kind_of(record.operations)
@@ -43,7 +35,6 @@ class TokenTimes:
         self._last_s = 0.0
 
     def record_event(self, event: str) -> None:
-        """Record an event that is about to be sent."""
         if self._last_s:
             if self._between is not None and _has_token(event):
                 now = time.perf_counter()

@@ -1,9 +1,7 @@
 """OpenTelemetry spans for API requests and runs of jobs, continued by the engine.
 
-A client's ``traceparent`` is continued, and the response has one, so that both sides can find the trace. A
-job may run hours after its request, on another server, and more than once: each run is a trace of its own,
-linked to the request. vLLM exports a span of its own for each prompt as a child of ours; the command line
-configures the same collector for it.
+A client's ``traceparent`` is continued. A job may run hours later, on another server, and more than once:
+each run is a trace of its own, linked to the request. vLLM exports a child span for each prompt.
 """
 
 from __future__ import annotations
@@ -62,16 +60,6 @@ _TRACEPARENT: Final = "traceparent"
 
 
 class RequestSpan:
-    """The span of one request.
-
-    Args:
-        span: The started span.
-        headers: Headers that propagate it.
-
-    Attributes:
-        headers: Headers that propagate the span.
-    """
-
     def __init__(self, span: Span, headers: dict[str, str]) -> None:
         self._span = span
         self.headers = headers
@@ -83,12 +71,6 @@ class RequestSpan:
         return None if traceparent is None else (_TRACEPARENT.encode(), traceparent.encode())
 
     def end(self, asked: RequestContext, models: Sequence[str]) -> None:
-        """End the span with attributes of the request, which contain no content of the client.
-
-        Args:
-            asked: The context of the request.
-            models: The names of the model, first the default one.
-        """
         record = asked.record
         route = record.route or "unknown"
         self._span.update_name(f"{record.method} {route}")
@@ -107,12 +89,6 @@ class RequestSpan:
 
 
 class JobSpan:
-    """The span of one run of a job.
-
-    Args:
-        span: The started span.
-    """
-
     def __init__(self, span: Span) -> None:
         self._span = span
 
@@ -162,15 +138,7 @@ def _generation(asked: RequestContext, models: Sequence[str]) -> dict[str, Attri
 
 
 class Tracing:
-    """The spans of one server.
-
-    Args:
-        endpoint: The collector's endpoint.
-        protocol: ``grpc`` or ``http/protobuf``.
-    """
-
     def __init__(self, endpoint: str, protocol: str) -> None:
-        """Create the exporter, which connects at its first export."""
         exporter = GrpcExporter(endpoint=endpoint) if protocol == _GRPC else HttpExporter(endpoint=endpoint)
         resource = Resource.create({"service.name": "nnsight-engine", "service.version": __version__})
         # A provider of this server alone: vLLM uses the process's global one.
@@ -180,18 +148,12 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, scope: Scope, request: RequestContext) -> RequestSpan:
-        """Begin the span of a request, and propagate it to the work on the request's behalf."""
         parent = self._propagator.extract(Headers(scope=scope), context=Context())
         span = self._tracer.start_span("request", parent, SpanKind.SERVER)
         return RequestSpan(span, self._propagate(span, request))
 
     def begin_job(self, run: RequestContext, traceparent: str) -> JobSpan:
-        """Begin the span of a job's run, and propagate it to the run's work.
-
-        Args:
-            run: The context of the run.
-            traceparent: That of the request that started the run; empty if it had none.
-        """
+        """Begin the span of a job's run; ``traceparent`` is its request's, empty if that had none."""
         parent = self._propagator.extract({_TRACEPARENT: traceparent}, context=Context())
         parent_context = get_current_span(parent).get_span_context()
         links = [Link(parent_context)] if parent_context.is_valid else []
@@ -214,7 +176,6 @@ class Tracing:
 
 
 def tracing_of(settings: Settings) -> Tracing | None:
-    """Return the exporter of spans; None if the settings name no collector."""
     endpoint = otlp_traces_endpoint(settings)
     return Tracing(endpoint, settings.otlp_protocol) if endpoint else None
 

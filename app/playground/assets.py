@@ -1,8 +1,4 @@
-"""The built files of the playground, read once: the page and its assets.
-
-Names of assets contain a hash of their content, so browsers may cache them indefinitely; the page itself,
-which refers to them, is revalidated each time. ``routes/playground.py`` serves both.
-"""
+"""The built files of the playground: assets have a hash in their names, so only the page is revalidated."""
 
 from __future__ import annotations
 
@@ -18,13 +14,11 @@ PAGE: Final = "index.html"
 
 @functools.cache
 def page() -> Asset:
-    """Return the page."""
     return _read(STATIC / PAGE)
 
 
 @functools.cache
 def assets() -> dict[str, Asset]:
-    """Return the scripts and stylesheets of the page, by name."""
     return {path.name: _read(path) for path in sorted((STATIC / "assets").iterdir())}
 
 

@@ -1,8 +1,4 @@
-"""Ray Serve applications: the replicas of each model as a deployment, and the front if Ray Serve listens.
-
-``build`` is the target of a ``serve deploy`` configuration, see ``deploy/ray_serve.yaml``. ``command`` runs
-a front of its own and uses only the deployments.
-"""
+"""Ray Serve applications: the replicas of each model as a deployment, and the front if Ray Serve listens."""
 
 from __future__ import annotations
 
@@ -44,14 +40,10 @@ _NOT_A_NAME: Final = re.compile(r"[^\w.-]+")
 
 
 def build(args: dict[str, Any]) -> Application:
-    """Return the application of a configuration.
+    """Return the application of a ``serve deploy`` configuration, see ``deploy/ray_serve.yaml``.
 
-    Args:
-        args: The fields of ``ReplicaOptions``.
-
-    Raises:
-        UnsupportedOptionError: There are no keys. Replicas would treat requests from Ray Serve's proxies as
-            requests from their own machine.
+    UnsupportedOptionError: there are no keys, so replicas would take Ray Serve's proxies for their own
+    machine.
     """
     options, settings = ReplicaOptions.model_validate(args), Settings()
     if not asyncio.run(has_keys(settings)):
@@ -64,7 +56,6 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def no_keys(why: str) -> UnsupportedOptionError:
-    """Return the error for a server that needs a key and has none."""
     return UnsupportedOptionError(
         "there are no keys: create one with `nnsight-engine keys create --tenant NAME --scopes "
         f"completions,interventions`, because {why}"
@@ -72,13 +63,6 @@ def no_keys(why: str) -> UnsupportedOptionError:
 
 
 def front_of(options: ReplicaOptions, settings: Settings, deployments: Sequence[Application]) -> Application:
-    """Return the front as an application that Ray Serve listens for.
-
-    Args:
-        options: The options of the replicas.
-        settings: The front's settings.
-        deployments: The replicas of each model.
-    """
     front = serve.deployment(serve.ingress()(ServedFront))
     return front.options(
         name="front",
@@ -90,16 +74,10 @@ def front_of(options: ReplicaOptions, settings: Settings, deployments: Sequence[
 
 
 def replicas_of(index: int, options: ReplicaOptions, settings: Settings) -> Application:
-    """Return the deployment of one model's replicas.
+    """Return the deployment of one model's replicas, which read settings from their own environment.
 
-    Args:
-        index: The index of the model.
-        options: The options of all models.
-        settings: The front's settings; replicas read their own from their environment.
-
-    Raises:
-        UnsupportedOptionError: The cluster has several nodes, and replicas would accept connections from
-            their own node only.
+    UnsupportedOptionError: the cluster has several nodes, and replicas would accept their own node's
+    connections only.
     """
     nodes = nodes_of_cluster()
     if len(nodes) > 1 and is_loopback(options.host):
@@ -145,12 +123,10 @@ def replicas_of(index: int, options: ReplicaOptions, settings: Settings) -> Appl
 
 
 def routing_of(options: ReplicaOptions) -> dict[str, Any]:
-    """Return Ray Serve's request router configuration."""
     return {"request_router_class": _ROUTER, "request_router_kwargs": {"slack": options.slack}}
 
 
 def scaling_of(model: ModelOptions) -> dict[str, Any]:
-    """Return Ray Serve's configuration of the number of replicas."""
     if model.max_replicas is None:
         return {"num_replicas": model.replicas}
     autoscaling = {
@@ -164,7 +140,6 @@ def scaling_of(model: ModelOptions) -> dict[str, Any]:
 
 
 def nodes_of_cluster() -> list[dict[str, float]]:
-    """Return the cores and GPUs of each live node of the cluster."""
     nodes: list[dict[str, Any]] = ray.nodes()
     return [node["Resources"] for node in nodes if node["Alive"]]
 
@@ -174,9 +149,9 @@ def resources_of(
 ) -> dict[str, float]:
     """Return the cores and GPUs that one replica reserves on its node.
 
-    A replica with GPUs reserves one core. The other cores of the smallest node are divided among the
-    maximum number of replicas of all models on a node, so that all can be scheduled. An engine whose workers
-    are started by Ray gets its GPUs from Ray, in a placement group of its own.
+    A replica with GPUs reserves one core. The other cores of the smallest node are divided among the most
+    replicas on a node, so that all can be scheduled. Ray gives a Ray engine its GPUs, in a placement group of
+    its own.
     """
     has_gpus = any(one.get("GPU", 0) > 0 for one in nodes)
     num_gpus = _num_gpus(model, has_gpus=has_gpus)
@@ -210,21 +185,16 @@ def num_cores_of(model: ModelOptions, resources: dict[str, float]) -> int:
 
 
 def deployment_name(index: int, model: ModelOptions) -> str:
-    """Return the name of a model's deployment."""
     return f"{index}-{_NOT_A_NAME.sub('-', model.names[0]).strip('-')[-60:]}"
 
 
 class ServedFront:
-    """The front where Ray Serve listens, behind its proxies."""
-
     async def __init__(self, options: ReplicaOptions, settings: Settings, *handles: DeploymentHandle) -> None:  # type: ignore[misc]  # Ray Serve awaits it
-        """Create the front for replicas that Ray Serve starts and ends."""
         self._options = options
         self._settings = settings
         self._replicas: list[Replicas] = [ServedReplicas(one, options.wait_s) for one in handles]
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        """Return the front's application."""
         return create_front(self._settings, self._options, lambda: self._replicas, _ExternalReplicas())
 
 
@@ -234,15 +204,12 @@ class _ExternalReplicas:
     ready = True
     alive = True
 
-    async def start(self) -> None:
-        """Do nothing: Ray Serve starts the replicas."""
+    async def start(self) -> None: ...
 
     async def died(self) -> None:
-        """Never return: Ray Serve restarts replicas."""
         await asyncio.Event().wait()
 
-    async def close(self) -> None:
-        """Do nothing: Ray Serve ends the replicas."""
+    async def close(self) -> None: ...
 
 
 __all__ = [

@@ -1,6 +1,6 @@
 """``nnsight-engine serve MODEL --replicas N``: the front in this process, its replicas in a Ray cluster.
 
-The cluster is the one named by ``RAY_ADDRESS``, or one that is started for the command and stopped with it.
+The cluster is the one named by ``RAY_ADDRESS``, or one that ends with the command.
 """
 
 from __future__ import annotations
@@ -44,13 +44,6 @@ _OBJECT_STORE_BYTES: Final = 100_000_000
 
 
 class RayReplicas:
-    """The replicas of all models, for the lifetime of the front.
-
-    Args:
-        options: The options of the replicas.
-        settings: The front's settings.
-    """
-
     def __init__(self, options: ReplicaOptions, settings: Settings) -> None:
         self._options = options
         self._settings = settings
@@ -59,14 +52,9 @@ class RayReplicas:
         self._application = ""
 
     def connect(self, port: int, *, with_keys: bool) -> None:
-        """Start Ray, or join a running cluster.
+        """Start Ray, or join a running cluster; ``port`` tells this front's applications from others'.
 
-        Args:
-            port: The front's port, which distinguishes its applications from those of other fronts.
-            with_keys: Whether there are keys.
-
-        Raises:
-            UnsupportedOptionError: There are no keys, and replicas would be reachable from other machines.
+        UnsupportedOptionError: there are no keys, and replicas would be reachable from other machines.
         """
         address = cluster_address()
         own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
@@ -79,7 +67,6 @@ class RayReplicas:
 
     @property
     def ready(self) -> bool:
-        """Whether all models are served."""
         return bool(self.replicas)
 
     @property
@@ -88,11 +75,6 @@ class RayReplicas:
         return True
 
     async def start(self) -> None:
-        """Start the replicas, and wait until all have generated a token.
-
-        Raises:
-            RuntimeError: One of them does not start.
-        """
         log_task = asyncio.create_task(self._log_unstarted(), name="replicas-waiting")
         try:
             handles = await asyncio.to_thread(self._deploy)
@@ -101,7 +83,6 @@ class RayReplicas:
         self.replicas = [ServedReplicas(one, self._options.wait_s) for one in handles]
 
     async def died(self) -> None:
-        """Never return: Ray Serve restarts replicas."""
         await asyncio.Event().wait()
 
     async def close(self) -> None:
@@ -131,7 +112,6 @@ class RayReplicas:
         return handles
 
     async def _log_unstarted(self) -> None:
-        """Log Ray Serve's reasons for replicas that do not start, such as missing resources."""
         logged: set[str] = set()
         while True:
             await asyncio.sleep(_POLL_S)
@@ -162,17 +142,7 @@ class RayReplicas:
 
 
 def run(options: dict[str, Any], settings: Settings, console: Console, *, with_keys: bool) -> None:
-    """Serve until the process is asked to stop.
-
-    Args:
-        options: The fields of ``ReplicaOptions``.
-        settings: The server's settings.
-        console: Receives progress messages.
-        with_keys: Whether there are keys.
-
-    Raises:
-        UnsupportedOptionError: An option is invalid, or the replicas did not start.
-    """
+    """Serve until the process is asked to stop; ``options`` are the fields of ``ReplicaOptions``."""
     try:
         checked = ReplicaOptions.model_validate(options)
     except ValidationError as error:
@@ -225,7 +195,6 @@ async def _announce(
     *,
     with_keys: bool,
 ) -> None:
-    """Print the address of the front once the replicas serve."""
     while not started.ready:  # noqa: ASYNC110 - models take seconds to load
         await asyncio.sleep(0.2)
     names: Sequence[str] = [one.names[0] for one in options.models]

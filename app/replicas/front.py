@@ -1,8 +1,6 @@
 """The front: one HTTP address for all replicas of all models. It only decides where a request goes.
 
-Replicas check permissions, with the keys of their shared database. A request for data of one replica, such
-as a result behind a URL, goes to that replica; any other request may go to any. ``command`` serves this
-application itself; in ``application``, Ray Serve does.
+Replicas check permissions. A request for data of one replica, such as a result behind a URL, goes to it.
 """
 
 from __future__ import annotations
@@ -53,8 +51,6 @@ _TRUE: Final = {"1", "on", "t", "true", "y", "yes"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FrontContext:
-    """The components of a front, available as ``app.state.context``."""
-
     settings: Settings
     lifecycle: Lifecycle
     metrics: Metrics | None = None
@@ -62,14 +58,6 @@ class FrontContext:
 
 
 class Front:
-    """Routes requests to replicas.
-
-    Args:
-        settings: The server's settings.
-        options: The options of the replicas.
-        replicas: Returns the replicas of each model, in the order of ``options.models``.
-    """
-
     def __init__(
         self, settings: Settings, options: ReplicaOptions, replicas: Callable[[], list[Replicas]]
     ) -> None:
@@ -82,12 +70,10 @@ class Front:
         self._opened: Relay | None = None
 
     async def close(self) -> None:
-        """Close connections to replicas."""
         if self._opened is not None:
             await self._opened.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request or a WebSocket."""
         if scope["type"] == "websocket":
             await self._socket(WebSocket(scope, receive, send))
             return
@@ -127,12 +113,10 @@ class Front:
         return [index for index, one in enumerate(self._options.models) if one.replicas]
 
     async def _count_body(self, request: Request) -> Response | None:
-        """Count a buffered body: towards its key if a replica accepts it, else towards the client's address.
+        """Count a buffered body to its key if a replica accepts it, else to the client's address.
 
-        So a client that no replica accepts can occupy only a share of the buffer, and little of it at once.
-
-        Returns:
-            The response for a rejected sender; None if the sender is accepted.
+        So a client that no replica accepts can occupy only a share of the buffer. Return a rejection, or
+        None.
         """
         name = "" if request.client is None else request.client.host
         declared = request.headers.get("content-length", "")
@@ -165,7 +149,6 @@ class Front:
         return self._opened
 
     async def _forward_to_owner(self, owner: str, sent: ForwardedRequest, send: Send) -> None:
-        """Forward a request to the replica that owns the requested data."""
         scope = sent.request.scope
         answer: Response | None = None
         address = await while_connected(
@@ -181,7 +164,6 @@ class Front:
         await answer(scope, sent.receive, send)
 
     async def _forward(self, sent: ForwardedRequest, route: RequestRoute, send: Send) -> None:
-        """Forward a request to a replica, or to the next one if it did not accept it."""
         replicas = self._of(route.model)
         scope = sent.request.scope
         tried: set[str] = set()
@@ -204,7 +186,7 @@ class Front:
         await answer(scope, sent.receive, send)
 
     def _of(self, model: str) -> Replicas:
-        """Return the replicas of a model, also by ``MODEL:PRESET``; of the first one for an unknown name."""
+        """Return a model's replicas, also by ``MODEL:PRESET``; of the first one for an unknown name."""
         replicas = self._replicas()
         if not replicas:
             raise none_ready()
@@ -218,7 +200,6 @@ class Front:
             await reject(websocket, error_response(error))
 
     async def _forward_socket(self, websocket: WebSocket, path: str) -> None:
-        """Forward a WebSocket to a replica, or to the next one if it did not accept it."""
         replicas = self._of(context_of(websocket.scope).record.model)
         is_local = websocket.query_params.get("local", "").lower() in _TRUE and path.endswith(_EVENTS)
         tried: set[str] = set()
@@ -248,16 +229,7 @@ def create_front(
     on_failure: Callable[[str], None] | None = None,
     are_keys_required: Callable[[], Awaitable[bool]] | None = None,
 ) -> Starlette:
-    """Return the front's ASGI application.
-
-    Args:
-        settings: The server's settings.
-        options: The options of the replicas.
-        replicas: Returns the replicas of each model, once ``started`` is ready.
-        started: Starts and closes the replicas with the application.
-        on_failure: Called with the reason if they do not start.
-        are_keys_required: Returns whether there are keys; None if there are.
-    """
+    """Return the front's ASGI application; ``on_failure`` gets the reason if replicas do not start."""
     front = Front(settings, options, replicas)
     lifecycle = Lifecycle(started, on_failure)
 
@@ -292,7 +264,7 @@ def create_front(
 
 
 class _ModelInPath:
-    """Removes Ray Serve's route prefix and a model's name from paths, before other middleware reads them."""
+    """Removes Ray Serve's route prefix and a model's name from paths, before other middleware."""
 
     def __init__(self, app: ASGIApp, options: ReplicaOptions) -> None:
         self._app = app

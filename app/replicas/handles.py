@@ -1,7 +1,7 @@
 """Replicas accessed through Ray Serve: a request holds a call of the replica's ``lease`` while it runs.
 
-So Ray Serve counts the running requests of each replica, for scaling and for its router, while no byte of a
-request or response passes through Ray.
+So Ray Serve counts the running requests, for scaling and for its router, while no byte of a request or
+response passes through Ray.
 """
 
 from __future__ import annotations
@@ -25,13 +25,6 @@ _RETRY_DELAY_S: Final = 0.1
 
 
 class ServedReplicas:
-    """The replicas of one deployment.
-
-    Args:
-        handle: The deployment's handle.
-        wait_s: How long a request waits for a replica.
-    """
-
     def __init__(self, handle: DeploymentHandle, wait_s: float) -> None:
         self._handle = handle
         self._leases = handle.options(method_name="lease", stream=True)
@@ -42,11 +35,6 @@ class ServedReplicas:
     async def acquire(
         self, key: bytes = b"", *, tried: Collection[str] = ()
     ) -> AsyncGenerator[ReplicaAddress, None]:
-        """Choose a replica, and count a request there within the context.
-
-        Raises:
-            ApiError: ``starting``: no replica is ready in time.
-        """
         arguments = {"key": key, "tried": list(tried)}
         leases: list[Any] = []
         try:
@@ -62,7 +50,7 @@ class ServedReplicas:
                 _cancel(lease)
 
     async def addresses(self) -> list[ReplicaAddress]:
-        """Return the addresses of all replicas; the last known ones if a replica does not answer in time."""
+        """Return the last known ones if a replica does not answer in time."""
         try:
             found = await self._handle.broadcast("address").results_async(
                 timeout_s=_ADDRESSES_TIMEOUT_S, return_exceptions=True

@@ -13,18 +13,11 @@ _SAMPLE: Final = re.compile(r"([a-zA-Z_:][\w:]*)(\{?)")
 
 @dataclasses.dataclass(slots=True)
 class _Family:
-    """One metric of all pages: its help, its type and its samples."""
-
     headers: list[str] = dataclasses.field(default_factory=list)
     samples: list[str] = dataclasses.field(default_factory=list)
 
 
 def merged(pages: Mapping[str, str]) -> str:
-    """Return pages in Prometheus' format as one, with the samples of each metric together.
-
-    Args:
-        pages: The pages by replica name, which becomes a label.
-    """
     families: dict[str, _Family] = {}
     for replica, page in pages.items():
         family = _Family()

@@ -71,7 +71,6 @@ class ModelOptions(BaseModel):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the model for clients."""
         given = _engine_options(self.arguments).served_model_name
         return tuple(given) if given else (self.model or BUNDLED_MODEL_NAME,)
 
@@ -86,7 +85,6 @@ class ModelOptions(BaseModel):
 
     @property
     def max_replica_count(self) -> int:
-        """The maximum number of replicas."""
         return self.max_replicas or self.replicas
 
 
@@ -145,7 +143,6 @@ def _engine_options(arguments: list[str]) -> Any:
 
 
 def _dashed(argument: str) -> str:
-    """Return an argument with its name in vLLM's form, which treats underscores as dashes."""
     name, equals, value = argument.partition("=")
     return f"{name.replace('_', '-')}{equals}{value}" if argument.startswith("--") else argument
 

@@ -1,10 +1,9 @@
 """Process group of a replica's server: it ends when the replica's actor does, with all child processes.
 
-An actor that is killed cannot stop its server, and a killed server cannot stop its engine, which would keep
-running on its GPU. So this process leads a session with the server in it. Its standard input is a pipe held
-by the actor, which the kernel closes when the actor ends for any reason; then, or when the server has ended,
-the whole session is killed. If this process is killed, the kernel kills the server (parent-death signal),
-and its engine ends with it.
+Otherwise a killed actor would leave the engine on its GPU. This process leads a session with the server in
+it. Its standard input is a pipe held by the actor, which the kernel closes when the actor ends for any
+reason; then, or when the server has ended, the whole session is killed. If this process is killed, the kernel
+kills the server (parent-death signal).
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def main() -> None:
-    """Run ``nnsight-engine`` with this process's arguments; SIGTERM is forwarded."""
     servers: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:

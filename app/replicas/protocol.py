@@ -1,4 +1,4 @@
-"""The front's interface to replicas; ``handles`` implements it for Ray Serve, tests have doubles."""
+"""The front's interface to replicas; ``handles`` implements it for Ray Serve."""
 
 from __future__ import annotations
 
@@ -12,35 +12,20 @@ from api_schemas.errors import ApiError, ErrorCode
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaAddress:
-    """The address of a replica.
-
-    Attributes:
-        name: The replica's name.
-        url: The URL of its server.
-    """
-
     name: str
     url: str
 
 
 class Replicas(Protocol):
-    """The replicas of one model."""
-
     def acquire(
         self, key: bytes = b"", *, tried: Collection[str] = ()
     ) -> contextlib.AbstractAsyncContextManager[ReplicaAddress]:
-        """Choose a replica, see ``replica_ranking``, and count a request there within the context.
+        """Count a request at a chosen replica within the context; ApiError ``starting`` if none is ready."""
 
-        Raises:
-            ApiError: ``starting``: no replica is ready in time.
-        """
-
-    async def addresses(self) -> list[ReplicaAddress]:
-        """Return the addresses of all replicas."""
+    async def addresses(self) -> list[ReplicaAddress]: ...
 
 
 def none_ready() -> ApiError:
-    """Return the error for a request that no replica can accept."""
     return ApiError(
         ErrorCode.STARTING,
         "No replica serves this model now; GET /health/ready turns 200 when one does.",
@@ -48,7 +33,6 @@ def none_ready() -> ApiError:
 
 
 def replica_lost(name: str) -> ApiError:
-    """Return the error for a request whose replica failed while it ran."""
     return ApiError(
         ErrorCode.REPLICA_LOST,
         f"The replica {name!r} that ran this request has stopped; send it again to another one.",

@@ -1,8 +1,7 @@
 """Streams HTTP between a client and a replica, with backpressure in both directions.
 
-A slow reader slows its sender down, a disconnect is forwarded, and the replica's response reaches the client
-unchanged except for hop-by-hop headers. JSON bodies are buffered, because routing depends on them; such a
-request may be sent again to another replica if the first one rejected it or was unreachable.
+JSON bodies are buffered, because routing depends on them; such a request may be sent again to another replica
+if the first one rejected it or was unreachable.
 """
 
 from __future__ import annotations
@@ -56,51 +55,27 @@ _JSON: Final = "application/json"
 
 
 class NotAcceptedError(Exception):
-    """The replica did not accept the request, which may be sent to another one.
-
-    Attributes:
-        answer: Its response; None if it could not be reached.
-    """
+    """The request may be sent to another replica; ``answer`` is None if this one could not be reached."""
 
     def __init__(self, answer: Response | None = None) -> None:
-        """Store the answer, which the client receives if no other replica accepts the request."""
         super().__init__()
         self.answer = answer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaAnswer:
-    """A replica's answer to a query of the front.
-
-    Attributes:
-        address: The replica.
-        status: The HTTP status.
-        text: The body.
-        headers: The headers of rejections.
-    """
-
     address: ReplicaAddress
     status: int
     text: str
     headers: Mapping[str, str]
 
     def response(self) -> Response:
-        """Return the answer as a response to the front's client."""
         headers = {**self.headers, REPLICA_HEADER: self.address.name}
         return Response(self.text, self.status, headers, media_type=_JSON)
 
 
 class ForwardedRequest:
-    """A request that is being forwarded.
-
-    Args:
-        request: The client's request.
-        path: The path at the replica.
-        body: The whole body if it is buffered; else the body is streamed once.
-
-    Attributes:
-        error: The error that ended a streamed body early.
-    """
+    """A forwarded request, streamed once if ``body`` is None; ``error`` is what ended a stream early."""
 
     def __init__(self, request: Request, path: str, body: bytearray | None) -> None:
         self.request = request
@@ -112,14 +87,12 @@ class ForwardedRequest:
             self._is_read.set()
 
     async def receive(self) -> Message:
-        """Receive the client's messages after the body."""
         await self._is_read.wait()
         if self.error is not None:  # reported by the code that sends the body
             await asyncio.Event().wait()
         return await self.request.receive()
 
     async def pieces(self, settings: Settings) -> AsyncGenerator[bytes | memoryview, None]:
-        """Yield the body."""
         if self.body is not None:
             view = memoryview(self.body)
             for start in range(0, len(view), _PIECE_BYTES):
@@ -138,7 +111,6 @@ class ForwardedRequest:
             self._is_read.set()
 
     def headers(self) -> CIMultiDict[str]:
-        """Return the headers for the replica: the client's host, and the client's address."""
         found = [(name, one) for name, one in self.request.headers.items() if name not in _HOP_BY_HOP_HEADERS]
         headers = CIMultiDict(found)
         if self.body is not None:
@@ -150,12 +122,6 @@ class ForwardedRequest:
 
 
 class Relay:
-    """Connections to replicas.
-
-    Args:
-        settings: The server's settings.
-    """
-
     def __init__(self, settings: Settings) -> None:
         """Create the session, without connections; called inside the running event loop."""
         self._settings = settings
@@ -170,15 +136,9 @@ class Relay:
         )
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._session.close()
 
     async def read(self, request: Request, path: str) -> ForwardedRequest:
-        """Read a request, with its body if it is to be buffered.
-
-        Raises:
-            ApiError: See ``body.read_bytes``.
-        """
         if request.method in _SAFE_METHODS:
             return ForwardedRequest(request, path, bytearray())
         if not is_buffered(request):
@@ -190,10 +150,8 @@ class Relay:
     async def answer(self, sent: ForwardedRequest, address: ReplicaAddress) -> ClosingStream:
         """Send a request to a replica, and return its response.
 
-        Raises:
-            NotAcceptedError: The request may be sent to another replica.
-            ApiError: ``replica_lost``, or the error that ended the request.
-            ClientDisconnect: The client has disconnected.
+        NotAcceptedError: another replica may be tried. ApiError: ``replica_lost`` and others.
+        ClientDisconnect.
         """
         deadline = context_of(sent.request.scope).deadline
         try:
@@ -218,10 +176,7 @@ class Relay:
         return self._stream(response, source, address, is_event_stream=is_event_stream)
 
     async def get(self, address: ReplicaAddress, path: str, request: Request) -> ReplicaAnswer | None:
-        """Return a replica's answer to a GET on behalf of a client; None if there is none.
-
-        Of the request, only the caller's credentials and address are forwarded.
-        """
+        """Return the answer to a GET with the caller's credentials and address; None if there is none."""
         headers = {name: value for name, value in request.headers.items() if name in _CREDENTIAL_HEADERS}
         headers.update(forwarded_headers(request))
         try:
@@ -275,7 +230,6 @@ class Relay:
 
 
 def is_buffered(request: Request) -> bool:
-    """Return whether a request's body is buffered, because its route depends on it."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     return request.method not in _SAFE_METHODS and kind == _JSON
 
@@ -301,7 +255,7 @@ def _socket(address: tuple[Any, ...]) -> socket.socket:
 async def _pieces(
     response: aiohttp.ClientResponse, address: ReplicaAddress, *, ends_with_error: bool
 ) -> AsyncGenerator[bytes, None]:
-    """Yield a response as it arrives; if the replica fails in between, end with an error event or abort."""
+    """Yield a response; if the replica fails in between, end with an error event or abort."""
     is_between = True
     try:
         async for piece in response.content.iter_any():
@@ -331,7 +285,6 @@ def _is_short(response: aiohttp.ClientResponse) -> bool:
 
 
 def _code(body: bytes) -> str:
-    """Return the error code of an error response of the server, or an empty string."""
     try:
         return msgspec.json.decode(body, type=_ErrorBody).error.code
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -343,8 +296,6 @@ class _Error(msgspec.Struct):
 
 
 class _ErrorBody(msgspec.Struct):
-    """An error response."""
-
     error: _Error
 
 

@@ -1,7 +1,7 @@
 """One replica: a Ray Serve actor that runs and monitors one server, ``nnsight-engine serve``.
 
-The server is an ordinary server process, with its own drain, engine restarts and limits; the actor never
-handles a request. If one of the two ends, the other is ended, see ``process_guard``.
+The server drains and restarts its engine itself; if one of the two ends, so does the other, see
+``process_guard``.
 """
 
 from __future__ import annotations
@@ -33,16 +33,7 @@ _LOOPBACK: Final = "127.0.0.1"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Start options of a replica's server.
-
-    Attributes:
-        arguments: Arguments of ``nnsight-engine serve``, without host and port.
-        environment: Environment variables.
-        host: The address on which it listens.
-        num_cores: Number of cores of a CPU engine; 0 if the engine chooses.
-        first_core: Number of cores before it, used by replicas of other models.
-        stop_s: The maximum duration of its shutdown.
-    """
+    """Start options; with 0 ``num_cores`` the engine chooses, ``first_core`` cores are used before it."""
 
     arguments: Sequence[str]
     environment: Mapping[str, str]
@@ -53,18 +44,8 @@ class ServerOptions:
 
 
 class Replica:
-    """One server; ``application`` makes a deployment of this class.
-
-    Args:
-        options: The server's options.
-    """
-
     async def __init__(self, options: ServerOptions) -> None:  # type: ignore[misc]  # Ray Serve awaits it
-        """Start the server, and wait until it has generated a token.
-
-        Raises:
-            RuntimeError: It ended before that.
-        """
+        """Start the server, and wait until it has generated a token; RuntimeError if it ends before."""
         context = serve.get_replica_context()
         self._name: str = context.replica_id.unique_id
         self._options = options
@@ -96,16 +77,12 @@ class Replica:
     async def lease(
         self, key: bytes = b"", tried: Collection[str] = ()
     ) -> AsyncGenerator[tuple[str, str], None]:
-        """Yield the server's address, and count as a running request until the caller ends the call.
-
-        The arguments are for the router, which has already used them.
-        """
+        """Count as a running request until the caller ends the call; arguments are for the router."""
         del key, tried
         yield await self.address()
         await asyncio.Event().wait()
 
     async def address(self) -> tuple[str, str]:
-        """Return the replica's name and the server's URL."""
         return self._name, self._url
 
     async def check_health(self) -> None:
@@ -154,19 +131,12 @@ class Replica:
 
 
 def cores_of(first: int, num_cores: int, cores: Sequence[int]) -> str:
-    """Return the cores of a replica in vLLM's notation; empty if it chooses.
-
-    Args:
-        first: Number of cores used by replicas before it on its machine.
-        num_cores: Its number of cores; 0 if it chooses.
-        cores: The available cores.
-    """
+    """Return the cores of a replica in vLLM's notation, after the ``first`` ones; empty if it chooses."""
     chosen = {cores[(first + index) % len(cores)] for index in range(num_cores)}
     return ",".join(map(str, sorted(chosen)))
 
 
 def _cluster(options: ServerOptions) -> dict[str, str]:
-    """Return a server's environment variables: the cluster's address, and the trusted proxies."""
     addresses = {_LOOPBACK}
     if options.host != _LOOPBACK:
         nodes: list[dict[str, Any]] = ray.nodes()

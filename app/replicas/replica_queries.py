@@ -1,7 +1,6 @@
 """Queries of the front to its replicas: metrics, models, readiness, and whether a caller is accepted.
 
-Queries take no lease, so that they start no replica and wait for none. Each has a timeout, so that an
-unresponsive replica delays other requests only briefly.
+They take no lease, so that they start no replica and wait for none. Each has a timeout.
 """
 
 from __future__ import annotations
@@ -29,14 +28,6 @@ _UNAVAILABLE: Final = 503
 
 
 class ReplicaQueries:
-    """The queries of one front.
-
-    Args:
-        models: The options of each model.
-        replicas: Returns the replicas of each model, in that order; none before they are ready.
-        relay: Returns the relay that opens connections to them.
-    """
-
     def __init__(
         self,
         models: Sequence[ModelOptions],
@@ -61,15 +52,7 @@ class ReplicaQueries:
         return Response(merged(pages), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def models(self, request: Request, name: str = "") -> Response:
-        """Return the lists of all models as one; models without a ready replica are listed by name.
-
-        Args:
-            request: The caller's.
-            name: The one model that is asked for, if not empty.
-
-        Raises:
-            ApiError: ``starting``; ``model_not_found``: no list has the name.
-        """
+        """Return all lists as one; models without a ready replica are listed by name."""
         queries = (self._first(one, MODELS, request) for one in self._replicas())
         found = await asyncio.gather(*queries)
         answers = [one for one in found if one is not None and one.status != _UNAVAILABLE]
@@ -86,7 +69,6 @@ class ReplicaQueries:
         return JSONResponse(model_of(listed, name) if name else listed)
 
     async def ready(self, request: Request, wanted: Collection[int]) -> Response:
-        """Return whether each of these models has a ready replica."""
         replicas = self._replicas()
         if not replicas:
             raise none_ready()
@@ -101,7 +83,7 @@ class ReplicaQueries:
         return JSONResponse({"status": "ready"}) if first is None else first.response()
 
     async def refusal(self, request: Request) -> Response | None:
-        """Return the replicas' rejection of a caller; None if they accept the caller, or none is ready."""
+        """Return the replicas' rejection of a caller; None if they accept it, or none is ready."""
         for one in self._replicas():
             answers = await self._first(one, MODELS, request)
             if answers is not None and answers.status != _UNAVAILABLE:
@@ -109,18 +91,13 @@ class ReplicaQueries:
         return None
 
     async def address_of(self, name: str) -> ReplicaAddress | None:
-        """Return the address of a replica; None if it has stopped.
-
-        Raises:
-            ApiError: ``starting``: there are no replicas at all.
-        """
+        """Return a replica's address, None if it has stopped; ApiError ``starting`` if there are none."""
         addresses = await self.addresses()
         if not addresses:
             raise none_ready()
         return next((one for one in addresses if one.name == name), None)
 
     async def addresses(self) -> list[ReplicaAddress]:
-        """Return the addresses of the replicas of all models."""
         found = await asyncio.gather(*(one.addresses() for one in self._replicas()))
         return [address for some in found for address in some]
 

@@ -1,10 +1,8 @@
 """The choice of a request's replica: the one that has cached the prompt's prefix, unless it is too busy.
 
-Each key defines an order of all replicas that depends only on their names. So several fronts agree without
-communication, and adding or removing a replica does not change the order of the others. The first replica
-whose load does not exceed the least loaded one's by more than ``slack`` is chosen ("consistent hashing with
-bounded loads", Mirrokni, Thorup and Zadimoghaddam, 2018): requests beyond that go to one other replica and
-are cached there, not everywhere. Requests without a key go to the less loaded of two random replicas.
+Each key orders all replicas by their names alone: several fronts agree, and adding one keeps the order of the
+others. The first whose load exceeds the least by no more than ``slack`` is chosen ("consistent hashing with
+bounded loads", Mirrokni, Thorup and Zadimoghaddam, 2018). Without a key: the less loaded of two random ones.
 """
 
 from __future__ import annotations
@@ -18,14 +16,7 @@ _KEY_BYTES: Final = 16
 
 
 def ranked(loads: Mapping[str, int], key: bytes, *, tried: Collection[str] = (), slack: int = 8) -> list[str]:
-    """Return the names of replicas in the order in which a request is offered to them.
-
-    Args:
-        loads: The number of running requests of each replica.
-        key: Key of requests that benefit from the same replica; empty for none.
-        tried: Replicas that did not accept the request; they come last.
-        slack: How many more requests than the least loaded replica the preferred one may have.
-    """
+    """Return replicas in the order in which a request is offered to them; ``tried`` ones come last."""
     fresh = [name for name in loads if name not in tried] or list(loads)
     if not fresh:
         return []
@@ -33,7 +24,6 @@ def ranked(loads: Mapping[str, int], key: bytes, *, tried: Collection[str] = (),
 
 
 def key_of(parts: Sequence[bytes | memoryview]) -> bytes:
-    """Return a key for requests that have all of these parts in common."""
     digest = hashlib.blake2b(digest_size=_KEY_BYTES)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))

@@ -1,7 +1,6 @@
 """The routing properties of a request: its model, and a key shared by requests with a common prompt prefix.
 
-Bodies are parsed once, at the top level only, without building objects. Malformed bodies yield no routing
-properties; the replica rejects them.
+Bodies are parsed once, at the top level only. Malformed ones yield no properties; the replica rejects them.
 """
 
 from __future__ import annotations
@@ -22,20 +21,13 @@ _NOTHING: Final = msgspec.Raw(b"")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestRoute:
-    """The routing properties of a request.
-
-    Attributes:
-        model: The model that the request names; empty if none.
-        key: Key of requests that benefit from the same replica, see ``replica_ranking``; empty for none.
-    """
+    """The model that the request names, and its key for ``replica_ranking``; both may be empty."""
 
     model: str = ""
     key: bytes = b""
 
 
 class _Body(msgspec.Struct):
-    """A request's JSON body with undecoded fields."""
-
     model: msgspec.Raw = _NOTHING
     prompt: msgspec.Raw = _NOTHING
     messages: msgspec.Raw = _NOTHING
@@ -44,10 +36,9 @@ class _Body(msgspec.Struct):
 
 
 def of_body(body: bytes | bytearray, key: bytes, *, prefix_bytes: int) -> RequestRoute:
-    """Return the routing properties of a JSON request.
+    """Return the routing properties of a whole JSON body.
 
     Args:
-        body: The whole body.
         key: The caller's credential, which separates the caches of tenants.
         prefix_bytes: Requests whose prompts share this many bytes get the same key; shorter prompts get none.
             0 disables keys.
@@ -70,10 +61,7 @@ def of_body(body: bytes | bytearray, key: bytes, *, prefix_bytes: int) -> Reques
 
 
 def split_path(path: str, models: Collection[str]) -> tuple[str, str]:
-    """Return the model that a path names, empty if none, and the path without it.
-
-    ``/models/NAME/v1/…`` selects a model, so that any client can be given such an address.
-    """
+    """Return the model of ``/models/NAME/v1/…``, empty if none, and the path without it."""
     rest = path.removeprefix(_MODELS)
     found = [name for name in models if path.startswith(_MODELS) and rest.startswith(f"{name}/")]
     model = max(found, key=len, default="")
@@ -81,7 +69,7 @@ def split_path(path: str, models: Collection[str]) -> tuple[str, str]:
 
 
 def owner_of(path: str) -> str:
-    """Return the replica that owns a path, empty for any replica; ids of results begin with their replica."""
+    """Return the replica that owns a path, empty for any; ids of results begin with their replica."""
     owner, has_owner, _ = path.removeprefix(RESULTS_PREFIX).partition(".")
     return owner if has_owner and path.startswith(RESULTS_PREFIX) else ""
 

@@ -10,21 +10,15 @@ from app.replicas.replica_ranking import ranked
 
 
 class PrefixRouter(RequestRouter):
-    """Sends requests with the same key to one replica, see ``replica_ranking``.
-
-    It uses the arguments of ``Replica.lease``: ``key`` and ``tried``.
-    """
-
     _slack = 8
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Store the deployment's ``request_router_kwargs``: ``slack``, see ``replica_ranking.ranked``."""
         self._slack = int(kwargs.get("slack", self._slack))
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas in the order of offers to them, each in a group of its own to fix the order."""
+        """Return the replicas in order of preference, each in a group of its own to fix the order."""
         given: dict[str, Any] = {}
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # if none of them has room

@@ -1,9 +1,7 @@
 """Forwards a client's WebSocket to a replica, or to all of them if the replica that runs a job is unknown.
 
-A client that follows a job and runs parts of its blocks (``local=true``) receives calls from the replica
-that runs the job, which may be any, and another one after a failure. So such a socket is connected to all
-replicas: the first one sends events, each may send calls, and all receive the answers, which only the
-calling replica waits for.
+With ``local=true``, any replica may call the client, another one after a failure. The first one sends events,
+each may send calls, and all receive the answers, which only the calling replica waits for.
 """
 
 from __future__ import annotations
@@ -36,17 +34,7 @@ _DROPPED_HEADERS: Final = {"connection", "content-length", "date", "server", "tr
 async def relay_socket(
     websocket: WebSocket, path: str, address: ReplicaAddress, others: Sequence[ReplicaAddress]
 ) -> None:
-    """Forward a client's WebSocket until either side closes it.
-
-    Args:
-        websocket: Not accepted yet.
-        path: The path at the replica.
-        address: The replica.
-        others: Further replicas to connect to, see above.
-
-    Raises:
-        NotAcceptedError: The replica did not accept it; nothing was sent to the client.
-    """
+    """Forward a WebSocket, not accepted yet, until either side closes it; NotAcceptedError if refused."""
     async with contextlib.AsyncExitStack() as stack:
         try:
             first = await stack.enter_async_context(_connection(websocket, path, address))
@@ -79,7 +67,7 @@ async def relay_socket(
 
 
 async def reject(websocket: WebSocket, response: Response) -> None:
-    """Reject a WebSocket with a response, or without one if the server (Ray Serve's) cannot send it."""
+    """Reject a WebSocket with a response, or without one if Ray Serve's server cannot send it."""
     if "websocket.http.response" in websocket.scope.get("extensions", {}):
         await websocket.send_denial_response(response)
     else:

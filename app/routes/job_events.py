@@ -53,8 +53,6 @@ LastSeen = Annotated[
 
 
 class _Ping(msgspec.Struct):
-    """The only text message that a client may send."""
-
     type: Literal["ping"]
 
 
@@ -157,14 +155,12 @@ async def _is_over(context: Context, job_id: str, owner: str) -> bool:
 
 
 async def _send_events(websocket: WebSocket, events: AsyncGenerator[JobEvent, None]) -> None:
-    """Send a job's events to the client."""
     async with contextlib.aclosing(events):
         async for event in events:
             await websocket.send_json({"type": "event", **event.model_dump(mode="json", exclude_none=True)})
 
 
 async def _send_calls(websocket: WebSocket, frames: AsyncGenerator[Frame, None]) -> None:
-    """Send the job's ``tracer.local()`` calls to the client."""
     async with contextlib.aclosing(frames):
         async for frame in frames:
             for piece in frame.pieces():

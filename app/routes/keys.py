@@ -94,9 +94,6 @@ async def _read(request: Request, context: Context, model: type[T]) -> T:
     """Read and validate a body of limited size, after the caller's key was checked.
 
     A body that is declared as a route's parameter would be read by FastAPI before the key is checked.
-
-    Raises:
-        ApiError: ``invalid_shape``, ``body_too_large``, or an error for invalid JSON.
     """
     settings = context.settings
     limits = BodyLimits(_MAX_BODY_BYTES, settings.max_json_depth, settings.upload_idle_timeout_s)

@@ -39,16 +39,9 @@ async def training_answer(
     train: Callable[[WantedT, Request, Principal, Report], Coroutine[Any, Any, T]],
     last: Callable[[T], BaseModel],
 ) -> Response:
-    """Run the training of a request.
+    """Run the training of a request, whose body is not read yet.
 
-    Args:
-        request: The request, its body not read yet.
-        context: The server's components.
-        asked: The request's context.
-        caller: Its sender.
-        wanted_type: The model of its body.
-        train: Trains and stores the result.
-        last: Returns the event of a stream with the result.
+    ``last`` returns the last event of a stream, with the result.
 
     Raises:
         ApiError: The request is invalid, or failed before the first event of a stream.

@@ -97,7 +97,6 @@ def _check_whole(request: Request) -> None:
 
 
 async def _fields(route: VLLMRoute, request: Request, context: Context) -> JsonObject:
-    """Return the body; raises ApiError if it is not accepted."""
     settings = context.settings
     limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
     fields = await read_object(request, limits)
@@ -132,7 +131,7 @@ async def _prepared(
 
 
 def _last_events_of(path: str) -> Callable[[ApiError, bytes], bytes]:
-    """Return what makes an error the last events of a route's stream, in the form of its API."""
+    """Return the function that makes an error the last events of a route's stream, in the form of its API."""
     found = {MESSAGES: _message_error, RESPONSES: _response_error}
     return next((made for start, made in found.items() if path.startswith(start)), _error)
 

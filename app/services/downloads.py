@@ -19,15 +19,10 @@ _RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
 async def download(
     request: Request, file: OpenResult, *, media_type: str, tag: str, stall_s: float
 ) -> Response:
-    """Return a file as the response, or the one range of it that the request asks for.
+    """Return a file, closed when the response ends, or the one range of it that the request asks for.
 
-    Args:
-        request: May have ``Range`` and ``If-Range``; several ranges, or a malformed one, return the whole
-            file.
-        file: Closed when the response ends.
-        media_type: Content type.
-        tag: Changes with the content; sent as the ``ETag``.
-        stall_s: The time after which a client that reads nothing is disconnected, in seconds.
+    Several ranges, or a malformed one, return the whole file. ``tag`` changes with the content; a client that
+    reads nothing for ``stall_s`` is disconnected.
     """
     size = file.num_bytes
     headers = {"Accept-Ranges": "bytes", "ETag": tag, "Cache-Control": "private, no-store"}

@@ -19,11 +19,7 @@ _MAX_EXTRA_CHARACTERS: Final = 4
 
 
 def check_spelling(body: Mapping[str, Any]) -> None:
-    """Refuse a misspelling of one of our fields, since vLLM ignores unknown fields.
-
-    Raises:
-        ApiError: ``invalid_shape``.
-    """
+    """Raise ApiError ``invalid_shape`` for a misspelling of one of our fields."""
     for field in (INTERVENTIONS, PRESET):
         _check(body, field)
 

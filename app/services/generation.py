@@ -1,7 +1,4 @@
-"""One generation, from the request's bytes to the response; used by both OpenAI routes.
-
-The body is parsed once. A request without ``interventions`` skips all work that concerns them.
-"""
+"""One generation for both OpenAI routes; without ``interventions`` it skips all work that concerns them."""
 
 from __future__ import annotations
 
@@ -44,18 +41,11 @@ Generate = Callable[[JsonObject, tuple[Intervention, ...], Request], Awaitable[E
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Started(Begun):
-    """A reply, whose stream has begun if it has one."""
-
     reply: EngineReply
 
 
 async def generate(context: Context, request: Request, caller: Principal, call: Generate) -> Response:
-    """Read the request, have the engine answer it, and return the response.
-
-    Raises:
-        ApiError: The request is refused, or fails before its first byte.
-        ClientDisconnect: The client disconnected; the engine's work has been cancelled.
-    """
+    """Return the response; raises ApiError, or ClientDisconnect after the engine's work was cancelled."""
     settings, asked = context.settings, context_of(request.scope)
     limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
     body = await read_object(request, limits)
@@ -101,13 +91,7 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
 
 
 def _check_prompts(body: JsonObject, max_model_len: int) -> None:
-    """Check the type and the length of a completion's prompts.
-
-    vLLM checks both too, but id by id, and reports each one that is wrong.
-
-    Raises:
-        ApiError: ``invalid_value``.
-    """
+    """Raise ApiError ``invalid_value``; vLLM checks prompts id by id, and reports each wrong one."""
     prompt = body.get(_PROMPT)
     if not isinstance(prompt, list) or not prompt:
         return

@@ -1,8 +1,4 @@
-"""Comments in streams of events that are idle, so that no proxy takes them for dead.
-
-``--sse-keep-alive-interval``, the setting ``sse_keep_alive_s``. A comment is a line that clients of
-server-sent events ignore.
-"""
+"""Comments in streams of events that are idle, so that no proxy takes them for dead; clients ignore them."""
 
 from __future__ import annotations
 
@@ -26,24 +22,14 @@ _END_OF_EVENT: Final = b"\n\n"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Begun:
-    """A stream that has begun.
-
-    Attributes:
-        first: Its first event; None if it has none.
-        rest: The others.
-    """
+    """A stream that has begun; ``first`` is None if it has no event."""
 
     first: str | None
     rest: AsyncIterator[str] | None
 
 
 class KeepAlive:
-    """Sends the messages of one response, and a comment after each interval without any.
-
-    Args:
-        send: ASGI's.
-        interval_s: The interval.
-    """
+    """Sends the messages of one response, and a comment after each interval without any."""
 
     def __init__(self, send: Send, interval_s: float) -> None:
         self._send = send
@@ -54,7 +40,6 @@ class KeepAlive:
         self._commenting: asyncio.Task[None] | None = None
 
     async def send(self, message: Message) -> None:
-        """Send a message."""
         async with self._turn:
             await self._send(message)
         self._num_sent += 1
@@ -68,7 +53,6 @@ class KeepAlive:
             self._is_between_events = message["body"].endswith(_END_OF_EVENT)
 
     def close(self) -> None:
-        """Send no more comments."""
         if self._commenting is not None:
             self._commenting.cancel()
 
@@ -98,18 +82,16 @@ async def within(work: Coroutine[Any, Any, T], time_s: float) -> T | asyncio.Tas
 
 
 class LateStream:
-    """A stream that has not begun yet; closing it ends what begins it."""
+    """A stream that has not begun yet; closing it cancels its beginning."""
 
     def __init__(self, beginning: asyncio.Task[Begun]) -> None:
         self._beginning = beginning
         self._has_begun = False
 
     def __aiter__(self) -> LateStream:
-        """Return itself."""
         return self
 
     async def __anext__(self) -> str:
-        """Return the next event, once the stream has begun; raises what beginning it raises."""
         begun = await self._beginning
         if begun.first is None or begun.rest is None:
             raise StopAsyncIteration
@@ -119,7 +101,6 @@ class LateStream:
         return await anext(begun.rest)
 
     async def aclose(self) -> None:
-        """Close the stream."""
         self._beginning.cancel()
         (begun,) = await asyncio.gather(self._beginning, return_exceptions=True)
         aclose = getattr(getattr(begun, "rest", None), "aclose", None)

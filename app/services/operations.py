@@ -32,17 +32,9 @@ _LEAVES_CHOICE: Final = (None, "auto", "none")
 async def take_operations(
     body: JsonObject, count: int, request: Request, context: Context, caller: Principal
 ) -> tuple[Intervention, ...]:
-    """Take the operations out of a body, those of the presets that the request names among them.
+    """Take a request's operations, and those of its presets, out of the body; raises ApiError.
 
-    Args:
-        body: The body of a request; afterwards ``model`` is a name of the model alone.
-        count: The number of its prompts.
-        request: The request.
-        context: The server's.
-        caller: The request's sender.
-
-    Raises:
-        ApiError: They are invalid, the sender may not send them, or there is no preset of a name.
+    ``model`` of the body becomes a name of the model alone; ``count`` is the number of prompts.
     """
     await context.presets.expand(request, body)
     raw, asked = body.pop(FIELD, None), context_of(request.scope)
@@ -62,7 +54,7 @@ async def take_operations(
 async def with_values(
     operations: tuple[Intervention, ...], request: Request, context: Context, caller: Principal
 ) -> tuple[Intervention, ...]:
-    """Replace names by what they stand for; raises ApiError if there is nothing of a name."""
+    """Replace names by their values; raises ApiError if there is nothing of a name."""
     names = StoredNames(context.vectors, context.detectors, context.dictionaries, caller.tenant)
     found = await names.resolved(operations)
     for kind, name, shared in names.used.values():
@@ -100,7 +92,6 @@ def _check_scopes(operations: tuple[Intervention, ...], body: JsonObject) -> Non
 async def _parsed(
     raw: object, count: int, request: Request, limits: RequestLimits
 ) -> tuple[Intervention, ...]:
-    """Return a request's operations; large bodies and presets are parsed in a thread, off the event loop."""
     if not raw:
         return parse_interventions(raw)
     declared = request.headers.get("content-length", "")

@@ -1,4 +1,4 @@
-"""Checks of bodies that vLLM's handlers read: what would cost them too much, or run without limits."""
+"""Checks of bodies that vLLM's handlers read, for parts that would cost too much, or run without limits."""
 
 from __future__ import annotations
 
@@ -30,17 +30,7 @@ _TRANSFERS: Final = ("kv_transfer_params", "ec_transfer_params")
 def check_body(
     route: VLLMRoute, fields: MutableMapping[str, Any], max_model_len: int, max_texts: int
 ) -> None:
-    """Check a body.
-
-    Args:
-        route: The route.
-        fields: The body; large responses are marked not to be stored.
-        max_model_len: The number of tokens of the longest prompt with its answer.
-        max_texts: The largest number of texts, where each is a prompt of its own.
-
-    Raises:
-        ApiError: It is not accepted.
-    """
+    """Raise ApiError for a body that is not accepted; large responses are marked not to be stored."""
     if fields.get(FIELD) and not route.intervenes:
         raise ApiError(
             ErrorCode.UNSUPPORTED_COMBINATION, f"{route.path} takes no `{FIELD}`; leave it out.", FIELD
@@ -70,16 +60,11 @@ def check_body(
 
 
 def is_in_background(route: VLLMRoute, fields: Mapping[str, Any]) -> bool:
-    """Return whether a checked body asks for a response in the background."""
     return route.path == RESPONSES and bool(fields.get("background"))
 
 
 def check_in_background(fields: Mapping[str, Any], *, has_operations: bool) -> None:
-    """Check a request for a response in the background.
-
-    Raises:
-        ApiError: It streams, has operations, or is not stored.
-    """
+    """Raise ApiError for a response in the background that streams, has operations, or is not stored."""
     others = {
         FIELD: (has_operations, "a stored response has no results"),
         "request_id": ("request_id" in fields, "its id is chosen by the server"),
@@ -111,11 +96,6 @@ def _kind_of(texts: Any) -> type | None:
 
 
 def _check_texts(fields: Mapping[str, Any], max_model_len: int, max_texts: int) -> None:
-    """Check the form and the number of texts; vLLM reports several errors for each wrong item.
-
-    Raises:
-        ApiError: ``invalid_value``.
-    """
     for name in _LISTS:
         texts = fields.get(name)
         if not isinstance(texts, list) or not texts:
@@ -151,7 +131,6 @@ def _check_response(fields: Mapping[str, Any]) -> None:
 
 
 def _objects(value: Any) -> Iterator[Any]:
-    """Yield the objects inside a value, and each item of its lists."""
     if isinstance(value, dict):
         yield value
         for one in value.values():

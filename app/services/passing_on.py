@@ -1,7 +1,7 @@
 """Passes a request on to another ASGI application in this process, with this server's limits on clients.
 
-The application ends its work when it is told that the client has left. It is told the same at the
-request's deadline, and for a client that reads nothing; what it sends after that is dropped.
+The application is told that the client has left also at the request's deadline, and for a client that reads
+nothing; messages that it sends after that are dropped.
 """
 
 from __future__ import annotations
@@ -32,15 +32,7 @@ _KEPT: Final = (
 
 
 class PassedOn(Response):
-    """The answer of another application.
-
-    Args:
-        app: The application.
-        body: The request's body, which has been read and checked.
-        stall_s: See ``ClosingStream``.
-        final_event: Returns the last bytes of an answer that an error ends, given the last ones sent before.
-        keep_alive_s: See ``ClosingStream``.
-    """
+    """``final_event`` returns the last bytes of an answer that an error ends, given the last ones sent."""
 
     def __init__(
         self,
@@ -61,7 +53,6 @@ class PassedOn(Response):
         self._last_sent = b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have the application answer."""
         deadline = context_of(scope).deadline
         sending = Sending(send, deadline, self._stall_s, self._keep_alive_s)
         gone = asyncio.ensure_future(disconnected(receive))
@@ -86,7 +77,6 @@ class PassedOn(Response):
     async def _answered(
         self, scope: Scope, sending: Sending, gone: asyncio.Future[Any], reached: asyncio.Future[Any]
     ) -> ApiError | None:
-        """Have the application answer; return the error that it has ended with, None if there is none."""
         unread = [{"type": "http.request", "body": self._content, "more_body": False}]
 
         async def received() -> Message:

@@ -30,17 +30,7 @@ _MAX_BYTES: Final = 128 * 2**20
 
 
 class StoredNames:
-    """Replaces the names in one request by what they stand for.
-
-    Args:
-        vectors: The stored vectors.
-        detectors: The stored detectors.
-        dictionaries: The stored dictionaries.
-        tenant: The tenant that sent the request.
-
-    Attributes:
-        used: Each thing named so far, by its id: its kind, its name, and whether it is shared.
-    """
+    """Replaces the names in one request; ``used`` has each named thing by id: kind, name, whether shared."""
 
     def __init__(
         self, vectors: VectorService, detectors: DetectorService, dictionaries: DictionaryService, tenant: str
@@ -62,13 +52,6 @@ class StoredNames:
         return self._dictionaries.resolver(self._tenant)
 
     async def resolved(self, operations: Sequence[Intervention]) -> tuple[Intervention, ...]:
-        """Return a request's operations without names.
-
-        Raises:
-            ApiError: ``unknown_vector``, ``vector_mismatch``, ``unknown_detector``, ``detector_mismatch``,
-                ``unknown_dictionary``, ``dictionary_mismatch``, ``unknown_feature``, ``tensor_too_large``,
-                ``too_many_operations``, ``invalid_value``, or an error in ``at``.
-        """
         return tuple([await self._operation(op, index) for index, op in enumerate(operations)])
 
     async def _operation(self, op: Intervention, index: int) -> Intervention:

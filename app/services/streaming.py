@@ -38,17 +38,10 @@ class ClosingStream(StreamingResponse):
     """A stream whose source is closed however it ends: completion, an error or a disconnect.
 
     Args:
-        source: Yields the content.
-        media_type: Content type.
-        headers: Extra headers.
         on_close: Awaited last. A generator that was never started does not run its ``finally``, so the
             resources that it was to close must be closed here.
-        status_code: HTTP status.
-        stall_s: The time after which a client that reads nothing counts as disconnected, in seconds: memory,
-            files and slots are held while it reads. None for no limit.
-        final_event: Returns the last bytes of a stream that an error ends early; None if the stream just
-            breaks off.
-        keep_alive_s: The time after which an idle stream of events gets a comment; 0 for none.
+        stall_s: The time after which a client that reads nothing counts as disconnected; None for no limit.
+        final_event: Returns the last bytes of a stream that an error ends; None to break it off.
     """
 
     def __init__(
@@ -73,7 +66,6 @@ class ClosingStream(StreamingResponse):
         self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream until it completes, is ended, or the client disconnects."""
         deadline = context_of(scope).deadline
         sending = Sending(send, deadline, self._stall_s, self._keep_alive_s)
         try:
@@ -100,14 +92,9 @@ class ClosingStream(StreamingResponse):
 
 
 class Sending:
-    """Sends the messages of one response and detects a client that reads nothing.
+    """Sends the messages of one response and detects a client that reads nothing (``is_stalled``).
 
     A timeout for each token would be most of our overhead on a stream: one timer polls the progress instead.
-    With ``keep_alive_s``, an idle stream of events gets comments.
-
-    Attributes:
-        has_started: Whether the status was sent.
-        is_stalled: Whether the client read nothing for too long.
     """
 
     def __init__(
@@ -133,7 +120,6 @@ class Sending:
         self._num_sent += 1
 
     def close(self) -> None:
-        """Stop the timer, and the comments."""
         if self._keep_alive is not None:
             self._keep_alive.close()
         if self._timer is not None:
@@ -180,11 +166,7 @@ async def events(
 ) -> AsyncGenerator[str, None]:
     """Yield ``first`` and the rest of the stream; turn an error into its last two events.
 
-    Args:
-        first: The first event, already passed to ``saw``; None for an empty stream.
-        stream: The rest.
-        context: The request's, whose record receives the error.
-        saw: Called with each event before it is yielded.
+    ``saw`` is called with each event before it is yielded, except ``first``.
     """
     try:
         if first is not None:

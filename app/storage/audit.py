@@ -17,15 +17,7 @@ from app.storage.tables import AuditRow
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wanted:
-    """A filter for entries; None matches all.
-
-    Attributes:
-        tenant: The tenant.
-        key_id: The id of the key.
-        since: The earliest time, inclusive, in seconds since 1970.
-        until: The latest time, exclusive, in seconds since 1970.
-        after: Only entries with a lower number, which are older.
-    """
+    """A filter; None matches all. ``since`` is inclusive, ``until`` exclusive, ``after`` means older ones."""
 
     tenant: str | None = None
     key_id: str | None = None
@@ -34,7 +26,6 @@ class Wanted:
     after: int | None = None
 
     def conditions(self) -> list[ColumnElement[bool]]:
-        """Return the filter as SQL conditions."""
         compared: list[tuple[Any, Any, Callable[[Any, Any], Any]]] = [
             (AuditRow.tenant, self.tenant, operator.eq),
             (AuditRow.key_id, self.key_id, operator.eq),
@@ -46,27 +37,13 @@ class Wanted:
 
 
 class AuditStore:
-    """The table of audit records.
-
-    Args:
-        database: The database, started before the store is used.
-    """
-
     def __init__(self, database: Database) -> None:
         self._database = database
 
     async def write(
         self, rows: Sequence[dict[str, Any]], changed: Sequence[dict[str, Any]] = ()
     ) -> list[int]:
-        """Write records in one transaction.
-
-        Args:
-            rows: New records.
-            changed: Existing records, with their ``number``.
-
-        Returns:
-            The numbers of the new records.
-        """
+        """Write new and ``changed`` records, which have a ``number``, and return the new numbers."""
 
         def write(session: Session) -> list[int]:
             if changed:
@@ -89,7 +66,6 @@ class AuditStore:
         return entries[:limit], len(entries) > limit
 
     async def expire(self, before: float) -> None:
-        """Delete entries from before a time."""
         old = delete(AuditRow).where(AuditRow.time < before)
         await self._database.write(lambda session: session.execute(old))
 

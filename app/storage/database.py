@@ -1,9 +1,7 @@
 """The database: opening, migrations, and the threads that run transactions.
 
-SQL runs in a few dedicated threads and never on the event loop: ``read`` and ``write`` take a function of a
-session and run it as one transaction. ``engines`` contains what is specific to each kind of database.
-Transactions are retried for a few seconds if the database restarts meanwhile. ``create_app`` owns the one
-instance.
+SQL runs in a few dedicated threads and never on the event loop. Transactions are retried for a few seconds
+if the database restarts meanwhile.
 """
 
 from __future__ import annotations
@@ -42,16 +40,11 @@ FILE_NAME: Final = "server.db"
 
 
 class DatabaseError(RuntimeError):
-    """The database cannot be opened or migrated."""
+    pass
 
 
 class Database:
-    """A database with the tables of this version.
-
-    Args:
-        directory: The server's folder, which contains SQLite's file and the lock file for migrations.
-        url: SQLAlchemy's URL of the database; empty for SQLite in ``directory``.
-    """
+    """Opens SQLAlchemy's ``url``, or SQLite in ``directory``, which also has the lock file for migrations."""
 
     def __init__(self, directory: Path, url: str = "") -> None:
         self._directory = directory
@@ -60,11 +53,7 @@ class Database:
         self._engine: Engine | None = None
 
     async def start(self) -> None:
-        """Open the database and run pending migrations.
-
-        Raises:
-            DatabaseError: The database cannot be opened, or was created by a newer version.
-        """
+        """Open the database and run migrations; DatabaseError also for one of a newer version."""
         if self._threads is not None:
             return
         self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="database")
@@ -75,7 +64,6 @@ class Database:
             raise
 
     async def close(self) -> None:
-        """Finish running transactions and close; idempotent."""
         threads, engine = self._threads, self._engine
         self._threads, self._engine = None, None
         if threads is not None:
@@ -84,23 +72,16 @@ class Database:
             await asyncio.to_thread(engine.dispose)
 
     async def read(self, work: Callable[[Session], T]) -> T:
-        """Run ``work`` in a read-only transaction with a consistent snapshot.
-
-        Raises:
-            ApiError: ``database_unavailable``.
-        """
+        """Run ``work`` in a read-only transaction with a consistent snapshot; ``database_unavailable``."""
         return await self._in_thread(self._transaction, self._opened(), work)
 
     async def write(self, work: Callable[[Session], T]) -> T:
         """Run ``work`` in an atomic transaction.
 
-        ``work`` may run more than once, so it must have no side effects other than on the database. On
-        databases with concurrent writers each statement sees what others committed before it. Preconditions
-        of a write must therefore be conditions of its statements, or rows read ``with_for_update``. If the
-        caller is cancelled, the transaction may or may not have been committed.
-
-        Raises:
-            ApiError: ``database_unavailable``; the transaction may have been committed nevertheless.
+        ``work`` may run more than once, so it must have no other side effects. With concurrent writers each
+        statement sees the commits of others before it: preconditions of a write must be conditions of its
+        statements, or rows read ``with_for_update``. After a cancellation or ``database_unavailable`` the
+        transaction may have been committed nevertheless.
         """
         writing = self._opened().execution_options(**{WRITES: True})
         return await self._in_thread(self._transaction, writing, work)
@@ -203,7 +184,6 @@ def _unavailable() -> ApiError:
 
 @contextlib.contextmanager
 def migrations(connection: Connection) -> Iterator[Config]:
-    """Yield Alembic's configuration for this project's migrations on a connection."""
     folder = importlib.resources.files("app.storage") / "migrations"
     with importlib.resources.as_file(folder) as path:
         config = Config()

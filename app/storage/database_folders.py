@@ -1,7 +1,4 @@
-"""The folders of files to which a database refers.
-
-Each database has folders of its own: the files of another database would look like orphans, and be removed.
-"""
+"""Each database has folders of its own: files of another would look like orphans, and be removed."""
 
 from __future__ import annotations
 
@@ -13,14 +10,12 @@ from app.storage.engines import location_of
 
 
 def job_folder(settings: Settings) -> Path:
-    """Return the folder of the jobs' files."""
     if not settings.database_url:
         return settings.data_dir
     return settings.data_dir / _name_of(location_of(settings.database_url))
 
 
 def dictionary_folder(settings: Settings) -> Path:
-    """Return the folder of the dictionaries' weights."""
     if settings.dictionary_dir is None:
         return job_folder(settings) / "dictionaries"
     url = settings.database_url

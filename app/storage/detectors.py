@@ -1,5 +1,3 @@
-"""Detectors in the database, each with its file; names, versions and visibility are those of ``versions``."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -30,16 +28,7 @@ _TABLE: Final = VersionTable(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FoundDetector:
-    """A detector that a request names.
-
-    Attributes:
-        number: The argument of ``DetectorStore.data``.
-        id: Its id.
-        name: Its name.
-        version: Its version.
-        model: The model that it belongs to.
-        shared: Whether every tenant may use it.
-    """
+    """A detector that a request names; ``number`` is the argument of ``DetectorStore.data``."""
 
     number: int
     id: str
@@ -50,17 +39,11 @@ class FoundDetector:
 
     @property
     def used(self) -> DetectorUsed:
-        """Its name, version and id, for the answer."""
         return DetectorUsed(name=self.name, version=self.version, id=self.id)
 
 
 class DetectorStore(VersionStore[DetectorRow, Detector]):
-    """Detectors of all tenants.
-
-    Args:
-        database: The database with the tables, started before the store is used.
-        allowance: The bytes that all vectors and detectors, and those of one tenant, may have.
-    """
+    """Detectors of all tenants; ``allowance`` counts vectors and detectors together."""
 
     def __init__(self, database: Database, allowance: Allowance) -> None:
         super().__init__(database, allowance, _TABLE, _shown)
@@ -73,19 +56,7 @@ class DetectorStore(VersionStore[DetectorRow, Detector]):
         source_sha256: str | None,
         training: DetectorTraining | None,
     ) -> Detector:
-        """Store a detector as the next version of its name.
-
-        Args:
-            new: The detector; its content is its file.
-            head: See ``DetectorRow.head``.
-            format_: The format in which it was received.
-            source_sha256: The SHA-256 of the uploaded file.
-            training: How it was trained.
-
-        Raises:
-            ApiError: ``vector_store_full``; ``detector_name_taken``: another tenant has shared one of that
-                name.
-        """
+        """Store the next version of a name; ``vector_store_full``, ``detector_name_taken``."""
         return await self.insert(
             new,
             head=head,
@@ -97,8 +68,6 @@ class DetectorStore(VersionStore[DetectorRow, Detector]):
     async def find(
         self, text: str, id_: str | None, tenant: str, models: Sequence[str]
     ) -> FoundDetector | None:
-        """Resolve a name for a tenant, see ``VersionTable.find``; with an id to the version with this one."""
-
         def read(session: Session) -> FoundDetector | None:
             row = self._named(session, text, id_, tenant, models)
             if row is None:

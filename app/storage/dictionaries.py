@@ -1,7 +1,4 @@
-"""Dictionaries in the database: created, found by id or by name, removed; their weights are files.
-
-Names, versions and visibility are those of ``versions``, labels those of ``feature_labels``.
-"""
+"""Dictionaries in the database; their weights are files."""
 
 from __future__ import annotations
 
@@ -50,22 +47,9 @@ _MADE: Final = {"object", "own", "bytes", "trained_on", "warnings"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NewDictionary:
-    """A dictionary to be stored, checked against its weights and the model.
+    """A dictionary to be stored, checked against its weights and the model; ``sha256`` is the weights'.
 
-    Attributes:
-        tenant: The tenant.
-        name: The name that operations refer to.
-        model: The server's name of the model.
-        shared: Whether every tenant may use it.
-        config: Its definition.
-        cfg: Its ``cfg.json``, as it was received.
-        at: The point that it reads.
-        output_at: The point whose value a transcoder reconstructs; None for ``at``.
-        dtype: The dtype of its weights.
-        sha256: The SHA-256 of the file of its weights.
-        weights_bytes: The size of this file.
-        labels: The labels of its features, by id.
-        is_first: Whether it must be the first of its name.
+    ``output_at`` is the point whose value a transcoder reconstructs; None for ``at``.
     """
 
     tenant: str
@@ -84,19 +68,12 @@ class NewDictionary:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that it is counted with."""
         return self.weights_bytes + len(self.cfg) + num_label_bytes(self.labels)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FoundDictionary:
-    """A dictionary for operations.
-
-    Attributes:
-        number: The argument of ``DictionaryStore.ids_of`` and ``labels_of``.
-        about: Its description.
-        cfg: Its ``cfg.json``.
-    """
+    """A dictionary for operations; ``number`` is the argument of ``ids_of`` and ``labels_of``."""
 
     number: int
     about: Dictionary
@@ -104,22 +81,16 @@ class FoundDictionary:
 
 
 class DictionaryStore(VersionStore[DictionaryRow, Dictionary]):
-    """Dictionaries of all tenants; the content of a version is its ``cfg.json``.
-
-    Args:
-        database: The database with the tables, started before the store is used.
-        allowance: The bytes that all dictionaries, and those of one tenant, may have.
-    """
+    """Dictionaries of all tenants; the content of a version is its ``cfg.json``."""
 
     def __init__(self, database: Database, allowance: Allowance) -> None:
         super().__init__(database, allowance, _TABLE, _described)
 
     async def add(self, new: NewDictionary) -> Dictionary:
-        """Store a dictionary as the next version of its name; its file is there already.
+        """Store the next version of a name; its file is there already.
 
         Raises:
-            ApiError: ``dictionary_store_full``; ``dictionary_name_taken``: another tenant has shared one of
-                that name.
+            ApiError: ``dictionary_store_full``; ``dictionary_name_taken``: by another tenant's shared one.
             NameUsedError: It must be the first of its name, and is not.
         """
 
@@ -146,11 +117,7 @@ class DictionaryStore(VersionStore[DictionaryRow, Dictionary]):
         return await write_version(self._database, write)
 
     async def set_labels(self, dictionary_id: str, tenant: str, labels: Labels) -> Dictionary:
-        """Replace the labels of a dictionary visible to a tenant; the caller checks the permission.
-
-        Raises:
-            ApiError: ``dictionary_not_found``, ``dictionary_store_full``.
-        """
+        """Replace the labels; the caller checks the permission."""
 
         def write(session: Session) -> Dictionary:
             seen = _TABLE.row(session, dictionary_id, tenant)
@@ -174,18 +141,9 @@ class DictionaryStore(VersionStore[DictionaryRow, Dictionary]):
         after: int,
         limit: int,
     ) -> tuple[list[DictionaryFeature], bool]:
-        """Return features of a dictionary visible to a tenant by id, and whether there are more.
+        """Return features by id, and whether there are more; ``words`` all occur in a label, without case.
 
-        Args:
-            dictionary_id: The dictionary's id.
-            tenant: The tenant.
-            words: Texts that all occur in a label, without case.
-            feature: The one feature, with a label or without; None for all that have one.
-            after: The id before the first one.
-            limit: Most features.
-
-        Raises:
-            ApiError: ``dictionary_not_found``.
+        ``feature`` is the one to return, with a label or without; None for all that have one.
         """
 
         def read(session: Session) -> list[DictionaryFeature]:
@@ -206,14 +164,11 @@ class DictionaryStore(VersionStore[DictionaryRow, Dictionary]):
         return await self._database.read(lambda session: ids_of(session, number, labels, limit))
 
     async def labels_of(self, number: int, ids: Sequence[int]) -> dict[int, str]:
-        """Return the labels of those features of a dictionary that have one, by id."""
         return await self._database.read(lambda session: labels_of(session, number, ids))
 
     async def find(
         self, text: str, id_: str | None, tenant: str, models: Sequence[str]
     ) -> FoundDictionary | None:
-        """Resolve a name for a tenant, see ``VersionTable.find``; with an id to the version with this one."""
-
         def read(session: Session) -> FoundDictionary | None:
             row = self._named(session, text, id_, tenant, models)
             return (
@@ -223,13 +178,11 @@ class DictionaryStore(VersionStore[DictionaryRow, Dictionary]):
         return await self._database.read(read)
 
     async def num_uses(self, sha256: str) -> int:
-        """Return the number of dictionaries whose weights have a hash."""
         wanted = select(func.count()).select_from(DictionaryRow).where(DictionaryRow.sha256 == sha256)
         return await self._database.read(lambda session: int(session.scalar(wanted) or 0))
 
 
 def _described(row: DictionaryRow, tenant: str) -> Dictionary:
-    """Return a dictionary's properties for a tenant."""
     values: dict[str, Any] = {name: getattr(row, name) for name in Dictionary.model_fields.keys() - _MADE}
     trained_on = model_of(json.loads(row.data.decode("utf-8-sig"))) or None
     own = row.tenant == tenant

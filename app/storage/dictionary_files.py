@@ -1,10 +1,8 @@
 """The weights of dictionaries: files of up to gigabytes, named by the SHA-256 of their content.
 
-A file is in the folder as long as the database has a dictionary of its hash. Several servers share database
-and folder without locks. A server adds a file *before* it commits a dictionary and once more after that; it
-moves a file aside before it looks whether the database has its hash, and moves it back if so. Whatever their
-order, a file with a dictionary is there in the end. Files left behind by servers that died are removed at the
-next start. All disk access runs in threads.
+Several servers share database and folder without locks. A server adds a file *before* it commits a
+dictionary and once more after that; it moves a file aside before it looks whether the database has its
+hash, and moves it back if so: in the end each dictionary has its file. All disk access runs in threads.
 """
 
 from __future__ import annotations
@@ -45,15 +43,7 @@ _WEIGHTS: Final = "The weights"
 
 
 class WeightsUpload:
-    """Weights that are being received.
-
-    Attributes:
-        path: Where they are.
-        num_bytes: The bytes written so far.
-    """
-
     def __init__(self, path: Path, space: DiskQuota, holder: Holder) -> None:
-        """The file is created with the first bytes."""
         self.path = path
         self.num_bytes = 0
         self._space, self._holder = space, holder
@@ -64,24 +54,15 @@ class WeightsUpload:
 
     @property
     def sha256(self) -> str:
-        """The SHA-256 of what was written, hexadecimal."""
         return self._digest.hexdigest()
 
     def reserve(self, num_bytes: int) -> None:
-        """Count bytes that may be written next; on the event loop.
-
-        Raises:
-            ApiError: ``dictionary_store_full``, ``stored_bytes_full``.
-        """
+        """Count bytes that may be written next; on the event loop."""
         self._space.take(num_bytes, self._holder)
         self._reserved += num_bytes
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append bytes; in a thread.
-
-        Raises:
-            ApiError: ``dictionary_store_full``: the disk is full; ``internal_error``: it has failed.
-        """
+        """Append bytes; in a thread. ``dictionary_store_full``, or ``internal_error`` for a failed disk."""
         with on_disk(_WEIGHTS, ErrorCode.DICTIONARY_STORE_FULL):
             if self._file is None and not self._is_closed:
                 self._file = self.path.open("xb", buffering=0)
@@ -101,7 +82,7 @@ class WeightsUpload:
         self._reserved = 0
 
     async def discard(self) -> None:
-        """Remove the file; what was added to the folder stays there."""
+        """Remove the file; a file added to the folder stays there."""
         self.release()
         await asyncio.to_thread(self._remove)
 
@@ -113,15 +94,7 @@ class WeightsUpload:
 
 
 class DictionaryFiles:
-    """The folder of all dictionaries' weights.
-
-    Args:
-        directory: The folder, of one database.
-        space: The quota of all dictionaries.
-    """
-
     def __init__(self, directory: Path, space: DiskQuota) -> None:
-        """The disk is not accessed before ``start``."""
         self.space = space
         self._directory = directory
         self._own: ProcessFolder | None = None
@@ -136,14 +109,12 @@ class DictionaryFiles:
             self._own = await asyncio.to_thread(claim_folder, self._directory / _UPLOADS)
 
     async def close(self) -> None:
-        """Remove uploads of this process; idempotent."""
         own, self._own = self._own, None
         if own is not None:
             await asyncio.to_thread(own.release)
 
     @contextlib.asynccontextmanager
     async def receiving(self, holder: Holder) -> AsyncIterator[WeightsUpload]:
-        """Yield a place for received weights, which is removed at the end of the block."""
         if self._own is None:
             raise RuntimeError("the files must be started before they are used; call start()")
         upload = WeightsUpload(self._own.path / secrets.token_hex(16), self.space, holder)
@@ -153,30 +124,15 @@ class DictionaryFiles:
             await upload.discard()
 
     def path(self, sha256: str) -> Path:
-        """Return the path of the file with a hash."""
         return self._directory / f"{sha256}{ENDING}"
 
     async def add(self, upload: WeightsUpload) -> None:
-        """Add finished weights to the folder, unless they are there.
-
-        Raises:
-            ApiError: ``dictionary_store_full``, ``internal_error``: the disk is full or has failed.
-        """
+        """Add finished weights to the folder, unless they are there; raises as ``write`` does."""
         with on_disk(_WEIGHTS, ErrorCode.DICTIONARY_STORE_FULL):
             await asyncio.to_thread(self._link, upload.path, upload.sha256)
 
     async def open(self, sha256: str, num_bytes: int, holder: Holder) -> OpenResult:
-        """Open a file.
-
-        Args:
-            sha256: Its hash.
-            num_bytes: Its size.
-            holder: Who reads it.
-
-        Raises:
-            ApiError: ``rate_limit_exceeded``: the tenant has too many open downloads.
-            FileNotFoundError: It was removed.
-        """
+        """Open a file for ``holder``; ``rate_limit_exceeded`` for too many downloads, FileNotFoundError."""
         reading = self._open.begin((sha256, 0), holder, num_bytes)
         try:
             return OpenResult(await asyncio.to_thread(self.path(sha256).open, "rb"), reading)
@@ -187,8 +143,7 @@ class DictionaryFiles:
     async def read_ahead(self, sha256: str) -> None:
         """Read a file into the machine's memory: the engine loads it between two steps of all requests.
 
-        One that was read in the last minutes is not read again. A missing file is left to the engine, which
-        reports it.
+        A missing file is left to the engine, which reports it.
         """
         begun_s, reading = self._ahead.get(sha256, (0.0, None))
         if reading is None or (reading.done() and time.monotonic() - begun_s > _AHEAD_S):
@@ -202,7 +157,6 @@ class DictionaryFiles:
                 await asyncio.to_thread(self._read_through, path)
 
     async def set_aside(self, sha256: str) -> Path | None:
-        """Move a file aside; None if there is none."""
         return await asyncio.to_thread(self._set_aside, sha256)
 
     async def bring_back(self, aside: Path) -> None:

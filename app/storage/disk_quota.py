@@ -1,8 +1,4 @@
-"""The disk quota of one kind of files, and errors for a disk that is full or fails.
-
-Bytes of files of jobs and dictionaries are reserved here before they are written, and then released or kept
-exactly once.
-"""
+"""The disk quota of one kind of files: bytes are reserved before they are written."""
 
 from __future__ import annotations
 
@@ -24,14 +20,9 @@ _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class DiskQuota:
-    """The quota of bytes for all files of one kind together.
+    """Counts bytes when they are written and when the database records them.
 
-    Bytes being written are counted as they are written, stored bytes when the database records them. Writes
-    of other processes are included at the next ``set_stored``.
-
-    Args:
-        allowance: The bytes that all files, and those of one tenant, may have.
-        limits: The limits of tenants and keys on storage over all stores.
+    Writes of other processes are included at the next ``set_stored``; ``limits`` apply over all stores.
     """
 
     def __init__(self, allowance: Allowance, limits: StoredBytes | None = None) -> None:
@@ -42,14 +33,12 @@ class DiskQuota:
 
     @property
     def used_bytes(self) -> int:
-        """The number of bytes counted now."""
         return self._total(None)
 
     def take(self, num_bytes: int, holder: Holder = NO_HOLDER) -> None:
-        """Reserve bytes that are about to be written.
+        """Reserve bytes that are about to be written; the allowance's error, or ``stored_bytes_full``.
 
-        Raises:
-            ApiError: The allowance's, ``stored_bytes_full``.
+        Then exactly one of ``give_up`` and ``keep`` follows.
         """
         self._allowance.check_total(self._total(None), num_bytes)
         self._allowance.check(holder.tenant, self._total(f"tenant:{holder.tenant}"), num_bytes)
@@ -65,16 +54,13 @@ class DiskQuota:
         self._written.add(holder, -num_bytes)
 
     def keep(self, num_bytes: int, holder: Holder = NO_HOLDER) -> None:
-        """Move reserved bytes to the stored ones."""
         self._written.add(holder, -num_bytes)
         self._stored.add(holder, num_bytes)
 
     def add(self, num_bytes: int, holder: Holder = NO_HOLDER) -> None:
-        """Count bytes as stored, without checking the limits."""
         self._stored.add(holder, num_bytes)
 
     def free(self, num_bytes: int, holder: Holder = NO_HOLDER) -> None:
-        """Release stored bytes whose file was removed."""
         self._stored.add(holder, -num_bytes)
 
     def hold(self, num_bytes: int, holder: Holder = NO_HOLDER) -> None:
@@ -82,7 +68,6 @@ class DiskQuota:
         self._held.add(holder, num_bytes)
 
     def set_stored(self, counts: Mapping[Holder, int]) -> None:
-        """Set the stored bytes to the database's totals."""
         self._stored.set(counts)
 
 
@@ -104,7 +89,6 @@ def on_disk(what: str, full: ErrorCode) -> Iterator[None]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

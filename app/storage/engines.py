@@ -1,8 +1,6 @@
-"""Creates SQLAlchemy engines for which every kind of database keeps the guarantees of ``database``.
+"""SQLAlchemy engines for which every kind of database keeps the guarantees of ``database``.
 
-All database-specific code is here. SQLite needs four settings and explicit BEGIN statements; PostgreSQL needs
-repeatable reads and the detection of lost connections; all of them need text without characters that some
-cannot store. ``Database`` opens one engine and classifies each error as retryable or not.
+SQLite needs explicit BEGIN statements, PostgreSQL repeatable reads and the detection of lost connections.
 """
 
 from __future__ import annotations
@@ -29,12 +27,7 @@ _GAVE_WAY: Final = ("40001", "40P01")
 
 
 def open_engine(url: URL, *, num_connections: int) -> Engine:
-    """Return an engine for a database, without connecting.
-
-    Args:
-        url: The database; ``postgresql://`` without a driver gets the driver that the server depends on.
-        num_connections: The number of threads that use it.
-    """
+    """Return an engine without connecting; ``postgresql://`` gets the driver that the server depends on."""
     if url.drivername in {"postgresql", "postgres"}:
         url = url.set(drivername=_DRIVER)
     engine = (
@@ -72,7 +65,6 @@ def location_of(url: str) -> str:
 
 
 def is_unreachable(error: DBAPIError) -> bool:
-    """Return whether the error means that the database is unreachable now."""
     code = _code_of(error.orig)
     if error.connection_invalidated or code.startswith(_GONE):
         return True
@@ -87,7 +79,6 @@ def was_rolled_back(error: DBAPIError) -> bool:
 
 
 def _code_of(error: BaseException | None) -> str:
-    """Return PostgreSQL's error code as reported by the driver; empty if there is none."""
     code = getattr(error, "sqlstate", None)
     if code is None and error is not None and error.args and isinstance(error.args[0], Mapping):
         code = error.args[0].get("C")

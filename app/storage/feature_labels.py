@@ -1,4 +1,4 @@
-"""The labels of features in the database; functions take the session of their caller's transaction."""
+"""Labels of features; functions take the session of their caller's transaction."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ _AT_ONCE: Final = 2000
 
 
 def num_label_bytes(labels: Mapping[int, str]) -> int:
-    """Return the bytes that labels are counted with."""
     return sum(_LABEL_BYTES + len(text.encode()) for text in labels.values())
 
 
 def add_labels(session: Session, dictionary: int, labels: Mapping[int, str]) -> None:
-    """Add the labels of a dictionary that has none."""
     # As rows and not as objects of the ORM, which takes twice as long for a hundred thousand.
     adding, given = insert(_TABLE), list(labels.items())
     for start in range(0, len(given), _AT_ONCE):
@@ -35,7 +33,6 @@ def add_labels(session: Session, dictionary: int, labels: Mapping[int, str]) -> 
 
 
 def replace_labels(session: Session, dictionary: int, labels: Mapping[int, str]) -> None:
-    """Replace the labels of a dictionary."""
     session.execute(delete(FeatureLabelRow).where(FeatureLabelRow.dictionary == dictionary))
     add_labels(session, dictionary, labels)
 
@@ -43,16 +40,7 @@ def replace_labels(session: Session, dictionary: int, labels: Mapping[int, str])
 def find_features(
     session: Session, dictionary: int, *, words: Sequence[str], feature: int | None, after: int, limit: int
 ) -> list[DictionaryFeature]:
-    """Return features with a label, by id.
-
-    Args:
-        session: The session.
-        dictionary: The dictionary's number.
-        words: Texts that all occur in a label, without case.
-        feature: The one feature; None for all.
-        after: The id before the first one.
-        limit: Most features.
-    """
+    """Return features with a label, by id; ``words`` all occur in a label, without case."""
     row = FeatureLabelRow
     wanted = [row.dictionary == dictionary, row.feature > after]
     wanted += [row.folded.contains(word, autoescape=True) for word in _needed(words)]
@@ -63,10 +51,7 @@ def find_features(
 
 
 def _needed(words: Sequence[str]) -> list[str]:
-    """Return folded words without those that are parts of others, the rarest first, by their length.
-
-    A label is compared until one does not occur, and each comparison costs as much as the label is long.
-    """
+    """Return folded words without parts of others, by length: a label is compared until one is missing."""
     needed: list[str] = []
     for word in sorted({word.casefold() for word in words}, key=len, reverse=True):
         if not any(word in longer for longer in needed):
@@ -75,14 +60,7 @@ def _needed(words: Sequence[str]) -> list[str]:
 
 
 def ids_of(session: Session, dictionary: int, labels: Sequence[str], limit: int) -> dict[str, list[int]]:
-    """Return the features of a dictionary, by id, that have exactly one of some labels, by label.
-
-    Args:
-        session: The session.
-        dictionary: The dictionary's number.
-        labels: The labels.
-        limit: Most features of each.
-    """
+    """Return the features that have exactly one of the labels, at most ``limit`` each, by label."""
     row, found = FeatureLabelRow, dict[str, list[int]]()
     for label in labels:
         wanted = select(row.feature).where(row.dictionary == dictionary, row.text == label)
@@ -91,7 +69,6 @@ def ids_of(session: Session, dictionary: int, labels: Sequence[str], limit: int)
 
 
 def labels_of(session: Session, dictionary: int, ids: Sequence[int]) -> dict[int, str]:
-    """Return the labels of those features of a dictionary that have one, by id."""
     table, found = FeatureLabelRow, dict[int, str]()
     for start in range(0, len(ids), _AT_ONCE):
         some = table.feature.in_(ids[start : start + _AT_ONCE])

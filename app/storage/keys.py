@@ -1,4 +1,4 @@
-"""API keys in the database: creation, lookup, replacement, revocation. Never deleted, for the audit log."""
+"""API keys in the database. Rows are never deleted, for the audit log."""
 
 from __future__ import annotations
 
@@ -20,30 +20,15 @@ _MAX_IDS: Final = 1000
 
 
 class KeyTakenError(Exception):
-    """The id of a key to be created is in use."""
+    pass
 
 
 class KeyStore:
-    """Keys and their tenants.
-
-    Args:
-        database: The database with the tables, started before the store is used.
-    """
-
     def __init__(self, database: Database) -> None:
         self._database = database
 
     async def add(self, new: NewKey, key_id: str, kept: str) -> Key:
-        """Insert a key, and its tenant if this is the tenant's first key.
-
-        Args:
-            new: The key's properties.
-            key_id: Its id.
-            kept: Its hash.
-
-        Raises:
-            KeyTakenError: The id is in use.
-        """
+        """Insert a key with the hash ``kept``, and its tenant if this is the tenant's first key."""
 
         def write(session: Session) -> Key:
             moment = time.time()
@@ -69,11 +54,7 @@ class KeyStore:
             raise KeyTakenError(key_id) from error
 
     async def replace(self, key_id: str, new_id: str, kept: str, grace_s: float) -> Key:
-        """Insert a key with the rights of an existing one, which expires after ``grace_s`` seconds.
-
-        Raises:
-            ApiError: ``key_not_found``; ``key_ended``: the old key is expired or revoked.
-        """
+        """Insert a key with the rights of another, which expires after ``grace_s`` seconds; ``key_ended``."""
 
         def write(session: Session) -> Key:
             moment = time.time()
@@ -99,11 +80,7 @@ class KeyStore:
         return await self._database.write(write)
 
     async def revoke(self, key_id: str) -> Key:
-        """Revoke a key; one that is already revoked is unchanged.
-
-        Raises:
-            ApiError: ``key_not_found``.
-        """
+        """Revoke a key; one that is already revoked is unchanged."""
 
         def write(session: Session) -> Key:
             row = session.get(KeyRow, key_id, with_for_update=True)
@@ -116,8 +93,6 @@ class KeyStore:
         return await self._database.write(write)
 
     async def page(self, tenant: str | None = None) -> list[Key]:
-        """Return keys, newest first, of one tenant or of all."""
-
         def read(session: Session) -> list[Key]:
             wanted = select(KeyRow).order_by(KeyRow.created_at.desc(), KeyRow.id)
             if tenant is not None:
@@ -127,8 +102,6 @@ class KeyStore:
         return await self._database.read(read)
 
     async def has_open(self, tier: Tier, scope: Scope) -> bool:
-        """Return whether there is a valid key of a tier with a scope."""
-
         def read(session: Session) -> bool:
             moment = time.time()
             rows = session.scalars(
@@ -139,8 +112,6 @@ class KeyStore:
         return await self._database.read(read)
 
     async def find(self, key_ids: Collection[str]) -> dict[str, tuple[KeyRow, Limits]]:
-        """Return the rows of those of these keys that exist, each with the limits of its tenant."""
-
         def read(session: Session) -> dict[str, tuple[KeyRow, Limits]]:
             # One statement, whether or not the key exists, so that the time it takes reveals nothing.
             joined = select(KeyRow, TenantRow.limits).join(TenantRow, TenantRow.name == KeyRow.tenant)
@@ -155,10 +126,7 @@ class KeyStore:
         return await self._database.read(read)
 
     async def valid_successor(self, key_id: str) -> tuple[KeyRow, Limits] | None:
-        """Return a key if it is valid or, if it expired and was replaced, its newest valid successor.
-
-        Revoked keys are excluded, and so are their successors.
-        """
+        """Return a key or, if it expired, its newest valid successor; none of revoked ones."""
 
         def read(session: Session) -> tuple[KeyRow, Limits] | None:
             moment = time.time()
@@ -178,20 +146,12 @@ class KeyStore:
         return await self._database.read(read)
 
     async def tenants(self) -> list[Tenant]:
-        """Return the tenants, by name."""
-
         def read(session: Session) -> list[Tenant]:
             return [_tenant(row) for row in session.scalars(select(TenantRow).order_by(TenantRow.name))]
 
         return await self._database.read(read)
 
     async def limit(self, tenant: str, limits: Limits) -> Tenant:
-        """Set the limits of all keys of a tenant together.
-
-        Raises:
-            ApiError: ``tenant_not_found``.
-        """
-
         def write(session: Session) -> Tenant:
             row = session.get(TenantRow, tenant)
             if row is None:
@@ -207,12 +167,7 @@ class KeyStore:
         return bool(found)
 
     async def note_use(self, key_id: str, kept: str | None = None) -> None:
-        """Record that a key was used now.
-
-        Args:
-            key_id: The key's id.
-            kept: A new hash to store, or None.
-        """
+        """Record that a key was used now; ``kept`` is a new hash to store, or None."""
         new: dict[str, Any] = {"last_used_at": time.time()} | ({} if kept is None else {"hash": kept})
         change = update(KeyRow).where(KeyRow.id == key_id).values(**new)
         await self._database.write(lambda session: session.execute(change))
@@ -224,7 +179,6 @@ def is_open(row: KeyRow, moment: float) -> bool:
 
 
 def key_from_row(row: KeyRow) -> Key:
-    """Return a key's public properties."""
     return Key(
         id=row.id,
         tenant=row.tenant,
@@ -251,7 +205,6 @@ def _kept(limits: Limits) -> dict[str, Any]:
 
 
 def not_found(key_id: str) -> ApiError:
-    """Return the error for an unknown key id."""
     return ApiError(ErrorCode.KEY_NOT_FOUND, f"There is no key {key_id!r}.", "key_id")
 
 

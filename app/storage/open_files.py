@@ -1,8 +1,7 @@
 """Tracks readers of stored files: a removed file occupies disk space until its last reader has closed it.
 
-Its bytes therefore stay counted until then, and the number of concurrent readers per tenant is limited:
-opening files without reading them does not get around the quotas. Stores register here before they open a
-file or release its bytes.
+Its bytes stay counted until then, and readers per tenant are limited: opening files without reading them
+does not get around the quotas.
 """
 
 from __future__ import annotations
@@ -27,14 +26,7 @@ Key = tuple[str, int]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class OpenFile:
-    """One reader of a file.
-
-    Attributes:
-        key: The store's key for the file.
-        holder: The owner of the file.
-        num_bytes: The size of the file in bytes.
-        close: Unregisters the reader; idempotent.
-    """
+    """One reader of a file of ``holder``; ``close`` unregisters it and is idempotent."""
 
     key: Key
     holder: Holder
@@ -43,19 +35,13 @@ class OpenFile:
 
 
 class OpenFiles:
-    """The files of one store that have readers."""
-
     def __init__(self) -> None:
         self._readers: dict[Key, list[OpenFile]] = {}
         self._of_tenant: collections.Counter[str] = collections.Counter()
         self._then: dict[Key, list[Callable[[], None]]] = {}
 
     def begin(self, key: Key, holder: Holder, num_bytes: int) -> OpenFile:
-        """Register a reader, before its file is opened.
-
-        Raises:
-            ApiError: ``rate_limit_exceeded``: the tenant has too many readers.
-        """
+        """Register a reader before its file is opened; ``rate_limit_exceeded`` if the tenant has too many."""
         tenant = holder.tenant
         _DOWNLOADS.check(tenant, self._of_tenant[tenant])
         reading = OpenFile(key, holder, num_bytes, lambda: self._end(reading))
@@ -64,7 +50,6 @@ class OpenFiles:
         return reading
 
     def is_open(self, key: Key) -> bool:
-        """Return whether a file has readers."""
         return key in self._readers
 
     def all(self) -> list[OpenFile]:
@@ -113,7 +98,6 @@ class OpenResult:
             await self.close()
 
     async def close(self) -> None:
-        """Release the file; idempotent."""
         # Closing a read-only file flushes nothing, so it needs no thread.
         self._file.close()
         self._reading.close()

@@ -1,5 +1,3 @@
-"""Presets in the database; names, versions and visibility are those of ``versions``."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -35,16 +33,7 @@ _TABLE: Final = VersionTable(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NewRow:
-    """A preset to be stored.
-
-    Attributes:
-        tenant: The tenant.
-        name: The name.
-        description: Its purpose.
-        model: The server's name of the model.
-        shared: Whether every tenant may use it.
-        interventions: Its operations as in a request.
-    """
+    """A preset to be stored; ``interventions`` are operations as in a request."""
 
     tenant: str
     name: str
@@ -60,28 +49,15 @@ class NewRow:
 
     @property
     def sha256(self) -> str:
-        """The SHA-256 of ``data``, hexadecimal."""
         return hashlib.sha256(self.data).hexdigest()
 
 
 class PresetStore(VersionStore[PresetRow, Preset]):
-    """Presets of all tenants.
-
-    Args:
-        database: The database with the tables, started before the store is used.
-        allowance: The bytes that all presets, and those of one tenant, may have.
-    """
-
     def __init__(self, database: Database, allowance: Allowance) -> None:
         super().__init__(database, allowance, _TABLE, _shown)
 
     async def add(self, new: NewRow) -> PresetContent:
-        """Store a preset as the next version of its name, and return it.
-
-        Raises:
-            ApiError: ``preset_store_full``; ``preset_name_taken``: another tenant has shared one of that
-                name.
-        """
+        """Store the next version of a name; ``preset_store_full``, ``preset_name_taken``."""
         added = await self.insert(
             NewVersion(new.tenant, new.name, new.model, new.shared, new.data),
             OVERHEAD_BYTES,
@@ -102,8 +78,6 @@ class PresetStore(VersionStore[PresetRow, Preset]):
     async def find(
         self, references: Collection[Reference], tenant: str, models: Sequence[str]
     ) -> dict[Reference, PresetContent]:
-        """Resolve names for a tenant, see ``VersionTable.find``; those that mean nothing are left out."""
-
         def read(session: Session) -> dict[Reference, PresetContent]:
             rows = {one: _TABLE.find(session, one, tenant, models) for one in references}
             return {one: _content(row, tenant) for one, row in rows.items() if row is not None}
@@ -111,8 +85,6 @@ class PresetStore(VersionStore[PresetRow, Preset]):
         return await self._database.read(read)
 
     async def newest(self, tenant: str, models: Sequence[str], limit: int) -> list[Preset]:
-        """Return what each name means that a tenant can use with a model, see ``VersionTable.newest``."""
-
         def read(session: Session) -> list[Preset]:
             rows = _TABLE.newest(session, tenant, models, limit)
             return [_shown(row, tenant) for row in rows]

@@ -1,8 +1,6 @@
-"""Folders that belong to one process each, locked during its lifetime, so that leftovers can be identified.
+"""Folders of one process each, locked during its lifetime, so that leftovers can be identified.
 
-The kernel releases the lock when the process ends, however that happens. A folder whose lock is free belongs
-to a dead process and is removed by the next process that claims a folder. Stores of files call these
-functions from threads.
+The kernel releases the lock when the process ends; the next claim of a folder removes those of dead ones.
 """
 
 from __future__ import annotations
@@ -30,20 +28,13 @@ _MEMORY: Final = Path("/dev/shm")  # noqa: S108 - only a private folder in it is
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessFolder:
-    """A folder of this process.
-
-    Attributes:
-        path: Its path, with a name that no other process ever has.
-        lock: The file descriptor that holds its lock.
-        dead: Names of the folders of dead processes that were removed.
-    """
+    """A folder with a name that no other process ever has; ``dead`` names the removed ones."""
 
     path: Path
     lock: int
     dead: frozenset[str]
 
     def release(self) -> None:
-        """Remove the folder with its content, and release the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self.lock)
 

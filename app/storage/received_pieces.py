@@ -1,5 +1,3 @@
-"""Writes received bytes to a file in pieces, each in a thread."""
-
 from __future__ import annotations
 
 import hashlib
@@ -23,7 +21,6 @@ async def in_pieces(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def append(file: BinaryIO, piece: bytes | memoryview, digest: hashlib._Hash) -> None:
-    """Append a piece to an unbuffered file, and to its digest."""
     digest.update(piece)
     rest = memoryview(piece)
     while rest:

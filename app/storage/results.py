@@ -1,11 +1,8 @@
 """Stores large results as files that expire, so that captured tensors need not be embedded in JSON.
 
-The store never exceeds its byte limit: it evicts the oldest files, first those of the tenant with the most
-bytes. A tenant never exceeds its share: its own oldest files are evicted for its new ones. Files with readers
-are not evicted, and stay counted until the last reader is done. Ids are unguessable, and only ids that the
-store created are ever turned into a path. Each process writes into a folder of its own, locked during its
-lifetime; a folder whose lock is free belongs to a dead process and is removed at the next start. All disk
-access runs in threads.
+The store never exceeds its byte limit, nor a tenant its share: it evicts the oldest files, first those of
+the tenant with the most bytes. Files with readers are not evicted, and stay counted. Ids are unguessable,
+and only ids that the store created become a path. All disk access runs in threads.
 """
 
 from __future__ import annotations
@@ -37,8 +34,6 @@ _MAX_SWEEP_S: Final = 30.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredResult:
-    """A stored file: its id, its size in bytes, its expiry (Unix seconds), and its owner."""
-
     id: str
     num_bytes: int
     expires_at: float
@@ -46,17 +41,9 @@ class StoredResult:
 
 
 class ResultStore:
-    """Safetensors files with an expiry and a limit on their total size.
+    """Its ``directory`` is shared by all server processes of this user, and not accessed before ``start``.
 
-    Args:
-        directory: The folder shared by all server processes of this user.
-        ttl_s: How long a file is retained, in seconds.
-        allowance: The bytes that all files, and those of one tenant, may have.
-        clock: Returns Unix seconds.
-        replica: The prefix of ids, by which a replica that is asked for a result finds the one that has it.
-
-    Attributes:
-        stored: The storage use and limits of tenants and keys, here and in other stores.
+    ``replica`` is the prefix of ids, by which a replica finds the one that has a result.
     """
 
     def __init__(
@@ -68,7 +55,6 @@ class ResultStore:
         clock: Callable[[], float] | None = None,
         replica: str = "",
     ) -> None:
-        """The disk is not accessed before ``start``."""
         self._prefix = f"{replica}." if replica else ""
         self._directory = directory
         self._ttl_s = ttl_s
@@ -84,7 +70,6 @@ class ResultStore:
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of all files, including those being written."""
         return self._kept.total
 
     async def start(self) -> None:
@@ -110,11 +95,6 @@ class ResultStore:
     async def put(self, tensors: Mapping[str, TensorResult], owner: str, key_id: str = "") -> StoredResult:
         """Store tensors in one file of a tenant, and evict the oldest files if necessary.
 
-        Args:
-            tensors: The tensors by name.
-            owner: The tenant.
-            key_id: The tenant's key that requested them.
-
         Raises:
             ApiError: ``capture_too_large`` (beyond the limit of the store or of a tenant in it),
                 ``stored_bytes_full`` (beyond the limit of the tenant or of the key), ``engine_capture_full``
@@ -131,12 +111,7 @@ class ResultStore:
             raise
 
     async def open(self, result_id: str, owner: str) -> OpenResult:
-        """Open a stored file of a tenant.
-
-        Raises:
-            ApiError: ``result_not_found``, without distinction for unknown, expired and other tenants' ids;
-                ``rate_limit_exceeded``: the tenant has too many open downloads.
-        """
+        """Open a stored file; ``result_not_found`` does not tell unknown, expired and others' ids apart."""
         entry = self._entries.get(result_id)
         if entry is not None and entry.holder.tenant != owner:
             entry = None
@@ -207,7 +182,6 @@ class ResultStore:
         return self._forget(eviction.entries)
 
     def _forget(self, entries: Iterable[StoredResult]) -> list[Path]:
-        """Drop entries from the index and return their files, which are still on disk."""
         gone = [entry for entry in entries if self._entries.pop(entry.id, None) is not None]
         for entry in gone:
             self._open.when_closed((entry.id, 0), partial(self._kept.add, entry.holder, -entry.num_bytes))
@@ -233,14 +207,7 @@ class ResultStore:
 
 
 class _Eviction:
-    """A set of files to evict so that a new one fits, determined before any is removed.
-
-    Args:
-        entries: The candidates, oldest first.
-
-    Attributes:
-        entries: The files to evict.
-    """
+    """Files to evict so that a new one fits, chosen from ``entries``, oldest first, before any is removed."""
 
     def __init__(self, entries: Iterable[StoredResult]) -> None:
         self.entries: list[StoredResult] = []
@@ -249,15 +216,9 @@ class _Eviction:
             self._left[entry.holder.tenant].append(entry)
 
     def add(self, num_bytes: int, name: str | None = None) -> bool:
-        """Select files until ``num_bytes`` are freed, including those selected before.
+        """Select files until ``num_bytes`` are freed; False if they do not suffice.
 
-        Args:
-            num_bytes: The number of bytes to free.
-            name: One of ``Holder.names``, to free bytes of that holder; None for any, starting with the
-                tenant that has the most.
-
-        Returns:
-            Whether the candidates suffice.
+        ``name`` is one of ``Holder.names``, or None for any, starting with the tenant that has the most.
         """
         gone = sum(entry.num_bytes for entry in self.entries if name is None or name in entry.holder.names)
         while gone < num_bytes:

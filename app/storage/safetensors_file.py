@@ -1,9 +1,4 @@
-"""Writes tensors as a safetensors file, directly from their bytes.
-
-The format is a length, a JSON header and the data, in that order. It is implemented here because the
-library's own writer takes raw memory addresses; the tests read every file back with the library. The result
-store calls this from a thread.
-"""
+"""Writes safetensors directly from their bytes; the library's own writer takes raw memory addresses."""
 
 from __future__ import annotations
 
@@ -27,11 +22,7 @@ _LENGTH_BYTES: Final = 8
 
 
 def layout(tensors: Mapping[str, TensorResult]) -> tuple[bytes, list[str]]:
-    """Return the bytes before the data, and the keys in the order of their data.
-
-    Raises:
-        ValueError: An unsupported dtype, or data whose size does not match its shape.
-    """
+    """Return the bytes before the data, and the order of keys; ValueError for a wrong dtype or shape."""
     # Wide types first, so that every tensor starts at a multiple of its item size.
     order = sorted(tensors, key=lambda key: (-_code_and_size(tensors[key])[1], key))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}

@@ -1,8 +1,6 @@
 """Accounts stored bytes by tenant and key, over all stores.
 
-Each store (results, jobs) counts its bytes by holder as they are added and removed. The limits of a tenant or
-a key, over all stores together, are updated with each of their requests, so that no store has to query a
-database.
+Limits are updated with each request, so that no store has to query a database.
 """
 
 from __future__ import annotations
@@ -22,12 +20,7 @@ _MAKE_ROOM: Final = (
 
 
 class Holder(NamedTuple):
-    """The owner of stored data.
-
-    Attributes:
-        tenant: The tenant; empty on a server without keys.
-        key_id: The key that created the data; empty if unknown.
-    """
+    """The owner of stored data, empty without keys; ``key_id`` is empty if unknown."""
 
     tenant: str = ""
     key_id: str = ""
@@ -43,18 +36,11 @@ NO_HOLDER: Final = Holder()
 
 
 class StorageUsage:
-    """The bytes in one store.
-
-    Attributes:
-        total: The bytes of all holders.
-    """
-
     def __init__(self) -> None:
         self.total = 0
         self._by_name: collections.Counter[str] = collections.Counter()
 
     def of(self, name: str) -> int:
-        """Return the bytes of one of ``Holder.names``."""
         return self._by_name[name]
 
     def add(self, holder: Holder, num_bytes: int) -> None:
@@ -66,7 +52,6 @@ class StorageUsage:
                 del self._by_name[name]
 
     def set(self, counts: Mapping[Holder, int]) -> None:
-        """Replace all counts."""
         self.total = 0
         self._by_name.clear()
         for holder, num_bytes in counts.items():
@@ -74,14 +59,11 @@ class StorageUsage:
 
 
 class StoredBytes:
-    """The bytes in all stores, and the limits on them."""
-
     def __init__(self) -> None:
         self._places: list[StorageUsage] = []
         self._limits: dict[str, int] = {}
 
     def place(self) -> StorageUsage:
-        """Register a new store and return its counter."""
         kept = StorageUsage()
         self._places.append(kept)
         return kept
@@ -94,26 +76,19 @@ class StoredBytes:
             self._limits.pop(name, None)
 
     def used(self, name: str) -> int:
-        """Return the bytes of one of ``Holder.names`` in all stores."""
         return sum(place.of(name) for place in self._places)
 
     def excess(self, name: str, num_bytes: int) -> int:
-        """Return by how many bytes one of ``Holder.names`` would exceed its limit with ``num_bytes`` more."""
         most = self._limits.get(name)
         return 0 if most is None else max(0, self.used(name) + num_bytes - most)
 
     def check(self, holder: Holder, num_bytes: int) -> None:
-        """Check that a holder may store ``num_bytes`` more.
-
-        Raises:
-            ApiError: ``stored_bytes_full``.
-        """
+        """Raise ``stored_bytes_full`` unless a holder may store ``num_bytes`` more."""
         for name in holder.names:
             if self.excess(name, num_bytes):
                 raise self.full(name, num_bytes)
 
     def full(self, name: str, num_bytes: int) -> ApiError:
-        """Return the error for a holder without room for ``num_bytes`` more."""
         kind, _, who = name.partition(":")
         return ApiError(
             ErrorCode.STORED_BYTES_FULL,

@@ -1,8 +1,7 @@
-"""The database's tables in this version of the server.
+"""The database's tables; each change requires a migration, and a test compares the two.
 
-Each change here requires a migration; a test compares the two. Times are seconds since 1970, statuses are
-those of ``api_schemas.jobs``. Text must contain neither NUL nor lone surrogates, which not every database can
-store: ``engines`` ensures that for text, and code that writes JSON ensures it for JSON.
+Times are seconds since 1970. Text has neither NUL nor lone surrogates, which not every database can store:
+``engines`` ensures that for text, and code that writes JSON for JSON.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ _NAMES: Final = {
 
 
 class Base(DeclarativeBase):
-    """The base class of all tables."""
-
     metadata = MetaData(naming_convention=_NAMES)
     # Single precision would make times minutes off.
     type_annotation_map: ClassVar[dict[Any, Any]] = {float: Double()}
@@ -49,36 +46,23 @@ class JobRow(Base):
     """A job.
 
     Attributes:
-        number: Increases and is never reused: the order in which jobs were accepted.
-        id: An unguessable id.
-        owner: The tenant; empty on a server without keys.
-        key_id: The key that last submitted or reran it; empty on a server without keys.
+        number: The order in which jobs were accepted, never reused.
+        id: Unguessable.
+        key_id: The key that last submitted or reran it; empty, like ``owner``, without keys.
         model: The server's name of the model; only servers of that model run it.
-        status: A ``JobStatus``; always that of the last event that is not a ``LOG``.
-        engine: The engine that runs it, once known.
-        head: The description of the request for lists and logs, see ``JobSummary``.
-        message: Why it failed.
-        code: The error code of the failure.
-        created_at: When it was accepted.
-        queued_at: When it was queued; the order in which jobs of one owner run.
-        started_at: When its blocks began to run.
-        finished_at: When it ended.
+        status: Always that of the last event that is not a ``LOG``.
+        head: The request for lists and logs, see ``JobSummary``.
+        queued_at: The order in which jobs of one owner run.
         expires_at: When it and its files are removed; None until it has ended.
-        idempotency_key: The client's key for the request, unique per owner.
         digest: The SHA-256 of the request, in hexadecimal.
-        request_bytes: The size of the request.
-        result_bytes: The size of the result; None if there is none, in which case a result file is partial.
-        event_bytes: The size of its events, mostly printed output, see ``jobs.states``.
+        result_bytes: None if there is no result; a result file is then partial.
+        event_bytes: The size of its events, see ``jobs.states``.
         attempt: The number of attempts, including the current one.
         num_interruptions: How often a server or its engine died while it held the job.
-        num_events: The number of events, which is also the number of the last one.
         reruns: Whether it is requeued automatically after the server died while it ran.
-        cancel_requested: Whether its cancellation was requested.
         removed: Whether it is hidden from clients, to be removed after its end.
-        lease_by: The server process that runs it.
-        lease_until: The end of the lease by the holder's clock, changed at each renewal; other servers only
-            compare it with its previous value.
-        traceparent: The W3C ``traceparent`` of the request that last submitted or reran it; empty if none.
+        lease_until: By the holder's clock; other servers only compare it with its previous value.
+        traceparent: W3C, of the request that last submitted or reran it.
     """
 
     __tablename__ = "jobs"
@@ -123,7 +107,6 @@ class JobRow(Base):
 
     @property
     def holder(self) -> Holder:
-        """The owner that its files are counted for."""
         return Holder(self.owner, self.key_id)
 
 
@@ -143,13 +126,7 @@ class EventRow(Base):
 
 
 class TenantRow(Base):
-    """A tenant, whose keys, jobs and results are isolated from those of other tenants.
-
-    Attributes:
-        name: The operator's name for it.
-        limits: The limits of all of its keys together, see ``api_schemas.keys.Limits``.
-        created_at: When its first key was created.
-    """
+    """A tenant; ``limits`` are those of all of its keys together, see ``api_schemas.keys.Limits``."""
 
     __tablename__ = "tenants"
 
@@ -181,7 +158,7 @@ class KeyRow(Base):
 
 
 class AuditRow(Base):
-    """An audited action; see ``api_schemas.audit.AuditEntry``."""
+    """See ``api_schemas.audit.AuditEntry``."""
 
     __tablename__ = "audit"
     __table_args__ = (
@@ -215,12 +192,9 @@ class AuditRow(Base):
 
 
 class StoredNameRow(Base):
-    """A tenant's name for what is kept in versions; retained after those are removed, so that none is reused.
+    """A tenant's name for versions; retained after those are removed, so that none is reused.
 
-    Attributes:
-        versions: The number of versions ever created.
-        shared: Whether a version was ever shared; the name then refers to this tenant's versions for all
-            tenants that have never used the name themselves.
+    Once ``shared``, it refers to this tenant's versions for all tenants that never used the name themselves.
     """
 
     __abstract__ = True
@@ -232,16 +206,7 @@ class StoredNameRow(Base):
 
 
 class VersionRow(Base):
-    """A version of a name, which never changes.
-
-    Attributes:
-        number: Increases and is never reused: the order in which versions were created.
-        tenant: The tenant; empty on a server without keys.
-        model: The server's name of the model that it is for.
-        shared: Whether every tenant may use it.
-        num_bytes: The bytes that it is counted with.
-        data: Its content; loaded only on access.
-    """
+    """A version of a name, which never changes; ``data`` is loaded only on access."""
 
     __abstract__ = True
 
@@ -260,7 +225,6 @@ class VersionRow(Base):
     @declared_attr.directive
     @classmethod
     def __table_args__(cls) -> tuple[Any, ...]:
-        """Return the indexes, the same for each table."""
         return (
             UniqueConstraint("tenant", "name", "version"),
             Index(None, "name", "shared"),
@@ -269,20 +233,11 @@ class VersionRow(Base):
 
 
 class VectorNameRow(StoredNameRow):
-    """A tenant's name for vectors."""
-
     __tablename__ = "vector_names"
 
 
 class VectorRow(VersionRow):
-    """A vector; see ``api_schemas.vectors.Vector``.
-
-    ``data`` is rows, ``[layers, width]``, float32 and little-endian.
-
-    Attributes:
-        leaf: The kind of points that it applies to, such as ``output`` of a layer.
-        layers: The layers of the rows, ascending.
-    """
+    """``data`` is rows, ``[layers, width]``, float32 and little-endian; ``layers`` are ascending."""
 
     __tablename__ = "vectors"
 
@@ -295,20 +250,11 @@ class VectorRow(VersionRow):
 
 
 class DetectorNameRow(StoredNameRow):
-    """A tenant's name for detectors."""
-
     __tablename__ = "detector_names"
 
 
 class DetectorRow(VersionRow):
-    """A detector; see ``api_schemas.detectors.Detector``.
-
-    ``data`` is its file: safetensors with its head, see ``app.detectors.files``.
-
-    Attributes:
-        head: What of its description is in the file too: parts with their sizes, bias, link, threshold,
-            calibration.
-    """
+    """``data`` is its file, see ``app.detectors.files``; ``head`` is its description in that file."""
 
     __tablename__ = "detectors"
 
@@ -319,24 +265,13 @@ class DetectorRow(VersionRow):
 
 
 class DictionaryNameRow(StoredNameRow):
-    """A tenant's name for dictionaries."""
-
     __tablename__ = "dictionary_names"
 
 
 class DictionaryRow(VersionRow):
-    """A dictionary; see ``api_schemas.dictionaries.Dictionary``.
+    """``data`` is its ``cfg.json`` as received; ``sha256``, of the weights, names their file.
 
-    ``data`` is its ``cfg.json`` as it was received, ``sha256`` that of the file of its weights, which also
-    names the file. ``num_bytes`` includes its labels, the only part that can change.
-
-    Attributes:
-        at: The point that it reads.
-        output_at: The point whose value a transcoder reconstructs.
-        architecture: SAELens' name of its architecture.
-        dtype: The dtype of its weights.
-        weights_bytes: The size of the file of its weights.
-        num_labels: The number of its labels.
+    ``num_bytes`` includes its labels, the only part that can change. ``output_at`` is a transcoder's.
     """
 
     __tablename__ = "dictionaries"
@@ -353,14 +288,7 @@ class DictionaryRow(VersionRow):
 
 
 class FeatureLabelRow(Base):
-    """The label of a feature of a dictionary.
-
-    Attributes:
-        dictionary: ``DictionaryRow.number``.
-        feature: The feature, counted from 0.
-        text: The label.
-        folded: The label without case, for searches.
-    """
+    """The label of a feature; ``folded`` is without case, for searches."""
 
     __tablename__ = "feature_labels"
     __table_args__ = (Index(None, "dictionary", "text"),)
@@ -374,17 +302,11 @@ class FeatureLabelRow(Base):
 
 
 class PresetNameRow(StoredNameRow):
-    """A tenant's name for presets."""
-
     __tablename__ = "preset_names"
 
 
 class PresetRow(VersionRow):
-    """A preset; see ``api_schemas.presets.Preset``. ``data`` is its operations as JSON.
-
-    Attributes:
-        operations: The kinds of its operations, each once.
-    """
+    """``data`` is its operations as JSON, ``operations`` their kinds, each once."""
 
     __tablename__ = "presets"
 

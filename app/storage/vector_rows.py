@@ -1,5 +1,3 @@
-"""The values of a stored vector: one row for each of its layers, in the form in which they are kept."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -16,13 +14,7 @@ LAYER_PREFIX: Final = "layers.*."
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VectorRows:
-    """The values of a vector.
-
-    Attributes:
-        leaf: The kind of points that they belong to, such as ``output`` of a layer.
-        layers: The layer of each row, ascending.
-        values: The rows, ``[layers, width]``.
-    """
+    """The values of a stored vector, ``[layers, width]``; ``leaf`` is such as ``output`` of a layer."""
 
     leaf: str
     layers: tuple[int, ...]
@@ -30,7 +22,6 @@ class VectorRows:
 
     @property
     def width(self) -> int:
-        """The number of values in a row."""
         return int(self.values.shape[1])
 
     @property
@@ -40,12 +31,10 @@ class VectorRows:
 
     @property
     def sha256(self) -> str:
-        """The SHA-256 of ``data``, hexadecimal."""
         return hashlib.sha256(self.data).hexdigest()
 
 
 def kind_of(leaf: str) -> str:
-    """Return the pattern that matches a leaf of every layer."""
     return f"{LAYER_PREFIX}{leaf}"
 
 

@@ -1,8 +1,4 @@
-"""Vectors in the database.
-
-The numbers are stored in the database too, a few megabytes at most, so that every server that shares the
-database sees each vector at once. Names, versions and visibility are those of ``versions``.
-"""
+"""Vectors in the database, with their numbers: all servers that share it see each vector at once."""
 
 from __future__ import annotations
 
@@ -35,19 +31,7 @@ _TABLE: Final = VersionTable(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NewRow:
-    """A vector to be stored.
-
-    Attributes:
-        tenant: The tenant.
-        name: The name that operations refer to.
-        model: The server's name of the model.
-        rows: The numbers.
-        shared: Whether every tenant may use it.
-        format: The format in which it was received.
-        source_sha256: The SHA-256 of the uploaded file.
-        training: How it was trained.
-        is_first: Whether it must be the first of its name.
-    """
+    """A vector to be stored; ``source_sha256`` is that of the uploaded file."""
 
     tenant: str
     name: str
@@ -62,19 +46,7 @@ class NewRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FoundVector:
-    """A vector's metadata for operations, without its numbers.
-
-    Attributes:
-        number: The argument of ``VectorStore.data``.
-        id: Its id.
-        name: Its name.
-        version: Its version.
-        model: The model that it belongs to.
-        leaf: The kind of points that it applies to.
-        layers: The layers of its rows, ascending.
-        width: The length of a row.
-        shared: Whether every tenant may use it.
-    """
+    """A vector's metadata for operations; ``number`` is the argument of ``VectorStore.data``."""
 
     number: int
     id: str
@@ -88,24 +60,13 @@ class FoundVector:
 
 
 class VectorStore(VersionStore[VectorRow, Vector]):
-    """Vectors of all tenants.
-
-    Args:
-        database: The database with the tables, started before the store is used.
-        allowance: The bytes that all vectors and detectors, and those of one tenant, may have.
-    """
+    """Vectors of all tenants; ``allowance`` counts vectors and detectors together."""
 
     def __init__(self, database: Database, allowance: Allowance) -> None:
         super().__init__(database, allowance, _TABLE, vector_from_row)
 
     async def add(self, new: NewRow) -> Vector:
-        """Store a vector as the next version of its name.
-
-        Raises:
-            ApiError: ``vector_store_full``; ``vector_name_taken``: another tenant has shared one of that
-                name.
-            NameUsedError: It must be the first of its name, and is not.
-        """
+        """Store the next version of a name; ``vector_store_full``, ``vector_name_taken``, NameUsedError."""
         rows = new.rows
         return await self.insert(
             NewVersion(new.tenant, new.name, new.model, new.shared, rows.data, new.is_first),
@@ -120,8 +81,6 @@ class VectorStore(VersionStore[VectorRow, Vector]):
     async def find(
         self, text: str, id_: str | None, tenant: str, models: Sequence[str]
     ) -> FoundVector | None:
-        """Resolve a name for a tenant, see ``VersionTable.find``; with an id to the version with this one."""
-
         def read(session: Session) -> FoundVector | None:
             row = self._named(session, text, id_, tenant, models)
             return None if row is None else _found(row)
@@ -130,7 +89,6 @@ class VectorStore(VersionStore[VectorRow, Vector]):
 
 
 def vector_from_row(row: VectorRow, tenant: str) -> Vector:
-    """Return a vector's properties for a tenant."""
     values: dict[str, Any] = {
         "id": row.id,
         "name": row.name,

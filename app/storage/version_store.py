@@ -1,8 +1,3 @@
-"""The part of a store that is the same for every kind of versions: listed, found, removed, counted.
-
-Names, versions and visibility are those of ``versions``. Each kind adds columns, and shows its rows.
-"""
-
 from __future__ import annotations
 
 import dataclasses
@@ -26,16 +21,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NewVersion:
-    """A version to be stored.
-
-    Attributes:
-        tenant: The tenant.
-        name: The name.
-        model: The server's name of the model.
-        shared: Whether every tenant may use it.
-        data: Its content.
-        is_first: Whether it must be the first of its name.
-    """
+    """A version to be stored; ``is_first`` says whether it must be the first of its name."""
 
     tenant: str
     name: str
@@ -46,19 +32,11 @@ class NewVersion:
 
     @property
     def sha256(self) -> str:
-        """The SHA-256 of ``data``, hexadecimal."""
         return hashlib.sha256(self.data).hexdigest()
 
 
 class VersionStore(Generic[RowT, T]):
-    """Versions of one kind, of all tenants.
-
-    Args:
-        database: The database with the tables, started before the store is used.
-        allowance: The bytes that all versions, and those of one tenant, may have.
-        table: The tables of the kind.
-        shown: Returns a row as the API shows it to a tenant.
-    """
+    """Versions of one kind, of all tenants; ``shown`` returns a row as the API shows it to a tenant."""
 
     def __init__(
         self,
@@ -75,13 +53,8 @@ class VersionStore(Generic[RowT, T]):
     async def insert(self, new: NewVersion, overhead_bytes: int = 0, **columns: Any) -> T:
         """Store a version as the next of its name, and return it as its tenant sees it.
 
-        Args:
-            new: The version.
-            overhead_bytes: Bytes that it is counted with beside its content.
-            columns: The columns of its kind.
-
         Raises:
-            ApiError: The allowance's; the table's ``name_taken``: another tenant has shared one of that name.
+            ApiError: The allowance's; ``name_taken``: another tenant has shared one of that name.
             NameUsedError: It must be the first of its name, and is not.
         """
         num_bytes = len(new.data) + overhead_bytes
@@ -105,11 +78,7 @@ class VersionStore(Generic[RowT, T]):
     async def page(
         self, tenant: str, *, name: str | None, after: str | None, limit: int
     ) -> tuple[list[T], bool]:
-        """Return a tenant's versions and shared ones, newest first, and whether there are more.
-
-        Raises:
-            ApiError: The table's ``not_found``: nothing visible to the tenant has the id ``after``.
-        """
+        """Return a tenant's versions and shared ones, newest first, and whether there are more."""
 
         def read(session: Session) -> list[T]:
             rows = self._table.page(session, tenant, name=name, after=after, limit=limit + 1)
@@ -119,14 +88,12 @@ class VersionStore(Generic[RowT, T]):
         return found[:limit], len(found) > limit
 
     async def get(self, id_: str, tenant: str) -> T:
-        """Return a version visible to a tenant; raise ApiError, the table's ``not_found``."""
+        """Return a version visible to a tenant; raise the table's ``not_found``."""
         return await self._database.read(
             lambda session: self._shown(self._table.row(session, id_, tenant), tenant)
         )
 
     async def content(self, id_: str, tenant: str) -> tuple[T, bytes]:
-        """Return a version visible to a tenant, and its content; raise as ``get`` does."""
-
         def read(session: Session) -> tuple[T, bytes]:
             row = self._table.row(session, id_, tenant)
             return self._shown(row, tenant), bytes(row.data)
@@ -138,18 +105,15 @@ class VersionStore(Generic[RowT, T]):
         await self._database.write(lambda session: session.delete(self._table.row(session, id_, tenant)))
 
     async def data(self, number: int) -> bytes | None:
-        """Return a version's content, or None if it was removed."""
         found = await self._database.read(lambda session: self._table.data(session, number))
         return None if found is None else bytes(found)
 
     async def used_bytes(self) -> dict[Holder, int]:
-        """Return the bytes of all versions by holder."""
         return await self._database.read(self._table.used_bytes)
 
     def _named(
         self, session: Session, text: str, id_: str | None, tenant: str, models: Sequence[str]
     ) -> RowT | None:
-        """Return what a request names, see ``VersionTable.find``; with an id the version with this one."""
         reference = Reference.parse(text)
         if reference is None:
             return None

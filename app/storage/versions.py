@@ -1,9 +1,8 @@
 """Names with versions in the database, one kind of thing for each ``VersionTable``.
 
-A tenant sees its own versions and shared ones. A version never changes, and its number is never reused. A
-name that a tenant has used stays its own even after its versions are removed, and a name that was shared
-stays with the tenant that shared it: a removal never makes a name refer to what another tenant has made.
-Methods take the session of their caller's transaction.
+A version never changes, and its number is never reused. A name that a tenant has used stays its own even
+after its versions are removed, and a shared one stays with the tenant that shared it: a removal never makes
+a name refer to a version of another tenant. Methods take the session of their caller's transaction.
 """
 
 from __future__ import annotations
@@ -37,21 +36,7 @@ class NameUsedError(Exception):
 
 
 class VersionTable(Generic[NameT, RowT]):
-    """The versions of one kind.
-
-    Args:
-        names: The table of names.
-        rows: The table of versions.
-        kind: The singular, for messages: ``vector``.
-        plural: The plural, for messages and routes: ``vectors``.
-        prefix: The first part of its ids: ``vec_``.
-        not_found: The code of the error for an unknown id.
-        name_taken: The code of the error for a name that another tenant has shared.
-        beside: Tables of versions that the same allowance counts.
-
-    Attributes:
-        rows: The table of versions.
-    """
+    """The versions of one kind; ``beside`` are tables of versions that the same allowance counts."""
 
     def __init__(
         self,
@@ -76,11 +61,9 @@ class VersionTable(Generic[NameT, RowT]):
         self._id = re.compile(rf"{prefix}[0-9a-f]{{{2 * _ID_BYTES}}}")
 
     def new_id(self) -> str:
-        """Return an id that cannot be guessed."""
         return f"{self._prefix}{secrets.token_hex(_ID_BYTES)}"
 
     def check_room(self, session: Session, allowance: Allowance, num_bytes: int, tenant: str) -> None:
-        """Raise the allowance's ApiError unless there is room for ``num_bytes`` more."""
         stored, own = 0, 0
         for rows in self._counted:
             total = select(func.coalesce(func.sum(rows.num_bytes), 0))
@@ -94,16 +77,9 @@ class VersionTable(Generic[NameT, RowT]):
     ) -> int:
         """Return the number of a name's next version.
 
-        Args:
-            session: The session.
-            tenant: The tenant.
-            name: The name.
-            shared: Whether it is to be shared.
-            is_first: Whether it must be the first of its name.
-
         Raises:
             ApiError: ``name_taken``: it is to be shared, and another tenant has shared one of that name.
-            NameUsedError: It would not be the first, removed ones included.
+            NameUsedError: ``is_first``, and there were versions, removed ones included.
         """
         if shared:
             self._check_name(session, tenant, name)
@@ -133,11 +109,7 @@ class VersionTable(Generic[NameT, RowT]):
     def page(
         self, session: Session, tenant: str, *, name: str | None, after: str | None, limit: int
     ) -> Sequence[RowT]:
-        """Return a tenant's rows and shared ones, newest first.
-
-        Raises:
-            ApiError: ``not_found``: nothing visible to the tenant has the id ``after``.
-        """
+        """Return a tenant's rows and shared ones, newest first; ``not_found`` for an invisible ``after``."""
         wanted: list[ColumnElement[bool]] = [self._seen_by(tenant)]
         if name is not None:
             wanted.append(self.rows.name == name)
@@ -147,13 +119,11 @@ class VersionTable(Generic[NameT, RowT]):
         return session.scalars(newest_first.limit(limit)).all()
 
     def get(self, session: Session, id_: str, tenant: str) -> RowT | None:
-        """Return the row with an id, if a tenant sees it."""
         if not self._id.fullmatch(id_):  # a database may refuse to compare text that cannot be an id
             return None
         return session.scalars(select(self.rows).where(self.rows.id == id_, self._seen_by(tenant))).first()
 
     def row(self, session: Session, id_: str, tenant: str, param: str | None = None) -> RowT:
-        """Return the row with an id, if a tenant sees it; raise ApiError ``not_found``."""
         row = self.get(session, id_, tenant)
         if row is None:
             kind = self._kind
@@ -162,18 +132,12 @@ class VersionTable(Generic[NameT, RowT]):
         return row
 
     def data(self, session: Session, number: int) -> bytes | None:
-        """Return the content of the row with a number, or None if it was removed."""
         return session.scalar(select(self.rows.data).where(self.rows.number == number))
 
     def find(self, session: Session, reference: Reference, tenant: str, models: Sequence[str]) -> RowT | None:
         """Resolve a name for a tenant: to its own versions if it ever had one, otherwise to shared ones.
 
-        Args:
-            session: The session.
-            reference: The name, and a version or the newest.
-            tenant: The tenant that uses the name.
-            models: Names of the served model; a version for another model is returned only if there is none
-                for this one.
+        One for another model than ``models`` is returned only if there is none for this one.
         """
         rows = self.rows
         is_own = session.get(self._names, (tenant, reference.name)) is not None
@@ -185,14 +149,7 @@ class VersionTable(Generic[NameT, RowT]):
         return session.scalars(select(rows).where(*wanted).order_by(*best_first).limit(1)).first()
 
     def newest(self, session: Session, tenant: str, models: Sequence[str], limit: int) -> list[RowT]:
-        """Return what each name means that a tenant can use with a model, newest first.
-
-        Args:
-            session: The session.
-            tenant: The tenant.
-            models: Names of the model.
-            limit: The number of versions that are looked at, the newest ones.
-        """
+        """Return the version that each name means; ``limit`` is the number of newest ones looked at."""
         rows = self.rows
         seen = select(rows).where(self._seen_by(tenant), rows.model.in_(models)).order_by(rows.number.desc())
         own = set(session.scalars(select(self._names.name).where(self._names.tenant == tenant)))
@@ -203,7 +160,6 @@ class VersionTable(Generic[NameT, RowT]):
         return list(found.values())
 
     def used_bytes(self, session: Session) -> dict[Holder, int]:
-        """Return the bytes of all rows by holder."""
         wanted = select(self.rows.tenant, func.sum(self.rows.num_bytes)).group_by(self.rows.tenant)
         return {Holder(tenant): int(num_bytes or 0) for tenant, num_bytes in session.execute(wanted).all()}
 

@@ -1,8 +1,7 @@
 """Sends the requests of a batch file to a server, and writes the answers to another file.
 
-The files are those of OpenAI's batches and of ``vllm run-batch``: a request on each line, with ``custom_id``,
-``method``, ``url`` and ``body``. A body is that of its route, ``interventions`` included. Answers are written
-in the order of the requests, to a file beside the target, which replaces it at the end.
+The files are those of OpenAI's batches. Answers are written in the order of the requests, to a file beside
+the target, which replaces it at the end.
 """
 
 from __future__ import annotations
@@ -40,11 +39,7 @@ class BatchRequest(BaseModel):
 
 
 def read_batch(path: Path) -> Iterator[BatchRequest]:
-    """Yield the requests of a file.
-
-    Raises:
-        ValueError: A line is no request; the message has its number.
-    """
+    """Yield the requests of a file; ValueError with the number of a line that is none."""
     with path.open(encoding="utf-8-sig") as lines:  # a file may begin with a byte order mark
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -65,17 +60,6 @@ def read_batch(path: Path) -> Iterator[BatchRequest]:
 
 
 class Batch:
-    """One run of a batch file.
-
-    Args:
-        source: The file with the requests.
-        target: The file for the answers; replaced if it exists.
-        concurrency: Number of requests under way at once.
-
-    Raises:
-        ValueError: A line of the file is no request, or the answers would replace the requests.
-    """
-
     def __init__(self, source: Path, target: Path, concurrency: int = CONCURRENCY) -> None:
         self._source = source
         self._target = target.resolve()
@@ -93,11 +77,7 @@ class Batch:
         self.num_answered = self.num_failed = 0
 
     async def run(self, server: Server, console: Console) -> None:
-        """Send all requests, and write each answer once those before it have arrived.
-
-        Raises:
-            ValueError: The files changed or cannot be written any more; the answers so far are in ``.part``.
-        """
+        """Write each answer once those before it have arrived; after an error, they are in ``.part``."""
         try:
             await self._write_all(server, console)
             if self.num_answered != self.num_requests:
@@ -138,7 +118,6 @@ class Batch:
 
 
 async def _answer(server: Server, request: BatchRequest) -> JsonObject:
-    """Return the line of a request's answer."""
     error: JsonObject | None = None
     try:
         response = await server.response(request.url, request.body)

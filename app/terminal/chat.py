@@ -33,14 +33,7 @@ Ctrl-D                end the conversation"""
 
 
 class Chat:
-    """A conversation with one server.
-
-    Args:
-        connect: Opens connections to the server, anew for each answer.
-        options: The fields of every request beside the messages and the steering.
-        steering: What steers the answers at first.
-        console: Prints the answers.
-    """
+    """A conversation with one server; connections are opened anew for each answer."""
 
     def __init__(
         self, connect: Callable[[], Server], options: JsonObject, steering: Steering, console: Console
@@ -54,7 +47,6 @@ class Chat:
         self._notes = Console(stderr=True, highlight=False)
 
     def run(self) -> None:
-        """Read and answer messages until the end of input."""
         if sys.stdin.isatty():
             self._notes.print("/help lists the commands; Ctrl-D ends the conversation.", style="dim")
             with contextlib.suppress(ImportError):  # enables line editing and history
@@ -81,7 +73,6 @@ class Chat:
             self._notes.print(f"nnsight-engine: {plain(str(error))}", markup=False, soft_wrap=True)
 
     def _command(self, command: str, arguments: list[str]) -> str:
-        """Run a command and return what it says; raises ValueError for wrong arguments."""
         match command, arguments:
             case "/help", []:
                 return HELP

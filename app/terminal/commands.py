@@ -39,8 +39,6 @@ COMMANDS: Final = typer.Typer(
 
 
 class Mode(StrEnum):
-    """The effect of steering on a value, see docs/interventions.md."""
-
     ADD = "add"
     NORM_MATCH = "norm_match"
     PROJECT_OUT = "project_out"
@@ -74,7 +72,6 @@ _OptionalTemperature = Annotated[
 
 @contextlib.contextmanager
 def _reported() -> Iterator[None]:
-    """Raise CommandError for the errors of requests."""
     try:
         yield
     except (RemoteError, ValueError) as error:
@@ -89,7 +86,6 @@ def _message(error: Exception) -> str:
 
 
 def _server(url: str | None) -> Server:
-    """Return the server from the option, the environment variable or the library's configuration."""
     try:
         settings = ClientSettings()
     except ValidationError as error:
@@ -106,13 +102,10 @@ async def _steering(
 
 
 def given_options(**options: Any) -> dict[str, Any]:
-    """Return the options that were given on the command line: those that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def _wait(server: Server, work: Coroutine[Any, Any, T]) -> T:
-    """Run a command's coroutine, and close its connections."""
-
     async def working() -> T:
         async with server:
             return await work
@@ -242,7 +235,6 @@ _SOURCES: Final = {
 
 
 def _stored(kind: Kind) -> typer.Typer:
-    """Return the commands of a kind."""
     commands = typer.Typer(
         add_completion=False, no_args_is_help=True, help=f"List, add and export {kind.plural} of the server."
     )

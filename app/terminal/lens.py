@@ -1,8 +1,7 @@
 """``nnsight-engine lens``: the logit lens of every token of a prompt, as a coloured table.
 
-A cell has the most likely token and its probability. The columns are the prompt's last tokens, as many as fit
-the terminal's width, or all of them, split into several tables. Where not all fit, the colours alone show the
-probabilities, so that twice as many do.
+The columns are the prompt's last tokens, as many as fit the terminal's width, or all of them, split into
+several tables. Where not all fit, the colours alone show the probabilities, so that twice as many do.
 """
 
 from __future__ import annotations
@@ -36,11 +35,6 @@ _DIM_TEXT: Final = Color.from_rgb(170, 175, 185)
 
 
 async def lens(server: Server, prompt: str, layers: str, console: Console, *, show_all: bool) -> None:
-    """Request the lens at every token of ``prompt`` and print it.
-
-    Raises:
-        RemoteError: The server refuses a request, or is not an NNsight Engine.
-    """
     # On standard error, so that redirected output contains only the table.
     with Console(stderr=True).status("Reading the lens"):
         try:
@@ -74,14 +68,6 @@ async def _lens(server: Server, prompt: str, layers: str) -> LogitLensResult:
 
 
 def print_lens(result: LogitLensResult, tokens: list[str], console: Console, *, show_all: bool) -> None:
-    """Print a lens, the last layer at the top, for a terminal of the console's width.
-
-    Args:
-        result: By layer, a row for each position.
-        tokens: The tokens of the prompt.
-        console: The output.
-        show_all: Whether tokens beyond the width follow in further tables.
-    """
     columns = [_Column(result, tokens, index) for index in range(len(result.positions))]
     room = console.width - _LABEL
     # Without colours the numbers have to stay.
@@ -98,8 +84,6 @@ def print_lens(result: LogitLensResult, tokens: list[str], console: Console, *, 
 
 
 class _Column:
-    """A token of the prompt, and what each layer predicts after it."""
-
     def __init__(self, result: LogitLensResult, tokens: list[str], index: int) -> None:
         position = result.positions[index]
         self.title = visible(tokens[position] if position < len(tokens) else str(position))
@@ -109,7 +93,6 @@ class _Column:
 
 
 def _groups(columns: list[_Column], room: int, extra: int) -> list[list[_Column]]:
-    """Return columns in groups that fit, the last one full."""
     groups: list[list[_Column]] = [[]]
     left = room
     for column in reversed(columns):
@@ -148,7 +131,6 @@ def _cell(token: LensToken, width: int, *, has_numbers: bool) -> Text:
 
 
 def heat(probability: float) -> Style:
-    """Return a cell's style: the higher the probability, the brighter the background."""
     ground = [round(cold + (hot - cold) * probability**0.5) for cold, hot in zip(_COLD, _HOT, strict=True)]
     return Style(
         color=_LIGHT_TEXT if probability >= 0.1 else _DIM_TEXT,

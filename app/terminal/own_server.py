@@ -25,11 +25,7 @@ _URL: Final = "http://localhost"
 
 @contextlib.asynccontextmanager
 async def own_server(arguments: Sequence[str]) -> AsyncIterator[Server]:
-    """Start ``serve`` with arguments, and yield the server once it is ready; stop it at the end.
-
-    Raises:
-        CommandError: It did not start. Without a message if its own is on the terminal.
-    """
+    """Yield a server once it is ready; CommandError without a message if its own is on the terminal."""
     key = secrets.token_urlsafe()
     with tempfile.TemporaryDirectory(prefix="nnsight-engine-") as folder:
         uds = str(Path(folder, "socket"))

@@ -1,7 +1,7 @@
 """The HTTP client of the terminal commands: requests, answers, and streamed texts.
 
-Requests are retried while the server starts; if no server answers, the error says how to start one. When the
-caller is cancelled, by Ctrl-C too, the connection is closed, and the server aborts the request.
+Requests are retried while the server starts. When the caller is cancelled, by Ctrl-C too, the connection is
+closed, and the server aborts the request. Failed requests raise RemoteError.
 """
 
 from __future__ import annotations
@@ -31,16 +31,7 @@ _MAX_QUOTED: Final = 500
 
 
 class Server:
-    """One server, over connections that end with the ``async with`` block.
-
-    Args:
-        url: The server's address.
-        key: The API key; empty if the server has no keys.
-        uds: The Unix socket that it listens on, if any.
-
-    Raises:
-        ValueError: The address is invalid.
-    """
+    """One server, at an address or on the Unix socket ``uds``; ValueError if the address is invalid."""
 
     def __init__(self, url: str, key: str = "", uds: str | None = None) -> None:
         self.url = normalized(url)
@@ -53,28 +44,18 @@ class Server:
         )
 
     async def __aenter__(self) -> Self:
-        """Return the server."""
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        """Close the connections."""
         await self._client.aclose()
 
     async def post(self, path: str, body: JsonObject) -> JsonObject:
-        """Send a request and return its answer.
-
-        Raises:
-            RemoteError: The request failed.
-        """
         return await self.send("POST", path, json=body)
 
     async def get(self, path: str, **query: str | int) -> JsonObject:
-        """Return what is at a path; raises RemoteError."""
         return await self.send("GET", path, params=query)
 
     async def send(self, method: str, path: str, **content: Any) -> JsonObject:
-        """Send a request, its content as httpx takes it, and return its answer; raises RemoteError."""
-
         async def send() -> httpx.Response:
             response = await self._client.request(method, path, **content)
             if response.status_code >= httpx.codes.BAD_REQUEST:
@@ -84,7 +65,6 @@ class Server:
         return self._object((await self._with_retries(send)).text)
 
     async def download(self, path: str, file: BinaryIO) -> None:
-        """Write what is at a path to a file, piece by piece; raises RemoteError."""
         async with contextlib.aclosing(await self._stream("GET", path)) as response:
             try:
                 async for piece in response.aiter_bytes():
@@ -93,11 +73,7 @@ class Server:
                 raise RemoteConnectionError(f"{self.url} {_interruption(error)}") from error
 
     async def response(self, path: str, body: JsonObject) -> httpx.Response:
-        """Send a request and return its response, refusals included; repeated while the server is busy.
-
-        Raises:
-            RemoteError: No server answers, or it stays busy.
-        """
+        """Send a request and return its response, refusals included; repeated while the server is busy."""
 
         async def send() -> httpx.Response:
             response = await self._client.post(path, json=body)
@@ -108,18 +84,13 @@ class Server:
         return await self._with_retries(send)
 
     async def texts(self, path: str, body: JsonObject) -> AsyncGenerator[str, None]:
-        """Yield the text of a completion or of a chat's answer, piece by piece; raises as ``events``."""
         async with contextlib.aclosing(self.events(path, body)) as events:
             async for event in events:
                 if text := _text(event):
                     yield text
 
     async def events(self, path: str, body: JsonObject) -> AsyncGenerator[JsonObject, None]:
-        """Yield the events of a streamed answer.
-
-        Raises:
-            RemoteError: The request is refused, or the stream ends early.
-        """
+        """Yield the events of a streamed answer; RemoteError if it is refused or ends early."""
         async with contextlib.aclosing(
             await self._stream("POST", path, json={**body, "stream": True})
         ) as response:
@@ -149,7 +120,6 @@ class Server:
         return await self._with_retries(send)
 
     async def _with_retries(self, send: Callable[[], Awaitable[T]]) -> T:
-        """Send, and retry while the server starts or its queue is full."""
         retry = Retry(self.url, is_repeatable=False)
         while True:
             try:
@@ -192,7 +162,6 @@ def _interruption(error: httpx.TransportError) -> str:
 
 
 def _text(event: JsonObject) -> str:
-    """Return the text that a stream's event adds to the one choice."""
     choices = event.get("choices") or [{}]
     choice = choices[0]
     return str(choice.get("text") or (choice.get("delta") or {}).get("content") or "")

@@ -21,16 +21,6 @@ _SIDE_BY_SIDE: Final = 72
 
 @dataclasses.dataclass(slots=True)
 class Steering:
-    """What steers a text.
-
-    Attributes:
-        vector: A stored vector; empty for none.
-        layers: The layers at which it acts.
-        scale: Its strength.
-        mode: Its effect.
-        preset: A stored preset; empty for none.
-    """
-
     vector: str = ""
     layers: list[str] = dataclasses.field(default_factory=list)
     scale: float = 1.0
@@ -38,13 +28,11 @@ class Steering:
     preset: str = ""
 
     def __str__(self) -> str:
-        """Describe it."""
         parts = [f"{self.vector} × {self.scale:g} at {', '.join(self.layers)}"] if self.vector else []
         return " and ".join([*parts, *([f"the preset {self.preset}"] if self.preset else [])])
 
     @property
     def fields(self) -> JsonObject:
-        """The fields of a request."""
         found: JsonObject = {}
         if self.vector:
             found["interventions"] = [
@@ -61,15 +49,6 @@ class Steering:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SteeringRequest:
-    """A request to generate a text with and without steering.
-
-    Attributes:
-        prompt: The text to continue or, in a chat, the user's message.
-        options: Sampling options of the request.
-        steering: Its fields that steer: ``interventions``, ``preset``.
-        history: The messages of a chat before this one; None for a text to continue.
-    """
-
     prompt: str
     options: JsonObject
     steering: JsonObject
@@ -77,11 +56,9 @@ class SteeringRequest:
 
     @property
     def path(self) -> str:
-        """The route of the request."""
         return "/v1/completions" if self.history is None else "/v1/chat/completions"
 
     def body(self, *, steered: bool) -> JsonObject:
-        """Return the body of the request, with or without the steering."""
         given: JsonObject = {"prompt": self.prompt}
         if self.history is not None:
             given = {"messages": [*self.history, {"role": "user", "content": self.prompt}]}
@@ -99,7 +76,6 @@ class Comparison:
         self._marked: dict[tuple[str, str, bool], tuple[Text, Text]] = {}
 
     def draw(self, width: int) -> RenderableType:
-        """Return a rendering of both texts for a terminal of this many columns."""
         panels = [self._panel(number, text) for number, text in enumerate(self._with_differences())]
         if width < _SIDE_BY_SIDE:
             return Group(*panels)
@@ -110,7 +86,6 @@ class Comparison:
         return grid
 
     def summary(self) -> str:
-        """Describe in a sentence how the texts differ, once they are complete."""
         if self.texts[0] == self.texts[1]:
             return "Both are the same."
         if any(span.style == MARK for text in self._with_differences() for span in text.spans):
@@ -118,7 +93,6 @@ class Comparison:
         return "They differ only in whitespace or control characters, which are not marked."
 
     def _with_differences(self) -> tuple[Text, Text]:
-        """Return both texts with differences marked; the comparison is cached until a text changes."""
         baseline, steered = self.texts
         state = baseline, steered, all(self.done)
         if state not in self._marked:
@@ -137,9 +111,6 @@ async def steer(server: Server, request: SteeringRequest, title: str, console: C
     """Request both texts, show them as they arrive, and return the steered one.
 
     One after the other: in one batch, rounding can change a greedy text.
-
-    Raises:
-        RemoteError: The server refuses a request, or closes the connection early.
     """
     shown = Comparison(request, title)
 

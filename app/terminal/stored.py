@@ -1,7 +1,7 @@
 """``nnsight-engine vectors | detectors | dictionaries | presets``: lists, adds and exports stored things.
 
-All kinds have the routes ``/v1/KIND``, and names with versions. An exported file can be added to any server:
-it says where it comes from. That of a preset has the vectors and detectors that its operations name.
+An exported file can be added to any server: it says where it comes from. That of a preset has the vectors and
+detectors that its operations name. Failed requests raise RemoteError.
 """
 
 from __future__ import annotations
@@ -36,15 +36,7 @@ _COLUMN: Final = 60
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of things with names.
-
-    Attributes:
-        plural: Its command, and the last part of its route.
-        prefix: The beginning of its ids.
-        ending: The ending of its exported file; empty for a folder.
-        columns: The columns of its list beside the name and the time, from a description.
-        trains: Whether a server can train one.
-    """
+    """A kind of things with names; ``ending`` is that of an exported file, empty for a folder."""
 
     plural: str
     prefix: str
@@ -54,12 +46,10 @@ class Kind:
 
     @property
     def singular(self) -> str:
-        """The word for one of it."""
         return "dictionary" if self.plural == "dictionaries" else self.plural.removesuffix("s")
 
     @property
     def route(self) -> str:
-        """The route of its list."""
         return f"/v1/{self.plural}"
 
 
@@ -109,11 +99,6 @@ KINDS: Final = (VECTORS, DETECTORS, DICTIONARIES, PRESETS)
 
 
 async def show(server: Server, kind: Kind, name: str | None, console: Console) -> None:
-    """Print the versions of a kind, or of a name, the newest first.
-
-    Raises:
-        RemoteError: The server refuses, or does not answer.
-    """
     found = await _versions(server, kind, name)
     columns = [Column(one, overflow="fold") for one in (*kind.columns, "shared")]
     table = Table(
@@ -127,19 +112,7 @@ async def show(server: Server, kind: Kind, name: str | None, console: Console) -
 
 
 async def add(server: Server, kind: Kind, name: str, source: str, fields: JsonObject) -> JsonObject:
-    """Store what a file or, of a dictionary, a folder or a place on the Hub has; return its description.
-
-    Args:
-        server: The server.
-        kind: Its kind.
-        name: The name that it gets.
-        source: The file.
-        fields: Further fields of the request.
-
-    Raises:
-        RemoteError: The server refuses it.
-        ValueError: The file cannot be read.
-    """
+    """Store a file or, of a dictionary, a folder or a place on the Hub; return its description."""
     if kind is PRESETS:
         return await _add_preset(server, {"name": name, **fields}, _json(Path(source)))
     if kind is DICTIONARIES and _HUB in source:
@@ -154,12 +127,7 @@ async def add(server: Server, kind: Kind, name: str, source: str, fields: JsonOb
 
 
 async def train(server: Server, kind: Kind, name: str, source: Path, console: Console) -> JsonObject:
-    """Train one from the prompts of a JSON file, with the fields of the route; return its description.
-
-    Raises:
-        RemoteError: The training fails.
-        ValueError: The file cannot be read.
-    """
+    """Train one from the prompts of a JSON file, with the fields of the route; return its description."""
     body = _json(source)
     if not isinstance(body, dict):
         example = '{"positive": ["…"], "negative": ["…"]}'
@@ -181,18 +149,7 @@ async def train(server: Server, kind: Kind, name: str, source: Path, console: Co
 
 
 async def export(server: Server, kind: Kind, name: str, target: Path | None) -> Path:
-    """Write one to a file, a dictionary to a folder; return the path.
-
-    Args:
-        server: The server.
-        kind: Its kind.
-        name: ``joy`` or ``joy@2``.
-        target: The file; by default it has the name.
-
-    Raises:
-        RemoteError: The server refuses, or does not answer.
-        ValueError: There is none of this name, or the file exists.
-    """
+    """Write ``joy`` or ``joy@2`` to a new file, a dictionary to a folder; ValueError if there is none."""
     reference = _reference(name)
     target = target or Path(f"{reference.name}{kind.ending}")
     if kind is PRESETS:
@@ -219,12 +176,7 @@ async def export(server: Server, kind: Kind, name: str, target: Path | None) -> 
 
 
 async def best_layer(server: Server, vector: str) -> str:
-    """Return the layer at which a vector steers by default: its best one, or one in the middle of its rows.
-
-    Raises:
-        RemoteError: The server refuses, or does not answer.
-        ValueError: There is no such vector.
-    """
+    """Return the layer at which a vector steers by default: its best one, or the middle of its rows."""
     found = await _find(server, VECTORS, _reference(vector))
     layers: list[int] = found["layers"]
     return str((found["training"] or {}).get("best_layer", layers[len(layers) // 2]))
@@ -242,7 +194,6 @@ async def _versions(server: Server, kind: Kind, name: str | None) -> list[JsonOb
 
 
 async def _find(server: Server, kind: Kind, reference: Reference) -> JsonObject:
-    """Return the version that a name means for the caller; raises ValueError if there is none."""
     found = await _versions(server, kind, reference.name)
     own = [one for one in found if one["own"]] or found
     for one in own:
@@ -283,7 +234,6 @@ async def _preset_file(server: Server, name: str) -> JsonObject:
 
 
 async def _add_preset(server: Server, given: JsonObject, file: Any) -> JsonObject:
-    """Store the preset of an exported file, or of a list of operations; and what its operations name."""
     preset = {"interventions": file} if isinstance(file, list) else file
     if not isinstance(preset, dict) or "interventions" not in preset:
         raise ValueError("a preset's file has a list of operations, or an object with it as `interventions`")
@@ -314,7 +264,6 @@ async def _part(server: Server, kind: Kind, reference: Reference | None, part: J
 
 
 def _named(value: Any) -> Iterator[tuple[Kind, JsonObject]]:
-    """Yield the names with ids in operations, each with its kind."""
     if isinstance(value, dict):
         if isinstance(value.get("name"), str):
             for kind in KINDS:
@@ -343,7 +292,6 @@ def _json(path: Path) -> Any:
 
 
 def _saelens_files(folder: Path) -> dict[str, Path]:
-    """Return the files of a dictionary's folder by the fields of its form."""
     files = {"weights": folder / _WEIGHTS, "cfg": folder / _CFG}
     return {**files, "labels": folder / _LABELS} if (folder / _LABELS).exists() else files
 
@@ -363,7 +311,6 @@ def _new(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def _files(path: Path) -> Iterator[None]:
-    """Raise ValueError for the errors of files."""
     try:
         yield
     except OSError as error:
@@ -376,7 +323,6 @@ def _files(path: Path) -> Iterator[None]:
 
 
 def _span(layers: list[int]) -> str:
-    """Return layers as ``0:30``, or one by one where some are missing."""
     if len(layers) > 1 and layers == list(range(layers[0], layers[-1] + 1)):
         return f"{layers[0]}:{layers[-1] + 1}"
     return ", ".join(map(str, layers))

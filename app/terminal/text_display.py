@@ -39,15 +39,9 @@ def visible(token: str) -> str:
 
 
 def with_differences(baseline: str, steered: str, *, is_done: bool) -> tuple[Text, Text]:
-    """Return both texts, with the words marked that the other text does not have at that place.
+    """Return both texts, with the words marked that differ; whitespace is not compared.
 
-    Whitespace is not compared.
-
-    Args:
-        baseline: The first text.
-        steered: The second text.
-        is_done: Whether both are complete; if not, nothing is marked beyond the end of the shorter one, and
-            nothing at all in long texts.
+    Unless ``is_done``, nothing is marked beyond the end of the shorter one, and nothing at all in long texts.
     """
     ours, theirs = _PIECES.findall(plain(baseline)), _PIECES.findall(plain(steered))
     shared = max(len(ours), len(theirs)) if is_done else min(len(ours), len(theirs))

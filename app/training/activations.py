@@ -1,7 +1,6 @@
 """Captures of a training's prompts: the residual stream after some layers, at one position of each prompt.
 
-Each prompt is one request with a capture of every layer. Only a few run at once, so that a training uses a
-small part of the engine's batch.
+Only a few run at once, so that a training uses a small part of the engine's batch.
 """
 
 from __future__ import annotations
@@ -34,16 +33,6 @@ Values = npt.NDArray[np.float32]
 
 
 class ActivationReader:
-    """Captures the activations of one training's prompts.
-
-    Args:
-        engine: Runs the prompts.
-        wanted: The prompts.
-        points: The points that are read, all of one width.
-        http: The training's request.
-        caller: Its sender.
-    """
-
     def __init__(
         self,
         engine: EngineClient,

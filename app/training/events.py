@@ -1,5 +1,3 @@
-"""A training as server-sent events."""
-
 from __future__ import annotations
 
 import asyncio
@@ -18,14 +16,7 @@ T = TypeVar("T")
 async def training_events(
     train: Callable[[Report], Coroutine[Any, Any, T]], last: Callable[[T], BaseModel]
 ) -> AsyncGenerator[str, None]:
-    """Yield a training as server-sent events: progress, then its result.
-
-    Closing the generator early cancels the training.
-
-    Args:
-        train: Runs it.
-        last: Returns the event of a result.
-    """
+    """Yield progress, then the result, as server-sent events; closing early cancels the training."""
     events: asyncio.Queue[TrainingProgress | None] = asyncio.Queue()
     working = asyncio.create_task(train(events.put_nowait))
     working.add_done_callback(lambda _: events.put_nowait(None))

@@ -1,7 +1,7 @@
-"""Logistic regression with an L2 penalty, over the values at one layer or at several.
+"""Logistic regression with an L2 penalty, in float64, over the values at one layer or at several.
 
-All computation is in float64. There are usually fewer samples than dimensions, so the linear systems that are
-solved have the size of the samples. Deterministic: the same values give the same weights.
+There are usually fewer samples than dimensions, so the linear systems that are solved have the size of the
+samples. Deterministic: the same values give the same weights.
 """
 
 from __future__ import annotations
@@ -27,15 +27,6 @@ class Standardised:
     """Values of one layer, with mean zero; the variances of all dimensions of all layers sum to one.
 
     So dimensions of large variance do not dominate, and constant ones have no effect.
-
-    Args:
-        values: The values, ``[samples, width]``.
-        num_dimensions: The number of dimensions of all layers together.
-
-    Attributes:
-        centre: The mean, ``[width]``.
-        scale: The divisor of each dimension, ``[width]``.
-        scaled: The standardised values, ``[samples, width]``.
     """
 
     def __init__(self, values: npt.NDArray[Any], num_dimensions: int) -> None:
@@ -48,14 +39,10 @@ class Standardised:
 def logistic(
     positive: Sequence[npt.NDArray[Any]], negative: Sequence[npt.NDArray[Any]]
 ) -> tuple[list[Floats], float]:
-    """Return the weights of each layer, ``[width]``, and the bias, in logits.
+    """Return the weights of each layer, ``[width]``, and the bias, in logits, for ``[samples, width]``.
 
     Newton's method in the dual form: the weights are a combination of the samples. One layer is held in
     float64 at a time.
-
-    Args:
-        positive: The values of one side by layer, each ``[samples, width]``.
-        negative: The values of the other side.
     """
     labels = np.concatenate((np.ones(len(positive[0])), np.zeros(len(negative[0]))))
     num_dimensions = sum(layer.shape[1] for layer in positive)

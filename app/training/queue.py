@@ -1,7 +1,4 @@
-"""Trainings take turns: one runs at a time, tenants in turn, and what it may read is bounded.
-
-A client that disconnects ends its training.
-"""
+"""Trainings take turns, tenants in turn; a client that disconnects ends its training."""
 
 from __future__ import annotations
 
@@ -30,13 +27,7 @@ _ITEM_BYTES: Final = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Examples:
-    """The values of a training's prompts.
-
-    Attributes:
-        positive: Those of one side, ``[prompts, points, width]``.
-        negative: Those of the other.
-        chosen: Which are trained on.
-    """
+    """The values of a training's prompts, ``[prompts, points, width]``; ``chosen`` are trained on."""
 
     positive: Values
     negative: Values
@@ -44,13 +35,6 @@ class Examples:
 
 
 class TrainingQueue:
-    """The trainings of one server.
-
-    Args:
-        settings: The server's.
-        engine: Runs the prompts.
-    """
-
     def __init__(self, settings: Settings, engine: EngineClient) -> None:
         self._settings = settings
         self._engine = engine
@@ -59,21 +43,10 @@ class TrainingQueue:
 
     @property
     def num_waiting(self) -> int:
-        """The number of trainings that wait for their turn."""
         return self._slots.num_waiting
 
     def check(self, wanted: LabelledPrompts, num_points: int, width: int) -> None:
-        """Check the prompts of a training.
-
-        Args:
-            wanted: The request.
-            num_points: The number of points that are read.
-            width: Their width.
-
-        Raises:
-            ApiError: ``invalid_value``: too many prompts or values; ``training_failed``: a prompt is there
-                twice.
-        """
+        """Raise ApiError ``invalid_value``: too many prompts or values; ``training_failed``: duplicates."""
         num_prompts = len(wanted.positive) + len(wanted.negative)
         if num_prompts > self._settings.max_training_prompts:
             raise ApiError(
@@ -97,18 +70,7 @@ class TrainingQueue:
     async def examples(
         self, wanted: LabelledPrompts, points: Sequence[str], http: Request, caller: Principal, report: Report
     ) -> AsyncIterator[Examples]:
-        """Wait for a training's turn, read its prompts, and hold the turn while the examples are used.
-
-        Args:
-            wanted: The request, checked.
-            points: The points that are read.
-            http: The request, its body already read.
-            caller: Its sender.
-            report: Called with the progress.
-
-        Raises:
-            ApiError: ``queue_full``, or a prompt was refused.
-        """
+        """Wait for a training's turn, and hold it while its examples are used; raises ApiError."""
         async with self._slots.request(caller.tenant, object()):
             reader = ActivationReader(self._engine, wanted, points, http, caller)
             positive, negative = await reader.read(report)
@@ -117,11 +79,7 @@ class TrainingQueue:
 
 
 def layers_of(wanted: str | list[int], num_layers: int) -> list[int]:
-    """Return the layers that a training names, ascending.
-
-    Raises:
-        ApiError: ``unknown_layer``, or ``invalid_value``: a layer is named twice.
-    """
+    """Return the layers, ascending; raises ApiError ``unknown_layer``, ``invalid_value`` for duplicates."""
     if isinstance(wanted, str):
         text = "*" if wanted == ALL_LAYERS else wanted
         return list(LayerSelection.parse(text, "layers").resolve(num_layers, "layers"))

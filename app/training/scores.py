@@ -38,10 +38,9 @@ def separation(held: tuple[Scores, Scores], everything: tuple[Scores, Scores]) -
 
 
 def roc(positive: npt.NDArray[np.float32], negative: npt.NDArray[np.float32]) -> list[Cut]:
-    """Return the points of the ROC curve, from the highest threshold, which few samples reach, to the lowest.
+    """Return the points of the ROC curve, one for each different number, from the highest threshold.
 
-    There is one for each different number. A threshold lies half way to the next lower number, so that
-    numbers a little lower than the samples count as well.
+    A threshold lies half way to the next lower number, so that numbers a little lower than the samples count.
     """
     levels = np.unique(np.concatenate((positive, negative)))[::-1]
     halves = (levels[:-1] / 2 + levels[1:] / 2).astype(np.float32)

@@ -29,12 +29,6 @@ def split(num_positive: int, num_negative: int, *, holdout: float, seed: int) ->
 
     Sides of equal size are treated as pairs, which stay together: if a pair's topic were on only one side
     of the training samples, the topic could be learned instead of the contrast.
-
-    Args:
-        num_positive: The number of samples of one side, two or more.
-        num_negative: The number of the other.
-        holdout: The fraction that is held out, at most one half.
-        seed: Selects the samples.
     """
     random = np.random.default_rng(seed)
     positive = random.permutation(num_positive)

@@ -39,8 +39,6 @@ _ADVICE: Final = (
 
 
 class _JsonFile(BaseModel):
-    """A JSON file with the rows by layer in the field ``vectors``."""
-
     model_config = ConfigDict(extra="forbid")
 
     vectors: dict[str, Items[Number]] = Field(min_length=1)
@@ -50,16 +48,7 @@ _ROWS: Final = TypeAdapter(dict[str, Items[Number]])
 
 
 def read_file(data: bytes, name: str) -> tuple[Format, Tensors]:
-    """Return the format of a file, and its tensors by name.
-
-    Args:
-        data: Its content.
-        name: Its file name; only used to refuse formats by the extension.
-
-    Raises:
-        ApiError: ``unsupported_vector_format``, ``invalid_vector_file``, ``wrong_dtype``, ``json_too_deep``,
-            ``not_finite``, and the errors of the formats' readers.
-    """
+    """Return the format of a file, and its tensors by name; raises ApiError."""
     refuse_pickle(name, data, _ADVICE)
     if name.lower().endswith(".npy") or data.startswith(_NPY):
         raise ApiError(
@@ -94,11 +83,7 @@ def provenance_of(vector: Vector) -> dict[str, str]:
 def read_provenance(data: bytes, rows: VectorRows) -> tuple[str, Training | None, bool]:
     """Return the model that a file names, its training, and whether it has one of other numbers.
 
-    Files that this server writes have both. The model is empty if the file names none; a GGUF control vector
-    has a family, ``llama``, which several models are of.
-
-    Raises:
-        ApiError: The training is invalid.
+    The model is empty if the file names none; a GGUF control vector has a family, ``llama``.
     """
     if not is_safetensors(data):
         return "", None, False

@@ -1,8 +1,4 @@
-"""Fitting one layer's row to values of contrasting prompts, and scoring it on the held-out ones.
-
-All computation is in float64. Deterministic: the same values give the same row. Raises
-``NothingToLearnError`` where the values carry no signal; ``training`` turns it into the request's error.
-"""
+"""Fitting one layer's row to values of contrasting prompts, in float64; deterministic."""
 
 from __future__ import annotations
 
@@ -35,22 +31,11 @@ class Fitted:
 
     @property
     def norm(self) -> float:
-        """The L2 norm of the row."""
         return float(np.linalg.norm(self.row.astype(np.float64)))
 
 
 def fit(positive: npt.ArrayLike, negative: npt.ArrayLike, chosen: Split, method: Method) -> Fitted:
-    """Fit a layer's row and score it.
-
-    Args:
-        positive: Values of one side, ``[samples, width]``.
-        negative: Values of the other.
-        chosen: The split.
-        method: See ``api_schemas.vectors.TrainingRequest``.
-
-    Raises:
-        NothingToLearnError: The sides do not differ, or the values are not finite.
-    """
+    """Raise NothingToLearnError if the two sides, ``[samples, width]``, do not differ or are not finite."""
     towards, away = np.asarray(positive, np.float64), np.asarray(negative, np.float64)
     if not (np.isfinite(towards).all() and np.isfinite(away).all()):
         raise NothingToLearnError("the model's values there are not all numbers")
@@ -98,7 +83,6 @@ def _middle(vector: Floats, positive: Floats, negative: Floats) -> float:
 
 
 def _scores(sides: tuple[Floats, Floats], chosen: Split) -> tuple[float, float, float]:
-    """Return the AUROC, accuracy and separation (in standard deviations) of the held-out samples."""
     positive, negative = sides[0][chosen.held_positive], sides[1][chosen.held_negative]
     right = int((positive > 0).sum() + (negative <= 0).sum())
     accuracy = right / (len(positive) + len(negative))

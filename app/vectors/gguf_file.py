@@ -1,7 +1,7 @@
 """Reader of GGUF control vectors, as llama.cpp and repeng write them: ``direction.N`` is added after layer N.
 
 The package ``gguf`` trusts its files: it maps them from disk and creates as many objects as a header claims.
-This reader takes bytes, skips fields that it does not need, and checks every length against the file's size.
+This reader checks every length against the file's size.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3.
 """
 
@@ -39,8 +39,6 @@ _NAME: Final = re.compile(r"direction\.[1-9][0-9]{0,5}")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Info:
-    """The file's description of a tensor: its number of items, its type, and its offset in the data."""
-
     name: str
     num_items: int
     kind: int
@@ -91,12 +89,7 @@ class _ByteReader:
 
 
 def read(data: bytes) -> Tensors:
-    """Return the directions of a control vector by name.
-
-    Raises:
-        ApiError: ``unsupported_vector_format`` (another kind of GGUF file), ``invalid_vector_file``,
-            ``wrong_dtype`` (quantized).
-    """
+    """Raise ApiError ``unsupported_vector_format``, ``invalid_vector_file``, ``wrong_dtype`` (quantized)."""
     file = _ByteReader(data)
     file.take(len(MAGIC))
     version = file.number(4)
@@ -120,7 +113,6 @@ def read(data: bytes) -> Tensors:
 
 
 def _fields(file: _ByteReader, num_fields: int) -> int:
-    """Skip the metadata fields and return the alignment of the data."""
     architecture, alignment = "", _DEFAULT_ALIGNMENT
     for _ in range(num_fields):
         key, kind = file.text(_MAX_NAME_BYTES), file.number(4)

@@ -1,8 +1,7 @@
 """Resolution of vector names in a request's operations to values, before the request is compiled.
 
 After that the request equals one that contained the values itself: the same plan, fingerprint and cache salt.
-The resolved version is recorded on the tensor, and reported in the answer with each operation that was
-applied.
+The resolved version is recorded on the tensor, and reported in the answer.
 """
 
 from __future__ import annotations
@@ -30,16 +29,6 @@ _MAX_ROWS_BYTES: Final = 128 * 2**20
 
 
 class NameResolver:
-    """Replaces names by values, for one request.
-
-    Args:
-        store: Looks up the vectors.
-        cache: Returns their values.
-        shape: The model's.
-        models: The model's names.
-        tenant: The tenant that sent the request.
-    """
-
     def __init__(
         self, store: VectorStore, cache: VersionCache, shape: ModelShape, models: Sequence[str], tenant: str
     ) -> None:
@@ -54,15 +43,9 @@ class NameResolver:
 
     @property
     def found(self) -> list[FoundVector]:
-        """The vectors of the names resolved so far."""
         return [vector for vector, _ in self._found.values()]
 
     async def resolved(self, op: Intervention, param: str) -> Intervention:
-        """Return an operation with values in place of names.
-
-        Raises:
-            ApiError: ``unknown_vector``, ``vector_mismatch``, ``tensor_too_large``, or an error in ``at``.
-        """
         given = {path: one for path, one in tensors_of(op).items() if isinstance(one, VectorName)}
         if given and isinstance(op, Patch):
             raise ApiError(
@@ -115,7 +98,6 @@ class NameResolver:
     def _layers(
         self, given: VectorName, vector: FoundVector, points: Sequence[Point], param: str
     ) -> tuple[int, ...]:
-        """Return the layers whose rows are needed, in order."""
         if given.layer is not None:
             layers: tuple[int, ...] = (resolve_layer(given.layer, self._shape.num_layers, f"{param}.layer"),)
         else:

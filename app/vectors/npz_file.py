@@ -44,12 +44,7 @@ _BROKEN: Final = (
 
 
 def read(data: bytes) -> Tensors:
-    """Return the arrays of a file by name.
-
-    Raises:
-        ApiError: ``unsupported_vector_format`` (of PyTorch, or with pickled objects),
-            ``invalid_vector_file``, ``tensor_too_large``, ``wrong_dtype``.
-    """
+    """Raise ApiError: ``unsupported_vector_format`` (pickles), ``tensor_too_large``, ``wrong_dtype``."""
     _check_directory(data)
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:

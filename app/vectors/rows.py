@@ -1,8 +1,6 @@
-"""Conversion of named tensors to the rows of a vector: their layers, and whether they fit the model.
+"""Conversion of named tensors to the rows of a vector, the only form that is stored.
 
-The reader of each format returns tensors by name, and ``rows_of`` converts them to ``VectorRows``, the only
-form that is stored. Invariants: rows have the width of the model's points, each layer has one row, and every
-number is finite in float32.
+Rows have the width of the model's points, each layer has one row, and every number is finite in float32.
 """
 
 from __future__ import annotations
@@ -31,13 +29,7 @@ _NAME: Final = re.compile(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The shape that vectors of a model must have.
-
-    Attributes:
-        name: The server's name of the model.
-        num_layers: The number of layers.
-        widths: Numbers at one position, by a layer's leaf; without leaves whose width varies by layer.
-    """
+    """``widths``: numbers at one position, by a layer's leaf; without leaves whose width varies by layer."""
 
     name: str
     num_layers: int
@@ -45,7 +37,6 @@ class ModelShape:
 
     @classmethod
     def of(cls, name: str, capabilities: Capabilities) -> Self:
-        """Return the shape of the served model."""
         found: dict[str, set[int]] = {}
         for point in capabilities.points:
             if point.name.startswith(LAYER_PREFIX) and "steer" in point.operations:
@@ -55,11 +46,10 @@ class ModelShape:
 
     @property
     def max_numbers(self) -> int:
-        """The number of values of the largest vector."""
         return self.num_layers * max(self.widths.values(), default=0)
 
     def width(self, leaf: str, param: str) -> int:
-        """Return the width of a leaf; raises ApiError ``unknown_point``."""
+        """Raise ApiError ``unknown_point``."""
         found = self.widths.get(leaf)
         if found is None:
             offered = ", ".join(f"{LAYER_PREFIX}{known}" for known in self.widths)
@@ -73,19 +63,10 @@ class ModelShape:
 
 
 def rows_of(tensors: Tensors, at: str | Sequence[str] | None, shape: ModelShape, param: str) -> VectorRows:
-    """Return the rows of a vector.
+    """Return the rows of a vector; raises ApiError for tensors without or with conflicting points.
 
-    Args:
-        tensors: By name: either each name gives a layer or point, or there is one tensor whose points are in
-            ``at``.
-        at: The points of the one tensor, ``[width]`` or ``[points, width]``.
-        shape: The model's.
-        param: The field of the request that contains the tensors, for messages.
-
-    Raises:
-        ApiError: ``invalid_vector_file`` (no tensor, a name without a layer, or two tensors of one layer),
-            ``unknown_layer``, ``unknown_point``, ``vector_mismatch`` (several kinds of points),
-            ``wrong_width``, ``not_finite``.
+    ``tensors`` are by layer or point, or there is one, ``[width]`` or ``[points, width]``, with its points in
+    ``at``. ``param`` is the field of the request that contains them.
     """
     if not tensors:
         raise _invalid("A vector needs at least one tensor, got none.", param)

@@ -1,9 +1,3 @@
-"""The vectors of one server: storage, lookup, and resolution of their names in requests.
-
-``create_app`` creates the one service; the routes below ``/v1/vectors`` and every request whose operations
-name a vector use it.
-"""
-
 from __future__ import annotations
 
 import numpy as np
@@ -30,22 +24,11 @@ from app.version_service import VersionService, check_sharing
 
 
 class VectorService(VersionService[VectorStore]):
-    """The vectors of one server.
-
-    Args:
-        settings: The server's.
-        database: Stores the vectors; started before this is used.
-        engine: Serves the model that the vectors must fit.
-        stored: The bytes stored by tenants, here and elsewhere.
-
-    Attributes:
-        cache: The numbers used last, also of detectors.
-    """
+    """``cache`` has the numbers of detectors too."""
 
     def __init__(
         self, settings: Settings, database: Database, engine: EngineClient, stored: StoredBytes
     ) -> None:
-        """Create the parts; nothing is read yet."""
         super().__init__(VectorStore(database, TenantBudget.of(settings).vector_bytes), stored)
         self._settings = settings
         self.cache = VersionCache(settings.vector_cache_bytes)
@@ -57,15 +40,9 @@ class VectorService(VersionService[VectorStore]):
         return ModelShape.of(self._engine.served().names[0], self._engine.capabilities())
 
     async def create(self, request: Request, caller: Principal, *, strict: bool = False) -> Vector:
-        """Read the vector of a request and store it.
+        """Store the vector of a request, or nothing if it is invalid (ApiError).
 
-        Args:
-            request: The request.
-            caller: Its sender.
-            strict: Whether to refuse a file that names another model than the served one.
-
-        Raises:
-            ApiError: The vector is invalid or exceeds a limit; nothing is stored then.
+        ``strict`` refuses a file that names another model than the served one.
         """
         settings = self._settings
         limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
@@ -96,22 +73,13 @@ class VectorService(VersionService[VectorStore]):
         sha256: str | None = None,
         training: Training | None = None,
     ) -> Vector:
-        """Store a vector as the next version of its name.
-
-        Raises:
-            ApiError: ``missing_scope``, ``stored_bytes_full``, and the errors of ``VectorStore.add``.
-        """
+        """Store the next version of a name; raises ApiError ``missing_scope``, ``stored_bytes_full``."""
         check_sharing(caller, shared=shared)
         new = NewRow(caller.tenant, name, self.shape.name, rows, shared, format_, sha256, training)
         return await self._add(caller.tenant, len(rows.data), lambda: self._store.add(new))
 
     async def add_first(self, name: str, rows: VectorRows, training: Training, caller: Principal) -> Vector:
-        """Store a trained, shared vector as the first version of its name.
-
-        Raises:
-            ApiError: Those of ``keep``.
-            NameUsedError: It is not the first; nothing is stored then.
-        """
+        """Store a trained, shared vector; raises NameUsedError if it is not the first of its name."""
         check_sharing(caller, shared=True)
         new = NewRow(
             caller.tenant, name, self.shape.name, rows, shared=True, format="trained", training=training,
@@ -120,7 +88,7 @@ class VectorService(VersionService[VectorStore]):
         return await self._add(caller.tenant, len(rows.data), lambda: self._store.add(new))
 
     async def page(self, tenant: str, *, name: str | None, after: str | None, limit: int) -> VectorList:
-        """Return a page of a tenant's and shared vectors; raises ApiError ``vector_not_found``."""
+        """Include shared vectors; raises ApiError ``vector_not_found``."""
         data, has_more = await self._store.page(tenant, name=name, after=after, limit=limit)
         return VectorList.of(data, has_more=has_more)
 
@@ -138,16 +106,11 @@ class VectorService(VersionService[VectorStore]):
         return safetensors.numpy.save(tensors, provenance_of(vector))
 
     async def remove(self, vector_id: str, caller: Principal) -> None:
-        """Delete a vector; deleting a shared one requires the scope ``admin``.
-
-        Raises:
-            ApiError: ``vector_not_found``, ``missing_scope``.
-        """
+        """Raise ApiError ``vector_not_found``; ``missing_scope``: a shared one needs ``admin``."""
         vector = await self._store.get(vector_id, caller.tenant)
         await self._remove(vector_id, caller, shared=vector.shared, own=vector.own)
 
     def resolver(self, tenant: str) -> NameResolver:
-        """Return the resolver of a tenant's names, for one request."""
         models = self._engine.served().names
         return NameResolver(self._store, self.cache, self.shape, models, tenant)
 

@@ -1,7 +1,4 @@
-"""Training vectors from captures of contrasting prompts: a row for each layer, with its scores.
-
-Rows are fitted in a thread, layer by layer. A training that fails stores nothing.
-"""
+"""Training vectors, layer by layer in a thread; a training that fails stores nothing."""
 
 from __future__ import annotations
 
@@ -25,13 +22,6 @@ from app.version_service import check_sharing
 
 
 class Trainer:
-    """Trains the vectors of one server.
-
-    Args:
-        queue: Runs the prompts.
-        vectors: Stores the results.
-    """
-
     def __init__(self, queue: TrainingQueue, vectors: VectorService) -> None:
         self._queue = queue
         self._vectors = vectors
@@ -39,17 +29,7 @@ class Trainer:
     async def train(
         self, wanted: TrainingRequest, http: Request, caller: Principal, report: Report
     ) -> Vector:
-        """Train a vector and store it.
-
-        Args:
-            wanted: The prompts and options.
-            http: The request, its body already read.
-            caller: The vector's owner.
-            report: Called with progress events.
-
-        Raises:
-            ApiError: The request is invalid, ``queue_full``, ``training_failed``, or a prompt was refused.
-        """
+        """Raise ApiError for an invalid request or prompt, ``queue_full``, ``training_failed``."""
         check_sharing(caller, shared=wanted.shared)
         shape = self._vectors.shape
         layers = layers_of(wanted.layers, shape.num_layers)

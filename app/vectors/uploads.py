@@ -1,7 +1,6 @@
-"""The body of ``POST /v1/vectors``: numbers in JSON, or a file in a form, as OpenAI's clients send files.
+"""The body of ``POST /v1/vectors``, parsed in a thread: numbers in JSON, or a file in a form.
 
-The size of a body is limited to what the model's largest vector needs, and it is parsed in a thread. Nothing
-is stored here: an invalid body creates no vector.
+Its size is limited to that of the model's largest vector. Nothing is stored here.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ _JSON_ITEM_BYTES: Final = 32
 
 
 class _Form(Strict):
-    """The fields of a form beside its file."""
-
     name: StoredName
     at: str | None = None
     shared: Literal["true", "false"] = "false"
@@ -44,17 +41,9 @@ class _Form(Strict):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UploadedVector:
-    """An uploaded vector, validated against the model.
+    """An upload, validated against the model; ``has_other_training``: its file has that of other numbers.
 
-    Attributes:
-        name: The name that operations use.
-        shared: Whether every tenant may use it.
-        format: The format of the upload.
-        sha256: Hash of the uploaded file, hexadecimal; None for JSON bodies.
-        rows: The values.
-        model: The model that the file names; empty if it names none.
-        training: How it was trained, by its file.
-        has_other_training: Whether its file has the training of other numbers.
+    ``sha256`` is None for JSON bodies; ``model`` is empty if the file names none.
     """
 
     name: str
@@ -68,17 +57,7 @@ class UploadedVector:
 
 
 async def read_upload(request: Request, shape: ModelShape, limits: BodyLimits) -> UploadedVector:
-    """Read the body of ``POST /v1/vectors``.
-
-    Args:
-        request: The request.
-        shape: The shape that the vector must have; also bounds the body's size.
-        limits: The limits of any body.
-
-    Raises:
-        ApiError: The body is invalid.
-        ClientDisconnect: The client disconnected before the end of the body.
-    """
+    """Raise ApiError for an invalid body, ClientDisconnect if the client left before its end."""
     media_type = request.headers.get("content-type", "").split(";", maxsplit=1)[0].strip().lower()
     if media_type == FORM_TYPE:
         limit = min(shape.max_numbers * _WIDEST_ITEM_BYTES + SLACK_BYTES, limits.max_bytes)
@@ -103,11 +82,7 @@ def _read_numbers(value: dict[str, Any], shape: ModelShape) -> UploadedVector:
 
 
 def array_of(value: TensorInput | None, param: str) -> npt.NDArray[Any]:
-    """Return a tensor of a JSON body.
-
-    Raises:
-        ApiError: ``invalid_shape``: it is a name; ``not_finite``.
-    """
+    """Raise ApiError ``invalid_shape`` if the tensor is a name; ``not_finite``."""
     if value is None or isinstance(value, VectorName):
         raise ApiError(ErrorCode.INVALID_SHAPE, "It is made of numbers, or a tensor object.", param)
     tensor = read_tensor(value, param)

@@ -17,11 +17,9 @@ from nnsight_engine.core.saves import save
 
 
 def read(model: Any, prompt: Any, names: Sequence[str], **options: Any) -> dict[str, torch.Tensor]:
-    """Read points.
+    """Return points, float32 ``[tokens, *shape]``; patterns are ``[heads, tokens, keys]``.
 
-    Returns:
-        By point, float32 ``[tokens, *shape]``; attention patterns ``[heads, tokens, keys]``, of states and
-        logits those at the last position only, states without an axis for it.
+    States and logits are those at the last position only, states without an axis for it.
     """
     with model.trace(prompt, **options):
         values: dict[str, torch.Tensor] = save({})
@@ -33,7 +31,6 @@ def read(model: Any, prompt: Any, names: Sequence[str], **options: Any) -> dict[
 
 
 def write_in_place(model: Any, prompt: Any, name: str, change: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Add to a point in place."""
     axis = -1 - change.ndim
     with model.trace(prompt, **options):
         value = model.points[name]
@@ -44,7 +41,6 @@ def write_in_place(model: Any, prompt: Any, name: str, change: torch.Tensor, **o
 
 
 def assign(model: Any, prompt: Any, name: str, change: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Assign a point its value with an addition."""
     axis = -1 - change.ndim
     with model.trace(prompt, **options):
         value = model.points[name].clone()
@@ -56,7 +52,7 @@ def assign(model: Any, prompt: Any, name: str, change: torch.Tensor, **options: 
 
 
 def num_returned(model: Any, prompt: Any, layer: int) -> int:
-    """Return the number of items that a layer of a transformers model returns; 0 if it returns one tensor."""
+    """Return the number of items that a transformers layer returns; 0 if it returns one tensor."""
     with model.trace(prompt):
         output = model.layers[layer].output
         number: int = save(len(output) if isinstance(output, tuple) else 0)
@@ -66,13 +62,8 @@ def num_returned(model: Any, prompt: Any, layer: int) -> int:
 def skip(model: Any, prompt: Any, layer: int, *, num_items: int = 0, **options: Any) -> torch.Tensor:
     """Skip a layer, whose output is then its input.
 
-    Args:
-        model: The model.
-        prompt: The prompt.
-        layer: The layer.
-        num_items: Number of items in the place of its output, of which all but the first are None; 0 for the
-            tensor alone.
-        **options: Options of the trace.
+    The input takes the place of ``num_items`` items, of which all but the first are None; 0 for the tensor
+    alone.
     """
     with model.trace(prompt, **options):
         block = model.layers[layer]

@@ -22,7 +22,6 @@ class Finding(msgspec.Struct, frozen=True):
         subject: A point, ``layers.4`` for a skipped layer, or ``tokens``.
         what: ``plain`` without interventions; a value read by ``operations`` or by a ``trace``; a change by
             the operation ``steer`` or by a block, ``in place`` or ``assigned``; ``skip``.
-        verdict: The verdict.
     """
 
     subject: str
@@ -34,15 +33,10 @@ class Certificate(msgspec.Struct, frozen=True):
     """All comparisons of a model.
 
     Attributes:
-        model: The model as it was named.
         architecture: transformers' class.
-        vllm_class: vLLM's.
         dtype: vLLM's dtype; transformers computes in float32.
-        versions: Versions of the packages by name.
-        prompt_ids: The prompt.
         num_layers: Number of layers; 0 if transformers' model has no standard points.
         layers: The compared layers.
-        bounds: The largest differences that count as equal.
         findings: The comparisons, in the order in which the model computes the points.
     """
 
@@ -63,11 +57,9 @@ class Certificate(msgspec.Struct, frozen=True):
         return not {Status.DIFFERS, Status.SILENTLY_WRONG} & self.counts().keys()
 
     def counts(self, *what: str) -> Counter[Status]:
-        """Return the number of findings by status, of some comparisons or of all."""
         return Counter(one.verdict.status for one in self.findings if not what or one.what in what)
 
     def reasons(self) -> dict[Verdict, list[Finding]]:
-        """Return the findings that are not ok, by status and reason."""
         found: dict[Verdict, list[Finding]] = {}
         for one in self.findings:
             if one.verdict.status is not Status.OK:
@@ -76,10 +68,8 @@ class Certificate(msgspec.Struct, frozen=True):
         return found
 
     def to_json(self) -> bytes:
-        """Return the certificate as JSON."""
         return msgspec.json.format(msgspec.json.encode(self))
 
     @classmethod
     def from_json(cls, data: bytes) -> Certificate:
-        """Return the certificate that ``to_json`` wrote."""
         return msgspec.json.decode(data, type=cls)

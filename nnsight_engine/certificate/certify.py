@@ -46,11 +46,8 @@ _SPARE_TOKENS: Final = 16
 def certify(request: CheckRequest, *, report: Report = lambda *_: None, **engine_args: Any) -> Certificate:
     """Compare a model on vLLM with transformers.
 
-    Args:
-        request: What is compared.
-        report: Receives the progress.
-        **engine_args: vLLM's engine arguments. By default the dtype is float32, the engine is not compiled,
-            and requests may be as long as the check needs.
+    By default the dtype is float32, the engine is not compiled, and requests may be as long as the check
+    needs.
 
     Raises:
         CertificateError: transformers or vLLM cannot load the model, or the prompt or the layers do not fit.
@@ -89,10 +86,7 @@ def compare(
 
     Args:
         model: The engine, started with ``mode="sync"``.
-        request: What is compared.
-        reference: What transformers has computed for it.
         adapter: The LoRA adapter of all requests, whose weights the reference has, too.
-        report: Receives the progress.
 
     Raises:
         CertificateError: vLLM cannot generate with the model.
@@ -101,8 +95,6 @@ def compare(
 
 
 class _Comparison:
-    """One engine under comparison."""
-
     def __init__(
         self,
         model: VLLM,
@@ -125,7 +117,6 @@ class _Comparison:
         self._options: dict[str, Any] = {} if adapter is None else {"lora_request": adapter}
 
     def run(self) -> Certificate:
-        """Compare everything."""
         facts = self._reference.facts
         self._compare_plain()
         if "points" in facts.failures:
@@ -150,7 +141,6 @@ class _Comparison:
         self._findings.append(Finding(subject, what, verdict))
 
     def _compare_plain(self) -> None:
-        """Compare what both engines compute without interventions."""
         logits = self._reference.tensors["plain"]
         try:
             output = self._operations.generate(len(logits), _NUM_LOGPROBS)
@@ -183,7 +173,6 @@ class _Comparison:
             self._judge_movement(f"layers.{layer}", SKIP, f"skip {layer}", got, read.get(LOGITS))
 
     def _offered(self) -> list[str]:
-        """Return vLLM's points in the compared layers."""
         layers = set(self._reference.facts.layers)
         return [
             name
@@ -192,13 +181,7 @@ class _Comparison:
         ]
 
     def _compare_writes(self, point: str, captured: Measurements, read: Measurements) -> None:
-        """Compare the effects of a change at a point.
-
-        Args:
-            point: The point.
-            captured: vLLM's values without a change, by operations.
-            read: The same, by a trace.
-        """
+        """Compare changes at a point; ``captured`` and ``read`` are vLLM's values without one."""
         key = f"write {point}"
         change = self._reference.tensors.get(f"change {point}")
         if change is None:
@@ -221,7 +204,7 @@ class _Comparison:
 
 
 def _most_likely(logits: torch.Tensor, output: RequestOutput) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both engines' log-probabilities of the tokens that vLLM finds most likely, ``[tokens]``."""
+    """Return both engines' log-probabilities of vLLM's most likely tokens, ``[tokens]``."""
     entries = (output.outputs[0].logprobs or [{}])[0]
     wanted = logits.log_softmax(dim=-1)[list(entries)]
     return wanted, torch.tensor([entry.logprob for entry in entries.values()])

@@ -1,7 +1,6 @@
 """What one engine computes for a certificate, and its form in files.
 
-A measurement is a tensor, or the failure in its place. The transformers side is computed in a process of its
-own and returns its measurements as a ``Reference`` in a folder.
+A measurement is a tensor, or the failure in its place.
 """
 
 from __future__ import annotations
@@ -52,19 +51,13 @@ class CertificateError(Exception):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why there is no value.
-
-    Attributes:
-        message: The error's first line.
-        is_refusal: Whether the engine refused with a typed error, rather than broke.
-    """
+    """Why there is no value: an error's first line, and whether the engine refused with a typed error."""
 
     message: str
     is_refusal: bool
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Return the failure of an exception."""
         lines = str(error).strip().splitlines() or [""]
         code = str(getattr(error, "code", ""))
         return cls(
@@ -82,13 +75,9 @@ class CheckRequest(msgspec.Struct, frozen=True):
 
     Attributes:
         model: A folder or a name on the hub.
-        prompt: The prompt, as text.
-        layers: The layers, such as ``0,4:6,-1`` or ``*``; None for the first, the middle and the last of each
-            kind.
+        layers: Such as ``0,4:6,-1`` or ``*``; None for the first, the middle and the last of each kind.
         seed: Seed of the changes that are written.
         num_tokens: Number of tokens generated without interventions.
-        revision: The model's revision on the hub.
-        trust_remote_code: Whether code of the checkpoint may run.
         device: Device of transformers' model.
         tolerance: The largest relative difference of equal values; None for that of vLLM's dtype.
     """
@@ -108,11 +97,9 @@ class ReferenceFacts(msgspec.Struct):
     """What describes a reference, without tensors.
 
     Attributes:
-        architecture: transformers' class.
-        prompt_ids: The prompt's tokens.
         num_layers: Number of layers; 0 if the model has no standard points.
         layers: The layers that are compared.
-        points: The compared points that transformers has, in the order in which the model computes them.
+        points: The points that transformers has, in the order in which the model computes them.
         tokens: The greedy continuation.
         failures: Failures by measurement.
     """
@@ -145,19 +132,16 @@ class Reference:
         return self.facts.failures.get(key) if found is None else found
 
     def save(self, folder: Path) -> None:
-        """Write the reference into a folder."""
         save_file({key: value.contiguous() for key, value in self.tensors.items()}, folder / _TENSORS)
         (folder / _FACTS).write_bytes(msgspec.json.encode(self.facts))
 
     @classmethod
     def load(cls, folder: Path) -> Reference:
-        """Read a reference that ``save`` wrote."""
         facts = msgspec.json.decode((folder / _FACTS).read_bytes(), type=ReferenceFacts)
         return cls(facts, load_file(folder / _TENSORS))
 
 
 def measured(measure: Callable[..., torch.Tensor], *args: Any, **options: Any) -> Measurement:
-    """Return what a function computes, or its failure."""
     try:
         return measure(*args, **options)
     except Exception as error:  # noqa: BLE001 - whatever it is, the certificate says it
@@ -167,7 +151,7 @@ def measured(measure: Callable[..., torch.Tensor], *args: Any, **options: Any) -
 def all_measured(
     names: list[str], measure: Callable[[list[str]], Mapping[str, torch.Tensor]]
 ) -> dict[str, Measurement]:
-    """Measure several points at once; if that fails, one by one, so that one failure hides no other value."""
+    """Measure several points at once; if that fails, one by one, so that one failure hides no value."""
     try:
         return dict(measure(names))
     except Exception:  # noqa: BLE001 - the failures of single points say which it was

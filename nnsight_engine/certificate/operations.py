@@ -33,13 +33,7 @@ _LAST_LOGITS: Final = {"op": "capture", "at": LOGITS, "name": LOGITS, "where": _
 
 
 class OperationRunner:
-    """Runs requests with operations, one at a time.
-
-    Args:
-        model: A model whose blocking engine has started.
-        prompt_ids: The prompt of all requests.
-        adapter: The LoRA adapter of all requests.
-    """
+    """Runs requests with operations, one at a time; the model's blocking engine has started."""
 
     def __init__(self, model: VLLM, prompt_ids: list[int], adapter: LoRARequest | None = None) -> None:
         assert isinstance(model.host, SyncEngine)  # noqa: S101 - a certificate's own
@@ -59,7 +53,6 @@ class OperationRunner:
         return self.spec.leaf(leaf, int(layer)) is not None
 
     def generate(self, num_tokens: int, num_logprobs: int) -> RequestOutput:
-        """Continue the prompt greedily, without operations."""
         params = SamplingParams(
             temperature=0.0, max_tokens=num_tokens, logprobs=num_logprobs, ignore_eos=True
         )
@@ -110,12 +103,7 @@ class OperationRunner:
         return found
 
     def steer(self, point: str, change: torch.Tensor) -> torch.Tensor:
-        """Add to a point, as ``blocks.write_in_place`` does, and return the same logits.
-
-        Raises:
-            ApiError: The point cannot be steered.
-            InterventionError: The request failed.
-        """
+        """Add to a point, as ``blocks.write_in_place`` does, and return the same logits; raises likewise."""
         where = _LAST if point == LOGITS else {"range": [1, len(self._ids)]}
         steer = {"op": "steer", "at": point, "vector": change.flatten().tolist(), "where": where}
         (capture,) = self._run([steer, _LAST_LOGITS]).results

@@ -36,11 +36,7 @@ _LEAST: Final = 1e-6
 
 
 def compute(request: CheckRequest, report: Report) -> Reference:
-    """Compute what transformers gives.
-
-    Raises:
-        CertificateError: The model cannot be loaded, or the prompt or the layers do not fit it.
-    """
+    """Compute the reference; CertificateError if the model cannot load, or prompt or layers do not fit."""
     report("loading transformers' model", 0, 0)
     model = _load(request)
     prompt_ids = model.tokenizer.encode(request.prompt)
@@ -73,8 +69,6 @@ def _load(request: CheckRequest) -> LanguageModel:
 
 
 class _Measuring:
-    """One model under measurement."""
-
     def __init__(
         self, request: CheckRequest, model: LanguageModel, prompt_ids: list[int], report: Report
     ) -> None:
@@ -88,7 +82,6 @@ class _Measuring:
         self._failures: dict[str, Failure] = {}
 
     def run(self) -> Reference:
-        """Measure everything."""
         tokens = self._generate()
         num_layers, layers, shapes = self._points()
         values = all_measured(list(shapes), lambda names: blocks.read(self._model, self._prompt, names))
@@ -127,7 +120,6 @@ class _Measuring:
         return ids[len(self._ids) :]
 
     def _points(self) -> tuple[int, list[int], dict[str, tuple[int, ...]]]:
-        """Return the number of layers, the compared layers, and the compared points with their shapes."""
         try:
             shapes = self._model.points()
         except NoStandardPointsError as error:
@@ -144,7 +136,7 @@ class _Measuring:
         return num_layers, layers, kept
 
     def _layers(self, num_layers: int) -> list[int]:
-        """Return the layers that the request names, or the first, the middle and the last of each kind."""
+        """Return the layers of the request, or the first, the middle and the last of each kind."""
         if self._request.layers is not None:
             try:
                 parts = [LayerSelection.parse(part.strip()) for part in self._request.layers.split(",")]

@@ -25,11 +25,6 @@ _SHOWN: Final = 2000
 
 
 def compute_apart(request: CheckRequest, report: Report) -> Reference:
-    """Compute the reference in another process.
-
-    Raises:
-        CertificateError: As ``compute``, or the process ended without a result.
-    """
     with tempfile.TemporaryDirectory(prefix="nnsight-engine-") as name:
         folder = Path(name)
         (folder / _REQUEST).write_bytes(msgspec.json.encode(request))
@@ -72,7 +67,6 @@ def _print_progress(what: str, done: int, total: int) -> None:
 
 
 def main() -> None:
-    """Compute the reference of the request in a folder."""
     folder = Path(sys.argv[1])
     request = msgspec.json.decode((folder / _REQUEST).read_bytes(), type=CheckRequest)
     try:

@@ -24,8 +24,6 @@ _MOST: Final = 0.3
 
 
 class Status(enum.StrEnum):
-    """The verdict."""
-
     OK = "ok"
     DIFFERS = "differs"
     NOT_COMPARED = "cannot be compared"
@@ -45,7 +43,6 @@ class Bounds(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, tolerance: float) -> Bounds:
-        """Return the bounds where values differ by no more than ``tolerance``."""
         return cls(tolerance, min(10 * tolerance, _MOST))
 
 
@@ -54,13 +51,7 @@ TOLERANCES: Final = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """A status with its size and its reason.
-
-    Attributes:
-        status: The status.
-        difference: The relative difference; None if there is no number.
-        reason: Why it is not ok; empty otherwise.
-    """
+    """A status; ``difference`` is relative, None without a number, ``reason`` is empty if all is well."""
 
     status: Status
     difference: float | None = None
@@ -68,7 +59,6 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def judge_value(wanted: Measurement | None, got: Measurement | None, bounds: Bounds) -> Verdict:
-    """Judge a value of vLLM by transformers'."""
     missing = _missing(wanted, got)
     if missing is not None:
         return missing
@@ -87,14 +77,7 @@ def judge_movement(
     plain: tuple[torch.Tensor, torch.Tensor],
     bounds: Bounds,
 ) -> Verdict:
-    """Judge logits after the same change on both engines.
-
-    Args:
-        wanted: transformers' logits ``[vocabulary]`` after the change.
-        got: vLLM's.
-        plain: Both engines' logits without a change, transformers' first.
-        bounds: The bounds.
-    """
+    """Judge logits ``[vocabulary]`` after the same change; ``plain`` are both engines' without it."""
     missing = _missing(wanted, got)
     if missing is not None:
         return missing
@@ -117,14 +100,7 @@ def judge_movement(
 
 
 def judge_tokens(wanted: list[int], got: list[int], logits: torch.Tensor, bounds: Bounds) -> Verdict:
-    """Judge a greedy continuation.
-
-    Args:
-        wanted: transformers' tokens.
-        got: vLLM's.
-        logits: What transformers chose from, ``[tokens, vocabulary]``.
-        bounds: The bounds.
-    """
+    """Judge a greedy continuation; transformers chose from ``logits``, ``[tokens, vocabulary]``."""
     first = next((step for step, (a, b) in enumerate(zip(wanted, got, strict=False)) if a != b), None)
     if first is None:
         is_same = len(wanted) == len(got)
@@ -156,7 +132,6 @@ def _size(value: torch.Tensor) -> float:
 
 
 def _missing(wanted: Measurement | None, got: Measurement | None) -> Verdict | None:
-    """Return the verdict where one side has no value."""
     if wanted is None or got is None:
         where = "vLLM" if got is None else "transformers"
         return Verdict(Status.NOT_COMPARED, None, f"{where} does not offer the point")

@@ -26,7 +26,6 @@ _GUARD = re.compile(rb"__name__\s*==\s*['\"]__main__['\"]")
 
 
 def main(arguments: list[str]) -> int:
-    """Run the program that ``arguments`` name; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m nnsight_engine.compat", description=__doc__.split("\n")[0]
     )
@@ -65,7 +64,6 @@ def _run_script(name: str) -> None:
 
 
 def _run_and_report(run: Callable[[], object]) -> int:
-    """Run the program and show its error, without our frames unless ``CONFIG.APP.DEBUG`` is on."""
     try:
         run()
     except Exception as error:  # noqa: BLE001 - any error that the program did not handle

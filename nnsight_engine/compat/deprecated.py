@@ -1,7 +1,6 @@
 """Deprecated names of nnsight, from before blocks were plain Python; each warns with its replacement.
 
-They once created proxies of values that did not exist yet. Values in a block are real now, so each name
-stands for the plain object or function.
+Values in a block are real now, so each name stands for the plain object or function.
 """
 
 from __future__ import annotations

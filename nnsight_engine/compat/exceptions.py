@@ -32,7 +32,6 @@ class ExceptionWrapper(Exception):  # noqa: N818 - the documented name
         self.infos.append(info)
 
     def __str__(self) -> str:
-        """Return the error's type and text."""
         return f"{type(self.original).__name__}: {self.original}"
 
 

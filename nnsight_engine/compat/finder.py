@@ -1,9 +1,7 @@
 """Import hooks that make ``import nnsight`` return this library.
 
-``nnsight.x`` is not a copy of ``nnsight_engine.x`` but the same module under a second name, so classes and
-options are identical however they were imported. Where the original package is installed, the name is not
-taken over unless the caller forces it. A name that this library lacks fails at import, with a message that
-lists the available ones.
+``nnsight.x`` is the same module as ``nnsight_engine.x`` under a second name, so classes and options are
+identical however they were imported. An installed original keeps the name unless the caller forces it.
 """
 
 # ruff: noqa: ARG002 - the import system decides what finders and loaders are given
@@ -69,8 +67,6 @@ def uninstall() -> None:
 
 
 class _Renamed(MetaPathFinder):
-    """Finds ``nnsight.x`` where ``nnsight_engine.x`` exists; the first finder."""
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -85,8 +81,6 @@ class _Renamed(MetaPathFinder):
 
 
 class _SameModule(Loader):
-    """Returns the existing module instead of a new one."""
-
     def __init__(self, name: str) -> None:
         self.name = name
         self.spec: ModuleSpec | None = None
@@ -101,11 +95,7 @@ class _SameModule(Loader):
 
 
 class _MissingNameFinder(MetaPathFinder):
-    """Raises an error that lists the available names; the last finder.
-
-    ``from nnsight import x`` looks for a module of that name if there is no such attribute; the default
-    message would not list the available names.
-    """
+    """Raises an error that lists the available names, unlike the default message; the last finder."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

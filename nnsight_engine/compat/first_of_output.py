@@ -1,10 +1,8 @@
 """Warnings about ``block.output[0]`` in old scripts, where it now means the first row of a tensor.
 
-The decoder blocks of transformers return one tensor, ``[rows, tokens, width]``. They used to return tuples,
-so old scripts take the first item as the hidden states, and would silently get those of the first row. The
-intended meaning cannot be determined, so the index keeps its plain meaning and each such line is warned
-about once. The bytecode that reads the value shows its use: the value is indexed, unpacked, or bound to a
-name that is indexed later.
+Decoder blocks of transformers return one tensor, ``[rows, tokens, width]``; they used to return tuples. The
+intended meaning cannot be determined, so the index keeps its plain meaning and each such line is warned about
+once. The bytecode shows the use: the value is indexed, unpacked, or bound to a name that is indexed later.
 """
 
 from __future__ import annotations
@@ -29,12 +27,10 @@ _VALUE_PRESERVING: Final = frozenset({"save", "clone", "detach", "cpu"})
 
 
 def listen() -> None:
-    """Start warning."""
     ReadListener.listener = _check
 
 
 def stop_listening() -> None:
-    """Stop warning."""
     ReadListener.listener = None
 
 
@@ -67,12 +63,7 @@ def _frame_around(holder: Any) -> FrameType | None:
 
 @functools.lru_cache(maxsize=4096)
 def first_taken(code: CodeType, offset: int) -> tuple[int | None, str | None]:
-    """Find the use of the value read at ``offset``.
-
-    Returns:
-        The line at which its first item is taken, None if nowhere in this code; and the name it is bound to,
-        or None.
-    """
+    """Return the line that takes the first item of the value read at ``offset``, and the name it gets."""
     steps = _steps(code)
     after = [at for at, one in enumerate(steps) if one.offset > offset]
     if not after:
@@ -88,7 +79,6 @@ def first_taken(code: CodeType, offset: int) -> tuple[int | None, str | None]:
 
 @functools.lru_cache(maxsize=4096)
 def indexed_by_name(code: CodeType, name: str) -> int | None:
-    """Return the line at which the first item of a variable is taken, None if nowhere."""
     steps = _steps(code)
     for at, one in enumerate(steps):
         is_read = one.opname.startswith("LOAD_") and one.argval == name

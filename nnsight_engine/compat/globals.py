@@ -17,15 +17,12 @@ class SavedIds(MutableSet[int]):
     """The ``id`` of every value that is currently saved in this thread's traces."""
 
     def __contains__(self, identity: object) -> bool:
-        """Return whether the value with this ``id`` is saved."""
         return identity in SAVES.marked
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over the ids, in the order of saving."""
         return iter(SAVES.marked)
 
     def __len__(self) -> int:
-        """Return the number of saved values."""
         return len(SAVES.marked)
 
     def add(self, identity: int) -> None:
@@ -34,7 +31,6 @@ class SavedIds(MutableSet[int]):
             SAVES.marked.setdefault(identity, None)
 
     def discard(self, identity: int) -> None:
-        """Remove the mark of the value with this ``id``."""
         SAVES.marked.pop(identity, None)
 
     @classmethod
@@ -43,12 +39,7 @@ class SavedIds(MutableSet[int]):
 
 
 class _Globals:
-    """The state shared by all traces; its only instance is ``Globals``.
-
-    Attributes:
-        saves: The ids of the saved values.
-        cache: The compiled trace sites; after ``cache.clear()`` each is found and compiled again.
-    """
+    """The state shared by all traces; after ``cache.clear()`` each site is found and compiled again."""
 
     saves: SavedIds
     cache: TraceSites

@@ -59,8 +59,6 @@ PATHS: Final = {
 
 
 class _Path(ModuleType):
-    """A module whose names are loaded from other modules on first access."""
-
     def __init__(self, name: str, sources: dict[str, str]) -> None:
         super().__init__(name, f"Names of nnsight's ``{name.partition('.')[2]}``, defined elsewhere.")
         self.__path__: list[str] = []
@@ -82,7 +80,6 @@ class _Path(ModuleType):
 
 
 def add_paths(root: str) -> None:
-    """Register the modules of all paths below ``root``."""
     for path, names in PATHS.items():
         sources = {name: source for source, listed in names.items() for name in listed.split()}
         _add(f"{root}.{path}", sources)

@@ -1,9 +1,4 @@
-"""Closure cells that hold the variables a block shares with the code around it; a cell may be unbound.
-
-Blocks are compiled onto these cells, invokes get copies of them, and saved values are read from them. Where
-it matters whether a block has assigned a variable, and not only which value it holds, the block stores
-through ``Assignments``.
-"""
+"""Closure cells that hold the variables a block shares with the code around it; a cell may be unbound."""
 
 from __future__ import annotations
 
@@ -24,7 +19,6 @@ def content(cell: CellType) -> Any:
 
 
 def copied(cells: Mapping[str, CellType]) -> dict[str, CellType]:
-    """Return new cells with the same names and values."""
     try:
         return {name: CellType(cell.cell_contents) for name, cell in cells.items()}
     except ValueError:  # one of them is unbound
@@ -36,11 +30,7 @@ _TOTAL: Final = 0
 
 
 class Assignments:
-    """The variables of a block, with a count of the assignments to each (see ``tracing.counted_stores``).
-
-    Attributes:
-        cells: The variables, by name.
-    """
+    """The variables of a block, with a count of assignments to each (see ``tracing.counted_stores``)."""
 
     __slots__ = ("_counts", "cells")
 
@@ -50,22 +40,15 @@ class Assignments:
         self._counts: dict[int, int] = {} if counts is None else counts
 
     def inside(self, cells: MutableMapping[str, CellType]) -> Assignments:
-        """Return the assignments of a block nested in this one; it shares this one's counts."""
         return Assignments(cells, self._counts)
 
     def lent(self, capture: FunctionType) -> Assignments:
-        """Return the assignments of a function defined in this block.
-
-        Args:
-            capture: A function that is never called. Its closure holds the cells of the function's own
-                variables whose assignments are to be counted.
-        """
+        """Return the assignments of a function defined here; ``capture``, never called, holds its cells."""
         own = dict(zip(capture.__code__.co_freevars, capture.__closure__ or (), strict=True))
         return Assignments({**self.cells, **own}, self._counts)
 
     @property
     def total(self) -> int:
-        """The number of assignments and deletions of all variables."""
         return self._counts.get(_TOTAL, 0)
 
     def __getitem__(self, name: str) -> int:
@@ -74,20 +57,13 @@ class Assignments:
         return 0 if cell is None else self.of(cell)
 
     def of(self, cell: CellType) -> int:
-        """Return the number of assignments and deletions of the variable in a cell."""
         return self._counts.get(id(cell), 0)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Assign the variable and count the assignment."""
         self.cells[name].cell_contents = value
         self.count(name)
 
     def __delitem__(self, name: str) -> None:
-        """Delete the variable and count the deletion.
-
-        Raises:
-            NameError: The variable is unbound.
-        """
         cell = self.cells[name]
         if content(cell) is UNBOUND:
             raise NameError(f"name {name!r} is not defined", name=name)
@@ -95,7 +71,6 @@ class Assignments:
         self.count(name)
 
     def assign(self, name: str, value: Any) -> Any:
-        """Assign the variable and return the value."""
         self[name] = value
         return value
 

@@ -1,10 +1,8 @@
 """Persistent options of the library, kept in a file of the user's: ``CONFIG.APP.DEBUG = True``.
 
-Options are read on hot paths, so each is a plain attribute. Assignment does the checking: a wrong name or
-type raises at once. The file holds an API key, so only its owner may read it, and it is replaced atomically,
-so a reader never sees a partly written one. A file that cannot be used causes a warning, never a failed
-import. Environment variables are not consulted; the server has settings of its own for that. The library
-reads the instance ``CONFIG`` only.
+The file holds an API key: only its owner may read it, and it is replaced atomically. A file that cannot be
+used causes a warning, never a failed import. Environment variables are not consulted. Options are read on hot
+paths, so each is a plain attribute.
 """
 
 from __future__ import annotations
@@ -29,12 +27,7 @@ class _Section:
     __slots__ = ()
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set an option.
-
-        Raises:
-            AttributeError: There is no option of that name.
-            TypeError: The value is not of the option's type.
-        """
+        """Set an option; AttributeError for an unknown name, TypeError for a value of another type."""
         expected = _option_types(self).get(name)
         if expected is None and not hasattr(type(self), name):
             raise AttributeError(f"no option {name!r}; there are {', '.join(_option_types(self))}")
@@ -112,7 +105,6 @@ class Config:
     _path: Path
 
     def __init__(self, path: Path) -> None:
-        """Read the file if it exists."""
         object.__setattr__(self, "APP", AppOptions())
         object.__setattr__(self, "API", ApiOptions())
         object.__setattr__(self, "_path", path)
@@ -120,7 +112,6 @@ class Config:
             self._apply(section, options)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
-        """Reject the assignment: options live in the sections."""
         raise AttributeError(f"{name!r} cannot be set here; set an option of CONFIG.APP or CONFIG.API")
 
     def __repr__(self) -> str:
@@ -199,7 +190,6 @@ class Config:
 
 
 def _option_types(section: object) -> dict[str, type]:
-    """Return the options of a section with their types, which are the types of the defaults."""
     if not isinstance(section, (AppOptions, ApiOptions)):
         return {}
     return {field.name: type(field.default) for field in dataclasses.fields(section)}

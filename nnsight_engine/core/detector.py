@@ -1,7 +1,4 @@
-"""A detector: a number for each position, computed from values at one or more points.
-
-Numbers are float32. The worker computes the same on the device; ``Detector.scores`` is its definition.
-"""
+"""A detector: a float32 number per position. ``Detector.scores`` defines it; the worker computes the same."""
 
 from __future__ import annotations
 
@@ -16,16 +13,12 @@ Numbers = npt.NDArray[np.float32]
 
 
 class Form(enum.StrEnum):
-    """How a part of a detector computes a number from a value ``x``."""
-
     LINEAR = "linear"
     MLP = "mlp"
     DISTANCE = "distance"
 
 
 class Link(enum.StrEnum):
-    """The function from the sum of a detector's parts to its score."""
-
     IDENTITY = "identity"
     SIGMOID = "sigmoid"
 
@@ -44,12 +37,10 @@ LINEAR: ``weights [width]``. MLP: ``hidden_weights [hidden, width]``, ``hidden_b
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DetectorPart:
-    """What a detector reads at one point.
+    """The value that a detector reads at one point, and its number.
 
-    Attributes:
-        point: The point, ``layers.12.output``.
-        form: LINEAR ``x·w``; MLP ``relu(H·x + h)·w``; DISTANCE ``-‖(x - mean)·scale‖``.
-        tensors: The tensors by name, see ``TENSORS``.
+    ``form``: LINEAR ``x·w``; MLP ``relu(H·x + h)·w``; DISTANCE ``-‖(x - mean)·scale‖``. ``tensors``: see
+    ``TENSORS``.
     """
 
     point: str
@@ -57,7 +48,6 @@ class DetectorPart:
     tensors: Mapping[str, Numbers]
 
     def values(self, x: Numbers) -> Numbers:
-        """Return the part's numbers, ``[positions]``, of values ``[positions, width]``."""
         own = self.tensors
         match self.form:
             case Form.LINEAR:
@@ -72,14 +62,7 @@ class DetectorPart:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Detector:
-    """A sum of parts, a bias and a link.
-
-    Attributes:
-        parts: Its parts, at different points.
-        bias: Added to their sum.
-        link: Applied to the sum.
-        threshold: The score from which it is taken to hold; None if it has no default.
-    """
+    """A sum of parts, a bias and a link; it holds from ``threshold`` on, None if there is no default."""
 
     parts: tuple[DetectorPart, ...]
     bias: float = 0.0
@@ -93,5 +76,4 @@ class Detector:
 
 
 def sigmoid(x: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
-    """Return ``1 / (1 + exp(-x))`` without overflow."""
     return np.asarray(np.exp(-np.logaddexp(0, -x)))

@@ -7,18 +7,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def narrowed(value: torch.Tensor, dtype: torch.dtype, *, what: str) -> torch.Tensor:
-    """Return a tensor in another dtype; the same tensor if it has that dtype already.
+    """Return a tensor in another dtype, itself if it has it; ValueError if a finite number overflowed.
 
-    Values that are infinite already stay infinite. The values are checked only if the new dtype's range is
-    smaller than the old one's; on a GPU this check synchronizes.
-
-    Args:
-        value: The tensor.
-        dtype: The dtype.
-        what: The reason for the conversion, for the error message: "a cache keeps values in float16".
-
-    Raises:
-        ValueError: A finite number would become infinite.
+    Values are checked only if the new dtype's range is smaller; on a GPU this check synchronizes.
     """
     narrow = value.to(dtype)
     if not (_has_range(value.dtype) and _has_range(dtype)) or isinstance(narrow, FakeTensor):
@@ -35,11 +26,7 @@ def narrowed(value: torch.Tensor, dtype: torch.dtype, *, what: str) -> torch.Ten
 
 
 def fitted(value: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
-    """Return a value converted to the dtype and device of the model's own value that it replaces.
-
-    Raises:
-        ValueError: A finite number would become infinite.
-    """
+    """Return a value in dtype and on the device of the model's value that it replaces, see ``narrowed``."""
     return narrowed(value, current.dtype, what=f"the model continues in {current.dtype}").to(current)
 
 

@@ -1,7 +1,4 @@
-"""Properties of dtypes by torch's names, for code that must not import torch.
-
-numpy has no bfloat16. A bfloat16 is the upper half of a float32, so its bits widen exactly.
-"""
+"""Properties of dtypes by torch's names, for code that must not import torch; numpy has no bfloat16."""
 
 from __future__ import annotations
 

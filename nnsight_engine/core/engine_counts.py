@@ -1,8 +1,4 @@
-"""Counters of an engine since its start: steps by execution tier, time of interventions, sandbox events.
-
-A worker counts and returns its counters as plain values on request. Counters only grow; they become smaller
-only when the engine was restarted in between.
-"""
+"""Counters of an engine since its start; they only grow, and become smaller only when it was restarted."""
 
 from __future__ import annotations
 
@@ -43,14 +39,7 @@ STEP_BUCKETS_S: Final = (
 
 @dataclasses.dataclass(slots=True)
 class EngineCounts:
-    """Counters of one engine.
-
-    Attributes:
-        steps: Number of steps by tier.
-        intervention_buckets: Number of steps with interventions by their duration, see ``STEP_BUCKETS_S``.
-        intervention_s: The sum of these durations, in seconds.
-        sandboxes: Number of sandbox events, by event.
-    """
+    """Counters of one engine; ``intervention_buckets`` counts steps by duration, see ``STEP_BUCKETS_S``."""
 
     steps: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(TIERS, 0))
     intervention_buckets: list[int] = dataclasses.field(
@@ -60,22 +49,18 @@ class EngineCounts:
     sandboxes: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SANDBOX_EVENTS, 0))
 
     def note_time(self, seconds: float) -> None:
-        """Record the duration of the interventions of one step."""
         self.intervention_buckets[bisect.bisect_left(STEP_BUCKETS_S, seconds)] += 1
         self.intervention_s += seconds
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the counters as plain values."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> EngineCounts:
-        """Return the counters from the result of ``to_plain``."""
         return cls(**plain)
 
     @classmethod
     def total(cls, counts: Iterable[EngineCounts]) -> EngineCounts:
-        """Return the sum of the counters of several engines."""
         total = cls()
         for one in counts:
             for name, number in one.steps.items():

@@ -1,5 +1,3 @@
-"""Replacement of the whole environment of this process."""
-
 from __future__ import annotations
 
 import os

@@ -1,15 +1,8 @@
-"""Errors of the engine: of one request, and of the options that it is started with."""
-
 from __future__ import annotations
 
 
 class InterventionError(Exception):
-    """One request fails; other requests and the engine continue.
-
-    Args:
-        code: A value of ``api_schemas.errors.ErrorCode``, as a string.
-        message: The rule, the value, the next step.
-    """
+    """One request fails, with a ``code`` of ``api_schemas.errors.ErrorCode``; other requests continue."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)

@@ -1,8 +1,4 @@
-"""Gradients in blocks: ``tensor.requires_grad = True`` for any tensor, and explanations of missing gradients.
-
-Torch allows this assignment on leaves only; ``requires_grad_(True)`` does the same for any tensor.
-Assignments in blocks are routed through this module, wherever the block runs.
-"""
+"""Gradients in blocks: ``tensor.requires_grad = True`` for any tensor (torch: leaves only), and advice."""
 
 from __future__ import annotations
 
@@ -20,7 +16,6 @@ ASK: Final = (
 
 
 def set_requires_grad(value: Any, owner: Any) -> None:
-    """Assign ``owner.requires_grad``; on a tensor that is not a leaf, call ``requires_grad_()`` for True."""
     if value is True and isinstance(owner, torch.Tensor) and not owner.is_leaf:
         owner.requires_grad_()
     else:
@@ -48,7 +43,6 @@ def asked_for_gradients(owner: Any) -> Any:
 
 
 def missing_graph_reason(tensor: torch.Tensor) -> str | None:
-    """Return why a tensor has no gradients, and the remedy; None if it has them."""
     if tensor.requires_grad:
         return None
     if tensor.is_inference():

@@ -1,7 +1,4 @@
-"""Names of the points within a layer, the same on every architecture and both engines.
-
-``docs/points.md`` has their meaning and shapes.
-"""
+"""Names of the points within a layer, the same everywhere; ``docs/points.md`` has meanings and shapes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Usage of the engine by one request: tokens, bytes sent to the client, seconds of engine time.
-
-A request's ``WorkContext`` has a meter, in which code that works for the request records its usage. Numbers
-only grow; usage counts even if the request fails or its client disconnects.
-"""
+"""Usage of the engine by one request. Numbers only grow; usage counts even if the request fails."""
 
 from __future__ import annotations
 
@@ -18,12 +14,8 @@ class UsageMeter:
     """The usage of one request so far.
 
     Attributes:
-        key_id: The id of the API key of the request; empty without one.
         captured_bytes: Bytes of captures and saves that left the engine.
-        intervention_s: Seconds during which the request's operations and blocks had the engine to
-            themselves.
-        prompt_tokens: Tokens of its prompts.
-        finish_reasons: Why each generation that has ended did, in the engine's words.
+        intervention_s: Seconds during which its operations and blocks had the engine to themselves.
     """
 
     __slots__ = (
@@ -43,12 +35,10 @@ class UsageMeter:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the request's prompts and of its generations."""
         return self.prompt_tokens + self.output_tokens
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of its generations."""
         return self.noted_tokens + sum(count() for count in self._counters)
 
     def watch(self, output_tokens: Callable[[], int]) -> None:

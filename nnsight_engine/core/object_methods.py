@@ -1,17 +1,14 @@
 """A method on every Python object, numbers and None included, such as ``hidden.save()``.
 
-Python rejects ``object.save = f``, so the method is put into the dict behind ``object.__dict__``, and the
-interpreter's attribute cache is invalidated. The method is mounted once and stays, so it must not affect the
-rest of the program:
+It is put into the dict behind ``object.__dict__``, and the interpreter's attribute cache is invalidated. It
+is mounted once and stays, so it must not affect the rest of the program:
 
 - A class that has an attribute of that name keeps its own.
-- Classes themselves do not have the method; otherwise a dataclass field of that name would get it as its
-  default. Exception: ``importlib.metadata`` of Python 3.12 and 3.13 looks up each name in the dicts of its
-  classes' bases on the class, and every entry point would fail.
-- ``dir`` does not list it: torch, anyio and others loop over ``dir`` while they are imported and fail on
-  unknown names.
-- ``when`` hides it outside of traces, because mocks, proxies and lazy objects answer any name through
-  ``__getattr__``.
+- Classes themselves do not have it, or a dataclass field of that name would get it as its default.
+  Exception: ``importlib.metadata`` of Python 3.12 and 3.13 looks up each name in the dicts of its classes'
+  bases on the class, and every entry point would fail.
+- ``dir`` does not list it: torch, anyio and others loop over ``dir`` while they are imported and fail.
+- ``when`` hides it outside of traces, because mocks and proxies answer any name through ``__getattr__``.
 """
 
 from __future__ import annotations
@@ -43,7 +40,6 @@ class MountError(RuntimeError):
 
 
 def always() -> bool:
-    """Return True: the condition of a method that is always visible."""
     return True
 
 
@@ -81,17 +77,11 @@ class _Probe:
 def mount(name: str, function: Method, *, when: Condition = always) -> None:
     """Make ``value.name()`` call ``function(value)`` for every value whose class has no such attribute.
 
-    Mounting the same function again does nothing; another function under a mounted name replaces it.
-
-    Args:
-        name: An identifier that ``object`` does not have.
-        function: Called with the value.
-        when: While it returns False, the attribute is hidden. It is called at every look-up, so it must be
-            cheap.
+    Another function under a mounted name replaces it. While ``when`` returns False, the attribute is
+    hidden; it is called at every look-up, so it must be cheap.
 
     Raises:
-        MountError: ``object`` has an attribute of that name that was not mounted here, or this interpreter
-            does not allow the change.
+        MountError: ``object`` has such an attribute, or this interpreter does not allow the change.
     """
     if not name.isidentifier():
         raise MountError(f"a mounted method needs an identifier as its name, got {name!r}")
@@ -117,7 +107,6 @@ def mount(name: str, function: Method, *, when: Condition = always) -> None:
 
 
 def unmount(name: str) -> None:
-    """Remove a mounted method; do nothing if none is mounted."""
     namespace = _namespace_of(object)
     if not isinstance(namespace.get(name), _Mounted):
         return
@@ -129,13 +118,11 @@ def unmount(name: str) -> None:
 
 
 def _set(cls: type, name: str, value: object) -> None:
-    """Do ``cls.name = value`` for a built-in class."""
     _namespace_of(cls)[sys.intern(name)] = value
     _forget_lookups(cls)
 
 
 def _namespace_of(cls: type) -> dict[str, object]:
-    """Return the dict behind the read-only view ``cls.__dict__``."""
     referents = gc.get_referents(cls.__dict__)
     if len(referents) != 1 or not isinstance(referents[0], dict):
         raise MountError(f"{_interpreter()} hides the dict of {cls.__name__}; {_NEXT_STEP}")
@@ -147,18 +134,15 @@ def _mounted_names() -> list[str]:
 
 
 def _list_value(self: object = None) -> Iterable[str]:
-    """Replace ``object.__dir__``; the default is for None, to which Python does not bind functions."""
     own = getattr(self, "__dict__", {})
     return _without_mounted(_dir_of_value(self), type(self), own)
 
 
 def _list_class(cls: type) -> Iterable[str]:
-    """Replace ``type.__dir__``."""
     return _without_mounted(_dir_of_class(cls), cls, {})
 
 
 def _without_mounted(names: Iterable[str], cls: type, own: Iterable[str]) -> list[str]:
-    """Drop the names that only ``object`` provides."""
     hidden = [
         name
         for name in _mounted_names()

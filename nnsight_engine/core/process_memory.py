@@ -12,7 +12,6 @@ _OOM_SCORE: Final = 500
 
 
 def end_before_server() -> None:
-    """Make the kernel's OOM killer prefer this process to its server, if the system supports it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE), encoding="ascii")
 

@@ -8,11 +8,9 @@ from typing import Any, ClassVar
 
 
 class ReadListener:
-    """The holder of the process-wide listener; one suffices, as ``import nnsight`` is process-wide too.
+    """The process-wide listener: called with the frame that reads, the owner, the property's name, the value.
 
-    Attributes:
-        listener: Called with the frame that reads, the owner, the property's name and the value.
-        missing_is_none: Whether a value that a cache did not store is None, as in nnsight, and not an error.
+    ``missing_is_none``: whether a value that a cache did not store is None, as in nnsight, and not an error.
     """
 
     listener: ClassVar[Callable[[FrameType, Any, str, Any], None] | None] = None

@@ -14,11 +14,7 @@ _REMOVED: Final = "restricted"
 
 
 def check_sandbox(value: str) -> None:
-    """Check the choice, since any other value must not pass for one of the two.
-
-    Raises:
-        UnsupportedOptionError: It is neither ``process`` nor ``off``.
-    """
+    """Raise UnsupportedOptionError unless the choice is ``process`` or ``off``."""
     if value == _REMOVED:
         raise UnsupportedOptionError(
             f"the sandbox {_REMOVED!r} was removed, because only a process is a boundary: use {PROCESS!r}, "

@@ -1,11 +1,7 @@
 """The values that outlive a trace: those that a block marked with ``save``.
 
-A block's variables are dropped at the end of the trace, so that a forward pass does not keep every
-activation that a block read. ``save(value)`` marks a value; the outermost trace hands the marked values back
-to the user's variables.
-
-Marks are thread-local: two threads that trace at once never see each other's. They hold the values
-themselves, because an ``id`` alone could be reused by another object within the same trace.
+Other variables of a block are dropped at the end, so that a forward pass does not keep every activation.
+Marks are thread-local, and hold the values themselves: an ``id`` could be reused within the same trace.
 """
 
 from __future__ import annotations
@@ -41,21 +37,16 @@ class Saves(threading.local):
         self.marked: dict[int, Any] = {}
 
     def enter(self) -> None:
-        """Begin a trace, outermost or nested."""
         self.depth += 1
 
     def exit(self) -> None:
-        """End a trace; the outermost one drops the marks."""
         self.depth -= 1
         if not self.depth:
             self.marked = {}
 
     @contextlib.contextmanager
     def outermost(self) -> Iterator[dict[int, Any]]:
-        """Run the outermost trace of a thread that may run others before and after; yield the trace's marks.
-
-        The thread has no marks of other traces, even of one that was interrupted between two statements.
-        """
+        """Run a thread's outermost trace and yield its marks: none of other traces, even interrupted ones."""
         self.depth, self.marked = 1, {}
         try:
             yield self.marked
@@ -63,11 +54,7 @@ class Saves(threading.local):
             self.depth, self.marked = 0, {}
 
     def mark(self, value: Any) -> None:
-        """Keep ``value`` beyond the trace; do nothing outside of one.
-
-        Raises:
-            TypeError: ``value`` is a place in the model, or a plain container that holds one.
-        """
+        """Keep ``value`` beyond the trace, if there is one; TypeError for a place, or its container."""
         if self.depth:
             refuse_places(value)
             self.marked[id(value)] = value
@@ -78,12 +65,10 @@ class Saves(threading.local):
             refuse_places(value)
 
     def keeps(self, value: Any) -> bool:
-        """Return whether ``value`` is marked, or is a plain container that holds a marked value."""
         return holds_marked(value, self.marked)
 
 
 def holds_marked(value: Any, marked: Mapping[int, Any], depth: int = _MAX_DEPTH) -> bool:
-    """Return whether ``value`` is one of the marked objects, or is a plain container that holds one."""
     if id(value) in marked:
         return True
     kind = type(value)
@@ -96,7 +81,6 @@ def holds_marked(value: Any, marked: Mapping[int, Any], depth: int = _MAX_DEPTH)
 
 
 def refuse_places(value: Any, depth: int = _MAX_DEPTH) -> None:
-    """Raise TypeError if ``value`` is a place in a model, or is a plain container that holds one."""
     kind = type(value)
     if issubclass(kind, Place):
         own = value.__dict__

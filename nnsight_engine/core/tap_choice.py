@@ -1,7 +1,6 @@
 """The operator's choice of the taps that are compiled into the model.
 
-A tap is a cut in the compiled model, and each adds a small cost to every step, used or not. An operator who
-needs only some of them can choose these; hooks in uncompiled steps serve the rest of the residual stream.
+Each tap adds a small cost to every step, used or not; hooks in uncompiled steps serve the other points.
 """
 
 from __future__ import annotations
@@ -19,24 +18,15 @@ _OFFSETS: Final = {"input": 0, "output": 1}
 
 
 def check_taps(text: str) -> None:
-    """Check the syntax of a choice of taps, before a model is loaded.
-
-    Raises:
-        UnsupportedOptionError: It is not a list of points of the residual stream.
-    """
+    """Raise UnsupportedOptionError if the syntax is wrong, before a model is loaded."""
     _patterns(text)
 
 
 def chosen_taps(text: str, num_layers: int) -> frozenset[int]:
     """Return the numbers of the chosen taps: 0 before the first layer, i + 1 after layer i.
 
-    Args:
-        text: ``all``, ``off``, or points of the residual stream such as ``layers.4:20.output``, separated by
-            commas.
-        num_layers: The number of layers of the model.
-
-    Raises:
-        UnsupportedOptionError: It names no taps of this model.
+    ``text`` is ``all``, ``off``, or points such as ``layers.4:20.output``, separated by commas;
+    UnsupportedOptionError if it names no taps of this model.
     """
     if text == ALL_TAPS:
         return frozenset(range(num_layers + 1))
@@ -49,11 +39,7 @@ def chosen_taps(text: str, num_layers: int) -> frozenset[int]:
 
 
 def tap_of(leaf: str, layer: int) -> int | None:
-    """Return the number of the tap at a point, or None.
-
-    A layer's output and the next layer's input are the same tap. The rows of images are a part of the first
-    layer's input.
-    """
+    """Return the tap at a point, or None; images' rows are a part of the first layer's input."""
     if leaf in {_EMBED, VISION}:
         return 0
     return layer + _OFFSETS[leaf] if leaf in _OFFSETS else None

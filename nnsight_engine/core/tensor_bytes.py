@@ -1,7 +1,4 @@
-"""Tensors as little-endian bytes, their wire format.
-
-numpy has no bfloat16, so two-byte floats pass through a 16-bit integer view; no value is converted.
-"""
+"""Tensors as little-endian bytes, their wire format; numpy reads two-byte floats as 16-bit integers."""
 
 from __future__ import annotations
 
@@ -35,7 +32,6 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_to_bytes(tensor: torch.Tensor) -> bytes:
-    """Return the tensor's content as bytes in row-major order, copied to the host first."""
     tensor = tensor.detach().to("cpu").contiguous()
     if tensor.dtype is torch.bfloat16:
         tensor = tensor.view(torch.int16)

@@ -1,19 +1,13 @@
 """The text of each token, and the token of a text: one is the other's inverse.
 
-A tokenizer's ``decode`` of one token does not identify it: it drops the blank before a word (SentencePiece),
-and returns U+FFFD for each part of a character. Its ``encode`` of a word is not a lookup: it puts blanks
-before words and splits strings that the vocabulary has as one entry. So texts are made from the vocabulary's
-own entries:
+A tokenizer's ``decode`` of one token does not identify it (SentencePiece drops the blank before a word, a
+part of a character becomes U+FFFD), and its ``encode`` of a word is not a lookup. So texts are made from the
+vocabulary's own entries: the text that the token adds in the middle of a text, " Paris" for ``▁Paris`` and
+``ĠParis``, and bytes that form no whole character as ``<0xE2><0x80>``; if another token has that text, the
+entry, ``▁Paris``; if that is taken too, the text is too long, or there is no such token, ``<token 7042>``.
 
-- the text that the token adds in the middle of a text, " Paris" for ``▁Paris`` and ``ĠParis``; bytes that
-  form no whole character as ``<0xE2><0x80>``;
-- if another token has that text, the vocabulary's entry, ``▁Paris``;
-- if that is another token's text too, the text is too long to send, or the vocabulary has no such token,
-  ``<token 7042>``.
-
-A text names the token whose text it is, else the token whose entry it is. So for any vocabulary, the text
-shown for a token names that token. Of several tokens with the same text, it names an added one (a special
-token), else one of more than a byte. Admission looks up tokens by text, responses look up texts by token.
+A text names the token whose text it is, else the token whose entry it is; of several, an added one (a special
+token), else one of more than a byte.
 """
 
 from __future__ import annotations
@@ -40,14 +34,11 @@ _UNKNOWN_BYTES: Final = "nnsight_engine.unknown_bytes"
 class Tokenizer(Protocol):
     """The part of the interface of the tokenizers of the transformers library that is used here."""
 
-    def get_vocab(self) -> dict[str, int]:
-        """Return token ids by vocabulary entry."""
+    def get_vocab(self) -> dict[str, int]: ...
 
-    def get_added_vocab(self) -> dict[str, int]:
-        """Return ids of the tokens that were added to the vocabulary."""
+    def get_added_vocab(self) -> dict[str, int]: ...
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text."""
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
 
 class NoSuchTokenError(LookupError):
@@ -55,19 +46,13 @@ class NoSuchTokenError(LookupError):
 
 
 class TokenTexts:
-    """Texts and tokens of one tokenizer, in both directions.
-
-    Args:
-        tokenizer: The tokenizer; its vocabulary is read once.
-    """
+    """Texts and tokens of one tokenizer; its vocabulary is read once, on first use: that takes a while."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Defer reading the vocabulary: a large one takes a while."""
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
 
     def text(self, token_id: int) -> str:
-        """Return the text that names a token; see the module."""
         known = self._texts.get(token_id)
         if known is not None:
             return known
@@ -85,11 +70,7 @@ class TokenTexts:
         return next(one for one in fitting if self._find(one) == token_id)
 
     def token(self, text: str) -> int:
-        """Return the id of the token that a text names.
-
-        Raises:
-            NoSuchTokenError: It names none.
-        """
+        """Return the id of the token that a text names; raise NoSuchTokenError if it names none."""
         found = self._find(text)
         if found is None:
             raise NoSuchTokenError(self._explained(text))
@@ -106,7 +87,6 @@ class TokenTexts:
         return int(numbered[1]) if numbered else None
 
     def _plain(self, token_id: int, entry: str) -> str:
-        """Return the text that a token adds in the middle of a text."""
         if token_id in self._added:
             return entry
         if self._is_byte_level:
@@ -120,7 +100,6 @@ class TokenTexts:
         return entry.replace(_BLANK, " ")
 
     def _candidates(self, text: str) -> Iterator[str]:
-        """Yield the vocabulary entries whose text this may be, in order of precedence."""
         yield text  # an added token, or one without blanks
         if self._is_byte_level:
             yield _entry_of_bytes(text.encode("utf-8", "surrogatepass"))
@@ -154,7 +133,6 @@ class TokenTexts:
 
     @functools.cached_property
     def _decoder(self) -> str:
-        """The tokenizer's decoder, in the serialized form of the ``tokenizers`` library."""
         backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         decoder = getattr(backend, "decoder", None)
         return "" if decoder is None else bytes(decoder.__getstate__()).decode()
@@ -170,10 +148,7 @@ class TokenTexts:
 
 @functools.cache
 def _byte_characters() -> Mapping[int, str]:
-    """Return the character that stands for each byte in byte-level vocabularies.
-
-    A byte that is a printable character of Latin-1 stands for itself; the others follow from U+0100 on.
-    """
+    """Return the characters for bytes: printable Latin-1 for itself, others from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + at) for at, byte in enumerate(others)}
@@ -185,7 +160,6 @@ def _character_bytes() -> Mapping[str, int]:
 
 
 def _text_of_bytes(entry: str) -> str:
-    """Return the text of an entry of a byte-level vocabulary; the entry itself if it is not byte-level."""
     known = _character_bytes()
     if any(character not in known for character in entry):
         return entry
@@ -198,7 +172,6 @@ def _entry_of_bytes(data: bytes) -> str:
 
 
 def _escaped_bytes(text: str) -> bytes:
-    """Return the bytes of a text in which some are written as ``<0xE2>``."""
     parts = _BYTE.split(text)
     return b"".join(
         bytes([int(part, 16)]) if at % 2 else part.encode("utf-8", "surrogatepass")

@@ -25,7 +25,6 @@ _NOTES: Final = {
 
 
 def explain(error: BaseException) -> None:
-    """Add what an error of torch means in a trace, as a note."""
     if isinstance(error, RuntimeError | IndexError) and not hasattr(error, "__notes__"):
         text = str(error)
         for part, note in _NOTES.items():

@@ -1,10 +1,8 @@
 """Trees of tensors: tensors in nested tuples, lists, dicts, namedtuples, dataclasses and model outputs.
 
-The arguments and results of modules are such trees, and an intervention sees or replaces only its own rows
-of them. Containers are never edited: a change makes new containers along its path, and an unchanged part
-stays the same object, so ``is`` shows whether anything changed. An object of a class that is not a container
-(a cache, a module, a number) is a leaf that is passed on as it is. Interleaving calls this once or more per
-module and step, so a bare tensor and a flat tuple take a fast path.
+Containers are never edited: a change makes new ones along its path, and an unchanged part stays the same
+object, so ``is`` shows whether anything changed. Objects of other classes (a cache, a module) are leaves.
+Interleaving calls this once or more per module and step, so a bare tensor and a flat tuple take a fast path.
 """
 
 from __future__ import annotations
@@ -39,12 +37,7 @@ class TreeDepthError(ValueError):
 
 
 class TreeMismatchError(ValueError):
-    """Two trees that must have the same shape differ.
-
-    Args:
-        path: The place where they differ, such as ``[0].hidden_states``; empty at the root.
-        reason: The expected and the actual value there.
-    """
+    """Two trees that must have the same shape differ, at ``path`` (empty at the root)."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"{path or 'the value'}: {reason}")
@@ -53,16 +46,7 @@ class TreeMismatchError(ValueError):
 
 
 def map_tensors(tree: TreeT, fn: MapFunction, other: LeafFunction | None = None) -> TreeT:
-    """Return ``tree`` with ``fn(tensor)`` in place of every tensor; ``tree`` itself if nothing changed.
-
-    Args:
-        tree: The tree.
-        fn: Called with each tensor.
-        other: Called with each leaf that is not a tensor.
-
-    Raises:
-        TreeDepthError: The tree is too deep; most likely it contains itself.
-    """
+    """Return the tree with ``fn(tensor)`` and ``other(leaf)``; the tree itself if nothing changed."""
     if isinstance(tree, Tensor):
         return cast("TreeT", fn(tree))
     return cast("TreeT", _map(tree, fn, 0, other))
@@ -71,45 +55,29 @@ def map_tensors(tree: TreeT, fn: MapFunction, other: LeafFunction | None = None)
 def map_pairs(full: TreeT, part: object, fn: PairFunction) -> TreeT:
     """Return ``full`` with ``fn(tensor, its counterpart in part)`` in place of every tensor.
 
-    A sequence matches any sequence of its length and a mapping any mapping with its keys; the result has the
-    classes of ``full``. Leaves that are not tensors must be equal numbers or strings, or the same object,
-    because only tensors have rows that one request can own.
-
-    Raises:
-        TreeMismatchError: The trees differ in shape; the error names the place.
-        TreeDepthError: The tree is too deep; most likely it contains itself.
+    A sequence matches any sequence of its length, a mapping any with its keys; the result has the classes of
+    ``full``. Other leaves must be equal numbers or strings, or the same object, because only tensors have
+    rows that one request can own. A TreeMismatchError names the place.
     """
     return cast("TreeT", _map_pair(full, part, fn, "", 0))
 
 
 def tensors(tree: object) -> Iterator[Tensor]:
-    """Yield the tensors of ``tree`` from left to right; a tensor that occurs twice is yielded twice.
-
-    Raises:
-        TreeDepthError: The tree is too deep; most likely it contains itself.
-    """
+    """Yield the tensors from left to right; one that occurs twice is yielded twice."""
     return _walk(tree, 0)
 
 
 class _Container(Protocol):
-    """How to take objects of one class apart and rebuild them."""
+    def values(self, tree: object) -> list[object]: ...
 
-    def values(self, tree: object) -> list[object]:
-        """Return the children in order."""
+    def rebuild(self, tree: object, values: list[object]) -> object: ...
 
-    def rebuild(self, tree: object, values: list[object]) -> object:
-        """Return a new object like ``tree`` with other children, as many and in the same order."""
+    def label(self, tree: object, index: int, /) -> str: ...
 
-    def label(self, tree: object, index: int, /) -> str:
-        """Return the part of a path that leads to the child at ``index``."""
-
-    def align(self, tree: object, part: object, path: str) -> list[object]:
-        """Return the children of ``part`` in the order of those of ``tree``, or raise TreeMismatchError."""
+    def align(self, tree: object, part: object, path: str) -> list[object]: ...
 
 
 class _Sequence:
-    """Tuples, lists and their subclasses."""
-
     def __init__(self, make: Callable[[object, list[object]], object]) -> None:
         self._make = make
 
@@ -131,8 +99,6 @@ class _Sequence:
 
 
 class _Mapping:
-    """Dicts, their subclasses, and UserDict; the classes of model outputs are dicts with fields."""
-
     def values(self, tree: object) -> list[object]:
         return list(cast("dict[object, object]", tree).values())
 
@@ -161,8 +127,6 @@ class _Mapping:
 
 
 class _Fields:
-    """Dataclasses that are no other kind of container."""
-
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
 
@@ -219,7 +183,6 @@ _BASES: tuple[tuple[type, _Container], ...] = (
 
 
 def _find_container(cls: type) -> _Container | None:
-    """Return how to take objects of ``cls`` apart, or None for a leaf."""
     builtin = _BUILTIN.get(cls)
     if builtin is not None:
         return builtin

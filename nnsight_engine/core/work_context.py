@@ -1,10 +1,8 @@
-"""The part of a request's context that the engine reads: whose work it does, and where its usage is recorded.
+"""The part of a request's context that the engine reads: whose work it does, where its usage is recorded.
 
-vLLM's serving classes call the engine without passing on anything of ours, and libraries write log lines
-without it; a context variable is the only way there. Beside the call of ``async_engine.carrying`` there is
-one, it holds one object, and only ``working_for`` sets it: in the task that serves a request or runs a job,
-and thereby in all tasks that this one starts. Everything else receives the object, or the fields that it
-needs, as arguments.
+vLLM's serving classes pass on nothing of ours, so a context variable carries the object to the engine: the
+only one beside the call of ``async_engine.carrying``. Only ``working_for`` sets it, in the task that serves a
+request or runs a job. Everything else receives the object, or the fields that it needs, as arguments.
 """
 
 from __future__ import annotations
@@ -25,14 +23,10 @@ class WorkContext:
     """A request, or a run of a job, as the engine knows it.
 
     Attributes:
-        tenant: The tenant whose work it is; empty on a server without keys.
-        meter: The usage so far.
-        trace_headers: The W3C trace context (distributed tracing) that the engine's spans continue:
-            ``traceparent``, and ``tracestate`` where there is one. None where no spans are recorded.
+        tenant: Empty on a server without keys.
+        trace_headers: The W3C trace context that spans continue; None where no spans are recorded.
         tier: How its steps ran, once known: ``tap`` or ``eager``.
-        presets: The presets that its operations come from, ``calm@3``.
-        marked: The choices that ``flag`` operations have marked, or ``stop`` operations ended, each with the
-            operation's kind.
+        marked: Choices that ``flag`` operations marked or ``stop`` operations ended, with the kind of each.
     """
 
     tenant: str = ""
@@ -52,12 +46,10 @@ _CURRENT: Final[ContextVar[WorkContext | None]] = ContextVar("nnsight_engine_wor
 
 
 def current_work() -> WorkContext | None:
-    """Return the context of the work that the running code belongs to; None outside of any."""
     return _CURRENT.get()
 
 
 def tenant_served() -> str:
-    """Return the tenant whose work the running code does; empty if there is none."""
     work = _CURRENT.get()
     return "" if work is None else work.tenant
 

@@ -1,16 +1,12 @@
 """Aliases of modules, so that the same code works on models that name the same module differently.
 
 ``rename`` maps a path to one name or several. ``"mlp": "feedforward"`` gives every module called ``mlp`` an
-alias. ``"transformer.h": "layers"`` puts the alias where the path starts, at every module that has the path.
-The original name always stays valid. Paths and aliases may have a leading dot, which stands for the module
-where the path starts and changes nothing: ``".transformer.h": ".layers"``.
+alias, ``"transformer.h": "layers"`` every module that has the path. The original name stays valid; a leading
+dot changes nothing. A path may begin with the name of the root, ``"model.transformer.h"``, and ``"model":
+"lm"`` names the root, if the root has no module of that name.
 
-A path may begin with the name of the root itself, as paths are printed: ``"model.transformer.h"``, and
-``"model": "lm"`` names the root, in a model that has no module of that name at its root.
-
-One ``rename`` may serve several architectures: a model needs one of the paths of each alias, so that
-``{"transformer.h": "layers", "model.layers": "layers"}`` is ``layers`` on either. An alias without any is
-refused. Envoys use this when they are built and when a name is neither a child nor an attribute.
+One ``rename`` may serve several architectures: a model needs one of the paths of each alias. An alias without
+any is refused.
 """
 
 from __future__ import annotations
@@ -25,19 +21,8 @@ Rename = Mapping[str, str | list[str] | tuple[str, ...]]
 
 
 class Aliases:
-    """The aliases that one envoy knows.
-
-    Attributes:
-        rename: The mapping that they were read from.
-    """
-
     def __init__(self, rename: Rename) -> None:
-        """Read ``rename``.
-
-        Raises:
-            TypeError: It is not a mapping of names to names.
-            ValueError: A path or an alias is invalid.
-        """
+        """Raise TypeError if it is no mapping of names to names, ValueError for an invalid path or alias."""
         if not isinstance(rename, Mapping):
             raise TypeError(f"rename maps paths to names, {{'transformer.h': 'layers'}}, got {rename!r}")
         self.rename = rename
@@ -67,15 +52,10 @@ class Aliases:
 
     @property
     def names(self) -> list[str]:
-        """The aliases."""
         return list(self._paths)
 
     def refuse(self, taken: Container[str]) -> None:
-        """Raise if an alias is already an attribute of the envoy and would never be looked up.
-
-        Raises:
-            ValueError: One of the aliases is among ``taken``.
-        """
+        """Raise ValueError if an alias is an attribute of the envoy (``taken``), and never looked up."""
         for alias, paths in self._paths.items():
             if alias in taken:
                 raise ValueError(
@@ -84,7 +64,6 @@ class Aliases:
                 )
 
     def resolve(self, alias: str) -> list[str]:
-        """Return the paths that ``alias`` may refer to, without leading dots."""
         return [path.removeprefix(".") for path in self._paths.get(alias, ())]
 
     def ways_to(self, path: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -104,18 +83,11 @@ class Aliases:
         return ways
 
     def names_for(self, child: str) -> list[str]:
-        """Return the aliases of a direct child, for listings."""
         return [*self._aliases.get(child, []), *self._aliases.get(f".{child}", [])]
 
 
 def by_alias(envoy: Envoy, name: str, tried: frozenset[tuple[int, str]] = frozenset()) -> Any:
-    """Return the object that an alias refers to on ``envoy``, or None.
-
-    Args:
-        envoy: The envoy.
-        name: The alias.
-        tried: Lookups in progress, by envoy id and name: ends the recursion of cyclic aliases.
-    """
+    """Return an alias's object, or None; ``tried``, lookups in progress, ends cyclic recursion."""
     here = (id(envoy), name)
     aliases = envoy._alias
     if aliases is None or here in tried:
@@ -126,7 +98,6 @@ def by_alias(envoy: Envoy, name: str, tried: frozenset[tuple[int, str]] = frozen
 
 
 def descend(envoy: Envoy, path: str, tried: frozenset[tuple[int, str]] = frozenset()) -> Any:
-    """Return the object at ``path`` below ``envoy``, or None; parts of the path may be aliases."""
     found: Any = envoy
     for part in path.split(".") if path else ():
         if "_names" not in getattr(found, "__dict__", ()):
@@ -141,7 +112,6 @@ def descend(envoy: Envoy, path: str, tried: frozenset[tuple[int, str]] = frozens
 
 
 def _below_root(envoy: Envoy, paths: list[str]) -> list[str]:
-    """Return the paths that begin with the root's own name, without it; empty for the root itself."""
     if not envoy._is_root:
         return []
     root = str(envoy.path)
@@ -149,11 +119,7 @@ def _below_root(envoy: Envoy, paths: list[str]) -> list[str]:
 
 
 def check_aliases(envoy: Envoy) -> None:
-    """Reject aliases that could not be looked up on ``envoy``, or that are ambiguous.
-
-    Raises:
-        ValueError: An alias is an attribute of the envoy, or refers to two modules.
-    """
+    """Raise ValueError for an alias that is an attribute of the envoy, or refers to two modules."""
     aliases = envoy._alias
     if aliases is None:
         return
@@ -172,15 +138,7 @@ def check_aliases(envoy: Envoy) -> None:
 
 
 def check_reached(root: Envoy, known: Container[str] = ()) -> None:
-    """Reject aliases that refer to nothing in the tree.
-
-    Args:
-        root: The root of the tree.
-        known: Names with which a path may begin that are no modules, or none yet.
-
-    Raises:
-        ValueError: No module has any of the paths of an alias, nor a child of the alias's name.
-    """
+    """Raise ValueError if an alias refers to nothing; ``known``: beginnings of paths that are no modules."""
     aliases = root._alias
     if aliases is None:
         return
@@ -196,13 +154,7 @@ def check_reached(root: Envoy, known: Container[str] = ()) -> None:
 
 
 def ends_with(path: str, end: str, aliases: Aliases | None) -> bool:
-    """Return whether a path ends with these components, in the model's own names or in aliases.
-
-    Args:
-        path: The path of a module, from the root: ``model.transformer.h.0.attn``.
-        end: Its last components, with or without a leading dot: ``attn``, ``h.0.attn``, ``.layers.0.attn``.
-        aliases: The aliases of the tree.
-    """
+    """Return whether a path from the root ends in ``end``, ``h.0.attn``, which may be in aliases."""
     wanted = tuple(_parts(end))
     own = tuple(path.split("."))
     ways = [own] if aliases is None else aliases.ways_to(own)

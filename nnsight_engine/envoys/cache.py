@@ -27,12 +27,7 @@ class Entry:
     """Values of one module: the list of its calls, one for each step of a generation.
 
     ``entry[2].output`` is the output of the third call. ``entry.output`` is the value itself if the module
-    was
-    called once, otherwise a list.
-
-    Attributes:
-        values: Values of all calls, by ``output`` or ``input``.
-        numbers: Number of the call of each value.
+    was called once, otherwise a list.
     """
 
     _index: _Index | None = None
@@ -48,11 +43,9 @@ class Entry:
         self._index = None
 
     def __len__(self) -> int:
-        """Return the number of calls."""
         return len(self._calls())
 
     def __iter__(self) -> Iterator[Entry]:
-        """Iterate over the calls, each an entry of its own."""
         return (self._at(number) for number in self._calls())
 
     @overload
@@ -62,11 +55,7 @@ class Entry:
     def __getitem__(self, call: slice) -> list[Entry]: ...
 
     def __getitem__(self, call: int | slice) -> Entry | list[Entry]:
-        """Return the values of one call, or a list for a slice.
-
-        Raises:
-            IndexError: There was no such call.
-        """
+        """Return the values of one call, or a list for a slice; IndexError if there was no such call."""
         calls = self._calls()
         if isinstance(call, slice):
             return [self._at(number) for number in calls[call]]
@@ -86,13 +75,11 @@ class Entry:
         return one
 
     def _indexed(self) -> _Index:
-        """Return the index of the values by call, which is computed once for many look-ups."""
         if self._index is None:
             self._index = _Index(self.numbers)
         return self._index
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the values without their index, which can be computed again."""
         return {"values": self.values, "numbers": self.numbers}
 
     def _get(self, key: str) -> list[Any]:
@@ -121,17 +108,10 @@ class Entry:
         return _one_or_all([_first(value) for value in self._get("input")])
 
     def __repr__(self) -> str:
-        """Return the kinds and numbers of values."""
         return f"Entry({', '.join(f'{key} x{len(kept)}' for key, kept in self.values.items())})"
 
 
 class _Index:
-    """The calls of an entry in order, and for each the place of its value in each list.
-
-    Args:
-        numbers: For each list, which call each value belongs to.
-    """
-
     def __init__(self, numbers: Mapping[str, Sequence[Any]]) -> None:
         self.places: dict[Any, dict[str, int]] = {}
         for key, calls in numbers.items():
@@ -141,19 +121,7 @@ class _Index:
 
 
 class Cache:
-    """Collects values, as they are after the blocks have edited them.
-
-    Values are copied: later in-place changes by the model do not reach the cache. KV caches,
-    which the model changes at each step, are replaced by None.
-
-    Args:
-        device: Device to store tensors on; their own by default.
-        dtype: Dtype to convert floating-point tensors to; their own by default.
-        detach: Whether to detach tensors from autograd.
-
-    Attributes:
-        entries: Values by module path.
-    """
+    """Collects copies of values, as they are after the blocks have edited them, with None for KV caches."""
 
     def __init__(
         self,
@@ -174,17 +142,7 @@ class Cache:
         modules: Sequence[Envoy | str] | None,
         keys: Sequence[str],
     ) -> None:
-        """Start collecting these values of these modules.
-
-        Args:
-            interleaver: The interleaver of the running trace.
-            model: The root of the tree.
-            modules: Envoys or their paths; None for all.
-            keys: ``input``, ``output`` or both.
-
-        Raises:
-            ValueError: A path is not one of the model's, or ``keys`` is empty.
-        """
+        """Start collecting, from all modules if None; ValueError for an unknown path, or no ``keys``."""
         if not keys:
             raise ValueError("a cache that includes neither inputs nor outputs would stay empty")
         known = {str(envoy.path): envoy for envoy in model._walk()}
@@ -209,7 +167,6 @@ class Cache:
         self.keep(provider, iteration, self.batcher.narrow_without_state(self.rows))
 
     def keep(self, provider: str, call: Any, rows: Any) -> None:
-        """Store a copy of one call's value; ``call`` is its number."""
         path, _, key = provider.rpartition(".")
         self.entries.setdefault(path, Entry()).add(key, call, map_tensors(rows, self._copied, without_state))
 
@@ -220,12 +177,10 @@ class Cache:
         return kept.to(device=self.device, copy=kept is source)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the values and options; the state of the collection is meaningful in this run only."""
         own = ("device", "dtype", "detach", "entries")
         return {name: self.__dict__[name] for name in own}
 
     def view(self, model: Envoy) -> CacheView:
-        """Return a view of the values, starting at the model's root."""
         return CacheView(self, "", model)
 
 
@@ -240,14 +195,6 @@ class CacheView(Mapping[str, "CacheView"]):
     _call: Any = None
 
     def __init__(self, cache: Cache, path: str, envoy: Any, call: Any = None) -> None:
-        """Create a view of a place in the cache.
-
-        Args:
-            cache: The values.
-            path: The place; empty for the whole cache.
-            envoy: The envoy at that place, or the root for the whole cache; None if unknown.
-            call: Number of a single call to view; None for all.
-        """
         self._cache = cache
         self._path = path
         self._envoy = envoy
@@ -300,7 +247,6 @@ class CacheView(Mapping[str, "CacheView"]):
             raise IndexError(f"the cache has {len(calls)} calls of {self._path}, got {key}") from None
 
     def _child(self, path: str) -> Any:
-        """Return the envoy at a path below this place."""
         try:
             return self._envoy[path] if "." not in path else at_path(self._envoy, path)
         except NOT_THERE as error:
@@ -322,14 +268,12 @@ class CacheView(Mapping[str, "CacheView"]):
         return here
 
     def _part(self, name: str) -> Any:
-        """Return the object that one component of a path refers to."""
         if not name.isdecimal():
             return getattr(self, name)
         is_child = isinstance(self._envoy, EnvoyTree) and name in self._envoy._names
         return self[name if is_child else int(name)]
 
     def _found(self, path: str) -> Any:
-        """Return the object at a path of the model, here or below; None if the path does not exist."""
         tree = self._tree()
         try:
             return None if tree is None else at_path(tree, path)
@@ -337,11 +281,9 @@ class CacheView(Mapping[str, "CacheView"]):
             return None
 
     def _tree(self) -> EnvoyTree | None:
-        """Return the envoy of this place, from which paths below it are resolved; None if unknown."""
         return self._envoy if isinstance(self._envoy, EnvoyTree) else None
 
     def __getattr__(self, name: str) -> Any:
-        """Return the view of a child, by any name that the envoy knows it by."""
         if name.startswith("__") or "_path" not in self.__dict__:  # not initialized yet, for example by copy
             raise AttributeError(name)
         if name in _VALUES:
@@ -385,7 +327,6 @@ class CacheView(Mapping[str, "CacheView"]):
         return (self._at_call(call) for call in self._calls())
 
     def __len__(self) -> int:
-        """Return the number of items of an iteration."""
         if not self._path:
             return len(self._cache.entries)
         return len(self._envoy) if self._holds_numbered() else len(self._calls())
@@ -404,13 +345,11 @@ class CacheView(Mapping[str, "CacheView"]):
             return False
 
     def __eq__(self, other: object) -> bool:
-        """Return whether both views show the same place in the same cache."""
         if not isinstance(other, CacheView):
             return NotImplemented
         return (self._cache, self._path, self._call) == (other._cache, other._path, other._call)
 
     def __hash__(self) -> int:
-        """Return the hash of the place."""
         return hash((id(self._cache), self._path))
 
     def keys(self) -> KeysView[str]:
@@ -434,7 +373,6 @@ class CacheView(Mapping[str, "CacheView"]):
         }
 
     def __repr__(self) -> str:
-        """Return the place and the number of modules with values."""
         return f"CacheView({self._path or 'all'}: {len(self.keys())} modules)"
 
     def _repr_html_(self) -> str:

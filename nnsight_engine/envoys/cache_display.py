@@ -1,7 +1,4 @@
-"""HTML display of a cache in a notebook: one expandable line per module.
-
-``CacheView`` calls this. Values are shown by type and shape, since their numbers would fill the page.
-"""
+"""HTML display of a cache: a line per module, values by type and shape."""
 
 from __future__ import annotations
 
@@ -16,12 +13,6 @@ _MAX_CALLS: Final = 16
 
 
 def cache_html(title: str, kept: Mapping[str, Mapping[str, Sequence[Any]]]) -> str:
-    """Return the HTML of a cache.
-
-    Args:
-        title: The top line.
-        kept: By module path, and by ``output`` or ``input``, a value for each call.
-    """
     modules = "".join(_module(path, values) for path, values in kept.items())
     return (
         '<div style="font-family: monospace; white-space: pre-wrap">'

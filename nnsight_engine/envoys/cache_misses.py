@@ -19,16 +19,6 @@ _COMPILED: Final = (
 
 
 class CacheMisses:
-    """The requests of one cache.
-
-    Args:
-        cache: The cache.
-        model: The root of the tree that it watches.
-        modules: Envoys or paths that were requested by name; None for all, some of which may not run.
-        keys: The requested values of each module.
-        interleaver: The interleaver of the run, which knows which modules ran before the cache was created.
-    """
-
     def __init__(
         self,
         cache: Cache,
@@ -37,7 +27,6 @@ class CacheMisses:
         keys: Sequence[str],
         interleaver: Interleaver,
     ) -> None:
-        """Record the calls made so far."""
         self._interleaver = interleaver
         envoys = {str(envoy.path): envoy for envoy in model._walk()}
         named = [] if modules is None else [one if isinstance(one, str) else str(one.path) for one in modules]

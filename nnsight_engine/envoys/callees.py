@@ -1,8 +1,7 @@
 """Determines the function that an operation calls, outside a trace, where the call is not running.
 
-A callee that is reached from ``self``, the function's module or its closure is looked up. A callee in a local
-variable is known only when the function runs: the model is then run on fake tensors, if it has an example
-input. ``OperationEnvoy.source`` uses this; inside a trace it waits for the call instead.
+A callee that is reached from ``self``, the function's module or its closure is looked up. For one in a local
+variable, the model is run on fake tensors, if it has an example input.
 """
 
 from __future__ import annotations
@@ -62,11 +61,7 @@ def _variable(function: Callable[..., Any], name: str) -> Any:
 
 
 def find_by_running(model: Envoy, request: Callable[[], Any]) -> bool:
-    """Run the model on fake tensors with a block that calls ``request``, until the value arrives.
-
-    Returns:
-        Whether it arrived; False if the model has no example input, or its run takes another path.
-    """
+    """Run the model on fake tensors until ``request`` gets its value; return whether it did."""
     example = model._example_input()
     if example is None:
         return False

@@ -1,8 +1,4 @@
-"""Detection of modules inside a ``torch.compile`` result; compiled code does not call them.
-
-Blocks that wait for such a module never get a value. The error then names the cause, not only that the
-module was not called.
-"""
+"""Detection of modules inside a ``torch.compile`` result, which are not called: errors name this cause."""
 
 from __future__ import annotations
 
@@ -22,7 +18,6 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def compiled_around(root: Envoy, path: str) -> str | None:
-    """Return the path of the compiled module that contains the module at ``path``; None if there is none."""
     for envoy in root._walk():
         outer = str(envoy.path)
         if is_compiled(envoy._module) and path.startswith(f"{outer}."):

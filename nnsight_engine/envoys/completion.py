@@ -1,8 +1,4 @@
-"""``%load_ext nnsight_engine`` in IPython or a notebook: completion after an index, ``model.h[0].<TAB>``.
-
-IPython evaluates the expression before the dot only for classes that it knows to run no user code.
-Looking up a child of an envoy runs none either; this extension registers that.
-"""
+"""``%load_ext nnsight_engine``: completion after an index, for which IPython must trust our classes."""
 
 from __future__ import annotations
 

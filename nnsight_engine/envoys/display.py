@@ -1,10 +1,4 @@
-"""Display of an envoy: as text, in a notebook, at <TAB>, and in the error for an unknown name.
-
-The printed tree has torch's format, but is built from the envoys rather than the modules, so that it shows
-everything that can be written in a trace: added modules, aliases, properties with a description. Equal
-neighbours in a list of modules are shown once, since listing the same block 32 times helps no reader.
-``Envoy`` calls these functions.
-"""
+"""Display of an envoy: as text, in a notebook, at <TAB>, and in the error for an unknown name."""
 
 from __future__ import annotations
 
@@ -34,8 +28,6 @@ _OF_EVERY_MODEL = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChildNode:
-    """Neighbours with the same display: the label in parentheses, their number, and their display."""
-
     label: str
     count: int
     node: Node
@@ -43,14 +35,7 @@ class ChildNode:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:
-    """Display of one envoy.
-
-    Attributes:
-        title: The module's class, or the whole ``repr`` of a module without children.
-        details: Lines about the module and the envoy.
-        children: The children.
-        links: Aliases of places further down.
-    """
+    """Display of one envoy; ``title`` is its class or ``repr``, ``links`` are aliases further down."""
 
     title: str
     details: tuple[str, ...] = ()
@@ -59,15 +44,13 @@ class Node:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether the title is the whole display."""
         return not (self.details or self.children or self.links)
 
 
 class NoSuchModuleError(AttributeError):
-    """A name that neither an envoy nor its module has.
+    """A name that neither an envoy nor its module has; the message suggests similar names.
 
-    The message suggests similar names. It is built when it is read, since most errors of this
-    kind only answer a ``hasattr``.
+    It is built when it is read, since most errors of this kind only answer a ``hasattr``.
     """
 
     def __init__(self, envoy: Envoy, name: str) -> None:
@@ -75,7 +58,6 @@ class NoSuchModuleError(AttributeError):
         self.envoy = envoy
 
     def __str__(self) -> str:
-        """Return one line that suggests similar names and how to list all."""
         envoy = self.envoy
         return (
             f"{type(envoy._module).__name__} at {envoy.path} has no attribute {self.name}."
@@ -84,18 +66,15 @@ class NoSuchModuleError(AttributeError):
 
 
 def as_text(envoy: Envoy) -> str:
-    """Return the tree as ``print(model)`` shows it."""
     return "\n".join(_text_lines(_node(envoy)))
 
 
 def as_html(envoy: Envoy) -> str:
-    """Return the tree as HTML for a notebook, each level expandable."""
     tree = _html(_node(envoy), "", is_open=True)
     return f'<div style="font-family: monospace; white-space: pre-wrap">{tree}</div>'
 
 
 def names_of(envoy: Envoy) -> list[str]:
-    """Return the completions of ``envoy.``: its own names, children, aliases, the module's names."""
     own = object.__dir__(envoy)
     found = {*own, *envoy._names, *_aliases_here(envoy), *dir(envoy._module)}
     return sorted(name for name in found if name.isidentifier())
@@ -125,7 +104,6 @@ def _node(envoy: Envoy, above: frozenset[int] = frozenset()) -> Node:
 
 
 def _grouped(envoy: Envoy, children: list[tuple[str, Node]]) -> Iterator[ChildNode]:
-    """Yield the children; runs of equal numbered children are merged."""
     start = 0
     while start < len(children):
         name, node = children[start]
@@ -150,7 +128,6 @@ def _names_for(envoy: Envoy, child: str) -> list[str]:
 
 
 def _aliases_here(envoy: Envoy) -> dict[str, str]:
-    """Return the aliases that resolve on this envoy, with the path that each refers to."""
     aliases = envoy._alias
     if aliases is None:
         return {}
@@ -164,7 +141,6 @@ def _aliases_here(envoy: Envoy) -> dict[str, str]:
 
 
 def _described(cls: type) -> dict[str, eproperty]:
-    """Return the properties to be displayed, except those that every envoy has."""
     found: dict[str, eproperty] = {}
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():
@@ -207,7 +183,6 @@ def _times(child: ChildNode) -> str:
 
 
 def _hint(envoy: Envoy, name: str) -> str:
-    """Return a suggestion: a place with this name in other models or further down, or similar names."""
     counterpart = _counterpart(envoy, name)
     if counterpart:
         return f" {counterpart}."
@@ -226,7 +201,6 @@ def _hint(envoy: Envoy, name: str) -> str:
 
 
 def _counterpart(envoy: Envoy, name: str) -> str:
-    """Return where this model has a module that models of other families have at or below their root."""
     architecture = getattr(envoy._root.__dict__.get("_points"), "architecture", None)
     root = envoy._root.path
     if architecture is None or envoy.path not in {root, f"{root}.{architecture.body}"}:
@@ -239,7 +213,6 @@ def _counterpart(envoy: Envoy, name: str) -> str:
 
 
 def _places(envoy: Envoy) -> dict[str, list[str]]:
-    """Return the paths of all envoys below, by their last component."""
     found: dict[str, list[str]] = {}
     for below in envoy._walk():
         if below is not envoy:

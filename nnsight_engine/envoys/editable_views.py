@@ -1,9 +1,7 @@
 """Views that may be edited in place while gradients are recorded.
 
 Torch rejects in-place edits of the results of ``unbind``, ``split`` and similar functions, because such a
-call returns several views at once. A view of the same memory that was created alone may be edited. So a
-property's ``preprocess`` may return ``list(value.unbind(2))``, and ``heads[3][:] = 0`` edits the model;
-``eproperty`` calls this on the result of ``preprocess``.
+call returns several views at once. A view of the same memory that was created alone may be edited.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ _ONE_OF_SEVERAL = torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE
 
 
 def editable(value: T) -> T:
-    """Return ``value`` with each view that could not be edited replaced by an editable view of its memory."""
     return map_tensors(value, _as_single_view)
 
 

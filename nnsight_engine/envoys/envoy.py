@@ -327,11 +327,7 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return the envoy at the same place in a copy of the whole tree and its modules.
-
-        Raises:
-            ValueError: The model has edits, whose blocks name the original.
-        """
+        """Return the envoy at the same place in a copy of tree and modules; ValueError if it has edits."""
         if self._default_mediators:
             raise ValueError(
                 "edits name the model that they edit and are not copied: call clear_edits() before"
@@ -380,7 +376,6 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
             probes.remove()
 
     def _with_edits(self, run: Callable[[], Any]) -> Any:
-        """Run the module outside a trace, with the edits of this model."""
         if not self._default_mediators:
             return run()
         with self._interleaver.exclusive:
@@ -397,8 +392,7 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
     def _before_run(self) -> None:
         """Prepare for a run, real or on fake tensors; called on the root for every run in its tree."""
 
-    def _after_run(self) -> None:
-        """Restore the modules after the run."""
+    def _after_run(self) -> None: ...
 
     def _prepare_run(self, batcher: Batcher) -> None:
         """Prepare for a run on real values; a model that loads lazily is loaded here."""
@@ -406,12 +400,7 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
     # The tree.
 
     def _rename(self, rename: Rename | None) -> None:
-        """Replace the aliases of the tree.
-
-        Raises:
-            TypeError: ``rename`` is not a mapping of names to names; the aliases are not changed.
-            ValueError: An alias cannot be looked up; the aliases are not changed.
-        """
+        """Replace the aliases of the tree; on TypeError or ValueError, they are not changed."""
         before = self._alias
         aliases = Aliases(rename) if rename else None
         envoys = list(self._walk())
@@ -430,7 +419,6 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         check_reached(self, self._added_later)
 
     def _drop_inspection_state(self) -> None:
-        """Drop inspection state of this tree: rewritten forwards, values of a scan."""
         for envoy in self._walk():
             envoy.__dict__["_source"] = None
             envoy._fake.clear()
@@ -463,11 +451,7 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         return envoy
 
     def _make_room(self, name: str) -> None:
-        """Allow a child to have a name that the envoy class uses: the attribute moves to ``nns_<name>``.
-
-        Raises:
-            ValueError: The class needs the name for itself.
-        """
+        """Move an attribute that a child is called like to ``nns_<name>``; ValueError if it is needed."""
         if name.startswith("_") or name in _ENVOYS_OWN:
             raise ValueError(
                 f"a module cannot be called {name!r}: {type(self).__name__} needs that name itself"
@@ -529,7 +513,6 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         return call
 
     def _traced(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function to run when a method of the module is traced."""
         ours = getattr(type(self), f"__nnsight_{name}__", None)
         return MethodType(ours, self) if ours is not None else method
 
@@ -543,7 +526,6 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call a method of the module outside a trace."""
         return method(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -555,15 +537,12 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
             super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        """Return the tree in the format that torch uses for a module."""
         return as_text(self)
 
     def _repr_html_(self) -> str:
-        """Return the tree as HTML for a notebook, each level expandable."""
         return as_html(self)
 
     def __dir__(self) -> list[str]:
-        """List children, aliases, and the module's attributes."""
         return names_of(self)
 
     def _update(self, module: torch.nn.Module) -> None:

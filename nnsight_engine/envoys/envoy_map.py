@@ -1,9 +1,4 @@
-"""``envoys=``: envoy classes of modules, by the module's class or by the end of its path.
-
-Envoys use this for each child that they add. The end of a path is written as in scripts, ``attn`` or
-``layers.3.attn``, in the model's own names or in those of ``rename=``. It takes precedence over a class,
-and the longest match is used.
-"""
+"""``envoys=``: envoy classes by module class or, with precedence, by the longest matching end of path."""
 
 from __future__ import annotations
 
@@ -24,7 +19,6 @@ EnvoyMap: TypeAlias = "type[Envoy] | Mapping[type[torch.nn.Module] | str, type[E
 def envoy_class(
     envoys: EnvoyMap, module: torch.nn.Module, path: str, aliases: Aliases | None, default: type[Envoy]
 ) -> type[Envoy]:
-    """Return the envoy class of the module at ``path``, ``default`` if the map has none."""
     if envoys is None:
         return default
     if isinstance(envoys, type):
@@ -36,11 +30,7 @@ def envoy_class(
 
 
 def check_envoys(envoys: Any, base: type[Envoy]) -> None:
-    """Validate the user's ``envoys``; its classes must be subclasses of ``base``.
-
-    Raises:
-        TypeError: It is neither a class nor a mapping to classes from module classes and ends of paths.
-    """
+    """Raise TypeError unless it is a subclass of ``base``, or a mapping to such by class or end of path."""
     items = list(envoys.items()) if isinstance(envoys, Mapping) else [(object, envoys)]
     if envoys is None or all(_is_key(key) and _is_class(value, base) for key, value in items):
         return

@@ -69,7 +69,6 @@ class eproperty:  # noqa: N801 - it is used like property
         return self
 
     def __set_name__(self, owner: type, name: str) -> None:
-        """Set the name from the attribute, for a property created without a stub."""
         self.name = self.name or name
         self.key = self.key or name
 
@@ -161,11 +160,7 @@ class eproperty:  # noqa: N801 - it is used like property
 
 
 def outside(holder: Any, prop: eproperty) -> Any:
-    """Return the value of a property without a running block: a scanned value, if its holder has one.
-
-    Raises:
-        ValueError: There is no scanned value.
-    """
+    """Return a scanned value, without a running block; ValueError if the holder has none."""
     fake = getattr(holder, "fake_value", None)
     if fake is not None:
         found, value = fake(prop)

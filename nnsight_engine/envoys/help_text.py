@@ -1,8 +1,4 @@
-"""Support for ``help(model.layers[3].output)`` outside a trace, where there is no value to read.
-
-Python reads the property before it calls ``help``. The bytecode of the reading frame shows whether the value
-is only an argument of ``help``; ``eproperty`` then returns the property itself.
-"""
+"""Support for ``help(model.output)`` outside a trace, where reading yields the property, not a value."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ _BETWEEN = frozenset({"PRECALL", "CACHE", "KW_NAMES"})
 
 
 def is_for_help(frame: FrameType) -> bool:
-    """Return whether the value that ``frame`` is reading is the only argument of a call of ``help``."""
     instructions = list(dis.get_instructions(frame.f_code))
     now = next((at for at, one in enumerate(instructions) if one.offset >= frame.f_lasti), None)
     if now is None:

@@ -1,9 +1,7 @@
 """Decorators of an ``eproperty``'s stub that declare the source of its value.
 
-While a trace runs, the calls of every module are counted and observed (see ``probes``), so a module's input
-and output need no further preparation: the decorators only declare the need, and cost nothing when the
-property is read. An engine that provides values in its own way writes its own decorator; it runs before each
-request, and must ensure that the value will be provided.
+All module calls of a trace are observed (see ``probes``), so these cost nothing. An engine's own decorator
+runs before each request, and must ensure that the value will be provided.
 """
 
 from __future__ import annotations

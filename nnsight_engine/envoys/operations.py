@@ -1,8 +1,4 @@
-"""``.source``: the calls inside a module's forward, each with its own input and output.
-
-The forward is rewritten so that every call in it passes through this module (see ``source``). The rewritten
-forward is installed while a trace runs, and only for modules whose source was requested.
-"""
+"""``.source``: the calls inside a module's forward, which is rewritten during traces, if it was requested."""
 
 from __future__ import annotations
 
@@ -42,9 +38,8 @@ class OperationEnvoy(CallValues, Place):
     def source(self) -> SourceEnvoy:
         """The calls inside the function that is called here.
 
-        Inside a trace the function is known when the call is made. Outside a trace it is looked up, or
-        determined
-        by a run of the model on fake tensors.
+        Inside a trace the function is known when the call is made. Outside, it is looked up, or determined by
+        a run of the model on fake tensors.
 
         Raises:
             ValueError: The function is not known before the model has run it.
@@ -81,7 +76,6 @@ class OperationEnvoy(CallValues, Place):
         return inner
 
     def __repr__(self) -> str:
-        """Return the source lines around the call."""
         return format_operation(self.holder.rewritten, self.operation, self.holder.path)
 
 
@@ -89,16 +83,7 @@ class SourceEnvoy(Place):
     """The calls of one function, by name: ``source.self_c_proj_0``. Printing it shows their lines."""
 
     def __init__(self, path: str, function: Callable[..., Any], model: Envoy) -> None:
-        """Rewrite ``function``.
-
-        Args:
-            path: Prefix of the paths of its calls.
-            function: The function.
-            model: The root of the tree.
-
-        Raises:
-            SourceNotAvailableError: It is a module, or its source cannot be rewritten.
-        """
+        """Rewrite a function; SourceNotAvailableError for a module, or if it cannot be rewritten."""
         if isinstance(function, torch.nn.Module):
             raise SourceNotAvailableError(
                 path, "a module is called here", "ask the module itself: its own envoy has a .source"
@@ -114,11 +99,7 @@ class SourceEnvoy(Place):
         }
 
     def rebind(self, function: Callable[..., Any]) -> None:
-        """Rewrite another function of the same kind in its place; calls that both make keep their envoys.
-
-        Raises:
-            SourceNotAvailableError: Its source cannot be rewritten.
-        """
+        """Rewrite another function of the same kind in its place; calls that both make keep their envoys."""
         rewritten = rewrite(function, self._call, self.path)
         before, self.original, self.rewritten = self.operations, function, rewritten
         self.operations = {}
@@ -146,7 +127,6 @@ class SourceEnvoy(Place):
     def _call(
         self, name: str, callee: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Make one of the function's calls; blocks read and replace its input and output."""
         interleaver = self.interleaver
         if get_ident() != interleaver.listener:
             return callee(*args, **kwargs)
@@ -169,14 +149,12 @@ class SourceEnvoy(Place):
         return value
 
     def bound_like(self, callee: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the rewritten function, bound to the same object as ``callee``."""
         bound_to = getattr(callee, "__self__", None)
         return (
             MethodType(self.rewritten.function, bound_to) if bound_to is not None else self.rewritten.function
         )
 
     def __getattr__(self, name: str) -> OperationEnvoy:
-        """Return the call of that name."""
         operations: dict[str, OperationEnvoy] = self.__dict__.get("operations", {})
         if name not in operations:
             raise AttributeError(
@@ -192,11 +170,9 @@ class SourceEnvoy(Place):
         return iter(self.operations.values())
 
     def __dir__(self) -> list[str]:
-        """List the calls."""
         return sorted({*super().__dir__(), *self.operations})
 
     def __repr__(self) -> str:
-        """Return the function's source with the names of its calls."""
         return format_source(self.rewritten)
 
 
@@ -205,21 +181,15 @@ def _same_function(one: Any, other: Any) -> bool:
 
 
 class ForwardSource:
-    """Installs a module's rewritten forward while a trace runs.
-
-    Accelerate stores the real forward as ``_old_forward`` and installs its own; in that case the real one is
-    replaced.
-    """
+    """Installs a module's rewritten forward during a trace; accelerate's ``_old_forward`` is the real one."""
 
     def __init__(self, module: torch.nn.Module, path: str, model: Envoy) -> None:
-        """Rewrite the forward of ``module``; ``model`` is the root of the tree."""
         self.module, self.name = module, _name_of_forward(module)
         self.source = SourceEnvoy(path, getattr(module, self.name), model)
         self._installed = False
         self._before: Any = None
 
     def rebind(self, module: torch.nn.Module) -> None:
-        """Rewrite the forward of another module in its place, such as one with weights."""
         self.remove()
         name = _name_of_forward(module)
         self.source.rebind(getattr(module, name))
@@ -235,7 +205,6 @@ class ForwardSource:
         return True
 
     def remove(self) -> None:
-        """Put the original forward back."""
         if not self._installed:
             return
         self._installed = False

@@ -1,8 +1,8 @@
 """``model.logits`` is a tensor, and ``model.logits.output`` the same tensor.
 
-Logits and sampled tokens are values, but scripts also read and assign them as the output of a module. So
-``torch.Tensor`` has an ``output`` that exists only on tensors that were read as such a value. A tensor keeps
-its class and identity, on which gradients depend; on every other tensor ``output`` is an ordinary attribute.
+Scripts also read and assign logits and sampled tokens as the output of a module. So ``torch.Tensor`` has an
+``output`` that exists only on tensors that were read as such a value; these keep their class and identity, on
+which gradients depend.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ _OWNERS: Final = WeakTensorKeyDictionary()
 
 
 class _OwnOutput:
-    """The descriptor in ``torch.Tensor``."""
-
     def __get__(self, tensor: torch.Tensor | None, owner: type | None = None) -> Any:
         if tensor is None:
             return self
@@ -50,5 +48,4 @@ def with_own_output(tensor: torch.Tensor, owner: object, name: str) -> torch.Ten
 
 
 def install() -> None:
-    """Add the attribute to ``torch.Tensor``."""
     setattr(torch.Tensor, _NAME, _OwnOutput())

@@ -1,11 +1,9 @@
 """Probes: wrappers of module calls, installed while a trace runs, through which it observes every call.
 
-Torch lets an instance override how it is called (``Module.compile`` uses the same slot). A probe in that slot
-counts the call, checks whether a block waits for its input or output, and makes the call. Nothing is
-registered on a module outside a trace, so an untraced forward runs exactly as if the model were not wrapped.
-Since every call is counted from the start, a block that requests a value too late gets an error instead of a
-later call's value. Torch's own hooks could not ensure that: on a module without hooks, one added during the
-call never runs.
+They use the slot in which torch lets an instance override how it is called (as ``Module.compile`` does), so
+an untraced forward runs exactly as if the model were not wrapped. Since every call is counted from the start,
+a request that is too late is an error instead of a later call's value. Torch's own hooks could not ensure
+that: on a module without hooks, one added during the call never runs.
 """
 
 from __future__ import annotations
@@ -26,10 +24,8 @@ _FORWARD = "forward"
 class Probes:
     """The probes of a tree of modules; installed while a trace runs.
 
-    A module may be in several trees, wrapped more than once. Within a thread their traces nest, and the inner
-    trace's probes call those of the outer. A trace in another thread on any of the modules blocks until they
-    are
-    removed.
+    A module may be in several trees. Within a thread their traces nest, and the inner trace's probes call
+    those of the outer. A trace in another thread on any of the modules blocks until they are removed.
     """
 
     def __init__(
@@ -39,13 +35,7 @@ class Probes:
         *,
         calls_forward: Callable[[torch.nn.Module], bool] = lambda _: False,
     ) -> None:
-        """Create a probe for each module.
-
-        Args:
-            modules: The modules and their paths.
-            interleaver: The interleaver that values pass through.
-            calls_forward: Whether a module's class calls ``forward`` directly, bypassing torch's slot.
-        """
+        """Create the probes; ``calls_forward``: whether a class bypasses torch's slot."""
         self._interleaver = interleaver
         self._probes = [
             (module.__dict__, slot, _probe(path, interleaver, call), path)
@@ -70,7 +60,6 @@ class Probes:
                     attributes[slot] = probe
 
     def remove(self) -> None:
-        """Remove the probes and restore the slots."""
         with _changed:
             for attributes, slot, _, _ in self._probes:
                 attributes.pop(slot, None)
@@ -95,7 +84,6 @@ def _forward_of(module: torch.nn.Module) -> tuple[str, Callable[..., Any]]:
 
 
 def _probe(path: str, interleaver: Interleaver, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the probe that wraps ``call``, the way in which the module at ``path`` is called."""
     entrance, exit_ = f"{path}.input", f"{path}.output"
     calls, wanted = interleaver.calls, interleaver.wanted
 

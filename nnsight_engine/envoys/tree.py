@@ -17,11 +17,7 @@ NOT_THERE: Final = (AttributeError, LookupError, TypeError)
 
 
 class EnvoyTree:
-    """Tree navigation of an envoy; ``Envoy`` derives from it.
-
-    Attributes:
-        path: Path of the module.
-    """
+    """Tree navigation of an envoy; ``Envoy`` derives from it."""
 
     path: str | None
     _module: torch.nn.Module
@@ -47,11 +43,9 @@ class EnvoyTree:
         return self._children[self._names.index(name)]
 
     def __len__(self) -> int:
-        """Return the number of children."""
         return len(self._children)
 
     def __iter__(self) -> Iterator[Envoy]:
-        """Iterate over the children."""
         return iter(self._children)
 
     def __bool__(self) -> bool:
@@ -121,7 +115,6 @@ class EnvoyTree:
 
 
 def at_path(start: EnvoyTree, path: str) -> Any:
-    """Return the object at a path, see ``EnvoyTree.get``."""
     if path == start.path:
         return start
     below = path.removeprefix(f"{start.path}.")

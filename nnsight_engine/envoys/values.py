@@ -67,10 +67,9 @@ class CallValues:
 
 
 def names_input(kind: type[torch.nn.Module], names: Collection[str]) -> bool:
-    """Return whether keyword arguments are a module's input.
+    """Return whether these are all required parameters, or the first one if none is required.
 
-    They are if they include all required parameters, or the first parameter if none is required. Other
-    keyword arguments apply to every invoke of a trace, as ``model.trace(scale=2)`` does.
+    Other keyword arguments apply to every invoke of a trace, as ``model.trace(scale=2)`` does.
     """
     named = [one for one in _parameters(kind) if one.kind not in {one.VAR_POSITIONAL, one.VAR_KEYWORD}]
     needed = {one.name for one in named if one.default is one.empty}
@@ -79,7 +78,6 @@ def names_input(kind: type[torch.nn.Module], names: Collection[str]) -> bool:
 
 
 def named_arguments(kind: type[torch.nn.Module]) -> tuple[frozenset[str], bool]:
-    """Return the arguments that a module's forward names, and whether it takes others."""
     parameters = _parameters(kind)
     takes_others = any(one.kind is one.VAR_KEYWORD for one in parameters)
     return frozenset(one.name for one in parameters if one.kind is not one.VAR_KEYWORD), takes_others
@@ -90,7 +88,6 @@ def _parameters(kind: type[torch.nn.Module]) -> list[inspect.Parameter]:
 
 
 def unknown_arguments_error(unknown: Collection[str], known: Collection[str], where: str) -> TypeError:
-    """Return the error for arguments of a trace that nothing takes, with a name like the first."""
     first = next(iter(unknown))
     near = difflib.get_close_matches(first, known, n=1)
     return TypeError(

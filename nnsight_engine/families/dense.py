@@ -1,7 +1,6 @@
 """Tables of dense decoders with separate norms for attention and a gated or plain MLP, as Llama's.
 
-Of each layout: its place in vLLM's modules, then in transformers'. vLLM fuses projections, and runs some
-architectures through its Transformers backend.
+vLLM fuses projections, and runs some architectures through its Transformers backend.
 """
 
 from __future__ import annotations

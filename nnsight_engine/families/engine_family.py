@@ -1,5 +1,3 @@
-"""The form of a table for vLLM: one layout of decoder blocks, and the place of each leaf in it."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -15,10 +13,9 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineFamily:
-    """One layout of decoder blocks, shared by all the model classes it names.
+    """One layout of decoder blocks in vLLM, shared by all the model classes it names.
 
     Attributes:
-        name: Key of the table.
         model_classes: Names of the vLLM model classes with this layout, and of architectures that they serve
             under another name.
         architectures: Entries of the config's ``architectures`` to which the table applies; empty if the
@@ -27,9 +24,9 @@ class EngineFamily:
         final_norm: Path of the final norm, empty if it is not known; the module may be None (OPT-350m).
         leaves: Location of each leaf of a layer, without the residual stream's ``input`` and ``output``. A
             block has those whose modules it has.
-        order: The leaves in the order in which a block computes them.
         kernel: Path, relative to the layer, of vLLM's ``Attention``, which receives queries and keys; empty
             if it is not known.
+        order: The leaves in the order in which a block computes them.
         project_out: Path of a projection between the final norm and the unembedding, or empty.
         hidden_index: Position of the hidden states among the parameters of a block's ``forward``.
         hidden_name: Name of that parameter, which some models use to call blocks.
@@ -45,9 +42,9 @@ class EngineFamily:
         is_qkv_interleaved: Whether the fused output is ``[heads, (q, k, v), head_dim]`` instead of all of q,
             then all of k, then all of v.
         has_query_gates: Whether the projection of queries returns a gate after each head's query.
-        has_pattern: Whether attention's probabilities are a point if queries and keys are.
         is_kernel_bare: Whether the attention module calls the kernel's ``forward`` directly, so that hooks on
             the kernel module do not run.
+        has_pattern: Whether attention's probabilities are a point if queries and keys are.
         encoder: Path of the list of blocks of the vision encoder, which take and return the rows of patches;
             empty if it is not known.
         merged_patches: Field of the config with the number of patches of each side that become one row of the
@@ -83,7 +80,6 @@ class EngineFamily:
         return self.hidden_index if self.hidden_index < len(args) else self.hidden_name
 
     def hidden_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """Return the hidden states among the arguments of a call of a block."""
         key = self.hidden_key(args)
         hidden: torch.Tensor = args[key] if isinstance(key, int) else kwargs[key]
         return hidden

@@ -1,7 +1,6 @@
 """Tables of decoders with mixtures of experts, and with attention that compresses keys and values (MLA).
 
-Of each layout: its place in vLLM's modules, then in transformers'. Experts have no neurons in common, so that
-no module has them; blocks without experts have their own.
+Experts have no neurons in common, so that no module has them; blocks without experts have their own.
 """
 
 from __future__ import annotations
@@ -37,10 +36,8 @@ _REORDERED: Final = frozenset({QUERIES, KEYS})
 def engine_experts(mlp: str, *, gate: str = "gate", has_shared: bool = False) -> Mapping[str, Place]:
     """Return the leaves, in vLLM, of a block with Llama's attention and, at least in some layers, experts.
 
-    Args:
-        mlp: The MLP.
-        gate: The module of the router's logits, below the MLP.
-        has_shared: Whether what shared experts add is a value in transformers, too.
+    ``gate`` is the module of the router's logits, below the MLP; ``has_shared``: what shared experts add is a
+    value in transformers, too.
     """
     inner = f"{mlp}.experts.inner"  # modules that ``expert_points`` adds
     return {

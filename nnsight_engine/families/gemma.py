@@ -1,7 +1,4 @@
-"""Tables of Gemma 3n and Gemma 4, of which some layers use the keys and values of earlier ones.
-
-Of each layout: its place in vLLM's modules, then in transformers'.
-"""
+"""Tables of Gemma 3n and Gemma 4, of which some layers use the keys and values of earlier ones."""
 
 from __future__ import annotations
 

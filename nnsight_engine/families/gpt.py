@@ -1,7 +1,4 @@
-"""Tables of decoders in the style of GPT-2: a plain MLP, and in most of them one fused projection.
-
-Of each layout: its place in vLLM's modules, then in transformers'.
-"""
+"""Tables of decoders in the style of GPT-2: a plain MLP, and in most of them one fused projection."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Tables of decoders that mix attention with recurrence or convolution.
 
-A block of such a model has ``mixer.output`` where it has a recurrent or convolutional mixer, and attention's
-leaves where it has attention; in most models it has one of the two. Of each layout: its place in vLLM's
-modules, then in transformers'.
+A block has ``mixer.output`` where it has a recurrent or convolutional mixer, and attention's leaves where it
+has attention; in most models it has one of the two.
 """
 
 from __future__ import annotations

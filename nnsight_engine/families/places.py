@@ -1,5 +1,3 @@
-"""Places of leaves in the modules of a block, as the tables of both engines write them down."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -25,7 +23,6 @@ class Place:
 
     Attributes:
         path: The module, below the block; empty for the block itself.
-        side: The module's input or output.
         part: Part of a fused output, or an item of what a router returns; empty for the whole tensor.
         operation: The operation inside the module's ``forward`` whose output it is, as ``source`` names it;
             empty for the module's own.
@@ -41,7 +38,6 @@ class Place:
     lacks: str = dataclasses.field(default="", kw_only=True)
 
     def is_in(self, parts: Collection[str]) -> bool:
-        """Return whether a block with modules and parameters at these paths has the leaf."""
         is_excluded = bool(self.lacks) and self.lacks in parts
         return self.path in parts and not is_excluded and (not self.needs or self.needs in parts)
 
@@ -51,13 +47,11 @@ Places = Mapping[str, Place | tuple[Place, ...]]
 
 
 def parts_of(block: nn.Module) -> set[str]:
-    """Return the paths of a block's modules and parameters."""
     modules = {name for name, _ in block.named_modules(remove_duplicate=False)}
     return modules | {name for name, _ in block.named_parameters(remove_duplicate=False)}
 
 
 def leaves_in(parts: Collection[str], places: Places) -> dict[str, Place]:
-    """Return the leaves of a block with modules and parameters at these paths."""
     found = {}
     for leaf, given in places.items():
         candidates = given if isinstance(given, tuple) else (given,)
@@ -68,7 +62,6 @@ def leaves_in(parts: Collection[str], places: Places) -> dict[str, Place]:
 
 
 def stream_leaves() -> dict[str, Place]:
-    """Return the residual stream's leaves, which every block has."""
     return {"input": Place("", "input"), "output": Place("", "output")}
 
 
@@ -83,13 +76,8 @@ def block_leaves(
 ) -> dict[str, Place]:
     """Return the leaves of a block whose attention and MLP are called with one tensor.
 
-    Args:
-        attention: The module that returns attention's output.
-        qkv: The projections of queries, keys and values, or a single fused one.
-        out: Attention's output projection.
-        mlp: The MLP, or the first and the last of its modules.
-        up: The MLP's first projection, or the second of a gated MLP.
-        down: The MLP's last projection.
+    ``qkv`` may be a single fused projection. ``mlp`` is the MLP, or the first and the last of its modules;
+    ``up`` its first projection, or the second of a gated MLP.
     """
     first, last = (mlp, mlp) if isinstance(mlp, str) else mlp
     q, k, v = (
@@ -121,17 +109,14 @@ P = TypeVar("P", Place, Place | tuple[Place, ...])
 
 
 def apart(leaves: Mapping[str, Place], qkv: tuple[str, str, str]) -> dict[str, Place]:
-    """Return leaves with queries, keys and values at projections of their own."""
     return {**leaves, **{leaf: Place(path, "output") for leaf, path in zip(_QKV, qkv, strict=True)}}
 
 
 def frozen(places: Mapping[str, P]) -> Mapping[str, P]:
-    """Return a read-only copy."""
     return types.MappingProxyType(dict(places))
 
 
 def without(names: Collection[str], leaves: Mapping[str, Place]) -> dict[str, Place]:
-    """Return leaves without some."""
     return {leaf: place for leaf, place in leaves.items() if leaf not in names}
 
 
@@ -145,7 +130,6 @@ def renamed(leaves: Mapping[str, Place], names: Mapping[str, str]) -> dict[str, 
 
 
 def moved(leaves: Mapping[str, Place], paths: Mapping[str, str]) -> dict[str, Place]:
-    """Return leaves whose modules are at other paths."""
     return {
         leaf: dataclasses.replace(place, path=paths.get(place.path, place.path))
         for leaf, place in leaves.items()
@@ -153,7 +137,6 @@ def moved(leaves: Mapping[str, Place], paths: Mapping[str, str]) -> dict[str, Pl
 
 
 def mlp_lacks(leaves: Mapping[str, Place], module: str) -> dict[str, Place]:
-    """Return leaves of which blocks with a module do not have those of the MLP."""
     return {
         leaf: dataclasses.replace(place, lacks=module) if leaf.startswith("mlp.") else place
         for leaf, place in leaves.items()

@@ -30,12 +30,7 @@ TRANSFORMERS_FAMILIES: Final[Mapping[str, TransformersFamily]] = types.MappingPr
 
 
 def engine_family(class_name: str, architectures: Sequence[str]) -> EngineFamily | None:
-    """Return the table for a model of vLLM; None if there is none.
-
-    Args:
-        class_name: Name of its class in vLLM.
-        architectures: The ``architectures`` of its config.
-    """
+    """Return the table for a model class of vLLM and its config's ``architectures``; None without one."""
     for family in ENGINE_FAMILIES:
         if class_name in family.model_classes and (
             not family.architectures or any(name in family.architectures for name in architectures)

@@ -1,5 +1,3 @@
-"""The form of a table for transformers: one layout of decoder blocks, and the place of each leaf in it."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -12,15 +10,12 @@ RouterOrder = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TransformersFamily:
-    """One layout of decoder blocks.
+    """One layout of decoder blocks in transformers.
 
     Attributes:
-        model_types: ``model_type`` of the configs that have this layout.
         bodies: Candidate paths of the decoder, empty for the model itself; the first one with layers is used.
-        layers: The list of blocks, below the body.
         norm: The final norm, below the body; the attribute may be None (OPT-350m).
         embed: The module whose output enters the first block, below the body; empty if there is none.
-        attention: The attention module, below a block.
         mlp: The MLP, below a block; empty if its modules are children of the block itself.
         leaves: Location of each leaf of a layer. ``attn.pattern`` is among them only where a module takes it.
             A layer has those whose modules it has.

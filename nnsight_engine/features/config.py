@@ -12,8 +12,6 @@ MAX_FEATURES: Final = 2**21
 
 
 class Architecture(enum.StrEnum):
-    """The architectures of SAELens that are supported, by its names."""
-
     STANDARD = "standard"
     TOPK = "topk"
     JUMPRELU = "jumprelu"
@@ -30,7 +28,6 @@ class Architecture(enum.StrEnum):
 
     @property
     def has_threshold(self) -> bool:
-        """Whether a feature is zero up to a threshold of its own."""
         return self.startswith("jumprelu")
 
     @property
@@ -71,17 +68,9 @@ class Change(enum.StrEnum):
 class DictionaryConfig:
     """The definition of a dictionary, without its numbers.
 
-    Attributes:
-        architecture: How activations are computed.
-        input_width: The width of the values that it reads.
-        num_features: The number of features.
-        output_width: The width of the values that it reconstructs.
-        normalization: How inputs are scaled.
-        input_factor: The factor of EXPECTED_AVERAGE.
-        subtracts_decoder_bias: Whether ``b_dec`` is subtracted from inputs.
-        k: The number of features that TOPK keeps.
-        rescales_by_decoder_norm: Whether TOPK chooses features by their activation times the norm of their
-            row of ``W_dec``; that product is then their activation.
+    ``input_factor`` is the factor of EXPECTED_AVERAGE, ``k`` the number of features that TOPK keeps. With
+    ``rescales_by_decoder_norm``, TOPK chooses features by their activation times the norm of their row of
+    ``W_dec``; that product is then their activation.
     """
 
     architecture: Architecture
@@ -96,7 +85,6 @@ class DictionaryConfig:
 
     @property
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of its tensors, by SAELens' names."""
         inputs, features, outputs = self.input_width, self.num_features, self.output_width
         shapes: dict[str, tuple[int, ...]] = {
             "W_enc": (inputs, features),
@@ -115,7 +103,6 @@ class DictionaryConfig:
 
     @property
     def num_values(self) -> int:
-        """The number of elements of all its tensors."""
         return sum(map(math.prod, self.tensor_shapes.values()))
 
 

@@ -1,7 +1,6 @@
-"""The maths of a dictionary: activations of its features, reconstructions, and changes of single features.
+"""The maths of a dictionary, in float32 whatever dtype the weights have; rows are independent of each other.
 
-Everything is computed in float32, whatever dtype the weights are stored in. Rows are independent of each
-other; methods that would need ``[rows, num_features]`` at once only to reduce it work in parts.
+Methods that would need ``[rows, num_features]`` at once only to reduce it work in parts.
 """
 
 from __future__ import annotations
@@ -33,14 +32,6 @@ class _Scaled(NamedTuple):
 
 
 class _Encoder:
-    """Computes activations: of all features of a dictionary, or of some that do not depend on others.
-
-    Args:
-        config: The dictionary's definition.
-        tensors: Its tensors, of which those of features are the features' own.
-        norms: Norms of the decoder's rows, if activations are scaled by them.
-    """
-
     def __init__(
         self, config: DictionaryConfig, tensors: Mapping[str, torch.Tensor], norms: torch.Tensor | None
     ) -> None:
@@ -80,16 +71,7 @@ class _Encoder:
 
 
 class Dictionary:
-    """A sparse autoencoder or a transcoder.
-
-    Args:
-        config: Its definition.
-        tensors: Its tensors, see ``DictionaryConfig.tensor_shapes``; float32, float16 or bfloat16, on one
-            device.
-
-    Raises:
-        ValueError: A tensor is missing, superfluous or of another shape.
-    """
+    """A sparse autoencoder or a transcoder; ValueError unless tensors are as ``DictionaryConfig`` says."""
 
     def __init__(self, config: DictionaryConfig, tensors: Mapping[str, torch.Tensor]) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -109,21 +91,11 @@ class Dictionary:
         return self._encoder.activations(self._scaled(x).values)
 
     def encode_selected(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return the activations ``[rows, ids]`` of some features.
-
-        Args:
-            x: Values ``[rows, input_width]``.
-            ids: The features, ``[ids]``, int64. Others are not computed, unless they compete (TOPK).
-        """
+        """Return the activations ``[rows, ids]`` of features ``[ids]``, int64; TOPK computes all others."""
         return Selection(self, ids).activations(x)
 
     def top(self, x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the most active features of values ``[rows, input_width]``.
-
-        Returns:
-            Ids and activations, ``[rows, k]``, the largest first. Where fewer than ``k`` features are active
-            the rest have the activation zero, and no order.
-        """
+        """Return ids and activations, ``[rows, k]``, the largest first; inactive ones have no order."""
         if not 0 < k <= self.config.num_features:
             raise ValueError(f"k must be from 1 to {self.config.num_features}, got {k}")
         found = [self.encode(part).topk(k, dim=-1) for part in self.parts(x)]
@@ -132,15 +104,9 @@ class Dictionary:
         return torch.cat([one.indices for one in found]), torch.cat([one.values for one in found])
 
     def decode(self, activations: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
-        """Return what activations stand for, ``[rows, output_width]``.
+        """Return what activations ``[rows, num_features]`` stand for, ``[rows, output_width]``.
 
-        Args:
-            activations: ``[rows, num_features]``.
-            x: The values that were encoded, by which the result is scaled back, or to which the skip
-                connection is applied.
-
-        Raises:
-            ValueError: ``x`` is needed and missing.
+        The encoded values ``x`` scale it back and feed a skip connection; ValueError if needed and missing.
         """
         config, weights = self.config, activations.float()
         if self._decoder_norms is not None:
@@ -176,20 +142,13 @@ class Dictionary:
     ) -> torch.Tensor:
         """Return values in which features have other activations, with the reconstruction's error kept.
 
-        That is ``target + sum((new - old) * W_dec[id])``, scaled back as reconstructions are.
+        That is ``target + sum((new - old) * W_dec[id])``, scaled back, in the dtype of ``target``.
 
         Args:
-            x: The values that the dictionary reads, ``[rows, input_width]``.
             ids: Different features, ``[ids]``, int64.
             change: SET ``v``, ADD ``a + v``, SCALE ``a * v``, ABLATE 0. Sums are not kept from below zero.
             values: ``v``: a number, ``[ids]`` or ``[rows, ids]``.
-            target: The values at the output point of a transcoder, ``[rows, output_width]``; None for ``x``.
-
-        Returns:
-            New values with the shape and dtype of ``target``.
-
-        Raises:
-            ValueError: A transcoder lacks a ``target``.
+            target: Values at a transcoder's output point (ValueError if None); otherwise None for ``x``.
         """
         if target is None:
             if self.config.architecture.is_transcoder:
@@ -200,7 +159,6 @@ class Dictionary:
         return (target.float() + Selection(self, ids).moves(x, gain, offset)).to(target.dtype)
 
     def encoder_of(self, ids: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return the function from values ``[rows, input_width]`` to activations ``[rows, ids]``."""
         own = self._encoder.subset(ids)
         if own is not None:
             return lambda x: own.activations(self._scaled(x).values)
@@ -253,22 +211,13 @@ class Dictionary:
                 return _Scaled(x / scale, scale, 0.0)
 
     def parts(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the rows of ``x``, so many at once as activations of all features should be computed."""
         num_rows = max(1, _PART_VALUES // self.config.num_features)
         for start in range(0, len(x), num_rows):
             yield x[start : start + num_rows]
 
 
 class Selection:
-    """Some features of a dictionary, whose weights are gathered once.
-
-    Args:
-        dictionary: The dictionary.
-        ids: Different features, ``[ids]``, int64.
-
-    Attributes:
-        activations: Returns the activations ``[rows, ids]`` of values ``[rows, input_width]``.
-    """
+    """Some different features (``ids``, int64) of a dictionary, whose weights are gathered once."""
 
     def __init__(self, dictionary: Dictionary, ids: torch.Tensor) -> None:
         self.activations = dictionary.encoder_of(ids)
@@ -280,15 +229,10 @@ class Selection:
         return self._dictionary.directions(self._ids)
 
     def moves(self, x: torch.Tensor, gain: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-        """Return what new activations ``gain * a + offset`` add to the reconstructed values.
+        """Return the effect of activations ``gain * a + offset``, ``[rows, output_width]``, float32.
 
-        Args:
-            x: The values that the dictionary reads, ``[rows, input_width]``.
-            gain: Of shape ``[rows, ids]``, or one that broadcasts to it.
-            offset: Likewise. A feature with the gain 1 and the offset 0 adds nothing, whatever it is.
-
-        Returns:
-            ``[rows, output_width]``, float32.
+        ``gain`` and ``offset`` broadcast to ``[rows, ids]``; with gain 1 and offset 0 nothing is added,
+        whatever ``a`` is.
         """
         # A gain of 1 needs no activation: one that is infinite would make 0 * inf of it.
         change = torch.where(gain == 1, 0.0, (gain - 1) * self.activations(x)) + offset

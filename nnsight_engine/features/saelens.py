@@ -1,8 +1,7 @@
 """SAELens' ``cfg.json``, of its versions 3 to 6: a dictionary's definition, and where it was trained.
 
-Version 6 has the fields of the model in a block ``metadata``; older ones are flat, with other names for some
-fields. Fields that concern training only are ignored. Whatever would change results and is not computed here
-is refused by its name.
+Fields of training only are ignored; all that would change results and is not computed here is refused by
+name.
 """
 
 from __future__ import annotations
@@ -59,14 +58,7 @@ _WITH_STREAM_INSIDE: Final = ("Bloom",)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SaeLensConfig:
-    """What a ``cfg.json`` says.
-
-    Attributes:
-        config: The definition.
-        hook: The place of the values that it reads, in the words of the file; empty if it has none.
-        output_hook: The place of the values that a transcoder reconstructs.
-        model: The model that it was trained on, in the words of the file; empty if it has none.
-    """
+    """What a ``cfg.json`` says; places and model are in the words of the file, empty if it has none."""
 
     config: DictionaryConfig
     hook: str
@@ -75,12 +67,7 @@ class SaeLensConfig:
 
 
 def read_config(cfg: Mapping[str, Any]) -> SaeLensConfig:
-    """Return what a ``cfg.json`` says.
-
-    Raises:
-        ApiError: ``invalid_dictionary``: a field is missing or wrong; ``unsupported_dictionary``: something
-            that is not computed here.
-    """
+    """Return its content; ApiError ``invalid_dictionary``, or ``unsupported_dictionary`` (not done here)."""
     fields = _Fields(cfg)
     architecture = _architecture(fields)
     input_width = fields.integer("d_in", _MAX_WIDTH)
@@ -110,14 +97,9 @@ def model_of(cfg: Mapping[str, Any]) -> str:
 
 
 def point_of(hook: str, model_architecture: str) -> str | None:
-    """Return the point, ``layers.8.output``, of a hook of TransformerLens or a module of transformers.
+    """Return the point of a hook, ``blocks.8.hook_resid_post`` or ``model.layers.8``.
 
-    Args:
-        hook: ``blocks.8.hook_resid_post``, ``model.layers.8``.
-        model_architecture: The served model's, ``LlamaForCausalLM``.
-
-    Returns:
-        None if the place has no point, or is another one than the point in models of this architecture.
+    None if the place has no point, or is another one than the point in models of this architecture.
     """
     block = _BLOCK.fullmatch(hook)
     if block is not None:
@@ -133,8 +115,6 @@ def point_of(hook: str, model_architecture: str) -> str | None:
 
 
 class _Fields:
-    """The fields of a ``cfg.json``, wherever its version has them."""
-
     def __init__(self, cfg: Mapping[str, Any]) -> None:
         self._cfg = cfg
         metadata = cfg.get("metadata")
@@ -232,7 +212,6 @@ def _normalization(fields: _Fields, architecture: Architecture) -> tuple[Normali
 
 
 def _refuse_others(fields: _Fields) -> None:
-    """Reject what would change results and is not computed here."""
     reshape = fields.text("reshape_activations") or "none"
     if reshape not in _RESHAPES:
         raise _unsupported(f"`reshape_activations` {clip(reshape)!r} is not supported.")

@@ -40,11 +40,7 @@ _ADVICE: Final = (
 
 
 def refuse_pickle(name: str, beginning: bytes) -> None:
-    """Reject a file by its name or its first bytes, before the rest is received.
-
-    Raises:
-        ApiError: ``unsupported_dictionary``.
-    """
+    """Raise ApiError ``unsupported_dictionary`` by name or first bytes, before the rest is received."""
     ending = name.rpartition(".")[2].lower() if "." in name else ""
     # A safetensors file may begin with the same bytes: they are the length of its header.
     is_safetensors = beginning[_LENGTH_BYTES : _LENGTH_BYTES + 1] == b"{"
@@ -63,14 +59,7 @@ def refuse_pickle(name: str, beginning: bytes) -> None:
 
 
 def check_weights(path: Path, config: DictionaryConfig) -> str:
-    """Check that a file has exactly a dictionary's tensors, in one dtype, of numbers to compute with.
-
-    Returns:
-        The dtype, ``float32``, ``float16`` or ``bfloat16``.
-
-    Raises:
-        ApiError: ``invalid_dictionary``, ``wrong_dtype``, ``not_finite``.
-    """
+    """Return the dtype; raise ApiError ``invalid_dictionary``, ``wrong_dtype`` or ``not_finite``."""
     _check_length(path)
     try:
         with safetensors.safe_open(path, "pt") as file:
@@ -85,14 +74,7 @@ def check_weights(path: Path, config: DictionaryConfig) -> str:
 def load_dictionary(
     path: Path, config: DictionaryConfig, *, device: str = "cpu", dtype: torch.dtype | None = None
 ) -> Dictionary:
-    """Return the dictionary of a checked file.
-
-    Args:
-        path: The file.
-        config: The definition that it was checked against.
-        device: Where its tensors go.
-        dtype: The dtype in which they are kept; None for the file's.
-    """
+    """Return the dictionary of a checked file, in the file's dtype unless another is given."""
     with safetensors.safe_open(path, "pt") as file:
         tensors = {
             name: file.get_tensor(name).to(device=device, dtype=dtype) for name in config.tensor_shapes
@@ -101,7 +83,6 @@ def load_dictionary(
 
 
 def _check_length(path: Path) -> None:
-    """Check the claimed length of the header, and that it is JSON, before the library reads it."""
     num_bytes = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")

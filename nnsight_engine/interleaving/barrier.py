@@ -1,8 +1,7 @@
 """Barriers between invokes, so that one invoke can use a value that another has just read.
 
-Invokes that wait for the same point of the model are answered in order of definition; each runs until it
-waits for something else. An invoke that uses a value which an earlier one reads *at that same point* would
-evaluate its request before the earlier invoke has been served; a barrier blocks it until then.
+Invokes that wait for the same point are answered in order of definition. One that uses a value which an
+earlier one reads *at that same point* would evaluate its request before; a barrier blocks it until then.
 """
 
 from __future__ import annotations
@@ -17,11 +16,6 @@ class Barrier:
     """Blocks each invoke that calls it until ``participants`` invokes have called it; reusable."""
 
     def __init__(self, interleaver: Interleaver, participants: int) -> None:
-        """Create a barrier for a number of participants.
-
-        Raises:
-            ValueError: ``participants`` is not a positive number.
-        """
         if participants < 1:
             raise ValueError(f"a barrier needs at least 1 participant, got {participants}")
         self.interleaver = interleaver
@@ -29,12 +23,7 @@ class Barrier:
         self.arrived: list[Mediator] = []
 
     def __call__(self) -> None:
-        """Wait for the other participants.
-
-        Raises:
-            ValueError: Called outside an invoke.
-            MissedProviderError: The run ended before all participants arrived.
-        """
+        """Wait for the others; ValueError outside an invoke, MissedProviderError if the run ends before."""
         mediator = self.interleaver.current
         if mediator is None:
             raise ValueError("a barrier is called inside an invoke: each of its participants is one")
@@ -51,7 +40,6 @@ class Barrier:
         self.arrived = []
 
     def unmet(self) -> str:
-        """Return the error message for a mediator that still waits at the barrier when the run is over."""
         return (
             f"Execution complete but a barrier for {self.participants} participants was reached by "
             f"{len(self.arrived)} only: call it in {self.participants} invokes."

@@ -1,9 +1,8 @@
 """Rows of a batch: several invokes share one forward pass, and each sees only its own rows.
 
-Rows never overlap, and are in the order in which the invokes were defined. An empty invoke owns no rows and
-sees all of them. A tensor belongs to the batch if the length of its first dimension is the batch size; any
-other tensor (a rotary table, a scalar) is shared and seen whole. An invoke's part of a KV cache is a copy
-whose tensors are views (see ``model_state``).
+Rows never overlap, and are in the order in which the invokes were defined. An empty invoke sees all of them.
+A tensor belongs to the batch if the length of its first dimension is the batch size; any other tensor (a
+rotary table, a scalar) is shared and seen whole.
 """
 
 from __future__ import annotations
@@ -22,12 +21,7 @@ BatchGroup = tuple[int, int]
 
 
 def check_written(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return a tensor, if it can replace rows of another tensor; its shape must have been checked.
-
-    Raises:
-        ValueError: It has no dense values of its own (sparse, quantized, meta), or is complex and the other
-            is not.
-    """
+    """Return ``part``; ValueError if it is sparse, quantized or meta, or is complex and ``whole`` is not."""
     why = ""
     if part.layout is not torch.strided:
         why = "it is sparse; give tensor.to_dense()"
@@ -43,11 +37,7 @@ def check_written(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_unpacked(whole: Any, part: Any) -> None:
-    """Raise if a value could be unpacked as the sequence that it replaces, and mean something else.
-
-    Raises:
-        ValueError: It is a tensor with as many rows as the sequence has items.
-    """
+    """Raise ValueError for a tensor that could be unpacked as the sequence that it replaces."""
     is_sequence = isinstance(whole, tuple | list) and isinstance(part, torch.Tensor) and bool(part.ndim)
     if is_sequence and len(whole) == len(part) > 1:
         kind = type(whole).__name__
@@ -59,10 +49,7 @@ def refuse_unpacked(whole: Any, part: Any) -> None:
 
 
 def difference(before: Any, after: Any) -> str:
-    """Return how the form of a value differs from that of the one it replaces; empty if it does not.
-
-    The form is the containers, and the shapes, dtypes and devices of tensors.
-    """
+    """Return how the containers, and shapes, dtypes and devices of tensors differ; empty if they do not."""
     try:
         map_pairs(before, after, _same_form)
     except ValueError as error:
@@ -82,14 +69,10 @@ class Batchable:
     """The part of a model that turns the arguments of ``trace`` and ``invoke`` into one batch."""
 
     def _new_batcher(self) -> Batcher:
-        """Return the batcher of a new trace."""
         return Batcher()
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], int]:
-        """Return positional arguments, keyword arguments, and the number of their rows.
-
-        Zero rows mean an empty invoke.
-        """
+        """Return the arguments and the number of their rows; zero rows mean an empty invoke."""
         return inputs, kwargs, 1 if inputs or kwargs else 0
 
     def _batch(
@@ -106,15 +89,10 @@ class Batchable:
 class Batcher:
     """The batch of one trace: its inputs, the rows of each invoke, and the model's current value.
 
-    Attributes:
-        current_value: The value at the point that the model has reached.
-        total_batch_size: Number of rows of all invokes together.
-        loans: The parts of the current value that were handed to invokes; None if no part, or the whole
-            value, was.
+    ``loans`` has the parts of that value that invokes were given; None if they got none, or all of it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Create an empty batch with the arguments that all invokes share."""
         self.shared_args = args
         self.shared_kwargs = kwargs
         self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -144,7 +122,6 @@ class Batcher:
         return mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
 
     def _filling(self, wanted: torch.Size, given: torch.Size) -> str:
-        """Return an addition to a shape error if the given shape is that of a text without its padding."""
         mask = self.attention_mask
         if mask is None or len(given) < 2 or wanted[1] != mask.shape[1] or bool(mask.all()):
             return ""
@@ -156,12 +133,10 @@ class Batcher:
         )
 
     def forget(self) -> None:
-        """Drop the arguments and the values once the run is over."""
         self.shared_args, self.shared_kwargs, self.inputs = (), {}, None
         self.current_value = self.loans = None
 
     def covers_batch(self, group: BatchGroup | None) -> bool:
-        """Return whether these rows are the whole batch."""
         return group is None or group[1] == self.total_batch_size
 
     def _lending(self) -> Loans:
@@ -179,10 +154,7 @@ class Batcher:
         return narrowed
 
     def narrow_without_state(self, group: BatchGroup | None) -> Any:
-        """Return these rows of the current value, with None in place of KV caches.
-
-        Narrowing a cache creates a view of each of its tensors, in each module that receives it.
-        """
+        """Return these rows with None in place of KV caches, which are costly to narrow in each module."""
         if group is None or self.covers_batch(group):
             return map_tensors(self.current_value, lambda tensor: tensor, without_state)
         return self._narrowed(group, without_state)
@@ -195,7 +167,6 @@ class Batcher:
         )
 
     def _narrow_state(self, whole: Any, group: BatchGroup) -> Any:
-        """Return these rows of a KV cache: a copy whose tensors are views."""
         part = map_state(whole, lambda tensor: self._rows(tensor, group))
         self._lending().states.append((part, whole, list(state_tensors(part))))
         return part
@@ -212,7 +183,6 @@ class Batcher:
         return rows
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Record the version of a tensor that has no rows of single invokes, to detect in-place edits."""
         if not tensor.is_inference():  # inference tensors have no version counter
             self._lending().shared.append((tensor, tensor._version))  # noqa: SLF001 - has no public name
         return tensor
@@ -223,14 +193,10 @@ class Batcher:
             self.loans.shared = [(one, version) for one, version in self.loans.shared if one is not tensor]
 
     def reclaim(self) -> None:
-        """Check what an invoke did with the values that it was given, once it has handed over.
+        """Check what an invoke did with its values; call it once the invoke has handed over.
 
-        A tensor that it put into a dict, a list or a model's output replaces the tensor there in the current
-        value.
-
-        Raises:
-            ValueError: It edited a tensor in place that all invokes share, or put a tensor into its part of
-                a KV cache.
+        A tensor that it put into a dict, a list or a model's output replaces the tensor there. ValueError: it
+        edited a tensor in place that all invokes share, or put a tensor into its part of a KV cache.
         """
         loans = self.loans
         if loans is None:
@@ -258,13 +224,7 @@ class Batcher:
                 self.swap(group, tree)
 
     def swap(self, group: BatchGroup | None, value: Any) -> None:
-        """Replace these rows of the current value.
-
-        A new tensor is made: values that were read from the old one before, and saved, are unchanged.
-
-        Raises:
-            ValueError: The rows do not fit, or the value is not shaped like the one it replaces.
-        """
+        """Replace these rows in a new tensor: saved values are unchanged. ValueError if they do not fit."""
         if self.covers_batch(group):
             self.current_value = value
             return
@@ -278,7 +238,6 @@ class Batcher:
         )
 
     def _replaced(self, group: BatchGroup, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """Return a new tensor with these rows replaced."""
         first, num_rows = group
         if not whole.ndim or whole.shape[0] != self.total_batch_size:
             if part is whole:
@@ -306,11 +265,7 @@ class Batcher:
         return replaced
 
     def join(self, parts: list[Any]) -> Any:
-        """Return the invokes' values, in order, as one value of the whole batch.
-
-        Raises:
-            ValueError: One has another number of rows than its invoke.
-        """
+        """Join the invokes' values, in order; ValueError if one has not as many rows as its invoke."""
         for part, (_, num_rows) in zip(parts, self.groups, strict=True):
             first = next(tensors(part), None)
             if first is not None and first.ndim and not self._fits(first.shape[0], num_rows):
@@ -321,7 +276,6 @@ class Batcher:
         return self._joined(parts)
 
     def _fits(self, length: int, num_rows: int) -> bool:
-        """Return whether a value of this length may come from an invoke of ``num_rows`` rows."""
         return length == num_rows
 
     def _joined(self, parts: list[Any]) -> Any:
@@ -333,10 +287,8 @@ class Batcher:
     def settle(self) -> None:
         """Merge views into the model's value where needed; call it after all invokes were served.
 
-        A view is a branch beside the model's path through autograd, so no gradient would reach it. And a
-        view that an invoke holds is detached from the model's tensor once another invoke has replaced its
-        own rows. In both cases the tensor is concatenated from the views, so that the model's path leads
-        through them.
+        A view is beside the model's path through autograd, and detached once another invoke has replaced its
+        rows: the tensor is concatenated from the views, and the path leads through them.
         """
         if self.loans is None:
             return
@@ -356,8 +308,6 @@ class Batcher:
 
 
 class _View:
-    """An invoke's view of a tensor of the model, and whether the model now uses another tensor."""
-
     __slots__ = ("apart", "group", "rows", "whole")
 
     def __init__(self, whole: torch.Tensor, group: BatchGroup, rows: torch.Tensor) -> None:
@@ -370,11 +320,8 @@ class _View:
 class Loans:
     """The parts of one value that were handed to invokes.
 
-    Attributes:
-        views: Views of rows of tensors.
-        shared: Tensors without rows of single invokes, with their versions when they were handed out.
-        trees: Containers of rows, with the tensors that were in them, and their rows.
-        states: KV caches narrowed to rows, with the whole caches, and the narrowed tensors.
+    ``shared`` has versions at that time, ``trees`` the tensors that were in containers, ``states`` the whole
+    KV caches and the narrowed tensors.
     """
 
     __slots__ = ("shared", "states", "trees", "views")

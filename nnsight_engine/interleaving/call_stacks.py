@@ -1,9 +1,7 @@
 """Cooperative call stacks: the model runs on one, each traced block on its own; one runs at a time.
 
-A block waits in the middle of its code until the model reaches the value that it asked for. That needs two
-call stacks, of which one runs at a time. Greenlets provide them within one thread, so a hand-over costs a
-switch rather than two locks, and thread-local state is shared with the model (except for grad mode, see
-``torch_modes``).
+Greenlets provide them within one thread: a hand-over costs a switch rather than two locks, and thread-local
+state is shared with the model (except for grad mode, see ``torch_modes``).
 
 **The hazard.** Greenlets share one region of the C stack: the part below a greenlet's first frame is copied
 in and out. The frames *above* that first frame belong to whatever code runs there now. Torch walks the whole
@@ -12,18 +10,16 @@ through its first frame then reads other frames' bytes as return addresses, and 
 
 **The safeguard.** One hub starts all stacks, the model's included, from one call site, and does nothing else
 until the outermost run ends. So all stacks begin at the same address, and the frames above it are always the
-hub's own suspended frames: valid frames at a fixed place, through which a walk can reach ``main``. Four
-rules follow; ``tests/unit/interleaving/test_call_stacks.py`` fails without them:
+hub's own suspended frames, through which a walk can reach ``main``. Four rules follow;
+``tests/unit/interleaving/test_call_stacks.py`` fails without them:
 
 1. Only ``_hub`` calls ``switch`` on a stack that has not started; other code calls ``start``.
 2. ``throw`` is never called; a stack whose job must end is sent a payload that makes it raise.
 3. A stack hands over to its ``parent``, so the code that resumes a stack makes itself its parent first.
 4. A stack is reused in a later run only if that run's hub is at the same address.
 
-**Why stacks are reused.** Python allocates memory for the frames of each new stack and releases it at the
-end: two system calls, which cost more than the rest of a small trace. So a stack whose job is done is kept
-for the next job. Where the hub's address cannot be determined (an unknown platform), every job gets a new
-stack.
+**Why stacks are reused.** A new stack costs two system calls for memory, more than the rest of a small trace.
+Where the hub's address cannot be determined (an unknown platform), every job gets a new stack.
 """
 
 from __future__ import annotations
@@ -59,13 +55,11 @@ _STACK_POINTER_IN_JMP_BUF = {("Linux", "x86_64"): 48, ("Linux", "aarch64"): 104}
 class _Idle(OrderedDict[int, list[greenlet]]):
     """A thread's idle stacks by address, the address least recently used first.
 
-    Stacks are ended here only while no run is active. Ending a stack means running it at the address where
-    it began. If that is not where the active run's stacks begin, it would overwrite frames that a stack walk
-    passes.
+    Stacks are ended here only while no run is active: ending one runs it at the address where it began, which
+    could overwrite frames that a stack walk of the active run passes.
     """
 
     def at(self, address: int) -> list[greenlet]:
-        """Return the idle stacks at ``address``, and mark the address as used most recently."""
         own = self.get(address)
         if own is None:
             own = self[address] = []
@@ -74,7 +68,6 @@ class _Idle(OrderedDict[int, list[greenlet]]):
         return own
 
     def trim(self, own: list[greenlet]) -> None:
-        """End the stacks that exceed the limits: of this list, and of the number of addresses."""
         while len(own) > _MAX_IDLE:
             _end(own.pop())
         while len(self) > _MAX_ADDRESSES:
@@ -96,15 +89,9 @@ def _end(stack: greenlet) -> None:
 
 
 class _Thread:
-    """State of one thread.
+    """State of one thread; ``hub`` starts every other stack during a run, and is None without one.
 
-    Attributes:
-        hub: The stack that starts every other one during a run; None without a run.
-        nested: Number of runs within the outermost one.
-        idle: Stacks without a job.
-        waiting: Idle stacks at this run's address; None if the address cannot be determined.
-        registers: The buffer into which ``_setjmp`` writes the registers.
-        pointer: The stack pointer in that buffer; None on an unknown platform.
+    ``waiting`` has the idle stacks at this run's address; None if that cannot be determined.
     """
 
     __slots__ = ("hub", "idle", "nested", "pointer", "registers", "waiting")
@@ -150,10 +137,7 @@ class Done:
 
 
 def run(body: Callable[[], Any]) -> Any:
-    """Run ``body`` on a stack of its own and return its result; its errors are raised here.
-
-    Nested runs (a trace inside a block, a backward pass inside a trace) share the outermost run's hub.
-    """
+    """Run ``body`` on a stack of its own and return its result; nested runs share the outermost run's hub."""
     thread = _local.thread
     if thread.hub is not None:
         if thread.nested >= _MAX_NESTED:
@@ -191,7 +175,6 @@ def _raise(error: BaseException) -> NoReturn:
 
 
 def _hub(thread: _Thread, hub: greenlet, body: Callable[[], Any]) -> Done:
-    """Run ``body`` on a stack, and start each further stack that is requested, until ``body`` is done."""
     if thread.pointer is not None and _note_registers is not None:
         _note_registers(thread.registers)
         thread.waiting = thread.idle.at(thread.pointer.value)
@@ -210,7 +193,6 @@ def _hub(thread: _Thread, hub: greenlet, body: Callable[[], Any]) -> Done:
 
 
 def take() -> Stack:
-    """Return an idle stack at this run's address, or a new one."""
     waiting = _local.thread.waiting
     stack = waiting.pop() if waiting else greenlet(_work)
     stack.gr_context = contextvars.copy_context()
@@ -218,7 +200,6 @@ def take() -> Stack:
 
 
 def give_back(stack: Stack) -> None:
-    """Keep a stack whose job is done for reuse."""
     waiting = _local.thread.waiting
     if waiting is not None and not stack.dead:
         waiting.append(stack)
@@ -235,7 +216,6 @@ def start(stack: Stack, job: Callable[[], Any]) -> Any:
 
 
 def resume(stack: Stack, payload: Any) -> Any:
-    """Send ``payload`` to a suspended stack and return the payload that it hands over next."""
     caller = getcurrent()
     if stack.parent is not caller:
         stack.parent = caller
@@ -245,9 +225,8 @@ def resume(stack: Stack, payload: Any) -> Any:
 def _work(box: list[Callable[[], Any]]) -> None:
     """Run one job after the other; no reference to a job is kept while waiting for the next one.
 
-    C code keeps references to a stack's first argument, and to the object that the stack hands over while it
-    waits. So a job is passed in a list and popped from it, and the receiver of a ``Done`` empties it. An
-    empty list ends the stack.
+    C code keeps references to a stack's first argument, and to the object that it hands over while it waits.
+    So a job is popped from a list, and the receiver of a ``Done`` empties it. An empty list ends the stack.
     """
     while box:
         job = box.pop()

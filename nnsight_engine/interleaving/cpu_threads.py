@@ -1,5 +1,3 @@
-"""The number of CPU threads that torch's kernels use when a given thread calls them."""
-
 from __future__ import annotations
 
 import ctypes
@@ -13,10 +11,9 @@ import torch
 def compute_on_one_thread() -> None:
     """Let kernels that the calling thread calls from now on compute on this thread alone.
 
-    OpenMP keeps a team of threads for each thread that calls it. As soon as all teams together have more
-    threads than there are cores, threads that wait for work no longer spin, and each kernel of each team
-    takes longer to start. ``torch.set_num_threads`` cannot be used: it also sets the number of threads that
-    call torch for the first time later.
+    OpenMP keeps a team of threads for each calling thread. When all teams together exceed the cores, waiting
+    threads no longer spin, and each kernel starts later. ``torch.set_num_threads`` cannot be used: it also
+    sets the number of threads that call torch for the first time later.
     """
     torch.get_num_threads()  # torch sets the number at a thread's first call, which must not come later
     for set_num_threads in _setters():
@@ -25,7 +22,6 @@ def compute_on_one_thread() -> None:
 
 @cache
 def _setters() -> tuple[Callable[[int], object], ...]:
-    """Return the functions that set the calling thread's number, in OpenMP and in torch's copy of MKL."""
     openmp = ctypes.CDLL(None).omp_set_num_threads  # torch loads its OpenMP for the whole process
     if not torch.backends.mkl.is_available():
         return (openmp,)

@@ -1,7 +1,4 @@
-"""The events that a block hands to the model's side, and the errors that end a block's waiting.
-
-Errors derive from common builtin types: a missing value is a ``ValueError``.
-"""
+"""The events that a block hands to the model's side, and the errors that end a block's waiting."""
 
 from __future__ import annotations
 
@@ -10,8 +7,6 @@ from typing import Any
 
 
 class Events(enum.Enum):
-    """The kinds of requests with which a block hands control to the model's side."""
-
     VALUE = "value"
     SWAP = "swap"
     SKIP = "skip"
@@ -38,11 +33,7 @@ class SkipException(Exception):  # noqa: N818 - the documented name
 
 
 class MissedProviderError(ValueError):
-    """A value that a block asked for was not provided, and can no longer be.
-
-    Attributes:
-        provider: The point that would have provided the value; None if it is not the value of a point.
-    """
+    """A value was not provided, and can no longer be; ``provider`` is its point, None if it has none."""
 
     provider: str | None = None
 
@@ -56,7 +47,4 @@ class OutOfOrderError(MissedProviderError):
 
 
 class ModelAborted(BaseException):
-    """Unwinds the model's stack after a block has failed or stopped the run.
-
-    Not an ``Exception``, so that an ``except Exception`` in the model's code does not continue the run.
-    """
+    """Unwinds the model after a block failed or stopped; no ``Exception``, which the model might catch."""

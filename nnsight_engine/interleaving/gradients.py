@@ -1,8 +1,7 @@
 """``tensor.grad`` inside a backward block: waits for the gradient of the tensor, and can replace it.
 
-Outside such a block ``grad`` is torch's attribute. While a backward block is active, ``torch.Tensor.grad``
-is a property that checks whether the code that reads it is the block's own, and otherwise behaves as torch's
-attribute does.
+While a backward block is active, ``torch.Tensor.grad`` is a property that checks whether the code that reads
+it is the block's own, and otherwise behaves as torch's attribute does.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ _ORIGINAL: Any = torch._C.TensorBase.grad  # noqa: SLF001 - where torch defines 
 
 
 class _Sessions(threading.local):
-    """This thread's active gradient sessions, innermost last."""
-
     def __init__(self) -> None:
         self.stack: list[GradientSession] = []
 
@@ -37,11 +34,7 @@ _open = 0
 
 
 class GradientSession:
-    """A backward pass with a traced block; a context manager that makes ``grad`` wait in the block.
-
-    A gradient is identified by its tensor's ``id``. References to the tensors are held, so that no id is
-    reused.
-    """
+    """A backward pass with a block; it holds its tensors, whose ``id`` identifies a gradient."""
 
     def __init__(self, interleaver: Interleaver, mediator: Mediator) -> None:
         self.interleaver = interleaver
@@ -49,11 +42,7 @@ class GradientSession:
         self._hooks: dict[int, tuple[torch.Tensor, Any]] = {}
 
     def provider(self, tensor: torch.Tensor) -> str:
-        """Return the provider name of the gradient of ``tensor``, and register a hook that provides it.
-
-        Raises:
-            RuntimeError: The tensor gets no gradient.
-        """
+        """Return a gradient's provider and hook the tensor; RuntimeError if that gets no gradient."""
         key = f"{id(tensor)}.grad"
         if id(tensor) not in self._hooks:
             why = missing_graph_reason(tensor)
@@ -68,7 +57,6 @@ class GradientSession:
         return key
 
     def __enter__(self) -> GradientSession:
-        """Make ``grad`` wait in this thread's block."""
         global _open  # noqa: PLW0603 - the property is process-wide, and so is the count of its users
         with _lock:
             _open += 1
@@ -79,7 +67,6 @@ class GradientSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Remove the hooks, and restore ``grad`` when the last session ends."""
         global _open  # noqa: PLW0603
         _sessions.stack.remove(self)
         for _, hook in self._hooks.values():
@@ -91,12 +78,10 @@ class GradientSession:
 
 
 def in_backward() -> bool:
-    """Return whether this thread is in a backward pass with a traced block."""
     return bool(_sessions.stack)
 
 
 def _requesting_session() -> GradientSession | None:
-    """Return the session whose block is the running code."""
     stack = _sessions.stack
     if stack and stack[-1].mediator.worker is getcurrent():
         return stack[-1]

@@ -1,9 +1,9 @@
 """The model's side of a trace: it receives every value that the model provides, and serves waiting blocks.
 
-Providers are points of the model, such as ``model.layers.3.output``; each time a point is reached is a call
-with a number. ``wanted`` holds the providers that some block waits for. It is checked first, so a point that
-no block asked for costs one dict look-up. Blocks are answered in the order of their definition, repeatedly,
-until none of them waits for the current value; only then does the model continue with it.
+Providers are points of the model, such as ``model.layers.3.output``; each time one is reached is a call with
+a number. ``wanted``, the blocks by the provider that they wait for, is checked first: a point that no block
+asked for costs one dict look-up. Blocks are answered in order of definition, until none waits for the current
+value.
 """
 
 from __future__ import annotations
@@ -32,25 +32,18 @@ from nnsight_engine.interleaving.module_use import ModuleUse
 class Watcher(Protocol):
     """A reader of some providers' values, called after all blocks were served; a cache, for example."""
 
-    def add(self, provider: str, iteration: int | None, value: Any) -> None:
-        """Record a value."""
+    def add(self, provider: str, iteration: int | None, value: Any) -> None: ...
 
 
 class Interleaver(ModuleUse):
     """Interleaves the run of a function with the blocks of one trace.
 
     Attributes:
-        mediators: The blocks, in the order in which they are answered.
-        batcher: The rows of each block, and the current value.
         current: The block that is running; None while the model runs.
-        wanted: The blocks that wait for a provider, by provider, in the order in which they are answered.
-        calls: The number of calls of each provider so far.
         step: The highest call number that any module has begun.
         listener: The id of the thread whose module calls belong to the traced run; other threads may call
-            modules untraced at the same time. 0 without a run, and while a block runs, because a block may
-            call modules itself.
+            modules untraced. 0 without a run, and while a block runs, because it may call modules itself.
         clock: The provider whose calls are the run's steps; None if any module's calls are.
-        ending: Whether the run is over and blocks are being cleaned up.
     """
 
     def __init__(
@@ -68,7 +61,6 @@ class Interleaver(ModuleUse):
     def initialize(
         self, mediators: list[Mediator], tracer: Any = None, batcher: Batcher | None = None
     ) -> None:
-        """Prepare for a run with these blocks."""
         self.mediators = mediators
         self.tracer = tracer
         self.batcher = batcher if batcher is not None else Batcher()
@@ -91,12 +83,10 @@ class Interleaver(ModuleUse):
             mediator.idx = index
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Interleaver:
-        """Return an interleaver without a run, for the copy of a model."""
         copied = memo[id(self)] = type(self)()
         return copied
 
     def forget(self) -> None:
-        """Drop all references of the last run; only saved values outlive it."""
         self.mediators = []
         self.tracer = None
         self.batcher = _NO_BATCH
@@ -110,11 +100,7 @@ class Interleaver(ModuleUse):
     # The run.
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Run ``function`` interleaved with the blocks; return its result, or None if a block stopped it.
-
-        Raises:
-            BaseException: The error of a block or of ``function``.
-        """
+        """Run ``function`` with the blocks; return None if a block stopped it. Errors of both are raised."""
         return call_stacks.run(lambda: self._run(function))
 
     def _run(self, function: Callable[[], Any]) -> Any:
@@ -132,7 +118,6 @@ class Interleaver(ModuleUse):
         return None
 
     def _call(self, function: Callable[[], Any]) -> Any:
-        """Call the traced function; an error of it names the assignments that may have caused it."""
         try:
             return function()
         except Exception as error:
@@ -146,7 +131,6 @@ class Interleaver(ModuleUse):
         del self.suspects[:-_MAX_SUSPECTS]
 
     def __enter__(self) -> Interleaver:
-        """Start every block: each runs until it first waits."""
         self.interleaving = True
         self.listener = threading.get_ident()
         try:
@@ -162,7 +146,6 @@ class Interleaver(ModuleUse):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End all blocks that still wait."""
         self._end()
 
     def _end(self) -> None:
@@ -175,7 +158,6 @@ class Interleaver(ModuleUse):
         self.batcher.current_value = None
 
     def cancel(self) -> None:
-        """End every block that has not ended."""
         for mediator in self.mediators:
             mediator.cancel()
 
@@ -187,11 +169,9 @@ class Interleaver(ModuleUse):
             self.error = error
 
     def warn(self, error: StepNotReachedError) -> None:
-        """Warn that a block ended because it requested a step that was not reached."""
         warn(error)
 
     def _settle(self) -> None:
-        """Run the blocks that a barrier has released; unwind the model if a block failed or stopped."""
         while self.released and self.error is None:
             self.released.pop(0).respond()
         if (self.error is not None or self.stopped) and not self.ending:
@@ -247,7 +227,6 @@ class Interleaver(ModuleUse):
             self.wanted.setdefault(provider, [])
 
     def unqueue(self, mediator: Mediator) -> None:
-        """Remove a block from the queue of its provider."""
         event = mediator.waiting
         if event is None:
             return
@@ -264,7 +243,6 @@ class Interleaver(ModuleUse):
         return named(requester, self.call_number(requester))
 
     def call_number(self, provider: str) -> int:
-        """Return the call number that applies to a request of the running block."""
         mediator = self.current
         if mediator is not None and mediator.iteration is not None:
             return mediator.iteration
@@ -274,7 +252,6 @@ class Interleaver(ModuleUse):
         return self.calls.get(provider, 0)
 
     def foreign_request_error(self, requester: str) -> ValueError:
-        """Return the error for a request by code that is not the running block's own."""
         if in_backward():
             return ValueError(
                 f"Cannot request `{requester}` in a backwards tracer. You can only request `.grad`. Please "
@@ -290,15 +267,9 @@ class Interleaver(ModuleUse):
     # Values from the model.
 
     def handle(self, provider: str | None = None, value: Any = None, iterate: bool = False) -> Any:  # noqa: FBT001, FBT002 - the documented signature
-        """Provide a value that is not a module's input or output: a result, a token, logits.
+        """Provide a value that is no module's input or output, such as a token; return it as blocks left it.
 
-        Args:
-            provider: The provider's name; None returns the value unchanged.
-            value: The value that blocks may read and replace.
-            iterate: Whether it is provided repeatedly, each time with the next call number.
-
-        Returns:
-            The value after the blocks were served.
+        Without a ``provider`` it is returned unchanged; ``iterate`` gives each value the next call number.
         """
         if provider is None:
             return value
@@ -328,7 +299,6 @@ class Interleaver(ModuleUse):
             batcher.current_value, batcher.loans = handled, loans
 
     def _serve_all(self, provider: str, number: int | None) -> None:
-        """Serve the blocks that wait for this call until none of them does."""
         wanted = self.wanted
         while provider in wanted:
             for mediator in wanted[provider]:
@@ -342,7 +312,6 @@ class Interleaver(ModuleUse):
                 self._settle()
 
     def _serve(self, mediator: Mediator, event: Event) -> None:
-        """Answer a block that waits for the current value."""
         kind, _, _, more = event
         if kind is _VALUE:
             batcher, group = self.batcher, mediator.batch_group
@@ -364,11 +333,7 @@ class Interleaver(ModuleUse):
             mediator.respond(difference(before, self.batcher.current_value))
 
     def skip_value(self, path: str) -> Any:
-        """Return the output that blocks gave for the module at ``path``, whose run they skip.
-
-        Raises:
-            ValueError: Some invoke did not skip it, or the values cannot be joined.
-        """
+        """Return the output that blocks gave for a skipped module; ValueError if not all skipped it."""
         skipped, self.skipped = self.skipped, []
         whole = [value for mediator, value in skipped if self.batcher.covers_batch(mediator.batch_group)]
         if whole:
@@ -383,7 +348,6 @@ class Interleaver(ModuleUse):
         return self.batcher.join([rows[group] for group in self.batcher.groups])
 
     def reclaim_values(self) -> None:
-        """Check what a block has done with the values that it was given, once it has handed over."""
         try:
             self.batcher.reclaim()
         except ValueError as error:
@@ -426,7 +390,6 @@ class Interleaver(ModuleUse):
             self._settle()
 
     def check_dangling_mediators(self) -> None:
-        """Fail every block that still waits: its request can no longer be fulfilled."""
         self.closed = True
         for mediator in self._waiting():
             if mediator.waiting is not None:

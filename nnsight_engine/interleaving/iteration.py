@@ -1,7 +1,6 @@
 """Loops over the steps of a run: over generated tokens, denoising steps, calls of a recurrent cell.
 
-``for step in tracer.iter[1:4]:`` sets the call number for the requests in its body. The loop waits at its
-head until the step has begun, so its body never starts for a step that is not reached.
+A loop waits at its head until the step has begun: its body never starts for a step that is not reached.
 """
 
 from __future__ import annotations
@@ -23,23 +22,13 @@ class IteratorTracer:
     """
 
     def __init__(self, steps: Steps, interleaver: Interleaver) -> None:
-        """Select steps.
-
-        Raises:
-            TypeError: Neither a number, a slice nor a list of numbers.
-            ValueError: A step is negative, the slice does not go forward, or the numbers do not increase.
-        """
+        """Raise TypeError or ValueError unless it is a number, increasing numbers, or a forward slice."""
         self.open_ended = isinstance(steps, slice)
         self.interleaver = interleaver
         self._numbers = _numbers(steps)
 
     def __iter__(self) -> Iterator[int]:
-        """Yield each step once it has begun.
-
-        Raises:
-            ValueError: The loop is outside a trace with an input and outside an invoke.
-            MissedProviderError: A required step was not reached.
-        """
+        """Yield each step once it has begun; MissedProviderError if a required one was not reached."""
         mediator = self.interleaver.current
         if mediator is None:
             raise ValueError("steps are iterated inside a trace that has an input, or inside an invoke")
@@ -68,12 +57,10 @@ class Iter:
     def __init__(
         self, interleaver: Interleaver, loop: Callable[[Steps, Interleaver], IteratorTracer] = IteratorTracer
     ) -> None:
-        """Select steps of this interleaver's run; ``loop`` creates the loops."""
         self.interleaver = interleaver
         self._loop = loop
 
     def __getitem__(self, steps: Steps) -> IteratorTracer:
-        """Return a loop over the steps."""
         return self._loop(steps, self.interleaver)
 
 

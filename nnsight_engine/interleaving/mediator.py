@@ -1,13 +1,10 @@
 """The mediator of one block: the block asks for values, waits, and continues where it waited.
 
-A mediator's block runs on a stack of its own. Each request to the model's side is an *event* that the block
-hands over; it is suspended until the interleaver answers. One side runs at a time.
+The block runs on a stack of its own. Each request is an *event* that it hands over; one side runs at a time.
 
-**Requests that can never be fulfilled.** A block waits for a value by its name and call number,
-``model.layers.3.output.i0``. If the model has passed that call already, this is known at once, since calls
-are counted: an ``OutOfOrderError``. If the call never happens, or the block waits at a barrier that other
-blocks never reach, this is known when the model's run ends: a ``MissedProviderError``. Both are raised in
-the block, at the line that asks.
+A request for a call that the model has passed is known at once, since calls are counted: an
+``OutOfOrderError``. If the call never happens, or other blocks never reach a barrier, this is known when the
+run ends: a ``MissedProviderError``. Both are raised in the block, at the line that asks.
 """
 
 from __future__ import annotations
@@ -58,8 +55,7 @@ _MAX_CLEANUP_REQUESTS = 16
 class StackKind(Protocol):
     """The kind of stack that blocks run on, see ``call_stacks``; it takes turns with the model."""
 
-    def take(self) -> Any:
-        """Return a stack without a job."""
+    def take(self) -> Any: ...
 
     def start(self, stack: Any, job: Callable[[], Any]) -> Any:
         """Start a job on the stack; return the first payload that it hands over."""
@@ -67,18 +63,15 @@ class StackKind(Protocol):
     def resume(self, stack: Any, payload: Any) -> Any:
         """Send the stack the answer that it waits for; return the payload that it hands over next."""
 
-    def give_back(self, stack: Any) -> None:
-        """Return a stack whose job is done."""
+    def give_back(self, stack: Any) -> None: ...
 
 
 class Modes(Protocol):
     """Keeps a block's torch modes apart from the model's, see ``torch_modes``."""
 
-    def enter(self) -> None:
-        """Switch to the block's modes."""
+    def enter(self) -> None: ...
 
-    def leave(self) -> None:
-        """Switch back to the model's modes."""
+    def leave(self) -> None: ...
 
 
 class Raise:
@@ -94,15 +87,11 @@ class Mediator:
     """Runs one block and answers its requests.
 
     Attributes:
-        intervention: The compiled block.
-        info: The source location of the block, for messages; may be None.
-        batch_group: First row and number of rows of the batch that this block owns; None sees all rows.
+        batch_group: First row and number of rows that this block owns; None sees all rows.
         iteration: The call number for requests; None means the next call.
         loops: The loops over steps that the block is in, innermost last.
         moved_on: Whether the block set the call number itself, with ``next()``.
-        stopping: Whether the block has stopped the run; it stays True even if the block catches the
-            exception.
-        exchange: Publishes the block's assignments each time it hands over.
+        stopping: Whether the block has stopped the run; True even if the block catches the exception.
         waiting: The block's pending request; None while it runs or when it has ended.
     """
 
@@ -136,7 +125,6 @@ class Mediator:
         name: str | None = None,
         batch_group: BatchGroup | None = None,
     ) -> None:
-        """Prepare a block; it does not run before ``start``."""
         self.intervention = intervention
         self.info = info
         self._name = name
@@ -155,18 +143,15 @@ class Mediator:
 
     @property
     def name(self) -> str:
-        """The name of the block in messages."""
         return self._name if self._name is not None else f"Mediator{id(self)}"
 
     @property
     def alive(self) -> bool:
-        """Whether the block has started and not ended."""
         return self.worker is not None
 
     # Called on the model's side.
 
     def start(self, interleaver: Interleaver) -> None:
-        """Run the block until it first waits."""
         self.interleaver = interleaver
         self.worker = self.runs_on.take()
         self._modes = self._new_modes()
@@ -175,11 +160,9 @@ class Mediator:
             self.respond(answer)
 
     def _new_modes(self) -> Modes:
-        """Return the mode keeper; the block's modes are the model's at first."""
         return ModeKeeper()
 
     def respond(self, value: Any = None) -> None:
-        """Answer the block's request, and run it until it waits again."""
         interleaver = self.interleaver
         assert interleaver is not None  # noqa: S101 - only a waiting block is answered
         answer, refused = value, 0
@@ -194,14 +177,12 @@ class Mediator:
                 return
 
     def fail(self, error: BaseException) -> None:
-        """Raise ``error`` in the block, where it waits."""
         self.respond(Raise(error))
 
     def cancel(self) -> None:
-        """End the block: each of its requests raises, so that it can clean up.
+        """End the block: its requests raise ``Cancelation``, then ``GreenletExit``, so that it can clean up.
 
-        First ``Cancelation`` is raised, then ``GreenletExit``, which ``except Exception`` does not catch. A
-        block that keeps swallowing even that is abandoned, because a stack cannot be unwound from outside.
+        A block that swallows even that is abandoned, because a stack cannot be unwound from outside.
         """
         for num_requests in range(2 * _MAX_CLEANUP_REQUESTS):
             if self.worker is None:
@@ -211,10 +192,7 @@ class Mediator:
         self.worker = None
 
     def _run_block(self, how: Callable[[Any, Any], Any], payload: Any) -> Any:
-        """Run the block until it hands over. Its modes must have been entered, since they may differ.
-
-        Records the block's next request, and returns an answer that can be given at once, or ``NOTHING``.
-        """
+        """Run the block, in its own modes, until it hands over; return an immediate answer or ``NOTHING``."""
         interleaver, worker = self.interleaver, self.worker
         assert interleaver is not None  # noqa: S101 - set by start
         assert worker is not None  # noqa: S101 - a block that has ended is never answered
@@ -250,7 +228,6 @@ class Mediator:
         return interleaver.queue(self)
 
     def _work(self) -> None:
-        """Run the block; this is the job of its stack."""
         try:
             self.intervention()
         except (Cancelation, GreenletExit):
@@ -269,15 +246,10 @@ class Mediator:
     # Called on the block's side.
 
     def request(self, requester: str) -> Any:
-        """Wait for a value and return it, narrowed to this block's rows.
-
-        Args:
-            requester: Provider with its call number, ``model.layers.3.output.i0``, or without one.
-        """
+        """Return a value, narrowed to this block's rows; ``requester`` may end in a call number, ``.i0``."""
         return self.send_event(Events.VALUE, *split(requester))
 
     def swap(self, requester: str, value: Any) -> None:
-        """Wait for a value to be provided, and replace it."""
         self.send_event(Events.SWAP, *split(requester), value)
 
     def skip(self, requester: str, value: Any) -> None:
@@ -285,7 +257,6 @@ class Mediator:
         self.send_event(Events.SKIP, *split(requester), value)
 
     def stop(self) -> None:
-        """End this block and the model's run."""
         self.stopping = True
         raise EarlyStopException(_STOPPED)
 
@@ -317,10 +288,7 @@ class Mediator:
 
 
 def running() -> Mediator | None:
-    """Return the mediator of the block that the calling code runs in, whichever model it is a trace of.
-
-    It is found by its frame, so that blocks need not record it: only errors ask.
-    """
+    """Return the mediator of the block that the calling code runs in, found by its frame: only errors ask."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the frame that asks
     work = Mediator._work.__code__  # noqa: SLF001 - of this module
     while frame is not None and frame.f_code is not work:
@@ -341,7 +309,6 @@ def warn(error: StepNotReachedError) -> None:
 
 
 def split(requester: str) -> tuple[str, int | None]:
-    """Split ``model.output.i2`` into its provider and call number."""
     provider, _, suffix = requester.rpartition(".i")
     if provider and suffix.isdecimal():
         return provider, int(suffix)
@@ -349,5 +316,4 @@ def split(requester: str) -> tuple[str, int | None]:
 
 
 def named(provider: str, iteration: int | None) -> str:
-    """Join a provider and a call number, as messages show them."""
     return provider if iteration is None else f"{provider}.i{iteration}"

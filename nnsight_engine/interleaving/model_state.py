@@ -1,8 +1,7 @@
 """State that a model keeps from step to step, such as KV caches: objects that hold rows of the whole batch.
 
 ``core.trees`` does not treat them as containers, since the model continues with the same object. An invoke
-that receives one gets a copy of the object, and of the layers in it, whose tensors are views of its own
-rows.
+gets a copy of the object, and of the layers in it, whose tensors are views of its own rows.
 """
 
 from __future__ import annotations
@@ -20,12 +19,10 @@ def holds_state(value: object) -> bool:
 
 
 def without_state(leaf: Any) -> Any:
-    """Return a leaf that is not a tensor, or None in place of a cache."""
     return None if holds_state(leaf) else leaf
 
 
 def map_state(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a copy of a cache with ``fn(tensor)`` in place of every tensor, in its layers too."""
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, dict):
@@ -40,7 +37,6 @@ def map_state(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def state_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a cache."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -57,10 +53,7 @@ def _is_part(value: object) -> bool:
 
 
 def _is_one(kind: type, name: str) -> bool:
-    """Return whether the name of a class, or of a base class, ends in ``name``; modules never match.
-
-    Transformers has a cache class for each model that needs one, so the class is recognized by name.
-    """
+    """Match a class, or a base, by the end of its name, as many models have own caches; never a module."""
     return not issubclass(kind, torch.nn.Module | type) and any(
         base.__name__.endswith(name) for base in kind.__mro__
     )

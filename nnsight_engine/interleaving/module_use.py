@@ -1,8 +1,4 @@
-"""Hooks on a block's direct use of modules, beside the model's run, for backends that must coordinate it.
-
-Calling a module on values of the block, or reading one of its tensors, needs nothing special where the model
-is in one process. Where the model is distributed, a subclass makes all parts take part.
-"""
+"""Hooks on a block's direct use of modules, beside the model's run, for backends that distribute it."""
 
 from __future__ import annotations
 
@@ -24,7 +20,6 @@ class ModuleUse:
         kwargs: dict[str, Any],
         method: str = "",  # noqa: ARG002 - a hook
     ) -> Any:
-        """Apply the module at ``path``, or one of its methods, to the running block's own values."""
         return apply(*args, **kwargs)
 
     def called_directly(self, path: str) -> None:

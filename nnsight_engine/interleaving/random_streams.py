@@ -1,10 +1,8 @@
 """Separate random number streams for blocks, with seeds of their own.
 
-Torch has one generator per device and process, and an engine samples tokens from them. Where each of several
-ranks samples for itself, the generators must stay in step whatever a block draws. So the generators' states
-are swapped for the block's before it runs, and swapped back when it hands over. NumPy's generator is handled
-in the same way. Python's ``random`` is not: swapping its state would take as long as a hand-over, and
-engines do not draw from it.
+Where each of several ranks samples for itself, torch's generators must stay in step whatever a block draws.
+So their states, and NumPy's, are swapped before a block runs and when it hands over. Python's ``random`` is
+left alone: its swap would take as long as a hand-over, and engines do not draw from it.
 """
 
 from __future__ import annotations
@@ -15,11 +13,7 @@ from numpy.random import mtrand
 
 
 class RandomStreams:
-    """The generator states of the side that is not running.
-
-    Args:
-        seed: The seed of the block's streams.
-    """
+    """The generator states of the side that is not running."""
 
     __slots__ = ("_cpu", "_devices", "_numpy", "_seed")
 
@@ -30,7 +24,6 @@ class RandomStreams:
         self._devices: dict[int, torch.Tensor] = {}
 
     def exchange(self) -> None:
-        """Swap the stored states with the generators' current ones."""
         cpu = torch.default_generator.get_state()
         torch.default_generator.set_state(self._cpu)
         self._cpu = cpu

@@ -1,14 +1,11 @@
 """Variables shared between invokes: each sees the assignments of earlier ones, as if they ran in sequence.
 
-Invokes are written one after the other but run interleaved, so with one cell for all of them a later invoke
-could change a variable while an earlier one uses it. Each invoke therefore has cells of its own. The value
-of a variable that an invoke has not assigned itself is:
+Invokes run interleaved, so each has cells of its own. A variable that an invoke has not assigned itself has:
 
 - the surrounding code's value at the place where the invoke stands (in a loop, of that iteration), if no
-  earlier invoke may assign the variable;
-- otherwise the value that the nearest of those has assigned by now. While that one may still assign it and
-  has not, the variable is unbound: reading it is a ``NameError``, since the surrounding code's value would
-  be wrong;
+  earlier invoke may assign it;
+- otherwise the value that the nearest of those has assigned by now; while it still may and has not, the
+  variable is unbound: reading it is a ``NameError``, since the surrounding code's value would be wrong;
 - at a barrier, the value that a later invoke that met it there has assigned;
 - a later invoke's value without a barrier only if the variable would never get another value.
 
@@ -27,43 +24,33 @@ from nnsight_engine.core.closure_cells import UNBOUND, Assignments, content
 
 
 class Sharer(Protocol):
-    """The variables of an invoke.
+    """The variables of an invoke; ``stored`` has the names that it may assign.
 
-    Attributes:
-        identities: The identity of the variable behind each name: equal identities in two invokes mean the
-            same variable.
-        own: The invoke's cells, by name.
-        stored: The names that it may assign.
-        assignments: The counter of its assignments.
+    Equal ``identities`` of names in two invokes mean the same variable.
     """
 
     @property
-    def identities(self) -> Mapping[str, Hashable]: ...  # noqa: D102 - see the class
+    def identities(self) -> Mapping[str, Hashable]: ...
 
     @property
-    def own(self) -> Mapping[str, CellType]: ...  # noqa: D102
+    def own(self) -> Mapping[str, CellType]: ...
 
     @property
-    def stored(self) -> Sequence[str]: ...  # noqa: D102
+    def stored(self) -> Sequence[str]: ...
 
     @property
-    def assignments(self) -> Assignments: ...  # noqa: D102
+    def assignments(self) -> Assignments: ...
 
 
 class _VariableCell:
     """An invoke's cell for a variable that some invoke assigns.
 
     Attributes:
-        order: The invoke's position among all invokes.
-        cell: The cell.
-        may_assign: Whether the invoke may assign it, or assign it again.
-        assigned: Whether it has assigned it.
         passed: The value passed on from the invokes before it; ``UNBOUND`` if there is none.
         is_passed: Whether an earlier invoke, not the surrounding code, has assigned (or deleted) that value.
         is_waiting: Whether an earlier invoke may assign the variable and has not yet.
         later: The order of the later invoke whose value the cell holds; None if it holds no such value.
         met: Whether that later invoke was met at a barrier.
-        count: The invoke's number of assignments at the last check.
     """
 
     __slots__ = (
@@ -82,11 +69,9 @@ class _VariableCell:
 
     @property
     def value(self) -> Any:
-        """The value that later invokes see."""
         return content(self.cell) if self.assigned else self.passed
 
     def hold(self, value: Any) -> None:
-        """Set the cell to a value that the invoke has not assigned itself."""
         if value is not UNBOUND:
             self.cell.cell_contents = value
         elif content(self.cell) is not UNBOUND:
@@ -94,15 +79,12 @@ class _VariableCell:
 
 
 class _Variable:
-    """A variable of the surrounding code: its readers in the invokes that mention it, in order."""
-
     __slots__ = ("readers",)
 
     def __init__(self) -> None:
         self.readers: list[_VariableCell] = []
 
     def begin(self) -> None:
-        """Unbind the variable in the invokes that must wait for an earlier invoke's assignment."""
         is_waiting = False
         for reader in self.readers:
             if is_waiting:
@@ -111,7 +93,6 @@ class _Variable:
             is_waiting |= reader.may_assign
 
     def pass_on(self, source: _VariableCell) -> None:
-        """Pass an invoke's value on to the invokes that see it, once it is assigned or final."""
         value, at = source.value, self.readers.index(source)
         is_waiting = source.is_waiting and not source.assigned
         is_passed = source.is_passed or source.assigned
@@ -146,12 +127,7 @@ class _Variable:
 
 
 class Exchange:
-    """Publishes the assignments of one invoke each time it hands over.
-
-    Attributes:
-        order: The invoke's position among all invokes.
-        variables: All shared variables.
-    """
+    """Publishes the assignments of one invoke each time it hands over."""
 
     def __init__(self, order: int, sharer: Sharer, variables: Mapping[Hashable, _Variable]) -> None:
         self.order = order
@@ -166,7 +142,6 @@ class Exchange:
                 self._watched.append((name, mine, variable))
 
     def publish(self) -> None:
-        """Pass on the invoke's assignments since the last call."""
         assignments = self._assignments
         if assignments.total == self._total:
             return
@@ -208,12 +183,7 @@ def exchanges(sharers: Sequence[Sharer]) -> list[Exchange]:
 
 
 def explain(error: NameError, stored: Iterable[Collection[str]]) -> None:
-    """Add a remedy to the error if one invoke used a variable that another one had yet to assign.
-
-    Args:
-        error: The error raised in an invoke.
-        stored: The names that each invoke may assign.
-    """
+    """Add a remedy to the error if one invoke used a variable that another one had yet to assign."""
     found = _QUOTED.search(str(error))
     name = error.name or (found.group(1) if found is not None else "")
     if not hasattr(error, "__notes__") and any(name in names for names in stored):

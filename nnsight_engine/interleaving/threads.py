@@ -1,16 +1,12 @@
 """Blocks on threads of their own that take turns with the model's thread; one of them has control at a time.
 
-Within one trace that runs from beginning to end, greenlets are better (see ``call_stacks``): a hand-over is
-a switch. A serving engine is different. Its blocks live across many calls into the engine, each from a
-different depth of the C stack, which greenlets cannot do if torch's stack walk is to be safe. And they run
-beside other tenants' requests, which must not wait for ever: a block that does not hand over is abandoned.
+Greenlets (see ``call_stacks``) do not fit a serving engine. Its blocks live across many calls into the
+engine, each from a different depth of the C stack, which is unsafe under torch's stack walk. And they run
+beside other tenants' requests, which must not wait for ever.
 
-So here each block has a thread. The side that hands over control waits, with a limit on the time that the
-block may take. When the limit is exceeded, ``TimeBudgetError`` is raised in the block, wherever it is. A
-block that does not react to the error keeps its thread but never gets control again, and the model
-continues.
-
-The model's own thread is never interrupted: the error can only be raised in code on the block's thread.
+So the side that hands over control waits with a limit. When it is exceeded, ``TimeBudgetError`` is raised in
+the block, wherever it is. A block that does not react keeps its thread but never gets control again, and the
+model continues. The model's own thread is never interrupted.
 """
 
 from __future__ import annotations
@@ -52,15 +48,12 @@ class TimeBudgetError(Exception):
 
 
 class _ModelThreadCall:
-    """A function that the model's thread calls on behalf of a block; the block waits for its result."""
-
     __slots__ = ("act",)
 
     def __init__(self, act: Callable[[], Any]) -> None:
         self.act = act
 
     def answer(self) -> Any:
-        """Call the function; return the answer for the block."""
         try:
             return self.act()
         except Exception as error:  # noqa: BLE001 - raised in the block, at the line that asks
@@ -70,9 +63,7 @@ class _ModelThreadCall:
 class ThreadStack:
     """A thread for one job, and the hand-over of control between it and the thread that resumes it.
 
-    Attributes:
-        left_s: Seconds that the job may still run in this step; the driver of the steps resets it.
-        abandoned: Whether the job was abandoned.
+    ``left_s``: seconds that the job may still run in this step; the driver of the steps resets it.
     """
 
     __slots__ = ("_given", "_handed", "_stream", "_there", "_thread", "abandoned", "budget_s", "left_s")
@@ -81,7 +72,6 @@ class ThreadStack:
     """Seconds for an interrupted job to come back before it is abandoned; -1 to wait for it however long."""
 
     def __init__(self, budget_s: float) -> None:
-        """Prepare; the job does not run before ``start``."""
         self.budget_s = self.left_s = budget_s
         self.abandoned = False
         self._given: Any = None
@@ -93,19 +83,16 @@ class ThreadStack:
         self._thread: threading.Thread | None = None
 
     def prepare(self) -> None:
-        """Start the thread in advance, which takes a while, and let it wait for its job."""
         name = f"nnsight-engine-block-{next(_numbers)}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def start(self, job: Callable[[], Any]) -> Any:
-        """Run ``job`` until it first hands over; return what it hands over."""
         if self._thread is None:
             self.prepare()
         return self.resume(job)
 
     def resume(self, payload: Any) -> Any:
-        """Send ``payload`` to the job and return what it hands over next."""
         self._given = payload
         # Each thread has a current stream of its own, and work on it would not be ordered with the model's.
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
@@ -113,7 +100,6 @@ class ThreadStack:
         return self._wait()
 
     def hand_over(self, event: Any) -> Any:
-        """Hand over control, from within the job; return the payload that it is resumed with."""
         self._give(event)
         self._take_over()
         if self.abandoned:
@@ -122,7 +108,6 @@ class ThreadStack:
         return given
 
     def is_current(self) -> bool:
-        """Return whether this code runs within the job."""
         return self._thread is not None and self._thread.ident == threading.get_ident()
 
     def _run(self) -> None:
@@ -156,18 +141,15 @@ class ThreadStack:
 
     @staticmethod
     def clock() -> float:
-        """Return the time in seconds by which the job's running time is measured."""
         return time.monotonic()
 
     def _wait_for_control(self) -> bool:
-        """Wait for control until the job's time is used up; return whether it came back."""
         begin = self.clock()
         came = self._there.acquire(timeout=max(self.left_s, 0.0))
         self.left_s -= self.clock() - begin
         return came
 
     def _interrupted(self) -> TimeBudgetError:
-        """Stop the job, or abandon it."""
         message = (
             f"The block ran longer than {self.budget_s:g} s within one step of the engine, which others "
             "share. Save less, compute after the trace, or raise the engine's time budget."
@@ -196,9 +178,8 @@ def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
 def _take_back(thread: threading.Thread) -> None:
     """Withdraw an error that was not raised yet, because the thread is blocked outside of Python.
 
-    While such an error is pending, the interpreter keeps a flag set for all threads. On Python 3.11 a
-    function that is called while a trace function is set then never begins: it checks the flag forever. Only
-    a thread on which an error is raised clears the flag, so an error is raised on a thread made for this
+    A pending error keeps a flag set for all threads; on Python 3.11 a function called while a trace function
+    is set then checks it forever. Only raising an error clears it, so one is raised on a thread made for this
     purpose.
     """
     assert thread.ident is not None  # noqa: S101 - it has started
@@ -218,13 +199,9 @@ def _clear_stop_flag() -> None:
 
 
 class Threads:
-    """The kind of stack that a ``ThreadMediator`` runs on.
+    """The kind of stack that a ``ThreadMediator`` runs on; ``budget_s`` is for one block in one step.
 
-    A thread runs one job only, so that no thread-local state of a block is left for the next one. Some idle
-    threads are kept ready.
-
-    Args:
-        budget_s: Seconds that one block may compute within one step.
+    A thread runs one job only, so that no thread-local state is left for the next.
     """
 
     def __init__(self, budget_s: float) -> None:
@@ -234,7 +211,6 @@ class Threads:
         self._keeper: threading.Thread | None = None
 
     def take(self) -> ThreadStack:
-        """Return a thread without a job."""
         if self._keeper is None:
             self._keeper = threading.Thread(
                 target=_keep_spare, args=(self.budget_s, self._spare, self._wanted), daemon=True
@@ -249,19 +225,13 @@ class Threads:
         return stack
 
     def start(self, stack: ThreadStack, job: Callable[[], Any]) -> Any:
-        """Start a job on the thread; return the first payload that it hands over."""
         return _after_calls(stack, stack.start(job))
 
     def resume(self, stack: ThreadStack, payload: Any) -> Any:
-        """Send the thread the answer that it waits for; return the payload that it hands over next."""
         return _after_calls(stack, stack.resume(payload))
 
     def run(self, job: Callable[[], Any]) -> Any:
-        """Return the result of a job that does not hand over before its end.
-
-        Raises:
-            Exception: The job's error; a BaseException that is not an Exception becomes a RuntimeError.
-        """
+        """Return the result of a job without hand-overs; its BaseException becomes a RuntimeError."""
         result, error = self.take().start(job).empty()
         if isinstance(error, Exception):
             raise error
@@ -289,7 +259,6 @@ def _do_nothing() -> None:
 
 
 def _after_calls(stack: ThreadStack, event: Any) -> Any:
-    """Make the calls that a job requests of the calling thread, within its time; return its next payload."""
     while type(event) is _ModelThreadCall:
         begin = stack.clock()
         answer = event.answer()
@@ -303,33 +272,26 @@ class _OwnModes:
 
     __slots__ = ()
 
-    def enter(self) -> None:
-        """Do nothing."""
+    def enter(self) -> None: ...
 
-    def leave(self) -> None:
-        """Do nothing."""
+    def leave(self) -> None: ...
 
 
 class ThreadMediator(Mediator):
-    """A block on a thread of its own.
+    """A block on a thread of its own, with its own random streams: it neither sees nor affects the model's.
 
-    Its random numbers come from streams of its own: it neither sees nor affects the model's.
-
-    Attributes:
-        spent_s: Seconds for which the model has waited for the block, in all steps together.
+    ``spent_s``: seconds for which the model has waited for the block, in all steps together.
     """
 
     __slots__ = ("_random", "runs_on", "spent_s")
 
     def __init__(self, intervention: Callable[[], Any], info: Any, threads: Threads, *, seed: int) -> None:
-        """Prepare a block; it does not run before ``start``."""
         super().__init__(intervention, info)
         self.runs_on = threads  # type: ignore[misc] # one per engine; the base class has one for all
         self._random = RandomStreams(seed)
         self.spent_s = 0.0
 
     def refill(self) -> None:
-        """Reset the time that the block may compute, at the start of a step."""
         worker: ThreadStack | None = self.worker
         if worker is not None:
             worker.left_s = worker.budget_s
@@ -347,19 +309,10 @@ class ThreadMediator(Mediator):
             self.spent_s += time.monotonic() - begin
 
     def send_event(self, kind: Events, provider: str, iteration: int | None = None, more: Any = None) -> Any:
-        """Hand an event over and return the answer, see ``Mediator``."""
         return self._handed_over((kind, provider, iteration, more), provider, iteration)
 
     def on_models_thread(self, act: Callable[[], Any], what: str) -> Any:
-        """Call a function on the model's thread now, and return its result.
-
-        Args:
-            act: The function.
-            what: Its name in messages.
-
-        Raises:
-            ValueError: The calling code is not this block's.
-        """
+        """Call a function (``what`` in messages) on the model's thread; ValueError outside this block."""
         return self._handed_over(_ModelThreadCall(act), what)
 
     def _handed_over(self, event: Any, what: str, iteration: int | None = None) -> Any:

@@ -1,10 +1,7 @@
 """Thread-local modes of torch, kept apart for the model and for each block, which share one thread.
 
-A block may wait within its own ``torch.no_grad()``, ``torch.inference_mode()`` or ``torch.autocast()``, and
-the model may be within some of them while a block runs. Each side runs under its own modes.
-
-Grad mode differs often (generation runs without it) and is swapped on a fast path. The other two are seldom
-on; if either side uses one, the slow path is taken.
+A block may wait within its own ``no_grad``, ``inference_mode`` or ``autocast``, and run while the model is
+within some of them. Grad mode differs often and is swapped on a fast path; the other two are seldom on.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ Modes = tuple[bool, bool, Autocast]
 
 
 def current() -> Modes:
-    """Return this thread's modes."""
     autocast = tuple(
         (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES
     )
@@ -38,14 +34,13 @@ def current() -> Modes:
 class ModeKeeper:
     """Stores a block's modes while the model runs, and the model's modes while the block runs.
 
-    Inference mode has no setter, only a guard that restores the previous mode. If the model must run without
-    a block's inference mode, a guard is entered for it and exited when the block resumes.
+    Inference mode has no setter: if the model must run without a block's, a guard is entered until it
+    resumes.
     """
 
     __slots__ = ("_block", "_block_grad", "_entered", "_left", "_model", "_model_grad")
 
     def __init__(self) -> None:
-        """Start with this thread's modes as the block's."""
         self._block_grad = self._model_grad = _is_grad()
         self._model: Modes | None = current() if _is_inference() or _is_autocast() else None
         self._block: Modes | None = self._model
@@ -53,7 +48,6 @@ class ModeKeeper:
         self._left: Any = None
 
     def enter(self) -> None:
-        """Switch from the model's modes to the block's."""
         self._model_grad = _is_grad()
         if self._block is not None or _is_inference() or _is_autocast():
             self._enter_slowly()
@@ -61,7 +55,6 @@ class ModeKeeper:
             _set_grad(self._block_grad)
 
     def leave(self) -> None:
-        """Switch from the block's modes back to the model's."""
         self._block_grad = _is_grad()
         if self._model is not None or _is_inference() or _is_autocast():
             self._leave_slowly()

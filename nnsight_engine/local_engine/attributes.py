@@ -1,8 +1,6 @@
-"""Snapshots of the attributes of a model's objects, to undo what a block has set, added, replaced or removed.
+"""Snapshots of a model's attributes, to undo what a block has set, added, replaced or removed.
 
-A block runs ``model.layers[0].attn.scaling = 3``, replaces a module, or leaves a hook behind. All of these
-are entries of dicts, lists and sets that are reachable from the model. A snapshot copies these containers,
-compares them by identity, and restores them. ``model_snapshot`` calls this between two traces.
+The dicts, lists and sets that are reachable are copied, compared by identity, and restored.
 """
 
 from __future__ import annotations
@@ -32,13 +30,6 @@ _MADE_LATER: Final = frozenset(
 
 
 class AttributeSnapshot:
-    """The attributes of an object, of the objects in them, and so on.
-
-    Attributes:
-        objects: The objects that were found.
-        tensors: The tensors among their attributes.
-    """
-
     def __init__(self, root: Any) -> None:
         self.objects: list[Any] = []
         self.tensors: list[torch.Tensor] = []
@@ -61,7 +52,6 @@ class AttributeSnapshot:
         return sum(held.restore() for held in self._held) > 0
 
     def _note(self, value: Any) -> Iterable[Any]:
-        """Record a value; return the values to visit next."""
         hanging: list[Any]
         if isinstance(value, dict):
             self._held.append(_Dict(value))
@@ -83,12 +73,7 @@ class AttributeSnapshot:
 
 
 class Definitions:
-    """The methods of classes, and the functions and classes of the modules that define them.
-
-    Args:
-        classes: The classes; their base classes are included.
-        modules: Further Python modules.
-    """
+    """The methods of classes and their bases, and what the modules that define them contain."""
 
     def __init__(self, classes: Iterable[type], modules: Iterable[ModuleType] = ()) -> None:
         found = {base for one in classes for base in one.__mro__ if base is not object}
@@ -103,7 +88,7 @@ class Definitions:
         ]
 
     def restore(self) -> None:
-        """Restore the definitions; other variables of modules stay as they are."""
+        """Restore functions and classes; other variables of modules stay as they are."""
         for one, known in self._classes:
             now = vars(one)
             if not (len(now) == len(known) and all(map(operator.is_, now.values(), known.values()))):
@@ -129,8 +114,6 @@ def _restore_class(one: type, known: dict[str, Any]) -> None:
 
 
 class _Dict:
-    """A dict and a copy of its items, in order."""
-
     def __init__(self, held: dict[Any, Any]) -> None:
         self._held = held
         self._known = dict(held)
@@ -145,8 +128,6 @@ class _Dict:
 
 
 class _List:
-    """A list and a copy of its items."""
-
     def __init__(self, held: list[Any]) -> None:
         self._held = held
         self._known = list(held)
@@ -159,8 +140,6 @@ class _List:
 
 
 class _Set:
-    """A set and a copy of its items."""
-
     def __init__(self, held: set[Any]) -> None:
         self._held = held
         self._known = frozenset(held)

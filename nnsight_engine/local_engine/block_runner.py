@@ -1,8 +1,6 @@
 """Execution of a client's blocks and encoding of the outcome: the common part of traces and sessions.
 
-Subclasses of ``BlockRunner`` define the objects behind ``model`` and ``tracer``, and how the blocks run.
-``process`` calls it, one trace at a time, in a dedicated process: decoding a trace already runs the client's
-code.
+Runs one trace at a time, in a dedicated process: decoding a trace already runs the client's code.
 """
 
 from __future__ import annotations
@@ -34,22 +32,9 @@ if TYPE_CHECKING:
 
 
 class ReadTrace:
-    """A decoded trace whose parts were checked.
-
-    Attributes:
-        head: The trace's header from the client.
-        shared: The values beside its blocks.
-        invokes: Its blocks, with their inputs.
-        edits: Blocks that run beside these, from the model's edits.
-        saved: Containers that were saved before the blocks ran.
-    """
+    """A decoded trace whose parts were checked; ``saved`` are containers saved before the blocks ran."""
 
     def __init__(self, head: TraceHead, received: ReceivedTrace) -> None:
-        """Check the parts of the message.
-
-        Raises:
-            DecodeError: A part is invalid.
-        """
         self.head = head
         self.shared: Mapping[str, Any] = received.shared
         num_own = len(received.blocks) - head.num_edits
@@ -79,12 +64,7 @@ def _inputs(shared: Mapping[str, Any], num_invokes: int) -> list[tuple[tuple[Any
 
 
 class BlockRunner(ABC):
-    """Runs traces, one after the other.
-
-    Args:
-        max_result_bytes: The maximum size of the values that a trace may save.
-        compresses: Whether results are compressed for clients that accept it.
-    """
+    """Runs traces, one after the other; subclasses define ``model`` and ``tracer`` of the blocks."""
 
     def __init__(
         self, *, max_result_bytes: int = MessageLimits().max_bytes, compresses: bool = False
@@ -100,19 +80,15 @@ class BlockRunner(ABC):
         return False
 
     @abstractmethod
-    def _tracer(self, head: TraceHead) -> Tracer:
-        """Begin a trace; return the object behind ``tracer`` in its blocks."""
+    def _tracer(self, head: TraceHead) -> Tracer: ...
 
     @abstractmethod
-    def _resolver(self, tracer: Tracer) -> Resolve:
-        """Return the function that resolves the references in the message."""
+    def _resolver(self, tracer: Tracer) -> Resolve: ...
 
     @abstractmethod
-    def _execute(self, trace: ReadTrace, tracer: Tracer) -> None:
-        """Run the blocks; raise their errors."""
+    def _execute(self, trace: ReadTrace, tracer: Tracer) -> None: ...
 
     def _warnings(self, tracer: Tracer) -> Sequence[str]:  # noqa: ARG002 - for subclasses that have some
-        """Return warnings for the client, beside those that go to its standard output."""
         return ()
 
     @abstractmethod
@@ -126,18 +102,12 @@ class BlockRunner(ABC):
     def settle(self) -> bool:
         """Undo the changes of the last trace; return False if no further trace may run here.
 
-        The caller sends the answer first, so that only the next trace waits for it. If it was not called,
-        ``run`` does it.
+        The caller sends the answer first, so that only the next trace waits. ``run`` calls it if nobody did.
         """
         return not self.needs_replacement
 
     def run(self, request: TraceRequest) -> bytes:
-        """Run a trace's blocks and return the encoded outcome, see ``outcomes``.
-
-        Raises:
-            DecodeError: The trace cannot be decoded.
-            TraceCancelledError: It was cancelled while it ran.
-        """
+        """Run a trace's blocks and return the encoded outcome, see ``outcomes``; raises DecodeError."""
         SAVES.enter()
         try:
             return self._run(request)
@@ -163,7 +133,6 @@ class BlockRunner(ABC):
         request: TraceRequest,  # noqa: ARG002 - for subclasses that prepare something
         resolve: Resolve,  # noqa: ARG002 - likewise
     ) -> AbstractContextManager[None]:
-        """Return a context that provides what the blocks need while they are decoded and run."""
         return nullcontext()
 
     def _run_blocks(self, request: TraceRequest, tracer: Tracer, resolve: Resolve) -> bytes:
@@ -195,7 +164,6 @@ class BlockRunner(ABC):
         return b"".join(pieces)
 
     def _outcome(self, trace: ReadTrace, tracer: Tracer) -> BaseException | None:
-        """Run the blocks; return the error that they raised, or None."""
         try:
             self._execute(trace, tracer)
         except TraceCancelledError:

@@ -1,8 +1,7 @@
 """Cancellation of a trace from another thread: an exception at its current line, even if that line blocks.
 
 It uses a signal, because nothing else interrupts a thread that sleeps or reads. The exception is raised in
-the main thread, where traces run, and only between ``begin`` and ``end``. Within ``deferred`` it waits until
-the block ends.
+the main thread, where traces run, and only between ``begin`` and ``end``.
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ _SIGNAL: Final = signal.SIGUSR1
 
 
 class Cancelling:
-    """Cancels the trace that the main thread runs; created by the main thread."""
-
     def __init__(self) -> None:
-        """Install the signal handler."""
         self._main = threading.main_thread().ident
         self._number: int | None = None
         self._num_deferred = 0
@@ -31,12 +27,10 @@ class Cancelling:
         signal.signal(_SIGNAL, self._on_signal)
 
     def begin(self, number: int) -> None:
-        """Make a trace cancellable."""
         self._is_due = False
         self._number = number
 
     def end(self) -> None:
-        """End the trace: it can no longer be cancelled."""
         self._number = None
 
     def cancel(self, number: int) -> None:

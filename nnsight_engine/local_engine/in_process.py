@@ -1,8 +1,7 @@
 """``remote="local"``: the complete path of a remote trace, in this process and without a server.
 
-The blocks are encoded, decoded again and run as received code on the model in this process, and saved values
-are returned as a message. This shows the author of a trace for a server whether it can be sent. The changes
-of a trace to the model are not undone, as a server would do: the model is the user's own.
+Shows the author of a trace whether it can be sent. Unlike on a server, its changes to the model are not
+undone.
 """
 
 from __future__ import annotations
@@ -24,12 +23,7 @@ from nnsight_engine.serialization import DecodeError
 
 
 class InProcessTransport:
-    """A transport that runs traces on a model in this process, as if they had been received.
-
-    Attributes:
-        call_client: Runs a part of a block that stays with the client (``tracer.local()``); None if there is
-            none.
-    """
+    """Runs traces as if they had been received; ``call_client`` runs the parts in ``tracer.local()``."""
 
     name = "this process"
 
@@ -38,7 +32,6 @@ class InProcessTransport:
         self.call_client: ClientCall | None = None
 
     def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
-        """Run a trace, and yield the frames that a server would send; see ``Transport``."""
         del progress
         yield _event(JobStatus.RECEIVED)
         # A tree of its own: the user's envoys are in use by the trace that sends this one.
@@ -54,25 +47,17 @@ class InProcessTransport:
         yield _event(JobStatus.ERROR if runner.failure else JobStatus.COMPLETED)
 
     def stream(self, request: TraceRequest) -> AsyncIterator[Frame]:
-        """Reject the request: models in this process cannot stream."""
         del request
         raise _needs_server("streams")
 
     def outline(self) -> dict[str, Any]:
-        """Reject the request: the model is in this process."""
         raise _needs_server("outlines")
 
 
 class InProcessBackend(RemoteBackend):
     """Runs traces in this process as a server would.
 
-    Args:
-        model: The model; its weights are loaded.
-        blocking: Whether a trace is over when its ``with`` statement is; must be True.
-
-    Raises:
-        TypeError: A server would not run the model on its local engine.
-        ValueError: ``blocking`` is False.
+    TypeError: a server would not run the model on its local engine. ValueError: ``blocking`` is False.
     """
 
     def __init__(self, model: LanguageModel, *, blocking: bool = True) -> None:

@@ -1,7 +1,6 @@
 """The engine's side of ``with tracer.local():``, a part of a block that runs at the client.
 
-The block waits while its client runs the body. The values of the variables that the body reads are sent to
-the client, its assignments are returned, and its errors are raised in the block, at this place.
+The block waits. The client receives the variables that the body reads, and returns its assignments.
 """
 
 from __future__ import annotations
@@ -48,11 +47,7 @@ _IMMUTABLE: Final = (str, int, float, complex, bytes, type(None))
 def call_client_through_server(
     server_requests: ServerRequests, data: bytes
 ) -> bytes | bytearray | memoryview:
-    """Ask a trace's client through its server; see ``ClientCall``.
-
-    Raises:
-        LocalBlockError: No client answers, or none can be asked.
-    """
+    """Ask a trace's client through its server; LocalBlockError if none answers or can be asked."""
     server_requests.send({LOCAL: True}, data)
     frame = server_requests.answer()
     if frame.kind is FrameKind.RESULT:
@@ -63,13 +58,8 @@ def call_client_through_server(
 class LocalPart(Tracer):
     """``with tracer.local():`` in a received block.
 
-    Args:
-        model: The model.
-        call_client: Sends a request to the client.
-        attempt: The id of the engine's run of the trace.
-        turn: The number of parts that the client was asked to run before.
-        number: The number of the block in its trace.
-        kept: Variables that no block of the trace assigns, so that the client has their values.
+    ``turn`` counts the parts that the client ran before; ``kept`` variables are assigned by no block, so that
+    the client has their values.
     """
 
     def __init__(
@@ -91,13 +81,10 @@ class LocalPart(Tracer):
         self._call_client = call_client
 
     def execute(self, function: Callable[[], Any]) -> None:
-        """Have the client run the body, and assign the variables that it assigned.
+        """Have the client run the body, and assign its variables; the body's errors are raised here.
 
-        Raises:
-            LocalBlockError: No client answers, or the client cannot locate the body.
-            EncodeError: A variable cannot be sent.
-            DecodeError: The answer is invalid.
-            BaseException: The error that the body raised.
+        LocalBlockError: no client answers, or it cannot locate the body. EncodeError, DecodeError: a value
+        cannot pass.
         """
         del function  # the client runs it
         info = self.info
@@ -135,7 +122,6 @@ class LocalPart(Tracer):
                 del assignments[name]
 
     def _values(self) -> dict[str, Any]:
-        """Return the values that the body may read and of which the client may have no, or another, value."""
         block = self.info.block
         read = names_read(block.origin.body, block.context.class_name)
         found = {name: content(cell) for name, cell in self.info.variables.items() if name in read}

@@ -1,12 +1,8 @@
 """Snapshot of a loaded model, to restore it after each trace.
 
-A trace's code can change the model in any way. Changes to Python objects are undone here: attributes,
-modules, hooks, modes, configurations, methods of the model's classes, settings of torch. Changed weights
-cannot be restored; the change is detected, and the owner of the process loads the model again.
-
-``is_suspect`` is cheap and is checked before a trace's answer is sent; ``restore`` reads all weights, and
-runs between the answer and the next trace. Neither protects against malicious code, which runs in the same
-process.
+Changes to Python objects are undone. Changed weights cannot be restored, only detected. ``is_suspect`` is
+cheap and is checked before a trace's answer is sent; ``restore`` reads all weights after it. Neither protects
+against malicious code, which runs in the same process.
 """
 
 from __future__ import annotations
@@ -28,12 +24,6 @@ _PROBES = "_probes"
 
 
 class ModelSnapshot:
-    """Records the state of a model, and restores it.
-
-    Args:
-        model: The model, with its weights.
-    """
-
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
         vars(model)[_PROBES] = None
@@ -49,11 +39,9 @@ class ModelSnapshot:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether weights were written to since the last call, as far as torch has recorded it."""
         return self._contents.is_written
 
     def begin(self) -> None:
-        """Prepare for a trace: seed its random numbers anew."""
         renew_globals()
 
     def restore(self) -> bool:

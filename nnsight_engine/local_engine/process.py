@@ -1,7 +1,6 @@
 """The process of the local engine: ``python -m nnsight_engine.local_engine.process SOCKET OPTIONS``.
 
-A server starts it (``trace_process``) and shares only a socket with it: no memory, no secrets in the
-environment. It loads a model and runs traces on it.
+The server shares only a socket with it: no memory, no secrets in the environment.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from nnsight_engine.local_engine.serving import ServerRequests, serve
 
 
 def load(options: ProcessOptions, server_requests: ServerRequests) -> BlockRunner:
-    """Load the model; return the runner of traces on it."""
     if options.num_threads:
         torch.set_num_threads(options.num_threads)
     more: dict[str, Any] = {"dtype": options.dtype} if options.dtype else {}

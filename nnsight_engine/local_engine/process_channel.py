@@ -49,13 +49,10 @@ class ProcessOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: The model's folder, or its name if its files are cached.
-        revision: Branch, tag or commit of the repository.
         trust_remote_code: Whether code in the model's repository may run.
-        device: The device of the model.
         dtype: The dtype of its weights; empty for the checkpoint's.
         num_threads: Number of torch's compute threads; 0 for torch's default.
         max_result_bytes: The maximum size of the values that a trace may save.
-        compresses: Whether results are compressed for clients that accept it.
     """
 
     model: str
@@ -69,18 +66,14 @@ class ProcessOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessChannel:
-    """The process's end of the socket.
-
-    Args:
-        sock: The socket, in blocking mode.
-    """
+    """The process's end of the socket, which is in blocking mode."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._lock = threading.Lock()
 
     def send(self, frame: Frame, data: bytes = b"") -> None:
-        """Send a frame, and ``data`` as the next one if it is not empty; atomic, callable from any thread."""
+        """Send a frame, and ``data``, if any, as the next one; atomic, callable from any thread."""
         with self._lock:
             self._socket.sendall(frame.head())
             self._socket.sendall(frame.data)
@@ -89,7 +82,6 @@ class ProcessChannel:
                 self._socket.sendall(data)
 
     def frames(self) -> Iterator[Frame]:
-        """Yield the received frames until the server closes the connection."""
         reader = FrameReader(MAX_FRAME_BYTES)
         with contextlib.suppress(ConnectionError):
             while num_bytes := self._socket.recv_into(reader.room()):

@@ -1,8 +1,8 @@
 """Streams, hooks, warnings, logging and signal handlers of a trace process, restored between any two traces.
 
-A block may replace all of them: without their restoration, its ``sys.stdout`` would receive the next client's
-output, and a signal that it ignores would make later traces impossible to cancel. The snapshot is taken when
-the process has installed its own, on the main thread. Loggers that did not exist then are left as they are.
+Otherwise a block's ``sys.stdout`` would receive the next client's output, and an ignored signal would make
+later traces impossible to cancel. The snapshot is taken on the main thread. Loggers that did not exist then
+are left as they are.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ _LoggerState = tuple[int, list[Any], list[Any], bool, bool]
 
 
 class ProcessHooks:
-    """Snapshot of a process's streams, hooks, warnings, logging and signal handlers."""
-
     def __init__(self) -> None:
         self._attributes = [getattr(owner, name) for owner, name in _ATTRIBUTES]
         self._filters = list(warnings.filters)

@@ -1,7 +1,4 @@
-"""The state of a process beside the model that a block may change: settings, environment, working directory.
-
-``model_snapshot`` and the session process restore it between any two traces.
-"""
+"""The state of a process that a block may change: settings, environment, working directory."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ _JOIN_S: Final = 0.1
 
 
 def _working_directory() -> str:
-    """Return the working directory; empty if it has been removed."""
     try:
         return os.getcwd()
     except OSError:
@@ -48,18 +44,12 @@ _SETTINGS: Final[tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...]] = (
 
 
 class ProcessState:
-    """Snapshot of a process's settings."""
-
     def __init__(self) -> None:
         self._known = [get() for get, _ in _SETTINGS]
         self._threads = _thread_ids()
 
     def restore(self) -> bool:
-        """Restore the settings.
-
-        Return False if a setting cannot be restored, such as a working directory that was removed, or if
-        there are threads that did not exist at the snapshot.
-        """
+        """Restore the settings; return False if one cannot be, or if there are new threads."""
         renew_globals()
         is_complete = True
         for (get, put), known in zip(_SETTINGS, self._known, strict=True):
@@ -83,7 +73,6 @@ def _thread_ids() -> set[int]:
 
 
 def renew_globals() -> None:
-    """Reset torch's global defaults, and seed all random number generators anew."""
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
     torch.set_grad_enabled(mode=True)

@@ -1,5 +1,3 @@
-"""The tracer of a received trace that runs here, on a model of the transformers library."""
-
 from __future__ import annotations
 
 import itertools
@@ -20,16 +18,7 @@ if TYPE_CHECKING:
 
 
 class ReceivedTracer(InterleavingTracer):
-    """The object behind ``tracer`` in a received block; created before the blocks are decoded.
-
-    Args:
-        model: The model.
-        call_client: Asks the client to run a part of a block; None if the client does not wait for such
-            requests.
-
-    Attributes:
-        warnings: Warnings for the client, complete once the trace has run.
-    """
+    """The object behind ``tracer`` in a received block; created before the blocks are decoded."""
 
     def __init__(self, model: Envoy, call_client: ClientCall | None = None) -> None:
         super().__init__(model._run_module, model)  # noqa: SLF001 - an envoy of ours
@@ -43,29 +32,17 @@ class ReceivedTracer(InterleavingTracer):
     def receive(
         self, invokes: Sequence[ReceivedInvoke], kwargs: dict[str, Any], edits: Sequence[Info]
     ) -> None:
-        """Set the blocks.
-
-        Args:
-            invokes: The blocks, with their inputs.
-            kwargs: The trace's keyword arguments, for all invokes.
-            edits: Blocks that run beside these.
-        """
         self._received, self.kwargs = invokes, kwargs
         self._kept_edits = [Edit(self, info) for info in edits]
 
     def invoke(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002 - rejected whatever they are
-        """Reject the call: all invokes were received with the trace."""
+        """Refuse: all invokes were received with the trace."""
         raise ValueError(
             "Cannot invoke during an active model execution / interleaving. Invokes stand side by side in a "
             "trace without an input of its own: `with model.trace() as tracer:`."
         )
 
     def local(self) -> Tracer:
-        """Have the client run a part of the calling block.
-
-        Raises:
-            LocalBlockError: The client cannot be asked, or not at this place.
-        """
         current = self.interleaver.current
         if self._call_client is None:
             raise LocalBlockError.unreachable()
@@ -78,11 +55,6 @@ class ReceivedTracer(InterleavingTracer):
         return LocalPart(root, self._call_client, attempt=self._attempt, turn=turn, number=number, kept=kept)
 
     def trace(self, function: Callable[..., Any], model: Envoy, *, validate: bool) -> Any:
-        """Run ``function``, which runs ``model``, interleaved with the blocks.
-
-        Raises:
-            BaseException: The error of a block or of the model.
-        """
         self.function, self.model, self.validate = function, model, validate
         self.batcher = model._new_batcher()  # noqa: SLF001 - an envoy of ours
         return self.execute(_nothing)
@@ -97,7 +69,6 @@ class ReceivedTracer(InterleavingTracer):
 
     @property
     def edits(self) -> Sequence[Edit]:
-        """The received edits."""
         return self._kept_edits
 
     def _warn(self, message: str) -> None:
@@ -107,5 +78,4 @@ class ReceivedTracer(InterleavingTracer):
         return True  # the client has decided this: it states which variables are the same
 
 
-def _nothing() -> None:
-    """Define no invokes."""
+def _nothing() -> None: ...

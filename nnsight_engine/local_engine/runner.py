@@ -1,8 +1,4 @@
-"""Execution of a client's trace or session on a ``LanguageModel`` in this process.
-
-The client has only captured its blocks. Here they run as they would on the client's machine: interleaved
-with a forward pass, batched with each other, with gradients if requested.
-"""
+"""Execution of a client's trace or session on a ``LanguageModel``, as on the client's machine."""
 
 from __future__ import annotations
 
@@ -44,7 +40,6 @@ class TraceableModel(LanguageModel):
     def trace(
         self, *args: Any, remote: Any = None, blocking: bool = True, **kwargs: Any
     ) -> InterleavingTracer:
-        """Open a trace in this process, whatever ``remote`` is."""
         del remote, blocking
         refuse_statement(sys._getframe(1), "trace")  # noqa: SLF001 - the caller's frame is examined
         return super().trace(*args, remote=False, **kwargs)
@@ -54,13 +49,7 @@ class TraceableModel(LanguageModel):
 
 
 class ModelRunner(BlockRunner):
-    """Runs traces on a model without undoing their changes.
-
-    Args:
-        model: The model, with its weights.
-        call_client: Asks a trace's client to run a part of a block; None if no client can be asked.
-        **options: See ``BlockRunner``.
-    """
+    """Runs traces on a model without undoing their changes."""
 
     def __init__(self, model: LanguageModel, call_client: ClientCall | None = None, **options: Any) -> None:
         super().__init__(**options)
@@ -109,13 +98,7 @@ class ModelRunner(BlockRunner):
 
 
 class TraceRunner(ModelRunner):
-    """Runs traces on one model, one after the other; each finds the model as it was loaded.
-
-    Args:
-        model: The model, with its weights, for exclusive use.
-        call_client: Asks a trace's client to run a part of a block; None if no client can be asked.
-        **options: See ``BlockRunner``.
-    """
+    """Runs traces on one model, for exclusive use; each finds the model as it was loaded."""
 
     def __init__(self, model: LanguageModel, call_client: ClientCall | None = None, **options: Any) -> None:
         super().__init__(model, call_client, **options)
@@ -125,11 +108,9 @@ class TraceRunner(ModelRunner):
 
     @property
     def needs_replacement(self) -> bool:
-        """Whether a trace has left changes that cannot be undone."""
         return self._needs_replacement
 
     def recover(self) -> None:
-        """Reset the runner after a trace that was interrupted at an arbitrary point."""
         super().recover()
         self._needs_replacement |= self._model.interleaving
 
@@ -139,7 +120,6 @@ class TraceRunner(ModelRunner):
             self.settle()
 
     def settle(self) -> bool:
-        """Restore the loaded model; see ``BlockRunner``."""
         if not self._is_settled:
             self._is_settled = True
             try:
@@ -159,7 +139,6 @@ class TraceRunner(ModelRunner):
 
 
 def _function_of(model: Envoy, method: str) -> Callable[..., Any]:
-    """Return the function that runs the model: a call of the module, or one of its methods."""
     if not method:
         return model._run_module  # noqa: SLF001 - an envoy of ours
     return model._traced(method, getattr(model._module, method))  # noqa: SLF001 - likewise

@@ -1,7 +1,6 @@
 """The main loop of a trace process: a thread listens to the server, the main thread runs one trace at a time.
 
-``process`` and ``session_process`` provide the runner. The process ends when its server has ended, for
-whatever reason.
+The process ends when its server has ended, for whatever reason.
 """
 
 from __future__ import annotations
@@ -53,34 +52,24 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class ServerRequests:
-    """Requests of a block to the server, which answers with frames."""
-
     def __init__(self, send: Callable[[dict[str, Any], bytes], None]) -> None:
         self._send = send
         self._answers: queue.SimpleQueue[Frame] = queue.SimpleQueue()
 
     def send(self, message: dict[str, Any], data: bytes) -> None:
-        """Send a request; ``answer`` returns the frames of the answer."""
         while not self._answers.empty():  # left from a trace that was cancelled
             self._answers.get()
         self._send(message, data)
 
     def answer(self) -> Frame:
-        """Wait for the next frame of the answer."""
         return self._answers.get()
 
     def take(self, frame: Frame) -> None:
-        """Queue a received frame of the answer."""
         self._answers.put(frame)
 
 
 def serve(arguments: list[str], load: Callable[[ProcessOptions, ServerRequests], BlockRunner]) -> None:
-    """Run traces until the server has ended.
-
-    Args:
-        arguments: The arguments of the process: the socket's descriptor, and its options as JSON.
-        load: Creates the runner; may take long.
-    """
+    """Run traces until the server has ended; arguments are the socket's descriptor and options as JSON."""
     _end_with(os.getppid())
     sock = socket.socket(fileno=int(arguments[0]))
     sock.settimeout(None)
@@ -95,8 +84,6 @@ def serve(arguments: list[str], load: Callable[[ProcessOptions, ServerRequests],
 
 
 class _Serving:
-    """Runs the traces that the server sends."""
-
     def __init__(self, link: ProcessChannel) -> None:
         self._link = link
         self._cancelling = Cancelling()
@@ -104,7 +91,7 @@ class _Serving:
         self.server_requests = ServerRequests(self._send)
 
     def listen(self) -> None:
-        """Handle the server's messages, on its own thread; kill the process group when the server ends."""
+        """Handle the server's messages, on its own thread; kill the process group when it ends."""
         try:
             frames = self._link.frames()
             for frame in frames:
@@ -119,7 +106,6 @@ class _Serving:
             os.killpg(os.getpgid(0), signal.SIGKILL)  # including processes that blocks have started
 
     def run(self, load: Callable[[], BlockRunner]) -> None:
-        """Load the runner, and run traces."""
         try:
             runner = load()
         except Exception as error:
@@ -200,29 +186,23 @@ def _print_warning(
 
 
 class _TraceStdout(io.TextIOBase):
-    """A replacement of ``sys.stdout`` that sends the output of a trace to its client."""
-
     def __init__(self, real: TextIO, emit: Callable[[str], None]) -> None:
         self._real = real
         self._emit = emit
         self._prints: Prints | None = None
 
     def begin(self) -> None:
-        """Begin a trace."""
         self._prints = Prints()
 
     def end(self) -> None:
-        """End the trace, and send the rest of an unfinished line."""
         prints, self._prints = self._prints, None
         if prints is not None:
             self._emit_text(prints.take(everything=True))
 
     def writable(self) -> bool:
-        """Return True."""
         return True
 
     def write(self, text: str) -> int:
-        """Send the lines that this completes."""
         if self._prints is None:
             return self._real.write(text)
         self._prints.write(text)

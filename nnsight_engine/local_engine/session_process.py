@@ -1,9 +1,7 @@
 """The process of a session on vLLM: ``python -m nnsight_engine.local_engine.session_process SOCKET OPTIONS``.
 
-A session is plain code around traces. It must run neither in the API server, where it could read secrets,
-nor in vLLM's workers, where it would block all requests. So it has a process without a model. Its ``model``
-is an instance of the client's class: each trace is sent over the socket to the server, which runs it on
-vLLM.
+A session is plain code around traces. In the API server it could read secrets, in vLLM's workers it would
+block all requests. Each trace is sent over the socket to the server, which runs it on vLLM.
 """
 
 from __future__ import annotations
@@ -41,21 +39,13 @@ _LAST: Final = frozenset({FrameKind.RESULT, FrameKind.ERROR})
 
 
 class PipeTransport:
-    """Sends a session's traces to the server that runs it.
-
-    Args:
-        server_requests: The connection to the server.
-    """
-
     name = "the session's server"
 
     def __init__(self, server_requests: ServerRequests) -> None:
-        """Defer the request for the model's outline to its first use."""
         self._server_requests = server_requests
         self._outline: dict[str, Any] | None = None
 
     def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
-        """Send a trace, and yield the frames of the answer; see ``Transport``."""
         del progress
         self._server_requests.send({TRACE: True}, request.to_bytes())
         while True:
@@ -65,12 +55,10 @@ class PipeTransport:
                 return
 
     def stream(self, request: TraceRequest) -> AsyncIterator[Frame]:
-        """Reject the request: a session is plain code, and waits for each of its traces."""
         del request
         raise RemoteError('a session waits for its traces: leave mode="async" out, or trace outside of it')
 
     def outline(self) -> dict[str, Any]:
-        """Return the server's outline of its model; see ``Transport``."""
         if self._outline is None:
             self._server_requests.send({OUTLINE: True}, b"")
             frame = self._server_requests.answer()
@@ -81,13 +69,7 @@ class PipeTransport:
 
 
 class SessionModel(VLLM):
-    """The object behind ``model`` in a session's block; its traces run on the session's server.
-
-    Args:
-        transport: The connection to the server.
-        folder: The folder of the model's files.
-        trust_remote_code: Whether code in that folder may run.
-    """
+    """The object behind ``model`` in a session's block; its traces run on the session's server."""
 
     def __init__(self, transport: PipeTransport, folder: str, *, trust_remote_code: bool) -> None:
         outline = transport.outline()
@@ -100,7 +82,6 @@ class SessionModel(VLLM):
     def trace(
         self, *args: Any, remote: Any = None, blocking: bool = True, **kwargs: Any
     ) -> InterleavingTracer:
-        """Open a trace on the session's server, whatever ``remote`` is."""
         del remote, blocking
         refuse_statement(sys._getframe(1), "trace")  # noqa: SLF001 - the caller's frame is examined
         return super().trace(*args, backend=self._remote_backend(), **kwargs)
@@ -110,19 +91,11 @@ class SessionModel(VLLM):
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer."""
         folder, trusts = self.__dict__["_files"]
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusts)  # nosec B615 # a folder here
 
 
 class SessionRunner(BlockRunner):
-    """Runs sessions, one after the other.
-
-    Args:
-        transport: Sends their traces.
-        options: The options of the process.
-    """
-
     def __init__(self, transport: PipeTransport, options: ProcessOptions) -> None:
         super().__init__(max_result_bytes=options.max_result_bytes, compresses=options.compresses)
         self._transport = transport
@@ -133,11 +106,9 @@ class SessionRunner(BlockRunner):
 
     @property
     def needs_replacement(self) -> bool:
-        """Whether a session has left threads behind."""
         return not self._is_alone
 
     def settle(self) -> bool:
-        """Restore the state of the process; see ``BlockRunner``."""
         self._is_alone = self._is_alone and self._surroundings.restore()
         gc.collect()
         return self._is_alone
@@ -174,7 +145,6 @@ class SessionRunner(BlockRunner):
 
 
 def load(options: ProcessOptions, server_requests: ServerRequests) -> BlockRunner:
-    """Return the runner of sessions."""
     return SessionRunner(PipeTransport(server_requests), options)
 
 

@@ -1,10 +1,9 @@
 """Detection of changes to a model's tensors by checksums of their bytes.
 
-A second copy of the weights would cost as much memory as the model, and torch's version counters miss writes
-through ``.data``. So each tensor's bytes are viewed as a table of 64-bit integers and summed by rows and by
-columns: a changed byte changes a row sum and a column sum, and swapped rows change the order of the row
-sums. This costs two reads of the memory. Small tensors that are not weights, such as buffers that a model
-may write to itself, are copied and restored. ``model_snapshot`` calls this between two traces.
+A second copy would cost as much memory as the model, and torch's version counters miss writes through
+``.data``. So bytes are summed as 64-bit integers by rows and by columns; swapped rows change the order of the
+row sums. Small tensors that are not weights, such as buffers that a model writes itself, are copied and
+restored.
 """
 
 from __future__ import annotations
@@ -20,12 +19,6 @@ _MAX_KEPT_BYTES = 2**20
 
 
 class TensorChecksums:
-    """The tensors of a model, with their checksums or copies.
-
-    Args:
-        tensors: The tensors; none of them on the meta device.
-    """
-
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = [_TensorState(one) for one in tensors]
         self._summed = [one for one in self._tensors if one.kept is None]
@@ -37,7 +30,7 @@ class TensorChecksums:
         return sum(one.is_written() for one in self._summed) > 0
 
     def restore(self) -> bool:
-        """Restore the copied tensors; return False if any tensor's content or graph has changed for good."""
+        """Restore the copied tensors; return False if any content or graph has changed for good."""
         if not all(one.tensor.is_leaf for one in self._tensors):
             return False  # it is part of an autograd graph
         for one in self._tensors:
@@ -58,8 +51,6 @@ class TensorChecksums:
 
 
 class _TensorState:
-    """A tensor's memory, flags and, if it is small, content."""
-
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self._memory = tensor.detach()  # keeps it allocated

@@ -1,8 +1,7 @@
 """The server's handle of a trace process: starts it, exchanges frames with it, and detects its end.
 
-Any message of the process may come from untrusted code in a block. So the size of frames is limited, words
-are validated before use, and the process is watched as well as its socket, since a process that a block has
-started may hold the socket open.
+Any message may come from untrusted code in a block: frames are limited, words validated. The process is
+watched as well as its socket, which a process that a block has started may hold open.
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ _MAX_WAITING_BYTES = 2**22
 class ProcessEndedError(Exception):
     """The process has ended, or has broken the protocol.
 
-    Attributes:
-        status: Its exit status, negative for a signal; None if it was killed because it closed the
-            connection.
+    ``status`` is its exit status, negative for a signal; None if it was killed because it closed the
+    connection.
     """
 
     def __init__(self, status: int | None) -> None:
@@ -48,16 +46,9 @@ class ProcessEndedError(Exception):
 
 
 class TraceProcess:
-    """A process that runs traces. Not thread-safe: use it on one event loop.
-
-    Args:
-        process: The process.
-        sock: Our end of its socket.
-        max_bytes: Maximum size of a frame that it may send.
-    """
+    """A process that runs traces. Not thread-safe: use it on one event loop."""
 
     def __init__(self, process: asyncio.subprocess.Process, sock: socket.socket, max_bytes: int) -> None:
-        """Start reading frames, as a task."""
         self._reader = FrameReader(max_bytes)
         self._process = process
         self._socket = sock
@@ -74,14 +65,7 @@ class TraceProcess:
     async def start(
         module: str, options: Any, environment: Mapping[str, str], *, max_bytes: int = MAX_FRAME_BYTES
     ) -> TraceProcess:
-        """Start a process.
-
-        Args:
-            module: The module that it runs, ``python -m``.
-            options: Its options, JSON-serializable.
-            environment: Its complete environment.
-            max_bytes: Maximum size of a frame that it may send.
-        """
+        """Start ``python -m module`` with options for JSON and an ``environment`` that is complete."""
         ours, theirs = socket.socketpair()
         for sock in (ours, theirs):
             widen(sock)
@@ -105,20 +89,13 @@ class TraceProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has ended and its last frames are queued."""
         return self._is_over
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     async def send(self, message: Mapping[str, Any], chunks: Sequence[bytes | memoryview] = ()) -> None:
-        """Send a word, and the chunks as the next frame if there are any.
-
-        Raises:
-            ProcessEndedError: The process has ended.
-        """
         loop = asyncio.get_running_loop()
         frame = json_frame(FrameKind.EVENT, message)
         pieces: list[Any] = [frame.head() + frame.data]
@@ -135,19 +112,13 @@ class TraceProcess:
                 raise
 
     async def run(self, number: int, chunks: Sequence[bytes | memoryview]) -> None:
-        """Send a trace to run; raises ProcessEndedError."""
         await self.send({RUN: number}, chunks)
 
     async def answer(self, frame: Frame) -> None:
-        """Send a frame in answer to the process's request; raises ProcessEndedError."""
         await self.send({ANSWER: True, KIND: int(frame.kind)}, [memoryview(frame.data)])
 
     async def frame(self) -> Frame:
-        """Wait for the next frame of the process and return it.
-
-        Raises:
-            ProcessEndedError: It has ended, and there are no more frames.
-        """
+        """Wait for the next frame; raises ProcessEndedError if the process has ended and no frame is left."""
         frame = await self._frames.get()
         if frame is None:
             self._frames.put_nowait(None)  # for the next call
@@ -158,14 +129,12 @@ class TraceProcess:
         return frame
 
     def kill(self) -> None:
-        """Kill the process and its process group."""
         if self._is_over:
             return  # its process id may have been reused
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     async def close(self) -> None:
-        """Kill the process and wait for its end."""
         self.kill()
         await self._process.wait()
         self._reading.cancel()
@@ -178,7 +147,6 @@ class TraceProcess:
         return ProcessEndedError(None if self._broke_off else status)
 
     async def _read(self) -> None:
-        """Queue the process's frames, and None when it has ended."""
         gone = asyncio.create_task(self._process.wait())
         reading = asyncio.create_task(self._read_frames())
         try:

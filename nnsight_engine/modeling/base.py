@@ -1,5 +1,3 @@
-"""``NNsight``: the wrapper that makes any PyTorch module traceable."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -45,7 +43,6 @@ class NNsight(Envoy):
         self.__dict__["_points"] = Points(self, architecture)
 
     def __getattr__(self, name: str) -> Any:
-        """Look a name up as ``Envoy`` does, then among the standard names, which never hide others."""
         if name not in _STANDARD_NAMES or "_points" not in self.__dict__:
             return super().__getattr__(name)
         missing: AttributeError
@@ -63,7 +60,6 @@ class NNsight(Envoy):
         raise missing
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Write the logits, add a module to the tree, or set the attribute on the envoy."""
         if name == "logits" and self._has_standard_logits():
             self.__dict__["_points"][name] = value
         else:
@@ -88,10 +84,7 @@ class NNsight(Envoy):
 
 
 def _merge(architecture: Architecture, owner: type[NNsight], kwargs: dict[str, Any]) -> None:
-    """Merge the architecture's names and classes into the user's, which take precedence.
-
-    The user opts out of the classes with ``envoys=None``.
-    """
+    """Merge the architecture's names and classes into the user's, which win; ``envoys=None`` opts out."""
     rename = kwargs.get("rename")
     # Other types are rejected with a message where names are read.
     if rename is None or isinstance(rename, Mapping):

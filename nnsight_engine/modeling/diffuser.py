@@ -1,8 +1,6 @@
-"""A diffusion pipeline as a single module, so that the models it consists of form a tree that can be traced.
+"""A diffusion pipeline as a single module, so that its models form a tree that can be traced.
 
-A pipeline can also be created without weights: its models are created from their configs, so that the tree
-can be printed and scanned before anything large is read. Components are found through the pipeline's own
-index, as in diffusers.
+Without weights, its components are found through the pipeline's own index, as in diffusers.
 """
 
 from __future__ import annotations
@@ -19,11 +17,6 @@ DENOISERS: Final = ("unet", "transformer", "prior", "decoder")
 
 
 def diffusers() -> ModuleType:
-    """Return the package diffusers, an optional dependency.
-
-    Raises:
-        ImportError: It is not installed.
-    """
     try:
         return importlib.import_module("diffusers")
     except ImportError as error:
@@ -45,11 +38,7 @@ class Diffuser(torch.nn.Module):
 
     @property
     def denoiser(self) -> str:
-        """The name of the model that runs once per step.
-
-        Raises:
-            ValueError: The pipeline has no model with one of the known names.
-        """
+        """The name of the model that runs once per step; ValueError if none has a known name."""
         children = dict(self.named_children())
         found = next((name for name in DENOISERS if name in children), None)
         if found is None:
@@ -61,11 +50,9 @@ class Diffuser(torch.nn.Module):
 
     @property
     def config(self) -> Any:
-        """The pipeline's config."""
         return self.pipeline.config
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the denoiser once."""
         return self.get_submodule(self.denoiser)(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,11 +61,6 @@ class Diffuser(torch.nn.Module):
 
 
 def pipeline_class(given: type | str) -> Any:
-    """Return a pipeline class, or look it up in diffusers by its name.
-
-    Raises:
-        ValueError: diffusers has no class of that name.
-    """
     if not isinstance(given, str):
         return given
     found = getattr(diffusers(), given, None)
@@ -93,14 +75,7 @@ def pipeline_class(given: type | str) -> Any:
 def pipeline_without_weights(
     source: str, automodel: Any, hub_options: dict[str, Any], given: dict[str, Any]
 ) -> Any:
-    """Return the pipeline of a repository with models without weights.
-
-    Args:
-        source: The repository or folder.
-        automodel: The class of the pipeline; ``DiffusionPipeline`` means the one that the repository names.
-        hub_options: Options of the hub, such as the revision.
-        given: Components that the caller provides; None leaves one out.
-    """
+    """Return a pipeline without weights; None in ``given`` leaves a component out."""
     index: dict[str, Any] = automodel.load_config(source, **hub_options)
     if automodel is diffusers().DiffusionPipeline:
         automodel = pipeline_class(index["_class_name"])
@@ -115,7 +90,6 @@ def pipeline_without_weights(
 
 
 def _component(source: str, name: str, entry: Sequence[str | None], options: dict[str, Any]) -> Any:
-    """Return one component of a pipeline; its library and class are given by the index."""
     library, class_name = entry
     if library is None or class_name is None:
         return None

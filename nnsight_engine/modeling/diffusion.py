@@ -1,10 +1,3 @@
-"""``DiffusionModel``: an image generation pipeline whose denoising steps can be read and edited.
-
-``generate`` runs the pipeline, and each call of the denoiser is a step. ``trace`` runs the denoiser once, on
-tensors. Each row has a random generator of its own, so that an image does not depend on the rest of the
-batch.
-"""
-
 from __future__ import annotations
 
 from typing import Any, ClassVar, Final
@@ -77,7 +70,6 @@ class DiffusionModel(GeneratingMixin, HuggingFaceModel):
         return bool(args) or any(kwargs.get(name) is not None for name in INPUTS)
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], int]:
-        """Return an invoke's arguments, with lists of prompts or with tensors, and its number of rows."""
         if not self._has_input(inputs, kwargs):
             return without_input(kwargs)
         if inputs and isinstance(inputs[0], str | list | tuple):
@@ -86,7 +78,6 @@ class DiffusionModel(GeneratingMixin, HuggingFaceModel):
         return inputs, as_lists(kwargs, num_rows), num_rows
 
     def _batch(self, batched_input: Prepared, *inputs: Any, **kwargs: Any) -> Prepared:
-        """Append another invoke's rows to the arguments of the invokes so far, see ``Batchable``."""
         return join_arguments(batched_input, (inputs, kwargs))
 
     # Running.
@@ -105,12 +96,7 @@ class DiffusionModel(GeneratingMixin, HuggingFaceModel):
         return super()._run_module(*moved[: len(args)], **dict(zip(kwargs, moved[len(args) :], strict=True)))
 
     def __nnsight_generate__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the pipeline, as ``with model.generate(...)`` does: each call of the denoiser is a step.
-
-        Args:
-            *args: Passed to the pipeline.
-            **kwargs: Passed to the pipeline; ``seed`` creates the random generators, see ``generators``.
-        """
+        """Run the pipeline; ``seed`` creates the random generators, see ``generators``."""
         interleaver = self._interleaver
         interleaver.clock = f"{self.path}.{self._diffuser.denoiser}.input"
         batcher = interleaver.batcher
@@ -138,11 +124,7 @@ class DiffusionModel(GeneratingMixin, HuggingFaceModel):
 
 
 def generators(seed: int, num_images: int) -> torch.Generator | list[torch.Generator]:
-    """Return a random generator for each image, seeded with ``seed``, ``seed + 1`` and so on.
-
-    The generators are on the CPU, from which diffusers moves the random numbers, so that they are the same on
-    every device.
-    """
+    """Return a generator per image, seeded ``seed``, ``seed + 1`` …, on the CPU: the same on every device."""
     made = [torch.Generator().manual_seed(seed + index) for index in range(num_images)]
     return made if num_images > 1 else made[0]
 

@@ -1,7 +1,7 @@
 """Detects the last denoising step of a pipeline, after which the pipeline still decodes an image.
 
-Pipelines of diffusers call a callback after each step. Loops over steps end with the last one, so that the
-code after them can read later values; with a pipeline that has no such callback they end with the run.
+Loops over steps end with the last one, so that the code after them can read later values; with a pipeline
+without such a callback they end with the run.
 """
 
 from __future__ import annotations
@@ -15,13 +15,6 @@ _INPUTS: Final = "callback_on_step_end_tensor_inputs"
 
 
 def with_last_step(pipeline: Any, kwargs: dict[str, Any], ended: Callable[[], None]) -> dict[str, Any]:
-    """Return a pipeline's arguments, extended so that it calls ``ended`` after its last denoising step.
-
-    Args:
-        pipeline: The pipeline.
-        kwargs: Its arguments; a callback among them is called too.
-        ended: Called after the last step.
-    """
     if _CALLBACK not in inspect.signature(type(pipeline).__call__).parameters:
         return kwargs
     given = kwargs.get(_CALLBACK)

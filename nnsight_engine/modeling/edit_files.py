@@ -1,7 +1,7 @@
 """Files of a model's edits: blocks in the wire format, which refer to parts of the model by name.
 
-The file begins with the shape of the model that the edits are for, which is compared before any of their code
-is decoded. The code then runs in every trace, so a file of edits must be trusted like a Python module.
+The shape of the model is compared before any code is decoded. The code then runs in every trace, so a file of
+edits must be trusted like a Python module.
 """
 
 from __future__ import annotations
@@ -28,11 +28,6 @@ _NAME: Final = re.compile(r"(?!\.)[\w.-]{1,200}")
 
 
 def edits_path(name: str, export_dir: str | os.PathLike[str] | None, variant: str) -> Path:
-    """Return the path of the file for a model's edits.
-
-    Raises:
-        ValueError: The name or the variant is not a valid file name.
-    """
     file_name = name.replace(os.sep, "--")
     for part in (file_name, variant):
         if not _NAME.fullmatch(part):
@@ -46,12 +41,6 @@ def edits_path(name: str, export_dir: str | os.PathLike[str] | None, variant: st
 
 
 def write_edits(model: HuggingFaceModel, path: Path) -> None:
-    """Write a model's edits to a file, atomically.
-
-    Raises:
-        ValueError: The model has no edits.
-        EncodeError: A value that they use cannot be serialized.
-    """
     edits: list[Edit] = model._default_mediators  # noqa: SLF001 - an envoy of ours
     if not edits:
         raise ValueError(
@@ -66,12 +55,6 @@ def write_edits(model: HuggingFaceModel, path: Path) -> None:
 
 
 def read_edits(model: HuggingFaceModel, path: Path) -> list[Edit]:
-    """Read the edits for a model of the same shape from a file, and compile them.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        ValueError: The file is invalid, or its edits are for a model of another shape or with other modules.
-    """
     if not path.is_file():
         raise FileNotFoundError(f"there are no edits at {path}: write them with export_edits() first")
     try:

@@ -10,13 +10,10 @@ from nnsight_engine.modeling.wrapper import WrapperModule
 
 
 class Streamer(Protocol):
-    """The interface to which transformers passes tokens while it generates."""
-
     def put(self, value: torch.Tensor) -> None:
         """Receive the prompt, and then the tokens of each step, ``[num_rows]``."""
 
-    def end(self) -> None:
-        """Receive the end of the generation."""
+    def end(self) -> None: ...
 
 
 class Generator(WrapperModule):
@@ -28,12 +25,7 @@ class Generator(WrapperModule):
 
 
 class TokenFeed:
-    """A streamer that passes each step's tokens to a module, where blocks can read them.
-
-    Args:
-        module: Called with each step's tokens.
-        other: Another streamer, which receives everything, or None.
-    """
+    """Passes each step's tokens to ``module``, where blocks can read them, and everything to ``other``."""
 
     def __init__(self, module: torch.nn.Module, other: Streamer | None = None) -> None:
         self._module = module
@@ -49,7 +41,6 @@ class TokenFeed:
             self._other.put(value)
 
     def end(self) -> None:
-        """Pass the end of the generation on."""
         if self._other is not None:
             self._other.end()
 

@@ -1,5 +1,3 @@
-"""Models from a Hugging Face repository, or from a folder with the layout of one."""
-
 from __future__ import annotations
 
 import os
@@ -87,7 +85,6 @@ class HuggingFaceModel(RemoteableMixin):
         return self.repo_id.strip(os.sep)
 
     def _hub_options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the options with which every part of a repository is loaded."""
         options = {name: kwargs[name] for name in _HUB_OPTIONS if name in kwargs}
         return options if self.revision is None else {**options, "revision": self.revision}
 
@@ -96,6 +93,5 @@ _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "subfolder", 
 
 
 def _name_of(source: torch.nn.Module | Any) -> str | None:
-    """Return the repository that a module's config, or a config itself, names; None if there is none."""
     config = getattr(source, "config", source)
     return getattr(config, "name_or_path", None) or None

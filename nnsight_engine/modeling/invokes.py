@@ -8,19 +8,11 @@ import torch
 
 
 class InvokesDifferError(ValueError):
-    """The invokes of one trace have arguments that a single run cannot satisfy."""
+    pass
 
 
 def join_shared(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the whole run, which a later invoke may repeat but not change.
-
-    Args:
-        first: The arguments so far.
-        second: The arguments of one more invoke.
-
-    Raises:
-        InvokesDifferError: They differ from those so far.
-    """
+    """Return the arguments of the whole run; InvokesDifferError if a later invoke changes one."""
     for name, value in second.items():
         if name not in first or not _same(first[name], value):
             so_far = repr(first[name]) if name in first else "not given"
@@ -32,11 +24,7 @@ def join_shared(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]
 
 
 def without_input(kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], int]:
-    """Return the prepared arguments of an empty invoke, which has no rows.
-
-    Raises:
-        ValueError: It has arguments.
-    """
+    """Return the arguments of an empty invoke, with 0 rows; ValueError if it has any."""
     if kwargs:
         raise ValueError(
             "an invoke without an input sees the rows of all others and runs nothing that could take "

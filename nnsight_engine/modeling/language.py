@@ -1,8 +1,7 @@
 """``LanguageModel``: a causal language model with its tokenizer, for text inputs and generation.
 
-The input of each invoke becomes rows of tokens. The rows of all invokes are padded to one length, and every
-row computes the same as it would alone. Further arguments of an invoke or of the trace are passed to the
-model's forward, or to ``generate``, and apply to all rows.
+The rows of all invokes are padded to one length, and every row computes the same as it would alone. Other
+arguments of an invoke or of the trace go to the model's forward or to ``generate``, and apply to all rows.
 """
 
 from __future__ import annotations
@@ -90,7 +89,6 @@ class LanguageModel(GeneratingMixin, TransformersModel):
         self._add_envoy(Generator(), "generator")
 
     def _load_tokenizer(self, options: dict[str, Any]) -> PreTrainedTokenizerBase:
-        """Load the tokenizer from the model's repository, and configure it for generation."""
         tokenizer = AutoTokenizer.from_pretrained(self.repo_id, **options)  # nosec B615 # the user's choice
         return self._set_up(tokenizer, options)
 
@@ -103,7 +101,6 @@ class LanguageModel(GeneratingMixin, TransformersModel):
         return tokenizer
 
     def _check_loads(self, source: Any, what: str, argument: str) -> None:
-        """Check that a part that was not passed can be loaded, because the source is a repository."""
         if not isinstance(source, str | Path):
             name = type(self).__name__
             raise AttributeError(  # noqa: TRY004 - the documented error
@@ -120,12 +117,6 @@ class LanguageModel(GeneratingMixin, TransformersModel):
         return bool(args) or any(kwargs.get(name) is not None for name in self.input_names)
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], int]:
-        """Return an invoke's arguments with its rows, see ``Batchable``.
-
-        Raises:
-            TypeError: There are several inputs, or an invalid one.
-            ValueError: There are arguments but no input.
-        """
         if not self._has_input(inputs, kwargs):
             return without_input(kwargs)
         if len(inputs) > 1:
@@ -137,16 +128,10 @@ class LanguageModel(GeneratingMixin, TransformersModel):
         return (), read, len(read["attention_mask"])
 
     def _read(self, value: Any = None, /, **kwargs: Any) -> dict[str, Any]:
-        """Return an invoke's arguments by name, with rows as tensors of one length."""
         given = dict(value) if isinstance(value, Mapping) else {"input_ids": value}
         return read_rows(self.tokenizer, {**given, **kwargs})
 
     def _batch(self, batched_input: Prepared, *inputs: Any, **kwargs: Any) -> Prepared:
-        """Append another invoke's rows to the arguments of the invokes so far, see ``Batchable``.
-
-        Raises:
-            InvokesDifferError: An argument of the whole run differs from the one so far.
-        """
         del inputs  # all prepared arguments have names
         first, second = batched_input[1], kwargs
         rows = join_rows(filling_of(self.tokenizer), _rows(first), _rows(second))
@@ -158,7 +143,6 @@ class LanguageModel(GeneratingMixin, TransformersModel):
         return join_shared(first, second)
 
     def _with_positions(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments with position ids if rows are padded and the model needs them."""
         mask = arguments["attention_mask"]
         is_per_token = mask.ndim == 2  # not the user's own mask per pair of tokens
         if (
@@ -171,7 +155,6 @@ class LanguageModel(GeneratingMixin, TransformersModel):
         return {**arguments, "position_ids": positions(mask)}
 
     def _on_device(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments with tensors on the model's device."""
         device = self.device
         return {
             name: value.to(device) if isinstance(value, torch.Tensor) else value
@@ -184,10 +167,7 @@ class LanguageModel(GeneratingMixin, TransformersModel):
             self._refuse_unknown({name: kwargs[name] for name in kwargs if name not in self.input_names})
 
     def _refuse_unknown(self, arguments: Mapping[str, Any]) -> None:
-        """Raise TypeError if no module of the model takes an argument, as ``generate`` does.
-
-        The model's forward passes all others on, to whatever module takes them; the rest would be ignored.
-        """
+        """Raise TypeError for an argument that no module takes; the model's forward would ignore it."""
         given = {name for name, value in arguments.items() if value is not None}
         known, takes_others = named_arguments(type(self._module))
         if not takes_others or given <= known:
@@ -238,7 +218,6 @@ class LanguageModel(GeneratingMixin, TransformersModel):
         return self.generator._module(output)  # noqa: SLF001
 
     def _for_generation(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments on the model's device, with a token to pad rows that end early."""
         kwargs = self._on_device(kwargs)
         if not getattr(self.config, "is_encoder_decoder", False):
             kwargs = filled_left(kwargs)  # generated tokens follow the last column

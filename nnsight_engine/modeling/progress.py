@@ -1,9 +1,3 @@
-"""Progress bars on standard error for long local work.
-
-Work reports through a plain callback and never prints; the owner of the terminal decides how to show it. Used
-by the command line and by ``python -m nnsight_engine.modeling.bundled``.
-"""
-
 from __future__ import annotations
 
 import contextlib
@@ -17,12 +11,9 @@ from nnsight_engine.modeling.cached_folder import ProgressCallback
 
 @contextlib.contextmanager
 def console_progress(title: str) -> Iterator[ProgressCallback]:
-    """Draw one bar on standard error for each stage that the yielded callback is called with.
+    """Draw one bar on standard error for each stage reported to the yielded callback.
 
     Nothing is drawn before the first report, so a cached result leaves the terminal unchanged.
-
-    Args:
-        title: The purpose of the work, shown before the stage.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with contextlib.ExitStack() as stack:

@@ -1,8 +1,4 @@
-"""Inputs of a diffusion model: prompts for the pipeline, or tensors for the denoiser.
-
-Each prompt is a row, and so is each index of a tensor's first dimension. Invokes are joined by concatenating
-their rows, in lists or in tensors; all other arguments apply to the run that they share.
-"""
+"""Inputs of a diffusion model: prompts for the pipeline or tensors for the denoiser, one row each."""
 
 from __future__ import annotations
 
@@ -20,11 +16,6 @@ INPUTS: Final = ("prompt", "prompt_embeds", "batch_size", "sample", "hidden_stat
 
 
 def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the number of rows in the arguments.
-
-    Raises:
-        TypeError: None of them determines it.
-    """
     for value in (*args[:1], *(kwargs.get(name) for name in INPUTS)):
         if isinstance(value, int):
             return value
@@ -38,7 +29,6 @@ def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def as_lists(kwargs: dict[str, Any], num_rows: int) -> dict[str, Any]:
-    """Return the arguments with each single text repeated into a list with one text per row."""
     return {
         name: [value] * num_rows if "prompt" in name and isinstance(value, str) else value
         for name, value in kwargs.items()
@@ -46,11 +36,6 @@ def as_lists(kwargs: dict[str, Any], num_rows: int) -> dict[str, Any]:
 
 
 def join_arguments(first: Prepared, second: Prepared) -> Prepared:
-    """Join the arguments of two invokes.
-
-    Raises:
-        InvokesDifferError: The arguments are incompatible.
-    """
     if len(first[0]) != len(second[0]):
         raise InvokesDifferError(
             f"each invoke must have as many arguments without a name, got {len(first[0])} "

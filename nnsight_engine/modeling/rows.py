@@ -1,8 +1,7 @@
 """Rows of tokens: converts the inputs of language models to tensors of one length.
 
-The rows of a batch are padded to the longest, without affecting the model: padding is masked, and positions
-count from a row's first real token. Models that derive positions from the mask are left to do so. Language
-models use this to read the input of each invoke and to join the rows of all.
+Padding does not affect the model: it is masked, and positions count from a row's first real token. Models
+that derive positions from the mask are left to do so.
 """
 
 from __future__ import annotations
@@ -43,12 +42,7 @@ ROW_INPUTS: Final = frozenset({*_FILLED_WITH, *_TOKEN_IDS})
 
 @dataclass(frozen=True)
 class Filling:
-    """How short rows are padded.
-
-    Args:
-        token: The padding token; masked, so any token works.
-        side: ``left`` or ``right``.
-    """
+    """How short rows are padded: on the ``left`` or ``right``, with any token, since it is masked."""
 
     token: int
     side: str
@@ -68,7 +62,6 @@ class Filling:
 
 
 def filling_of(tokenizer: PreTrainedTokenizerBase) -> Filling:
-    """Return the padding that the tokenizer currently uses."""
     tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return Filling(next(token for token in tokens if token is not None), tokenizer.padding_side)
 
@@ -76,14 +69,8 @@ def filling_of(tokenizer: PreTrainedTokenizerBase) -> Filling:
 def read_rows(tokenizer: PreTrainedTokenizerBase, given: dict[str, Any]) -> dict[str, Any]:
     """Return a model's arguments, with rows as tensors of one length and with an attention mask.
 
-    Args:
-        tokenizer: Encodes text, and determines the padding.
-        given: The arguments. Tokens and labels may be text, token ids, a list of either, or a tensor
-            ``[num_tokens]`` or ``[num_rows, num_tokens]``.
-
-    Raises:
-        TypeError: Tokens have another type.
-        ValueError: There are no tokens.
+    Tokens and labels may be text, token ids, a list of either, or a tensor ``[num_tokens]`` or
+    ``[num_rows, num_tokens]``. Other types raise TypeError, no tokens ValueError.
     """
     filling = filling_of(tokenizer)
     lengths: list[torch.Tensor] = []
@@ -106,7 +93,6 @@ def read_rows(tokenizer: PreTrainedTokenizerBase, given: dict[str, Any]) -> dict
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with text encoded as tokens."""
     texts = {name: _texts(given[name]) for name in _TEXT if name in given}
     encoded = {name: tokenizer(texts) for name, texts in texts.items() if texts}
     beside = dict(encoded["input_ids"]) if "input_ids" in encoded else {}
@@ -114,7 +100,6 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, given: dict[str, Any]) -> dict[
 
 
 def _texts(value: Any) -> list[str]:
-    """Return the texts; an empty list for any other value."""
     if isinstance(value, str):
         return [value]
     is_list = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
@@ -122,17 +107,11 @@ def _texts(value: Any) -> list[str]:
 
 
 def read_ids(value: Any) -> list[torch.Tensor]:
-    """Return token ids, in the forms of ``read_rows`` except text, as tensors ``[num_rows, num_tokens]``.
-
-    Raises:
-        TypeError: They are not integers.
-        ValueError: There are none.
-    """
+    """Return token ids in the forms of ``read_rows``, except text, as tensors ``[num_rows, num_tokens]``."""
     return _parts("input_ids", value)
 
 
 def _parts(name: str, value: Any) -> list[torch.Tensor]:
-    """Return the tensors ``[num_rows, num_tokens, ...]`` that the value consists of."""
     if isinstance(value, list | tuple) and value and _is_row(value[0]):
         return [part for item in value for part in _parts(name, item)]
     if isinstance(value, int | float | None):
@@ -175,11 +154,7 @@ def _no_tokens_error(name: str, value: Any) -> TypeError:
 
 
 def join_rows(filling: Filling, first: Rows, second: Rows) -> Rows:
-    """Return the rows of both, padded to the longest.
-
-    Raises:
-        InvokesDifferError: One has an argument that the other lacks and that has no default.
-    """
+    """Return the rows of both, padded to the longest; InvokesDifferError if an argument has no default."""
     joined: Rows = {}
     for name in {**first, **second}:
         parts = [rows[name] if name in rows else _default(name, rows) for rows in (first, second)]
@@ -188,7 +163,6 @@ def join_rows(filling: Filling, first: Rows, second: Rows) -> Rows:
 
 
 def _default(name: str, rows: Rows) -> torch.Tensor:
-    """Return the default of an argument for rows that lack it."""
     mask = rows["attention_mask"]
     if name == "position_ids":
         return positions(mask)
@@ -200,8 +174,7 @@ def _default(name: str, rows: Rows) -> torch.Tensor:
 def counts_positions(module: torch.nn.Module) -> bool:
     """Return whether the model takes ``position_ids`` that count each row's tokens from 0.
 
-    That excludes models without the argument, and those that compute their own positions from the tokens:
-    RoBERTa, whose first position is not 0, and vision models, whose positions have three dimensions.
+    RoBERTa, whose first position is not 0, and vision models (three dimensions) compute their own.
     """
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         return False
@@ -219,10 +192,7 @@ def positions(mask: torch.Tensor) -> torch.Tensor:
 
 
 def filled_left(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with right-padded rows moved to the right, so that they are left-padded.
-
-    Generation continues after the last column, which must contain a token of every row.
-    """
+    """Return the arguments with rows padded on the left: generation continues after the last column."""
     mask = arguments.get("attention_mask")
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
         return arguments

@@ -1,10 +1,8 @@
-"""Batches in which a run creates several rows from each input row.
+"""Batches in which a run creates several rows from each input row, as beam search and guidance do.
 
-Beam search, or several images per prompt, create ``copies`` adjacent rows for each input row. Guidance runs a
-model on the whole batch twice in one call, without and with the prompts, as two consecutive blocks. An invoke
-must still see the rows that were created from its own, and no others. The rows of one block are a view; those
-of several blocks are not adjacent, so an invoke gets a gathered copy, and its changes are written back before
-any other invoke reads the value. Model classes with such methods use this class for their traces' batchers.
+The copies of a row are adjacent; guidance repeats the whole batch, as consecutive blocks. The rows of one
+block are a view. Those of several blocks are not adjacent, so an invoke gets a gathered copy, and its changes
+are written back before any other invoke reads the value.
 """
 
 from __future__ import annotations
@@ -27,15 +25,12 @@ Span = tuple[int, int]
 
 @dataclass
 class _Gathered:
-    """The rows of several blocks, gathered for an invoke."""
-
     whole: torch.Tensor
     spans: list[Span]
     rows: torch.Tensor
     version: int | None = None
 
     def collect(self) -> torch.Tensor:
-        """Update the gathered rows from the whole tensor, and return them."""
         with torch.no_grad():
             for part, span in zip(self._parts(), self.spans, strict=True):
                 part.copy_(self.whole.narrow(0, *span))
@@ -43,7 +38,6 @@ class _Gathered:
         return self.rows
 
     def put_back(self) -> None:
-        """Write the rows back into the whole tensor, if they were changed."""
         if self.version is not None and self.version == _version(self.rows):
             return
         with torch.no_grad():
@@ -56,8 +50,6 @@ class _Gathered:
 
 
 class _SpreadLoans(Loans):
-    """The values lent to invokes, including gathered rows of several blocks."""
-
     __slots__ = ("gathered",)
 
     def __init__(self) -> None:
@@ -66,31 +58,22 @@ class _SpreadLoans(Loans):
 
 
 class SpreadBatcher(Batcher):
-    """A batch from which the run creates more rows.
-
-    Attributes:
-        copies: The possible numbers of adjacent rows created from one.
-        num_blocks: The maximum number of repetitions of the whole batch.
-    """
+    """A batch from which the run creates one of ``copies`` rows for each, in up to ``num_blocks`` blocks."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Start with an empty batch, from which the run creates one row each."""
         super().__init__(*args, **kwargs)
         self.copies: frozenset[int] = frozenset({1})
         self.num_blocks = 1
 
     def narrow(self, group: BatchGroup | None) -> Any:
-        """Return the current value, restricted to what was created from these rows."""
         self._put_back()
         return self._narrow_lists(super().narrow(group), group)
 
     def narrow_without_state(self, group: BatchGroup | None) -> Any:
-        """Return the result of ``narrow`` with None in place of KV caches."""
         self._put_back()
         return self._narrow_lists(super().narrow_without_state(group), group)
 
     def swap(self, group: BatchGroup | None, value: Any) -> None:
-        """Replace what was created from these rows, see ``Batcher``."""
         self._put_back()
         super().swap(group, value)
 
@@ -114,7 +97,6 @@ class SpreadBatcher(Batcher):
         return torch.cat([rows for block in blocks for rows in block])
 
     def settle(self) -> None:
-        """Write changes back, see ``Batcher``."""
         self._put_back()
         if self.loans is not None:
             self._lending().gathered.clear()
@@ -170,7 +152,6 @@ class SpreadBatcher(Batcher):
         return replaced
 
     def _narrow_lists(self, value: Any, group: BatchGroup | None) -> Any:
-        """Return a result with only an invoke's images, which are lists or arrays instead of tensors."""
         if group is None or self.covers_batch(group):
             return value
         if not dataclasses.is_dataclass(value) or isinstance(value, type):
@@ -186,5 +167,4 @@ class SpreadBatcher(Batcher):
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """Return a number that changes with each in-place write to the tensor; None if not tracked."""
     return None if tensor.is_inference() else tensor._version  # noqa: SLF001 - torch has no public name for it

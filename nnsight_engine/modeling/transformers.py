@@ -1,9 +1,3 @@
-"""Models of the transformers library, loaded by its Auto classes.
-
-The constructor passes its arguments on to ``from_pretrained``, so the module is the one that transformers
-itself would load. Without weights it is created from the same config.
-"""
-
 from __future__ import annotations
 
 from typing import Any, ClassVar

@@ -1,8 +1,7 @@
 """``VisionLanguageModel``: a language model with image and video inputs.
 
-A processor inserts into the text as many placeholder tokens as an image occupies, and splits images into the
-model's inputs. These have as many rows as there are images or parts of them, not one per text, so the images
-of several invokes are concatenated in the order of their placeholders.
+The processor's outputs have as many rows as there are images or parts of them, not one per text, so the
+images of several invokes are concatenated in the order of their placeholders.
 """
 
 from __future__ import annotations
@@ -101,7 +100,6 @@ class VisionLanguageModel(LanguageModel):
 
 
 def _concatenated(name: str, features: list[Any]) -> Any:
-    """Concatenate the images of one or two invokes."""
     if len(features) == 1:
         return features[0]
     first, second = features

@@ -1,8 +1,4 @@
-"""The import location of ``VLLM`` for users of nnsight; the class itself is a public name of the package.
-
-It is in ``vllm_backend``, which depends on this package, so it is accessed by its public name and only on
-demand: importing this module must not load vLLM.
-"""
+"""The import location of ``VLLM`` for users of nnsight; importing this module must not load vLLM."""
 
 from __future__ import annotations
 
@@ -18,7 +14,6 @@ __all__ = ["VLLM"]
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Return the class."""
         if name in __all__:
             return getattr(nnsight_engine, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers VLLM")

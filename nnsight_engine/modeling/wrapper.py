@@ -11,5 +11,4 @@ class WrapperModule(torch.nn.Module):
     """The identity; several positional arguments are returned as a tuple."""
 
     def forward(self, *args: Any) -> Any:
-        """Return the arguments unchanged."""
         return args[0] if len(args) == 1 else args

@@ -1,8 +1,7 @@
 """The parts of an answer: its content, its reasoning and its tool calls, told apart by marker tokens.
 
-A position belongs to the part of the token that is sampled from it. So an answer's first position is the
-prompt's last one, and the position of a marker that begins a part is the first of that part. The last
-marker decides, whichever came before it.
+A position belongs to the part of the token that is sampled from it: the answer's first position is the
+prompt's last, and a marker's own position is the first of the part it begins. The last marker decides.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ Parts = npt.NDArray[np.int8]
 
 
 class Part(enum.IntEnum):
-    """A part of an answer; ``NONE`` for positions before the answer's first."""
-
     NONE = 0
     CONTENT = 1
     REASONING = 2
@@ -28,26 +25,13 @@ class Part(enum.IntEnum):
 
 
 class PlannedAnswer(msgspec.Struct, frozen=True):
-    """How the parts of one request's answer are told apart.
-
-    Attributes:
-        first: Part to which the prompt's last position belongs.
-        begun_by: The part that begins behind each marker, by the marker's token id.
-    """
+    """``first`` is the part of the prompt's last position; ``begun_by`` is keyed by the marker's token id."""
 
     first: int
     begun_by: dict[int, int]
 
     def scan(self, token_ids: npt.NDArray[np.integer], before: int) -> Parts:
-        """Return the part of each token's position.
-
-        Args:
-            token_ids: Consecutive tokens of the answer, ``[n]``.
-            before: The part of the position before them.
-
-        Returns:
-            ``[n]``.
-        """
+        """Return the part of each token's position, ``[n]``; ``before`` is that of the one before them."""
         parts = np.zeros(len(token_ids) + 1, np.int8)
         parts[0] = before
         for marker, part in self.begun_by.items():
@@ -56,7 +40,6 @@ class PlannedAnswer(msgspec.Struct, frozen=True):
         return parts[last[1:]]
 
     def parts(self, token_ids: npt.NDArray[np.integer], prompt_len: int) -> Parts:
-        """Return the parts of all positions from the prompt's first on, ``[n]`` as ``token_ids``."""
         parts = np.zeros(len(token_ids), np.int8)
         parts[prompt_len - 1 : prompt_len] = self.first
         parts[prompt_len:] = self.scan(token_ids[prompt_len:], self.first)
@@ -64,13 +47,10 @@ class PlannedAnswer(msgspec.Struct, frozen=True):
 
 
 class AnswerMarkers(msgspec.Struct, frozen=True):
-    """The markers of a served model's answers.
+    """The markers of a served model's answers; those before one of ``turn_ends`` do not count.
 
-    Attributes:
-        begun_by: As in ``PlannedAnswer``.
-        first: Part with which an answer begins if its prompt has no marker.
-        turn_ends: Tokens between turns. Markers of earlier turns do not count.
-        missing: Why a part cannot be told apart, by its name.
+    An answer begins with ``first`` if its prompt has no marker; ``missing`` says why a part cannot be told
+    apart.
     """
 
     begun_by: dict[int, int] = {}
@@ -80,11 +60,9 @@ class AnswerMarkers(msgspec.Struct, frozen=True):
 
     @property
     def scopes(self) -> list[str]:
-        """The names of the parts that can be told apart."""
         return [name for part in Part if part and (name := part.name.lower()) not in self.missing]
 
     def plan(self, prompt_ids: npt.NDArray[np.integer]) -> PlannedAnswer:
-        """Return how the parts of the answer to a prompt are told apart."""
         ends = np.flatnonzero(np.isin(prompt_ids, list(self.turn_ends)))
         turn = prompt_ids[ends[-1] + 1 :] if len(ends) else prompt_ids
         planned = PlannedAnswer(self.first, self.begun_by)

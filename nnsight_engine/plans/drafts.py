@@ -1,11 +1,9 @@
 """Which requests take part in speculative decoding.
 
-The host plans a step before it knows how many drafts of the step before were accepted, so it knows no more
-than an upper bound on the positions of a request's rows. That is enough for operations that treat all
-generated positions alike, or decide by token. Other requests run without drafts, and have the same results:
-those that name positions, or parts of the answer, which depend on all tokens before, those with conditions
-that depend on earlier positions or stop, and those that capture attention patterns or states of generated
-positions, of which a step has only one.
+The host plans a step before it knows how many drafts of the step before were accepted: it has an upper bound
+on positions. That is enough for operations that treat all generated positions alike, or decide by token. Not
+for those that name positions or parts of the answer, have conditions on earlier positions or stop, or capture
+patterns or states of generated positions, of which a step has only one: these run without drafts.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from nnsight_engine.plans.where import last_position, names_generated_alike
 
 
 def takes_drafts(plan: RequestPlan) -> bool:
-    """Return whether drafts may be proposed for a request."""
     return plan.answer is None and all(_is_free_of_positions(op, plan.prompt_len) for op in plan.ops)
 
 

@@ -1,5 +1,3 @@
-"""Features of a dictionary, as plans name them."""
-
 from __future__ import annotations
 
 import msgspec
@@ -10,13 +8,7 @@ from nnsight_engine.plans.sites import PlannedSite
 
 
 class PlannedDictionary(msgspec.Struct, frozen=True, array_like=True):
-    """A dictionary.
-
-    Attributes:
-        sha256: The SHA-256 of the file of its weights, hexadecimal.
-        config: Its definition.
-        dtype: The dtype of its weights, by torch's name.
-    """
+    """``sha256`` is that of the file of its weights, hexadecimal; ``dtype`` is torch's name."""
 
     sha256: str
     config: DictionaryConfig
@@ -24,20 +16,14 @@ class PlannedDictionary(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of its weights."""
         return self.config.num_values * ITEM_BYTES[self.dtype]
 
 
 class PlannedFeatures(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The features that an operation or a test reads or changes.
+    """The features that an operation or a test reads or changes; no ``ids`` for the ``top_k`` most active.
 
-    Attributes:
-        dictionary: Their dictionary.
-        ids: The features, no one twice; empty for the most active.
-        top_k: Number of the most active features.
-        gains: Of a write: ``a`` becomes ``gain * a + offset``, a number for each feature.
-        offsets: Likewise.
-        source: Of a write: the site that the dictionary reads, if it is not the one where the operation acts.
+    A write makes ``gain * a + offset`` of ``a``; ``source`` is the site that its dictionary reads, if that is
+    another.
     """
 
     dictionary: PlannedDictionary

@@ -1,5 +1,3 @@
-"""Images of a prompt: the positions at which the model reads them instead of tokens' embeddings."""
-
 from __future__ import annotations
 
 import msgspec
@@ -9,13 +7,9 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class PromptMedia(msgspec.Struct, frozen=True):
-    """What a prompt has beside its tokens.
+    """The positions of each image in the prompt; marks between an image's parts are none of them.
 
-    Attributes:
-        images: The positions of each image, in the order of the prompt. Marks between an image's parts are
-            tokens, and none of its positions.
-        digest: Hash of the content of everything that is no text, also of audio and videos; empty if there is
-            nothing.
+    ``digest`` is a hash of everything that is no text, also of audio and videos; empty if there is nothing.
     """
 
     images: tuple[Spans, ...] = ()

@@ -1,11 +1,7 @@
 """Results of a step for its requests, and their encoding on the way to the API process.
 
-The worker creates records each step; the scheduler process holds them until an output is sent
-for that request, folding reductions as it goes (``outbox``); the API process assembles them. Everything
-is bytes and numbers: tensors travel as their little-endian content.
-
-Consecutive steps that repeat the same work form a run. Its results cover all its requests at once; each
-request's part is computed when it is needed.
+The worker creates records; the scheduler process holds them until an output is sent (``outbox``); the API
+process assembles them. Tensors travel as their little-endian content.
 """
 
 from __future__ import annotations
@@ -25,11 +21,9 @@ from nnsight_engine.plans.sites import PlannedSite
 
 
 class StepRecord(msgspec.Struct, array_like=True):
-    """Values of one read operation from one step.
+    """Values of one read operation from one step, at absolute, ascending positions.
 
     Attributes:
-        op: Index into the plan's operations.
-        positions: Absolute positions, ascending.
         parts: Tensor contents. Capture: one part per width among its sites, ``[rows, sites,
             width]``, reduced ``[sites, width]`` (a mean travels as its float32 sum), and if values
             may overflow one part ``[rows, sites]``, 1 for a row with a number beyond the dtype. Probe:
@@ -46,7 +40,6 @@ class StepRecord(msgspec.Struct, array_like=True):
 
 
 def reduced_rows(rows: npt.NDArray[Any], reduce: str) -> npt.NDArray[Any]:
-    """Return the rows of a part of one request's record, ``[rows, …]``, reduced as the capture asks."""
     if reduce == "mean":
         # The buffer of a mean is float32, whatever dtype it is returned in.
         total: npt.NDArray[Any] = rows.sum(axis=0, dtype=np.float32)
@@ -55,10 +48,7 @@ def reduced_rows(rows: npt.NDArray[Any], reduce: str) -> npt.NDArray[Any]:
 
 
 def width_classes(op: PlannedOp, spec: ModelSpec) -> list[list[int]]:
-    """Return the indices of the op's sites, grouped by width in order of first appearance.
-
-    One buffer holds the sites of one width; the API process splits results by the same rule.
-    """
+    """Return the indices of the op's sites by width, in order of first appearance; each has a buffer."""
     if op.kind is OperationKind.PROBE:
         return [list(range(len(op.sites)))]
     classes: dict[int, list[int]] = {}
@@ -68,10 +58,7 @@ def width_classes(op: PlannedOp, spec: ModelSpec) -> list[list[int]]:
 
 
 def may_overflow(op: PlannedOp, spec: ModelSpec) -> bool:
-    """Return whether captured values may exceed the capture's dtype.
-
-    Each row of such a capture comes with a flag per site that says whether it does.
-    """
+    """Return whether captured values may exceed the capture's dtype; each row then has a flag per site."""
     if (
         op.kind is not OperationKind.CAPTURE
         or op.reduce == "mean"
@@ -98,7 +85,7 @@ OBJECT_TEXT_BYTES: Final = 60
 
 
 def text_row_bytes(op: PlannedOp) -> int:
-    """Return about the bytes of JSON of the numbers that an operation reads at a position."""
+    """Return the approximate bytes of JSON of what an operation reads at a position."""
     match op.kind:
         case OperationKind.LENS:
             return len(op.sites) * (op.top_k + len(op.targets)) * OBJECT_TEXT_BYTES
@@ -111,7 +98,6 @@ def text_row_bytes(op: PlannedOp) -> int:
 
 
 def feature_row_bytes(op: PlannedOp) -> int:
-    """Return the bytes of what an operation of kind FEATURES returns for a position."""
     if op.features is None:
         return 0
     # An activation is a float32, beside it the most active ones have their ids, int32.
@@ -121,15 +107,9 @@ def feature_row_bytes(op: PlannedOp) -> int:
 class StepInfo(msgspec.Struct, array_like=True):
     """The worker's progress on a request.
 
-    Attributes:
-        first_position: First position computed; those before it came from the prefix cache.
-        end_position: One past the last position computed.
-        recomputed_tokens: Positions computed again after a preemption.
-        tier: ``eager`` once a step ran with hooks, else ``graph`` if all steps behind the prompt ran in one
-            CUDA graph, else ``tap``.
-        spent_s: The request's share of the seconds that all operations of its steps took.
-        drafted_rows: Rows that were computed for drafts.
-        refused_rows: Those of them that do not count: the draft was refused, or lies behind a stop.
+    Positions before ``first_position`` came from the prefix cache. ``tier`` is ``eager`` once a step ran with
+    hooks, else ``graph`` if all steps behind the prompt ran in one CUDA graph, else ``tap``. ``spent_s`` is
+    the request's share of its steps' seconds. ``refused_rows`` are of refused drafts, or lie behind a stop.
     """
 
     first_position: int
@@ -142,37 +122,26 @@ class StepInfo(msgspec.Struct, array_like=True):
 
 
 class Failure(msgspec.Struct, array_like=True):
-    """Reason for a request's failure: an error code and a message."""
-
     code: str
     message: str
 
 
 class Payload(msgspec.Struct, array_like=True):
-    """The results sent from the engine process with one of the request's outputs."""
-
     records: list[StepRecord]
     info: StepInfo | None = None
     failure: Failure | None = None
 
     def encode(self) -> bytes:
-        """Return the payload as msgpack."""
         return _ENCODER.encode(self)
 
     @staticmethod
     def decode(data: bytes) -> Payload:
-        """Decode the output of ``encode``."""
         return _DECODER.decode(data)
 
 
 @dataclasses.dataclass(slots=True)
 class RunGroup:
-    """Reads that are the same in every step of a run.
-
-    Attributes:
-        reduce: ``none``, ``mean`` or ``last``.
-        members: Owner of each row of a part: request id and index of the operation.
-    """
+    """Reads that are the same in every step of a run; ``members``: request id and operation of each row."""
 
     reduce: str
     members: list[tuple[str, int]]
@@ -180,10 +149,7 @@ class RunGroup:
 
 @dataclasses.dataclass(slots=True)
 class RunOpening:
-    """The participants of a run, sent with its first step.
-
-    The step before the run sent the ``StepInfo`` of each of them.
-    """
+    """The participants of a run, sent with its first step; the step before sent the ``StepInfo`` of each."""
 
     request_ids: list[str]
     groups: list[RunGroup]
@@ -193,11 +159,8 @@ class RunOpening:
 class RunStep:
     """A step that repeats the work of the step before, one position further, for all its requests.
 
-    Attributes:
-        num_steps: Number of the run's steps so far, this one included.
-        point_s: Seconds that they took, per point at which a request's operations act.
-        parts: Values read in this step: for each group the parts of a record, with a row for each member.
-        opening: Present in the first step only.
+    ``num_steps`` includes this one; ``point_s`` are the seconds that they took, per point at which a
+    request's operations act. ``parts`` has for each group the parts of a record, a row for each member.
     """
 
     num_steps: int
@@ -207,13 +170,7 @@ class RunStep:
 
 
 class DraftedRows(NamedTuple):
-    """Rows of a step of a request that has drafts, or has had some; its records are not reduced.
-
-    Attributes:
-        start: Position of the first row; an upper bound, as long as earlier drafts are not judged.
-        num_rows: Number of rows.
-        num_drafts: Number of the last of them whose tokens were drafts.
-    """
+    """Rows of a request that has (had) drafts, unreduced; ``start`` is a bound until these are judged."""
 
     start: int
     num_rows: int
@@ -231,8 +188,6 @@ class DraftedRows(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class StepResults:
-    """Everything that one step produced, by vLLM's request id; attached to the model runner's output."""
-
     records: dict[str, list[StepRecord]]
     infos: dict[str, StepInfo]
     failures: dict[str, Failure]
@@ -254,7 +209,6 @@ class StepResults:
     """Tenants whose sandboxed requests must not be scheduled now; None if unchanged."""
 
     def add_reports(self, other: StepResults) -> None:
-        """Take over the reports of traces from other results."""
         self.ended.extend(other.ended)
         self.reports.update(other.reports)
         self.undone.extend(other.undone)

@@ -1,8 +1,6 @@
-"""One request's interventions as the worker receives them: resolved, validated, plain data.
+"""One request's interventions as the worker receives them; only ``plans.compile`` builds plans.
 
-Only ``plans.compile`` builds plans, from a request's JSON; the worker trusts their structure.
-Points are resolved to single sites, positions are absolute, and tensors are
-named by the hash of their content, so that a vector shared by many requests is held once.
+The worker trusts their structure. Tensors are named by the hash of their content, to be shared by requests.
 """
 
 from __future__ import annotations
@@ -24,10 +22,7 @@ PLAN_KEY: Final = "nnsight_engine"
 
 
 class OperationKind(enum.StrEnum):
-    """Effect of an operation at its sites; the first nine write, the others read.
-
-    STOP and FLAG read whether their condition holds.
-    """
+    """The first nine write, the others read; STOP and FLAG read whether their condition holds."""
 
     ADD = "add"
     NORM_MATCH = "norm_match"
@@ -60,16 +55,12 @@ READS: Final = MARKS | {
 
 
 class WhereRule(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The absolute positions that an operation matches; all conditions must hold.
+    """The absolute positions that an operation matches; all conditions must hold, and not ``exclude``.
 
     Attributes:
         phase: ``all``, ``prompt`` (below the prompt's length) or ``generated``.
-        positions: Absolute positions, sorted, or None for any; in a vision encoder numbers of rows.
-        start: First position of the half-open range.
-        stop: End of the half-open range, None for open.
-        tokens: Ids of the input token at the position, or None for any.
-        part: Part of the answer that the position belongs to, see ``answer_parts``; 0 for any or none.
-        exclude: Positions that match this rule are excluded.
+        positions: Sorted, or None for any; in a vision encoder numbers of rows.
+        part: Part of the answer, see ``answer_parts``; 0 for any or none.
     """
 
     phase: str = "all"
@@ -82,7 +73,6 @@ class WhereRule(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def names_part(self) -> bool:
-        """Whether the rule depends on the parts of the answer."""
         return bool(self.part) or (self.exclude is not None and self.exclude.names_part)
 
 
@@ -103,9 +93,7 @@ class PlannedOp(msgspec.Struct, frozen=True, omit_defaults=True):
     """One operation, at one or more sites.
 
     Attributes:
-        kind: Its effect.
-        sites: Sites in the model, in the order of the request's ``at``, no site twice.
-        where: The positions it matches.
+        sites: In the order of the request's ``at``, no site twice.
         name: Key of the operation's result; empty for writes.
         scale: ADD, NORM_MATCH, REPLACE: factor on the vector; PROJECT, SUBSPACE: the part that is removed of
             the value's component along the vector, or in the span of the vectors.
@@ -113,17 +101,10 @@ class PlannedOp(msgspec.Struct, frozen=True, omit_defaults=True):
             ``[width]`` for all sites or ``[sites, width]``; PATCH: ``[positions, width]`` or
             ``[sites, positions, width]`` in the order of ``where.positions``; SUBSPACE: an orthonormal basis,
             ``[k, width]`` or ``[sites, k, width]``, whose last rows may be zeros.
-        offset: PROJECT: added to the component.
-        low: PROJECT: the component is raised to it at the end; None for no bound.
-        high: PROJECT: likewise lowered.
+        offset: PROJECT: added to the component, which is then clamped to ``low`` and ``high``.
         units: Selected units of the flattened width for ZERO, MEAN, REPLACE; None for all.
-        reduce: CAPTURE: ``none``, ``mean`` or ``last``.
-        dtype: CAPTURE: torch name of the result's dtype.
         bias: PROBE: added to each dot product.
-        top_k: LENS: tokens per position.
         targets: LENS: token ids whose log-probability and rank are reported.
-        detector: DETECT: the detector, which reads at the sites.
-        features: FEATURES, FEATURE: the features of a dictionary.
         when: The condition under which it acts at a position; None for always. STOP and FLAG have one, and as
             site the last that it reads.
     """
@@ -149,7 +130,6 @@ class PlannedOp(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def reads(self) -> bool:
-        """Whether the operation leaves the model's values unchanged."""
         return self.kind in READS
 
     @property
@@ -164,23 +144,15 @@ class PlannedOp(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def captures_patterns(self) -> bool:
-        """Whether the operation captures attention patterns; it then captures nothing else."""
         return self.sites[0].leaf == PATTERN
 
     @property
     def captures_states(self) -> bool:
-        """Whether the operation captures recurrent states; it then captures nothing else."""
         return self.sites[0].leaf == STATE
 
 
 class PlannedImage(msgspec.Struct, frozen=True, array_like=True):
-    """An image of a prompt.
-
-    Attributes:
-        spans: Its positions, half-open ranges.
-        num_rows: Number of its rows in the vision encoder, one for each patch. Rows are numbered over all
-            images of a prompt.
-    """
+    """An image's positions, and the number of its rows in the vision encoder, which count over all images."""
 
     spans: tuple[tuple[int, int], ...]
     num_rows: int
@@ -190,16 +162,10 @@ class RequestPlan(msgspec.Struct, frozen=True):
     """All operations of a request on one prompt.
 
     Attributes:
-        prompt_len: Number of prompt tokens; positions from here on are generated.
-        ops: The operations, in the order given.
-        stream: Whether results are sent with each token, or all at the end.
         fingerprint: Hash over the writes (hex), the base of the cache salt; empty without writes.
-        answer: How the parts of the answer are told apart; None if no operation names one.
-        images: The prompt's images; empty if no operation acts in the vision encoder.
-        num_positions: Number of positions that are computed at most.
-        dictionaries: The files of the dictionaries that the operations use, by SHA-256.
+        answer: None if no operation names a part of the answer.
+        images: Empty if no operation acts in the vision encoder.
         works: The work of operations, by index, if together they have much, see ``plans.work``.
-        weights: The weights that operations with much work read in a step, see ``plans.work``.
     """
 
     prompt_len: int
@@ -221,7 +187,6 @@ class RequestPlan(msgspec.Struct, frozen=True):
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Whether the prompt must be computed in a single step."""
         return any(op.averages_prompt for op in self.ops)
 
     def encode(self) -> bytes:
@@ -235,14 +200,7 @@ class RequestPlan(msgspec.Struct, frozen=True):
 
 
 class CompiledRequest(msgspec.Struct, frozen=True):
-    """A plan and its tensors, as admission passes them to the engine.
-
-    Attributes:
-        plan: The plan.
-        tensors: Content of every tensor the plan names, by key.
-        reads_prompt: Whether an operation needs values or keys of prompt positions, so that the
-            prefix cache must not be read.
-    """
+    """A plan and its tensors by key; ``reads_prompt`` forbids that the prefix cache is read."""
 
     plan: RequestPlan
     tensors: dict[str, TensorData]

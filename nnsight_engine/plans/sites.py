@@ -1,5 +1,3 @@
-"""A place in the model, as plans name it."""
-
 from __future__ import annotations
 
 from typing import Final
@@ -18,7 +16,6 @@ class PlannedSite(msgspec.Struct, frozen=True, array_like=True):
     layer: int = -1
 
     def __str__(self) -> str:
-        """Return the point's string form, ``layers.3.attn.q`` or ``logits``."""
         return point_name(self.leaf, self.layer)
 
     @property

@@ -1,9 +1,7 @@
-"""Evaluation of where rules: which positions a rule matches, for many positions at once.
+"""Which positions a where rule matches; the only module that gives a ``WhereRule`` its meaning.
 
-The only module that gives a ``WhereRule`` its meaning: admission uses it before a request is
-accepted, the worker at every step that is not a steady decode, the API process for ``applied``.
-Conditions on the position alone are separate from those on the token, because decode
-steps may reuse a plan only if no token can change the result.
+Conditions on the position alone are separate from those on the token, because decode steps may reuse a plan
+only if no token can change the result.
 """
 
 from __future__ import annotations
@@ -26,18 +24,7 @@ def evaluate(
     prompt_len: int,
     parts: Parts | None = None,
 ) -> Mask:
-    """Return which positions the rule matches.
-
-    Args:
-        rule: The rule.
-        positions: Absolute positions, ``[n]``, in any order.
-        token_ids: Input token at each of them, ``[n]``; unused if the rule has no tokens.
-        prompt_len: Number of prompt tokens.
-        parts: Part of the answer at each position, ``[n]``; unused if the rule names none.
-
-    Returns:
-        ``[n]``, True for a match.
-    """
+    """Return which positions the rule matches, ``[n]``; ``positions`` are absolute, in any order."""
     mask = by_position(rule, positions, prompt_len)
     if rule.tokens is not None:
         mask &= np.isin(token_ids, np.asarray(rule.tokens, np.int64))
@@ -51,12 +38,7 @@ def evaluate(
 
 
 def generated_is_constant(rule: WhereRule, prompt_len: int, from_position: int) -> bool | None:
-    """Return the rule's constant result for every generated position from ``from_position`` on.
-
-    Returns:
-        True or False if it is the same for any position and token, None if it
-        depends on either.
-    """
+    """Return the rule's result if it is the same for all positions generated from one on, else None."""
     named = _clause_is_constant(rule, prompt_len, from_position)
     if rule.exclude is None or named is False:
         return named
@@ -67,7 +49,6 @@ def generated_is_constant(rule: WhereRule, prompt_len: int, from_position: int) 
 
 
 def names_generated_alike(rule: WhereRule, prompt_len: int) -> bool:
-    """Return whether the rule's result for a generated position depends on the token at most."""
     by_token = msgspec.structs.replace(rule, tokens=None, exclude=None)
     if _clause_is_constant(by_token, prompt_len, prompt_len) is None:
         return False
@@ -75,7 +56,6 @@ def names_generated_alike(rule: WhereRule, prompt_len: int) -> bool:
 
 
 def may_generate(rule: WhereRule, prompt_len: int, num_positions: int) -> bool:
-    """Return whether the rule may match a generated position below ``num_positions``."""
     if rule.phase == "prompt":
         return False
     start = max(rule.start, prompt_len)
@@ -91,10 +71,7 @@ def may_generate(rule: WhereRule, prompt_len: int, num_positions: int) -> bool:
 
 
 def last_position(rule: WhereRule, prompt_len: int) -> int | None:
-    """Return an upper bound on the positions that the rule matches, or None without one.
-
-    A bound of -1 means that it matches none.
-    """
+    """Return an upper bound on the positions that the rule matches; None without one, -1 for no match."""
     bounds: list[int] = []
     if rule.phase == "prompt":
         bounds.append(prompt_len - 1)
@@ -106,7 +83,6 @@ def last_position(rule: WhereRule, prompt_len: int) -> int | None:
 
 
 def _excludes_all(rule: WhereRule, exclude: WhereRule) -> bool:
-    """Return whether ``exclude`` matches every token and every part that the rule matches."""
     if exclude.part not in {0, rule.part}:
         return False
     if exclude.tokens is None:
@@ -115,7 +91,7 @@ def _excludes_all(rule: WhereRule, exclude: WhereRule) -> bool:
 
 
 def by_position(rule: WhereRule, positions: Positions, prompt_len: int) -> Mask:
-    """Apply phase, range and positions; ignore tokens, ``exclude`` and which part of the answer it is."""
+    """Apply phase, range and positions; ignore tokens, ``exclude`` and parts of the answer."""
     if rule.phase == "prompt":
         mask = positions < prompt_len
     elif rule.phase == "generated":

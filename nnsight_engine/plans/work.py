@@ -1,8 +1,7 @@
-"""The work of a request's operations: what they add to a step, as a multiple of the model's own forward pass.
+"""The work of a request's operations, as a multiple of the model's own forward pass.
 
-Work is counted in multiply-adds for each position and divided by those of the model, so that the scheduler
-can bound a step in positions. It is an estimate: of products with large matrices, and of passes over
-vocabularies, dictionaries and activations.
+It bounds a step in positions. It is an estimate, in multiply-adds: of products with large matrices, and of
+passes over vocabularies, dictionaries and activations.
 """
 
 from __future__ import annotations
@@ -39,14 +38,7 @@ _LEAST: Final = 1 / 8
 def works_of(
     ops: Sequence[PlannedOp], tensors: dict[str, TensorData], spec: ModelSpec, num_positions: int
 ) -> dict[int, float]:
-    """Return by index the work of operations at each position on which they act; empty if it is little.
-
-    Args:
-        ops: The operations of a request.
-        tensors: Their tensors, by key.
-        spec: The model.
-        num_positions: Number of positions that the model computes at most for the request.
-    """
+    """Return by index the work of operations at each position on which they act; empty if it is little."""
     widths = {leaf.name: leaf.width for leaf in spec.leaves}
     totals = {}
     for index, op in enumerate(ops):
@@ -82,7 +74,7 @@ def _products(op: PlannedOp, tensors: dict[str, TensorData], spec: ModelSpec, nu
 
 
 def weights_of(ops: Iterable[PlannedOp], tensors: dict[str, TensorData], spec: ModelSpec) -> float:
-    """Return how many weights of dictionaries and detectors are read in a step, by those of the model."""
+    """Return how many weights of dictionaries and detectors a step reads, divided by those of the model."""
     total = 0
     for op in ops:
         tests = () if op.when is None else (test.detector for test in op.when.tests)
@@ -109,18 +101,7 @@ def _detector(detector: PlannedDetector, tensors: dict[str, TensorData], *, sort
 
 
 class WorkByPosition:
-    """The work of one request's operations, position by position.
-
-    Rules that depend on the answer's tokens or parts count as matching.
-
-    Args:
-        plan: The request's plan.
-        prompt_ids: Its prompt.
-
-    Attributes:
-        weights: The weights that its operations read in a step, see ``weights_of``.
-        most: The work at the position that has the most.
-    """
+    """The work at each position; rules that depend on the answer's tokens or parts count as matching."""
 
     def __init__(self, plan: RequestPlan, prompt_ids: Iterable[int]) -> None:
         self.weights = plan.weights
@@ -142,13 +123,11 @@ class WorkByPosition:
         self.most = max(float(self.prompt.max(initial=0.0)), self.generated)
 
     def between(self, start: int, stop: int) -> float:
-        """Return the work of the positions from ``start`` up to ``stop``."""
         length = len(self.prompt)
         in_prompt = self._sums[min(stop, length)] - self._sums[min(start, length)]
         return float(in_prompt) + self.generated * (max(stop, length) - max(start, length))
 
     def stop_within(self, start: int, stop: int, limit: float) -> int:
-        """Return the last position up to which the work from ``start`` on stays within a limit."""
         length = len(self.prompt)
         if start < length:
             found = int(np.searchsorted(self._sums, self._sums[start] + limit, side="right")) - 1

@@ -1,8 +1,4 @@
-"""Encodings of blocks: the wire format, or pickle for readers that trust the sender.
-
-A request's head names the codec. Clients call ``encode_blocks``. Engines call ``decode_blocks`` where the
-blocks run, with ``trusted`` only if the server has authorised the sender (``app.auth.codecs``).
-"""
+"""Encodings of blocks: the wire format, or pickle for senders the server trusts (``app.auth.codecs``)."""
 
 from __future__ import annotations
 
@@ -38,11 +34,6 @@ def encode_blocks(
     saved: Collection[int] = (),
     limits: MessageLimits = DEFAULT_LIMITS,
 ) -> bytes:
-    """Return blocks as a message, see ``encode_trace``.
-
-    Raises:
-        EncodeError: Part of it cannot be serialized.
-    """
     encode = encode_trace_pickled if codec == "cloudpickle" else encode_trace
     return encode(blocks, shared, reference=reference, saved=saved, limits=limits)
 
@@ -57,14 +48,6 @@ def decode_blocks(
     policy: Policy = TRUSTED,
 ) -> ReceivedTrace:
     """Return the compiled blocks of a message; runs the sender's code, arbitrary code for cloudpickle.
-
-    Args:
-        codec: Encoding of the message.
-        data: The message.
-        resolve: Returns the object for a name that ``reference`` gave.
-        limits: Limits of the message.
-        trusted: Whether pickles of this sender are accepted.
-        policy: What reading code in the wire format may do.
 
     Raises:
         DecodeError: The message is malformed, or only trusted senders may send it.

@@ -1,7 +1,4 @@
-"""Errors of remote execution, in addition to the errors that blocks raise themselves.
-
-The module does not import torch, because terminal commands import it at startup.
-"""
+"""Errors of remote execution; no import of torch here, as terminal commands import them at startup."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ class LostTraceError(RuntimeError):
 
     @classmethod
     def of(cls, missing: Collection[int]) -> LostTraceError:
-        """Return the error for the blocks with these numbers."""
         return cls(
             f"The engine returned nothing of {len(missing)} of the trace's blocks, the first being number "
             f"{min(missing)}: too many traces waited to be collected, or its worker could not read the "
@@ -52,12 +48,7 @@ class RemoteError(RuntimeError):
 
     @classmethod
     def from_body(cls, plain: Any, *, status: int | None = None, retry_after_s: float = 0.0) -> RemoteError:
-        """Return the error described by a response body with OpenAI's error object.
-
-        Raises:
-            KeyError: The body has no such object, or it lacks a field.
-            TypeError: The body has another structure.
-        """
+        """Return the error in a body with OpenAI's error object; ``KeyError`` or ``TypeError`` without."""
         error = plain["error"]
         message, code, param = error["message"], error["code"], error.get("param")
         if not isinstance(message, str):
@@ -72,10 +63,7 @@ class RemoteError(RuntimeError):
 
     @classmethod
     def from_response(cls, response: httpx.Response) -> RemoteError:
-        """Return the error of an HTTP error response that has been read.
-
-        A response without the API's error object is described by its text, cut to 500 characters.
-        """
+        """Return the error of a response that has been read; 500 characters of a body in another form."""
         status, after = response.status_code, response.headers.get("retry-after", "")
         try:
             pause_s = float(after) if after.isdecimal() else 0.0
@@ -94,7 +82,6 @@ class LocalBlockError(RuntimeError):
 
     @classmethod
     def on_vllm(cls) -> LocalBlockError:
-        """Return the error for blocks in vLLM, where many requests share one step."""
         return cls(
             "tracer.local() is not for blocks inside vLLM: all requests of a step would wait for your "
             "machine. Save what you need, compute with it after the trace, and trace again; a session keeps "
@@ -103,7 +90,6 @@ class LocalBlockError(RuntimeError):
 
     @classmethod
     def unreachable(cls) -> LocalBlockError:
-        """Return the error for a trace whose client cannot be called."""
         return cls(
             "tracer.local() needs its client, and none is connected: write `with tracer.local():` in the "
             "trace's own block, with the name that the trace is bound to, and send it over HTTP with a "
@@ -112,7 +98,6 @@ class LocalBlockError(RuntimeError):
 
     @classmethod
     def in_session(cls) -> LocalBlockError:
-        """Return the error for a trace within a session, whose traces have no jobs of their own."""
         return cls(
             "tracer.local() is not for the traces of a session on a server: trace outside of the session, or "
             "save what you need and compute with it after"
@@ -120,7 +105,6 @@ class LocalBlockError(RuntimeError):
 
     @classmethod
     def unanswered(cls, timeout_s: float) -> LocalBlockError:
-        """Return the error for a client that has disconnected or exceeds the timeout."""
         return cls(
             f"no client answered tracer.local() within {timeout_s:g} s (the server's local_block_timeout_s): "
             "the client has gone, does not wait for its job, or computes for longer"
@@ -128,7 +112,6 @@ class LocalBlockError(RuntimeError):
 
     @classmethod
     def misplaced(cls) -> LocalBlockError:
-        """Return the error for a part outside of the trace's own blocks."""
         return cls(
             "tracer.local() stands in a trace's own block or in an invoke, where the client finds it; not "
             "in a function, in an edit, or under validate=True"
@@ -145,7 +128,6 @@ class LocalBlockError(RuntimeError):
 
     @classmethod
     def without_values(cls) -> LocalBlockError:
-        """Return the error for a part that computed with a model loaded without its weights."""
         return cls(
             "a part under tracer.local() computes with a meta tensor, which has no values: your model was "
             "loaded without its weights. Compute with them on the server, or load it with dispatch=True"
@@ -153,7 +135,6 @@ class LocalBlockError(RuntimeError):
 
     @classmethod
     def repeated(cls) -> LocalBlockError:
-        """Return the error for a server that has started the trace a second time."""
         return cls(
             "the server began with the trace again, after a restart, when parts of it had run under "
             "tracer.local(): they would run twice. Run the trace again"
@@ -161,7 +142,6 @@ class LocalBlockError(RuntimeError):
 
     @classmethod
     def without_gradients(cls) -> LocalBlockError:
-        """Return the error for a backward pass that reaches values computed by a client."""
         return cls(
             "gradients do not pass through tracer.local(): use `.detach()` on what it computed, or compute "
             "with it on the server"

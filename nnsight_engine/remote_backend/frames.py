@@ -1,7 +1,6 @@
-"""The response to a trace: a stream of frames, each with a kind, a length and its data.
+"""The response to a trace: a stream of frames, see ``docs/remote.md``.
 
 A complete stream ends with ``RESULT`` or ``ERROR``; any other end means that it was cut off.
-``docs/remote.md`` specifies the contents of each kind.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ TIER: Final = "tier"
 
 
 class FrameKind(enum.IntEnum):
-    """The kind of a frame's contents."""
-
     EVENT = 1
     """JSON: ``{"status": "LOG", "message": "…", "time": 1770000000.5}``, see ``api_schemas.jobs``."""
     OUTPUT = 2
@@ -45,13 +42,10 @@ class FrameKind(enum.IntEnum):
 
 
 class Frame(NamedTuple):
-    """One frame; ``data`` is any bytes-like object."""
-
     kind: FrameKind
     data: bytes | bytearray | memoryview
 
     def head(self) -> bytes:
-        """Return the bytes that precede the data."""
         return head_of(self.kind, len(self.data))
 
     def pieces(self) -> Iterator[bytes]:
@@ -62,11 +56,6 @@ class Frame(NamedTuple):
             yield bytes(view[start : start + _SMALL_BYTES])
 
     def json(self) -> Any:
-        """Return the data parsed as JSON.
-
-        Raises:
-            DecodeError: The data is not valid JSON.
-        """
         try:
             return msgspec.json.decode(self.data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -74,21 +63,15 @@ class Frame(NamedTuple):
 
 
 def head_of(kind: FrameKind, num_bytes: int) -> bytes:
-    """Return the bytes that precede the data of a frame."""
     return _HEAD.pack(kind, num_bytes)
 
 
 def calling(number: int, data: bytes | bytearray | memoryview) -> Frame:
-    """Return the ``LOCAL`` frame of a call, or of its response."""
     return Frame(FrameKind.LOCAL, b"".join((_NUMBER.pack(number), data)))
 
 
 def called(frame: Frame) -> tuple[int, memoryview]:
-    """Return the call number and the message of a ``LOCAL`` frame.
-
-    Raises:
-        DecodeError: It is not such a frame.
-    """
+    """Return the call number and the message of a ``LOCAL`` frame, or raise a ``DecodeError``."""
     if frame.kind is not FrameKind.LOCAL or len(frame.data) < _NUMBER.size:
         raise DecodeError(f"a {frame.kind.name} frame of {len(frame.data):,} bytes is no call of a client")
     (number,) = _NUMBER.unpack_from(frame.data)
@@ -96,15 +79,7 @@ def called(frame: Frame) -> tuple[int, memoryview]:
 
 
 def answer_head(head: bytes | bytearray, max_bytes: int) -> tuple[int, int] | None:
-    """Parse the start of a ``LOCAL`` frame.
-
-    Returns:
-        The call number and the number of message bytes that follow; None while fewer than
-        ``ANSWER_HEAD_BYTES`` bytes are available.
-
-    Raises:
-        DecodeError: It is not such a frame, or is longer than ``max_bytes``.
-    """
+    """Return call number and message size of a ``LOCAL`` frame; None until ``ANSWER_HEAD_BYTES`` are here."""
     if len(head) < HEAD_BYTES:
         return None
     kind, size = _HEAD.unpack_from(head)
@@ -120,27 +95,18 @@ def answer_head(head: bytes | bytearray, max_bytes: int) -> tuple[int, int] | No
 
 
 def json_frame(kind: FrameKind, value: Any) -> Frame:
-    """Return a frame that holds ``value`` as JSON."""
     return Frame(kind, msgspec.json.encode(value))
 
 
 def tier_of(frames: Sequence[Frame]) -> str | None:
-    """Return how vLLM ran a trace, ``tap`` or ``eager``, see ``RemoteBackend``; None if unknown.
-
-    Raises:
-        DecodeError: A frame is malformed.
-    """
+    """Return how vLLM ran a trace, ``tap`` or ``eager``, see ``RemoteBackend``; None if unknown."""
     messages = [frame.json() for frame in frames if frame.kind is FrameKind.OUTPUTS]
     tier = messages[0].get(TIER) if messages and isinstance(messages[0], dict) else None
     return tier if isinstance(tier, str) else None
 
 
 class FrameReader:
-    """Assembles frames from bytes as they arrive.
-
-    Args:
-        max_bytes: Limit of one frame; a longer frame is refused before its data is read.
-    """
+    """Assembles frames from bytes; one over ``max_bytes`` is refused before its data is read."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -157,15 +123,10 @@ class FrameReader:
 
     @property
     def is_between(self) -> bool:
-        """Whether no frame is partially read."""
         return self._kind is None and not self._num
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """Consume bytes, and yield the frames that they complete.
-
-        Raises:
-            DecodeError: A frame has an unknown kind, or is too long.
-        """
+        """Yield the frames that the bytes complete; ``DecodeError`` for an unknown kind or a long frame."""
         rest = memoryview(data)
         while rest:
             room = self.room()
@@ -181,11 +142,7 @@ class FrameReader:
         return self._view[self._num :]
 
     def took(self, num_bytes: int) -> Frame | None:
-        """Record that bytes were written to ``room``; return the frame that they complete, or None.
-
-        Raises:
-            DecodeError: A frame has an unknown kind, or is too long.
-        """
+        """Record that bytes were written to ``room``; return the frame that they complete, or None."""
         self._num += num_bytes
         if self._num < len(self._view):
             return None
@@ -211,10 +168,7 @@ class FrameReader:
 
 
 def _room(num_bytes: int) -> bytearray | memoryview:
-    """Return a buffer of this size.
-
-    A large buffer is zeroed lazily by the operating system, so its memory is used only as bytes arrive.
-    """
+    """Return a buffer; the operating system zeroes a large one lazily, as its bytes arrive."""
     if num_bytes <= _SMALL_BYTES:
         return bytearray(num_bytes)
     try:

@@ -1,8 +1,4 @@
-"""Identification of the model that a trace is meant for: its name, and a fingerprint of its shape.
-
-The path of a folder differs between machines, so two sides that loaded the same checkpoint from folders
-compare the shape given by its config.
-"""
+"""Identification of the model that a trace is meant for: its name, or a fingerprint of its config's shape."""
 
 from __future__ import annotations
 
@@ -23,7 +19,6 @@ _FIELDS: Final = (
 
 
 def fingerprint_of(config: Any) -> str:
-    """Return a hash of a model's shape, computed from its transformers config."""
     text = config.get_text_config()
     shape = {name: _stated(text, name) for name in _FIELDS}
     return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()

@@ -1,9 +1,7 @@
 """Messages between an engine and its client about one part of a block, ``with tracer.local():``.
 
-The engine identifies the statement by its position, never by code, and sends the values of the variables that
-its body reads. The client responds with the values that the body assigned. A value that is returned unchanged
-is sent as a reference, so that it remains the engine's own object. ``local_engine.local_part`` is the
-engine's side, ``local_parts`` the client's; ``docs/remote.md`` specifies the format.
+The engine identifies the statement by its position, never by code. A value that is returned unchanged is sent
+as a reference, so that it remains the engine's own object. ``docs/remote.md`` specifies the format.
 """
 
 from __future__ import annotations
@@ -32,8 +30,6 @@ class PartRequest(msgspec.Struct, kw_only=True):
     Attributes:
         attempt: Unguessable id of the engine's run of the trace; a restarted server uses another one.
         turn: Number of requests before this one.
-        block: Index of the trace's block that contains the part.
-        place: Position of the statement.
         names: The variables that its body shares with the block.
         values: Values of the variables that the body reads, as far as the engine has them.
     """
@@ -47,15 +43,7 @@ class PartRequest(msgspec.Struct, kw_only=True):
 
 
 class PartResult(msgspec.Struct, kw_only=True):
-    """The result of a part of a block.
-
-    Attributes:
-        values: Values that it assigned, by name.
-        saved: Names of those values that it saved.
-        computed: Names of those values through which gradients would have to pass.
-        deleted: Variables that are now unbound.
-        error: The error that it raised, see ``encode_error``.
-    """
+    """The result of a part; gradients would have to pass through ``computed``, ``deleted`` are unbound."""
 
     values: dict[str, Any] = {}
     saved: list[str] = []
@@ -65,25 +53,14 @@ class PartResult(msgspec.Struct, kw_only=True):
 
 
 def plain(message: PartRequest | PartResult) -> dict[str, Any]:
-    """Return a message as a dict for encoding."""
     return msgspec.structs.asdict(message)
 
 
 def read_part_request(value: Any) -> PartRequest:
-    """Return the engine's request from a decoded message.
-
-    Raises:
-        DecodeError: The value is not such a message.
-    """
     return _read(value, PartRequest)
 
 
 def read_part_result(value: Any) -> PartResult:
-    """Return the client's response from a decoded message.
-
-    Raises:
-        DecodeError: The value is not such a message.
-    """
     return _read(value, PartResult)
 
 
@@ -100,7 +77,6 @@ def place_of(nested: Nested) -> Place:
 
 
 def names_read(body: Sequence[ast.stmt], class_name: str | None) -> frozenset[str]:
-    """Return the names whose values the statements may use."""
     found = names_in(body)
     stored = {
         node.id

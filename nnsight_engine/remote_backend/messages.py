@@ -1,10 +1,4 @@
-"""The request that carries a trace: a JSON head followed by parts of bytes.
-
-The layout is ``NNSR``, a version byte, three zero bytes, the head's length (4 bytes, little-endian), the
-head, and the parts one after another, whose sizes the head lists. The first part holds the blocks, see
-``nnsight_engine.serialization``. A server needs only the head to route the request. ``docs/remote.md``
-specifies the format byte by byte.
-"""
+"""The request that carries a trace: a JSON head, enough to route it, then parts; see ``docs/remote.md``."""
 
 from __future__ import annotations
 
@@ -36,13 +30,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class SentEdit(msgspec.Struct, frozen=True, kw_only=True):
-    """An edit that runs beside a request's block.
-
-    Attributes:
-        name: Its name in error messages and logs.
-        digest: Digest of its block.
-        part: Index of the message part that holds it.
-    """
+    """An edit that runs beside a request's block; ``part`` is the index of its message part."""
 
     name: str
     digest: str
@@ -50,13 +38,7 @@ class SentEdit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SentInvoke(msgspec.Struct, frozen=True, kw_only=True):
-    """One request of a trace on vLLM.
-
-    Attributes:
-        prompt: Text, or token ids.
-        sampling: vLLM's sampling parameters, including those of the whole trace.
-        edits: Edits that run beside its block.
-    """
+    """One request of a trace on vLLM; ``sampling`` includes the parameters of the whole trace."""
 
     prompt: str | list[Count]
     sampling: dict[str, Any] = {}
@@ -68,23 +50,15 @@ class TraceHead(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: The model of the blocks: a repository's name, a folder, or the server's name for its model.
-        revision: Revision of the repository, if the client asked for one.
         fingerprint: Fingerprint of the model's shape, see ``fingerprint_of``; empty if the client has none.
         dialect: Module names that the blocks use: vLLM's or those of the transformers library.
-        engine: The engine that is to run it; ``auto`` lets the server choose.
-        kind: One trace, or a session of several.
-        codec: Encoding of the blocks: ``wire`` or, for servers that trust the key, ``cloudpickle``.
-        groups: For each block, its variables by name, and the number of the surrounding variable that each
-            one is.
+        groups: For each block, its variables by name, and the number of the surrounding variable of each.
         invokes: On vLLM, the requests, one for each block.
         method: On transformers, the traced method of the module; empty for a call of the module.
         num_edits: Number of blocks that are edits; they are the last ones.
         wanted: Names to return although they were not saved, because later traces of a session use them.
-        streams: Whether outputs are sent as they are produced.
         local_parts: Whether the client can run parts of its blocks, over its job's WebSocket.
         accepts: Compression codecs that the client accepts for results: ``zstd``.
-        python: The client's version of Python, such as ``3.12.1``.
-        client: The client's version of this package.
         parts: Sizes of the parts in bytes.
     """
 
@@ -109,24 +83,16 @@ class TraceHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _LargeHead(TraceHead, frozen=True, kw_only=True):
-    """A head whose long fields have not been parsed."""
-
     groups: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_MAX_ITEMS)] = []  # type: ignore[assignment] # deliberately unparsed
     invokes: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_MAX_ITEMS)] = []  # type: ignore[assignment] # the same
 
 
 class _Prompt(msgspec.Struct):
-    """A request of which only the extent of the prompt is parsed."""
-
     prompt: msgspec.Raw
 
 
 def _head(data: memoryview) -> TraceHead:
-    """Parse a head; parse a large one piece by piece, where no piece but a prompt may be large.
-
-    Raises:
-        DecodeError: A piece, or all of them together, exceed the limits.
-    """
+    """Parse a head; parse a large one piece by piece, where no piece but a prompt may be large."""
     if len(data) <= _LARGE_HEAD_BYTES:
         return msgspec.json.decode(data, type=TraceHead)
     head = msgspec.json.decode(data, type=_LargeHead)
@@ -151,21 +117,17 @@ def _num_bytes(raw: Any) -> int:
 
 
 class TraceRequest:
-    """A request to run a trace: a head and its parts.
+    """A request to run a trace; attributes after ``parts`` are set by the server and not sent.
 
     Attributes:
-        head: The trace's metadata.
         parts: The blocks, then edits.
-        sender: The server's identifier of the sender, for fair scheduling between senders. Set by the server
-            and not sent.
-        tenant: The tenant whose share of the engine is used; empty if the engine is not shared. Not sent.
-        call_client: Calls the client to run a part of a block: sends bytes and returns the response's bytes,
-            or raises TimeoutError if the client does not respond. None if the client cannot be called. Not
-            sent.
-        sandbox_of: The tenant in whose sandbox the code runs; None if the sender is trusted. Not sent. There
-            is no default: a server that has not set it cannot run the trace.
-        may_exceed_queue: Whether the request waits for its turn no matter how many requests of its sender are
-            waiting. Set by the server and not sent.
+        sender: The sender, for fair scheduling between senders.
+        tenant: The tenant whose share of the engine is used; empty if the engine is not shared.
+        call_client: Has the client run a part of a block: takes and returns bytes, or raises TimeoutError.
+            None if the client cannot be called.
+        sandbox_of: The tenant in whose sandbox the code runs; None if the sender is trusted. There is no
+            default: a server that has not set it cannot run the trace.
+        may_exceed_queue: Whether the request waits for its turn however many of its sender's are waiting.
     """
 
     __slots__ = ("call_client", "head", "may_exceed_queue", "parts", "sandbox_of", "sender", "tenant")
@@ -182,16 +144,13 @@ class TraceRequest:
 
     @property
     def blocks(self) -> bytes | memoryview:
-        """The part that holds the encoded blocks."""
         return self.parts[0]
 
     def chunks(self) -> list[bytes | memoryview]:
-        """Return the message as pieces to be sent one after another."""
         head = msgspec.json.encode(self.head)
         return [_START.pack(MAGIC, VERSION, len(head)), head, *self.parts]
 
     def to_bytes(self) -> bytes:
-        """Return the message."""
         return b"".join(self.chunks())
 
     @staticmethod
@@ -201,11 +160,7 @@ class TraceRequest:
 
     @staticmethod
     def from_bytes(data: bytes | bytearray | memoryview) -> TraceRequest:
-        """Parse a message; its parts are views of ``data``.
-
-        Raises:
-            DecodeError: The bytes are not a trace request, have another version, or are malformed.
-        """
+        """Parse a message, whose parts become views of ``data``; ``DecodeError`` if it is malformed."""
         view = memoryview(data)
         if len(view) < _START.size or bytes(view[:4]) != MAGIC:
             raise DecodeError(f"these {len(view):,} bytes are no trace: one begins with {MAGIC!r}")

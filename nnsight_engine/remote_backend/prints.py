@@ -9,8 +9,6 @@ MAX_BYTES: Final = 2**20
 
 
 class Prints:
-    """Printed output of one request's blocks that has not been fetched yet."""
-
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._left = max_bytes
         self._note = f"[the block printed more than {max_bytes:,} bytes; the rest is left out]\n"
@@ -27,11 +25,7 @@ class Prints:
             self._parts.append(b"\n" + self._note.encode())
 
     def take(self, *, everything: bool = False) -> str:
-        """Return the complete lines since the last call.
-
-        Args:
-            everything: Also return the last line if it is incomplete.
-        """
+        """Return the complete lines since the last call; with ``everything``, an incomplete last line too."""
         if not self._parts:
             return ""
         parts, self._parts = self._parts, []

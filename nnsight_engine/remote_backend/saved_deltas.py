@@ -1,9 +1,6 @@
 """Reassembly of a block's saved values from the deltas that are sent while it runs.
 
-After each step, a worker sends a delta with the changes (``vllm_backend.traces.deltas`` defines its
-contents). ``DeltaReader`` merges the deltas of one choice: into everything saved so far, or into the changes
-since the last output. ``output_data`` and ``OutputReader`` do the former over a connection: a server forwards
-the worker's deltas without decoding them, and the client reassembles the values.
+A server forwards a worker's deltas (``vllm_backend.traces.deltas``) without decoding them.
 
 Hazard: a delta may come from a block that runs untrusted code. A malformed one raises ``DecodeError`` and
 changes nothing.
@@ -32,13 +29,8 @@ _DEFAULT_LIMITS: Final = MessageLimits()
 class DeltaReader:
     """Merges the deltas of one choice of a block.
 
-    Args:
-        policy: What a delta may import.
-        limits: Limits of one delta.
-
-    Attributes:
-        whole: Values by name that are new or were replaced since the last ``take``.
-        grown: Items by name that were appended since then to lists of which earlier items were taken.
+    ``whole`` are values that are new or replaced since the last ``take``, ``grown`` items appended to lists
+    since then of which earlier items were taken.
     """
 
     def __init__(self, policy: Policy = DATA_ONLY, limits: MessageLimits = _DEFAULT_LIMITS) -> None:
@@ -49,11 +41,6 @@ class DeltaReader:
         self.grown: dict[str, list[Any]] = {}
 
     def read(self, data: bytes) -> None:
-        """Merge the next delta.
-
-        Raises:
-            DecodeError: The delta is malformed; nothing has changed.
-        """
         try:
             message = decode(data, policy=self._policy, limits=self._limits)
             whole = values_by_name(message["whole"])
@@ -84,45 +71,30 @@ class DeltaReader:
         self._known.discard(name)
 
     def take(self) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-        """Return ``whole`` and ``grown``, and empty them."""
         taken = self.whole, self.grown
         self.whole, self.grown = {}, {}
         return taken
 
 
 def values_by_name(values: Any) -> dict[str, Any]:
-    """Return a copy of values by name.
-
-    Raises:
-        DecodeError: They are no dict, or have other keys than strings.
-    """
     if type(values) is not dict or not all(type(name) is str for name in values):
         raise DecodeError("its values have no names")
     return dict(values)
 
 
 def checked_list(values: Any) -> list[Any]:
-    """Return ``values`` if it is a list; the items of a range would take any amount of memory.
-
-    Raises:
-        DecodeError: It is of another type.
-    """
+    """Return ``values`` if it is a list; the items of a range would take any amount of memory."""
     if type(values) is not list:
         raise DecodeError("its values are no list")
     return values
 
 
 class SavesSoFar:
-    """The values that the blocks of one trace have saved so far, by block and choice."""
-
     def __init__(self) -> None:
         self._readers: dict[tuple[int, int], DeltaReader] = {}
 
     def add(self, index: int, choice: int, data: bytes) -> None:
-        """Merge a delta of one choice of a block; ignore a malformed one.
-
-        The result at the end of the trace has all values that can be decoded.
-        """
+        """Merge a delta of one choice; ignore a malformed one, as the result at the end has all values."""
         try:
             self._readers.setdefault((index, choice), DeltaReader()).read(data)
         except DecodeError:
@@ -136,14 +108,7 @@ class SavesSoFar:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamedOutput:
-    """One output of a request, as it arrives.
-
-    Attributes:
-        invoke: Index of the request's block.
-        choices: ``index``, ``text``, ``token_ids`` and ``finish_reason`` of each choice in this output.
-        finished: Whether the request has ended.
-        saves: The values that the block has saved so far, by name.
-    """
+    """One output of a request, see ``RemoteStreamedOutput``."""
 
     invoke: int
     choices: list[dict[str, Any]]
@@ -178,11 +143,6 @@ class OutputReader:
         self._saves = SavesSoFar()
 
     def read(self, data: bytes | bytearray | memoryview) -> StreamedOutput:
-        """Decode the next message.
-
-        Raises:
-            DecodeError: The message is malformed.
-        """
         message = decode(data)
         try:
             invoke = message["invoke"]

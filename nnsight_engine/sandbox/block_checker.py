@@ -1,8 +1,6 @@
 """Early, clear errors for code that cannot run in a sandbox process, from its syntax alone.
 
-This is not a security boundary. Code that hides its intentions passes, and then meets the process, which
-permits computing and nothing else. The checker exists for honest authors: without it, an import would end in
-an `EPERM` from deep within Python's import system. It runs in the sandbox process, while a trace is decoded.
+Not a security boundary: code that hides its intentions passes, and then the process refuses it.
 """
 
 from __future__ import annotations
@@ -69,15 +67,7 @@ def load_modules() -> None:
 
 
 def check_syntax(node: Any, filename: str) -> None:
-    """Refuse a function, a class or the block of a ``with`` statement that could not run in a sandbox.
-
-    Args:
-        node: The syntax tree of the definition, or a ``Nested`` block.
-        filename: The author's file.
-
-    Raises:
-        SandboxError: It names the first line that could not run.
-    """
+    """Refuse a definition or ``Nested`` block that could not run: SandboxError names the first such line."""
     first: tuple[tuple[int, int], str, str] | None = None
     for part in _parts(node):
         for found in ast.walk(part):
@@ -171,11 +161,6 @@ _RULES: Final = MappingProxyType[type[ast.AST], Callable[[Any], _Refusals]](
 
 
 def _check_name(module: str, name: str) -> bool:
-    """Refuse a message's reference to a module that code could not import.
-
-    Raises:
-        SandboxError: It is such a module.
-    """
     if module.partition(".")[0] in _PACKAGES or DATA_ONLY.may_import(module, name):
         return True
     raise _refusal(f"the module `{module}`", instead=f"there are {_SHOWN}")

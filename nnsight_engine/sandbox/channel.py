@@ -27,12 +27,7 @@ Part = bytes | bytearray | memoryview
 
 
 def read_exactly(read: Callable[[int], bytes], num_bytes: int) -> bytes:
-    """Return ``num_bytes`` bytes from repeated calls of ``read``.
-
-    Raises:
-        ConnectionResetError: The other side has closed the connection.
-        OSError: An error of ``read``.
-    """
+    """Return ``num_bytes`` bytes from repeated calls of ``read``; ConnectionResetError if it ends before."""
     found = b""
     while len(found) < num_bytes:
         more = read(num_bytes - len(found))
@@ -43,25 +38,16 @@ def read_exactly(read: Callable[[int], bytes], num_bytes: int) -> bytes:
 
 
 class Memory:
-    """The two halves of a region of shared memory, one for each direction.
-
-    Args:
-        descriptor: The memory's descriptor; it is mapped, but not kept open.
-        num_bytes: The size of each half.
-    """
+    """Two halves of shared memory, one for each direction; the descriptor is mapped, but not kept open."""
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
-        """Map the memory."""
         self.num_bytes = num_bytes
         self._map = mmap.mmap(descriptor, 2 * num_bytes)
         self._view = memoryview(self._map)
 
     @staticmethod
     def create(num_bytes: int) -> int:
-        """Return a descriptor of new memory, sealed so that neither side can change its size.
-
-        Pages are allocated when they are first touched.
-        """
+        """Return a descriptor of new memory, whose size is sealed; pages are allocated on first use."""
         descriptor = os.memfd_create("nnsight-engine-sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(descriptor, 2 * num_bytes)
         _seal(descriptor)
@@ -72,7 +58,6 @@ class Memory:
         return self._view[number * self.num_bytes : (number + 1) * self.num_bytes]
 
     def forget(self) -> None:
-        """Release all pages that either side has written to."""
         self._map.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
@@ -86,11 +71,6 @@ def _seal(descriptor: int) -> None:
 
 
 def _written(parts: Sequence[Part], half: memoryview) -> bytes:
-    """Write a message for the other side; return the bytes to send over the socket.
-
-    Raises:
-        ValueError: It is too large.
-    """
     num_bytes = sum(map(len, parts))
     if num_bytes <= _MAX_INLINE:
         return b"".join((_HEAD.pack(num_bytes, 0), *parts))
@@ -106,13 +86,6 @@ def _written(parts: Sequence[Part], half: memoryview) -> bytes:
 
 
 class EngineSide:
-    """The engine's end.
-
-    Args:
-        connection: The socket.
-        memory: The shared memory.
-    """
-
     def __init__(self, connection: socket.socket, memory: Memory) -> None:
         self._socket = connection
         self._memory = memory
@@ -121,32 +94,18 @@ class EngineSide:
         self._come = bytearray()
 
     def fileno(self) -> int:
-        """Return the socket's descriptor, to wait for several sandboxes at once."""
         return self._socket.fileno()
 
     def send(self, parts: Sequence[Part]) -> None:
-        """Send a message, without waiting.
-
-        The sides take turns, so the socket has room for a message unless the other side does not read.
-
-        Raises:
-            ValueError: It is too large.
-            OSError: The other side is gone, or has left earlier messages unread.
-        """
+        """Send without waiting; ValueError if it is too large, OSError if the other side does not read."""
         data = _written(parts, self._out)
         self._socket.settimeout(0)
         self._socket.sendall(data)
 
     def receive(self, deadline: float, max_bytes: int) -> bytes:
-        """Wait for the answer; return a copy of it.
+        """Return a copy of the answer; a partial one does not extend ``deadline`` (by ``time.monotonic``).
 
-        Args:
-            deadline: The latest time, by ``time.monotonic``; a partial answer does not extend it.
-            max_bytes: The maximum size of the answer.
-
-        Raises:
-            SandboxEndedError: It is invalid, or too large.
-            OSError: The other side is gone, or late (TimeoutError).
+        Raises SandboxEndedError if it is invalid or too large, OSError if the other side is gone or late.
         """
         while (answer := self._whole(max_bytes)) is None:
             self._wait_until(deadline)
@@ -154,15 +113,7 @@ class EngineSide:
         return answer
 
     def take(self, max_bytes: int) -> bytes | None:
-        """Return a copy of the answer if it is complete, otherwise None, without waiting.
-
-        Args:
-            max_bytes: The maximum size of the answer.
-
-        Raises:
-            SandboxEndedError: It is invalid, or too large.
-            OSError: The other side is gone.
-        """
+        """Return a copy of the answer, None while it is incomplete; raises as ``receive`` does."""
         self._socket.settimeout(0)
         while (answer := self._whole(max_bytes)) is None:
             try:
@@ -178,13 +129,11 @@ class EngineSide:
         self._come += more
 
     def _missing(self) -> int:
-        """Return the number of bytes of the message, or of its header, that are still missing."""
         if len(self._come) < _HEAD.size:
             return _HEAD.size - len(self._come)
         return _HEAD.size + int(_HEAD.unpack_from(self._come)[0]) - len(self._come)
 
     def _whole(self, max_bytes: int) -> bytes | None:
-        """Return the message, None if it is incomplete."""
         if len(self._come) < _HEAD.size:
             return None
         in_socket, in_memory = _HEAD.unpack_from(self._come)
@@ -203,7 +152,6 @@ class EngineSide:
         self._socket.settimeout(left_s)
 
     def forget(self) -> None:
-        """Release the memory of all messages so far."""
         self._memory.forget()
 
     def has_nothing_unread(self) -> bool:
@@ -218,7 +166,6 @@ class EngineSide:
         return False
 
     def close(self) -> None:
-        """Close the socket and unmap the memory."""
         self._socket.close()
         self._out.release()
         self._in.release()
@@ -226,12 +173,7 @@ class EngineSide:
 
 
 class SandboxSide:
-    """The sandbox's end; it uses no system calls but ``read`` and ``write``.
-
-    Args:
-        descriptor: The socket.
-        memory: The shared memory.
-    """
+    """The sandbox's end; it uses no system calls but ``read`` and ``write``."""
 
     def __init__(self, descriptor: int, memory: Memory) -> None:
         self._descriptor = descriptor
@@ -239,7 +181,6 @@ class SandboxSide:
         self._in = memory.half(0)
 
     def send(self, parts: Sequence[Part]) -> None:
-        """Send a message; raises ValueError if it is too large."""
         data = memoryview(_written(parts, self._out))
         while data:
             data = data[os.write(self._descriptor, data) :]

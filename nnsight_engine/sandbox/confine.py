@@ -1,7 +1,7 @@
 """Confinement of a process before it runs untrusted code: user, namespaces, files, memory, system calls.
 
-``isolate`` is for the zygote, the clean process that sandboxes are forked from, once it has loaded
-everything that they need; ``confine`` is for each sandbox. Both are irreversible.
+``isolate`` is for the zygote once it has loaded everything, ``confine`` for each sandbox; both are
+irreversible.
 """
 
 from __future__ import annotations
@@ -38,12 +38,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessLimits:
-    """Resource limits of one sandbox process.
-
-    Attributes:
-        memory_bytes: Memory that it may allocate in addition to its initial size.
-        cpu_s: CPU time of its life, in seconds.
-    """
+    """Limits of one sandbox process: memory beyond its initial size, and CPU seconds of its life."""
 
     memory_bytes: int
     cpu_s: int
@@ -52,11 +47,7 @@ class ProcessLimits:
 def isolate(folder: str) -> list[str]:
     """Drop this process's user, environment, folder and, where the kernel allows it, its namespaces.
 
-    Args:
-        folder: A folder of its own, which becomes its working directory and is removed.
-
-    Returns:
-        The missing namespaces, which the kernel or a container's profile denied.
+    ``folder`` becomes the working directory and is removed. Return the namespaces that were denied.
     """
     os.environ.clear()
     os.chdir(folder)
@@ -105,7 +96,6 @@ def missing_namespaces() -> list[str]:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends."""
     seccomp.check(_libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0), "prctl")
 
 
@@ -122,11 +112,6 @@ def keep_only(descriptors: set[int]) -> None:
 
 
 def confine(share: ProcessLimits) -> None:
-    """Set the resource limits and the system call filter, for all threads of this process.
-
-    Raises:
-        OSError: The kernel refuses.
-    """
     total, _, _, _, _, data, _ = map(int, Path("/proc/self/statm").read_text().split())
     limits = {
         resource.RLIMIT_AS: total * _PAGE_BYTES + share.memory_bytes,

@@ -12,7 +12,6 @@ class SandboxEndedError(RuntimeError):
 
     @classmethod
     def late(cls, seconds: float) -> SandboxEndedError:
-        """Return the error of a sandbox that did not answer in time."""
         return cls(
             f"The sandbox ran longer than {seconds:g} s within one step of the engine, which others share, "
             "and was ended. Save less, compute after the trace, or ask the operator for a larger budget."
@@ -20,7 +19,6 @@ class SandboxEndedError(RuntimeError):
 
     @classmethod
     def long(cls) -> SandboxEndedError:
-        """Return the error of a sandbox that has used up the time of one trace."""
         return cls(
             "The engine has waited for this trace's sandbox for as long as it does for one trace, so it was "
             "ended. Compute less in each step, or ask the operator for a larger budget."
@@ -28,7 +26,6 @@ class SandboxEndedError(RuntimeError):
 
     @classmethod
     def gone(cls) -> SandboxEndedError:
-        """Return the error of a sandbox whose process has died."""
         return cls(
             "The sandbox was ended by the system: the block used more memory or time than one may, or "
             "crashed. Compute with less at once."
@@ -36,7 +33,6 @@ class SandboxEndedError(RuntimeError):
 
     @classmethod
     def unrepeated(cls) -> SandboxEndedError:
-        """Return the error of a sandbox that changed more in a step than is kept for repeating the step."""
         return cls(
             "The sandbox was ended, because a step had to be computed again for it and could not be: the "
             "block changed much in it, or the engine took the request's memory meanwhile. Send it again; "
@@ -45,7 +41,6 @@ class SandboxEndedError(RuntimeError):
 
     @classmethod
     def broken(cls, why: str) -> SandboxEndedError:
-        """Return the error of a sandbox that broke the protocol."""
         return cls(f"The sandbox was ended, because it broke the rules: {why}.")
 
 

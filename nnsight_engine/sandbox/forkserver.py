@@ -1,7 +1,6 @@
 """Pool of sandbox processes for an engine, forked from a zygote; some are kept ready.
 
-Starting the zygote takes seconds, and forking takes tens of milliseconds; both happen on a thread of their
-own, and ``take`` returns only processes that are ready, so that no step of the engine waits for them.
+Starting the zygote takes seconds and a fork tens of milliseconds: both happen on a thread of their own.
 """
 
 from __future__ import annotations
@@ -47,24 +46,10 @@ _AGAIN_S: Final = 5.0
 
 
 class Sandbox:
-    """One sandbox process, unused or assigned to a trace.
-
-    Attributes:
-        process: Its process id; 0 once it was ended.
-        side: The engine's end of its channel.
-        num_uses: Number of traces that have run in it.
-    """
+    """One sandbox process, unused or assigned to a trace; ``process`` is 0 once it was ended."""
 
     def __init__(self, process: int, handle: int, side: EngineSide, zygote: _Zygote) -> None:
-        """Keep the process.
-
-        Args:
-            process: Its process id, for messages and ``/proc``.
-            handle: A descriptor that refers to it (``pidfd_open(2)``), and to no later process of that id. It
-                is closed with it.
-            side: The engine's end of its channel.
-            zygote: Its parent.
-        """
+        """Own ``handle``, a descriptor (``pidfd_open(2)``) of this process, not of a later one of its id."""
         self.process = process
         self.side = side
         self.num_uses = 0
@@ -86,15 +71,13 @@ class Sandbox:
         return sum(int(fields[name].removesuffix("kB")) * 1024 for name in _HELD if name in fields)
 
     def cpu_s(self) -> float:
-        """Return its CPU time in seconds; raises OSError if it is gone."""
         return time.clock_gettime(~self._running() << 3 | _CPU_CLOCK)
 
     def pause(self) -> None:
-        """Stop the process with SIGSTOP; raises OSError if it is gone."""
+        """Stop the process with SIGSTOP; like ``resume``, raises OSError if it is gone."""
         self._send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Resume the process with SIGCONT; raises OSError if it is gone."""
         self._send_signal(signal.SIGCONT)
 
     def _running(self) -> int:
@@ -108,7 +91,6 @@ class Sandbox:
         signal.pidfd_send_signal(self._handle, number)
 
     def end(self) -> None:
-        """Kill the process; repeated calls do nothing."""
         if not self.process:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -120,20 +102,11 @@ class Sandbox:
 
 
 class _Zygote:
-    """The zygote: the running clean process.
-
-    Attributes:
-        lacks: Namespaces that its children do not have.
-    """
+    """The running clean process; ``lacks`` are the namespaces that its children do not have."""
 
     def __init__(
         self, command: Sequence[str], setup: bytes, half_bytes: int, *, needs_namespaces: bool
     ) -> None:
-        """Start the zygote and wait until it can fork.
-
-        Raises:
-            SandboxUnavailableError: It cannot be started.
-        """
         self._half_bytes = half_bytes
         self._lock = threading.Lock()
         self._num_due = 0
@@ -186,13 +159,7 @@ class _Zygote:
             )
 
     def fork(self) -> Sandbox:
-        """Return a new process.
-
-        Raises:
-            OSError: The fork failed.
-            SandboxEndedError: The process's first message was invalid.
-            SandboxUnavailableError: The process could not be confined.
-        """
+        """Return a new process; OSError, or SandboxUnavailableError if it could not be confined."""
         own, theirs = socket.socketpair()
         descriptor = Memory.create(self._half_bytes)
         with contextlib.ExitStack() as undo:
@@ -253,11 +220,7 @@ class _Zygote:
             self._orders.sendall(ORDER.pack(REAP, process))
 
     def _handle_of(self, process: int) -> int:
-        """Return a descriptor that refers to a child of the zygote.
-
-        Raises:
-            OSError: The zygote has ended, so the number may be another process's by now.
-        """
+        """Return a descriptor of a child; OSError if the zygote has ended: the id may be another's by now."""
         handle = os.pidfd_open(process)
         if self._process.poll() is not None:  # until then it has not reaped the child
             os.close(handle)
@@ -272,7 +235,6 @@ class _Zygote:
         return read_exactly(self._orders.recv, num_bytes)
 
     def close(self) -> None:
-        """Kill the zygote; all processes that it has forked end with it."""
         self._orders.close()
         self._process.kill()
         self._process.wait()
@@ -284,7 +246,6 @@ class _Zygote:
 
 
 def _claim_folder() -> tuple[str, int]:
-    """Create and lock a folder; return it and the descriptor that holds the lock."""
     while True:
         folder = tempfile.mkdtemp(prefix=_FOLDER)
         with contextlib.suppress(FileNotFoundError):
@@ -309,7 +270,6 @@ def _remove_abandoned() -> None:
 
 
 def _check_kernel() -> None:
-    """Raise SandboxUnavailableError if the kernel has no descriptors of processes."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError) as error:
@@ -321,14 +281,10 @@ def _check_kernel() -> None:
 
 
 class ForkServer:
-    """Provides sandbox processes.
+    """Keeps ``num_spare`` sandbox processes ready, once it is started.
 
-    Args:
-        command: Starts the zygote; the descriptor of its socket and an empty folder are appended.
-        setup: The first message to the zygote.
-        half_bytes: The maximum message size, in each direction.
-        num_spare: Number of processes that are kept ready.
-        needs_namespaces: Whether sandboxes are unavailable if they cannot have namespaces of their own.
+    ``command`` starts the zygote, with the descriptor of its socket and an empty folder appended; ``setup``
+    is its first message, and ``half_bytes`` limits a message in each direction.
     """
 
     def __init__(
@@ -340,7 +296,6 @@ class ForkServer:
         *,
         needs_namespaces: bool = False,
     ) -> None:
-        """Keep the options; nothing is started before ``start``."""
         self._command = command
         self._setup = setup
         self._half_bytes = half_bytes
@@ -356,11 +311,7 @@ class ForkServer:
         self._changing = threading.Lock()
 
     def start(self) -> None:
-        """Start the pool, on a thread of its own; repeated calls do nothing.
-
-        Raises:
-            SandboxUnavailableError: This machine does not support sandboxes.
-        """
+        """Start the pool on its own thread, once; raises SandboxUnavailableError on unsupported machines."""
         seccomp.machine()
         _check_kernel()
         if self._keeper is None:
@@ -371,11 +322,7 @@ class ForkServer:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a process is ready.
-
-        Raises:
-            SandboxUnavailableError: Processes cannot be started.
-        """
+        """Whether a process is ready; SandboxUnavailableError if processes cannot be started."""
         if self._error is not None and not self._spare:
             raise self._error
         return bool(self._spare)
@@ -406,7 +353,6 @@ class ForkServer:
             os.eventfd_write(self._num_ready, 1)
 
     def _keep(self) -> None:
-        """Keep processes ready."""
         while not self._closed:
             try:
                 if self._zygote is None:
@@ -441,7 +387,6 @@ class ForkServer:
             self._zygote.close()
 
     def close(self) -> None:
-        """End all idle processes and the zygote."""
         self._closed = True
         self._wanted.set()
         if self._keeper is not None:

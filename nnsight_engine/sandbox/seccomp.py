@@ -1,7 +1,7 @@
 """A system call filter for this process: calls that are not listed fail with ``EPERM``, in all threads.
 
-The kernel runs the filter, a classic BPF program, before each call (``seccomp(2)``); the process cannot
-remove it. It sees a call's number, architecture and plain arguments, which is enough here: see ``syscalls``.
+It is a classic BPF program (``seccomp(2)``) on number, architecture and plain arguments; it cannot be
+removed.
 """
 
 from __future__ import annotations
@@ -35,27 +35,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def forbid_new_privileges() -> None:
-    """Forbid programs that this process runs to gain privileges; a prerequisite of the filter.
-
-    Raises:
-        OSError: The kernel refuses.
-    """
+    """Forbid programs that this process runs to gain privileges; a prerequisite of the filter."""
     check(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
 
 
 def check(result: int, what: str) -> None:
-    """Raise OSError for a call of the C library that failed."""
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
 def machine() -> SystemCallTable:
-    """Return the system call numbers of this machine.
-
-    Raises:
-        SandboxUnavailableError: It is not Linux, or an architecture whose numbers are not known.
-    """
+    """Return the system call numbers of this machine; SandboxUnavailableError unless it is a known Linux."""
     found = MACHINES.get(platform.machine()) if platform.system() == "Linux" else None
     if found is None:
         raise SandboxUnavailableError(
@@ -67,12 +58,7 @@ def machine() -> SystemCallTable:
 
 
 def install() -> None:
-    """Install the filter for all threads of this process.
-
-    Raises:
-        SandboxUnavailableError: This machine is not known, see ``machine``.
-        OSError: The kernel refuses.
-    """
+    """Install the filter for all threads of this process; OSError if the kernel refuses."""
     here = machine()
     program = _program(here)
     buffer = ctypes.create_string_buffer(program, len(program))
@@ -87,8 +73,7 @@ def install() -> None:
 def _program(here: SystemCallTable) -> bytes:
     """Return the filter: the architecture, the flags of ``mmap``, then one comparison for each listed call.
 
-    Memory that is mapped shared could be hidden from the counts of the process's memory: pages stay
-    allocated that it has dropped from its page tables.
+    Shared mappings could evade the counts of memory: pages stay allocated that the process has dropped.
     """
     count = len(here.allowed) + len(here.absent)
     assert count + 3 < _MAX_JUMP  # noqa: S101 - otherwise jumps would have to be chained

@@ -16,9 +16,7 @@ class SystemCallTable:
 
     Attributes:
         audit: The kernel's identifier of the architecture (``linux/audit.h``).
-        seccomp: The call that installs a filter.
-        mmap: The call that maps memory, which is allowed for private memory only.
-        allowed: The other calls that are allowed.
+        mmap: Allowed for private memory only.
         absent: Calls that fail with ``ENOSYS``, so that the C library falls back to others.
         limit: Calls from this number on belong to another ABI; none of them is allowed.
     """

@@ -1,8 +1,6 @@
 """The zygote: a clean process from which sandboxes are forked, with all modules loaded and no client's data.
 
-``ForkServer`` starts it with an environment of its own. It prepares what its children need, drops what they
-must not have, and then executes the engine's orders: fork a process, or reap one that was killed. It ends
-with its engine, and its children end with it.
+``ForkServer`` starts it and orders forks from it. It ends with its engine, and its children end with it.
 """
 
 from __future__ import annotations
@@ -36,12 +34,8 @@ def fork_children(
 ) -> None:
     """Fork processes as ordered, until the engine closes the connection.
 
-    Args:
-        orders: The socket to the engine.
-        folder: An empty folder.
-        share: The limits of each process.
-        prepare_child: Called in each child before it is confined; returns the function that the child then
-            runs.
+    ``prepare_child`` is called in each child before it is confined, and returns the function that the child
+    then runs.
     """
     die_with_parent()
     lacks = isolate(folder)
@@ -68,7 +62,6 @@ def fork_children(
 
 
 def _order(orders: socket.socket) -> tuple[bytes, list[int]]:
-    """Return the next order and the descriptors that came with it; nothing if the engine is gone."""
     descriptors = array.array("i")
     data, ancillary, _, _ = orders.recvmsg(ORDER.size, socket.CMSG_SPACE(2 * descriptors.itemsize))
     for _, _, content in ancillary:

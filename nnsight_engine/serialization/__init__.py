@@ -1,8 +1,6 @@
-"""Serialization of values, traced blocks and errors between processes that do not trust each other's bytes.
+"""Serialization between processes that do not trust each other's bytes; see ``docs/wire-format.md``.
 
-A client sends blocks to a worker and receives results. Neither side uses pickle or any other format that runs
-code from its input without the reader's consent. The one exception is ``trusted``, which uses pickle for
-blocks of senders that the operator trusts fully. The message format is specified in ``docs/wire-format.md``.
+No format here runs code from its input without the reader's consent, except ``trusted``, which uses pickle.
 """
 
 from nnsight_engine.serialization.errors import DecodeError, EncodeError, SandboxError

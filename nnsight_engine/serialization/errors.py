@@ -1,5 +1,3 @@
-"""Exceptions of serialization: a value cannot be encoded, or a message is not accepted."""
-
 from __future__ import annotations
 
 
@@ -12,13 +10,7 @@ class DecodeError(ValueError):
 
 
 class SandboxError(DecodeError):
-    """Code uses a feature that the sandbox does not offer; the message gives it, its line and an alternative.
-
-    Raised while a message is decoded.
-
-    Attributes:
-        line: Line number in the sender's own file; None if it is not known.
-    """
+    """Code uses a feature that the sandbox does not offer; ``line`` is a line of the sender's own file."""
 
     def __init__(self, message: str, line: int | None = None) -> None:
         super().__init__(message)

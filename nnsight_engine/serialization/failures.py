@@ -1,15 +1,10 @@
 """Transport of errors, so that an error in a block looks to the client as if it had been raised locally.
 
-The error keeps its type, message, notes and cause, and a traceback with the remote entries: the user's file
-and line, and the server's if the error came from server code. A traceback entry needs a frame, so each entry
-is produced by a one-line function compiled with the remote file's name, line and columns.
+A received traceback entry needs a frame, which a one-line function compiled at its position makes. No file is
+opened because a sender gave its name, and no text of another sender with the same file name is shown.
 
-The source line of an entry is taken from the code itself: received code carries its text. No file is opened
-because a sender gave its name, and no text of another sender with the same file name is shown. Files of
-Python and of packages are named relative to their installation folder (``server_paths``).
-
-A received error is plain data. Its type is looked up among the loaded types that are known to be safe to
-instantiate. Any other type is replaced by a new type of the same name, derived from its nearest builtin base.
+A received error's type is looked up among the loaded types that are known to be safe to instantiate. Any
+other type is replaced by a new type of the same name, derived from its nearest builtin base.
 """
 
 from __future__ import annotations
@@ -39,8 +34,6 @@ Plain = str | int | float | bool | None
 
 
 class _TracebackEntry(msgspec.Struct):
-    """One entry of a traceback."""
-
     file: str
     line: int
     name: str
@@ -51,8 +44,6 @@ class _TracebackEntry(msgspec.Struct):
 
 
 class _Failure(msgspec.Struct):
-    """An error as plain data."""
-
     module: str
     name: str
     message: str
@@ -67,19 +58,12 @@ class _Failure(msgspec.Struct):
 
 
 def encode_error(error: BaseException) -> dict[str, Any]:
-    """Return an error as dicts, lists, strings and numbers, suitable for JSON and for ``encode``.
-
-    Entries of this package are removed from its traceback, as for errors raised locally.
-    """
+    """Return an error as plain data, for JSON or ``encode``, without traceback entries of this package."""
     return dict(msgspec.to_builtins(_failure_of(error, _MAX_CHAIN)))
 
 
 def restore_error(plain: Any) -> BaseException:
-    """Return the error that ``encode_error`` described, ready to be raised.
-
-    Raises:
-        DecodeError: The data does not describe an error.
-    """
+    """Return the error that ``encode_error`` described, or raise a ``DecodeError``."""
     try:
         failure = msgspec.convert(plain, _Failure)
         return _restored(failure, _MAX_CHAIN)
@@ -185,7 +169,6 @@ def _made(failure: _Failure) -> BaseException:
 
 
 def _named_after(failure: _Failure, base: type[BaseException]) -> type[BaseException]:
-    """Return a new type that resembles the one that this side does not have."""
     body = {
         "__module__": failure.module,
         "__qualname__": failure.name,
@@ -249,7 +232,6 @@ def _traceback_of(entries: list[_TracebackEntry]) -> TracebackType | None:
 
 
 def _code_of(entry: _TracebackEntry, line: int) -> CodeType:
-    """Return code that raises at the entry's position."""
     end = min(max(entry.end_line or line, line), _MAX_LINE)
     place: dict[str, Any] = {"lineno": line, "end_lineno": end, "col_offset": 0, "end_col_offset": 0}
     if entry.column is not None and entry.end_column is not None and 0 <= entry.column < _MAX_LINE:
@@ -263,7 +245,7 @@ def _code_of(entry: _TracebackEntry, line: int) -> CodeType:
 
 
 class _Stop(Exception):  # noqa: N818 - it does not signal an error
-    """Raised to obtain a frame."""
+    pass
 
 
 def _entered(code: CodeType) -> TracebackType:

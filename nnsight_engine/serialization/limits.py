@@ -1,9 +1,4 @@
-"""Resource limits of one message, and the policy for what decoding it may do.
-
-Both are arguments of ``decode``, because readers trust their senders to different degrees: a server runs its
-users' blocks, while a client reads a server's results. Nothing is imported, compiled or called unless the
-policy allows it.
-"""
+"""Resource limits of one message, and the policy for what decoding it may do: nothing, unless allowed."""
 
 from __future__ import annotations
 
@@ -50,13 +45,10 @@ class MessageLimits:
     """Limits of one message; each is checked before the memory is allocated or the time is spent.
 
     Attributes:
-        max_bytes: Size of the whole message, tensors included.
-        max_nodes: Number of objects in it.
         max_text_bytes: Size of one string, and of one source fragment.
         max_key_depth: Nesting depth of tuples in a dict key or set member; hashing one recurses in C.
         max_key_work: Objects visited when the keys of one dict or set are hashed, repeated visits included.
-        max_equal_hashes: Keys of one dict or set that may share a hash; inserting n colliding keys takes n²
-            steps.
+        max_equal_hashes: Keys of one container that may share a hash; inserting n such keys takes n² steps.
         max_name_characters: Length of the name of a source fragment, of its file, or of its enclosing class.
         max_lines: Highest line number that a source fragment may claim.
         compressed: Whether compression is accepted. A small compressed message may expand to ``max_bytes``.
@@ -78,12 +70,10 @@ class Policy:
     """What decoding a message may do.
 
     Attributes:
-        may_import: Called with a module and a qualified name before either is looked up. It may raise a
-            ``DecodeError`` with a better message than that of the decoder.
-        allow_source: Whether functions, classes and blocks may be sent as source, and imported functions may
-            be called. Decoding such a message may run the sender's code, for example class bodies.
-        check: Called with the syntax tree of a function, a class or a block (``Nested``) that was sent as
-            source, and its file, before it is compiled. It raises a ``DecodeError`` to refuse it. It is part
+        may_import: Called with a module and a qualified name before either is looked up; may raise.
+        allow_source: Whether code may be sent as source, and imported functions may be called. Decoding
+            such a message may run the sender's code, for example class bodies.
+        check: Refuses the tree of received code before it is compiled, with a ``DecodeError``. It is a part
             of the key under which compiled code is cached: give the same function for all messages.
     """
 
@@ -92,7 +82,6 @@ class Policy:
     check: Check | None = None
 
     def allowing(self, classes: Iterable[type[Any]]) -> Policy:
-        """Return a copy of the policy that also allows these classes, such as a client's own ones."""
         names = frozenset((kind.__module__, kind.__qualname__) for kind in classes)
         before = self.may_import
         return dataclasses.replace(
@@ -111,10 +100,7 @@ def _is_data(module: str, name: str) -> bool:
 
 
 def is_data_class(value: object, module: str, name: str) -> bool:
-    """Return whether what was found under an allowed name is the class of data that the name stands for.
-
-    A module also has names that it imports, which the patterns of ``DATA_ONLY`` cannot tell from its own.
-    """
+    """Return whether an allowed name stands for a class of data, not for an import of its module."""
     if not isinstance(value, type):
         return False
     if (module, name) in _DATA_NAMES:
@@ -125,7 +111,6 @@ def is_data_class(value: object, module: str, name: str) -> bool:
 
 
 def is_model_output(kind: type) -> bool:
-    """Return whether a class is a transformers model output."""
     return any(base.__name__ == "ModelOutput" for base in kind.__mro__)
 
 

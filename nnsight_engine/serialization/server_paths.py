@@ -1,9 +1,4 @@
-"""Removal of installation paths from texts that leave a server, so that clients do not see its file system.
-
-In a traceback or text that is sent out, a file of Python or of a package is named relative to its
-installation folder, such as ``torch/functional.py``. Other files belong to the code that is being run and
-keep their names.
-"""
+"""Removal of installation paths from texts that leave a server: clients do not see its file system."""
 
 from __future__ import annotations
 
@@ -22,7 +17,6 @@ _PACKAGES: Final = Path(__file__).parents[2]
 
 @cache
 def _installed() -> re.Pattern[str]:
-    """Return a pattern that matches the installation folders of Python and its packages, longest first."""
     paths = sysconfig.get_paths()
     folders = {paths[name] for name in _FOLDERS}
     folders |= {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}
@@ -36,7 +30,7 @@ def _installed() -> re.Pattern[str]:
 
 
 def without_server_paths(text: str) -> str:
-    """Return the text with files of Python and of packages named relative to their installation folders."""
+    """Return the text with files of Python and packages named like ``torch/functional.py``."""
     return _installed().sub("", text) if "/" in text else text
 
 

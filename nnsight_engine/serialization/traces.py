@@ -1,9 +1,7 @@
 """Serialization of traces: blocks with the variables and globals that they use.
 
-One message may hold many blocks, and objects that they share stay shared on the other side: a list to which
-two invokes append is one list there. Variables are read from the cells given with each block, because a
-block's own cells may have been copied or may not be filled yet. The client calls ``encode_trace``, the worker
-``decode_trace``.
+Variables are read from the cells given with each block, because a block's own cells may have been copied or
+may not be filled yet.
 """
 
 from __future__ import annotations
@@ -27,13 +25,7 @@ from nnsight_engine.tracing.tracer import Info
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SentBlock:
-    """A block to send, with its variables.
-
-    Attributes:
-        info: The block.
-        cells: Its variables by name; a variable that is missing or unbound starts unbound.
-        left_out: Names of module globals that are not sent, although the block mentions them.
-    """
+    """A block to send; a variable that ``cells`` lacks starts unbound, globals ``left_out`` are not sent."""
 
     info: Info
     cells: Mapping[str, CellType]
@@ -42,13 +34,7 @@ class SentBlock:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReceivedTrace:
-    """A decoded trace.
-
-    Attributes:
-        blocks: The blocks, each with cells of its own; ``Tracer.compile_on(info)`` turns one into a function.
-        shared: The values that were sent beside the blocks.
-        saved: The objects in the message that the sender had marked as saved.
-    """
+    """A decoded trace; the blocks have cells of their own, ``saved`` holds the objects marked as saved."""
 
     blocks: list[Info]
     shared: dict[str, Any]
@@ -64,20 +50,9 @@ def encode_trace(
     limits: MessageLimits = DEFAULT_LIMITS,
     compress: bool = False,
 ) -> bytes:
-    """Return blocks as a message.
+    """Return blocks as a message; identity is preserved between ``shared`` and the blocks' variables.
 
-    Args:
-        blocks: The blocks and their variables.
-        shared: Further values, such as the inputs; identity is preserved between them and the blocks'
-            variables.
-        reference: Called for every object except numbers and strings; returns a name for objects that the
-            other side already has, None for the rest.
-        saved: The ``id`` of every object that was marked as saved, such as ``SAVES.marked``.
-        limits: Limits of the uncompressed message.
-        compress: See ``encode``.
-
-    Raises:
-        EncodeError: Part of it cannot be serialized; the message gives its path and the reason.
+    ``saved`` are the ids of marked objects, such as ``SAVES.marked``. For the rest see ``encode``.
     """
     encoder = new_encoder(reference, limits)
     parts: list[Any] = [list(blocks), dict(shared or {}), list[Any]()]
@@ -100,13 +75,7 @@ def decode_trace(
     limits: MessageLimits = DEFAULT_LIMITS,
     device: torch.device | str = "cpu",
 ) -> ReceivedTrace:
-    """Return the compiled blocks of a message.
-
-    Decoding runs code: bodies of classes that were sent as source, and constructors of imported classes.
-
-    Raises:
-        DecodeError: The message is malformed, exceeds a limit, or needs something that the policy refuses.
-    """
+    """Return the compiled blocks; decoding runs code: class bodies and constructors of imported classes."""
     parts = decode(data, resolve=resolve, policy=policy, limits=limits, device=device)
     if not isinstance(parts, list) or len(parts) != 3:
         raise DecodeError("the message holds a value, not a trace")

@@ -1,13 +1,9 @@
 """Traces as pickles, for readers whose operator trusts the sender fully.
 
-The wire format refuses values that it cannot send as data or as source. cloudpickle accepts more: functions
-without source, sparse tensors, C objects. Unpickling runs arbitrary code of the sender, even before a block
-runs, so a reader calls ``decode_trace_pickled`` only for senders that are configured as trusted, and results
-are never sent as pickles. No other module of this package imports pickle or similar formats.
-
-The contract is that of ``traces``: blocks are sent as source, object identity is preserved, and a variable
-shared by two blocks or functions stays shared. Functions are sent as byte code, which only the same Python
-version can read.
+cloudpickle accepts values that the wire format refuses: functions without source, sparse tensors, C objects.
+Unpickling runs arbitrary code of the sender, even before a block runs: only for senders that are configured
+as trusted, and results are never sent as pickles. No other module of this package imports pickle or similar
+formats. Functions are sent as byte code, which only the same Python version reads.
 """
 
 from __future__ import annotations
@@ -68,11 +64,7 @@ def encode_trace_pickled(
     saved: Collection[int] = (),
     limits: MessageLimits = DEFAULT_LIMITS,
 ) -> bytes:
-    """Return blocks as a pickle; the arguments are those of ``encode_trace``.
-
-    Raises:
-        EncodeError: Part of it cannot be pickled; the message names the variable if it can be determined.
-    """
+    """Return blocks as a pickle, see ``encode_trace``; errors name the variable if it can be determined."""
     with _one_at_a_time:
         try:
             data = _pickled((list(blocks), dict(shared or {})), reference, saved)
@@ -91,11 +83,7 @@ def decode_trace_pickled(
     resolve: Resolve | None = None,
     limits: MessageLimits = DEFAULT_LIMITS,
 ) -> ReceivedTrace:
-    """Return the compiled blocks of a pickle. Runs arbitrary code of its sender.
-
-    Raises:
-        DecodeError: The data is not such a message, or cannot be read by this version.
-    """
+    """Return the compiled blocks of a pickle. Runs arbitrary code of its sender."""
     view = memoryview(data).cast("B")
     if len(view) < _HEAD.size or bytes(view[: len(MAGIC)]) != MAGIC:
         raise DecodeError(f"these {len(view):,} bytes are no pickled trace: one begins with {MAGIC!r}")
@@ -133,12 +121,6 @@ def _pickled(value: Any, reference: Reference | None, saved: Collection[int]) ->
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
-    """Pickles one trace.
-
-    Attributes:
-        marked: The saved objects that were encountered, by identity.
-    """
-
     def __init__(self, file: io.BytesIO, reference: Reference | None, saved: Collection[int]) -> None:
         super().__init__(file, protocol=_PROTOCOL)
         self.marked: dict[int, Any] = {}
@@ -154,7 +136,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
             cloudpickle.unregister_pickle_by_value(module)
 
     def persistent_id(self, value: Any) -> tuple[str, ...] | None:
-        """Return a name for objects that the other side already has; called with every object."""
         if type(value) in _NOT_ASKED:
             return None
         if id(value) in self._saved:
@@ -162,7 +143,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
         return None if self._reference is None else self._reference(value)
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how an object is reconstructed."""
         kind = type(value)
         if kind is SentBlock:
             return self._block(value)
@@ -179,7 +159,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
         return self._on_own_cells(value, reduced) if by_value else reduced
 
     def _decide(self, name: Any) -> None:
-        """Pickle a module's definitions by value if the other side cannot be expected to have the module."""
         if name in self._seen or not isinstance(name, str):
             return
         self._seen.add(name)
@@ -246,7 +225,6 @@ def _held(cells: Collection[CellType]) -> list[tuple[Any, ...]]:
 def _culprit(
     blocks: Sequence[SentBlock], shared: Mapping[str, Any], reference: Reference | None, error: Exception
 ) -> str:
-    """Return an error message that names the variable that cannot be pickled."""
     places = [(f"shared value `{name}`", value) for name, value in shared.items()]
     for number, block in enumerate(blocks):
         places += [

@@ -1,8 +1,4 @@
-"""``encode`` and ``decode``: conversion of values to bytes and back.
-
-``encode`` never runs code of the reading side. ``decode`` runs only what its policy allows, and by default it
-reads data only. Neither uses pickle, marshal or similar formats.
-"""
+"""``encode`` and ``decode``: values to bytes and back, without pickle, marshal or similar formats."""
 
 from __future__ import annotations
 
@@ -32,17 +28,16 @@ def encode(
     limits: MessageLimits = DEFAULT_LIMITS,
     compress: bool = False,
 ) -> bytes:
-    """Return the value as a message.
+    """Return the value as a message; cycles are supported, and no code of the reading side runs.
 
     Args:
-        value: Data, tensors, modules, functions or instances of user classes; cycles are supported.
         reference: Called for every object except numbers and strings; returns a name for objects that the
             other side already has, None for the rest.
         limits: Limits of the uncompressed message.
         compress: Compress with zstd; only for a receiver that has announced support.
 
     Raises:
-        EncodeError: Part of the value cannot be serialized; the message gives its path and the reason.
+        EncodeError: A part cannot be serialized; the message gives its path and the reason.
     """
     return b"".join(encode_pieces(value, reference=reference, limits=limits, compress=compress))
 
@@ -68,17 +63,15 @@ def decode(
     limits: MessageLimits = DEFAULT_LIMITS,
     device: torch.device | str = _HOST,
 ) -> Any:
-    """Return the value from a message that ``encode`` wrote.
+    """Return the value from a message that ``encode`` wrote; it may come from an untrusted sender.
 
     Args:
-        data: The message; it may come from an untrusted sender.
         resolve: Returns the object for a name that ``reference`` gave.
-        policy: What the message may import and run.
-        limits: Limits of the message.
+        policy: What the message may import and run; by default it may hold data only.
         device: Target device of tensors; tensors on the meta device stay there.
 
     Raises:
-        DecodeError: The bytes are not a message, exceed a limit, or need something that the policy refuses.
+        DecodeError: It is no message, exceeds a limit, or needs something that the policy refuses.
     """
     table = unpack(data, limits)
     decoder = Decoder(
@@ -88,16 +81,10 @@ def decode(
 
 
 def new_encoder(reference: Reference | None, limits: MessageLimits) -> Encoder:
-    """Return an encoder for one message."""
     return Encoder(write, reference, limits)
 
 
 def finished(encoder: Encoder, root: int, *, compress: bool = False) -> list[Piece]:
-    """Write all pending objects and return the message as pieces.
-
-    Raises:
-        EncodeError: One of the objects cannot be serialized.
-    """
     try:
         encoder.run()
     except EncodeError:

@@ -1,8 +1,4 @@
-"""Names that the statements of a block mention and assign, and statements that would leave the block.
-
-The compiler of blocks (``blocks``) uses this information, and a client that sends a block to a server uses it
-to select the variables to send.
-"""
+"""Names that the statements of a block mention and assign, and statements that would leave the block."""
 
 from __future__ import annotations
 
@@ -30,7 +26,6 @@ def mangled(names: frozenset[str], class_name: str | None) -> frozenset[str]:
 
 
 def mangled_name(class_name: str | None, name: str) -> str:
-    """Return a name with the compiler's name mangling within ``class_name``."""
     prefix = (class_name or "").lstrip("_")
     private = prefix and name.startswith("__") and not name.endswith("__")
     return f"_{prefix}{name}" if private else name
@@ -62,7 +57,6 @@ def bound_in(body: Sequence[ast.stmt]) -> frozenset[str]:
 
 
 def declared_nonlocal(body: Sequence[ast.stmt]) -> frozenset[str]:
-    """Return the names that statements declare ``nonlocal`` in their own scope."""
     return frozenset(_scan(body).nonlocal_)
 
 
@@ -72,8 +66,6 @@ def leaving(body: Sequence[ast.stmt]) -> list[ast.AST]:
 
 
 class _OutsideNames(ast.NodeVisitor):
-    """Collects the names outside of a statement, and all names of the loops around it."""
-
     def __init__(self, node: ast.With) -> None:
         self._place = (node.lineno, node.col_offset)
         self._is_inside = False
@@ -158,15 +150,12 @@ class _Scope(ast.NodeVisitor):
     visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _definition  # noqa: N815 - ast's names
 
     def _arguments(self, arguments: ast.arguments) -> None:
-        """Visit the parts that are evaluated where the function is defined: defaults and annotations."""
         self.generic_visit(arguments)
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
-        """Visit the defaults only: other names in a lambda are local to it."""
         self._arguments(node.args)
 
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> None:
-        """Collect walrus targets, which are assigned outside; the loop variables are local."""
         for child in ast.walk(node):
             if isinstance(child, ast.NamedExpr):
                 self.stored.add(child.target.id)

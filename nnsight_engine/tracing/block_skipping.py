@@ -1,9 +1,6 @@
-"""Skipping a ``with`` block before its first statement.
+"""Skipping a ``with`` block: an error raised before its first statement, which ``__exit__`` suppresses.
 
-Python offers a context manager no way to skip its block. But an error raised *inside* the block reaches
-``__exit__``, which may suppress it. A trace function, which Python calls before the next line of a frame
-runs, raises that error. Debuggers and coverage tools use the same hook, so their trace functions are
-restored.
+A trace function raises it. Debuggers and coverage tools use the same hook: their functions are restored.
 """
 
 from __future__ import annotations
@@ -25,8 +22,8 @@ class BlockExit:
 
     Attributes:
         after: Offset of the instruction after which the error is raised.
-        at_once: Raise before the next instruction rather than the next line, because other code stands on
-            the same line, or no later place reaches ``__exit__``.
+        at_once: Raise before the next instruction, not line: other code is on the line, or no later place
+            reaches ``__exit__``.
         binds: The name after ``as``, if the block is left before it is stored.
     """
 
@@ -38,9 +35,8 @@ class BlockExit:
 def skip_block(frame: FrameType, block_exit: BlockExit) -> Callable[[], None] | None:
     """Make ``frame``, which is entering a ``with`` statement, raise ``BlockSkipped`` there.
 
-    Returns:
-        A function that restores the previous trace function, to be called by ``__exit__``; None if there was
-        none. Python removes a trace function that raises, so it cannot be restored sooner.
+    The result, if not None, restores the previous trace function. ``__exit__`` calls it, no sooner: Python
+    removes a trace function that raises.
     """
     previous, local = sys.gettrace(), frame.f_trace
     if block_exit.at_once:
@@ -76,5 +72,4 @@ class _Leave:
         raise BlockSkipped
 
 
-def _ignore(_frame: FrameType, _event: str, _: Any) -> None:
-    """Do not trace the calls made in between: returning from ``__enter__`` makes some."""
+def _ignore(_frame: FrameType, _event: str, _: Any) -> None: ...

@@ -1,14 +1,8 @@
 """Compilation of a ``with`` block to a function, from its syntax tree, with its variables in shared cells.
 
-The tree keeps the file name and line numbers it was parsed with, so an error in the block, a debugger or a
-profiler points at the user's own line, without translation.
-
-Every variable that the block shares with its surroundings is a *cell*, exactly as if the block were a nested
-function. A block inside a block gets the same cells, so the two see each other's assignments without copying
-or synchronization. Invokes get copies of the cells (see ``interleaving.shared_variables``).
-
-Some constructs inside a block are rewritten, because a block may contain further traces and loops over
-generation steps:
+The tree keeps its file name and line numbers. A block inside a block gets the same cells, as a nested
+function
+does; invokes get copies (see ``interleaving.shared_variables``). These constructs are rewritten:
 
 ``with EXPR as T: BODY``
     may open a trace whose body must not run here. It becomes ``with bind(lambda: (names), i, EXPR) as T:``
@@ -20,8 +14,7 @@ generation steps:
     inside BODY raises ``IterationOver``; the loop it belongs to ends normally and the code after it runs.
 
 ``X.requires_grad = VALUE``
-    may be applied to a value that the model has computed, see ``core.gradients``. As a target of any
-    statement it becomes ``asked_for_gradients(X).requires_grad``.
+    may be applied to a computed value, so ``asked_for_gradients(X)`` takes the place of ``X``.
 """
 
 from __future__ import annotations
@@ -84,12 +77,8 @@ class Block:
     Attributes:
         code: The function's code; its free variables are the block's shared variables and our helpers.
         stored: Names the block may assign, including those of blocks inside it.
-        source: The text it was compiled from.
-        line: Line of its first statement, from 1.
         nested: The ``with`` statements in it, by the index that its code passes to ``bind``.
         context: The context with which a nested block is compiled.
-        origin: The statement that the block belongs to; it is sent to another process to run the block
-            there.
         counts: Whether its code assigns through an ``Assignments``.
     """
 
@@ -106,7 +95,6 @@ class Block:
 
     @property
     def text(self) -> str:
-        """The block's lines as written."""
         return "\n".join(line.rstrip("\n") for line in self.source.lines[self.line - 1 : self.end_line])
 
     def function(
@@ -115,14 +103,7 @@ class Block:
         helpers: Mapping[str, CellType],
         globals_: dict[str, Any],
     ) -> Callable[[], Any]:
-        """Return the block as a function on these cells; a variable without one starts unbound.
-
-        Args:
-            variables: The block's shared variables.
-            helpers: ``BIND``, the function that a rewritten ``with`` statement calls, if there are any;
-                ``OWN``, if the block's assignments are counted.
-            globals_: The module's variables.
-        """
+        """Return the block as a function on these cells; variables without a cell start unbound."""
         code = self.code
         try:
             cells = [variables[name] for name in code.co_freevars]
@@ -131,7 +112,6 @@ class Block:
         return FunctionType(code, globals_, code.co_name, None, tuple(cells))
 
     def counting(self) -> Block:
-        """Return the same block with its assignments counted."""
         if self.counts:
             return self
         block = self.compiled.get(_COUNTING)
@@ -142,7 +122,6 @@ class Block:
         return block
 
     def inner(self, index: int, names: Sequence[str]) -> Block:
-        """Return the block of the ``with`` statement ``index``, whose shared variables are ``names``."""
         block = self.compiled.get(index)
         if block is None:
             block = compile_block(self.nested[index], self.source, frozenset(names), self.context)
@@ -150,7 +129,6 @@ class Block:
         return block
 
     def used_after(self, index: int) -> frozenset[str]:
-        """Return the names that may be read after the ``with`` statement ``index``."""
         names = names_outside(self.nested[index].node, self.origin.body)
         return mangled(names, self.context.class_name)
 
@@ -160,7 +138,6 @@ _COUNTING = -1
 
 
 def _other(name: str, helpers: Mapping[str, CellType]) -> CellType:
-    """Return the cell of a helper, or a new one for a variable that has none yet."""
     cell = HELPERS.get(name) or helpers.get(name)
     return cell if cell is not None else CellType()
 
@@ -170,7 +147,6 @@ class BlockContext:
     """The place of a block in the user's code.
 
     Attributes:
-        name: Name of the function around it, shown in tracebacks; ``<module>`` at the top.
         class_name: The class around it, which determines the mangling of ``self.__x``, or None.
         first_argument: The surrounding function's first argument, for ``super()`` without arguments.
         flags: ``from __future__`` features of the user's file.
@@ -183,7 +159,6 @@ class BlockContext:
 
 
 def context_of(code: CodeType) -> BlockContext:
-    """Return the context of a block from the code of the frame that it stands in."""
     parts = [part for part in code.co_qualname.split(".") if part != "<locals>"]
     in_method = code.co_qualname.endswith(f".{code.co_name}") and len(parts) > 1
     holder = code.co_qualname.split(".")[-2] if in_method else "<locals>"
@@ -203,18 +178,10 @@ def compile_block(
     *,
     counts: bool = False,
 ) -> Block:
-    """Compile a statement's block, which shares the names in ``shared`` with its surroundings.
-
-    Args:
-        origin: The statement.
-        source: The text that contains it.
-        shared: Names that it shares; names that it assigns are always shared.
-        context: The place of the block.
-        counts: Whether it assigns through an ``Assignments``.
+    """Compile a statement's block; ``shared`` names and those it assigns are shared with its surroundings.
 
     Raises:
-        TraceSyntaxError: A ``return``, ``yield`` or ``await`` would leave the block, or a ``break`` or
-            ``continue`` belongs to a loop around it.
+        TraceSyntaxError: A ``return``, ``yield``, ``await``, ``break`` or ``continue`` would leave the block.
     """
     body = origin.body
     _refuse_leaving(body, source)
@@ -273,7 +240,6 @@ def _arguments(names: list[str]) -> ast.arguments:
 
 
 def _inner_code(code: CodeType) -> CodeType:
-    """Return the block's code from within the module that was compiled around it."""
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             return constant if constant.co_name == "__nnsight_block__" else _inner_code(constant)
@@ -289,7 +255,6 @@ class _Rewriter(ast.NodeTransformer):
         self.loops = 0
 
     def rewrite(self, body: Sequence[ast.stmt]) -> list[ast.stmt]:
-        """Return the statements rewritten; the given ones are not changed, since they are compiled again."""
         return [statement for node in body for statement in _as_list(self.visit(node))]
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
@@ -297,7 +262,6 @@ class _Rewriter(ast.NodeTransformer):
         return super().generic_visit(_copy_node(node))
 
     def visit_With(self, node: ast.With) -> ast.AST:
-        """Rewrite a ``with`` statement, so that a context that is a trace can defer its body."""
         return self._with_item(node, 0)
 
     def _with_item(self, node: ast.With, item: int) -> ast.stmt:
@@ -344,7 +308,6 @@ class _Rewriter(ast.NodeTransformer):
         return _located(entered, node)
 
     def visit_For(self, node: ast.For) -> list[ast.stmt]:
-        """Rewrite a loop, so that one over generation steps ends when generation does."""
         number = self.loops
         self.loops += 1
         loop, error = f"__nnsight_loop_{number}__", f"__nnsight_over_{number}__"
@@ -370,7 +333,6 @@ class _Rewriter(ast.NodeTransformer):
         return both
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        """Rewrite assignments to ``requires_grad``, so that they work on any tensor."""
         if node.attr != "requires_grad" or not isinstance(node.ctx, ast.Store):
             return self.generic_visit(node)
         owner = ast.Call(
@@ -426,7 +388,6 @@ def _as_list(node: Any) -> list[Any]:
 
 
 def _located(node: Node, original: ast.AST) -> Node:
-    """Give new nodes, nested ones included, the position of the node that they replace."""
     for child in ast.walk(node):
         if isinstance(child, (ast.stmt, ast.expr, ast.excepthandler)) and not hasattr(child, "lineno"):
             ast.copy_location(child, original)
@@ -446,7 +407,6 @@ def _refuse_leaving(body: Sequence[ast.stmt], source: SourceText) -> None:
 
 
 def _about_loop(error: SyntaxError, source: SourceText) -> TraceSyntaxError:
-    """Return the error for a ``break`` or ``continue`` of a loop around the block."""
     what = "continue" if "continue" in str(error) else "break"
     line = error.lineno or 1
     text = source.lines[line - 1] if line <= len(source.lines) else ""

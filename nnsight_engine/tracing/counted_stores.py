@@ -1,14 +1,12 @@
 """Rewriting of a block's assignments to shared variables, so that each one is counted.
 
-A cell shows which value a variable holds, but not whether the block has assigned it: the block may have
-assigned the same object again. Invokes, which pass their variables on, need this information. So an
-assignment to ``x`` becomes one to ``__nnsight_own__["x"]``, an ``Assignments``, which sets the cell and
-counts. Where Python's syntax requires a plain name (an import, a ``def``, ``+=``, ``except … as``, a
-pattern), a call after it does the counting.
+A cell does not show whether the block has assigned the same object again, as invokes need to know. So ``x =
+y`` becomes an assignment to ``__nnsight_own__["x"]``, an ``Assignments``, which sets the cell and counts.
+Where syntax requires a plain name (an import, ``def``, ``+=``, ``except … as``, a pattern), a call after it
+counts.
 
-Reads are not rewritten. A class's own variables are not shared. A function's variables are shared where it
-declares them ``nonlocal``, and where a trace may stand in the function: such a function first creates an
-``Assignments`` of its own variables, one per call.
+A class's own variables are not shared. A function's variables are shared where it declares them ``nonlocal``,
+and where a trace may stand in the function: such a function creates an ``Assignments`` of its own, per call.
 """
 
 from __future__ import annotations
@@ -33,14 +31,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 def count_stores(
     body: Sequence[ast.stmt], names: frozenset[str], spell: Callable[[str], str]
 ) -> list[ast.stmt]:
-    """Return the statements with their assignments to shared variables counted.
-
-    Args:
-        body: The statements of a block, already rewritten; they are changed, except for classes, which are
-            copied first.
-        names: The shared variables, as they are written.
-        spell: Returns a name after the compiler's name mangling, see ``block_names.mangled``.
-    """
+    """Return the statements with assignments counted; ``body`` is changed, except for classes in it."""
     counter = _Counter(names, spell)
     found: list[ast.stmt] = []
     for statement in body:
@@ -50,8 +41,6 @@ def count_stores(
 
 
 class _Counter(ast.NodeTransformer):
-    """Rewrites the assignments of one scope, and of the scopes in it."""
-
     def __init__(self, names: frozenset[str], spell: Callable[[str], str]) -> None:
         self._counted = names
         """Names that an assignment in the current scope shares with the surroundings."""
@@ -63,7 +52,6 @@ class _Counter(ast.NodeTransformer):
         self._numbers = itertools.count(1)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        """Assign or delete the variable through the ``Assignments``."""
         if isinstance(node.ctx, ast.Load) or node.id not in self._counted:
             return node
         key = ast.Constant(value=self._spell(node.id))
@@ -77,7 +65,6 @@ class _Counter(ast.NodeTransformer):
         return _at(node, self._call("assign", [ast.Constant(value=self._spell(node.target.id)), node.value]))
 
     def visit_AugAssign(self, node: ast.AugAssign) -> Any:
-        """Count after the assignment, because it also reads the variable."""
         node.value = self.visit(node.value)
         if not isinstance(node.target, ast.Name):
             node.target = self.visit(node.target)
@@ -85,7 +72,6 @@ class _Counter(ast.NodeTransformer):
         return [node, *self._counts(node, [node.target.id])]
 
     def visit_Import(self, node: ast.Import | ast.ImportFrom) -> Any:
-        """Count after the import."""
         names = [alias.asname or alias.name.partition(".")[0] for alias in node.names]
         return [node, *self._counts(node, names)]
 
@@ -115,7 +101,6 @@ class _Counter(ast.NodeTransformer):
         return node
 
     def visit_FunctionDef(self, node: Function) -> Any:
-        """Count the function's name, and its assignments to ``nonlocal`` variables."""
         node.decorator_list = [self.visit(decorator) for decorator in node.decorator_list]
         node.args = self.visit(node.args)
         shared = declared_nonlocal(node.body)
@@ -161,7 +146,6 @@ class _Counter(ast.NodeTransformer):
     visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815 - ast's name
 
     def visit_TypeAlias(self, node: Any) -> Any:
-        """Count after Python 3.12's ``type X = ...``."""
         return [node, *self._counts(node, [node.name.id])]
 
     def visit_ClassDef(self, node: ast.ClassDef) -> Any:
@@ -174,12 +158,10 @@ class _Counter(ast.NodeTransformer):
         return [node, *self._counts(node, [node.name])]
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.Lambda:
-        """Visit the defaults only: other names in a lambda are local to it."""
         node.args = self.visit(node.args)
         return node
 
     def visit_comprehension(self, node: ast.comprehension) -> ast.comprehension:
-        """Visit the iterable and the conditions: the loop variables are local."""
         node.iter = self.visit(node.iter)
         node.ifs = [self.visit(test) for test in node.ifs]
         return node
@@ -199,7 +181,6 @@ class _Counter(ast.NodeTransformer):
             self._counted, self._within_reach = outside
 
     def _counts(self, node: ast.stmt, names: Iterable[str]) -> list[ast.stmt]:
-        """Return the statement that counts these names, located at ``node``; none if no name is shared."""
         counted = [name for name in names if name in self._counted]
         return [_at(node, ast.Expr(value=self._count(counted)))] if counted else []
 
@@ -235,7 +216,6 @@ def _after_docstring(body: Sequence[ast.stmt]) -> int:
 
 
 def _at(place: ast.AST, made: Node) -> Node:
-    """Give new nodes, nested ones included, the position of another node."""
     for child in ast.walk(made):
         if isinstance(child, ast.stmt | ast.expr) and not hasattr(child, "lineno"):
             ast.copy_location(child, place)

@@ -1,5 +1,3 @@
-"""Errors of converting a ``with`` block to a function."""
-
 from __future__ import annotations
 
 

@@ -1,11 +1,7 @@
 """Variables of a running frame: read before a block runs, written when its saved values are returned.
 
-A block runs after its ``with`` statement was left, so it cannot use the frame's own fast variables. It uses
-cells (see ``blocks``), which are filled from the frame; saved values are written back to the frame.
-
-How a function's variables are written depends on the Python version: up to 3.12 ``f_locals`` is a copy that
-must be pushed back into the frame, from 3.13 on (PEP 667) it writes through. Module-level frames, class
-bodies and ``exec`` use a real dict.
+Up to Python 3.12 ``f_locals`` of a function is a copy that must be pushed back into the frame, from 3.13 on
+(PEP 667) it writes through. Module-level frames, class bodies and ``exec`` use a real dict.
 """
 
 from __future__ import annotations
@@ -35,20 +31,13 @@ def own_names(code: CodeType) -> frozenset[str]:
 
 
 def read_variables(frame: FrameType) -> Mapping[str, Any]:
-    """Return the frame's variables by name; unbound ones are absent."""
     return frame.f_locals
 
 
 def write_variables(
     frame: FrameType, values: dict[str, Any], module_names: frozenset[str] = frozenset()
 ) -> None:
-    """Bind each name in the frame, as an assignment at its current line would.
-
-    Args:
-        frame: A frame that is running.
-        values: The values by name.
-        module_names: Names that the function declares ``global``, which are bound in its module.
-    """
+    """Bind each name in the running frame; ``module_names``, which it declares ``global``, in its module."""
     if not values:
         return
     if module_names:

@@ -1,9 +1,7 @@
-"""The text of a statement typed at the interactive prompt, found in readline's history.
+"""The text of a statement typed at the prompt, from readline's history: older interpreters discard it.
 
-Up to Python 3.12 (and later with ``PYTHON_BASIC_REPL``) the interpreter discards the text once it is
-compiled. The history is not a transcript: blank lines are missing, and so is a line equal to the one before
-it, and older sessions come first. So a run of lines is accepted only if compiling it gives the same code,
-positions included. ``source_text`` calls this.
+The history lacks blank and repeated lines, so lines are accepted only if they compile to the same code,
+positions included.
 """
 
 from __future__ import annotations
@@ -23,12 +21,7 @@ _CLAUSES = ("else", "elif", "except", "finally", "case", ")", "]", "}")
 
 
 def find_statement(history: Sequence[str], wanted: CodeType) -> str | None:
-    """Return the newest statement in ``history`` that compiles to ``wanted`` or to code around it.
-
-    Args:
-        history: Lines as typed, oldest first, without line ends.
-        wanted: The code of a statement, or of a function, class or comprehension inside one.
-    """
+    """Return the newest statement in ``history``, oldest first, that compiles to ``wanted`` or around it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings were shown when the statement ran
         for start in reversed(range(len(history))):
@@ -58,7 +51,6 @@ def compiles_to(text: str | ast.Module, wanted: CodeType, *, mode: str) -> bool:
 
 
 def _statements_from(history: Sequence[str], start: int, wanted: CodeType) -> Iterator[Sequence[str]]:
-    """Yield the runs of lines from ``start`` that are complete statements, shortest first."""
     compiler = codeop.CommandCompiler()
     compiler.compiler.flags |= wanted.co_flags & _FUTURE_FLAGS | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     for end in range(start + 1, min(len(history), start + _MAX_STATEMENT_LINES) + 1):

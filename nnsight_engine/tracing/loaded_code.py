@@ -1,9 +1,7 @@
 """Comparison of source text with loaded code: a file or a cell may have been edited since it was loaded.
 
-Instructions are compared by their positions in the text: those of the loaded code within some lines, and
-those that the text compiles to there. Import hooks compile something else than the text, for example
-pytest's rewriting of ``assert``. In a module that was loaded through a hook, the text's instructions must be
-present, and there may be additional ones.
+Instructions are compared by position. In a module that was loaded through an import hook, such as pytest's,
+the text's instructions must be present, and there may be additional ones.
 """
 
 from __future__ import annotations
@@ -34,14 +32,7 @@ _PLAIN_LOADERS: Final = (SourceFileLoader, zipimporter, BuiltinImporter, FrozenI
 
 
 def matches(tree: ast.Module, code: CodeType, globals_: Mapping[str, Any], node: ast.stmt) -> bool:
-    """Return whether a statement of a text matches the loaded code at its position.
-
-    Args:
-        tree: The text.
-        code: The loaded code that the statement is in.
-        globals_: The module's variables, which show its loader.
-        node: The statement.
-    """
+    """Return whether a statement matches the loaded code around it; ``globals_`` show the module's loader."""
     lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
     loaded = _instructions(code, lines)
     return any(
@@ -50,14 +41,7 @@ def matches(tree: ast.Module, code: CodeType, globals_: Mapping[str, Any], node:
 
 
 def defines(tree: ast.Module, code: CodeType, globals_: Mapping[str, Any], node: Defining) -> bool:
-    """Return whether a definition in a text matches the loaded code of a function.
-
-    Args:
-        tree: The text.
-        code: The loaded code.
-        globals_: The module's variables, which show its loader.
-        node: The definition.
-    """
+    """Return whether a definition in a text matches the loaded code of a function; see ``matches``."""
     loaded = _instructions(code)
     return any(
         _agree(_instructions(one), loaded, node, globals_)
@@ -70,7 +54,6 @@ def defines(tree: ast.Module, code: CodeType, globals_: Mapping[str, Any], node:
 def _agree(
     written: set[Instruction], loaded: set[Instruction], node: ast.AST, globals_: Mapping[str, Any]
 ) -> bool:
-    """Return whether the instructions written in ``node`` match those that were loaded."""
     if any(column is None for *_, column in loaded):  # compiled with -X no_debug_ranges
         written, loaded = _without_columns(written), _without_columns(loaded)
     if written == loaded:
@@ -89,8 +72,7 @@ def _agree(
 def _replaced(node: ast.AST, loaded: set[Instruction]) -> set[Instruction]:
     """Return the written instructions of augmented assignments that an import hook has replaced.
 
-    typeguard replaces ``x += y`` by a checked call: the operation at its position is gone, and its operand
-    remains. If there is an operation at the position, it must be the one that is written.
+    typeguard replaces ``x += y`` by a call: the operation is gone, its operand remains.
     """
     operations = {one[2:] for one in loaded if one[0] == "BINARY_OP"}
     found: set[Instruction] = set()
@@ -118,12 +100,7 @@ def _is_hooked(globals_: Mapping[str, Any]) -> bool:
 
 
 def _compiled(tree: ast.Module, code: CodeType, node: ast.stmt | ast.expr) -> Iterator[CodeType]:
-    """Compile the top-level statement of a text that contains a node, rather than all of the text.
-
-    Yields the code with this process's options, then with the other options it may have been compiled with:
-    with or without assertions and docstrings, and as at the interactive prompt, which keeps expressions
-    without effect.
-    """
+    """Compile a node's top-level statement with this process's options, then with others it may have had."""
     around = next((one for one in tree.body if _begin(one) <= node.lineno <= (one.end_lineno or 0)), None)
     if around is None:
         return
@@ -154,7 +131,6 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _imported(tree: ast.AST) -> Iterator[str]:
-    """Yield the names that a file imports outside of its functions and classes."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = (alias.asname or alias.name.partition(".")[0] for alias in node.names)
@@ -183,7 +159,6 @@ def _is_compared(one: dis.Instruction) -> bool:
 
 
 def _kind(name: str) -> str:
-    """Return the operation of an instruction without the scope of its variable."""
     if name in {"LOAD_METHOD", "LOAD_ATTR"}:
         return "LOAD_ATTR"
     if name.startswith(("LOAD_", "STORE_", "DELETE_")) and name.endswith(_SCOPES):
@@ -205,7 +180,6 @@ def _argument(one: dis.Instruction, code: CodeType) -> str:
 
 
 def _constant(value: object) -> str:
-    """Return a constant as text; the elements of a set are sorted."""
     if isinstance(value, frozenset):
         return f"frozenset({sorted(map(_constant, value))})"
     if isinstance(value, tuple):

@@ -1,8 +1,7 @@
-"""Thread-safe parsing of Python.
+"""Parsing of Python by one thread at a time, without garbage collection.
 
-CPython 3.11 keeps the depth of the tree it is building in one place for all threads, and checks it at the
-end. A garbage collection in between can run code that parses, or let another thread do so, and then the
-check fails with a ``SystemError``. So one thread parses at a time, with garbage collection disabled.
+CPython 3.11 keeps the depth of the tree in one place for all threads; parsing in between, also by a collected
+object, makes its check fail with a ``SystemError``.
 """
 
 from __future__ import annotations
@@ -15,11 +14,6 @@ _one_at_a_time = threading.RLock()
 
 
 def parse(text: str, filename: str = "<unknown>") -> ast.Module:
-    """Parse as ``ast.parse`` does.
-
-    Raises:
-        SyntaxError: The text is not Python.
-    """
     with _one_at_a_time:
         collects = gc.isenabled()
         gc.disable()

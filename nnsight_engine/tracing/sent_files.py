@@ -1,9 +1,8 @@
 """File names of received code: the name object itself holds the source text.
 
-The client that sends code states its file and line, and may state anything: the name of a file of this
-machine, or of another client's. So such a name is never used to look up text. Code objects, nested ones
-included, keep the file name object that they were compiled with, and the text is read from that object: by
-``SourceReader`` for the blocks in received functions, by the serialization for the lines of a traceback.
+A client may state any file name, of this machine or of another client. So such a name is never used to look
+up text: code objects keep the name object that they were compiled with, and the text is read from that
+object.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ class Lines(Sequence[str]):
     __slots__ = ()
 
     @abstractmethod
-    def at(self, index: int) -> str:
-        """Return one line."""
+    def at(self, index: int) -> str: ...
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -30,21 +28,15 @@ class Lines(Sequence[str]):
     def __getitem__(self, index: slice) -> list[str]: ...
 
     def __getitem__(self, index: int | slice) -> str | list[str]:
-        """Return a line, or those of a slice."""
         found = range(len(self))[index]
         return self.at(found) if isinstance(found, int) else list(map(self.at, found))
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over all lines."""
         return map(self.at, range(len(self)))
 
 
 class LinesFrom(Lines):
-    """The lines of a text at their numbers in a file, after empty lines that use no memory.
-
-    Attributes:
-        num_characters: The length of the text.
-    """
+    """The lines of a text at their numbers in a file, after empty lines that use no memory."""
 
     __slots__ = ("_before", "_lines", "num_characters")
 
@@ -55,21 +47,16 @@ class LinesFrom(Lines):
         self._lines = [f"{line}\n" for line in text.removesuffix("\n").split("\n")] if text else []
 
     def __len__(self) -> int:
-        """Return the number of the last line."""
         return self._before + len(self._lines)
 
     def at(self, index: int) -> str:
-        """Return a line."""
         return self._lines[index - self._before] if index >= self._before else "\n"
 
 
 class SentFile(str):
-    """The file name of received code.
+    """The file name of received code; ``sent`` is the name as the client sent it, shown in errors.
 
-    Attributes:
-        sent: The name as the client sent it, shown in errors.
-        lines: The received lines of the file; no others are known.
-        tree: Returns their syntax tree as it was compiled here; None where it is not available.
+    ``tree`` returns the syntax tree of ``lines`` as it was compiled here.
     """
 
     __slots__ = ("lines", "sent", "tree")
@@ -83,13 +70,6 @@ class SentFile(str):
         lines: LinesFrom | None = None,
         tree: Callable[[], ast.Module] | None = None,
     ) -> SentFile:
-        """Create the name of a file.
-
-        Args:
-            sent: The client's name of the file.
-            lines: Its lines, as far as they were received.
-            tree: See ``SentFile``.
-        """
         made = super().__new__(cls, sent)
         made.sent, made.tree = str(sent), tree
         made.lines = lines if lines is not None else LinesFrom(1, "")
@@ -100,10 +80,8 @@ class SentFile(str):
         return self.lines[number - 1] if 1 <= number <= len(self.lines) else ""
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """Pickle as the plain name."""
         return str, (self.sent,)
 
 
 def sent_name(filename: str) -> str:
-    """Return the file name of code as its author knows it."""
     return filename.sent if isinstance(filename, SentFile) else filename

@@ -1,17 +1,10 @@
-"""The source text that running code was compiled from.
+"""The source text that running code was compiled from: a file, cell, archive, ``-c``, stdin or the prompt.
 
-A ``with`` block is read back from its source, which may be in a file, a notebook cell, a zip archive, the
-argument of ``python -c``, a script fed through stdin, or lines typed at the prompt. Two rules apply:
-
-- The text is cached when the code is first looked up: a later edit of the file must not shift the code that
-  runs.
-- Where a name such as ``<string>`` identifies no text, text is accepted only if it compiles to the code in
-  question.
-
-A file may have been edited between its import and the first look-up, or been imported again. The caller
-checks whether a text fits (``loaded_code``), and is offered the cached texts and the current content of the
-file. Received code carries its text with it (``sent_files``), and no other text is used for it. Capture
-calls ``SourceReader.read`` with the code and the globals of the user's frame.
+The text is cached when the code is first looked up: a later edit of the file must not shift the code that
+runs. Where a name such as ``<string>`` identifies no text, text is accepted only if it compiles to the code
+in question. The caller checks whether a text fits (``loaded_code``), as a file may have been edited between
+its import and the first look-up. Received code carries its text with it (``sent_files``), and no other text
+is used for it.
 """
 
 from __future__ import annotations
@@ -50,7 +43,6 @@ class SourceText:
     """Source as it was compiled: line 1 of the code's positions is ``lines[0]``.
 
     Attributes:
-        filename: The code's ``co_filename``, not always the name of a file.
         lines: The text, each line with its line end.
         tree: The syntax tree of the text. Shared between callers: copy before editing.
     """
@@ -61,12 +53,7 @@ class SourceText:
 
 
 class SourceReader:
-    """Finds source text and caches it, within bounds; safe to share between threads.
-
-    Args:
-        max_texts: Maximum number of parsed texts in the cache.
-        max_codes: Maximum number of code objects whose text is cached.
-    """
+    """Finds source text and caches it, within bounds; safe to share between threads."""
 
     def __init__(self, max_texts: int = 64, max_codes: int = 512) -> None:
         self._texts: _Recent[tuple[str, tuple[str, ...]], SourceText] = _Recent(max_texts)
@@ -82,13 +69,8 @@ class SourceReader:
     ) -> SourceText | None:
         """Return the text that contains ``code``; None if it is not available or cannot be parsed.
 
-        Args:
-            code: The code of a module, a function or a statement; its ``co_filename`` names its source.
-            globals_: The globals it runs in; their ``__loader__`` finds modules that are not in a file.
-            fits: Returns whether a text is the right one; by default the first is.
-
-        Raises:
-            ChangedSourceError: There are texts of this name, and none fits.
+        The ``__loader__`` of ``globals_`` finds modules that are not in a file. If no text ``fits``, it
+        raises a ``ChangedSourceError``.
         """
         known = self._found.get(id(code))
         if known is not None and (fits is None or fits(known[1])):
@@ -150,7 +132,6 @@ class SourceReader:
 
 
 def _find_lines(code: CodeType, globals_: dict[str, object]) -> Sequence[str]:
-    """Return the lines from the first source that is available; empty if none is."""
     lines = linecache.getlines(code.co_filename, globals_)
     if not lines:
         # From Python 3.13 on, the prompt and -c register their text under the code rather than its file.
@@ -182,7 +163,6 @@ def _lines(text: str | None) -> Sequence[str]:
 
 
 def _command_text(argv: Sequence[str]) -> str | None:
-    """Return the program given with ``-c``; ``argv`` is the interpreter's full command line."""
     rest = iter(argv[1:])
     for argument in rest:
         if argument.startswith("--"):
@@ -227,8 +207,6 @@ def _typed_lines() -> list[str]:
 
 
 class _Recent(Generic[KeyT, ValueT]):
-    """A thread-safe dict that evicts the least recently used entry."""
-
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
         self._entries: collections.OrderedDict[KeyT, ValueT] = collections.OrderedDict()

@@ -1,8 +1,4 @@
-"""Compilation of a block from text, as if the text stood in a ``with`` statement of a file.
-
-A ``with`` statement is put before the text, and its lines are indented by one level, except for lines that
-lie in a string, whose content must not change. So line 1 of the text is line 2 of the block's source.
-"""
+"""Compilation of a block from text, as if indented in a ``with`` statement: its line 1 becomes line 2."""
 
 from __future__ import annotations
 
@@ -19,16 +15,7 @@ _INDENT = "    "
 
 
 def block_of_text(text: str, filename: str, names: frozenset[str]) -> Block:
-    """Compile text as a block.
-
-    Args:
-        text: Python statements.
-        filename: Its name in tracebacks; other text should have another name.
-        names: Variables that are bound when the block starts.
-
-    Raises:
-        SyntaxError: It is not valid Python, or not valid as a block; line numbers are those of the text.
-    """
+    """Compile text as a block whose ``names`` are bound at its start; errors have the text's lines."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     tree = _parsed(text, filename)
     if not tree.body:

@@ -1,8 +1,4 @@
-"""The text of a notebook cell that begins with ``%%time``.
-
-IPython compiles the rest of such a cell separately and, unlike the text of a plain cell, does not register
-it. It is still found in the registered cell, as a string passed to the magic. ``source_text`` calls this.
-"""
+"""The text of a notebook cell that begins with ``%%time``, which IPython compiles without registering it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Trace sites: the places in a program where a ``with`` statement opens a trace.
 
-A site is one instruction of one code object, so two sites are never confused: not two contexts on a line,
-not the iterations of a loop, not the same line of another function. Finding the statement in the source and
-compiling its block is done once per site and cached; a later run of the site costs a dictionary look-up.
+A site is one instruction of one code object, so two sites are never confused: not two contexts on a line, not
+the iterations of a loop. Each is found and compiled once; a later run costs a dictionary look-up.
 """
 
 from __future__ import annotations
@@ -50,11 +49,8 @@ class TraceSite:
 
     Attributes:
         code: The code object, referenced so that its id stays valid.
-        block: The compiled block.
         names: The block's variables that live in the surrounding frame.
         module_names: Names that the block assigns and the function around it declares ``global``.
-        does_nothing: Whether the block is ``pass`` or the like, which need not be skipped.
-        block_exit: How the block is skipped.
     """
 
     code: CodeType
@@ -66,11 +62,7 @@ class TraceSite:
 
 
 class _OfCode(Generic[Key, Value]):
-    """A cache by code; the oldest entries are evicted beyond a bound.
-
-    Received code has a cache of its own with a smaller bound, and never evicts entries of the program's own
-    code: clients choose how much code they send, and its entries outlive their requests.
-    """
+    """A bounded cache by code; received code, as much as clients send, never evicts the program's own."""
 
     def __init__(self, max_entries: int) -> None:
         self.own: OrderedDict[Key, Value] = OrderedDict()
@@ -97,16 +89,12 @@ class _OfCode(Generic[Key, Value]):
 
 
 class TraceSites:
-    """The trace sites of this process; the oldest are evicted beyond a bound."""
-
     def __init__(self, reader: SourceReader, *, max_sites: int = 8192) -> None:
-        """Start empty; source is read through ``reader``."""
         self.reader = reader
         self._sites: _OfCode[tuple[int, int], TraceSite] = _OfCode(max_sites)
         self._layouts: _OfCode[int, _Layout] = _OfCode(max_sites)
 
     def clear(self) -> None:
-        """Drop every site; each is found and compiled again when it next runs."""
         self._sites.clear()
         self._layouts.clear()
         self.reader.clear()
@@ -116,12 +104,7 @@ class TraceSites:
         return self._sites.get((id(frame.f_code), frame.f_lasti))
 
     def find(self, frame: FrameType) -> TraceSite:
-        """Return the site that ``frame`` is entering now.
-
-        Raises:
-            WithBlockNotFoundError: The source is not available, or does not contain this statement.
-            SyntaxError: The block cannot be compiled.
-        """
+        """Return the site that ``frame`` is entering; raise ``WithBlockNotFoundError`` or ``SyntaxError``."""
         site = self.known(frame)
         if site is None:
             site = self._compile(frame)
@@ -145,15 +128,12 @@ class TraceSites:
         )
 
     def feeds_with(self, frame: FrameType) -> bool:
-        """Return whether the result of the call that ``frame`` is making goes to a ``with`` statement."""
         return frame.f_lasti in self.layout(frame.f_code).feeding
 
     def result_is_dropped(self, frame: FrameType) -> bool:
-        """Return whether the call that ``frame`` is making is a statement of its own, its result unused."""
         return frame.f_lasti in self.layout(frame.f_code).dropped
 
     def layout(self, code: CodeType) -> _Layout:
-        """Return the layout of the ``with`` statements in the instructions of ``code``."""
         layout = self._layouts.get(id(code))
         if layout is None:
             layout = _Layout(code)
@@ -197,7 +177,6 @@ class TraceSites:
         )
 
     def _fits(self, source: SourceText, frame: FrameType) -> bool:
-        """Return whether a text has the statement that ``frame`` is entering, as it was loaded."""
         nested = self._statement(frame, source)
         return nested is not None and matches(source.tree, frame.f_code, frame.f_globals, nested.node)
 
@@ -210,8 +189,7 @@ class TraceSites:
 class _Layout:
     """Positions of ``with`` statements in a code object's instructions, read once.
 
-    During a call, a frame's position is somewhere within the call's instruction: on its first unit, or on
-    the last of its inline cache units. So all offsets of an instruction count.
+    During a call, a frame is at the first unit of the instruction or the last of its inline cache: all count.
     """
 
     def __init__(self, code: CodeType) -> None:
@@ -240,9 +218,8 @@ class _Layout:
     def block_exit(self, offset: int, nested: Nested) -> BlockExit:
         """Find where an error raised in the block of the ``with`` at ``offset`` reaches its ``__exit__``.
 
-        That is anywhere in the block except at statements that the compiler turned into nothing, such as the
-        line of a ``try:``. A block that begins with such a statement is left sooner, before ``as target`` is
-        stored.
+        Not at statements that the compiler turned into nothing, such as the line of a ``try:``. A block that
+        begins with such a statement is left before ``as target`` is stored.
         """
         target = nested.node.items[nested.item].optional_vars
         following = [one for one in dis.get_instructions(self.code) if one.offset > offset]
@@ -288,7 +265,6 @@ def _span(node: ast.expr) -> Span:
 
 
 def _matching(tree: ast.AST, wanted: Span, line: int) -> Iterator[Nested]:
-    """Yield the ``with`` items whose expression is, or contains, the instruction at ``wanted``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.With):
             for index, item in enumerate(node.items):

@@ -1,10 +1,4 @@
-"""Tracebacks that users see: the original error type, their own file and line, none of our frames.
-
-Blocks are compiled with the names and lines of the user's file, so a traceback needs no translation. It does
-contain frames of this package, which do not help the user, so they are removed unless ``CONFIG.APP.DEBUG``
-is on. One more entry is added when the error leaves ``__exit__`` itself; it is removed when the error
-arrives in the user's frame.
-"""
+"""Tracebacks that users see: their own lines, none of our frames unless ``CONFIG.APP.DEBUG`` is on."""
 
 from __future__ import annotations
 
@@ -74,11 +68,7 @@ def users_line() -> str:
 
 
 def clean(error: BaseException, *, debug: bool) -> BaseException:
-    """Remove our parts from an error that is about to be raised to the user; return the same error.
-
-    Our parts are our frames, those of its causes too, and the exception that skipped the block, which became
-    the error's context.
-    """
+    """Remove our frames and the exception that skipped the block from an error and its causes; return it."""
     _forget_jump(error)
     if not debug:
         for one in _chain(error):
@@ -89,8 +79,7 @@ def clean(error: BaseException, *, debug: bool) -> BaseException:
 def for_user(error: ErrorT) -> ErrorT:
     """Return an error to be raised at once by code that the user has called, outside of a block as a rule.
 
-    Our frames are removed when it reaches the user's. None of ``_CALLED_BY_USERS`` may catch it; other parts
-    of the package do, so for these it stays as it is.
+    None of ``_CALLED_BY_USERS`` may catch it; other parts of the package do, so for these it stays as it is.
     """
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the frame that raises
     while frame is not None and frame.f_code.co_filename.startswith(_CALLED_BY_USERS):
@@ -103,8 +92,7 @@ def for_user(error: ErrorT) -> ErrorT:
 def drop_callers(frame: FrameType) -> None:
     """Remove the entries of our frames from the error that is about to reach ``frame`` from one of them.
 
-    An entry is added for each frame that an error leaves, so our entries exist only when it arrives, and
-    only a trace function is notified of that. The trace function removes itself, and restores the previous
+    They exist only when the error arrives, so it takes a trace function, which then restores the previous
     one.
     """
     before, local = sys.gettrace(), frame.f_trace
@@ -125,12 +113,10 @@ def drop_callers(frame: FrameType) -> None:
     sys.settrace(_ignore)
 
 
-def _ignore(_frame: FrameType, _event: str, _: Any) -> None:
-    """Do not trace the calls made in between."""
+def _ignore(_frame: FrameType, _event: str, _: Any) -> None: ...
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, its cause or context, theirs, and so on."""
     seen: set[int] = set()  # they may form a cycle
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -1,10 +1,4 @@
-"""The base context manager of all traces: it skips its block, compiles it and passes it to a backend.
-
-``with tracer:`` goes through four steps. *Capture* finds the block's source. *Compile* makes it a function
-on shared variables. The *backend* decides where the function runs. *Execute* runs it, which each kind of
-tracer does in its own way: interleaved with a forward pass, under fake tensors, or not at all but stored as
-an edit.
-"""
+"""The base context manager of all traces: it skips its block, compiles it and passes it to a backend."""
 
 from __future__ import annotations
 
@@ -36,12 +30,8 @@ class Info:
     """The place of a block and its variables.
 
     Attributes:
-        block: The compiled block.
-        variables: The cells it shares with its surroundings, by name.
-        frame: The frame that opened the trace, until it ends; None for a block inside a block, which shares
-            cells instead.
-        globals_: The module's variables.
-        site: The site at which the frame opened the trace; None for a block inside a block.
+        frame: The frame that opened the trace, until it ends; like ``site`` None for a block inside a block,
+            which shares cells instead.
         wanted: Names that code around the block may read after it has run, saved or not; in a session only.
         assignments: The counter of assignments of the code around the block; None if they are not counted.
     """
@@ -116,11 +106,7 @@ class Tracer:
         self.backend: Backend = backend if backend is not None else _EXECUTE
 
     def capture(self, frame: FrameType) -> None:
-        """Find the block that ``frame`` is entering, and the variables it shares.
-
-        Raises:
-            WithBlockNotFoundError: There is no ``with`` statement there, or its source is not available.
-        """
+        """Find the block that ``frame`` is entering, or raise a ``WithBlockNotFoundError``."""
         if self._bound is not None:
             (block, cells, binder, wanted), self._bound = self._bound, None
             self.info = Info(block, cells, None, binder.info.globals_)
@@ -152,10 +138,7 @@ class Tracer:
         return function()
 
     def give_back(self) -> None:
-        """Bind the saved values in the frame that opened the trace.
-
-        A block inside a block has nothing to bind: it shares its variables.
-        """
+        """Bind the saved values in the frame that opened the trace; a nested block shares its variables."""
         frame, site = self.info.frame, self.info.site
         if frame is None or site is None:
             return
@@ -204,7 +187,6 @@ class Tracer:
             failed.__context__ = context
 
     def _outcome(self) -> BaseException | None:
-        """Run the block; return the error that it raised, or None."""
         try:
             self._run()
         except BaseException as failed:  # noqa: BLE001 - raised by __exit__, whatever it is
@@ -259,11 +241,7 @@ class ExecutionBackend(Backend):
 
 
 def refuse_statement(frame: FrameType, name: str) -> None:
-    """Reject a call whose result is dropped: otherwise nothing would run, without an error.
-
-    Raises:
-        WithBlockNotFoundError: The call is a statement of its own.
-    """
+    """Refuse a call whose result is dropped: nothing would run, without an error."""
     if SITES.result_is_dropped(frame):
         raise for_user(
             WithBlockNotFoundError(
@@ -290,14 +268,7 @@ def compiled(
     shares_all: bool = False,
     assignments: Assignments | None = None,
 ) -> Callable[[], Any]:
-    """Return a block as a function on these variables.
-
-    Args:
-        info: The block.
-        variables: The cells that it runs on.
-        shares_all: See ``Tracer.shares_all``.
-        assignments: The counter of its assignments, on the same variables; by default they are not counted.
-    """
+    """Return a block as a function on these cells; by default its assignments are not counted."""
     block, helpers = info.block, dict[str, CellType]()
     if assignments is not None:
         block = block.counting()
@@ -330,7 +301,6 @@ class _Binder:
 
 
 def _deferred(value: Any) -> bool:
-    """Return whether the context that a rewritten ``with`` statement has entered deferred its block."""
     return isinstance(value, Tracer) and value.deferred
 
 

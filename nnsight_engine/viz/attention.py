@@ -76,7 +76,6 @@ def attention_maps(
 
 
 def _of_capture(result: Any, point: str | None) -> tuple[Array, list[int], str]:
-    """Return ``[heads, queries, keys]``, the position of each query, and the point."""
     points: dict[str, Any] = result.get("points") or {}
     found = [point] if point is not None else [name for name in points if name.endswith(_SUFFIX)]
     if len(found) != 1 or found[0] not in points:

@@ -51,11 +51,7 @@ def place(ax: Axes | None, *, width: float, height: float, label: str, columns: 
 
 
 def figure_of(ax: Axes) -> Figure:
-    """Return the figure that ``ax`` is part of.
-
-    Raises:
-        VizError: It is not part of a figure.
-    """
+    """Return the figure that ``ax`` is part of; raise VizError if it is not part of one."""
     figure = ax.get_figure(root=True)
     if figure is None:
         raise VizError("`ax` must be the axes of a figure, and these were removed from theirs")
@@ -74,14 +70,7 @@ def draw_cells(
 ) -> AxesImage:
     """Draw ``values``, ``[rows, columns]``, as coloured cells with a label at each row and column.
 
-    Args:
-        ax: The axes to draw into.
-        values: The values of the cells; cells that are NaN stay empty.
-        rows: Labels of the rows.
-        columns: Labels of the columns.
-        limits: The values of the first and the last colour.
-        cmap: The colour map.
-        is_rising: Whether the first row is at the bottom, as layers are drawn.
+    Cells that are NaN stay empty; ``is_rising`` puts the first row at the bottom, as layers are drawn.
     """
     image = ax.imshow(
         values,  # matplotlib leaves NaN empty

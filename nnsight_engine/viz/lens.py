@@ -30,8 +30,7 @@ _LABEL: Final = "probability of the most likely next token"
 class Decodes(Protocol):
     """A converter of token ids to text: a tokenizer."""
 
-    def decode(self, token_ids: Any, /) -> Any:
-        """Return the text of the ids."""
+    def decode(self, token_ids: Any, /) -> Any: ...
 
 
 def lens_map(

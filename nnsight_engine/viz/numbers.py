@@ -1,7 +1,6 @@
-"""Conversion of plot inputs to arrays: tensors, arrays, lists, and the JSON forms of the server's responses.
+"""Conversion of plot inputs to float64 arrays: tensors, arrays, lists, and the JSON of responses.
 
-All plots accept these and work on float64 arrays. This module does not import torch: tensors are converted
-by their own methods.
+This module does not import torch: tensors are converted by their own methods.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ class VizError(ValueError):
 def numbers(value: Any, *, dimensions: int, shape: str) -> Array:
     """Return an array with ``dimensions`` dimensions; surplus leading dimensions of length 1 are dropped.
 
-    Args:
-        value: A tensor, an array, lists of them or of numbers (None becomes NaN), or a tensor object.
-        dimensions: The number of dimensions.
-        shape: The names of the dimensions, ``[layers, positions]``, for the error message.
+    ``value`` may be a list of tensors, or of numbers (None becomes NaN); ``shape`` is for the error message.
 
     Raises:
         VizError: It is not numeric, is empty, or has another number of dimensions.
@@ -65,11 +61,7 @@ def result_kind(value: Any) -> str | None:
 
 
 def labels(given: Sequence[Any] | None, default: Sequence[Any], what: str) -> list[str]:
-    """Return one label for each item of ``default``; the items themselves if none are given.
-
-    Raises:
-        VizError: The number of labels is wrong.
-    """
+    """Return one label for each item of ``default``, or raise VizError; the items if none are given."""
     if given is None:
         return [str(one) for one in default]
     if isinstance(given, str) or len(given) != len(default):

@@ -19,7 +19,6 @@ class ResultsTable:
         self.rows = rows
 
     def __repr__(self) -> str:
-        """Return one line per row."""
         return "\n".join("  ".join(part for part in row if part) for row in self.rows) or "no results"
 
     def _repr_html_(self) -> str:

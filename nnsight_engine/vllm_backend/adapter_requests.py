@@ -1,5 +1,3 @@
-"""Requests with a LoRA adapter, before they are sent to the engine."""
-
 from __future__ import annotations
 
 import hashlib
@@ -15,7 +13,6 @@ _WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin", "adapter_mo
 
 
 def is_adapter_folder(path: str) -> bool:
-    """Return whether a path is a folder with an adapter's configuration and weights."""
     try:
         has_weights = any(Path(path, name).is_file() for name in _WEIGHTS)
         return has_weights and Path(path, "adapter_config.json").is_file()
@@ -24,13 +21,10 @@ def is_adapter_folder(path: str) -> bool:
 
 
 class AdapterHolds:
-    """Which adapters the workers have in memory, and how many hold each: requests, and a list of models.
+    """Which adapters the workers have in memory, and how many requests (and a list of models) hold each.
 
-    An adapter stays there while anything holds it, so that a step never reads its files. Others make room
-    for new ones, the longest unused first.
-
-    Args:
-        capacity: How many adapters stay in memory if fewer are held, ``--max-cpu-loras``.
+    A held adapter stays there, so that a step never reads its files. Others make room, the longest unused
+    first.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -38,7 +32,6 @@ class AdapterHolds:
         self._holders: dict[int, int] = {}
 
     def __contains__(self, number: int) -> bool:
-        """Return whether the workers have the adapter with this id."""
         return number in self._holders
 
     def take(self, number: int) -> bool:
@@ -49,7 +42,6 @@ class AdapterHolds:
         return True
 
     def release(self, number: int) -> None:
-        """Remove a holder."""
         self._holders[number] -= 1
 
     def pop_unused(self) -> list[int]:
@@ -61,16 +53,10 @@ class AdapterHolds:
         return unused
 
     def add(self, number: int) -> None:
-        """Note that the workers have loaded an adapter, which nothing holds yet."""
         self._holders[number] = 0
 
 
 def check_loaded(adapter: LoRARequest, answers: Sequence[str | None]) -> None:
-    """Check the answers of all workers that have loaded an adapter.
-
-    Raises:
-        ApiError: ``invalid_value``: one could not.
-    """
     reason = next((one for one in answers if one is not None), None)
     if reason is not None:
         raise ApiError(
@@ -85,11 +71,6 @@ def salt_of_adapter(adapter: LoRARequest, salt: str | None, secret: str) -> str:
 
     vLLM keeps apart adapters of different names or paths only. The same may be loaded again with other
     weights, and has another id then.
-
-    Args:
-        adapter: The adapter.
-        salt: The request's own ``cache_salt``.
-        secret: The engine's secret, see ``call.salted``.
     """
     parts = [secret, f"adapter {adapter.lora_int_id}", salt or ""]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

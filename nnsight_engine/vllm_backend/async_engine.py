@@ -1,9 +1,7 @@
 """vLLM's asynchronous engine, extended so that ``generate`` runs calls with interventions.
 
-vLLM's serving classes call ``generate`` once per prompt and pass nothing of ours to it: a call with
-interventions is a context variable, which ``carrying`` sets. Its prompt is compiled in ``generate``, before
-anything is streamed, so that an invalid request is rejected with an HTTP status instead of an error inside
-the stream.
+vLLM's serving classes pass nothing of ours to ``generate``: a call is a context variable, see ``carrying``.
+Prompts are compiled before anything is streamed, so that an invalid request gets an HTTP status.
 """
 
 from __future__ import annotations
@@ -75,11 +73,6 @@ def carrying(call: InterventionCall | TraceCall) -> Iterator[None]:
 async def _check_grammar(
     outputs: AsyncGenerator[RequestOutput, None],
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Yield a request's outputs.
-
-    Raises:
-        ApiError: vLLM ended the request because no token fits its grammar.
-    """
     try:
         async for output in outputs:
             if any(one.finish_reason == "error" for one in output.outputs):
@@ -126,7 +119,6 @@ class InterventionAsyncLLM(PausingAsyncLLM):
             )
 
     async def describe(self) -> ModelSpec:
-        """Fetch the model's description from the worker and start routing results."""
         self._run_output_handler()  # else started with the first request; detects the engine's death
         self.spec = ModelSpec.from_plain(answer(await self.collective_rpc("describe_interventions")))
         self.router = ResultRouter(self.spec)
@@ -139,7 +131,6 @@ class InterventionAsyncLLM(PausingAsyncLLM):
         return self.spec
 
     async def died(self) -> None:
-        """Wait until the engine has died or been shut down."""
         if self.output_handler is not None:
             await asyncio.wait({self.output_handler})
 
@@ -153,11 +144,7 @@ class InterventionAsyncLLM(PausingAsyncLLM):
         kill_engine(self)
 
     async def prepare_sandbox(self) -> None:
-        """Wait until sandboxes for untrusted code are available; the first call takes some seconds.
-
-        Raises:
-            ApiError: ``sandbox_missing``: this machine supports none, or they did not start in time.
-        """
+        """Wait for sandboxes, which takes some seconds at first; raise ApiError (``sandbox_missing``)."""
         give_up = time.monotonic() + _SANDBOX_S
         while not self._has_sandbox:
             # Of each engine's workers, one answers.
@@ -202,9 +189,9 @@ class InterventionAsyncLLM(PausingAsyncLLM):
         """Generate as vLLM does, with the interventions of the call that the task carries.
 
         Raises:
-            ApiError: The call's operations do not fit this prompt, the prompt is empty, or the client set one
-                of the engine's own keys of ``vllm_xargs``. A call has it as its failure, since some of
-                vLLM's handlers answer it as an error of their own.
+            ApiError: The operations do not fit the prompt, the prompt is empty, or the client set one of the
+                engine's own keys of ``vllm_xargs``. The call keeps it as its failure, since some of vLLM's
+                handlers answer it as an error of their own.
         """
         call = _CALL.get()
         with _noting_failure(call):
@@ -260,11 +247,7 @@ class InterventionAsyncLLM(PausingAsyncLLM):
     def encode(
         self, prompt: Any, pooling_params: PoolingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """Pool as vLLM does, with the interventions of the call that the task carries.
-
-        Raises:
-            ApiError: The call's operations do not fit this prompt. The call has it as its failure.
-        """
+        """Pool as vLLM does, see ``generate``."""
         call, sender = _CALL.get(), tenant_served()
         params = pooling_params.clone()  # vLLM gives one object to all prompts of a request
         if sender:
@@ -288,7 +271,6 @@ class InterventionAsyncLLM(PausingAsyncLLM):
         return _watched(call, entry, pooled, lambda _: None)
 
     def _adapted(self, prompt: Any, adapter: LoRARequest | None) -> Any:
-        """Return a prompt with the cache salt of its adapter, if it has one."""
         if adapter is None:
             return prompt
         salt = salt_of_adapter(adapter, prompt.get("cache_salt"), self._salt_secret)
@@ -297,10 +279,6 @@ class InterventionAsyncLLM(PausingAsyncLLM):
     def _planned(
         self, call: InterventionCall, prompt: Any, params: SamplingParams | PoolingParams, num_choices: int
     ) -> tuple[PromptEntry, Any]:
-        """Compile a call's operations for its next prompt, and have the parameters carry them.
-
-        Returns the prompt's entry, and the prompt with its cache salt; raises ApiError if they are invalid.
-        """
         prompt_token_ids, media = _token_ids(prompt), media_of(prompt)
         compiled = call.compile(prompt_token_ids, media, params)
         key = uuid.uuid4().hex
@@ -325,7 +303,6 @@ class InterventionAsyncLLM(PausingAsyncLLM):
         return entry, prompt if salt is None else {**prompt, "cache_salt": salt}
 
     def accept_grammars(self, accept: AcceptGrammar) -> None:
-        """Check every grammar with ``accept`` before it reaches the engine, in place of vLLM's own checks."""
         self._accept_grammar = accept
         # Without this config vLLM skips its own check.
         self.input_processor.structured_outputs_config = None
@@ -333,7 +310,6 @@ class InterventionAsyncLLM(PausingAsyncLLM):
     async def add_request(
         self, request_id: str, prompt: Any, params: SamplingParams | PoolingParams, *args: Any, **kwargs: Any
     ) -> Any:
-        """Send a request to the engine, with its grammar checked first."""
         structured = params.structured_outputs if isinstance(params, SamplingParams) else None
         if structured is not None and self._accept_grammar is not None:
             await self._accept_grammar(structured, tenant_served())
@@ -345,7 +321,6 @@ class InterventionAsyncLLM(PausingAsyncLLM):
 
 @contextlib.contextmanager
 def _noting_failure(call: InterventionCall | TraceCall | None) -> Iterator[None]:
-    """Give a call the ApiError that the block raises."""
     try:
         yield
     except ApiError as error:
@@ -360,7 +335,6 @@ async def _watched(
     outputs: AsyncGenerator[_Output, None],
     deliver: Callable[[_Output], None],
 ) -> AsyncGenerator[_Output, None]:
-    """Yield a prompt's outputs; raises ApiError if its operations fail."""
     try:
         with _noting_failure(call):
             async for output in outputs:

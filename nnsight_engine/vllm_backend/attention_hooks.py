@@ -1,8 +1,7 @@
-"""Hooks on the queries and keys that enter vLLM's attention, for one uncompiled step.
+"""Hooks on queries and keys as vLLM's attention gets them, after rotary embedding and norms, for one step.
 
-vLLM's ``Attention`` module receives them as the kernel does: after rotary embedding and per-head norms. Some
-models call the module, others call its ``forward`` directly, which skips hooks. So ``forward`` itself is
-replaced on the instance for the step, and restored afterwards.
+Some models call ``Attention.forward`` directly, which skips hooks, so ``forward`` is replaced on the
+instance.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ _SHOWN_BY_KERNEL: Final = ("alibi_slopes", "logits_soft_cap", "scale")
 
 
 class AttentionModule(Protocol):
-    """The attributes of vLLM's ``Attention`` that are used here."""
-
     forward: Any
     has_sink: bool
     impl: Any
@@ -36,14 +33,7 @@ class AttentionModule(Protocol):
 
 
 class AttentionHook:
-    """Serves an attention pattern's site until it is removed.
-
-    Args:
-        module: vLLM's ``Attention`` of the layer.
-        plan: The step's plan.
-        site: The pattern's site.
-        is_models_own: Returns whether the current call is made by the model, not by a block.
-    """
+    """Serves a pattern's site until it is removed; calls that a block makes are left alone."""
 
     def __init__(
         self, module: nn.Module, plan: StepPlan, site: PlannedSite, is_models_own: Callable[[], bool]
@@ -67,7 +57,6 @@ class AttentionHook:
         attention.forward = attend
 
     def remove(self) -> None:
-        """Restore the instance's ``forward``."""
         if self._replaced is None:
             del self._attention.forward
         else:
@@ -75,10 +64,7 @@ class AttentionHook:
 
 
 def attention_form(module: object) -> AttentionForm:
-    """Return the parameters of a layer's attention from which its probabilities can be computed.
-
-    Args:
-        module: vLLM's ``Attention``.
+    """Return how a layer's attention is computed.
 
     Raises:
         InterventionError: It does more than scale, cap and mask, or its parameters are unknown.

@@ -1,8 +1,4 @@
-"""An API call with declarative interventions, from its prompts to its choices.
-
-A call may hold several prompts; each is compiled separately, since positions are resolved against a prompt.
-Each prompt may have several choices.
-"""
+"""An API call with declarative interventions; each prompt is compiled separately, for its positions."""
 
 from __future__ import annotations
 
@@ -36,14 +32,11 @@ MAX_SENT_BYTES: Final = 128 * 2**20
 
 @dataclasses.dataclass(slots=True)
 class PromptEntry:
-    """One prompt of a call while it runs.
+    """One prompt of a call while it runs; ``key`` is independent of vLLM's request id.
 
     Attributes:
-        key: The key of the prompt's request, independent of vLLM's request id.
-        compiled: The prompt's compiled plan.
         collectors: One for each choice.
         token_ids: Generated token ids delivered so far, by choice.
-        media: The prompt's images.
     """
 
     key: str
@@ -53,7 +46,6 @@ class PromptEntry:
     media: PromptMedia = NO_MEDIA
 
     def deliver(self, outputs: Sequence[Any], *, cumulative: bool) -> None:
-        """Record the tokens of one ``RequestOutput``."""
         for output in outputs:
             ids = self.token_ids[output.index]
             if cumulative:
@@ -61,7 +53,6 @@ class PromptEntry:
             ids.extend(output.token_ids)
 
     def raise_failure(self) -> None:
-        """Raise ApiError if the worker reported one of the choices as failed."""
         for collector in self.collectors:
             if collector.failure is not None:
                 failure = collector.failure
@@ -69,17 +60,6 @@ class PromptEntry:
 
 
 class InterventionCall:
-    """The declarative interventions of one API call.
-
-    Args:
-        ops: Validated operations.
-        spec: The model's description.
-        token_of: Returns the token for a text, see ``core.token_texts``.
-        stream: Whether the answer is streamed.
-        markers: Markers of the parts of the model's answers.
-        max_text_bytes: See ``compile_request``.
-    """
-
     def __init__(
         self,
         ops: tuple[Intervention, ...],
@@ -103,19 +83,13 @@ class InterventionCall:
         self._num_bytes = 0
 
     def prepare(self) -> None:
-        """Compute everything that no prompt is needed for; may take seconds, and any thread may call it.
-
-        Raises:
-            ApiError: Vectors are invalid.
-        """
+        """Compute all that needs no prompt; may take seconds, on any thread. Raise ApiError if invalid."""
         self._combined.prepare(self.ops)
 
     def op_names(self, prompt: int) -> list[str]:
-        """Return the name of each operation of a prompt, as given in the request."""
         return [op.op for _, op in self._by_prompt.of(prompt)]
 
     def operations(self, choice: int, num_choices: int) -> list[Intervention]:
-        """Return the operations of the prompt to which a choice of the answer belongs."""
         return [op for _, op in self._by_prompt.of(choice // num_choices)]
 
     @property
@@ -126,7 +100,7 @@ class InterventionCall:
     def compile(
         self, prompt_token_ids: Sequence[int], media: PromptMedia, params: SamplingParams | PoolingParams
     ) -> CompiledRequest:
-        """Return the plan for the next prompt; raises ApiError if the operations do not fit it."""
+        """Return the plan for the next prompt; raise ApiError if the operations do not fit it."""
         generates = isinstance(params, SamplingParams)
         num_choices = params.n if generates else 1
         declared = self._by_prompt.of(len(self.entries))
@@ -170,13 +144,11 @@ class InterventionCall:
             return entry.collectors[index].take_part(len(entry.token_ids[index]))
 
     def take_final(self, choice: int, num_choices: int) -> CollectedResults:
-        """Return the remaining results of a choice of the answer that has ended."""
         entry, index = self._locate(choice, num_choices)
         with _as_api_error():
             return entry.collectors[index].take_final(entry.token_ids[index])
 
     def stopped(self, num_choices: int) -> set[int]:
-        """Return the choices of the answer that an operation has ended."""
         return {
             prompt * num_choices + index
             for prompt, entry in enumerate(self.entries)
@@ -185,7 +157,6 @@ class InterventionCall:
         }
 
     def images(self, choice: int, num_choices: int) -> tuple[Spans, ...]:
-        """Return the positions of each image of the prompt to which a choice of the answer belongs."""
         entry, _ = self._locate(choice, num_choices)
         return entry.media.images
 
@@ -210,15 +181,11 @@ def _as_api_error() -> Iterator[None]:
 
 
 def salted(compiled: CompiledRequest, salt: str | None, secret: str) -> str | None:
-    """Return the request's prefix cache salt: a hex digest that is unique to each set of writes.
+    """Return the prefix cache salt: a hex digest that is unique to each set of writes.
 
-    Keys and values with a write must never serve a request without it, nor the reverse.
-
-    Args:
-        compiled: The compiled request.
-        salt: The request's own ``cache_salt``; requests with different salts share nothing.
-        secret: The engine's secret. Fingerprints are public and a plain request may send any salt: without a
-            secret it could fill the cache entries of a steered one.
+    Keys and values with a write must never serve a request without it, nor the reverse. Fingerprints are
+    public and a plain request may send any salt: without ``secret`` it could fill the cache entries of a
+    steered one.
     """
     if not compiled.plan.fingerprint:
         return salt
@@ -235,7 +202,6 @@ def engine_entry(compiled: CompiledRequest, key: str) -> dict[str, Any]:
 
 
 def prepare_params(params: SamplingParams | PoolingParams, compiled: CompiledRequest, key: str) -> None:
-    """Add the compiled request to vLLM's parameters of a prompt."""
     add_entries(params, {PLAN_KEY: engine_entry(compiled, key)})
     if compiled.reads_prompt:
         # A cached prefix does not run through the model, so its rows could not be read.

@@ -13,22 +13,13 @@ from nnsight_engine.serialization import encode
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClientNames:
-    """A client's additions to the module tree.
-
-    Attributes:
-        rename: Additional names for modules, see ``envoys.aliases``.
-        envoys: Classes that represent modules: by vLLM's class, by the end of a path, or one for all.
-    """
+    """A client's additions to the module tree; ``envoys`` are by vLLM's class or by the end of a path."""
 
     rename: Rename | None = None
     envoys: EnvoyMap = None
 
     def write(self) -> bytes | None:
-        """Return the additions as a message, or None if there are none.
-
-        Raises:
-            EncodeError: A name or a class cannot be encoded.
-        """
+        """Return the additions as a message, or None if there are none; raise EncodeError."""
         if not self.rename and self.envoys is None:
             return None
         envoys: Any = self.envoys

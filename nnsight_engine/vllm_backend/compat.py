@@ -1,7 +1,4 @@
-"""What this project gives to vLLM and needs from it: its own classes' names, and limits.
-
-``steps.vllm_names`` lists the names of vLLM on which this package depends.
-"""
+"""What this project gives to vLLM and needs from it; names of vLLM are listed in ``steps.vllm_names``."""
 
 from __future__ import annotations
 
@@ -57,16 +54,14 @@ class EngineLimits:
         max_edit_bytes: Limit on the encoded size of all named edits together.
         trace_step_s: Seconds that one block may compute within one step.
         max_trace_bytes: Limit on the memory of one traced request: its saved values, and what is kept for it.
-        sandbox: How untrusted blocks run. ``process``: each trace in a process of its own; ``off``: in the
-            worker, as the server does not mark any block as untrusted.
+        sandbox: ``process``: each untrusted trace in a process of its own; ``off``: in the worker, as the
+            server does not mark any block as untrusted.
         sandbox_bytes: Memory limit of a sandbox process, including memory that it shares with the worker.
-        sandbox_step_s: Seconds that a sandbox may compute within one step of the engine, all its blocks
-            together.
+        sandbox_step_s: Seconds that all blocks of a sandbox together may compute within one step.
         sandbox_wait_s: Seconds that one step of the engine waits for all sandboxes of one tenant together.
         sandbox_cpu_s: CPU seconds that a sandbox may use in its lifetime.
         sandbox_blocks: Number of blocks and edits of one sandboxed trace that may wait at the same time.
-        sandbox_needs_namespaces: Whether sandboxes are refused on a machine that cannot give them namespaces
-            of their own.
+        sandbox_needs_namespaces: Refuse sandboxes on a machine that cannot give them namespaces of their own.
         max_sandboxes: Number of sandboxes that may be in use at the same time.
         fair_window_s: Seconds for which a tenant without requests still counts among those that share; 0
             turns fair sharing off.
@@ -75,8 +70,7 @@ class EngineLimits:
         max_work: Limit on the work of a request's operations at one position, see ``plans.work``.
         max_step_work: Limit on the work of all operations in one step.
         taps: Points of the residual stream that have taps, see ``chosen_taps``.
-        intervention_graphs: For which steps full CUDA graphs with interventions are captured, ``decode`` or
-            ``off``.
+        intervention_graphs: Steps with full CUDA graphs with interventions, ``decode`` or ``off``.
         points: Which models have points: ``any`` decoder, or ``strict`` for those of the tables.
     """
 
@@ -104,7 +98,6 @@ class EngineLimits:
     points: str = ANY
 
     def __post_init__(self) -> None:
-        """Check the choice of the sandbox; raises UnsupportedOptionError."""
         check_sandbox(self.sandbox)
 
     @property
@@ -120,13 +113,7 @@ class EngineLimits:
 
 
 def engine_options(limits: EngineLimits) -> dict[str, Any]:
-    """Return the engine arguments that add interventions to vLLM's engine, and have it use runner V2.
-
-    Pass them to ``vllm.LLM`` or ``AsyncEngineArgs`` together with other arguments.
-
-    Raises:
-        UnsupportedOptionError: The environment rules it out, see ``check_runner``.
-    """
+    """Return the engine arguments that add interventions, with runner V2; raise UnsupportedOptionError."""
     use_runner_v2()
     return {
         "worker_cls": WORKER_CLASS,
@@ -148,12 +135,7 @@ def caches_missing_states(config: VllmConfig) -> bool:
 
 
 def engine_config(args: EngineArgs, **context: Any) -> VllmConfig:
-    """Return the configuration of an engine, without a prefix cache that would need missing states.
-
-    Args:
-        args: The arguments; the choice of the prefix cache is written into them.
-        **context: Passed to ``create_engine_config``.
-    """
+    """Return the configuration, without a prefix cache that would need missing states; changes ``args``."""
     is_cache_chosen = args.enable_prefix_caching is not None
     config = args.create_engine_config(**context)
     if not is_cache_chosen and caches_missing_states(config):
@@ -163,9 +145,9 @@ def engine_config(args: EngineArgs, **context: Any) -> VllmConfig:
 
 
 def ray_executor() -> Any:
-    """Return this project's Ray executor class; vLLM allows pipeline stages only for a class, not for a name.
+    """Return this project's Ray executor, imported late, since importing Ray is slow.
 
-    It is looked up by name because it imports Ray, which is slow.
+    vLLM allows pipeline stages only for a class, not for a name.
 
     Raises:
         UnsupportedOptionError: Ray is not installed.
@@ -181,7 +163,6 @@ def ray_executor() -> Any:
 
 
 def platform_worker_class() -> Any:
-    """Return the worker class that vLLM uses on this platform."""
     names = {
         "cpu": "vllm.v1.worker.cpu_worker.CPUWorker",
         "cuda": "vllm.v1.worker.gpu_worker.Worker",
@@ -192,7 +173,6 @@ def platform_worker_class() -> Any:
 
 
 def params_of(request: Any) -> Any:
-    """Return the sampling or pooling parameters of a request of vLLM's."""
     return request.pooling_params if request.sampling_params is None else request.sampling_params
 
 
@@ -202,17 +182,14 @@ def _extras_of(params: SamplingParams | PoolingParams | None) -> Mapping[str, An
 
 
 def entry_of(params: Any, key: str) -> Any:
-    """Return the entry that sampling or pooling parameters carry under ``key``, or None."""
     return _extras_of(params).get(key)
 
 
 def brings(params: Any, key: str) -> bool:
-    """Return whether sampling or pooling parameters carry an entry under ``key``."""
     return key in _extras_of(params)
 
 
 def add_entries(params: SamplingParams | PoolingParams, entries: Mapping[str, Any]) -> None:
-    """Have sampling or pooling parameters carry entries."""
     name = "extra_kwargs" if isinstance(params, PoolingParams) else "extra_args"
     setattr(params, name, {**_extras_of(params), **entries})
 
@@ -227,28 +204,19 @@ def attach_results(output: Any, results: StepResults) -> Any:
 
 
 def detach_results(output: Any) -> StepResults | None:
-    """Return the results attached to a runner's output, or None."""
     return getattr(output, _RESULTS_ATTRIBUTE, None)
 
 
 def mark_step(scheduled: Any, *, is_single_tenant: bool, is_alone: bool) -> None:
-    """Record facts on a scheduler's output.
-
-    Args:
-        scheduled: The scheduler's output.
-        is_single_tenant: Whether all requests in the scheduler belong to one tenant.
-        is_alone: Whether no other step with tokens is under way.
-    """
+    """Record whether all requests are one tenant's, and whether no other step with tokens is under way."""
     setattr(scheduled, _FACTS_ATTRIBUTE, (is_single_tenant, is_alone))
 
 
 def is_single_tenant(scheduled: Any) -> bool:
-    """Return the value recorded by ``mark_step``."""
     return bool(getattr(scheduled, _FACTS_ATTRIBUTE, (False, True))[0])
 
 
 def is_alone(scheduled: Any) -> bool:
-    """Return the value recorded by ``mark_step``."""
     return bool(getattr(scheduled, _FACTS_ATTRIBUTE, (False, True))[1])
 
 
@@ -260,7 +228,6 @@ def record_allocated_blocks(manager: Any) -> None:
 
 
 def describe_model(points: ModelPoints, config: VllmConfig, limits: EngineLimits) -> ModelSpec:
-    """Return the model's description for admission and capabilities."""
     model = config.model_config
     served = model.served_model_name
     return ModelSpec(

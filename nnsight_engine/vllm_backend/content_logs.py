@@ -1,10 +1,7 @@
-"""Removal of clients' data from vLLM's log lines.
+"""Removal of clients' data from log lines and tracebacks of vLLM, in the server's and engine's processes.
 
-Hazard: some of vLLM's log lines quote requests: the text of a grammar, the tokens of an answer, a chat
-template, a tool call. The modules that read requests and answers log such data as arguments and in
-tracebacks. Safeguard: such a line keeps the event, its location, the error's type and the request's id. If
-that fails, it keeps only its template: logging never raises in vLLM's code.
-``redact_content`` is called once in each process that runs vLLM: the server's and the engine's.
+Such a line keeps the event, its location, the error's type and the request's id. If that fails, it keeps only
+its template: logging never raises in vLLM's code.
 """
 
 from __future__ import annotations
@@ -35,8 +32,6 @@ _Factory = Callable[..., logging.LogRecord]
 
 
 class _WithoutContent:
-    """A log record factory that removes quoted data from arguments and errors."""
-
     def __init__(self, make: _Factory) -> None:
         self._make = make
 
@@ -51,7 +46,6 @@ class _WithoutContent:
 
 
 def _message(record: logging.LogRecord) -> str:
-    """Return a record's formatted message without content."""
     template = record.msg if type(record.msg) is str else f"<{type(record.msg).__name__}>"
     if not record.args:
         return template
@@ -69,7 +63,6 @@ def _redacted_args(args: tuple[object, ...] | Mapping[str, object]) -> Any:
 
 
 def _described(error: BaseException | None) -> str:
-    """Return an error's type and location, to be appended to a message."""
     if error is None:
         return ""
     *_, frame = traceback.extract_tb(error.__traceback__) or [None]
@@ -78,7 +71,6 @@ def _described(error: BaseException | None) -> str:
 
 
 def _redacted(value: object) -> Any:
-    """Return a loggable form of a value: a number, a request's id, or only the type or size of the value."""
     if value is None or isinstance(value, int | float | enum.Enum):
         return value
     if isinstance(value, str) and _REQUEST_ID.fullmatch(value):
@@ -91,7 +83,6 @@ def _redacted(value: object) -> Any:
 
 
 def redact_content() -> None:
-    """Make vLLM log no data of clients; idempotent."""
     make = logging.getLogRecordFactory()
     if not isinstance(make, _WithoutContent):
         logging.setLogRecordFactory(_WithoutContent(make))

@@ -1,8 +1,4 @@
-"""vLLM's CPU platform with what runner V2 and Ray need of it.
-
-``cpu_plugin`` gives it to processes whose engines have runner V2. vLLM's own platform lacks V2's kernels,
-which are Triton's, and turns asynchronous scheduling off.
-"""
+"""vLLM's CPU platform with runner V2's kernels, asynchronous scheduling, and what Ray needs."""
 
 from __future__ import annotations
 
@@ -39,8 +35,6 @@ def _foreign_objects() -> Iterator[None]:
 
 
 class V2CpuPlatform(CpuPlatform):
-    """CPUs on which engines have runner V2, and schedule asynchronously if the configuration says so."""
-
     ray_device_key = "GPU"
     """Ray's name of the device that each worker takes; vLLM's own platform has none."""
 
@@ -48,7 +42,6 @@ class V2CpuPlatform(CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Adapt the configuration to CPUs."""
         scheduler = vllm_config.scheduler_config
         is_async = scheduler.async_scheduling
         super().check_and_update_config(vllm_config)
@@ -57,7 +50,6 @@ class V2CpuPlatform(CpuPlatform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        """Put the kernels for CPUs in place, once in a process."""
         if not cls._is_registered:
             with _foreign_objects():
                 super().register_triton_kernel_overrides()

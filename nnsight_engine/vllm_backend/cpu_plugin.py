@@ -1,8 +1,7 @@
 """Runner V2 in all processes of an engine, on CPUs too.
 
-vLLM calls ``plugin`` by its entry point in every process of this Python environment, so this module imports
-nothing of weight at its head. With ``VLLM_USE_V2_MODEL_RUNNER=1`` on a CPU, the plugin provides a platform
-that needs no Triton.
+vLLM imports this module by its entry point in every process of this environment, so its head imports nothing
+heavy.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ def plugin() -> str | None:
 
 
 def use_runner_v2() -> None:
-    """Have engines of this process, and of those that it starts, use runner V2.
-
-    Raises:
-        UnsupportedOptionError: See ``check_runner``.
-    """
+    """Have engines of this process, and of those that it starts, use runner V2; raise as ``check_runner``."""
     check_runner()
     os.environ[RUNNER] = _V2
     from vllm.platforms import current_platform  # noqa: PLC0415 - see the module

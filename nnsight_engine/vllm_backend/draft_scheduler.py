@@ -12,12 +12,7 @@ from nnsight_engine.vllm_backend.fair_scheduler import FairScheduler
 
 
 class DraftScheduler(FairScheduler):
-    """The fair scheduler, with requests that take no drafts.
-
-    Attributes:
-        undrafted: Ids of the live requests that take no drafts.
-        num_tokens: Number of tokens that the step has yielded for each request, before a stop.
-    """
+    """The fair scheduler, with ``undrafted`` requests; ``num_tokens`` are those of a step before a stop."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -29,11 +24,9 @@ class DraftScheduler(FairScheduler):
 
     @property
     def longest_whole_prompt(self) -> int:
-        """Number of tokens of the longest prompt that fits into one step."""
         return min(self.whole_step_tokens, self._num_batched_tokens - self._num_draft_slots)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        """Record that a step was scheduled, after removing drafts of requests that take none."""
         if self.num_spec_tokens:
             self.undrafted &= self.requests.keys()
             drafts = scheduler_output.scheduled_spec_decode_tokens
@@ -45,12 +38,10 @@ class DraftScheduler(FairScheduler):
         self._drop_drafts()
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Take the drafts for the next step, but for requests that take none."""
         super().update_draft_token_ids(draft_token_ids)
         self._drop_drafts()
 
     def _drop_drafts(self) -> None:
-        """Remove the drafts for the next step of requests that take none."""
         for request_id in self.undrafted if self.num_spec_tokens else ():
             if request_id in self.requests:
                 self.requests[request_id].spec_token_ids = []
@@ -58,7 +49,6 @@ class DraftScheduler(FairScheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], **others: Any
     ) -> tuple[list[int], bool]:
-        """Add tokens to a request, and record how many are left before a stop."""
         kept, is_stopped = super()._update_request_with_output(request, new_token_ids, **others)
         if self.num_spec_tokens:
             self.num_tokens[request.request_id] = len(kept)

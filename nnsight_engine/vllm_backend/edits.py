@@ -1,8 +1,6 @@
-"""Edits on the client: stored blocks in encoded form, and the selection of edits for a request.
+"""Edits on the client, encoded once, with the values that their variables have when they are defined.
 
-An edit is encoded once, when its block is defined, with the values that its variables have then. Named edits
-are kept by the engine's workers and on the client too, so that they can be installed again when the engine is
-restarted. A request refers to a named edit by name and digest. Copies of a model share the named edits.
+The client keeps named edits too, to install them again when the engine is restarted.
 """
 
 from __future__ import annotations
@@ -27,14 +25,7 @@ _MAX_NAME: Final = 200
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineEdit:
-    """A stored block.
-
-    Attributes:
-        name: The edit's name.
-        data: The encoded block.
-        digest: Digest of ``data``.
-        is_resident: Whether the engine keeps it, under its name.
-    """
+    """A stored block; ``is_resident`` if the engine keeps it under its name."""
 
     name: str
     data: bytes
@@ -43,27 +34,18 @@ class EngineEdit:
 
     @property
     def entry(self) -> EditEntry:
-        """The entry of the edit in a request."""
         return EditEntry(self.name, self.digest, None if self.is_resident else self.data)
 
 
 class EditBook:
-    """The edits that an engine keeps, by name."""
-
     def __init__(self) -> None:
         self._edits: dict[str, EngineEdit] = {}
 
     @property
     def names(self) -> list[str]:
-        """The names, in the order in which the edits were added."""
         return list(self._edits)
 
     def __getitem__(self, name: str) -> EngineEdit:
-        """Return an edit.
-
-        Raises:
-            ValueError: There is no edit of that name.
-        """
         edit = self._edits.get(name)
         if edit is None:
             known = ", ".join(map(repr, self._edits)) or "no edits"
@@ -74,11 +56,7 @@ class EditBook:
         return edit
 
     def add(self, model: VLLM, edit: EngineEdit) -> None:
-        """Make the engine keep an edit; does nothing if it already keeps an edit of the same name and digest.
-
-        Raises:
-            ValueError: The engine keeps a different edit of that name.
-        """
+        """Make the engine keep an edit, once; raise ValueError if the name has another one."""
         known = self._edits.get(edit.name)
         if known is not None and known.digest == edit.digest:
             return
@@ -98,33 +76,24 @@ class EditBook:
             raise
 
     def remove(self, model: VLLM, name: str) -> None:
-        """Remove an edit from the engine; raises ValueError if there is none of that name."""
         _ = self[name]
         del self._edits[name]
         if model.dispatched:
             model.call_workers("remove_edit", name)
 
     def install(self, model: VLLM) -> None:
-        """Send all edits to an engine that has just started."""
         for name, edit in self._edits.items():
             model.call_workers("keep_edit", name, edit.data)
 
 
 class Edits:
-    """The edits of one model object.
-
-    Attributes:
-        always: Edits that take part in all of the model's traces, in the order in which they receive each
-            value.
-        book: Edits that the engine keeps; all copies of the model may select them.
-    """
+    """The edits of one model object; ``always`` are those of all its traces, copies share ``book``."""
 
     def __init__(self, book: EditBook | None = None, always: Sequence[EngineEdit] = ()) -> None:
         self.book = book if book is not None else EditBook()
         self.always = list(always)
 
     def copied(self) -> Edits:
-        """Return the edits for a copy of the model."""
         return Edits(self.book, self.always)
 
     def chosen(self, names: Any) -> list[EngineEdit]:
@@ -147,7 +116,6 @@ class Edits:
         return list({edit.digest: edit for edit in edits}.values())
 
     def remove(self, model: VLLM, name: str) -> None:
-        """Remove an edit from the engine, and from the model's traces."""
         self.book.remove(model, name)
         self.always = [edit for edit in self.always if not (edit.is_resident and edit.name == name)]
 
@@ -160,22 +128,13 @@ class EngineEditingTracer(EditingTracer):
     def __init__(
         self, model: VLLM, *, name: str | None = None, inplace: bool = False, backend: Backend | None = None
     ) -> None:
-        """Edit a copy, or the model itself.
-
-        Raises:
-            ValueError: The name is empty or too long.
-        """
         if name is not None and not 0 < len(name) <= _MAX_NAME:
             raise ValueError(f"an edit's name is text of 1 to {_MAX_NAME} characters, got {name!r}")
         super().__init__(model, inplace=inplace, backend=backend)
         self._name = name
 
     def execute(self, function: Callable[[], Any]) -> None:  # noqa: ARG002 - the block runs in the engine
-        """Encode and store the block instead of running it.
-
-        Raises:
-            EncodeError: It uses a value that cannot be encoded.
-        """
+        """Encode and store the block instead of running it; raise EncodeError."""
         data = encode_trace([SentBlock(self.info, self.info.variables)], reference=place_of)
         edits = self.model.own_edits
         name = self._name if self._name is not None else f"edit {uuid.uuid4().hex[:8]}"

@@ -31,17 +31,6 @@ SCANNER: Final = RequestScanner
 def start(
     engine_args: Mapping[str, Any], limits: EngineLimits | None, mode: str, *, has_envoys: bool
 ) -> SyncEngine | AsyncEngine:
-    """Start an engine that runs blocks.
-
-    Args:
-        engine_args: vLLM's engine arguments.
-        limits: Limits on the resources of blocks.
-        mode: ``sync`` or ``async``.
-        has_envoys: Whether the client has its own classes for modules.
-
-    Raises:
-        UnsupportedOptionError: An option is set under which blocks could be silently wrong.
-    """
     arguments = dict(engine_args)
     ours = engine_options(limits or EngineLimits())
     ours["additional_config"] = {**arguments.pop("additional_config", {}), **ours["additional_config"]}

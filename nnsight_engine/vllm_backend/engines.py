@@ -1,9 +1,7 @@
 """The engines behind ``VLLM``: vLLM's blocking engine, or its asynchronous one on an event loop of its own.
 
-``AsyncLLM`` is bound to the event loop on which it was started. A user's loop may be short-lived (each
-``asyncio.run`` creates one), and a trace may run on a thread without a loop. So the engine runs on a loop
-that this module owns, on a thread of its own, and items are passed one by one to the loop on which the user
-iterates.
+``AsyncLLM`` is bound to its loop, but a user's loop may be short-lived, and a trace may run on a thread
+without one. So the engine's loop has a thread of its own; items pass one by one to the user's.
 """
 
 from __future__ import annotations
@@ -38,11 +36,10 @@ _CLEANUP_S: Final = 5.0
 
 
 class SyncEngine:
-    """``vllm.LLM``: calls block until the requests have finished.
+    """``vllm.LLM``; threads take turns, failed runs are aborted, and outputs are matched by request id.
 
-    Hazard: ``LLM.generate`` steps until no request is left, and returns the outputs of all that finished
-    meanwhile: those of an interrupted call, and those of other threads. Safeguard: threads take turns, the
-    requests of a run that fails are aborted, and outputs are matched by request id.
+    Reason: ``LLM.generate`` steps until no request is left, and returns all outputs, of interrupted calls and
+    other threads too.
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
@@ -54,17 +51,14 @@ class SyncEngine:
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer."""
         return self.inner.get_tokenizer()
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on all workers, and return the result of each."""
         with self._turn:
             answers: list[Any] = self.inner.collective_rpc(method, args=args)
         return answers
 
     def run_trace(self, requests: TraceRequests) -> tuple[bytes | memoryview, list[RequestOutput]]:
-        """Run a trace, and return its encoded results and its requests' outputs."""
         try:
             outputs = self.run(requests.prompts, requests.params, requests.adapters)
             results = results_of(dict(enumerate(outputs)))
@@ -94,7 +88,6 @@ class SyncEngine:
                 raise
 
     def _hold_adapter(self, adapter: LoRARequest) -> None:
-        """Have the workers load an adapter, unless they have it; see ``TracingAsyncLLM.hold_adapter``."""
         number = adapter.lora_int_id
         if self._adapters.take(number):
             return
@@ -109,7 +102,6 @@ class SyncEngine:
         self._adapters.take(number)
 
     def _outputs_of(self, internal_ids: Sequence[str]) -> list[RequestOutput]:
-        """Wait for all requests, and return the outputs of these."""
         finished = {
             one.request_id: one for one in self.inner.wait_for_completion(RequestOutput, use_tqdm=False)
         }
@@ -129,7 +121,6 @@ class SyncEngine:
             logger.exception("unfinished requests could not be aborted")
 
     def close(self) -> None:
-        """Shut the engine's processes down."""
         self.inner.llm_engine.engine_core.shutdown()
 
 
@@ -137,7 +128,6 @@ class AsyncEngine:
     """``AsyncLLM`` on an event loop of its own: requests are streamed."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        """Start the engine with vLLM's engine arguments; blocks until the model is loaded."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="nnsight-engine", daemon=True)
         self._thread.start()
@@ -169,7 +159,6 @@ class AsyncEngine:
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer."""
         return self.inner.get_tokenizer()
 
     def call(self, method: str, *args: Any) -> list[Any]:
@@ -206,7 +195,6 @@ class AsyncEngine:
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     def close(self) -> None:
-        """Shut the engine's processes and the loop down."""
         self._wait(self._stop_reading())
         self.inner.shutdown()
         self._end_loop()
@@ -226,7 +214,6 @@ class AsyncEngine:
 
 
 async def _end_tasks() -> None:
-    """Cancel the other tasks of this loop, and give them time to clean up."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
@@ -237,8 +224,7 @@ async def _end_tasks() -> None:
 def _run_for(result: concurrent.futures.Future[T], coroutine: Coroutine[Any, Any, T]) -> None:
     """Run a coroutine as a task on this thread's loop until ``result`` is cancelled, and set its outcome.
 
-    ``asyncio.run_coroutine_threadsafe`` returns its future when the task may already have started: a caller
-    that is interrupted before it has the future could not cancel the task.
+    ``asyncio.run_coroutine_threadsafe`` may start the task before an interrupted caller has its future.
     """
     loop = asyncio.get_running_loop()
     task = loop.create_task(coroutine)
@@ -262,7 +248,6 @@ def _run_for(result: concurrent.futures.Future[T], coroutine: Coroutine[Any, Any
 
 
 async def _next(generator: AsyncGenerator[T, None], turn: asyncio.Lock) -> tuple[bool, Any]:
-    """Return whether there is a next item, and the item."""
     async with turn:
         try:
             return True, await anext(generator)

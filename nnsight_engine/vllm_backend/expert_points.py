@@ -1,10 +1,4 @@
-"""Values inside vLLM's layers of experts that no module takes or returns.
-
-vLLM's ``MoERunner`` calls a router, which is not a module, for the chosen experts and their weights, and adds
-the outputs of routed and of shared experts before it returns. For each of these values there is a module here
-that returns its argument. Hooks and probes on it read and change the value, as at any other module, and steps
-in which it has neither run vLLM's code unchanged. ``install_expert_points`` adds them below each runner, as
-``<runner>.inner``, right after the model is loaded.
+"""Values inside vLLM's layers of experts that no module takes or returns, as modules below the ``MoERunner``.
 
 Invariant: rows whose value nobody changed keep vLLM's own numbers, bit by bit, and its own order.
 """
@@ -31,16 +25,12 @@ INNER: Final = "inner"
 
 
 class Router(Protocol):
-    """The attributes of vLLM's ``FusedMoERouter`` that are used here."""
-
     top_k: int
     eplb_state: Any
     select_experts: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class Runner(Protocol):
-    """The attributes of vLLM's ``MoERunner`` that are used here."""
-
     is_monolithic: bool
     moe_config: Any
     router: Router
@@ -50,10 +40,7 @@ class Runner(Protocol):
 
 
 class InnerValue(nn.Module):
-    """Returns its argument, which hooks and blocks may change."""
-
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the argument."""
         return value
 
     @property
@@ -67,18 +54,13 @@ class ExpertChoice(InnerValue):
 
 
 class InnerExperts(nn.Module):
-    """The values inside one layer of experts.
+    """The values inside one layer of experts; replaces two functions of its runner.
 
     Attributes:
         ids: The ids of the chosen experts, int64 ``[tokens, top_k]``, by weight, the largest first.
         weights: Their weights, ``[tokens, top_k]``, with the model's constant factor.
         routed: What the routed experts add, ``[tokens, hidden]``; under tensor parallelism a rank's part.
         shared: What the shared experts add, likewise.
-
-    Args:
-        runner: vLLM's layer of experts, of which two functions are replaced.
-        weights_of: The weights of forced experts; None if they are not known, so that none can be forced.
-        factors: Returns the layer's factors on the weights of experts, see ``ExpertWeights.of``.
     """
 
     def __init__(
@@ -87,7 +69,6 @@ class InnerExperts(nn.Module):
         weights_of: ExpertWeights | None,
         factors: Callable[[], torch.Tensor | None] = lambda: None,
     ) -> None:
-        """Create the modules of the values that the layer has."""
         super().__init__()
         self.weights_of = weights_of
         self._factors = factors
@@ -111,7 +92,6 @@ class InnerExperts(nn.Module):
     def _select_experts(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights and the ids of each token's experts, in place of the router's function."""
         weights, ids = self._select(hidden_states, router_logits, *args, **kwargs)
         if torch.compiler.is_compiling() or not (self.ids.is_watched or self.weights.is_watched):
             return weights, ids
@@ -143,7 +123,6 @@ class InnerExperts(nn.Module):
     def _scaled_outputs(
         self, shared_output: torch.Tensor | None, fused_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return what shared and routed experts add, in place of the runner's function that scales it."""
         shared, routed = self._scale_outputs(shared_output, fused_output)
         if torch.compiler.is_compiling():
             return shared, routed
@@ -155,7 +134,7 @@ class InnerExperts(nn.Module):
 
 
 def _has_choice(runner: Runner) -> bool:
-    """Return whether the layer gets each token's experts from its router, as ids of the model's experts.
+    """Return whether the router gives each token's experts, as ids of the model's experts.
 
     Kernels that choose experts themselves do not, nor do layers whose tokens are divided over ranks, or that
     keep copies of busy experts.
@@ -166,12 +145,6 @@ def _has_choice(runner: Runner) -> bool:
 
 
 def install_expert_points(model: nn.Module, config: Any) -> None:
-    """Add the values inside each layer of experts to a loaded model, as modules.
-
-    Args:
-        model: The model that vLLM's loader returned.
-        config: Its text config.
-    """
     weights_of = expert_weights(config)
     for path, module in list(model.named_modules()):
         if isinstance(module, MoERunner):

@@ -1,20 +1,10 @@
 """vLLM's scheduler with fair sharing: one tenant's flood of requests does not delay others' first tokens.
 
-Hazard: vLLM has one queue for all. All requests wait behind those of a tenant that sends thousands, and every
-step is as long as that tenant's batch. Safeguard: while some tenants are *heavy* (above their share, see
-``sender_usage``) and others *light*,
-
-- prompts of light tenants are computed in steps of their own, ahead of all others, even if no slot or KV
-  cache block is free: the last requests of heavy tenants are preempted, and computed again later;
-- all other steps are short, so that the next prompt need not wait for a long one: requests of heavy tenants
-  run in the order of their arrival, as many as fit.
-
-No request pauses if all tenants are heavy or all are light. With one tenant, or none, steps are exactly
-vLLM's, but for requests whose operations have much work: in every step these get so many positions as
-``StepWork`` allows. Requests whose operations take longer than the model are *costly*: while several tenants
-are active, they never run ahead of others, and rest after each of their steps for as long as it took.
-
-``InterventionScheduler`` extends this class.
+While some tenants are *heavy* (above their share, see ``sender_usage``) and others *light*, prompts of light
+tenants are computed in steps of their own, ahead of all others, even by preemption of the last heavy
+requests. All other steps are short. With one tenant, or none, steps are exactly vLLM's, but for requests with
+much work (``StepWork``). Requests whose operations take longer than the model are *costly*: beside other
+tenants they never run ahead of others, and rest after each of their steps for as long as it took.
 """
 
 from __future__ import annotations
@@ -41,14 +31,7 @@ _SENDER_CHECK_S: Final = 0.5
 
 
 class _StartedStep(NamedTuple):
-    """A step under way.
-
-    Attributes:
-        moment: When its scheduling started, in seconds of ``time.perf_counter``.
-        num_tokens: Number of tokens it computes, and the work of operations, in tokens.
-        shares: Tokens by tenant, see ``SenderUsage.charge``; None if nobody is charged for it.
-        is_costly: Whether requests are among it whose operations take longer than the model.
-    """
+    """A step under way; ``num_tokens`` includes operations' work, ``shares`` is None if nobody is charged."""
 
     moment: float
     num_tokens: int
@@ -57,13 +40,7 @@ class _StartedStep(NamedTuple):
 
 
 class FairScheduler(Scheduler):
-    """vLLM's scheduler with fair sharing between tenants.
-
-    Attributes:
-        sharing: Determines which tenants are light, and the length of short steps.
-        work: The requests whose operations have much work, and their work in the step.
-        whole_step_tokens: Token limit of a step that is not short.
-    """
+    """vLLM's scheduler with fair sharing; ``whole_step_tokens`` is the limit of a step that is not short."""
 
     running: list[Request]
     max_num_active_reqs: int
@@ -85,12 +62,10 @@ class FairScheduler(Scheduler):
         self._work_rests_until = 0.0
 
     def add_request(self, request: Request) -> None:
-        """Queue a request and record its tenant."""
         self.sharing.arrive(_sender(request))
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Schedule a step, for all requests or for those whose turn it is."""
         began = time.perf_counter()
         self._begin_work()
         if not self.sharing:
@@ -117,7 +92,6 @@ class FairScheduler(Scheduler):
         return any(step.num_tokens for step in itertools.islice(self._in_flight, len(self._in_flight) - 1))
 
     def schedule_all(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Schedule a step for all requests that are in the queues."""
         if not (self.work and self.waiting):
             return super().schedule(*args, **kwargs)
         # vLLM does not look behind a waiting request that gets no position.
@@ -140,7 +114,6 @@ class FairScheduler(Scheduler):
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """Return how many of a request's next tokens are computed, which vLLM asks for each request."""
         num_tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         if request.request_id not in self.work:
             return num_tokens
@@ -154,7 +127,6 @@ class FairScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Process a step's results, and charge the step to its tenants."""
         started = self._in_flight.popleft()
         if started.shares is not None:
             moment = time.perf_counter()
@@ -175,7 +147,6 @@ class FairScheduler(Scheduler):
         return outputs
 
     def needs_single_step(self, request: Request) -> bool:
-        """Return whether the request's prompt must be computed in a single step."""
         return not self.scheduler_config.enable_chunked_prefill or bool(request.has_encoder_inputs)
 
     def group_members(self, request: Request) -> Collection[str]:
@@ -184,12 +155,10 @@ class FairScheduler(Scheduler):
         return ()
 
     def may_be_preempted(self, request: Request) -> bool:
-        """Return whether the request may be preempted now."""
         del request
         return True
 
     def _shares(self, scheduled: Mapping[str, int]) -> Mapping[str, int]:
-        """Return the step's tokens by tenant."""
         if len(self.sharing) == 1:
             return self.sharing.all_to_one()
         tokens: Counter[str] = Counter()
@@ -199,7 +168,6 @@ class FairScheduler(Scheduler):
 
     @contextlib.contextmanager
     def _limited_queues(self) -> Iterator[None]:
-        """Reduce the queues, for one step, to the requests whose turn it is."""
         self._drop_idle_senders()
         # While the engine is paused nothing new starts, so nobody makes room for it.
         light_senders = frozenset() if self.pause_state else self.sharing.light_senders()
@@ -231,7 +199,6 @@ class FairScheduler(Scheduler):
                 self.max_num_scheduled_tokens = before
 
     def _resting(self) -> set[str]:
-        """Return the costly requests that others do not wait for in this step."""
         if not self.work or time.perf_counter() >= self._work_rests_until:
             return set()
         ids = {request.request_id for request in itertools.chain(self.running, self.waiting)}
@@ -292,10 +259,7 @@ class FairScheduler(Scheduler):
             self._preempt_request(request, time.monotonic())
 
     def _short_step(self, first: list[Request]) -> int:
-        """Return the token limit of a step that the next prompt may have to wait for.
-
-        Reorders the running requests so that companions of requests in the step run with them.
-        """
+        """Return a short step's token limit; reorders running requests so that companions run together."""
         limit = left = max(self.sharing.times.short, len(first) * (1 + self.num_spec_tokens) + 1)
         num_going = 0
         while left > 0 and num_going < len(self.running):
@@ -313,13 +277,7 @@ class FairScheduler(Scheduler):
         return limit
 
     def put_back(self, before: list[Request], held: set[Request]) -> None:
-        """Restore the queue positions of requests that were held back for a step.
-
-        Args:
-            before: The queue before the step. A request that is in the queue now but was not then was
-                preempted; it goes to the front.
-            held: The requests taken out of the queue.
-        """
+        """Restore the queue; a request that was not in it ``before`` was preempted, and goes to the front."""
         left = list(self.waiting)
         known, still = set(before), {*left, *held}
         self.waiting.remove_requests(left)

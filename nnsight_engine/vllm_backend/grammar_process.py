@@ -1,13 +1,9 @@
 """Compilation of grammars in processes that can be killed; run by ``python -m``, it forks one per grammar.
 
-Hazard: grammars are compiled in C++ and Rust code that cannot be interrupted and may use any amount of
-memory. So each grammar gets a process of its own with limits on CPU time and memory. Forking a process that
-has loaded vLLM and the tokenizer takes milliseconds. The forking process itself compiles nothing and has one
-thread. It receives one socket for each grammar, and ends when the server ends.
-
-Protocol of the child: it sends its process id, reads a ``GrammarJob`` until end of file, and answers with a
-``GrammarVerdict``; a child that sends no verdict has reached a limit. The server's side is
-``app.engine.grammars``.
+Grammars are compiled in C++ and Rust code that cannot be interrupted and may use any amount of memory. The
+process that forks has loaded vLLM and the tokenizer, has one thread, and ends when the server
+(``app.engine.grammars``) ends. A child sends its process id, reads a ``GrammarJob`` until end of file, and
+answers with a ``GrammarVerdict``; a child that sends no verdict has reached a limit.
 """
 
 from __future__ import annotations
@@ -50,18 +46,7 @@ _BACKENDS: Final[dict[str, Any]] = {
 
 
 class GrammarSetup(msgspec.Struct, frozen=True):
-    """The model and tokenizer for which grammars are compiled.
-
-    Attributes:
-        tokenizer: A name or a folder.
-        tokenizer_mode: vLLM's tokenizer mode.
-        revision: The tokenizer's revision; empty for the default.
-        trust_remote_code: Whether the tokenizer may run code of its repository.
-        vocab_size: The model's vocabulary size.
-        model_type: The model's type, as in its config.
-        is_diffusion: Whether the model generates all its tokens at once.
-        config: The operator's ``StructuredOutputsConfig`` of vLLM.
-    """
+    """The model and tokenizer; ``config`` is the operator's ``StructuredOutputsConfig`` of vLLM."""
 
     tokenizer: str
     tokenizer_mode: str
@@ -79,7 +64,6 @@ class GrammarJob(msgspec.Struct, frozen=True):
     Attributes:
         params: vLLM's ``StructuredOutputsParams``.
         backend: The backend that the engine uses; empty if the engine has not compiled any grammar yet.
-        max_cpu_s: Limit on the CPU seconds of the process.
         max_bytes: Limit on the memory that the process may allocate in addition to its memory at the start.
     """
 
@@ -94,10 +78,8 @@ class GrammarVerdict(msgspec.Struct, frozen=True):
 
     Attributes:
         error: Why the grammar is invalid; empty if it is valid.
-        backend: The backend that is to compile it.
         was_auto: Whether vLLM chose the backend for this grammar.
-        grammar: The grammar that vLLM made from the request's ``choice`` list; None to leave the request
-            unchanged.
+        grammar: What vLLM made from the request's ``choice`` list; None to leave the request unchanged.
     """
 
     error: str = ""
@@ -107,8 +89,6 @@ class GrammarVerdict(msgspec.Struct, frozen=True):
 
 
 class _Compiler:
-    """vLLM's own checks and compilers, without an engine."""
-
     def __init__(self, setup: GrammarSetup) -> None:
         self._setup = setup
         self._tokenizer = get_tokenizer(
@@ -154,7 +134,6 @@ def _limit(job: GrammarJob) -> None:
 
 
 def _compile_one(compiler: _Compiler, job_socket: socket.socket) -> None:
-    """Answer one job; runs in a forked process."""
     job_socket.sendall(PID.pack(os.getpid()))
     with job_socket.makefile("rb") as received:
         job = msgspec.msgpack.decode(received.read(), type=GrammarJob)
@@ -176,9 +155,7 @@ def _compile_one(compiler: _Compiler, job_socket: socket.socket) -> None:
 def main(arguments: list[str]) -> None:
     """Fork a process for each socket received, until the connection is closed.
 
-    Args:
-        arguments: File descriptor of the socket over which sockets are received, and the ``GrammarSetup`` as
-            JSON.
+    ``arguments``: the file descriptor over which sockets are received, and the ``GrammarSetup`` as JSON.
     """
     orders = socket.socket(fileno=int(arguments[0]))
     compiler = _Compiler(msgspec.json.decode(arguments[1], type=GrammarSetup))

@@ -1,7 +1,6 @@
-"""Hooks for points inside a block, in one uncompiled step, and for blocks of the vision encoder.
+"""Hooks for points inside a block, and for the vision encoder, present only during one uncompiled step.
 
-Hooks are registered for the sites of a step and removed after it: hooks present while a graph is traced would
-become part of it, and hooks added later never run in a compiled step.
+Hooks present while a graph is traced would become part of it; those added later never run in a compiled step.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from nnsight_engine.vllm_backend.model_points import ModelPoints, base_module
 
 
 def keep_inputs_plain(points: ModelPoints) -> None:
-    """Have the inputs of linear layers that are points computed as tensors of the model's dtype.
+    """Have the inputs of linear layers that are points computed in the model's dtype.
 
     Some quantised linear layers take inputs that vLLM quantised together with the activation function.
     """
@@ -39,13 +38,7 @@ def keep_inputs_plain(points: ModelPoints) -> None:
 
 @contextlib.contextmanager
 def hooked(points: ModelPoints, plan: StepPlan, is_models_own: Callable[[], bool]) -> Iterator[None]:
-    """Serve the plan's hook sites during one forward pass.
-
-    Args:
-        points: The model's points.
-        plan: The step's plan.
-        is_models_own: Returns whether the current call is made by the model; other calls are ignored.
-    """
+    """Serve the plan's hook sites during one forward pass; calls that are not the model's own are ignored."""
     handles: list[RemovableHandle | AttentionHook] = []
     try:
         for site in plan.hook_sites():
@@ -59,13 +52,7 @@ def hooked(points: ModelPoints, plan: StepPlan, is_models_own: Callable[[], bool
 
 @contextlib.contextmanager
 def hooked_encoder(points: ModelPoints, plan: StepPlan, num_rows: int) -> Iterator[None]:
-    """Serve the plan's sites in the vision encoder, which runs for one image.
-
-    Args:
-        points: The model's points.
-        plan: The plan for the image.
-        num_rows: Number of the image's patches.
-    """
+    """Serve the plan's sites in the vision encoder, which runs for one image of ``num_rows`` patches."""
     handles: list[RemovableHandle] = []
     try:
         for site in plan.hook_sites():
@@ -80,7 +67,6 @@ def hooked_encoder(points: ModelPoints, plan: StepPlan, num_rows: int) -> Iterat
 def _serve_image(
     plan: StepPlan, site: PlannedSite, num_rows: int, _block: nn.Module, _args: object, output: Any
 ) -> None:
-    """Forward hook of a block of the encoder, whose output is ``[…, patches, width]``."""
     with plan.containing(site):
         rows = output.reshape(-1, output.shape[-1])
         if len(rows) != num_rows:

@@ -1,9 +1,7 @@
-"""Conversion of saved values to JSON types with tensors in place, or an error that names the variable.
+"""Conversion of saved values to JSON types with tensors in place, in the worker.
 
-The worker converts the values that a request's ``trace`` saved before they leave it, since only the worker
-can name classes that only it knows; ``trace_call`` builds the answer from the result. No code of an untrusted
-value runs: types are compared by identity, and those with a metaclass of their own are refused first, since
-it could define their hash and name.
+No code of an untrusted value runs: types are compared by identity, and those with a metaclass of their own
+are refused first, since it could define their hash and name.
 """
 
 from __future__ import annotations
@@ -32,32 +30,24 @@ _MAX_INTEGER_BITS: Final = 1024
 
 
 class NotPlainError(TypeError):
-    """A saved variable has a value that cannot be represented in JSON."""
+    pass
 
 
 class _UnfitError(Exception):
-    """A value cannot be represented; the message says why."""
+    pass
 
 
 class SaveBudget:
-    """The size that all saved variables of a block may have as JSON.
-
-    An object that is saved several times counts each time: in JSON it is written each time.
-
-    Args:
-        max_bytes: Limit on the bytes of tensors and text.
-    """
+    """The size that saved variables may have as JSON; an object saved several times counts each time."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = self._num_bytes_left = max_bytes
         self._num_values = self._num_before = 0
 
     def begin_variable(self) -> None:
-        """Start to count the values of the next variable, which has a limit of its own."""
         self._num_before = self._num_values
 
     def take_value(self) -> None:
-        """Count one value; raises _UnfitError beyond a limit."""
         self._num_values += 1
         if self._num_values - self._num_before > _MAX_VALUES:
             raise _UnfitError(f"it holds more than {_MAX_VALUES:,} values; make a tensor of them")
@@ -67,7 +57,6 @@ class SaveBudget:
             )
 
     def take_bytes(self, num_bytes: int) -> None:
-        """Count bytes of a tensor or a text; raises _UnfitError beyond the limit."""
         self._num_bytes_left -= num_bytes
         if self._num_bytes_left < 0:
             raise _UnfitError(
@@ -82,14 +71,7 @@ def plain_saves(
     budget: SaveBudget,
     known: frozenset[type] = frozenset(),
 ) -> dict[str, Any]:
-    """Return the saved values as JSON types.
-
-    Args:
-        saves: Saved values by variable.
-        tensor: Converts a tensor to its representation; may raise ValueError for one that cannot be
-            represented.
-        budget: The size that the values may still have.
-        known: Further types that are passed through.
+    """Return the saved values as JSON types, or of ``known`` ones.
 
     Raises:
         NotPlainError: A variable has a value of another type, or is too large.
@@ -109,8 +91,6 @@ def plain_saves(
 
 
 class _Walk:
-    """Converts values, and enforces the limits on their size and depth."""
-
     def __init__(
         self, tensor: Callable[[torch.Tensor], Any], budget: SaveBudget, known: frozenset[type]
     ) -> None:

@@ -1,7 +1,6 @@
-"""Metering of requests: tokens, and seconds of the workers' time, recorded in the caller's meter.
+"""Metering of requests with a context.
 
-vLLM's own state of a request counts its tokens, even after an abort, and is read once the request is
-over. Requests without a context are not counted.
+vLLM's own state of a request counts its tokens, even after an abort, and is read once the request is over.
 """
 
 from __future__ import annotations
@@ -17,11 +16,6 @@ _STOP: Final = "stop"
 
 
 def count_tokens(output_processor: Any) -> None:
-    """Count the tokens and note the end of all requests that are added from now on and have a context.
-
-    Args:
-        output_processor: vLLM's output processor.
-    """
     add, process = output_processor.add_request, output_processor.process_outputs
     states = output_processor.request_states
     generating: weakref.WeakValueDictionary[str, UsageMeter] = weakref.WeakValueDictionary()
@@ -56,7 +50,6 @@ def count_tokens(output_processor: Any) -> None:
 
 
 def note_spent(seconds: float | None) -> None:
-    """Record seconds for which the engine waited for the current request."""
     work = current_work()
     if work is not None and seconds:
         work.meter.intervention_s += seconds

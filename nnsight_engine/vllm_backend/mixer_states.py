@@ -1,7 +1,6 @@
-"""Recurrent states of Mamba-2 mixers, which vLLM keeps in blocks of its KV cache, one for each request.
+"""Recurrent states of Mamba-2 mixers, in vLLM's KV cache, one block for each request.
 
-A mixer's kernels update the state in place: after its call in a step, a request's block has the state after
-the last position that the step computes for it. No state in between exists in memory.
+Kernels update them in place: after a call it is the state after the step's last position; no other exists.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from vllm.forward_context import get_forward_context
 
 
 class Mixer(Protocol):
-    """The attributes of vLLM's ``MambaMixer2`` that are used here."""
-
     prefix: str
     kv_cache: tuple[torch.Tensor, ...]
     num_heads: int
@@ -26,10 +23,7 @@ class Mixer(Protocol):
 
 
 def mixer_state_shape(module: nn.Module) -> tuple[int, ...]:
-    """Return heads, head_dim and state_size of a mixer's state; empty if its kernel does not keep it.
-
-    With ``--use-replayssm`` the state is that of some steps ago, beside the inputs of the steps since.
-    """
+    """Return heads, head_dim and state_size; empty with ``--use-replayssm``, which keeps an old state."""
     mixer = cast("Mixer", module)
     if mixer.use_replayssm:
         return ()
@@ -38,12 +32,7 @@ def mixer_state_shape(module: nn.Module) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MixerStates:
-    """The states of one mixer, right after its call in a step.
-
-    Attributes:
-        held: Those of all requests that vLLM holds, ``[slots, heads * head_dim * state_size]``, as a view.
-        slots: The slot of each of the step's requests, in their order.
-    """
+    """One mixer's states: a view ``[slots, heads * head_dim * state_size]``, and the slot of each request."""
 
     held: torch.Tensor
     slots: torch.Tensor

@@ -1,8 +1,4 @@
-"""Location of the points in one model: the same in all of its workers, in sandboxes and on clients.
-
-Blocks of one model may differ: hybrids mix attention and recurrence, and dense blocks come before blocks of
-experts. So each block has its own leaves and sizes.
-"""
+"""Location of the points in one model: the same in all of its workers, in sandboxes and on clients."""
 
 from __future__ import annotations
 
@@ -29,23 +25,16 @@ from nnsight_engine.families.places import Place
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockPoints:
-    """Points within one block; sizes are those of the whole model, not of a rank.
+    """Points within one block; sizes are those of the whole model, and 0 or empty without the point.
 
     Attributes:
-        leaves: Location of each leaf.
-        kernel: Path, relative to the block, of vLLM's ``Attention``; empty if the block has none.
-        num_heads: Query heads.
-        latent_size: Width of ``attn.latent``; 0 without it.
-        num_kv_heads: Key and value heads.
-        head_dim: Width of a head; 0 without ``attn.heads``.
-        inner_size: Width of ``mlp.act``; 0 without it.
-        num_experts: Width of ``moe.router``; 0 without it.
-        is_causal: Whether no position attends to later ones.
-        num_chosen: Number of experts that are chosen for each token; 0 without ``moe.experts``.
+        kernel: Path, relative to the block, of vLLM's ``Attention``.
+        latent_size: Width of ``attn.latent``.
+        inner_size: Width of ``mlp.act``.
+        num_chosen: Number of experts that are chosen for each token.
         forces_experts: Whether given experts can be used instead.
-        hides_pattern: Whether attention's probabilities are no point: it has sinks beside the positions, or
-            no module of transformers has them.
-        state_shape: Heads, head_dim and state_size of ``mixer.state``; empty without it.
+        hides_pattern: Attention has sinks beside the positions, or no module of transformers has the pattern.
+        state_shape: Heads, head_dim and state_size of ``mixer.state``.
     """
 
     leaves: Mapping[str, Place]
@@ -64,12 +53,10 @@ class BlockPoints:
 
     @property
     def attention(self) -> str:
-        """Path of the attention module, relative to the block; empty if there is none."""
         return self.kernel.partition(".")[0]
 
     @property
     def attention_input(self) -> Place | None:
-        """Location of attention's input; None if it is not known."""
         for leaf in (VALUES, QUERIES):
             if leaf in self.leaves:
                 return Place(self.leaves[leaf].path, "input")
@@ -92,7 +79,6 @@ class BlockPoints:
         return bool(self.kernel) and "attn.k" in self.leaves and is_offered
 
     def shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """Return the shape of one position's value at each leaf, the pattern included."""
         queries, keys = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
         inner = (self.inner_size,)
         of_leaf = {
@@ -115,13 +101,6 @@ class BlockPoints:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """Location of a model's points.
-
-    Attributes:
-        family: The paths of the model's parts, and the form of the residual stream.
-        blocks: The points within each block, in order.
-    """
-
     family: EngineFamily
     blocks: tuple[BlockPoints, ...]
 
@@ -141,7 +120,6 @@ class ModelLayout:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> ModelLayout:
-        """Return the layout from the result of ``to_plain``."""
         kinds = [msgspec.convert(kind, BlockPoints) for kind in plain["kinds"]]
         family = msgspec.convert(plain["family"], EngineFamily)
         return cls(family, tuple(kinds[index] for index in plain["blocks"]))

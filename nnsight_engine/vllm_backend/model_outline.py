@@ -1,8 +1,4 @@
-"""A model's module tree without weights, for display and for names on the client.
-
-The modules are in the engine's workers: perhaps in other processes, perhaps a part of them in each. A client
-needs only their names, classes and descriptions.
-"""
+"""A model's module tree without weights, for display and for names on the client."""
 
 from __future__ import annotations
 
@@ -17,12 +13,11 @@ OutlineEntry = tuple[str, str, str, str]
 
 
 class OutlinedModule(torch.nn.Module):
-    """Placeholder for a module of the engine."""
+    """Placeholder for a module of the engine, which may be in another process."""
 
     description = ""
 
     def extra_repr(self) -> str:
-        """Return the module's own description."""
         return self.description
 
     def _get_name(self) -> str:
@@ -37,12 +32,7 @@ _NONE: Final[Mapping[str, torch.nn.Module]] = types.MappingProxyType({})
 def outline_of(
     model: torch.nn.Module, elsewhere: Mapping[str, torch.nn.Module] = _NONE
 ) -> list[OutlineEntry]:
-    """List a model's modules, parents before children.
-
-    Args:
-        model: The model.
-        elsewhere: Replacements, by path, for modules that this process does not hold.
-    """
+    """List a model's modules, parents before children; ``elsewhere`` are those of other processes."""
     first: dict[int, str] = {}
     entries = []
     for path, module in _walk("", model, elsewhere):
@@ -70,7 +60,6 @@ def description_of(module: torch.nn.Module) -> str:
 
 
 def outlined(entries: Sequence[OutlineEntry]) -> torch.nn.Module:
-    """Return a tree of placeholders for a list of modules."""
     modules: dict[str, torch.nn.Module] = {}
     for path, class_name, description, same_as in entries:
         if same_as:

@@ -1,10 +1,7 @@
 """The points of one loaded model: a family's table, or what its structure showed, resolved against it.
 
-The runner builds it once after the weights are loaded, and places taps and hooks with it.
-
 Invariant: every leaf that ``leaf_specs`` lists can be located on every layer that it names and this rank
-holds, and the tensor that ``view`` returns shares memory with the tensor that the module computes with. Only
-``mixer.state`` has no view: its place is the module that keeps it, see ``mixer_states``.
+holds, and ``view`` shares memory with the tensor that the module computes with (``mixer.state`` has no view).
 """
 
 from __future__ import annotations
@@ -72,8 +69,6 @@ Blocks = dict[int, BlockPoints]
 
 
 class TextConfig(Protocol):
-    """The fields read from a Hugging Face text config (``ModelConfig.hf_text_config``)."""
-
     architectures: list[str] | None
     hidden_size: int
     kv_lora_rank: int
@@ -94,15 +89,9 @@ class ModelPoints:
     """The layout of one loaded model, with its modules; sizes are those of the whole model, not of a rank.
 
     Attributes:
-        model: The model as vLLM loaded it.
-        layout: The location of the points.
         layers: All blocks of the model in order; blocks of other pipeline stages are vLLM's placeholders.
-        local_layers: Indices of the blocks that this pipeline stage holds.
-        final_norm: The final norm, or None if the model has none.
         project_out: Projection between the final norm and the unembedding, or None.
-        tensor_parallel_size: Number of ranks that share each layer.
         generates: Whether it generates tokens, and has an unembedding.
-        encoder: The blocks of the vision encoder, if their place is known.
     """
 
     model: nn.Module
@@ -119,7 +108,6 @@ class ModelPoints:
 
     @property
     def family(self) -> EngineFamily:
-        """The paths of the model's parts, and the form of the residual stream."""
         return self.layout.family
 
     @property
@@ -134,20 +122,11 @@ class ModelPoints:
 
     @property
     def stage(self) -> Stage:
-        """The part of the model that this worker has."""
         stop = self.local_layers.stop
         return Stage(self.local_layers.start, None if stop == len(self.layers) else stop)
 
     def locate(self, leaf: str, layer: int) -> tuple[nn.Module, Place]:
-        """Return the module that carries ``leaf`` of ``layer``, and the leaf's location in it.
-
-        Args:
-            leaf: A leaf of the block.
-            layer: Index of a block that this pipeline stage holds.
-
-        Raises:
-            LookupError: The block has no such leaf, or this stage does not hold the layer.
-        """
+        """Return a leaf's module and its location in it; raise LookupError if block or stage lacks it."""
         if layer not in self.local_layers:
             held = f"{self.local_layers.start} to {self.local_layers.stop - 1}"
             raise LookupError(
@@ -162,10 +141,7 @@ class ModelPoints:
         return self.layers[layer].get_submodule(spec.path), spec
 
     def choices(self) -> dict[str, int]:
-        """Return the paths of modules whose output are ids of experts that can be replaced.
-
-        Each has the number of experts.
-        """
+        """Return the modules whose output are replaceable ids of experts, with the number of experts."""
         return {
             f"{self.family.layers}.{layer}.{block.leaves[EXPERTS].path}": block.num_experts
             for layer, block in enumerate(self.layout.blocks)
@@ -173,19 +149,13 @@ class ModelPoints:
         }
 
     def attention(self, layer: int) -> nn.Module:
-        """Return vLLM's ``Attention`` of a layer that has one, and that this pipeline stage holds."""
         return self.layers[layer].get_submodule(self.layout.blocks[layer].kernel)
 
     def value(self, spec: Place, hooked: object) -> torch.Tensor:
         """Return the tensor from the arguments or the output that a hook received.
 
-        Args:
-            spec: The leaf's location.
-            hooked: A pre-hook's positional arguments (side ``input``) or the module's output.
-
         Raises:
-            TypeError: The module computes with something else, such as an activation that vLLM quantized
-                together with the activation function.
+            TypeError: The module computes with something else, such as an activation that vLLM quantized.
         """
         first = hooked[0] if isinstance(hooked, tuple) and hooked else hooked
         if not isinstance(first, torch.Tensor):
@@ -198,9 +168,8 @@ class ModelPoints:
     def view(self, spec: Place, value: torch.Tensor, layer: int) -> torch.Tensor:
         """Return the rows of a layer's leaf ``[tokens, *leaf shape]`` as a view into ``value``.
 
-        Writes to the view change ``value``. Only write to views of outputs: an input may be a tensor that the
-        block still needs (OPT-350m's ``mlp.input`` is its residual stream). To change an input, clone it,
-        write to a view of the clone and pass the clone on.
+        Only write to views of outputs: an input may be a tensor that the block still needs (OPT-350m's
+        ``mlp.input``).
         """
         rows = value[0] if self.family.is_batched else value
         block = self.layout.blocks[layer]
@@ -214,7 +183,6 @@ class ModelPoints:
         return rows
 
     def _heads(self, block: BlockPoints, part: str, rows: torch.Tensor) -> torch.Tensor:
-        """Return q, k or v from the fused rows, as ``[tokens, heads, head_dim]``."""
         index = _QKV.index(part)
         if self.family.is_qkv_interleaved:
             return _split_last(rows, block.num_heads, len(_QKV), block.head_dim)[..., index, :]
@@ -229,18 +197,10 @@ class ModelPoints:
         return _split_last(columns, heads[index], block.head_dim)
 
     def lens_logits(self, residual: torch.Tensor) -> torch.Tensor | None:
-        """Return the logits of residual rows, read as if they were the last block's output.
+        """Return logits ``[n, vocab]`` of residual rows ``[n, hidden]``, read as the last block's output.
 
-        Applies the final norm, then the model's own unembedding, with the model's logit scales, soft caps and
-        OPT's output projection. Replaced ``forward`` methods and hooks on the modules do not run, so that a
-        lens never triggers other operations. Every tensor-parallel rank must call this together, with the
-        same rows.
-
-        Args:
-            residual: ``[n, hidden]`` in the model's dtype; not changed.
-
-        Returns:
-            ``[n, vocab]``, or None on a rank on which vLLM does not gather logits, or on an early stage.
+        Replaced ``forward`` methods and hooks do not run, so that a lens never triggers other operations. All
+        tensor-parallel ranks must call this together, with the same rows. None on a rank without logits.
         """
         if not self.stage.is_last:
             return None
@@ -255,14 +215,7 @@ class ModelPoints:
             return model_class.compute_logits(cast("_CausalModel", self.model), hidden)
 
     def leaf_specs(self, *, wholes: bool = False) -> tuple[LeafSpec, ...]:
-        """Return the points that this model offers.
-
-        Under tensor parallelism this leaves out the leaves that are sharded over ranks, and the attention
-        patterns, of which each rank could compute only its own heads.
-
-        Args:
-            wholes: Leave nothing out; for traces, which combine the parts of all ranks.
-        """
+        """Return the model's points; those that each rank has a part of only with ``wholes``, for traces."""
         everything = wholes or self.tensor_parallel_size == 1
         hidden = (self.hidden_size,)
         specs = []
@@ -294,13 +247,11 @@ class ModelPoints:
         return tuple(specs)
 
     def _operations(self, leaf: str, layer: int) -> tuple[str, ...]:
-        """Return the operations that may name a hooked leaf."""
         if leaf == EXPERTS and self.layout.blocks[layer].forces_experts:
             return FORCING_OPERATIONS
         return ("capture",) if leaf in {PATTERN, EXPERTS, STATE} else VALUE_OPERATIONS
 
     def _shaped_leaves(self) -> dict[tuple[str, tuple[int, ...]], list[int]]:
-        """Return the layers that have each leaf in each shape."""
         found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         for layer, block in enumerate(self.layout.blocks):
             for leaf, shape in block.shapes(self.hidden_size).items():
@@ -318,17 +269,9 @@ def resolve_points(
     find: Callable[[], EngineFamily] | None = None,
     gather: Callable[[Blocks], Sequence[Blocks]] = lambda blocks: [blocks],
 ) -> ModelPoints:
-    """Resolve the points of a loaded vLLM model.
+    """Resolve the points of a loaded model.
 
-    Args:
-        model: The model that vLLM's loader returned.
-        config: Its text config, ``ModelConfig.hf_text_config``.
-        tensor_parallel_size: Number of ranks that share each layer.
-        generates: Whether it generates tokens, rather than pools its hidden states.
-        is_causal: Whether no position attends to later ones, as those of an image do in Gemma 3.
-        find: Finds the parts of a model of no table, or of one that holds for a single rank; None to refuse
-            it.
-        gather: Returns the blocks of all pipeline stages.
+    ``find`` finds the parts of a model of no table; None to refuse it. ``gather`` returns all stages' blocks.
 
     Raises:
         UnsupportedModelError: No table matches the model on so many ranks.
@@ -372,7 +315,6 @@ def resolve_points(
 
 
 def _block_points(block: nn.Module, family: EngineFamily, config: TextConfig) -> BlockPoints:
-    """Return the points of a block: those leaves of the table whose modules the block has."""
     modules = dict(block.named_modules(remove_duplicate=False))
     leaves = leaves_in(parts_of(block), family.leaves)
     state_shape = mixer_state_shape(modules[leaves[STATE].path]) if STATE in leaves else ()
@@ -419,7 +361,6 @@ def _encoder(model: nn.Module, family: EngineFamily) -> tuple[nn.Module, ...]:
 
 
 def _inner_experts(block: nn.Module, leaves: Mapping[str, Place]) -> InnerExperts | None:
-    """Return a block's module with the values inside its experts; None if no point has their choice."""
     spec = leaves.get(EXPERTS)
     if spec is None:
         return None
@@ -432,7 +373,6 @@ def served_class(model: nn.Module) -> type:
 
 
 def _optional_module(model: nn.Module, path: str) -> nn.Module | None:
-    """Return the module at ``path``, or None if the model sets the attribute to None."""
     parent, _, name = path.rpartition(".")
     module: nn.Module | None = getattr(model.get_submodule(parent), name)
     return module
@@ -445,7 +385,6 @@ def base_module(module: nn.Module) -> nn.Module:
 
 
 def _input_size(block: nn.Module, spec: Place) -> int:
-    """Return the whole-model input width of one of vLLM's linear layers."""
     return cast("_Linear", base_module(block.get_submodule(spec.path))).input_size
 
 
@@ -460,7 +399,6 @@ def _num_kv_heads(block: nn.Module, leaves: Mapping[str, Place], config: TextCon
 
 
 def _output_size(block: nn.Module, spec: Place) -> int:
-    """Return the whole-model output width of one of vLLM's linear layers."""
     return cast("_Linear", block.get_submodule(spec.path)).output_size
 
 
@@ -471,5 +409,4 @@ def _plain_forward(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _split_last(rows: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """Split the last axis into several; the result is a view, whatever the strides."""
     return rows.view(*rows.shape[:-1], *sizes)

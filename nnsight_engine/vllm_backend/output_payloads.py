@@ -1,9 +1,4 @@
-"""Payloads that the worker sends along with a request's outputs, removed before vLLM reads the outputs.
-
-The scheduler puts payloads into the output field meant for KV cache connectors, one of each kind, under the
-kind's key (see ``scheduler``). In the API process they are removed just before vLLM's output processor
-converts engine outputs to request outputs, and passed to the handler of their kind.
-"""
+"""Payloads by kind that come in the field for KV cache connectors of a request's outputs."""
 
 from __future__ import annotations
 
@@ -16,12 +11,7 @@ Deliver = Callable[[Any, int], None]
 
 
 def deliver_payloads(output_processor: Any, handlers: Mapping[str, Deliver]) -> None:
-    """Deliver every payload from now on.
-
-    Args:
-        output_processor: vLLM's output processor.
-        handlers: By the payloads' keys.
-    """
+    """Pass every payload from now on to the handler of its key, before vLLM's output processor runs."""
     process = output_processor.process_outputs
 
     @functools.wraps(process)

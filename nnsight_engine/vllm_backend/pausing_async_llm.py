@@ -1,9 +1,8 @@
 """vLLM's asynchronous engine, extended so that an operator can pause it, and have it sleep.
 
-While an engine is paused, requests wait in it: it answers probes and its counters can be read, but no step
-runs. What vLLM would do wrong is refused: a level of sleep that would discard the weights, or do nothing, and
-the mode ``abort`` for requests that are pooled, which ends vLLM's engine. Nothing wakes an engine up while
-it is to free memory: vLLM frees it once the engine's requests have ended, also if it works again by then.
+Refused is what vLLM would do wrong: a level of sleep that discards the weights or does nothing, and mode
+``abort`` for pooling, which ends vLLM's engine. Nothing wakes an engine while it is to free memory: vLLM
+frees it once requests have ended, even if it works again by then.
 """
 
 from __future__ import annotations
@@ -31,20 +30,13 @@ class _Choice(Protocol):
 
 
 class PausingAsyncLLM(TracingAsyncLLM):
-    """An ``AsyncLLM`` that can be paused."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Start the engine as vLLM does."""
         super().__init__(*args, **kwargs)
         self._pausing = asyncio.Lock()
         self._num_wakes = 0
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Stop the engine's work; from level 1 on, free memory.
-
-        Raises:
-            PauseRefusedError: The engine does not support the level, or the mode; nothing was done.
-        """
+        """Stop the engine's work; from level 1 on, free memory. Raise PauseRefusedError, nothing done."""
         self._check_level(level, mode)
         self._check_mode(mode)
         if level < _FREES_MEMORY:
@@ -64,16 +56,11 @@ class PausingAsyncLLM(TracingAsyncLLM):
             return is_awake
 
     async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
-        """Stop the engine's work.
-
-        Raises:
-            PauseRefusedError: The engine does not support the mode; nothing was done.
-        """
+        """Stop the engine's work; raise PauseRefusedError, with nothing done."""
         self._check_mode(mode)
         await self._unless_dead(super().pause_generation(mode=mode, clear_cache=clear_cache))
 
     async def resume_generation(self) -> None:
-        """Go on; waits for a sleep under way that frees memory."""
         async with self._pausing:
             await self._unless_dead(super().resume_generation())
             self._num_wakes += 1
@@ -110,11 +97,7 @@ class PausingAsyncLLM(TracingAsyncLLM):
 
 
 def check_not_aborted(choices: Iterable[_Choice]) -> None:
-    """Check the choices of a request with operations, of which the engine sends no results if it is aborted.
-
-    Raises:
-        ApiError: ``engine_paused``: it was aborted.
-    """
+    """Raise ApiError (``engine_paused``) if a request with operations was aborted: it has no results."""
     if any(one.finish_reason == _ABORTED for one in choices):
         raise ApiError(
             ErrorCode.ENGINE_PAUSED,

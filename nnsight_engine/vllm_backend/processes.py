@@ -1,9 +1,7 @@
 """Signals and lifetimes of the engine's processes relative to the process that starts them.
 
-Hazards: a terminal sends Ctrl-C to all processes in its foreground, but the engine's must not end before the
-server has drained. A server that is killed cannot stop its engine, so the engine detects that and ends too,
-together with the process that vLLM starts beside several engines to count their requests.
-An engine that hangs does not end by itself and has to be killed.
+Ctrl-C goes to all processes in a terminal's foreground, but the engine's must not end before the server has
+drained. A server that is killed cannot stop its engine, so the engine's processes detect that.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ _COORDINATOR: Final = "::DPCoordinator"
 def uninterrupted() -> Iterator[None]:
     """Make processes that this thread starts in the block, and their descendants, ignore SIGINT.
 
-    The signal is blocked with the signal mask, which survives fork and exec; a handler would not do, because
-    vLLM's processes set their own.
+    The signal mask survives fork and exec; a handler would not do, because vLLM's processes set their own.
     """
     # If the resource tracker were started in the block, Python would unblock the signal as well.
     resource_tracker.ensure_running()
@@ -56,7 +53,6 @@ def end_with_parent() -> None:
 
 
 def _coordinators(parent: BaseProcess) -> list[psutil.Process]:
-    """Return the coordinators among a process's children."""
     found = []
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(parent.pid).children():

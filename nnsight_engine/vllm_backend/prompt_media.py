@@ -1,5 +1,3 @@
-"""Images of vLLM's prompts."""
-
 from __future__ import annotations
 
 import functools
@@ -13,7 +11,6 @@ from nnsight_engine.plans.prompt_media import NO_MEDIA, PromptMedia, Spans
 
 
 def media_of(prompt: Any) -> PromptMedia:
-    """Return the media of a prompt that vLLM's renderer has processed."""
     if not isinstance(prompt, dict) or prompt.get("type") != "multimodal":
         return NO_MEDIA
     hashes = sorted(prompt["mm_hashes"].items())
@@ -29,13 +26,9 @@ def _spans(placeholder: Any) -> Spans:
 
 
 def cache_media_once_sent(engine: Any) -> None:
-    """Count media as cached once a request has brought them to the engine.
+    """Count media as cached once a request has brought them to the engine; call it before the first request.
 
-    vLLM counts them from their processing on, and then sends their hashes instead of them. It would do so
-    after a request that was refused or cancelled in between, and the engine would not know the hashes.
-
-    Args:
-        engine: vLLM's blocking or asynchronous engine, before its first request.
+    vLLM counts them from processing on, so after a refused or cancelled request the engine would lack them.
     """
     cache = engine.renderer.mm_processor_cache
     if not isinstance(cache, LruKeyReplicatedSenderCache):

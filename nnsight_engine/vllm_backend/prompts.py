@@ -1,7 +1,6 @@
 """Conversion of a trace's input to vLLM's prompt and sampling parameters.
 
-An invoke accepts the inputs of ``LanguageModel``, limited to one prompt. No input that matters to a decoder
-is silently ignored: it takes effect or is rejected.
+No input that matters to a decoder is silently ignored: it takes effect or is rejected.
 """
 
 from __future__ import annotations
@@ -29,16 +28,7 @@ _NESTED: Final = (str, Mapping, list, tuple)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """One invoke's input.
-
-    Attributes:
-        prompt: A prompt as vLLM accepts it: ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``, perhaps
-            with more entries.
-        sampling: Sampling parameters by name; they override the trace's.
-        params: vLLM's sampling parameters as an object; parameters given by name override it.
-        edits: Names of the edits that run with the block; None for those of the trace.
-        lora_request: The LoRA adapter, as vLLM's ``LoRARequest``; None for the trace's.
-    """
+    """One invoke's input, over the trace's; None for the trace's. Parameters by name override ``params``."""
 
     prompt: dict[str, Any]
     sampling: Mapping[str, Any]
@@ -47,14 +37,7 @@ class Request:
     lora_request: Any = None
 
     def sampling_over(self, shared: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return an object with sampling parameters or None, and named parameters that override it.
-
-        Args:
-            shared: The trace's parameters for all invokes, ``sampling_params`` among them.
-
-        Raises:
-            TypeError: A parameter would have no effect.
-        """
+        """Return a parameter object or None, and named ones over it; raise TypeError if one has no effect."""
         trace = _by_name(shared)
         params = trace.pop("sampling_params", None)
         own = _by_name(self.sampling)
@@ -104,15 +87,7 @@ def as_prompt(*inputs: Any, **named: Any) -> dict[str, Any]:
 
 
 def with_images(prompt: dict[str, Any], images: Any) -> dict[str, Any]:
-    """Return a prompt with its images, as vLLM accepts both.
-
-    Args:
-        prompt: The prompt, with the model's mark where an image belongs.
-        images: An image or several, or None.
-
-    Raises:
-        TypeError: The prompt has images already.
-    """
+    """Return a prompt with an image or several, if any; raise TypeError if it has images already."""
     if images is None:
         return prompt
     if prompt.get(_MEDIA) is not None:
@@ -121,17 +96,11 @@ def with_images(prompt: dict[str, Any], images: Any) -> dict[str, Any]:
 
 
 def refuse_function(options: Mapping[str, Any]) -> None:
-    """Reject a trace of anything but generation.
-
-    Raises:
-        TypeError: A function is given.
-    """
     if options.get("fn") is not None:
         raise TypeError("fn= is not supported on vLLM: a trace there is a request, and the engine runs it")
 
 
 def _by_name(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sampling parameters by vLLM's names."""
     private = [name for name in given if name.startswith("_")]
     if private:
         raise TypeError(
@@ -144,7 +113,6 @@ def _by_name(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokenized(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the prompt for a tokenizer's output, without padding."""
     others = sorted(set(given) - set(INPUT_NAMES))
     if others or given.get(_IDS) is None:
         found = f"got {', '.join(map(str, given))}"

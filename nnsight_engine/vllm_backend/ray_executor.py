@@ -1,10 +1,7 @@
-"""vLLM's Ray executor with management of the Ray cluster.
+"""vLLM's Ray executor, which joins the cluster at ``RAY_ADDRESS`` or on this machine, or starts one.
 
-vLLM expects its user to start the cluster, and a cluster that Ray starts by itself on a machine without GPUs
-has no room for any worker. So the executor joins the cluster at ``RAY_ADDRESS`` or one that runs on this
-machine. If there is none, it starts one that is reachable from this machine only, with a device for each
-worker, and stops it with the engine. The executor runs in the process of the engine's core, whichever that
-is.
+Its own cluster is reachable from this machine only, has devices for the workers, also without GPUs, and is
+stopped with the engine.
 """
 
 from __future__ import annotations
@@ -27,10 +24,7 @@ _OBJECT_STORE_BYTES: Final = 128 * 1024 * 1024
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Make Ray use the loopback address as this machine's, as it does for clusters limited to one node.
-
-    Otherwise it uses the machine's own address, whatever address it is given, and listens on all interfaces.
-    """
+    """Make Ray use the loopback address; otherwise it uses the machine's own and listens everywhere."""
     before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
         yield
@@ -39,12 +33,9 @@ def _on_loopback() -> Iterator[None]:
 
 
 class ClusterExecutor(RayExecutorV2):
-    """Runs workers in a Ray cluster, and manages the cluster."""
-
     _connected = False
 
     def _init_executor(self) -> None:
-        """Join a cluster or start one, then start the workers."""
         assert_ray_available()
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if not ray.is_initialized():
@@ -72,16 +63,11 @@ class ClusterExecutor(RayExecutorV2):
             )
 
     def _build_runtime_env(self) -> dict[str, Any]:
-        """Return the workers' runtime environment, with the variable that ``cpu_plugin`` reads."""
         runtime_env: dict[str, Any] = super()._build_runtime_env()
         runtime_env.setdefault("env_vars", {})[RUNNER] = os.environ[RUNNER]
         return runtime_env
 
     def shutdown(self) -> None:
-        """Stop the workers, release their devices and disconnect from the cluster.
-
-        Disconnecting stops the cluster if this executor started it.
-        """
         already_ended = getattr(self, "shutting_down", False)
         super().shutdown()
         if already_ended or not ray.is_initialized():

@@ -28,15 +28,6 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RemoteChoice:
-    """One of a request's completions.
-
-    Attributes:
-        index: The number of the choice, below ``n``.
-        text: The generated text.
-        token_ids: The generated tokens.
-        finish_reason: vLLM's finish reason.
-    """
-
     index: int
     text: str
     token_ids: list[int]
@@ -45,7 +36,7 @@ class RemoteChoice:
 
 @dataclasses.dataclass(frozen=True)
 class RemoteOutput:
-    """A request's output, as ``tracer.result`` returns it; the fields are those of vLLM's ``RequestOutput``.
+    """A request's output, as ``tracer.result`` returns it, with fields of vLLM's ``RequestOutput``.
 
     Attributes:
         prompt: The prompt's text, if it was given as text.
@@ -59,14 +50,6 @@ class RemoteOutput:
 
 
 class VLLMDialect(Dialect):
-    """The dialect for traces of one ``VLLM`` model.
-
-    Args:
-        model: The model.
-        name: The name or folder from which it was loaded.
-        revision: The revision of the repository.
-    """
-
     name = "vllm"
     policy = DATA_ONLY.allowing((*HOME_CLASSES, RemoteChoice, RemoteOutput))
 
@@ -77,7 +60,6 @@ class VLLMDialect(Dialect):
         self.fingerprint = _fingerprint(name)
 
     def inputs(self, tracer: InterleavingTracer) -> Inputs:
-        """Return the requests of a trace; see ``Dialect``."""
         if tracer.validate:
             raise EncodeError("validate=True is not for traces of VLLM on a server: leave it out")
         traced: VLLM = tracer.model  # type: ignore[assignment] # or a copy with its own edits
@@ -110,12 +92,9 @@ class VLLMDialect(Dialect):
         return Inputs(invokes=invokes, parts=list(parts.values()))
 
     def reference(self, value: Any, barriers: list[Barrier]) -> tuple[str, ...] | None:
-        """Return the name of an object that exists in the worker too, or None."""
         return reference_of(value, self._envoy, barriers)
 
     def resolver(self, outputs: Mapping[str, Any]) -> Resolve:
-        """Return a function that resolves the references in results; see ``Dialect``."""
-
         def resolve(reference: tuple[str, ...]) -> Any:
             kind, name = reference
             if kind == "result":
@@ -127,10 +106,7 @@ class VLLMDialect(Dialect):
 
 @functools.cache
 def _fingerprint(name: str) -> str:
-    """Return the fingerprint of a folder; empty for a repository.
-
-    A folder may have another path on another machine; a repository's name identifies it.
-    """
+    """Return the fingerprint of a folder; empty for a repository, which its name identifies."""
     return fingerprint_of_folder(name) if Path(name).is_dir() else ""
 
 
@@ -141,11 +117,6 @@ def local_tokenizer(model: VLLM) -> Any:
 
 
 def _prompt(prompt: Mapping[str, Any]) -> str | list[int]:
-    """Return a prompt as a JSON value.
-
-    Raises:
-        EncodeError: The prompt is neither text nor token ids.
-    """
     known = {name: value for name, value in prompt.items() if value is not None}
     if list(known) == ["prompt"]:
         return str(known["prompt"])
@@ -157,11 +128,6 @@ def _prompt(prompt: Mapping[str, Any]) -> str | list[int]:
 
 
 def _sampling(request: Request, shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sampling parameters as JSON values.
-
-    Raises:
-        EncodeError: A parameter cannot be encoded.
-    """
     params, named = request.sampling_over(shared)
     if params is not None and not isinstance(params, msgspec.Struct):
         raise EncodeError(f"sampling_params= takes vLLM's SamplingParams, got {type(params).__name__}")
@@ -174,7 +140,6 @@ def _sampling(request: Request, shared: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _output(name: str, outputs: Mapping[str, Any]) -> RemoteOutput:
-    """Return a request's output with all its choices."""
     choices = [(key, plain) for key, plain in outputs.items() if key.partition("/")[0] == name]
     if not choices:
         raise LookupError(f"the server returned no output of request {name}")

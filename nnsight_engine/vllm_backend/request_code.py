@@ -1,8 +1,4 @@
-"""Encoding of a ``trace`` operation's code as a message to the worker.
-
-The text is compiled here to find errors before the request runs, and sent as source; none of it is executed
-in this process. ``trace_call`` sends it with its request.
-"""
+"""Encoding of a ``trace`` operation's code, compiled here only to find errors; none of it is executed."""
 
 from __future__ import annotations
 
@@ -36,29 +32,16 @@ _GLOBALS: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _WorkerReference:
-    """Placeholder for an object that the worker has; sent by reference."""
-
     name: tuple[str, ...]
 
 
 def filename_of(trace: Trace) -> str:
-    """Return the file name of a trace's code in tracebacks.
-
-    It differs for different code, because source lines are cached under it.
-    """
+    """Return the file name in tracebacks; it differs for different code, as sources are cached by it."""
     return f"<trace {hashlib.sha256((trace.code or '').encode()).hexdigest()[:16]}>"
 
 
 def encoded_code(trace: Trace, param: str) -> bytes:
-    """Return a trace as a message for the worker.
-
-    Args:
-        trace: The operation.
-        param: Its location in the request, for errors.
-
-    Raises:
-        ApiError: The code is not valid Python, or cannot run as a block.
-    """
+    """Return a trace as a message for the worker; raise ApiError if its code cannot run as a block."""
     if trace.code is None:
         return trace.data
     names = frozenset({MODEL_NAME, TRACER_NAME, *trace.variables})

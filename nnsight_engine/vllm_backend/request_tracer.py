@@ -45,14 +45,12 @@ class RequestTracer(InterleavingTracer):
     model: VLLM
 
     def _run_model(self) -> Any:
-        """Send the requests, wait for all of them, and assign the saved values to the user's variables."""
         trace = SentTrace(self)
         outcomes, outputs = self._send(trace)
         trace.assign_saved(outcomes)
         return outputs[0] if len(outputs) == 1 else outputs
 
     def _send(self, trace: SentTrace) -> tuple[list[Outcome], list[RequestOutput]]:
-        """Run a trace's requests; return the outcomes of its blocks, and the requests' outputs."""
         data, outputs = self.model.host.run_trace(trace)
         return trace.read(data, outputs), outputs
 
@@ -75,17 +73,10 @@ class Purpose(enum.Enum):
 
 
 class SentTrace(TraceRequests):
-    """One trace, encoded as requests."""
-
     def __init__(
         self, tracer: RequestTracer, purpose: Purpose = Purpose.RUN, *, streams: bool = False
     ) -> None:
-        """Encode the blocks.
-
-        Args:
-            tracer: The trace.
-            purpose: Why it is sent.
-            streams: Whether the worker sends newly saved values after each step.
+        """Encode the blocks; if ``streams``, the worker sends newly saved values after each step.
 
         Raises:
             EncodeError: A block uses a value that cannot be encoded.
@@ -123,12 +114,7 @@ class SentTrace(TraceRequests):
             self.add(request.prompt, params, entry, adapter=request.lora_request or adapter)
 
     def read(self, data: bytes | memoryview, outputs: Outputs) -> list[Outcome]:
-        """Decode the outcome of each block, and fill the containers that were saved before the blocks ran.
-
-        Args:
-            data: The encoded results from the worker.
-            outputs: The requests' outputs, by block.
-        """
+        """Decode the outcome of each block, and fill the containers that were saved before the blocks ran."""
 
         def resolve(reference: tuple[str, ...]) -> Any:
             kind, name = reference
@@ -140,5 +126,4 @@ class SentTrace(TraceRequests):
         return read_outcomes(data, self._saved, resolve=resolve, policy=_HOME, device=device, fills=fills)
 
     def assign_saved(self, outcomes: Sequence[Outcome]) -> None:
-        """Assign the saved values to the user's variables; see ``outcomes.assign_saved``."""
         assign_saved(self._parts, outcomes)

@@ -1,9 +1,4 @@
-"""Routing of results to their requests in the API process.
-
-vLLM's output processor converts engine outputs to request outputs. Just before that, the router takes the
-payloads out of them and passes each to the collector of its choice. Requests are identified by this project's
-own keys, never by vLLM's request ids, which vLLM rewrites.
-"""
+"""Routing of results to their requests, by this project's own keys: vLLM rewrites its request ids."""
 
 from __future__ import annotations
 
@@ -17,18 +12,11 @@ from nnsight_engine.plans.request_plan import RequestPlan
 
 
 class ResultRouter:
-    """Routes payloads to collectors.
-
-    Args:
-        spec: The model's description.
-    """
-
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
         self._collectors: dict[str, list[RequestCollector]] = {}
 
     def __len__(self) -> int:
-        """Return the number of open requests."""
         return len(self._collectors)
 
     def open(
@@ -53,7 +41,6 @@ class ResultRouter:
         self._collectors.pop(key, None)
 
     def deliver(self, payload: Any, choice: int) -> None:
-        """Pass a request's results to the collector of their choice."""
         collectors = self._collectors.get(payload["key"])
         if collectors is not None:
             collectors[choice].add(Payload.decode(payload["data"]))

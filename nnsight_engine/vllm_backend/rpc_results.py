@@ -1,5 +1,3 @@
-"""Reduction of the results of all vLLM workers to one."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

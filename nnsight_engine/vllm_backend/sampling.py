@@ -1,5 +1,3 @@
-"""Conversion of a request's sampling parameters to vLLM's."""
-
 from __future__ import annotations
 
 import difflib
@@ -15,16 +13,7 @@ _NAMES: Final = tuple(name for name in SamplingParams.__struct_fields__ if not n
 
 
 def sampling_params(request: Request, shared: Mapping[str, Any]) -> SamplingParams:
-    """Return a request's sampling parameters, as a new object.
-
-    Args:
-        request: The request.
-        shared: The trace's parameters, which the request's own override.
-
-    Raises:
-        TypeError: A parameter is unknown, or would have no effect.
-        VLLMValidationError: vLLM rejects a value.
-    """
+    """Return a request's sampling parameters as a new object; raise TypeError or VLLMValidationError."""
     params, named = request.sampling_over(shared)
     _refuse_unknown(named)
     if params is None:

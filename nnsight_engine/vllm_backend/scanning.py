@@ -1,9 +1,4 @@
-"""Scans on vLLM: shapes of all values of a request, without their data.
-
-Local scans run on fake tensors. vLLM's kernels need real tensors, so the block runs with a real request, of
-one token unless more are requested. Its writes affect only that request, whose keys and values are not shared
-with others. The results have shapes but no data.
-"""
+"""Scans on vLLM: shapes of all values without their data, of a real request, as vLLM needs real tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +15,6 @@ class RequestScanner(RequestTracer):
     """``with model.scan(prompt):`` on ``VLLM``; afterwards envoys return values without data."""
 
     def _run_model(self) -> Any:
-        """Run the blocks for shapes, and store the shapes of the first block's request on the envoys."""
         trace = SentTrace(self, Purpose.SCAN)
         outcomes, outputs = self._send(trace)
         trace.assign_saved(outcomes)

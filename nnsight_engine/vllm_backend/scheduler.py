@@ -1,9 +1,7 @@
 """The scheduler class that vLLM loads by name: sends each step's results with the outputs they belong to.
 
-The worker's records reach the scheduler with the runner's output. They wait here until an output leaves for
-their request, and travel inside it. A request that the worker reports as failed is finished with an error,
-and its blocks are evicted from the prefix cache, since no other request may use keys and values that lack a
-write. The state of a request is released when it ends, however it ends.
+A request that failed is finished with an error, and its blocks are evicted from the prefix cache, since no
+other request may use keys and values that lack a write. The state of a request is released however it ends.
 """
 
 from __future__ import annotations
@@ -51,19 +49,12 @@ _POOLED_NOTHING: Final = torch.empty(0)
 
 @dataclasses.dataclass(slots=True)
 class RequestGroup:
-    """The requests of one trace, which start only when all of them have arrived.
-
-    Attributes:
-        missing: For each block with outstanding requests, how many are outstanding; None if none has arrived
-            and the number is unknown.
-        members: Ids of the requests that have arrived.
-    """
+    """The requests of one trace, which start together; ``missing`` has None for an unknown number."""
 
     missing: dict[int, int | None]
     members: list[str]
 
     def join(self, request_id: str, entry: TraceEntry) -> None:
-        """Record the arrival of a request of the group; each choice is a request of its own."""
         self.members.append(request_id)
         if entry.index in self.missing:
             left = (self.missing[entry.index] or entry.num_choices) - 1
@@ -74,10 +65,7 @@ class RequestGroup:
 
 
 class InterventionScheduler(DraftScheduler):
-    """vLLM's scheduler with the results and failures of interventions."""
-
     def __new__(cls, vllm_config: VllmConfig, *_args: Any, **_kwargs: Any) -> Self:
-        """Return a scheduler of the kind that the configuration asks for."""
         is_asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
         bases = (cls, AsyncScheduler) if is_asynchronous and not issubclass(cls, AsyncScheduler) else (cls,)
         kind = type(f"Async{cls.__name__}", bases, {}) if len(bases) > 1 else cls
@@ -139,7 +127,7 @@ class InterventionScheduler(DraftScheduler):
         super().add_request(request)
 
     def _gather(self, request: Request) -> None:
-        """Register a request of a trace with several requests.
+        """Register a request of a trace with several.
 
         They must start together, because their blocks may wait for each other.
         """
@@ -153,7 +141,6 @@ class InterventionScheduler(DraftScheduler):
         self._groups.setdefault(entry.key, new).join(request.request_id, entry)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Schedule a step, without the requests that wait for their blocks and those of resting tenants."""
         held = self._waiting.union(self._all_throttled()) if self._throttled else self._waiting
         if self._traced and self._in_flight and self.scheduler_config.async_scheduling:
             held = held.union(self._traced_in_flight())
@@ -207,8 +194,8 @@ class InterventionScheduler(DraftScheduler):
     def _may_follow(self, request: Request) -> bool:
         """Return whether a traced request's next step may be planned before the one under way has ended.
 
-        A step without a sandboxed block is undone. If it has one generated position, then the next one, which
-        was planned as the position behind, computes it again, unless the request is preempted in between.
+        A step without a sandboxed block is undone. If it has one generated position, then the next step
+        computes it again, unless the request is preempted in between.
         """
         if request.request_id in self._stepwise:
             return False
@@ -218,7 +205,6 @@ class InterventionScheduler(DraftScheduler):
         return is_generating and request.num_in_flight_tokens == 1 and self._has_free_blocks()
 
     def _has_free_blocks(self) -> bool:
-        """Return whether the next step surely preempts nobody."""
         most = 2 * len(self.running) + self.max_num_scheduled_tokens // self.block_size
         num_groups = len(self.kv_cache_config.kv_cache_groups)
         return bool(self.kv_cache_manager.block_pool.get_num_free_blocks() >= num_groups * most)
@@ -228,18 +214,15 @@ class InterventionScheduler(DraftScheduler):
         return _sandbox_of(request) is None or not request.num_in_flight_tokens
 
     def _all_throttled(self) -> list[str]:
-        """Return the requests of resting tenants, whose sandboxed code has delayed other tenants."""
         return [one.request_id for one in self.requests.values() if _sandbox_of(one) in self._throttled]
 
     @contextlib.contextmanager
     def _without(self, request_ids: Collection[str]) -> Iterator[None]:
-        """Remove requests from the queues for one step."""
         held = [request for request in self.running if request.request_id in request_ids]
         with self.without_running(held), self.held_back(lambda request: request.request_id in request_ids):
             yield
 
     def schedule_all(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Schedule a step; prompts that stay whole, if they fit into one step, are not split over several."""
         if not self.waiting:  # no request to hold back
             return super().schedule_all(*args, **kwargs)
         before = list(self.waiting) if self._whole or self._groups else []
@@ -251,11 +234,7 @@ class InterventionScheduler(DraftScheduler):
         return output
 
     def needs_single_step(self, request: Request) -> bool:
-        """Return whether the prompt must be computed in a single step.
-
-        In addition to vLLM's own cases, this holds for prompts that are traced or averaged, if they fit into
-        one step.
-        """
+        """Return whether the prompt stays whole, as traced or averaged ones do that fit into one step."""
         return self._stays_whole(request) or super().needs_single_step(request)
 
     def _stays_whole(self, request: Request) -> bool:
@@ -269,10 +248,7 @@ class InterventionScheduler(DraftScheduler):
         encoder_compute_budget: int,
         shift_computed_tokens: int = 0,
     ) -> Any:
-        """Return the images of a request to encode in this step, and how much of its prompt that leaves.
-
-        A prompt that stays whole waits rather than being split at an image without room.
-        """
+        """Return the images to encode; a prompt that stays whole waits rather than being split at one."""
         found = super()._try_schedule_encoder_inputs(
             request, num_computed_tokens, num_new_tokens, encoder_compute_budget, shift_computed_tokens
         )
@@ -280,12 +256,10 @@ class InterventionScheduler(DraftScheduler):
         return ([], 0, encoder_compute_budget, [], []) if is_split else found
 
     def group_members(self, request: Request) -> Collection[str]:
-        """Return the ids of the requests of the same trace, whose blocks may wait for each other."""
         groups = (group for group in self._groups.values() if request.request_id in group.members)
         return next((group.members for group in groups), ())
 
     def _hold_groups(self) -> list[Request]:
-        """Remove and return waiting requests of traces of which other requests have not arrived yet."""
         for key in [
             key for key, group in self._groups.items() if self.requests.keys().isdisjoint(group.members)
         ]:
@@ -296,10 +270,9 @@ class InterventionScheduler(DraftScheduler):
         return held
 
     def _hold_back(self) -> list[Request]:
-        """Remove the first whole prompt that does not fit into the rest of the step, and all behind it.
+        """Remove and return the first whole prompt without room, and all behind it.
 
-        The requests behind it must wait as well: otherwise they could overtake it in every step. Returns the
-        removed requests.
+        The requests behind it must wait as well: otherwise they could overtake it in every step.
         """
         self._whole &= self.requests.keys()
         limit = self.longest_whole_prompt
@@ -321,7 +294,6 @@ class InterventionScheduler(DraftScheduler):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
-        """Finish requests from outside a step, and release their state."""
         if isinstance(request_ids, str):
             request_ids = [request_ids]
         elif request_ids is not None:
@@ -338,7 +310,6 @@ class InterventionScheduler(DraftScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Process the step's results, and send them with the outputs that leave."""
         results = detach_results(model_runner_output)
         # Before the outputs: later, failed requests may no longer hold their blocks.
         spoiled = set() if results is None else self._shared.evict(results.failures)
@@ -390,7 +361,6 @@ class InterventionScheduler(DraftScheduler):
             self._throttled = results.throttled
 
     def _undo(self, request_id: str, num_tokens: int) -> None:
-        """Make the request's rows of the step that has just ended be computed again."""
         request = self.requests.get(request_id)
         if request is None or request.status is not RequestStatus.RUNNING:
             return
@@ -405,7 +375,6 @@ class InterventionScheduler(DraftScheduler):
         self._preempt_request(request, time.monotonic())
 
     def num_pending(self) -> int:
-        """Return the number of requests with results waiting to be sent."""
         return len(self._outbox)
 
     def _attach(self, outputs: dict[int, EngineCoreOutputs]) -> None:
@@ -470,11 +439,7 @@ class InterventionScheduler(DraftScheduler):
 
 
 def _own_images(request: Request) -> list[Any]:
-    """Return a request's media with names of its own in the encoder's cache.
-
-    So they are encoded for this request, with its operations, and for no other. Media that cannot be encoded,
-    since they came without content, keep their names.
-    """
+    """Return media with names of their own in the encoder's cache, unless they came without content."""
     return [
         feature
         if feature.data is None
@@ -484,12 +449,11 @@ def _own_images(request: Request) -> list[Any]:
 
 
 def _sandbox_of(request: Request) -> str | None:
-    """Return the tenant in whose sandbox the request's code runs, see ``TraceEntry``; None if in none."""
+    """Return the tenant in whose sandbox the request's code runs; None if in none."""
     entry = entry_of(request.sampling_params, TRACE_KEY)
     sandbox_of = entry.get("sandbox_of") if isinstance(entry, dict) else None
     return sandbox_of if isinstance(sandbox_of, str) else None
 
 
 def _send(output: EngineCoreOutput, message: dict[str, Any]) -> None:
-    """Add a payload to an output, keeping the payloads it has."""
     output.kv_transfer_params = {**(output.kv_transfer_params or {}), **message}

@@ -1,12 +1,8 @@
-"""Engine time used by each tenant, and the maximum length of a step while several tenants are active.
+"""Engine time used by each tenant (*sender*), and the maximum length of a step while several are active.
 
-This module only computes numbers; ``FairScheduler`` reads them at each step and acts on them. A sender is a
-tenant. It counts from its first request until ``window_s`` after its last. The seconds of a step are charged
-to the senders whose tokens it computed, in proportion to the tokens. Each sender's level falls as time
-passes, by a share of 1/n of that time with n senders, 1/2 at most. A sender whose level reaches ``_HEAVY_S``
-has recently used more than its share and is *heavy*; the others are *light*. So with two senders, one that
-keeps the engine busy for less than half of the time stays light. With only one sender the numbers are not
-used.
+A step's seconds are charged in proportion to tokens. With n senders, a level falls by 1/n of the time that
+passes, 1/2 at most. At ``_HEAVY_S`` a sender is *heavy*: one that keeps the engine busy for less than its
+share is not.
 """
 
 from __future__ import annotations
@@ -39,11 +35,7 @@ _STEPS_PER_ESTIMATE: Final = 32
 
 
 class StepTimes:
-    """Recent durations of steps by number of tokens, in size classes that are powers of two.
-
-    Args:
-        factor: Maximum duration of a short step, as a multiple of the shortest step's.
-    """
+    """Recent durations of steps, in size classes that are powers of two of their numbers of tokens."""
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
@@ -52,7 +44,6 @@ class StepTimes:
         self._steps_until_estimate = 0
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Record a step."""
         size = num_tokens.bit_length()
         if size not in self._seen:
             self._seen[size] = deque(maxlen=_MAX_SAMPLES)
@@ -61,7 +52,6 @@ class StepTimes:
 
     @property
     def short(self) -> int:
-        """The number of tokens of a short step; estimated again after every ``_STEPS_PER_ESTIMATE`` steps."""
         if self._steps_until_estimate <= 0:
             self._short, self._steps_until_estimate = self._estimate(), _STEPS_PER_ESTIMATE
         return self._short
@@ -85,14 +75,7 @@ class StepTimes:
 
 
 class _Sender:
-    """A tenant that sends requests.
-
-    Attributes:
-        level_s: Seconds of engine time used beyond the sender's share, as of ``counted_at``.
-        counted_at: Time of the last update of ``level_s``.
-        is_heavy: Whether the sender was heavy at the last check.
-        seen_at: Time at which the sender last had a request.
-    """
+    """A tenant that sends requests; ``level_s`` is engine time beyond its share, as of ``counted_at``."""
 
     __slots__ = ("counted_at", "is_heavy", "level_s", "seen_at")
 
@@ -102,13 +85,7 @@ class _Sender:
 
 
 class SenderUsage:
-    """The senders of one engine.
-
-    Args:
-        window_s: Seconds for which a sender without requests still counts; 0 turns sharing off.
-        step_factor: See ``StepTimes``.
-        clock: Returns seconds.
-    """
+    """The senders of one engine, for ``window_s`` seconds after their last request; 0 turns sharing off."""
 
     def __init__(
         self, window_s: float, step_factor: float, clock: Callable[[], float] = time.monotonic
@@ -119,7 +96,6 @@ class SenderUsage:
         self.times = StepTimes(step_factor)
 
     def __len__(self) -> int:
-        """Return the number of senders."""
         return len(self._senders)
 
     def arrive(self, sender: str) -> None:
@@ -133,11 +109,7 @@ class SenderUsage:
             known.seen_at = self._clock()
 
     def keep(self, busy: Set[str]) -> None:
-        """Remove senders that have had no request for ``window_s``.
-
-        Args:
-            busy: The senders that have requests now.
-        """
+        """Remove senders that have had no request for ``window_s``; those in ``busy`` have some now."""
         moment = self._clock()
         for name, sender in list(self._senders.items()):
             if name in busy:
@@ -146,7 +118,6 @@ class SenderUsage:
                 del self._senders[name]
 
     def light_senders(self) -> frozenset[str]:
-        """Return the senders that have not used more than their share."""
         moment = self._clock()
         for sender in self._senders.values():
             enough = _LIGHT_S if sender.is_heavy else _HEAVY_S
@@ -154,14 +125,12 @@ class SenderUsage:
         return frozenset(name for name, sender in self._senders.items() if not sender.is_heavy)
 
     def charge(self, tokens: Mapping[str, int], seconds: float) -> None:
-        """Charge a step that has just ended to its senders, in proportion to their tokens."""
         moment, total = self._clock(), sum(tokens.values())
         for name, num_tokens in tokens.items():
             if name in self._senders:
                 self._add(self._senders[name], moment, seconds * num_tokens / total)
 
     def all_to_one(self) -> dict[str, int]:
-        """Return the ``tokens`` argument of ``charge`` for a step of the only sender."""
         return dict.fromkeys(self._senders, 1)
 
     def _add(self, sender: _Sender, moment: float, seconds: float) -> None:
@@ -169,7 +138,6 @@ class SenderUsage:
         sender.counted_at = moment
 
     def _level_s(self, sender: _Sender, moment: float) -> float:
-        """Return the sender's level now; it falls while the engine is idle or works for others."""
         passed_s = max(0.0, moment - sender.counted_at)
         return max(0.0, sender.level_s - passed_s / max(2, len(self._senders)))
 

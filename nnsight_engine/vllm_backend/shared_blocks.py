@@ -1,9 +1,8 @@
 """Blocks of the prefix cache that lack a write, and the requests that share them.
 
-Hazard: vLLM publishes a block in the prefix cache when it schedules it. If a write then fails, requests with
-equal writes may hold keys and values without it. Safeguard: the blocks of a failed request are evicted, and
-the requests that share them fail as well. A request may end while steps with it are under way; its published
-blocks are remembered until these have ended.
+vLLM publishes a block when it schedules it. If a write then fails, requests with equal writes may hold keys
+and values without it: the blocks are evicted, and these requests fail as well, also after the writer has
+ended.
 """
 
 from __future__ import annotations
@@ -23,45 +22,26 @@ _MESSAGE: Final = "the keys and values it shared with a failed request are incom
 
 @dataclasses.dataclass(slots=True)
 class EndedWriter:
-    """A request with writes that has ended while steps with it were under way, of which any may still fail.
-
-    Attributes:
-        hashes: Its blocks in the prefix cache, with the hashes of their contents. A block with another hash
-            belongs to other requests by now.
-        num_steps: Number of steps under way.
-    """
+    """A request that ended with steps under way, any of which may fail; ``hashes`` tell reused blocks."""
 
     hashes: dict[int, Any]
     num_steps: int
 
 
 class SharedBlocks:
-    """The blocks that requests with writes share.
-
-    Args:
-        manager: The scheduler's KV cache manager.
-    """
-
     def __init__(self, manager: KVCacheManager) -> None:
         self._manager = manager
         self._writers: set[str] = set()
         self._ended: dict[str, EndedWriter] = {}
 
     def add(self, request_id: str) -> None:
-        """Register a request with writes."""
         self._writers.add(request_id)
 
     def discard(self, request_id: str) -> None:
-        """Forget a request that has ended."""
         self._writers.discard(request_id)
 
     def keep(self, request_ids: Iterable[str] | None, num_steps: int) -> None:
-        """Remember the blocks of requests that are about to be released.
-
-        Args:
-            request_ids: The requests; None for all.
-            num_steps: Number of steps under way.
-        """
+        """Remember the blocks of requests about to be released (None: of all) while steps are under way."""
         if not num_steps:
             return
         for request_id in self._writers if request_ids is None else self._writers.intersection(request_ids):
@@ -71,18 +51,13 @@ class SharedBlocks:
                 self._ended[request_id] = EndedWriter(cached, num_steps)
 
     def end_step(self) -> None:
-        """Count a step, and forget the blocks of requests of which no step is under way any more."""
         for request_id, one in list(self._ended.items()):
             one.num_steps -= 1
             if one.num_steps <= 0:
                 del self._ended[request_id]
 
     def evict(self, failures: dict[str, Failure]) -> set[int]:
-        """Evict the blocks of failed requests; return them.
-
-        Args:
-            failures: The failures of a step; those of requests that share blocks are added.
-        """
+        """Evict and return the blocks of failed requests; adds the failures of requests that share them."""
         self._fail_sharers(failures)
         spoiled = {block for request_id in failures for block in self._blocks(request_id)}
         if spoiled:
@@ -92,10 +67,6 @@ class SharedBlocks:
         return spoiled
 
     def _fail_sharers(self, failures: dict[str, Failure]) -> None:
-        """Also fail requests that share blocks with a request whose writes did not all take place.
-
-        Requests share blocks only if their writes are equal.
-        """
         spoiled = [
             request_id
             for request_id, failure in failures.items()
@@ -117,5 +88,4 @@ class SharedBlocks:
         return {block for group in self._manager.get_block_ids(request_id) for block in group}
 
     def _hash_of(self, block: int) -> Any:
-        """Return the hash under which the prefix cache has a block; None if it has not."""
         return self._manager.block_pool.blocks[block].block_hash

@@ -1,8 +1,6 @@
 """Transfer of large results from a worker to the server, as files in memory if both are on one machine.
 
-vLLM's RPC copies results between processes several times, at about 300 MB per second. Instead a worker writes
-a file; the server maps it and unlinks it, and its memory is freed with the last reader. A worker that cannot
-write the file for any reason (on another machine, out of memory) returns the bytes over RPC.
+vLLM's RPC copies at about 300 MB per second; it is used if the file cannot be written for any reason.
 """
 
 from __future__ import annotations
@@ -23,18 +21,12 @@ LARGE_BYTES: Final = 2**20
 
 
 class SharedMemoryResults:
-    """The server's side of the transfer.
-
-    Args:
-        folder: Folder of the files, on a file system in memory; used by this server only.
-    """
+    """The server's side of the transfer; no other server uses ``folder``, on a file system in memory."""
 
     def __init__(self, folder: Path) -> None:
-        """Use ``folder``, which must exist."""
         self._folder = folder
 
     def path(self, key: str) -> str:
-        """Return the path to which a worker writes the results of a trace, if they are large."""
         return str(self._folder / hashlib.sha256(key.encode()).hexdigest())
 
     def take(self, key: str) -> memoryview:

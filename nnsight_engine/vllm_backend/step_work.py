@@ -1,5 +1,3 @@
-"""The share of a step that operations may take: prompts with much work are cut into more chunks."""
-
 from __future__ import annotations
 
 import itertools
@@ -10,13 +8,7 @@ from nnsight_engine.plans.work import MAX_WEIGHTS, WorkByPosition
 
 
 class StepWork:
-    """Bounds the work of all operations in one step, see ``plans.work``.
-
-    Requests that got no position in a step are the first in the next one.
-
-    Attributes:
-        limit: The most work of this step; a single position may exceed it.
-    """
+    """Bounds the work of operations in a step, but for one position; requests without any are the next."""
 
     def __init__(self) -> None:
         self.limit = 0.0
@@ -26,11 +18,9 @@ class StepWork:
         self._skipped: set[str] = set()
 
     def __bool__(self) -> bool:
-        """Return whether any live request has work that counts."""
         return bool(self._of)
 
     def __contains__(self, request_id: str) -> bool:
-        """Return whether a request has work that counts."""
         return request_id in self._of
 
     def add(self, request_id: str, plan: RequestPlan, prompt_ids: Iterable[int]) -> None:
@@ -43,30 +33,20 @@ class StepWork:
         return request_id in self._of and self._of[request_id].most > 1
 
     def discard(self, request_id: str) -> None:
-        """Remove a request that has ended."""
         self._of.pop(request_id, None)
         self._skipped.discard(request_id)
 
     def begin(self, limit: float) -> None:
-        """Start a step."""
         self.limit = limit
         self._used.clear()
         self._weights = 0.0
         self._skipped.clear()
 
     def was_skipped(self, request_id: str) -> bool:
-        """Return whether the request got no position in the last step, for its work."""
         return request_id in self._skipped
 
     def fit(self, request_id: str, start: int, num_tokens: int, *, is_whole: bool) -> int:
-        """Return how many of a request's next positions this step computes, and count their work.
-
-        Args:
-            request_id: The request.
-            start: Its first position.
-            num_tokens: The number of positions that it would compute.
-            is_whole: Whether it may not be cut.
-        """
+        """Return how many of a request's next positions this step computes, and count their work."""
         own = self._of.get(request_id)
         if own is None or not num_tokens:
             return num_tokens
@@ -88,26 +68,18 @@ class StepWork:
         return stop - start
 
     def used_by(self, request_id: str) -> float:
-        """Return the work of a request in this step."""
         return self._used.get(request_id, 0.0)
 
     @property
     def used(self) -> float:
-        """The work of all operations in this step."""
         return sum(self._used.values())
 
     @property
     def has_costly(self) -> bool:
-        """Whether requests that are costly are in this step."""
         return any(map(self.is_costly, self._used))
 
     def without_room(self, chunks: Iterable[tuple[str, int, int]], waiting: Iterable[str]) -> set[str]:
-        """Return the waiting requests with much work for which a step has no room.
-
-        Args:
-            chunks: Next chunks of running requests: their id, and from a position up to another.
-            waiting: Ids of the waiting requests.
-        """
+        """Return the waiting requests with much work without room beside the running ``chunks``."""
         own = [(self._of[name], start, stop) for name, start, stop in chunks if name in self._of]
         works = (one.between(start, stop) for one, start, stop in own)
         is_full = any(total >= self.limit for total in itertools.accumulate(works))

@@ -1,8 +1,4 @@
-"""Traces with streamed outputs: ``async for output in tracer.backend(): output.saves``.
-
-The ``with`` block only prepares the requests. They run while the caller iterates, on the engine's own loop
-(see ``engines``), and are aborted if the iteration ends early.
-"""
+"""Traces with streamed outputs, whose requests run on the engine's own loop while the caller iterates."""
 
 from __future__ import annotations
 
@@ -30,7 +26,6 @@ class StreamTracer(RequestTracer):
     sent: SentTrace | None = None
 
     def _run_model(self) -> None:
-        """Encode the requests and store them until their outputs are iterated over."""
         self.sent = SentTrace(self, streams=True)
 
 
@@ -66,11 +61,6 @@ class StreamBackend(ExecutionBackend):
 
 
 async def _streamed(engine: TraceHost, sent: SentTrace) -> AsyncGenerator[RequestOutput, None]:
-    """Run a trace on the engine's event loop, and yield its requests' outputs as they arrive.
-
-    Raises:
-        BaseException: The error of a block.
-    """
     saves = SavesSoFar()
     async with MergedRun(engine, sent) as run:
         async for event in run:
@@ -87,7 +77,6 @@ async def _streamed(engine: TraceHost, sent: SentTrace) -> AsyncGenerator[Reques
 
 
 def _saved(sent: SentTrace, data: bytes, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
-    """Return the saved values of the block whose request has ended; raises its error."""
     outcomes = sent.read(data, outputs)
     if not outcomes:
         raise LostTraceError.of(set(outputs))

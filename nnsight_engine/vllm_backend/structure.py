@@ -1,9 +1,7 @@
 """Finds the residual stream of a model of no table, and proves it by running the model.
 
-Decoders agree in one thing: a list of blocks, of which each hands its stream to the next. Which list it is,
-among which of a block's arguments and results the stream is, and in which form, is seen in a run on a few
-tokens. What was seen is then tested: at some blocks the stream is changed as a tap changes it, and the
-model's output must follow. The runs have no KV cache, so attention and recurrence return zeros.
+What a run on a few tokens shows is tested: the stream is changed as a tap changes it, and the model's output
+must follow. The runs have no KV cache, so attention and recurrence return zeros.
 """
 
 from __future__ import annotations
@@ -40,17 +38,12 @@ _RESIDUAL: Final = "residual"
 
 
 class _UnprovenError(Exception):
-    """Something does not hold; the message says what was seen."""
+    pass
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """The parts of a model.
-
-    Attributes:
-        family: The parts that were found; without blocks if the residual stream was not.
-        remarks: What was seen, one sentence each.
-    """
+    """The parts of a model; ``family`` is without blocks if the residual stream was not found."""
 
     family: EngineFamily
     remarks: tuple[str, ...]
@@ -67,14 +60,7 @@ class _Call:
 
 
 class Runs(Protocol):
-    """Runs a model on the same tokens.
-
-    Attributes:
-        model: The model, or one pipeline stage of it.
-        hidden_size: The width of its residual stream.
-        num_layers: The number of its blocks, those of other stages included.
-        is_last: Whether it has the end of the model.
-    """
+    """Runs a model or one stage of it on the same tokens; ``num_layers`` includes those of other stages."""
 
     model: nn.Module
     hidden_size: int
@@ -87,19 +73,10 @@ class Runs(Protocol):
     def noise(self, like: torch.Tensor) -> torch.Tensor:
         """Return a change of a stream, the same each time, in its shape, dtype and scale."""
 
-    def is_stream(self, value: object) -> bool:
-        """Return whether a value has the shape of the residual stream."""
+    def is_stream(self, value: object) -> bool: ...
 
 
 class ModelRuns(Runs):
-    """Runs a loaded model on a few tokens, as one step of the engine, without its KV cache.
-
-    Args:
-        model: The model as vLLM loaded it.
-        config: vLLM's configuration.
-        device: The device of the model.
-    """
-
     def __init__(self, model: nn.Module, config: VllmConfig, device: torch.device) -> None:
         self.model = model
         self._config = config
@@ -114,7 +91,6 @@ class ModelRuns(Runs):
         self._noise = torch.randn(_NUM_TOKENS, self.hidden_size, generator=generator).to(device)
 
     def output(self) -> torch.Tensor:
-        """Run the model, see ``Runs``."""
         model: Any = self.model
         inputs: dict[str, Any] = {"input_ids": self._ids, "positions": self._positions}
         with (
@@ -139,12 +115,10 @@ class ModelRuns(Runs):
         return first.reshape(-1, first.shape[-1]).clone()
 
     def noise(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a change of a stream, see ``Runs``."""
         scale = float(like.float().std()) or 1.0
         return (self._noise * scale).to(like.dtype).view(like.shape)
 
     def is_stream(self, value: object) -> bool:
-        """Return whether a value has the shape of the residual stream."""
         return (
             isinstance(value, torch.Tensor)
             and value.is_floating_point()
@@ -153,7 +127,6 @@ class ModelRuns(Runs):
 
 
 def found_family(runs: Runs) -> Found:
-    """Find the parts of a model that has no table, and prove them."""
     name = type(runs.model).__name__
     nothing = EngineFamily(NAME, (name,), layers="", final_norm="", leaves={}, kernel="")
     try:
@@ -177,11 +150,7 @@ def found_family(runs: Runs) -> Found:
 
 
 def _seen(runs: Runs) -> tuple[str, list[_Call], tuple[str, torch.Tensor] | None, torch.Tensor]:
-    """Run the model; return the path of the blocks, their calls, the module that ends it, and its output.
-
-    Raises:
-        _UnprovenError: No list of blocks was called in order.
-    """
+    """Return the path of the blocks, their calls, the module that ends the model, and the model's output."""
     model = runs.model
     paths = {id(module): path for path, module in model.named_modules()}
     stacks = {path: [*module] for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
@@ -235,11 +204,6 @@ def _called_in_order(stack: Sequence[nn.Module], calls: Sequence[_Call]) -> list
 
 
 def _stream_of(family: EngineFamily, calls: Sequence[_Call]) -> EngineFamily:
-    """Return the family with the form of the stream between blocks.
-
-    Raises:
-        _UnprovenError: A block's result is not what the next one receives.
-    """
     first = calls[0]
     # A pipeline stage may hold a single block, which then shows its first argument only.
     key = _received(first.outputs[0], calls[1], family.layers) if len(calls) > 1 else next(iter(first.inputs))
@@ -261,7 +225,6 @@ def _stream_of(family: EngineFamily, calls: Sequence[_Call]) -> EngineFamily:
 
 
 def _received(output: torch.Tensor | None, following: _Call, layers: str) -> int | str:
-    """Return the argument in which a block receives what the one before it returned."""
     for key, value in following.inputs.items():
         if output is not None and torch.equal(value, output):
             return key
@@ -312,11 +275,7 @@ def _proven(
 
 
 def _norm_of(family: EngineFamily, runs: Runs, last: _Call, end: tuple[str, torch.Tensor] | None) -> str:
-    """Return the path of the final norm.
-
-    Raises:
-        _UnprovenError: The module that ends the model is no function of the last block's output.
-    """
+    """Return the final norm; raise _UnprovenError if it is no function of the last block's output."""
     if not runs.is_last:
         return ""
     if end is None:
@@ -341,8 +300,6 @@ def _is_same(value: torch.Tensor, other: torch.Tensor, effect: float) -> bool:
 
 @contextlib.contextmanager
 def _replaced(block: nn.Module, change: Callable[[torch.Tensor, Any], tuple[Any, Any]]) -> Iterator[None]:
-    """Change what a block returns."""
-
     def after(_module: nn.Module, _args: Any, output: Any) -> Any:
         if not isinstance(output, tuple):
             return change(output, None)[0]
@@ -358,8 +315,6 @@ def _replaced(block: nn.Module, change: Callable[[torch.Tensor, Any], tuple[Any,
 
 @contextlib.contextmanager
 def _changed_input(block: nn.Module, family: EngineFamily, runs: Runs) -> Iterator[None]:
-    """Change the stream that the first block receives, in place."""
-
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = family.hidden_of(args, kwargs)
         hidden.add_(runs.noise(hidden))

@@ -1,12 +1,8 @@
-"""Taps: opaque operators on the residual stream, present in every decoder layer from load time on.
+"""Taps: opaque operators on the residual stream, before the first decoder layer and after each.
 
-One tap is at the end of each decoder layer, and one at the start of the first. To the compiler a tap is an
-operator that only mutates its arguments, so it stays in the compiled step. Its implementation looks up the
-operations of the step at that tap and returns at once if there are none. Taps must be installed after the
-weights are loaded and before anything is compiled.
-
-The step's operations are stored in vLLM's forward context, so that several engines in one process do not
-interfere.
+To the compiler a tap only mutates its arguments, so it stays in the compiled step. Taps must be installed
+after the weights are loaded and before anything is compiled. Operations are stored in vLLM's forward context,
+so that several engines in one process do not interfere.
 """
 
 from __future__ import annotations
@@ -35,23 +31,14 @@ _LIBRARY: Final = torch.library.Library("nnsight_engine", "FRAGMENT")
 
 
 class TapWork(Protocol):
-    """What taps find in the forward context."""
-
     def is_busy(self, tap: int) -> bool:
-        """Return whether a tap may have work."""
+        """Return whether a tap may have work; checked at each tap of each step, and mostly false."""
 
-    def at(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Do it."""
+    def at(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None: ...
 
 
 class TapStep:
-    """The operations of one step at the taps.
-
-    Args:
-        plan: The plan of the declarative requests; None for none.
-        dispatcher: Connects the blocks of traced requests with the model; None if the step has no blocks.
-        returns_none: Whether layers return ``(stream, None)``, which blocks then see.
-    """
+    """The operations of a step at the taps; with ``returns_none``, layers return ``(stream, None)``."""
 
     __slots__ = ("_dispatcher", "_plan", "_planned", "_returns_none", "_served")
 
@@ -65,7 +52,6 @@ class TapStep:
         self._served = dispatcher if dispatcher is not None and dispatcher.route is not None else None
 
     def is_busy(self, tap: int) -> bool:
-        """Return whether a tap may have work; checked at each tap of each step, and mostly false."""
         return tap in self._planned or (self._served is not None and tap >= self._served.next_tap)
 
     def is_models_own(self) -> bool:
@@ -106,12 +92,10 @@ def rows_of(value: torch.Tensor) -> torch.Tensor:
     return value if value.ndim == len(("tokens", "width")) else value.flatten(0, -2)
 
 
-def _tap_pair_fake(hidden: torch.Tensor, residual: torch.Tensor, tap: int) -> None:
-    """Fake implementation for graph tracing: does nothing."""
+def _tap_pair_fake(hidden: torch.Tensor, residual: torch.Tensor, tap: int) -> None: ...
 
 
-def _tap_single_fake(hidden: torch.Tensor, tap: int) -> None:
-    """Fake implementation for graph tracing: does nothing."""
+def _tap_single_fake(hidden: torch.Tensor, tap: int) -> None: ...
 
 
 direct_register_custom_op(
@@ -131,13 +115,7 @@ direct_register_custom_op(
 
 
 def install_taps(layers: Sequence[nn.Module], family: EngineFamily, taps: Collection[int]) -> None:
-    """Install taps after layers, and before the first layer.
-
-    Args:
-        layers: The decoder layers, in order.
-        family: The form of the residual stream.
-        taps: Numbers of the taps to install: 0 before the first layer, i + 1 after layer i.
-    """
+    """Install taps: 0 before the first of the decoder layers, i + 1 after layer i."""
     for index, layer in enumerate(layers):
         if index + 1 in taps:
             layer.forward = _tapped(layer.forward, index)
@@ -156,14 +134,7 @@ def drop_unused_residuals(layers: Sequence[nn.Module]) -> None:
 def untapped(
     layers: Sequence[nn.Module], family: EngineFamily, taps: Collection[int], step: TapStep
 ) -> Iterator[None]:
-    """Run the plan at residual points without installed taps, by hooks, during one uncompiled forward pass.
-
-    Args:
-        layers: The decoder layers, in order.
-        family: The form of the residual stream.
-        taps: Numbers of the missing taps.
-        step: The step's operations.
-    """
+    """Run the plan at residual points without taps, by hooks, during one uncompiled forward pass."""
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if step.is_models_own():

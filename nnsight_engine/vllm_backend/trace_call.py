@@ -1,8 +1,4 @@
-"""An API call whose ``interventions`` are a trace: its block runs together with each of the prompts.
-
-The engine starts each
-prompt here, as a trace of one request. The answer's chunks and choices take their results from here.
-"""
+"""An API call whose ``interventions`` are a trace: its block runs together with each of the prompts."""
 
 from __future__ import annotations
 
@@ -41,18 +37,13 @@ _MAX_BYTES: Final = 4 * 2**30
 
 
 class HeldSlot(Protocol):
-    """A slot for one of the prompts that may run at the same time."""
-
-    async def wait_granted(self) -> None:
-        """Wait for the slot."""
+    async def wait_granted(self) -> None: ...
 
     def release(self) -> None:
         """Release the slot, or stop waiting for it; idempotent."""
 
 
 class _NoSlot:
-    """The slot of a prompt when the number of prompts is not limited."""
-
     async def wait_granted(self) -> None:
         pass
 
@@ -61,22 +52,7 @@ class _NoSlot:
 
 
 class TracedPrompt(TraceRun):
-    """One prompt of the call: a trace of one request.
-
-    Args:
-        call: The call.
-        engine: Runs the request.
-        prompt: vLLM's prompt.
-        params: The prompt's sampling parameters.
-        request_id: The prompt's id, which clients may have sent several times.
-        adapter: The prompt's LoRA adapter, if any.
-
-    Attributes:
-        choices: One ``ChoiceValues`` for each of the prompt's choices.
-        slot: The prompt's slot, released when the worker has dropped the trace.
-        tier: How its steps ran, once it is over.
-        images: The positions of each of the prompt's images.
-    """
+    """One prompt: a trace of one request, whose slot is released when the worker has dropped it."""
 
     def __init__(
         self,
@@ -104,11 +80,7 @@ class TracedPrompt(TraceRun):
         self._call = call
 
     async def outputs(self, **options: Any) -> AsyncGenerator[RequestOutput, None]:
-        """Run the request and yield its outputs, the last one once the results of its block are read.
-
-        Raises:
-            ApiError: The block failed, or its results cannot be read.
-        """
+        """Yield the outputs, the last one once the block's results are read; raise ApiError if it failed."""
         await self.slot.wait_granted()
         await self.begin()
         outputs = self.start(0, **options)
@@ -128,14 +100,12 @@ class TracedPrompt(TraceRun):
             await outputs.aclose()
 
     async def end(self) -> None:
-        """End the trace, and release the slot once the engine has dropped it."""
         try:
             await super().end()
         finally:
             self.slot.release()
 
     def add_event(self, event: TraceEvent) -> None:
-        """Store an event until the next chunk of its choice."""
         self.share.add(self.choices[event.choice].add_event(event))
 
     def drop_events(self, _error: SlowReaderError) -> None:
@@ -144,11 +114,7 @@ class TracedPrompt(TraceRun):
             choice.drop()
 
     async def take_deltas(self, choice: ChoiceValues) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the data of a choice that is new since the last call.
-
-        Raises:
-            ApiError: ``trace_failed``: the data cannot be decoded.
-        """
+        """Return the new data of a choice; raise ApiError (``trace_failed``) if it cannot be decoded."""
         num_bytes = choice.num_pending
         self.share.take(num_bytes)
         unread = choice.take_unread()
@@ -169,11 +135,7 @@ class TracedPrompt(TraceRun):
             ) from error
 
     def read_results(self, finished: FinishedTrace) -> None:
-        """Decode the results of the block into the choices; may be slow, so it is called on a thread.
-
-        Raises:
-            ApiError: The block failed, or the worker returned no results.
-        """
+        """Decode the results of the block, on a thread since it may be slow; raise ApiError if it failed."""
         with self._reading():
             blocks = read_results(finished.data, finished.results, len(self.choices))
         for block in blocks:
@@ -196,21 +158,10 @@ class TracedPrompt(TraceRun):
 
 
 class TraceCall:
-    """A call with a trace.
+    """A call with a trace, limited in requests (choices of all prompts) and in saved bytes of one choice.
 
-    Args:
-        data: The encoded block, see ``request_code``.
-        name: Key of the result.
-        param: Location of the operation in the request, for errors.
-        filename: File name of the code in tracebacks.
-        streams: Whether the answer is streamed.
-        max_requests: Limit on the number of requests (choices of all prompts).
-        max_bytes: Limit on the saved values of one choice.
-        sandbox_of: The tenant in whose sandbox the block runs; None to run it in the worker, as trusted code.
-
-    Attributes:
-        slot: Requests a slot for one prompt; raises ApiError if too many are waiting. The default does not
-            limit the number of prompts.
+    ``sandbox_of`` is the tenant in whose sandbox the block runs; None to run it in the worker, as trusted
+    code. ``slot`` requests a slot for a prompt, and raises ApiError if too many are waiting.
     """
 
     slot: Callable[[], HeldSlot] = _NoSlot
@@ -250,8 +201,8 @@ class TraceCall:
         """Return the next prompt, which waits for its slot.
 
         Raises:
-            ApiError: The call makes too many requests or streams several choices; ``queue_full`` if no slot
-                can be waited for.
+            ApiError: Too many requests, or several streamed choices; ``queue_full`` if no slot can be waited
+                for.
         """
         self._num_requests += params.n
         if self._num_requests > self._max_requests:
@@ -273,11 +224,7 @@ class TraceCall:
         return traced
 
     def close(self, run_in_background: Callable[[Coroutine[Any, Any, None]], None]) -> None:
-        """End all prompts, those that never ran included.
-
-        Args:
-            run_in_background: Runs the end of a prompt that the engine must abort.
-        """
+        """End all prompts, those that never ran included."""
         for prompt in self.prompts:
             prompt.stop_events()
             if prompt.is_running:
@@ -286,11 +233,7 @@ class TraceCall:
                 prompt.slot.release()
 
     async def take_part(self, choice: int, num_choices: int) -> CollectedResults | None:
-        """Return the results of a choice that are new since the last call, or None.
-
-        Raises:
-            ApiError: ``trace_failed``: the data cannot be decoded.
-        """
+        """Return a choice's new results, or None; raise ApiError (``trace_failed``) if they are malformed."""
         prompt, found = self._choice(choice, num_choices)
         saves, grown = await prompt.take_deltas(found)
         printed = found.take_printed()
@@ -299,18 +242,15 @@ class TraceCall:
         return CollectedResults([CollectedTrace(self._name, saves, grown, printed)], final=False)
 
     def take_final(self, choice: int, num_choices: int) -> CollectedResults:
-        """Return all that a choice has saved."""
         prompt, found = self._choice(choice, num_choices)
         result = CollectedTrace(self._name, found.saves or {}, {}, found.take_printed(), found.warnings)
         return CollectedResults([result], is_code=True, tier=prompt.tier)
 
     def images(self, choice: int, num_choices: int) -> tuple[Spans, ...]:
-        """Return the positions of each image of the prompt to which a choice of the answer belongs."""
         prompt, _ = self._choice(choice, num_choices)
         return prompt.images
 
     def failed(self, error: BlockError, *, has_begun: bool) -> ApiError:
-        """Return the API error for a block's error, or for the reason why the trace has not begun."""
         if not has_begun:
             return ApiError(ErrorCode.QUEUE_FULL, f"The trace did not begin: {error.message}", self.param)
         return ApiError(

@@ -1,8 +1,8 @@
 """The results and deltas of a block of the operation ``trace``, decoded and converted to JSON types.
 
-Hazard: the bytes decoded here may come from a sandbox process that runs untrusted code. They are decoded as
-data only, uncompressed, with limits on their size, and converted to fixed types. Bytes that cannot be decoded
-raise an exception of ``saved_deltas.MALFORMED``, which fails only the request that they belong to.
+The bytes may come from a sandbox process that runs untrusted code: they are decoded as data only,
+uncompressed, with limits on their size. Malformed ones (``saved_deltas.MALFORMED``) fail only the request
+that they belong to.
 """
 
 from __future__ import annotations
@@ -39,18 +39,13 @@ _MAX_TEXT: Final = 10_000
 
 
 class _Entry(msgspec.Struct):
-    """A line of a block's traceback."""
-
     file: str
     line: int
     source: str
 
 
 class BlockError(msgspec.Struct):
-    """The parts of an error, as ``encode_error`` encodes it, that are reported.
-
-    They are converted to fixed types, because formatting a deeply nested list may take forever.
-    """
+    """The reported parts of an error, in fixed types: formatting a deeply nested list may take forever."""
 
     name: str
     message: str
@@ -59,11 +54,7 @@ class BlockError(msgspec.Struct):
 
     @classmethod
     def of(cls, error: Any) -> BlockError:
-        """Return a decoded error, with parts of limited length.
-
-        Raises:
-            DecodeError: It is no error.
-        """
+        """Return a decoded error, with parts of limited length; raise DecodeError if it is no error."""
         if type(error) is not dict:
             raise DecodeError("its error has no parts")
         parts = {name: error[name] for name in ("name", "message") if name in error}
@@ -96,15 +87,6 @@ class BlockError(msgspec.Struct):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockResult:
-    """The result of the block of one choice.
-
-    Attributes:
-        choice: The number of the choice.
-        saves: The saved values by name.
-        warnings: Warnings for the client.
-        error: The block's error; None if it has not failed.
-    """
-
     choice: int
     saves: dict[str, Any]
     warnings: tuple[str, ...]
@@ -112,16 +94,7 @@ class BlockResult:
 
 
 def read_results(data: bytes | memoryview, results: Mapping[str, Any], num_choices: int) -> list[BlockResult]:
-    """Decode the results of a trace.
-
-    Args:
-        data: The worker's message.
-        results: The requests' results by name, for references to them.
-        num_choices: The number of choices.
-
-    Raises:
-        DecodeError: The message is malformed; so do other exceptions of ``MALFORMED``.
-    """
+    """Decode the results of a trace; raise DecodeError, or another exception of ``MALFORMED``."""
     message = decode(
         data,
         resolve=lambda reference: results.get("/".join(reference[1:])),
@@ -145,15 +118,9 @@ def _result(block: Any, num_choices: int) -> BlockResult:
 
 @dataclasses.dataclass(slots=True)
 class ChoiceValues:
-    """The events of one choice of a prompt and, once it has ended, its saved values.
+    """The events of one choice since the last chunk and, once it has ended, its saved values.
 
-    Attributes:
-        deltas: Encoded values received since the last chunk; None in place of values that were dropped.
-        num_pending: Size of ``deltas`` in bytes.
-        printed: Text printed since the last chunk.
-        reader: Merges the deltas into what is sent with a chunk.
-        saves: All saved values, once the choice has ended.
-        warnings: Warnings for the client, once the choice has ended.
+    None among the ``deltas`` is in place of values that were dropped; ``num_pending`` is their size in bytes.
     """
 
     deltas: list[bytes | None] = dataclasses.field(default_factory=list)
@@ -179,7 +146,6 @@ class ChoiceValues:
         self.num_pending = 0
 
     def take_unread(self) -> list[bytes | None]:
-        """Return the pending values; later events go to the next chunk."""
         unread, self.deltas, self.num_pending = self.deltas, [], 0
         return unread
 
@@ -204,18 +170,15 @@ class ChoiceValues:
         return plain
 
     def set_saves(self, saves: Mapping[str, Any], max_bytes: int) -> None:
-        """Store all saved values as JSON values; raises NotPlainError if JSON cannot represent one."""
         self.saves = plain_saves(saves, _tensor_result, SaveBudget(max_bytes))
 
     def take_printed(self) -> str:
-        """Return the text printed since the last chunk."""
         printed = "".join(self.printed)
         self.printed.clear()
         return printed
 
 
 def _tensor_result(value: torch.Tensor) -> TensorResult:
-    """Return a tensor as part of an answer; raises ValueError if its dtype has no representation there."""
     if value.dtype in _AS_INT64:
         value = value.to(torch.int64)
     name = _NAMES.get(value.dtype)

@@ -1,9 +1,4 @@
-"""A trace while it runs in an engine: its requests, its results, and its end.
-
-All traces on an asynchronous engine run through ``TraceRun``: those of ``VLLM(mode="async")`` and of the
-server's clients as a ``MergedRun``, and each prompt of the operation ``trace`` as a ``TracedPrompt``, see
-``trace_call``. However a trace ends, its requests are aborted and the workers drop its state.
-"""
+"""A trace while it runs; however it ends, its requests are aborted and the workers drop its state."""
 
 from __future__ import annotations
 
@@ -31,13 +26,10 @@ class FinishedTrace(NamedTuple):
     """The results of a trace that has ended.
 
     Attributes:
-        data: The encoded values that its blocks saved and the errors they raised, see ``outcomes``.
         printed: Printed text that has not been streamed yet.
         failure: One line about how a block failed; empty if none did.
         tier: How its steps ran: ``tap``, or ``eager`` if at least one of them had to run uncompiled.
-        has_begun: Whether it has begun, by the worker's own knowledge: false if there was no sandbox process
-            for it, and ``data`` has the reason.
-        results: The results of its requests, see ``results_of``.
+        has_begun: False, by the worker's own knowledge, without a sandbox process; ``data`` has the reason.
     """
 
     data: bytes | memoryview
@@ -49,52 +41,26 @@ class FinishedTrace(NamedTuple):
 
 
 class TraceHost(Protocol):
-    """What a trace needs of its engine; ``TracingAsyncLLM`` implements it.
-
-    Attributes:
-        traces: Routes the events of running blocks.
-    """
-
     traces: TraceRouter
 
     def start_request(
         self, prompt: Any, params: SamplingParams, request_id: str, **options: Any
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Start a request of a trace, and return its outputs."""
+    ) -> AsyncGenerator[RequestOutput, None]: ...
 
     async def begin_trace(self, key: str, num_requests: int, held: bytes | None) -> None:
-        """Prepare for the requests of a trace.
-
-        Args:
-            key: The trace.
-            num_requests: The number of its requests, each choice counted.
-            held: The encoded blocks, if they go to the workers ahead of the requests.
-        """
+        """Prepare for the requests of a trace; ``held`` are blocks that go to the workers ahead of them."""
 
     async def collect_trace(self, key: str, results: Mapping[str, Any], index: int) -> bytes:
         """Return the encoded results of a block whose request has ended, while the trace continues."""
 
-    async def finish_trace(self, key: str, results: dict[str, Any]) -> FinishedTrace:
-        """End a trace whose requests have ended, and return its results."""
+    async def finish_trace(self, key: str, results: dict[str, Any]) -> FinishedTrace: ...
 
     async def forget_trace(self, key: str, request_ids: Sequence[str]) -> None:
         """Abort the requests of a trace and drop its state in the engine; never raises."""
 
 
 class TraceRun(TraceListener):
-    """The run of one trace; subclasses say what happens to its blocks' events.
-
-    Args:
-        engine: Runs the requests.
-        requests: The trace's requests.
-        max_pending_bytes: Limit on the size of its blocks' unread deltas.
-
-    Attributes:
-        requests: As above.
-        gathered: The outputs of each request so far.
-        share: The size of the unread deltas, which is limited for the trace and for all traces together.
-        is_running: Whether the engine may hold state of the trace.
-    """
+    """The run of one trace; subclasses say what happens to its blocks' events."""
 
     share: UnreadShare
 
@@ -129,12 +95,10 @@ class TraceRun(TraceListener):
         )
 
     async def collect(self, index: int) -> bytes:
-        """Return the encoded results of the block of a request that has ended; the others continue."""
         results = results_of({index: self.gathered[index].output})
         return await self._engine.collect_trace(self.requests.key, results, index)
 
     async def finish(self) -> FinishedTrace:
-        """End the trace, whose requests have ended, and return its results."""
         results = results_of({index: one.output for index, one in enumerate(self.gathered)})
         finished = await self._engine.finish_trace(self.requests.key, results)
         self.is_running = False
@@ -152,17 +116,10 @@ class TraceRun(TraceListener):
 
 
 class TraceStarted(NamedTuple):
-    """The engine has received all requests of the trace."""
+    pass
 
 
 class Output(NamedTuple):
-    """An output of one of the requests.
-
-    Attributes:
-        block: The request's block.
-        output: vLLM's output.
-    """
-
     block: int
     output: RequestOutput
 
@@ -184,12 +141,9 @@ None marks the end of a request.
 class MergedRun(TraceRun):
     """A run whose outputs and events are read as one stream, ``async with run: async for event in run:``.
 
-    The requests start when the context is entered. When it is left before they have ended, they are aborted.
-    Backpressure: a slow reader delays only the outputs of its own requests. Events of its blocks are buffered
-    meanwhile, up to the limit; beyond it the stream ends with ``SlowReaderError``.
-
-    Attributes:
-        failed: The request whose error the stream has raised; None if there is none.
+    A slow reader delays only the outputs of its own requests. Events are buffered meanwhile, up to a limit;
+    beyond it the stream ends with ``SlowReaderError``. ``failed`` is the request whose error the stream has
+    raised, or None.
     """
 
     def __init__(
@@ -203,7 +157,6 @@ class MergedRun(TraceRun):
         self._queue: asyncio.Queue[_Item] = asyncio.Queue()
 
     async def __aenter__(self) -> Self:
-        """Start the requests."""
         try:
             await self.begin()
         except BaseException:
@@ -218,13 +171,11 @@ class MergedRun(TraceRun):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End the trace."""
         # In a task of its own: a caller may be cancelled again while it waits for the end, and the requests
         # must not continue in the engine.
         await asyncio.shield(asyncio.ensure_future(self.end()))
 
     async def end(self) -> None:
-        """End the requests and the trace, see ``TraceRun``."""
         self.stop_events()
         for task in self._tasks:
             task.cancel()
@@ -232,16 +183,10 @@ class MergedRun(TraceRun):
         await super().end()
 
     def __aiter__(self) -> Self:
-        """Return the stream of outputs and events."""
         return self
 
     async def __anext__(self) -> TraceStarted | TraceEvent | Output:
-        """Return the next output or event.
-
-        Raises:
-            Exception: The error of the first request that failed.
-            SlowReaderError: Too many unread bytes are pending.
-        """
+        """Return the next output or event; raise the first failed request's error, or SlowReaderError."""
         while self._num_unfinished:
             item = await self._queue.get()
             if item is None:
@@ -263,7 +208,6 @@ class MergedRun(TraceRun):
         raise StopAsyncIteration
 
     def add_event(self, event: TraceEvent) -> None:
-        """Put an event into the stream."""
         self._queue.put_nowait(event)
         self.share.add(_num_bytes(event))
 
@@ -277,7 +221,6 @@ class MergedRun(TraceRun):
         self._queue.put_nowait(_Failure(None, error))
 
     def on_arrival(self) -> None:
-        """Put the start of the trace into the stream once all requests have arrived."""
         self._num_coming -= 1
         if self._num_coming == 0:
             self._queue.put_nowait(TraceStarted())

@@ -1,8 +1,3 @@
-"""Conversions between traces and vLLM's requests: requests with trace entries, and results for blocks.
-
-``VLLM`` uses them on the client; the server for a client's message, and for the operation ``trace``.
-"""
-
 from __future__ import annotations
 
 import copy
@@ -20,18 +15,9 @@ if TYPE_CHECKING:
 
 
 class TraceRequests:
-    """The requests of one trace, one for each of its blocks.
+    """The requests of one trace, one for each block; ``held`` blocks go to the workers ahead of them.
 
-    Args:
-        key: The trace's id in the workers.
-        held: The encoded blocks, if they are sent to the workers ahead of the requests; None if each request
-            carries them.
-
-    Attributes:
-        prompts: vLLM's prompts.
-        params: The sampling parameters.
-        ids: The requests' ids, which must be unique: aborting a shared id aborts all of its requests.
-        adapters: Their LoRA adapters.
+    ``ids`` must be unique: aborting a shared id aborts all of its requests.
     """
 
     def __init__(self, key: str, held: bytes | None = None) -> None:
@@ -44,7 +30,6 @@ class TraceRequests:
 
     @property
     def num_requests(self) -> int:
-        """The number of requests in the engine, each choice counted."""
         return sum(params.n for params in self.params)
 
     def add(
@@ -57,16 +42,7 @@ class TraceRequests:
         request_id: str = "",
         adapter: LoRARequest | None = None,
     ) -> None:
-        """Add the request of the next block.
-
-        Args:
-            prompt: vLLM's prompt.
-            params: The sampling parameters, which receive the entry.
-            entry: The request's part in the trace.
-            sender: Its tenant, if the engine has several.
-            request_id: Prefix of its id.
-            adapter: Its LoRA adapter, if any.
-        """
+        """Add the next block's request; ``params`` receive the entry, ``request_id`` is its id's prefix."""
         if adapter is not None:
             entry = msgspec.structs.replace(entry, adapter=adapter.lora_int_id)
         params.extra_args = {**(params.extra_args or {}), TRACE_KEY: entry.to_plain()}
@@ -102,16 +78,11 @@ class GatheredOutput:
     output: RequestOutput
 
     def __init__(self, *, is_delta: bool) -> None:
-        """Create an empty output.
-
-        Args:
-            is_delta: Whether each output contains only what is new since the previous one.
-        """
+        """Create an empty output; with ``is_delta``, each output has only news since the one before."""
         self._is_delta = is_delta
         self._choices: dict[int, Any] = {}
 
     def add(self, output: RequestOutput) -> None:
-        """Merge the next output."""
         for choice in output.outputs:
             before = self._choices.get(choice.index)
             now = copy.copy(choice)

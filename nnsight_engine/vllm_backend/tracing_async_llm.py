@@ -1,8 +1,4 @@
-"""vLLM's asynchronous engine, extended with the requests of traces.
-
-``VLLM(mode="async")`` uses this class; the server's engine (``async_engine``) derives from it. With
-``--data-parallel-size`` it stands for several engines, each with workers of its own.
-"""
+"""vLLM's asynchronous engine with the requests of traces; several engines with ``--data-parallel-size``."""
 
 from __future__ import annotations
 
@@ -39,19 +35,11 @@ _RPC: Final = "collective_rpc"
 
 
 class TracingAsyncLLM(AsyncLLM):
-    """An ``AsyncLLM`` that runs traces, see ``TraceHost``.
-
-    Attributes:
-        traces: Routes the events of running blocks; the caller must connect it to vLLM's outputs, see
-            ``output_payloads``.
-        handover: Transfers large trace results from the workers through files in memory; None to use only
-            vLLM's RPC.
-    """
+    """An ``AsyncLLM`` that runs traces; connect ``traces`` to its outputs with ``output_payloads``."""
 
     handover: SharedMemoryResults | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Start the engine as vLLM does."""
         super().__init__(*args, **kwargs)
         cache_media_once_sent(self)
         self.traces = TraceRouter()
@@ -63,7 +51,6 @@ class TracingAsyncLLM(AsyncLLM):
 
     @property
     def num_engines(self) -> int:
-        """The number of engines."""
         num_engines: int = self.vllm_config.parallel_config.data_parallel_size
         return num_engines
 
@@ -74,29 +61,21 @@ class TracingAsyncLLM(AsyncLLM):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method on all workers of all engines, and return their results, engine by engine.
+        """Call a method on the workers of all engines; raise EngineDeadError if one dies.
 
-        vLLM's own returns those of the first engine only, and never returns if an engine dies meanwhile.
-
-        Raises:
-            EngineDeadError: An engine has died.
+        vLLM's own returns the results of the first engine only, and never returns if an engine dies
+        meanwhile.
         """
         calls = self.engine_core.call_utility_all_async(_RPC, method, timeout, args, kwargs)
         return [one for answers in await self._unless_dead(calls) for one in answers]
 
     async def _call_engine_of(self, key: str, method: str, *args: Any) -> Any:
-        """Call a method on the workers of a trace's engine, and return their common result.
-
-        Raises:
-            EngineDeadError: An engine has died.
-        """
         core = self.engine_core
         engine = core.core_engines[self._placement.rank(key)]
         call = core._call_utility_async(_RPC, method, None, args, None, engine=engine)  # noqa: SLF001 - no public one
         return answer(await self._unless_dead(call))
 
     async def _unless_dead(self, call: Coroutine[Any, Any, T]) -> T:
-        """Wait for the result of a call; raises EngineDeadError if an engine dies meanwhile."""
         task = asyncio.ensure_future(call)
         waited_for: set[asyncio.Future[Any]] = {task}
         if self.output_handler is not None:
@@ -112,7 +91,6 @@ class TracingAsyncLLM(AsyncLLM):
     def start_request(
         self, prompt: Any, params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Start a request of a trace, whose parameters have its entry, and return its outputs."""
         assert params.extra_args is not None  # noqa: S101 - it has the entry
         options["data_parallel_rank"] = self._placement.rank(params.extra_args[TRACE_KEY]["key"])
         return TracingAsyncLLM.generate(self, prompt, params, request_id, **options)
@@ -132,7 +110,6 @@ class TracingAsyncLLM(AsyncLLM):
     def encode(
         self, prompt: Any, pooling_params: PoolingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """Pool as vLLM does; see ``generate``."""
         outputs = super().encode(prompt, pooling_params, request_id, **kwargs)
         adapter = kwargs.get("lora_request")
         return outputs if adapter is None else self._holding(adapter, outputs)
@@ -140,7 +117,6 @@ class TracingAsyncLLM(AsyncLLM):
     async def _holding(
         self, adapter: LoRARequest, outputs: AsyncGenerator[T, None]
     ) -> AsyncGenerator[T, None]:
-        """Yield a request's outputs, and hold its adapter meanwhile."""
         await self.hold_adapter(adapter)
         try:
             async for output in outputs:
@@ -160,7 +136,6 @@ class TracingAsyncLLM(AsyncLLM):
             await asyncio.shield(asyncio.ensure_future(self._load_adapter(adapter)))
 
     def release_adapter(self, adapter: LoRARequest) -> None:
-        """End what ``hold_adapter`` began."""
         self._adapters.release(adapter.lora_int_id)
 
     async def _load_adapter(self, adapter: LoRARequest) -> None:
@@ -182,7 +157,6 @@ class TracingAsyncLLM(AsyncLLM):
     async def add_request(
         self, request_id: str, prompt: Any, params: SamplingParams | PoolingParams, *args: Any, **kwargs: Any
     ) -> Any:
-        """Send a request to the engine as vLLM does, and notify its trace."""
         queue = await super().add_request(request_id, prompt, params, *args, **kwargs)
         extra = params.extra_args if isinstance(params, SamplingParams) else None
         if extra and TRACE_KEY in extra:
@@ -190,30 +164,21 @@ class TracingAsyncLLM(AsyncLLM):
         return queue
 
     async def begin_trace(self, key: str, num_requests: int, held: bytes | None) -> None:
-        """Choose the engine of a trace, and send its workers the blocks that go ahead of the requests."""
         self._placement.place(key, num_requests, self._in_flight())
         if held is not None:
             await self._call_engine_of(key, "hold_trace", key, held)
 
     def _in_flight(self) -> list[int]:
-        """Return the number of unfinished requests by engine."""
         if self.num_engines == 1:  # vLLM counts them in order to choose
             return [0]
         core = self.engine_core
         return [core.engine_inflight[one] for one in core.core_engines]
 
     async def collect_trace(self, key: str, results: Mapping[str, Any], index: int) -> bytes:
-        """Return the encoded results of a block whose request has ended, while the trace continues."""
         data: bytes = await self._call_engine_of(key, "collect_trace", key, results, index)
         return data
 
     async def finish_trace(self, key: str, results: dict[str, Any]) -> FinishedTrace:
-        """End a trace whose requests have ended, and return its results.
-
-        Args:
-            key: The trace.
-            results: Results of its requests, see ``results_of``.
-        """
         path = None if self.handover is None else self.handover.path(key)
         result: Any = PENDING
         while result == PENDING:  # its blocks are still running; the engine serves others meanwhile
@@ -227,7 +192,6 @@ class TracingAsyncLLM(AsyncLLM):
         return FinishedTrace(data, printed, failure, tier, has_begun, results)
 
     async def forget_trace(self, key: str, request_ids: Sequence[str]) -> None:
-        """Abort the requests of a trace and drop its state in its engine; never raises."""
         try:
             # When a caller is cancelled, vLLM aborts its request only if the caller was waiting for outputs.
             await self.abort(request_ids)
@@ -252,7 +216,6 @@ class TracingAsyncLLM(AsyncLLM):
 
     @property
     def num_background(self) -> int:
-        """The number of coroutines that run in the background."""
         return len(self._background)
 
 

@@ -1,10 +1,8 @@
 """Blocks of the KV cache that must be zeroed before another request uses them.
 
-Hazard: a request that writes into the model may fill its blocks with NaN or infinity. Attention kernels
-multiply the unused end of a block by zero, and zero times NaN is NaN: such a block would corrupt the tokens
-of the next request that gets it, even one without interventions. Safeguard: vLLM zeroes new blocks for models
-that need it; this module requests the same for blocks that such requests have used, when they are allocated
-again. Blocks that the prefix cache gives to a request with the same writes keep their content.
+A request that writes may fill its blocks with NaN or infinity, and attention kernels multiply the unused end
+of a block by zero: the next request that gets the block would be corrupted. Blocks that the prefix cache
+gives to a request with the same writes keep their content.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ class UncleanBlocks:
         self._writers: set[str] = set()
 
     def watch(self, request_id: str) -> None:
-        """Treat all blocks of a new request as unclean."""
         self._writers.add(request_id)
 
     def among(self, allocated: Iterable[int]) -> list[int]:
@@ -32,7 +29,6 @@ class UncleanBlocks:
         return sorted(unclean)
 
     def note(self, output: SchedulerOutput) -> None:
-        """Record the blocks that a step gives to watched requests."""
         if not self._writers:
             return
         for new in output.scheduled_new_reqs:

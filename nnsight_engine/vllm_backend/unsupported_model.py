@@ -1,5 +1,3 @@
-"""The error for a model whose points are not known."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,7 +10,6 @@ class UnsupportedModelError(Exception):
 
     @classmethod
     def unknown(cls, class_name: str, architectures: Sequence[str]) -> UnsupportedModelError:
-        """Return the error for a model of no table."""
         supported = [
             name for family in ENGINE_FAMILIES for name in family.architectures or family.model_classes
         ]

@@ -22,15 +22,6 @@ _ONE_MACHINE: Final = "the server that places traces starts all engines on its o
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refusal:
-    """An option that is refused.
-
-    Attributes:
-        option: The option, and in which case.
-        reason: What would be wrong with it.
-        is_given: Whether a configuration has it.
-        instead: What to do.
-    """
-
     option: str
     reason: str
     is_given: Callable[[VllmConfig], bool]
@@ -46,7 +37,6 @@ def _has_engines(config: VllmConfig) -> bool:
 
 
 def _drafts(config: VllmConfig, matches: Callable[[SpeculativeConfig], bool]) -> bool:
-    """Return whether the configuration has drafts that match."""
     return config.speculative_config is not None and matches(config.speculative_config)
 
 
@@ -60,7 +50,6 @@ def _classifies_tokens(config: VllmConfig) -> bool:
 
 
 def _on_cpu(option: str, is_given: Callable[[VllmConfig], bool]) -> Refusal:
-    """Return the refusal of an option whose kernels are not among ``cpu_kernels``."""
     return Refusal(
         f"{option} on a CPU",
         "vLLM's model runner has its kernels for GPUs only",
@@ -202,7 +191,6 @@ REFUSALS: Final = (
 
 
 def check_supported(config: VllmConfig) -> None:
-    """Raise UnsupportedOptionError for the first refused option that a configuration has."""
     for one in REFUSALS:
         if one.is_given(config):
             raise UnsupportedOptionError(

@@ -139,7 +139,6 @@ class VLLM(StandardNames):
                 raise
 
     def _set_description(self, entries: Sequence[OutlineEntry], spec: ModelSpec) -> None:
-        """Build the module tree and the points from an engine's description of its model."""
         self._update(outlined(entries))
         self._add_values()
         points = self.__dict__["_points"] = EnginePoints.on_client(self, spec)
@@ -147,7 +146,6 @@ class VLLM(StandardNames):
         self.__dict__["_is_known"] = True
 
     def _fetch_description(self, transport: Transport) -> None:
-        """Fetch the module tree and the points from a server, unless they are known already."""
         if self.original is not None:
             self.original._fetch_description(transport)  # noqa: SLF001 - same class
             self._follow()
@@ -159,7 +157,6 @@ class VLLM(StandardNames):
                 self._set_description(entries, ModelSpec.from_plain(plain["spec"]))
 
     def _prepare(self) -> None:
-        """Fetch the module tree from where traces run: the server or the local engine."""
         if self.__dict__["remote"]:
             self._fetch_description(self._remote_backend().transport)
         else:
@@ -388,7 +385,6 @@ class VLLM(StandardNames):
         return True
 
     def _follow(self) -> None:
-        """Copy the original's state, except for edits."""
         original = self.original
         assert original is not None  # noqa: S101 - this is a copy
         own = {"_edits", "_original"}

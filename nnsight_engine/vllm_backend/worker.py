@@ -1,7 +1,7 @@
-"""The worker class that vLLM loads by name: the platform's own worker with an extended runner.
+"""The worker class that vLLM loads by name in every worker process; its public methods are RPCs.
 
-vLLM imports this module in every worker process. The runner is vLLM's; before the model is loaded, its class
-is replaced by a subclass with ``RunnerMixin`` in front.
+Before the model is loaded, the class of vLLM's runner is replaced by a subclass with ``RunnerMixin`` in
+front.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ _PlatformWorker: Any = platform_worker_class()
 
 
 class InterventionWorker(_PlatformWorker):
-    """A worker with interventions."""
-
     def init_device(self) -> None:
-        """Set the device up as the platform does, then extend the runner's class."""
         super().init_device()
         if self.device.type == "cpu":
             mend_rotary_embedding()
@@ -49,67 +46,50 @@ class InterventionWorker(_PlatformWorker):
         return handler
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Allocate the KV cache as the platform does, and prepare to zero blocks, see ``UncleanBlocks``."""
         super().initialize_from_config(kv_cache_config)
         if not kv_cache_config.needs_kv_cache_zeroing:  # else vLLM prepares for it
             self.model_runner._init_kv_zero_meta()  # noqa: SLF001 - as vLLM's workers do
 
     def compile_or_warm_up_model(self) -> Any:
-        """Enable serving blocks in compiled steps, then compile and warm up as the platform does."""
         self._handler.learn_route(self.model_runner.dummy_run)
         return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Run the step.
-
-        The last stage of a pipeline first serves the earlier stages, which would otherwise wait for it.
-        """
+        """Run the step; the last stage first serves earlier stages, which would otherwise wait for it."""
         self._handler.serve_stages(scheduler_output, self.model_runner.due_prompt_logprobs)
         return super().execute_model(scheduler_output)
 
     # Called over vLLM's RPC, on all workers. Of these, one runs the blocks; what concerns blocks, it answers.
 
     def describe_interventions(self) -> dict[str, Any]:
-        """Return the model's description as plain values; called over vLLM's RPC."""
         return self._handler.model_spec.to_plain() if self._handler.runs_blocks else {}
 
     def describe_traces(self) -> dict[str, Any]:
-        """Return the model's description for traces as plain values; called over vLLM's RPC."""
         return self._handler.trace_spec.to_plain() if self._handler.runs_blocks else {}
 
     def count_interventions(self) -> dict[str, int]:
-        """Return the number of resources that live requests hold; called over vLLM's RPC."""
+        """Return the number of resources that live requests hold."""
         return {**self._handler.interventions.num_live(), **self._handler.traces.num_live()}
 
     def count_events(self) -> dict[str, Any]:
-        """Return ``EngineCounts`` as plain values; called over vLLM's RPC."""
         handler = self._handler
         handler.counts.sandboxes = handler.traces.count_sandboxes()
         return handler.counts.to_plain() if handler.runs_blocks else {}
 
     def hold_trace(self, key: str, data: bytes) -> None:
-        """Store the blocks of a trace ahead of its requests, which carry none; called over vLLM's RPC."""
+        """Store the blocks of a trace ahead of its requests, which carry none."""
         self._handler.traces.hold(key, data)
 
     def collect_trace(self, key: str, results: dict[str, Any], index: int | None = None) -> bytes:
-        """Return the encoded results of a trace, or of one of its blocks; called over vLLM's RPC.
-
-        The requests of these blocks must have ended.
-        """
+        """Return the encoded results of a trace, or of one of its blocks; their requests must have ended."""
         return b"".join(self._handler.traces.collect(key, results, index))
 
     def finish_trace(
         self, key: str, results: dict[str, Any], path: str | None = None
     ) -> tuple[bytes | None, str, str, float, str, bool] | str | None:
-        """Return the parts of ``FinishedTrace``, without ``results``; called over vLLM's RPC.
+        """Return the parts of ``FinishedTrace``, None for results that are in ``path``.
 
-        Returns ``PENDING`` if its blocks are still running: other requests must not wait for them, so the
-        caller polls.
-
-        Args:
-            key: The trace.
-            results: The results of its requests.
-            path: File for large results; if it is written, the results in the return value are None.
+        Returns ``PENDING`` while its blocks run: other requests must not wait for them, so the caller polls.
         """
         traces = self._handler.traces
         if not traces.has_collected(key, results, _COLLECT_S):
@@ -123,14 +103,11 @@ class InterventionWorker(_PlatformWorker):
         return saved, printed, failure, traces.last_spent_s, traces.last_tier, traces.last_has_begun
 
     def drop_trace(self, key: str) -> float | None:
-        """Drop a trace without collecting it; return the seconds it took; called over vLLM's RPC."""
+        """Drop a trace without collecting it; return the seconds it took."""
         return self._handler.traces.drop(key)
 
     def prepare_sandbox(self) -> tuple[bool, dict[str, Any] | None] | None:
-        """Start sandboxes if necessary; called over vLLM's RPC.
-
-        Returns whether one is ready, and the encoded error if there can be none; None on other workers.
-        """
+        """Return whether a sandbox is ready, and the encoded error if there can be none; None on others."""
         traces = self._handler.traces
         if not isinstance(traces, WorkerTraces):
             return None
@@ -140,19 +117,18 @@ class InterventionWorker(_PlatformWorker):
             return False, encode_error(error)
 
     def adopt_names(self, data: bytes) -> dict[str, Any] | None:
-        """Install a client's names and envoy classes; return the encoded error; called over vLLM's RPC."""
+        """Install a client's names and envoy classes; return the encoded error."""
         return self._handler.traces.adopt(data)
 
     def keep_edit(self, name: str, data: bytes) -> dict[str, Any] | None:
-        """Store an edit under a name; return the encoded error; called over vLLM's RPC."""
+        """Store an edit under a name; return the encoded error."""
         return self._handler.traces.keep_edit(name, data)
 
     def remove_edit(self, name: str) -> None:
-        """Remove an edit; called over vLLM's RPC."""
         self._handler.traces.remove_edit(name)
 
     def load_adapter(self, name: str, number: int, path: str) -> str | None:
-        """Load a LoRA adapter; return the reason if it cannot be loaded; called over vLLM's RPC."""
+        """Load a LoRA adapter; return the reason if it cannot be loaded."""
         try:
             self.add_lora(LoRARequest(name, number, path))
         except Exception as error:
@@ -161,5 +137,4 @@ class InterventionWorker(_PlatformWorker):
         return None
 
     def outline_model(self) -> list[OutlineEntry]:
-        """List the model's modules; called over vLLM's RPC."""
         return self._handler.traces.outline()

@@ -12,6 +12,10 @@ import pytest
 
 from api_schemas.jobs import Job
 from app.admission.rates import Rates
+from app.auth.principal import Principal
+from app.services.jobs import dispatch
+from app.services.jobs.callers import JobCallers
+from app.storage.tables import JobRow
 from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.scripted_traces import HEADERS, frames_of, trace
@@ -52,6 +56,24 @@ async def test_a_waiting_job_is_cancelled_and_never_runs(with_jobs: Any):
         jobs.engine.released.set()
         await jobs.end(first)
         assert jobs.engine.started == [first]
+
+
+@pytest.mark.both_databases
+async def test_a_job_whose_caller_cannot_be_looked_up_runs_later_and_counts_one_attempt(
+    with_jobs: Any, monkeypatch: pytest.MonkeyPatch
+):
+    look_up, failures = JobCallers.of, iter([OSError("no database")])
+
+    async def failing_once(callers: JobCallers, job: JobRow) -> Principal | None:
+        for failure in failures:
+            raise failure
+        return await look_up(callers, job)
+
+    monkeypatch.setattr(JobCallers, "of", failing_once)
+    monkeypatch.setattr(dispatch, "_MAX_HOLD_S", 0.1)
+    async with with_jobs() as jobs:
+        job = await jobs.end(await jobs.submit())
+        assert (job.status, job.attempt, jobs.engine.started) == ("COMPLETED", 1, [job.id])
 
 
 async def test_a_finished_job_stays_finished(with_jobs: Any):

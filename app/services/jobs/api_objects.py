@@ -16,7 +16,6 @@ _MAX_NAME_CHARS: Final = 500
 
 
 def summary_of(head: TraceHead) -> JobSummary:
-    """Return the parts of a trace's head that are shown with its job."""
     return JobSummary(
         model=_short(head.model),
         dialect=head.dialect,
@@ -32,7 +31,6 @@ def _short(text: str) -> str:
 
 
 def job_of(row: JobRow) -> Job:
-    """Return a job as the API shows it."""
     error = None
     if row.code is not None:
         error = JobError(message=row.message or "", code=row.code)

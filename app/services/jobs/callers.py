@@ -1,7 +1,7 @@
 """The callers of jobs: the current state of their keys when a job runs, and the usage that it is charged.
 
-A job may wait for hours, or across a restart. Whether its key has ended meanwhile, and its remaining quota,
-are checked when it is about to run, whichever process ended the key.
+A job may wait for hours, or across a restart. Its key and remaining quota are checked when it is about to
+run, whichever process ended the key.
 """
 
 from __future__ import annotations
@@ -29,13 +29,8 @@ def _unwatched(_run: RequestContext, _traceparent: str) -> RunOver:
 class JobCallers:
     """The keys under which jobs run.
 
-    Args:
-        keys: Looks up keys.
-        rates: Counts the usage of jobs, and determines when those of a key may begin.
-        stored: Receives the storage limits of callers.
-        settings: Determine which code runs in a sandbox.
-        watch: Called when a run begins, with its context and the ``traceparent`` of the request
-            that queued it. The returned function is called when the run is over.
+    ``watch`` is called when a run begins, with its context and the queuing request's ``traceparent``; the
+    function that it returns is called when the run is over.
     """
 
     def __init__(
@@ -60,12 +55,10 @@ class JobCallers:
         return caller
 
     def sandbox_of(self, caller: Principal) -> str | None:
-        """Return the tenant in whose sandbox a caller's code runs, see ``code_policy``."""
         return sandbox_of(self._settings, caller)
 
 
 def set_limits(stored: StoredBytes, caller: Principal) -> None:
-    """Pass a caller's storage limits to the storage counters."""
     stored.set_limits(f"key:{caller.key_id}", caller.limits.stored_bytes)
     stored.set_limits(f"tenant:{caller.tenant}", caller.tenant_limits.stored_bytes)
 

@@ -17,14 +17,6 @@ _MAX_SWEEP_S: Final = 60.0
 
 
 class JobCleanup:
-    """Removes jobs that are over, at regular intervals and on request.
-
-    Args:
-        database: Stores the jobs.
-        files: Their files.
-        ttl_s: How long a job is retained after its end, in seconds.
-    """
-
     def __init__(self, database: Database, files: JobFiles, *, ttl_s: float) -> None:
         self._jobs = JobRemoval(database)
         self._files = files
@@ -38,7 +30,6 @@ class JobCleanup:
         self._sweeper = asyncio.create_task(self._sweep(), name="jobs-sweep")
 
     async def stop(self) -> None:
-        """Remove no more; idempotent."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
@@ -52,7 +43,6 @@ class JobCleanup:
         await self.remove_files(await self._jobs.remove_ended(job_id))
 
     async def remove_files(self, gone: RemovedJobs) -> None:
-        """Remove the files of jobs that are no longer in the database."""
         await self._files.remove(gone.ids)
         for holder, num_bytes in gone.freed:
             self._files.space.free(num_bytes, holder)

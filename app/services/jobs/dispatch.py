@@ -40,17 +40,7 @@ _STOP_S: Final = 15.0
 
 
 class JobDispatcher:
-    """Claims and runs jobs.
-
-    Args:
-        tools: The services that running a job needs.
-        cleanup: Removes jobs that were deleted while they ran.
-        lifecycle: Determines whether jobs may begin, and counts the running ones as in flight.
-        model: Returns the name of the served model.
-        allowance: The jobs that may run here, of all tenants and of one; those that wait for a busy engine do
-            not count.
-        callers: Determine whose jobs may run, and count their usage.
-    """
+    """Claims and runs jobs; those that wait for a busy engine do not count for ``allowance``."""
 
     def __init__(
         self,
@@ -79,11 +69,9 @@ class JobDispatcher:
 
     @property
     def running(self) -> list[str]:
-        """The ids of the jobs running here."""
         return list(self._running)
 
     def num_running(self, owner: str) -> int:
-        """Return the number of an owner's jobs running here."""
         return sum(run.owner == owner for run in self._runs.values())
 
     def start(self) -> None:
@@ -94,7 +82,6 @@ class JobDispatcher:
         ]
 
     def wake(self) -> None:
-        """Look for a job now, since one was queued or a slot is free."""
         self._wake.set()
 
     def cancel(self, job_id: str) -> None:
@@ -103,7 +90,7 @@ class JobDispatcher:
             self._runs[job_id].end_early(Ending.CANCELLED)
 
     async def stop(self) -> None:
-        """Return running jobs to the queue, and claim no more."""
+        """Put running jobs back into the queue, and claim no more."""
         self._is_stopping = True
         self.wake()
         for run in list(self._runs.values()):
@@ -155,6 +142,11 @@ class JobDispatcher:
                 return False  # its lease is given back by stop()
             self._begin(job, slot, caller)
             is_begun = True
+        except Exception:
+            # Kept, its lease would expire, and the job would end as interrupted without having run.
+            self._held_until[job.key_id] = time.monotonic() + _MAX_HOLD_S
+            await self._tools.leases.put_back(job)
+            raise
         finally:
             if not is_begun:
                 slot.release()
@@ -190,7 +182,6 @@ class JobDispatcher:
         return [owner for owner, num in running.items() if not self._allowance.permits(owner, num)]
 
     async def _put_back_over_quota(self, job: JobRow, caller: Principal) -> bool:
-        """Put a job back whose key has used up its quota; return whether it was."""
         wait_s = await self._callers.rates.wait_s(caller)
         if wait_s:
             # Asked again before the wait is over, since limits may change.

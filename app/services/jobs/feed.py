@@ -1,7 +1,7 @@
 """Following jobs: their events from any number on, as they are written, without gaps or repeats.
 
-All events are read from the database; followers are only woken when there is something to read. Events of
-this process wake them at once, those of other servers at the next poll of the database.
+All events are read from the database. Events of this process wake followers at once, those of other servers
+at the next poll of the database.
 """
 
 from __future__ import annotations
@@ -26,19 +26,11 @@ _UNREAD, _GONE = -1, -2
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Follower:
-    """One reader of a job's events: the number of events at its last read, and the signal that wakes it."""
-
     num_events: int = _UNREAD
     changed: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
 
 class JobFeed:
-    """The followers of all jobs.
-
-    Args:
-        store: Contains the events.
-    """
-
     def __init__(self, store: JobStore) -> None:
         self._store = store
         self._followers: dict[str, set[_Follower]] = {}
@@ -47,19 +39,16 @@ class JobFeed:
 
     @property
     def num_followers(self) -> int:
-        """The number of followers."""
         return sum(len(followers) for followers in self._followers.values())
 
     def notify(self, job_id: str) -> None:
-        """Wake the followers of a job: there are new events."""
         for follower in self._followers.get(job_id, ()):
             follower.changed.set()
 
     async def follow(self, job_id: str, owner: str, after: int = 0) -> AsyncGenerator[JobEvent, None]:
-        """Yield a job's events after its event number ``after``, up to the job's end.
+        """Yield a job's events after number ``after``, up to the end of the job or of the server.
 
-        Ends early if the job is removed or the server stops. If ``after`` is beyond the last event, waits
-        until the job has events with higher numbers.
+        If ``after`` is beyond the last event, waits until the job has events with higher numbers.
         """
         with self._following(job_id) as follower:
             while not self._is_closed:
@@ -80,7 +69,6 @@ class JobFeed:
                     await follower.changed.wait()
 
     async def close(self) -> None:
-        """End all followers."""
         self._is_closed = True
         for job_id in self._followers:
             self.notify(job_id)
@@ -103,7 +91,6 @@ class JobFeed:
                 self._followers.pop(job_id, None)
 
     async def _poll(self) -> None:
-        """Poll for other servers' events for as long as there are followers."""
         while True:
             await asyncio.sleep(_LOOK_S)
             if not self._followers:

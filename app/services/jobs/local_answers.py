@@ -1,8 +1,7 @@
 """Answers of ``tracer.local()`` that a client sends over its job's WebSocket, in pieces.
 
-An answer may be as large as a trace, and any client that follows a job may begin one. So an answer for which
-no call waits is skipped and not stored, and so is the rest of one whose call ends meanwhile. The stored bytes
-count against the tenant's limit for requests.
+Any client that follows a job may begin one, as large as a trace. So an answer for which no call waits is not
+stored, nor the rest of one whose call ends meanwhile; stored bytes count against the tenant's limit.
 """
 
 from __future__ import annotations
@@ -13,15 +12,6 @@ from nnsight_engine.remote_backend.frames import ANSWER_HEAD_BYTES, answer_head
 
 
 class LocalAnswers:
-    """Assembles the answers of one connection.
-
-    Args:
-        calls: The pending calls.
-        job_id: The job whose calls are answered.
-        intake: Counts the bytes held.
-        max_bytes: The maximum size of an answer.
-    """
-
     def __init__(self, calls: LocalCalls, job_id: str, intake: Intake, max_bytes: int) -> None:
         self._calls = calls
         self._job_id = job_id
@@ -35,9 +25,7 @@ class LocalAnswers:
     def feed(self, data: bytes) -> None:
         """Process more bytes, and deliver the answers that they complete.
 
-        Raises:
-            ApiError: ``rate_limit_exceeded``: there is no memory for an answer now.
-            DecodeError: The bytes are not an answer, or it is too long.
+        Raises ApiError ``rate_limit_exceeded`` without memory, DecodeError for bytes that are no answer.
         """
         rest = memoryview(data)
         while rest:
@@ -47,7 +35,6 @@ class LocalAnswers:
                 self._end()
 
     def close(self) -> None:
-        """Release an incomplete answer."""
         self._drop()
 
     def _take_head(self, rest: memoryview) -> memoryview:

@@ -1,8 +1,7 @@
 """Pending calls of ``tracer.local()``: parts of blocks that the job's client runs, over its WebSocket.
 
-A job has at most one such call at a time. Every client that follows the job and offers to answer receives it,
-also one that connects later; the first answer counts. Call numbers are never reused, so that a late answer
-cannot match another call.
+A job has at most one at a time. Every client that offers to answer receives it, also one that connects later;
+the first answer counts. Call numbers are never reused, so that a late answer cannot match another call.
 """
 
 from __future__ import annotations
@@ -20,26 +19,12 @@ Bytes = bytes | bytearray | memoryview
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _PendingCall:
-    """One call to a client.
-
-    Attributes:
-        number: The call's unique number.
-        frame: The frame that is sent.
-        answer: Resolves to the client's answer.
-    """
-
     number: int
     frame: Frame
     answer: asyncio.Future[Bytes]
 
 
 class LocalCalls:
-    """The calls of all jobs that run here.
-
-    Args:
-        timeout_s: The timeout of a call.
-    """
-
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._numbers = itertools.count(1)
@@ -48,15 +33,10 @@ class LocalCalls:
 
     @property
     def num_pending(self) -> int:
-        """The number of calls that wait for an answer."""
         return len(self._pending)
 
     async def call(self, job_id: str, data: Bytes) -> Bytes:
-        """Send a call to a job's client, and return its answer.
-
-        Raises:
-            TimeoutError: No answer arrived in time.
-        """
+        """Send a call to a job's client, and return its answer; raises TimeoutError."""
         number = next(self._numbers)
         call = _PendingCall(number, calling(number, data), asyncio.get_running_loop().create_future())
         self._pending[job_id] = call
@@ -82,7 +62,6 @@ class LocalCalls:
                     await changed.wait()
 
     def is_waiting(self, job_id: str, number: int) -> bool:
-        """Return whether a call of a job still waits for its answer."""
         call = self._pending.get(job_id)
         return call is not None and call.number == number and not call.answer.done()
 

@@ -1,9 +1,4 @@
-"""The events of one run of a job on their way to the database: the writer, and the limits of prints.
-
-A run asks for admission of each printed line before it is written. Lines count against the storage limits of
-jobs, so a job that prints much leaves less room for results, and prints cannot fill the disk beyond the
-limits.
-"""
+"""The events of one run on their way to the database; prints count against the storage limits of jobs."""
 
 from __future__ import annotations
 
@@ -25,13 +20,6 @@ _NOT_KEPT: Final = "… (what the block prints from here on is not kept{why})"
 
 
 class JobPrints:
-    """The storage reserved for the events of one run.
-
-    Args:
-        space: Counts the bytes.
-        holder: The tenant and key that own them.
-    """
-
     def __init__(self, space: DiskQuota, holder: Holder) -> None:
         self._space = space
         self._holder = holder
@@ -63,7 +51,6 @@ class JobPrints:
         event.message = _NOT_KEPT.format(why=why)
 
     def written(self, events: Sequence[JobEvent]) -> None:
-        """Count events that are in the database as stored, prints and others."""
         num_bytes = size_of(events)
         self._give_up(min(num_bytes, self._num_taken))
         self._space.add(num_bytes, self._holder)
@@ -78,11 +65,7 @@ class JobPrints:
 
 
 class EventWriter:
-    """Writes the events of one run in order; those that arrive during a write go into the next batch.
-
-    Args:
-        write: Writes one batch.
-    """
+    """Writes the events of one run in order; those that arrive during a write go into the next batch."""
 
     def __init__(self, write: Callable[[list[JobEvent]], Awaitable[None]]) -> None:
         self._write = write
@@ -90,11 +73,9 @@ class EventWriter:
         self._writing: asyncio.Task[None] | None = None
 
     async def add(self, event: JobEvent) -> None:
-        """Queue an event for writing; waits only while the backlog is long.
+        """Queue an event; waits only while the backlog is long. Raises LeaseLostError.
 
-        Raises:
-            LeaseLostError: The job is no longer ours. Other write errors do not end a job: the events are
-                written with the next batch, or by ``settle``.
+        Other write errors do not end a job: the events are written with the next batch, or by ``settle``.
         """
         writing = self.put(event)
         if len(self._pending) >= _MAX_PENDING:
@@ -103,7 +84,6 @@ class EventWriter:
             writing.result()
 
     def put(self, event: JobEvent) -> asyncio.Task[None]:
-        """Queue an event for writing, without waiting."""
         self._pending.append(event)
         before = self._writing
         if before is None or (before.done() and not isinstance(before.exception(), LeaseLostError)):

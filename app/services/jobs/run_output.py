@@ -25,19 +25,6 @@ _BUSY: Final = "The engine's own queue is full; the job waits until it has room.
 
 
 class RunOutput:
-    """What the engine sends during one run.
-
-    Args:
-        job: The row as it was claimed.
-        slot: Its slot among the running jobs.
-        files: Stores the result.
-        leases: Writes events to the database.
-        notify_followers: Called with the job's id after something was written to the database.
-
-    Attributes:
-        result: The final frames.
-    """
-
     def __init__(
         self,
         job: JobRow,
@@ -72,12 +59,7 @@ class RunOutput:
         return JobEnd(failure.status, failure.message, failure.code, self.result.num_bytes)
 
     async def take_all(self, frames: AsyncGenerator[Frame, None]) -> None:
-        """Take the frames of an attempt.
-
-        Raises:
-            ApiError: The engine does not take the trace, or has failed.
-            LeaseLostError: The job is no longer ours.
-        """
+        """Raise ApiError if the engine does not take the trace or has failed, LeaseLostError."""
         # The first frame is the service's own and precedes the engine's answer. The job counts as dispatched
         # only once the engine has accepted it.
         self._dispatched = JobEvent.model_validate_json(bytes((await anext(frames)).data))
@@ -101,11 +83,9 @@ class RunOutput:
         await self._slot.wait(kind_of(self._job), delay_s)
 
     async def settle(self) -> None:
-        """Wait until all events are in the database."""
         await self._events.settle()
 
     def count_end(self, event: JobEvent) -> None:
-        """Count the last event, which is in the database, as stored."""
         self._prints.written([event])
 
     def close(self) -> None:
@@ -148,7 +128,6 @@ class RunOutput:
 
 
 def _failure_of(body: Any) -> JobEnd:
-    """Return the end of a job whose engine sent an error object in OpenAI's format."""
     try:
         info = body["error"]
         return JobEnd(JobStatus.ERROR, str(info["message"]), str(info["code"])[:64])

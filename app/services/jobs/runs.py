@@ -1,7 +1,7 @@
 """One run of a job: its trace on an engine, and the record of how it ended.
 
-Only the final frames are stored, the ones that ``POST /v1/traces`` would send last. Invariant: a result is
-complete on disk before its job is recorded as ended, and a job that did not finish has no result.
+Invariant: a result is complete on disk before its job is recorded as ended, and a job that did not finish has
+no result. Only the final frames are stored, the ones that ``POST /v1/traces`` would send last.
 """
 
 from __future__ import annotations
@@ -54,8 +54,6 @@ _RETRY_DELAYS_S: Final = (0.5, 1.5, 4.0)
 
 
 class Ending(enum.Enum):
-    """The reason why a job is ended early."""
-
     CANCELLED = enum.auto()
     STOPPED = enum.auto()
     """The server stops; the job runs again later."""
@@ -65,17 +63,7 @@ class Ending(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobTools:
-    """The services that running a job needs; shared by all runs of a server.
-
-    Attributes:
-        traces: Runs the trace.
-        files: Stores the request and the result.
-        leases: Writes events and states to the database.
-        check: Raises ApiError for a trace that may no longer run.
-        notify_followers: Called with the job's id after something was written to the database.
-        calls: Asks the job's client to run parts of its blocks.
-        log: Records the run and its tenant.
-    """
+    """The services of all runs; ``check`` raises ApiError for a trace that may no longer run."""
 
     traces: TraceService
     files: JobFiles
@@ -87,19 +75,12 @@ class JobTools:
 
 
 class JobRun:
-    """One attempt at a job.
+    """One attempt at a job; ``ended`` is None before the end, and if the job is to run again.
 
     Args:
-        job: The row as it was claimed.
-        tools: The services that it needs.
-        slot: Its slot among the running jobs.
         refusal: The error to end the job with instead of running it.
         sandbox_of: The tenant in whose sandbox it runs; None if it runs in the engine's own process.
         reserve: Called once with the usage that the trace declares.
-
-    Attributes:
-        context: The context of the run, with its audit record.
-        ended: The final status; None before the end, and if the job is to run again.
     """
 
     def __init__(
@@ -134,7 +115,6 @@ class JobRun:
 
     @property
     def owner(self) -> str:
-        """The tenant that owns the job."""
         return self._job.owner
 
     def end_early(self, ending: Ending) -> None:
@@ -146,7 +126,6 @@ class JobRun:
             self._task.cancel()
 
     async def run(self) -> None:
-        """Run the job to its end and record the end in the database."""
         self._task = asyncio.current_task()
         if self._ending is not None and self._task is not None:
             self._task.cancel()  # it was ended before its first step
@@ -176,7 +155,6 @@ class JobRun:
                 self._tools.notify_followers(self._job.id)
 
     def _record_run(self, end: JobEnd | None) -> None:
-        """Complete the audit record, and write it if the job belongs to a tenant."""
         record = self.context.record
         record.tier = self.context.tier
         self.ended = None if end is None else end.status
@@ -274,10 +252,9 @@ class JobRun:
         return JobEnd(JobStatus.CANCELLED, CANCELLED_MESSAGE, ErrorCode.JOB_CANCELLED)
 
     async def _record_end(self, end: JobEnd | None) -> None:
-        """Record how the job ended; retry if the database fails, since the run cannot be repeated.
+        """Retry if the database fails, since the run cannot be repeated.
 
-        Raises:
-            LeaseLostError: The job is no longer ours or, where ``_is_unsure``, may already be recorded.
+        Raises LeaseLostError if the job is no longer ours or, where ``_is_unsure``, may already be recorded.
         """
         for delay_s in _RETRY_DELAYS_S:
             try:
@@ -301,7 +278,6 @@ class JobRun:
 
 
 def run_record(job: JobRow, error: str = "") -> Record:
-    """Return the record of a job's run."""
     return Record(
         "RUN", "/v1/jobs/{job_id}", job.owner, job.key_id, subject=job.id, model=job.model, error=error
     )

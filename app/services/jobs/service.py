@@ -1,8 +1,7 @@
 """Jobs: traces that run independently of a connection and may outlive their client, their server, or both.
 
-An accepted job is on disk. From then on it runs once, as soon as a slot is free, even if the connection
-closes; after a crash the server finds it again at its next start. ``create_app`` owns the one service of a
-server, and the routes under ``/v1/jobs`` call it.
+An accepted job is on disk. From then on it runs once, as soon as a slot is free; after a crash the server
+finds it again at its next start.
 """
 
 from __future__ import annotations
@@ -47,21 +46,13 @@ _ID_BYTES: Final = 24
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SubmittedJob:
-    """A job, and whether this request created it."""
-
     job: Job
     is_new: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobResult:
-    """The final frames of a job: a file, or an error frame if it has no result.
-
-    Attributes:
-        tag: An ETag; changes when the job runs again.
-        file: The result's frames; the caller closes it.
-        frame: The error frame; empty where there is a file.
-    """
+    """A file, which the caller closes, or an error frame; ``tag``, an ETag, changes with each run."""
 
     tag: str
     file: OpenResult | None = None
@@ -69,22 +60,6 @@ class JobResult:
 
 
 class JobService:
-    """The jobs of one server.
-
-    Args:
-        settings: The server's.
-        database: Stores the jobs; started before ``start``.
-        traces: Runs them.
-        lifecycle: Determines whether they may run.
-        served: Returns the served model's names.
-        callers: Determine whose jobs may run, and count their usage.
-        stored: The storage limits of tenants and keys.
-        log: Records the runs.
-
-    Attributes:
-        local_calls: Pending calls of ``tracer.local()`` in its jobs' blocks.
-    """
-
     def __init__(
         self,
         settings: Settings,
@@ -96,7 +71,6 @@ class JobService:
         stored: StoredBytes,
         log: AuditLog,
     ) -> None:
-        """Create the parts; nothing is opened before ``start``."""
         self._settings = settings
         self._traces = traces
         self._lifecycle = lifecycle
@@ -115,21 +89,17 @@ class JobService:
 
     @property
     def num_followers(self) -> int:
-        """The number of clients that follow a job's events."""
         return self._feed.num_followers
 
     @property
     def num_running(self) -> int:
-        """The number of jobs running in this process."""
         return len(self._dispatcher.running) if self._dispatcher is not None else 0
 
     def num_running_of(self, owner: str) -> int:
-        """Return the number of an owner's jobs running in this process."""
         return self._dispatcher.num_running(owner) if self._dispatcher is not None else 0
 
     @property
     def used_bytes(self) -> int:
-        """The bytes stored for all jobs, as far as this server knows."""
         return self._files.space.used_bytes
 
     async def levels(self) -> tuple[dict[str, int], float]:
@@ -138,12 +108,10 @@ class JobService:
         return counts, 0.0 if since is None else max(0.0, time.time() - since)
 
     def _check(self, head: TraceHead) -> None:
-        """Raise ApiError for a job that this server no longer accepts, or that is for another model."""
         check_still_allowed(self._settings, head)
         self._served().check(head)
 
     async def num_waiting(self, owner: str | None = None) -> int:
-        """Return the number of jobs waiting for a server of this model, of all owners or of one."""
         return await self._store.num_waiting(self._served().names[0], owner)
 
     async def start(self) -> None:
@@ -178,7 +146,7 @@ class JobService:
         self._dispatcher.start()
 
     async def stop(self) -> None:
-        """Return running jobs to the queue, and close; idempotent."""
+        """Put running jobs back into the queue, and close; idempotent."""
         dispatcher, self._dispatcher = self._dispatcher, None
         if dispatcher is not None:
             await dispatcher.stop()
@@ -198,18 +166,12 @@ class JobService:
     ) -> SubmittedJob:
         """Accept a trace, or return the job that was created before with the same idempotency key.
 
-        Args:
-            chunks: The request's bytes, as they arrive.
-            check: Raises ApiError unless the server accepts a trace with this head from its sender.
-            key: The request's idempotency key.
-            holder: The tenant and key that own the job.
-            reruns: Whether the job runs again automatically if the server dies while it runs.
-            traceparent: The span of the request, which the job's spans link to; empty if there is none.
+        ``check`` raises ApiError for a refused head. ``reruns``: the job runs again if the server
+        dies while it runs. ``traceparent`` is the span that the job's spans link to, or empty.
 
         Raises:
             ApiError: ``invalid_trace``, ``queue_full``, ``job_store_full``, ``stored_bytes_full``,
-                ``idempotency_conflict``, an error for a trace that no engine here runs, and the errors of
-                ``chunks`` and ``check``.
+                ``idempotency_conflict``, or no engine here runs it.
         """
         model = self._served().names[0]
         if key is None:
@@ -254,50 +216,31 @@ class JobService:
         return accepted
 
     async def get(self, job_id: str, owner: str) -> Job:
-        """Return a job.
-
-        Raises:
-            ApiError: ``job_not_found``.
-        """
+        """Raise ApiError ``job_not_found``."""
         return job_of(await self._store.get(job_id, owner))
 
     async def page(self, owner: str, *, status: JobStatus | None, after: str | None, limit: int) -> JobList:
-        """Return a page of jobs, the newest first.
-
-        Raises:
-            ApiError: ``job_not_found``: no job has the id ``after``.
-        """
+        """Return a page, the newest first; raises ApiError ``job_not_found`` if no job is ``after``."""
         rows, has_more = await self._store.page(owner, status=status, after=after, limit=limit)
         return JobList.of([job_of(row) for row in rows], has_more=has_more)
 
     async def cancel(self, job_id: str, owner: str) -> Job:
-        """Cancel a job on whichever server it runs; a finished job stays as it is.
+        """Cancel a job on whichever server it runs; raises ApiError ``job_not_found``.
 
-        A running job may take a moment to end.
-
-        Raises:
-            ApiError: ``job_not_found``.
+        A finished job stays as it is; a running one may take a moment to end.
         """
         job = await self._store.cancel(job_id, owner)
         self._report_cancelled(job_id)
         return job_of(job)
 
     async def remove(self, job_id: str, owner: str) -> None:
-        """Cancel a job and delete it with its files; it cannot be found afterwards.
-
-        Raises:
-            ApiError: ``job_not_found``.
-        """
+        """Cancel a job and delete it with its files; raises ApiError ``job_not_found``."""
         gone = await self._store.remove(job_id, owner)
         self._report_cancelled(job_id)
         await self._cleanup.remove_files(gone)
 
     async def rerun(self, job_id: str, holder: Holder, traceparent: str = "") -> Job:
-        """Queue a job that failed or was cancelled again, now owned by the key of this request.
-
-        Raises:
-            ApiError: ``job_not_found``, ``job_not_rerunnable``, ``queue_full``.
-        """
+        """Queue a job again, owned by the key of this request; raises ApiError ``job_not_rerunnable``."""
         job, (before, num_bytes) = await self._store.rerun(job_id, holder, traceparent)
         self._files.space.free(num_bytes, before)
         await self._files.remove_results([(job_id, job.attempt)])
@@ -331,11 +274,7 @@ class JobService:
         return JobResult(tag, opened)
 
     async def follow(self, job_id: str, owner: str, after: int) -> AsyncGenerator[JobEvent, None]:
-        """Return a job's events after its event number ``after``, as they happen, up to its end.
-
-        Raises:
-            ApiError: ``job_not_found``.
-        """
+        """Return a job's events after number ``after``, as they happen."""
         await self._store.get(job_id, owner)
         return self._feed.follow(job_id, owner, after)
 

@@ -1,7 +1,7 @@
 """The number of jobs that run at once, and the kinds of jobs that wait for an engine whose queue is full.
 
-A job that waits for its engine uses no slot, so jobs of other engines can run. While it waits, no more jobs
-of its kind are claimed: they would only wait with it, out of order. ``JobDispatcher`` owns the one instance.
+A job that waits for its engine uses no slot. While it waits, no more jobs of its kind are claimed: they would
+only wait with it, out of order.
 """
 
 from __future__ import annotations
@@ -14,12 +14,7 @@ from app.storage.jobs.leases import JobKind
 
 
 class JobSlots:
-    """The slots of running jobs.
-
-    Args:
-        max_running: The number of slots.
-        changed: Called when more jobs may be claimed than before.
-    """
+    """The slots of running jobs; ``changed`` is called when more jobs may be claimed than before."""
 
     def __init__(self, max_running: int, changed: Callable[[], None]) -> None:
         self._slots = asyncio.Semaphore(max_running)
@@ -33,22 +28,17 @@ class JobSlots:
 
     @property
     def waiting(self) -> list[JobKind]:
-        """The kinds of jobs that wait for their engine."""
         return list(self._waiting)
 
     async def take(self) -> JobSlot:
-        """Acquire a slot; returns at once unless they ``are_taken``."""
         await self._slots.acquire()
         return JobSlot(self._slots, self._waiting, self._changed)
 
 
 class JobSlot:
-    """A job's slot, released while its engine has no room."""
-
     def __init__(
         self, slots: asyncio.Semaphore, waiting: Counter[JobKind], changed: Callable[[], None]
     ) -> None:
-        """Wrap a slot that was acquired."""
         self._slots = slots
         self._waiting = waiting
         self._changed = changed

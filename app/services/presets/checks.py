@@ -1,7 +1,4 @@
-"""What is checked when a preset is made: its operations on this model, as far as that needs no prompt.
-
-Positions, tokens and numbers of prompts depend on the request that uses the preset, and are checked then.
-"""
+"""Checks of a new preset: its operations on this model, as far as that needs no prompt."""
 
 from __future__ import annotations
 
@@ -29,15 +26,7 @@ from nnsight_engine.plans.prompt_media import PromptMedia
 
 
 def check_fit(operations: Sequence[Intervention], spec: ModelSpec) -> None:
-    """Compile operations for a prompt that is made up, on which every position exists.
-
-    Args:
-        operations: The operations, with the values of named vectors.
-        spec: The model.
-
-    Raises:
-        ApiError: A point, a layer, a width or a number does not fit the model, or two have one name.
-    """
+    """Compile operations with resolved names for a made-up prompt with every position; raises ApiError."""
     declared = [one for one in operations if not isinstance(one, Trace)]
     # Each operation has an image of its own, of as many positions as it may need.
     sizes = [_num_positions(one) for one in declared]
@@ -53,7 +42,6 @@ def check_fit(operations: Sequence[Intervention], spec: ModelSpec) -> None:
 
 
 def _num_positions(operation: Operation) -> int:
-    """Return the number of positions that an operation needs: for a patch, of its rows."""
     if not isinstance(operation, Patch):
         return 1
     if operation.where.images is None:
@@ -63,7 +51,7 @@ def _num_positions(operation: Operation) -> int:
 
 
 def _anywhere(operation: Operation, image: int) -> Operation:
-    """Return an operation without what depends on the prompt or the tokenizer."""
+    """Return an operation without the parts that depend on the prompt or the tokenizer."""
     if isinstance(operation, Patch):
         positions = list(range(len(operation.where.positions or ())))
         where = Where(positions=positions) if operation.where.images is None else Where(images=[image])
@@ -77,29 +65,21 @@ def _anywhere(operation: Operation, image: int) -> Operation:
 
 
 def used_vectors(operations: Sequence[Intervention]) -> list[VectorUsed]:
-    """Return the vectors that names of operations were resolved to."""
     return [used for operation in operations for used in vectors_used(operation).values()]
 
 
 def used_detectors(operations: Sequence[Intervention]) -> list[DetectorUsed]:
-    """Return the detectors that names of operations were resolved to."""
     return [used for operation in operations for used in detectors_used(operation).values()]
 
 
 def used_dictionaries(operations: Sequence[Intervention]) -> list[DictionaryUsed]:
-    """Return the dictionaries that names of operations were resolved to."""
     return [used for operation in operations for used in dictionaries_used(operation).values()]
 
 
 def pinned(raw: Sequence[dict[str, Any]], operations: Sequence[Intervention]) -> list[dict[str, Any]]:
-    """Return operations as sent, with names that mean the same for everybody, at any time.
+    """Return operations as sent (``raw``), with names that mean the same for everybody, at any time.
 
-    Those of vectors, detectors and dictionaries have a version and an id, and features are ids, since labels
-    can be replaced.
-
-    Args:
-        raw: The operations as sent.
-        operations: The same operations, with the values of names.
+    Names have a version and an id, and features are ids, since labels can be replaced.
     """
     found = []
     for sent, operation in zip(raw, operations, strict=True):
@@ -119,10 +99,7 @@ def pinned(raw: Sequence[dict[str, Any]], operations: Sequence[Intervention]) ->
 
 
 def _updated(value: Any, path: Sequence[str], new: Any) -> Any:
-    """Return a JSON value with another one at a path in it; it shares what does not change.
-
-    The fields of an object are updated by those of a new one, and stay otherwise.
-    """
+    """Return a JSON value with another one at a path; fields of an object are updated, and stay otherwise."""
     if not path:
         return {**value, **new} if isinstance(value, dict) and isinstance(new, dict) else new
     key, *rest = path

@@ -17,25 +17,16 @@ _MODEL = "model"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NamedPreset:
-    """A preset as a request names it.
-
-    Attributes:
-        text: The name as sent.
-        param: The place in the request.
-        model: The model behind whose name it is; empty in a header or a body.
-    """
-
     text: str
     param: str
     model: str = ""
 
     @property
     def reference(self) -> Reference | None:
-        """What it refers to; None if the text is no name."""
+        """None if the text is no name."""
         return Reference.parse(self.text)
 
     def not_found(self, why: str) -> ApiError:
-        """Return the error for a preset that there is not."""
         code = ErrorCode.MODEL_NOT_FOUND if self.model else ErrorCode.PRESET_NOT_FOUND
         of_model = (
             f", so the model {clip(f'{self.model}:{self.text}')!r} does not exist" if self.model else ""
@@ -44,15 +35,9 @@ class NamedPreset:
 
 
 def named_presets(body: dict[str, Any], headers: Sequence[str], served: Collection[str]) -> list[NamedPreset]:
-    """Return the presets that a request names, in the order in which they apply.
+    """Return the presets that a request names, in the order in which they apply; raises ApiError.
 
-    Args:
-        body: The body; ``preset`` is removed, and ``model`` becomes a name of the model alone.
-        headers: The values of its headers ``x-nnsight-preset``.
-        served: The model's names.
-
-    Raises:
-        ApiError: ``invalid_shape``, ``invalid_value``.
+    ``preset`` is removed from the body, and ``model`` becomes a name of the model alone.
     """
     named: list[NamedPreset] = []
     model = body.get(_MODEL)
@@ -84,13 +69,7 @@ def named_presets(body: dict[str, Any], headers: Sequence[str], served: Collecti
 
 
 def check_names(presets: Sequence[PresetContent], own: Sequence[object]) -> None:
-    """Reject a name that operations of two presets have, or of a preset and the request itself.
-
-    Operations of different prompts may have one name; compilation checks those.
-
-    Raises:
-        ApiError: ``duplicate_name``.
-    """
+    """Raise ApiError ``duplicate_name`` if two presets, or one and the request, share a name."""
     parts = [(f"the preset {one.reference}", one.interventions) for one in presets]
     taken: dict[str, tuple[str, bool]] = {}
     for source, operations in [*parts, (f"`{INTERVENTIONS}`", own)]:

@@ -1,7 +1,7 @@
-"""The presets of one server: made, listed, removed, and put in the place of their names in requests.
+"""The presets of one server.
 
-``create_app`` creates the one service. ``expand`` is the only place where names become operations: all that
-is checked, counted and cached afterwards is that of a request with the operations written out.
+``expand`` is the only place where names become operations: all that is checked, counted and cached afterwards
+is that of a request with the operations written out.
 """
 
 from __future__ import annotations
@@ -61,18 +61,6 @@ _MAX_LISTED: Final = 1000
 
 
 class PresetService(VersionService[PresetStore]):
-    """The presets of one server.
-
-    Args:
-        settings: The server's.
-        database: Stores the presets; started before this is used.
-        engine: Serves the model that the presets must fit.
-        stored: The bytes stored by tenants, here and elsewhere.
-        vectors: The vectors that operations name.
-        detectors: The detectors that they name.
-        dictionaries: The dictionaries that they name.
-    """
-
     def __init__(
         self,
         settings: Settings,
@@ -83,7 +71,6 @@ class PresetService(VersionService[PresetStore]):
         detectors: DetectorService,
         dictionaries: DictionaryService,
     ) -> None:
-        """Create the parts; nothing is read yet."""
         super().__init__(PresetStore(database, TenantBudget.of(settings).preset_bytes), stored)
         self._settings = settings
         self._making = asyncio.Lock()
@@ -95,19 +82,9 @@ class PresetService(VersionService[PresetStore]):
     async def create(
         self, request: Request, caller: Principal, *, unless_same: bool = False
     ) -> tuple[PresetContent, bool]:
-        """Read the preset of a request and store it as the next version of its name.
+        """Return a preset, and whether it was stored now; nothing is stored if it is invalid (ApiError).
 
-        Args:
-            request: The request.
-            caller: Its sender.
-            unless_same: Whether to store nothing if the newest version is the same.
-
-        Returns:
-            The preset, and whether it was stored now.
-
-        Raises:
-            ApiError: The preset is invalid, exceeds a limit, or has operations that the caller may not send;
-                nothing is stored then.
+        ``unless_same`` stores nothing if the newest version is the same.
         """
         settings = self._settings
         max_bytes = min(settings.max_body_bytes, MAX_PRESET_BYTES)
@@ -127,7 +104,6 @@ class PresetService(VersionService[PresetStore]):
             return await self._add(caller.tenant, num_bytes, lambda: self._store.add(row)), True
 
     async def _checked(self, new: NewPreset, caller: Principal) -> Sequence[Intervention]:
-        """Return a preset's operations with the values of names; raises ApiError."""
         operations: Sequence[Intervention] = new.interventions
         if any(isinstance(one, Trace) for one in operations):
             check_code_allowed(self._settings, caller)
@@ -139,7 +115,6 @@ class PresetService(VersionService[PresetStore]):
         return operations
 
     async def _check_shared(self, operations: Sequence[Intervention], tenant: str) -> None:
-        """Raise ApiError if operations name something that is not shared."""
         used: list[tuple[str, ErrorCode, _Get, Sequence[_Used]]] = [
             ("vectors", ErrorCode.UNKNOWN_VECTOR, self._vectors.get, used_vectors(operations)),
             ("detectors", ErrorCode.UNKNOWN_DETECTOR, self._detectors.get, used_detectors(operations)),
@@ -163,7 +138,7 @@ class PresetService(VersionService[PresetStore]):
         return PresetList.of(data, has_more=has_more)
 
     async def get(self, text: str, tenant: str) -> PresetContent:
-        """Return what ``calm`` or ``calm@3`` means for a tenant; raises ApiError ``preset_not_found``."""
+        """Return the meaning of ``calm`` or ``calm@3`` for a tenant; raises ApiError ``preset_not_found``."""
         reference = Reference.parse(text)
         models = self._engine.served().names
         found = {} if reference is None else await self._store.find([reference], tenant, models)
@@ -174,31 +149,16 @@ class PresetService(VersionService[PresetStore]):
         )
 
     async def remove(self, text: str, caller: Principal) -> Reference:
-        """Delete what ``calm`` or ``calm@3`` means, and return its version.
-
-        Deleting a shared preset requires the scope ``admin``.
-
-        Raises:
-            ApiError: ``preset_not_found``, ``missing_scope``.
-        """
+        """Raise ApiError ``preset_not_found``; ``missing_scope``: a shared one needs ``admin``."""
         preset = await self.get(text, caller.tenant)
         await self._remove(preset.id, caller, shared=preset.shared, own=preset.own)
         return preset.reference
 
     async def expand(self, request: Request, body: JsonObject) -> None:
-        """Put the operations of the presets that a request names in front of its own.
+        """Put the operations of the presets that a request names in front of its own; changes the body.
 
-        Afterwards the body is that of a request with the operations written out: ``interventions`` has all
-        of them, ``model`` is a name of the model alone, and ``preset`` is gone.
-
-        Args:
-            request: The request, of an authenticated caller.
-            body: Its body; changed.
-
-        Raises:
-            ApiError: ``preset_not_found``; ``model_not_found`` for one behind a model's name;
-                ``preset_not_allowed``, ``missing_scope``, ``duplicate_name``, ``invalid_shape``,
-                ``invalid_value``.
+        Afterwards ``interventions`` has all operations, ``model`` is a name of the model alone, and
+        ``preset`` is gone. Raises ApiError, ``model_not_found`` for a preset behind a model's name.
         """
         asked = context_of(request.scope)
         caller, own = asked.caller, body.get(INTERVENTIONS)
@@ -229,7 +189,6 @@ class PresetService(VersionService[PresetStore]):
     async def _found(
         self, named: Sequence[NamedPreset], caller: Principal, models: Sequence[str]
     ) -> list[PresetContent]:
-        """Return presets in their order, each once."""
         wanted = {one.reference for one in named if one.reference is not None}
         found = await self._store.find(wanted, caller.tenant, models)
         presets: dict[str, PresetContent] = {}

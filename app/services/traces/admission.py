@@ -1,8 +1,4 @@
-"""Admission of traces: by sender, content type, codec and model.
-
-``/v1/traces`` and jobs both use it: first the sender is checked, before the body is read; then the head,
-before its parts are decoded.
-"""
+"""Admission of traces: first the sender, before the body is read; then the head, before its parts are."""
 
 from __future__ import annotations
 
@@ -19,32 +15,20 @@ from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceHead
 
 
 def check_sender(settings: Settings, http: Request, caller: Principal) -> None:
-    """Raise ApiError unless the sender may send traces and the content type is that of a trace.
-
-    Raises:
-        ApiError: ``code_not_allowed``, ``missing_scope``, ``bad_request`` (wrong content type).
-    """
+    """Raise ApiError ``code_not_allowed``, ``missing_scope`` or ``bad_request`` (wrong content type)."""
     check_code_allowed(settings, caller)
     # An HTML form cannot send this type: for it a browser makes a CORS preflight request first.
     check_media_type(http, MEDIA_TYPE)
 
 
 def check_head(settings: Settings, caller: Principal, served: ServedModel, head: TraceHead) -> None:
-    """Raise ApiError unless the server accepts a trace with this head from this sender.
-
-    Raises:
-        ApiError: ``codec_not_allowed``, ``model_not_found``.
-    """
+    """Raise ApiError ``codec_not_allowed`` or ``model_not_found``."""
     check_codec(head, caller, settings)
     served.check(head)
 
 
 def check_still_allowed(settings: Settings, head: TraceHead) -> None:
-    """Raise ApiError if the settings no longer allow a trace that was accepted earlier.
-
-    Raises:
-        ApiError: ``code_not_allowed``, ``codec_not_allowed``.
-    """
+    """Raise ApiError if the settings no longer allow a trace that was accepted earlier."""
     if settings.allow_code is False:
         raise ApiError(
             ErrorCode.CODE_NOT_ALLOWED, "This server no longer accepts traces: allow_code is false."

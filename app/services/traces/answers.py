@@ -46,12 +46,7 @@ Frames = AsyncGenerator[Frame, None]
 
 
 async def answer_trace(context: Context, http: Request, caller: Principal) -> Response:
-    """Read a trace, run it, and return the response, whose body lasts until the trace has ended.
-
-    Raises:
-        ApiError: The trace is refused, or fails before its first frame.
-        ClientDisconnect: The client disconnected; the trace has been ended.
-    """
+    """Return the response, whose body lasts until the trace has ended; raises ApiError, ClientDisconnect."""
     asked = context_of(http.scope)
     request = await read_trace(context, http, caller)
     asked.record.subject = job_id = f"trace-{secrets.token_hex(16)}"
@@ -75,14 +70,7 @@ async def answer_trace(context: Context, http: Request, caller: Principal) -> Re
 
 
 async def read_trace(context: Context, http: Request, caller: Principal) -> TraceRequest:
-    """Return the trace of a request after checking that the server accepts it.
-
-    Raises:
-        ApiError: ``code_not_allowed``, ``bad_request`` (wrong content type), ``body_too_large``,
-            ``invalid_trace``, ``codec_not_allowed``, ``model_not_found``, ``rate_limit_exceeded``,
-            ``request_beyond_limit``.
-        ClientDisconnect: The client disconnected before the end of the body.
-    """
+    """Return an accepted trace; raises ApiError, or ClientDisconnect before the end of the body."""
     check_sender(context.settings, http, caller)
     asked = context_of(http.scope)
     admitted = asked.admitted
@@ -141,11 +129,7 @@ async def _answer(
 
 
 async def _completed(opened: list[Frame], frames: Frames, asked: RequestContext) -> Frames:
-    """Yield all frames of a trace, and a ``COMPLETED`` event before the result of one without errors.
-
-    Raises:
-        ApiError: The engine ended the trace without a result.
-    """
+    """Yield all frames of a trace, and a ``COMPLETED`` event before the result of one without errors."""
     has_failed = False
     for frame in opened:
         yield frame

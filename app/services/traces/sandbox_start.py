@@ -1,8 +1,6 @@
-"""Early start of the sandbox where keys exist whose code would otherwise wait for it.
+"""Early start of the sandbox, which takes ten seconds, where keys exist whose code would wait for it.
 
-The start takes ten seconds and some memory, which servers without such keys save. The lifecycle calls this
-each time that an engine becomes ready, since the sandbox ends with its engine. No request waits for it; if it
-fails, the first request that needs a sandbox gets the error.
+The lifecycle calls this each time that an engine becomes ready, since the sandbox ends with its engine.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 async def start_sandbox(settings: Settings, engine: EngineClient, keys: Keys) -> None:
-    """Start the sandbox if code of some key has to run in one; errors are only logged."""
+    """Start the sandbox if some key's code needs one; errors are logged, and the first request gets them."""
     if settings.sandbox != "process" or not takes_code(settings):
         return
     try:

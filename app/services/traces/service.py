@@ -22,26 +22,15 @@ _SAVES: Final = frozenset({FrameKind.OUTPUT, FrameKind.RESULT})
 
 
 class TraceService:
-    """Selects the engine of a trace and runs it.
-
-    Args:
-        engines: The trace engines by name.
-    """
-
     def __init__(self, engines: Mapping[str, TraceEngine]) -> None:
         self._engines = dict(engines)
 
     @property
     def names(self) -> list[str]:
-        """The names of the trace engines."""
         return list(self._engines)
 
     def engine_for(self, head: TraceHead) -> TraceEngine:
-        """Return the engine for a trace.
-
-        Raises:
-            ApiError: The server has no engine for it.
-        """
+        """Raise ApiError if the server has no engine for the trace."""
         able = _ENGINE_OF[head.dialect]
         name = able if head.engine == "auto" else head.engine
         if name != able or name not in self._engines:
@@ -49,16 +38,7 @@ class TraceService:
         return self._engines[name]
 
     async def run(self, request: TraceRequest, job_id: str, meter: UsageMeter) -> AsyncGenerator[Frame, None]:
-        """Run a trace and yield the frames for its client: events, outputs, and finally the result.
-
-        Args:
-            request: The trace.
-            job_id: Its id.
-            meter: Records the bytes of what its blocks saved.
-
-        Raises:
-            ApiError: The trace cannot be run; raised before the first frame if no engine here runs it.
-        """
+        """Yield the frames for the client; raises ApiError before the first one if no engine here runs it."""
         engine = self.engine_for(request.head)
         yield event_frame(JobStatus.DISPATCHED, engine=engine.name)
         frames = engine.run_trace(request, job_id)
@@ -72,12 +52,7 @@ class TraceService:
 
 
 async def model_outline(engine: EngineClient, engines: Sequence[str]) -> TraceOutline:
-    """Return the modules as vLLM has them, and the standard points, for clients that load no model.
-
-    Args:
-        engine: The engine, which must be ready.
-        engines: The names of the trace engines.
-    """
+    """Return the modules as vLLM has them, and the standard points, for clients that load no model."""
     served, described = engine.served(), await engine.describe_model()
     return TraceOutline(
         model=served.names[0],

@@ -1,9 +1,8 @@
-"""The files of jobs: requests, which may be hundreds of megabytes, and results.
+"""The files of jobs: ``jobs/<id>/request``, up to hundreds of megabytes, and ``jobs/<id>/result.<attempt>``.
 
-The database is the authority on which files are complete: a request is on disk and synced before its job is
-in the database, and a result before its job is ``COMPLETED``. Other files are partial and are removed. A job
-has the files ``jobs/<id>/request`` and ``jobs/<id>/result.<attempt>``; a request that is being received is in
-the process's own folder, which is removed after the process has ended. All disk access runs in threads.
+The database is the authority on which files are complete: a request is on disk and synced before its job
+is in the database, a result before its job is ``COMPLETED``. Other files are partial and are removed. A
+request that is being received is in the process's own folder. All disk access runs in threads.
 """
 
 from __future__ import annotations
@@ -46,15 +45,7 @@ insert the job.
 
 @dataclasses.dataclass(slots=True)
 class JobUpload:
-    """A received request.
-
-    Attributes:
-        path: Its location until it is adopted.
-        num_bytes: Its size in bytes.
-        digest: Its SHA-256 in hexadecimal.
-        holder: The owner that its bytes are counted for.
-        is_adopted: Whether it belongs to a job and is counted as stored.
-    """
+    """A received request, at ``path`` until it is adopted by a job and counted as stored."""
 
     path: Path
     num_bytes: int
@@ -64,29 +55,20 @@ class JobUpload:
 
 
 class JobFiles:
-    """The folder of all jobs' files.
-
-    Args:
-        directory: The server's folder.
-        space: The quota of all jobs' files.
-    """
-
     def __init__(self, directory: Path, space: DiskQuota) -> None:
-        """The disk is not accessed before ``start``."""
         self.space = space
         self._directory = directory
         self._own: ProcessFolder | None = None
         self._open = OpenFiles()
 
     async def start(self) -> ProcessFolder:
-        """Create this process's folder, and return it; it lists the processes that have died."""
+        """Create and return this process's folder, which lists the processes that have died."""
         jobs = self._directory / "jobs"
         await asyncio.to_thread(jobs.mkdir, mode=0o700, parents=True, exist_ok=True)
         self._own = await asyncio.to_thread(claim_folder, self._directory / "servers")
         return self._own
 
     async def close(self) -> None:
-        """Remove this process's folder; idempotent."""
         own, self._own = self._own, None
         if own is not None:
             await asyncio.to_thread(own.release)
@@ -95,10 +77,9 @@ class JobFiles:
     async def received(
         self, chunks: AsyncIterator[bytes], holder: Holder = NO_HOLDER
     ) -> AsyncIterator[JobUpload]:
-        """Receive a request's bytes; the file is removed at the end of the block unless it was adopted.
+        """Receive a request's bytes; the file is removed at the end unless it was adopted.
 
-        Raises:
-            ApiError: ``job_store_full``, ``stored_bytes_full``; ``internal_error``: the disk has failed.
+        The errors are ``job_store_full``, ``stored_bytes_full``, or ``internal_error`` for a failed disk.
         """
         if self._own is None:
             raise RuntimeError("the files must be started before they are used; call start()")
@@ -125,19 +106,10 @@ class JobFiles:
                 await asyncio.to_thread(path.unlink, missing_ok=True)
 
     async def head_of(self, upload: JobUpload) -> TraceRequest:
-        """Read the head of a received request.
-
-        Raises:
-            DecodeError: It is not a valid request.
-        """
         return await asyncio.to_thread(_mapped, upload.path)
 
     async def adopt(self, upload: JobUpload, job_id: str) -> None:
-        """Move a received request into a job's folder; on failure nothing is left there.
-
-        Raises:
-            ApiError: ``job_store_full``, ``internal_error``: the disk is full or has failed.
-        """
+        """Move a received request into a job's folder; on failure nothing is left there."""
         folder = self._folder(job_id)
         moving = asyncio.ensure_future(asyncio.to_thread(_move, upload.path, folder))
         try:
@@ -152,29 +124,16 @@ class JobFiles:
         self.space.keep(JOB_BYTES + upload.num_bytes, upload.holder)
 
     async def request(self, job_id: str) -> TraceRequest:
-        """Read a job's request; its parts are views of the memory-mapped file.
-
-        Raises:
-            FileNotFoundError: The file was removed.
-            DecodeError: The file is corrupt.
-        """
+        """Read a job's request, with views of the memory-mapped file; FileNotFoundError, DecodeError."""
         return await asyncio.to_thread(_mapped, self._folder(job_id) / _REQUEST)
 
     def new_result(self, job_id: str, attempt: int, holder: Holder = NO_HOLDER) -> ResultFile:
-        """Return a writer for the result of one attempt."""
         return ResultFile(self._result(job_id, attempt), self.space, holder)
 
     async def result(
         self, job_id: str, attempt: int, num_bytes: int, holder: Holder = NO_HOLDER
     ) -> OpenResult:
-        """Open a result of ``num_bytes`` bytes, which stay counted until it is closed.
-
-        That also holds if its job is removed meanwhile.
-
-        Raises:
-            ApiError: ``rate_limit_exceeded``: the tenant has too many open downloads.
-            FileNotFoundError: The file was removed.
-        """
+        """Open a result; its bytes stay counted until it is closed, even if its job is removed meanwhile."""
         reading = self._open.begin((job_id, attempt), holder, num_bytes)
         try:
             return OpenResult(await asyncio.to_thread(self._result(job_id, attempt).open, "rb"), reading)
@@ -183,19 +142,17 @@ class JobFiles:
             raise
 
     async def remove_results(self, attempts: Iterable[tuple[str, int]]) -> None:
-        """Remove the result files, if any, of these attempts: pairs of a job's id and an attempt's number."""
+        """Remove result files, if any: pairs of a job's id and an attempt's number."""
         removed = list(attempts)
         self._hold(lambda job_id, attempt: (job_id, attempt) in removed)
         await asyncio.to_thread(self._remove_results, removed)
 
     async def remove(self, ids: Iterable[str]) -> None:
-        """Remove all files of these jobs."""
         removed = list(ids)
         self._hold(lambda job_id, _: job_id in removed)
         await asyncio.to_thread(self._remove_folders, removed)
 
     def _hold(self, is_removed: Callable[[str, int], bool]) -> None:
-        """Count the bytes of files that are about to be removed but still have readers."""
         for reading in self._open.all():
             if is_removed(*reading.key):
                 self.space.hold(reading.num_bytes, reading.holder)
@@ -203,7 +160,6 @@ class JobFiles:
                 self._open.when_closed(reading.key, let_go)
 
     async def remove_others(self, known: Collection[str]) -> None:
-        """Remove folders of jobs that are not in the database."""
         await asyncio.to_thread(self._remove_orphans, frozenset(known))
 
     def _folder(self, job_id: str) -> Path:

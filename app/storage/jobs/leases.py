@@ -1,10 +1,9 @@
-"""Jobs in the database from the perspective of the servers that run them: leases, progress, ends, recovery.
+"""Jobs from the perspective of the servers that run them, which hold leases.
 
-The server that runs a job holds its lease. Every write checks the lease in the same statement. If a server
-was declared dead and its job was restarted elsewhere, the old server's writes therefore change nothing.
+Every write checks the lease in the same statement: a server that was declared dead changes nothing.
 
-A lease has expired when an observer has not seen it renewed for ``LEASE_S`` seconds of the observer's own
-monotonic clock. The clocks of machines differ and jump, and neither must end a job or keep one from running.
+A lease has expired when an observer has not seen it renewed for ``LEASE_S`` seconds of its own monotonic
+clock. The clocks of machines differ and jump, and must neither end a job nor keep one from running.
 """
 
 from __future__ import annotations
@@ -44,8 +43,6 @@ _INTERRUPTED: Final = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobEnd:
-    """The outcome of a job; ``result_bytes`` is None if it has no result."""
-
     status: JobStatus
     message: str | None = None
     code: ErrorCode | str | None = None
@@ -61,17 +58,13 @@ class _Seen(NamedTuple):
 
 
 class LeaseLostError(Exception):
-    """The lease of the job is no longer held by this process."""
+    pass
 
 
 class JobLeases:
-    """The jobs that this process runs.
+    """The jobs that this process runs, under its unique name ``holder``.
 
-    Args:
-        database: The database with the tables.
-        holder: A unique name of this process.
-        ttl_s: How long a job is retained after its end, in seconds.
-        clock: A monotonic clock.
+    Writes raise LeaseLostError once the lease of a job is lost.
     """
 
     def __init__(
@@ -92,16 +85,9 @@ class JobLeases:
         without_keys: Collection[str] = (),
         without_owners: Collection[str] = (),
     ) -> JobRow | None:
-        """Claim the next job, or return None if none is waiting.
+        """Claim the next job of a model, or return None if none is waiting.
 
-        Owners take turns: the owner with the fewest running jobs is next, then the one served longest ago.
-
-        Args:
-            model: Only jobs of this model are claimed.
-            served_at: The time at which each owner's last job was claimed by this process.
-            without: Kinds of jobs to skip.
-            without_keys: Keys whose jobs to skip.
-            without_owners: Owners whose jobs to skip.
+        The owner with the fewest running jobs is next, then the one served longest ago (``served_at``).
         """
 
         def write(session: Session) -> JobRow | None:
@@ -141,11 +127,6 @@ class JobLeases:
         return await self._database.write(write)
 
     async def append_events(self, job: JobRow, events: Sequence[JobEvent]) -> None:
-        """Append events to a job.
-
-        Raises:
-            LeaseLostError: The lease was lost.
-        """
         values: dict[str, object] = {}
         for event in events:
             if event.engine is not None:
@@ -155,29 +136,14 @@ class JobLeases:
         await self._change(job, events, **values)
 
     async def end(self, job: JobRow, end: JobEnd) -> JobEvent:
-        """Record the end of a job and release its lease.
-
-        Returns:
-            The event of its end.
-
-        Raises:
-            LeaseLostError: The lease was lost.
-        """
         event, values = ended(end.status, self._ttl_s, code=end.code, message=end.message)
         await self._change(job, [event], result_bytes=end.result_bytes, **values)
         return event
 
     async def give_back(self, job: JobRow, *, was_interrupted: bool) -> None:
-        """Requeue a job, so that another server, or this one after a restart, runs it.
+        """Requeue a job, or cancel it if that was requested meanwhile; raises LeaseLostError.
 
-        A job whose cancellation was requested meanwhile is cancelled instead.
-
-        Args:
-            job: The job.
-            was_interrupted: Whether to count an interruption, because the job may be its cause.
-
-        Raises:
-            LeaseLostError: The lease was lost.
+        ``was_interrupted`` counts an interruption, because the job may be its cause.
         """
         values = {"started_at": None, "num_interruptions": JobRow.num_interruptions + int(was_interrupted)}
         if not await self._database.write(
@@ -192,8 +158,6 @@ class JobLeases:
         )
 
     async def give_back_all(self) -> None:
-        """Release all jobs that were claimed but not started."""
-
         def write(session: Session) -> None:
             never_begun = select(JobRow.number).where(
                 JobRow.lease_by == self._holder, JobRow.status == JobStatus.QUEUED.value
@@ -204,8 +168,6 @@ class JobLeases:
         await self._database.write(write)
 
     async def renew(self, ids: Collection[str]) -> None:
-        """Renew the leases of these jobs, which this process still runs."""
-
         def write(session: Session) -> None:
             session.execute(
                 update(JobRow)
@@ -224,14 +186,11 @@ class JobLeases:
         return {row.id: row.cancel_requested for row in rows}
 
     async def recover(self, *, dead: Collection[str] = (), own: Collection[str] = ()) -> list[JobRow]:
-        """Recover the jobs of dead servers: requeue those that may run again, and end the others.
+        """Requeue or end the jobs of dead servers; return those whose partial results are to be removed.
 
         Args:
-            dead: Names of processes known to be dead, whatever the state of their leases.
+            dead: Processes known to be dead, whatever the state of their leases.
             own: Jobs that this process runs; its other leases are left over from a fault.
-
-        Returns:
-            The recovered jobs; partial results of their last attempts are to be removed.
         """
         held = select(JobRow.number, JobRow.lease_by, JobRow.lease_until).where(
             or_(
@@ -257,7 +216,6 @@ class JobLeases:
     def _over(
         self, held: Sequence[tuple[int, str | None, float | None]], dead: Collection[str]
     ) -> dict[int, tuple[str | None, float | None]]:
-        """Return the expired leases, and record since when the others have been in their current state."""
         moment, before = self._clock(), self._seen
         self._seen = {}
         over: dict[int, tuple[str | None, float | None]] = {}
@@ -289,11 +247,7 @@ class JobLeases:
         return change(session, job.number, *same, events=[event], num_interruptions=num, **values)
 
     def _free(self, session: Session, number: int, events: Sequence[JobEvent], **values: object) -> bool:
-        """Release a lease; the job is requeued, or cancelled if that was requested.
-
-        Returns:
-            Whether the lease was held.
-        """
+        """Release a lease and requeue, or cancel if that was requested; return whether the lease was held."""
         mine = JobRow.lease_by == self._holder
         freed = {"lease_by": None, "lease_until": None, **values}
         if change(session, number, mine, JobRow.cancel_requested.is_(False), events=events, **freed):
@@ -311,7 +265,6 @@ class JobLeases:
 
 
 def kind_of(job: JobRow) -> JobKind:
-    """Return the kind of a job's request."""
     return job.head["dialect"], job.head["kind"]
 
 
@@ -323,7 +276,6 @@ def _is_of(kind: JobKind) -> ColumnElement[bool]:
 def _by_owner(
     session: Session, value: ColumnElement[Any], *conditions: ColumnElement[bool]
 ) -> dict[str, float]:
-    """Return an aggregate over the jobs that meet the conditions, by owner."""
     rows = session.execute(select(JobRow.owner, value).where(*conditions).group_by(JobRow.owner))
     return {row[0]: row[1] for row in rows}
 

@@ -1,5 +1,3 @@
-"""Jobs in the database after their end: their removal, and the bytes of those that are stored."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -19,19 +17,13 @@ _MAX_EXPIRED: Final = 200
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RemovedJobs:
-    """Removed jobs: their ids, and for each its holder and its size in bytes."""
+    """The ids of removed jobs, and for each its holder and its size in bytes."""
 
     ids: list[str]
     freed: list[tuple[Holder, int]]
 
 
 class JobRemoval:
-    """Removes jobs of all tenants that have ended, and counts the others.
-
-    Args:
-        database: The database with the tables.
-    """
-
     def __init__(self, database: Database) -> None:
         self._database = database
 
@@ -55,11 +47,9 @@ class JobRemoval:
         return await self._database.write(write)
 
     async def known(self) -> set[str]:
-        """Return the ids of all jobs."""
         return set(await self._database.read(lambda session: session.scalars(select(JobRow.id)).all()))
 
     async def used_bytes(self) -> dict[Holder, int]:
-        """Return the bytes of all jobs by holder."""
         of_files = JobRow.request_bytes + func.coalesce(JobRow.result_bytes, 0)
         total = func.sum(of_files + JobRow.event_bytes + JOB_BYTES)
         wanted = select(JobRow.owner, JobRow.key_id, total).group_by(JobRow.owner, JobRow.key_id)

@@ -1,7 +1,4 @@
-"""Writes a job's result: complete and synced before the database refers to it, or discarded.
-
-``JobFiles`` creates the writers; the run of a job writes one, from threads.
-"""
+"""Writes a job's result, from threads: complete and synced before the database refers to it, or discarded."""
 
 from __future__ import annotations
 
@@ -21,18 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 class ResultFile:
-    """A result that is being written.
+    """A result that is being written, and counted as such until ``keep``, ``leave`` or ``discard``.
 
-    Its bytes are counted as being written until ``keep``, ``leave`` or ``discard``. A thread may still write
-    after its caller was cancelled, so a lock serializes the threads, and nothing is written after
-    ``discard``.
-
-    Attributes:
-        num_bytes: The bytes written so far; 0 after ``keep``, ``leave`` or ``discard``.
+    A thread may still write after its caller was cancelled, so a lock serializes the threads, and nothing is
+    written after ``discard``.
     """
 
     def __init__(self, path: Path, space: DiskQuota, holder: Holder) -> None:
-        """The file is created with the first frame."""
         self._path = path
         self._space = space
         self._holder = holder
@@ -42,11 +34,7 @@ class ResultFile:
         self.num_bytes = 0
 
     async def write(self, frame: Frame) -> None:
-        """Append a frame.
-
-        Raises:
-            ApiError: ``job_store_full``, ``stored_bytes_full``; ``internal_error``: the disk has failed.
-        """
+        """Append a frame; ``job_store_full``, ``stored_bytes_full``, ``internal_error`` for a failed disk."""
         head = frame.head()
         num_bytes = len(head) + len(frame.data)
         self._space.take(num_bytes, self._holder)
@@ -55,11 +43,7 @@ class ResultFile:
             await asyncio.to_thread(self._write, head, frame.data)
 
     async def finish(self) -> None:
-        """Sync the written frames and the folder to disk, and close the file.
-
-        Raises:
-            ApiError: See ``write``.
-        """
+        """Sync the written frames and the folder to disk, and close the file; raises as ``write`` does."""
         with on_disk("The job's result", ErrorCode.JOB_STORE_FULL):
             await asyncio.to_thread(self._finish)
 
@@ -69,15 +53,11 @@ class ResultFile:
         self.num_bytes = 0
 
     def leave(self) -> None:
-        """Stop counting, and leave the file to the cleanup, which consults the database.
-
-        Has no effect after ``keep``.
-        """
+        """Leave the file to the cleanup, which consults the database; no effect after ``keep``."""
         self._space.give_up(self.num_bytes, self._holder)
         self.num_bytes = 0
 
     async def discard(self) -> None:
-        """Remove the file; idempotent."""
         self._space.give_up(self.num_bytes, self._holder)
         self.num_bytes = 0
         await asyncio.to_thread(self._discard)

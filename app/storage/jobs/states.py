@@ -1,8 +1,4 @@
-"""State transitions of jobs: the state and its event are written together or not at all.
-
-The requests of clients (``store``) and the actions of servers (``leases``) both use ``change``, whose
-conditions ensure that only one of two concurrent changes succeeds.
-"""
+"""State transitions of jobs: the state and its event are written together or not at all."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ _CUT: Final = "… (cut)"
 def change(
     session: Session, number: int, *conditions: ColumnElement[bool], events: Sequence[JobEvent], **values: Any
 ) -> bool:
-    """Append events to a job and set its columns; return False if it no longer meets the conditions.
+    """Append events and set columns; False if the job no longer meets the conditions, so one writer wins.
 
     The job's status becomes that of the last event that is not a ``LOG``.
     """
@@ -84,7 +80,6 @@ def size_of(events: Sequence[JobEvent]) -> int:
 def ended(
     status: JobStatus, ttl_s: float, *, code: ErrorCode | str | None = None, message: str | None = None
 ) -> tuple[JobEvent, dict[str, Any]]:
-    """Return the event of a job's end, and the columns to set."""
     event = now(status, message)
     values: dict[str, Any] = {
         "finished_at": event.time,
@@ -98,12 +93,10 @@ def ended(
 
 
 def cancelled(ttl_s: float) -> tuple[JobEvent, dict[str, Any]]:
-    """Return the event of a job's cancellation, and the columns to set."""
     return ended(JobStatus.CANCELLED, ttl_s, code=ErrorCode.JOB_CANCELLED, message=CANCELLED_MESSAGE)
 
 
 def now(status: JobStatus, message: str | None = None) -> JobEvent:
-    """Return an event with the current time."""
     return JobEvent(status=status, time=time.time(), message=message)
 
 
@@ -116,7 +109,6 @@ def storable(message: str | None) -> str | None:
 
 
 def row_of(session: Session, job_id: str, owner: str) -> JobRow | None:
-    """Return a job that is visible to its owner, or None."""
     return session.scalar(
         select(JobRow).where(JobRow.id == job_id, JobRow.owner == owner, JobRow.removed.is_(False))
     )

@@ -1,8 +1,4 @@
-"""Jobs in the database from the perspective of clients: accept, list, follow, cancel, remove, rerun.
-
-Jobs are accepted once per idempotency key. A job is in the database before its client gets a response.
-``leases`` contains the operations of the servers that run jobs, ``removal`` those on jobs that have ended.
-"""
+"""Jobs from the perspective of clients; accepted once per idempotency key, and stored before the response."""
 
 from __future__ import annotations
 
@@ -30,8 +26,6 @@ _RERUNNABLE: Final = [JobStatus.ERROR.value, JobStatus.CANCELLED.value]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NewJob:
-    """A job to be accepted; ``digest`` is that of its request, see ``JobRow`` for the other attributes."""
-
     id: str
     owner: str
     model: str
@@ -45,7 +39,6 @@ class NewJob:
 
     @property
     def holder(self) -> Holder:
-        """The owner that its files are counted for."""
         return Holder(self.owner, self.key_id)
 
 
@@ -59,13 +52,7 @@ class Accepted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EventPage:
-    """A page of a job's events in order.
-
-    Attributes:
-        events: The events.
-        num_events: The number of events that the job had when they were read.
-        is_last: Whether the job has ended and no event follows this page.
-    """
+    """A page of a job's events; ``is_last`` says that the job has ended and no event follows."""
 
     events: list[JobEvent]
     num_events: int
@@ -73,13 +60,7 @@ class EventPage:
 
 
 class JobStore:
-    """Jobs as clients see them. Nonexistent ids and those of other owners are indistinguishable.
-
-    Args:
-        database: The database with the tables.
-        waiting: The jobs that may wait per model, of all tenants and of one.
-        ttl_s: How long a job is retained after its end, in seconds.
-    """
+    """Nonexistent ids and those of other owners are indistinguishable; ``waiting`` limits jobs per model."""
 
     def __init__(self, database: Database, *, waiting: Allowance, ttl_s: float) -> None:
         self._database = database
@@ -89,8 +70,7 @@ class JobStore:
     async def accept(self, new: NewJob) -> Accepted:
         """Insert a job as ``QUEUED``, or return the job that was sent with its idempotency key before.
 
-        Raises:
-            ApiError: ``queue_full``; ``idempotency_conflict``: the key was used for another request.
+        The errors are ``queue_full`` and ``idempotency_conflict``: the key was used for another request.
         """
         try:
             return await self._database.write(lambda session: self._accept(session, new))
@@ -99,19 +79,10 @@ class JobStore:
             return await self._database.write(lambda session: self._accept(session, new))
 
     async def check_room(self, model: str, owner: str) -> None:
-        """Check whether a job would be accepted, before its request is read.
-
-        Raises:
-            ApiError: ``queue_full``.
-        """
+        """Raise ``queue_full`` if a job would not be accepted, before its request is read."""
         await self._database.read(lambda session: self._check_room(session, model, owner))
 
     async def get(self, job_id: str, owner: str) -> JobRow:
-        """Return a job.
-
-        Raises:
-            ApiError: ``job_not_found``.
-        """
         row = await self._database.read(lambda session: row_of(session, job_id, owner))
         if row is None:
             raise not_found(job_id)
@@ -120,11 +91,7 @@ class JobStore:
     async def page(
         self, owner: str, *, status: JobStatus | None, after: str | None, limit: int
     ) -> tuple[list[JobRow], bool]:
-        """Return jobs, newest first, and whether there are more.
-
-        Raises:
-            ApiError: ``job_not_found``: no job has the id ``after``.
-        """
+        """Return jobs, newest first, and whether there are more."""
 
         def read(session: Session) -> list[JobRow]:
             wanted: list[ColumnElement[bool]] = [JobRow.owner == owner, JobRow.removed.is_(False)]
@@ -142,11 +109,7 @@ class JobStore:
         return rows[:limit], len(rows) > limit
 
     async def events(self, job_id: str, owner: str, *, after: int, limit: int) -> EventPage:
-        """Return at most ``limit`` events of a job after its event number ``after``, fewer if they are large.
-
-        Raises:
-            ApiError: ``job_not_found``.
-        """
+        """Return at most ``limit`` events after event number ``after``, fewer if they are large."""
 
         def read(session: Session) -> EventPage:
             # The job is read before its events, so that all events it counts can be read.
@@ -173,17 +136,12 @@ class JobStore:
         return await self._database.read(read)
 
     async def num_events(self, ids: list[str]) -> dict[str, int]:
-        """Return the number of events of each job; removed jobs are omitted."""
         wanted = select(JobRow.id, JobRow.num_events).where(JobRow.id.in_(ids), JobRow.removed.is_(False))
         rows = await self._database.read(lambda session: session.execute(wanted).all())
         return {row.id: row.num_events for row in rows}
 
     async def cancel(self, job_id: str, owner: str) -> JobRow:
-        """Cancel a waiting job, or request the cancellation of a running one; no effect after its end.
-
-        Raises:
-            ApiError: ``job_not_found``.
-        """
+        """Cancel a waiting job, or request the cancellation of a running one; no effect after its end."""
 
         def write(session: Session) -> JobRow:
             job = _existing(session, job_id, owner)
@@ -193,14 +151,7 @@ class JobStore:
         return await self._database.write(write)
 
     async def remove(self, job_id: str, owner: str) -> RemovedJobs:
-        """Cancel and remove a job; a running one is hidden at once and removed after its end.
-
-        Returns:
-            The job, if it was removed.
-
-        Raises:
-            ApiError: ``job_not_found``.
-        """
+        """Cancel and remove a job; a running one is hidden at once, and is removed after its end."""
 
         def write(session: Session) -> RemovedJobs:
             job = _existing(session, job_id, owner)
@@ -214,14 +165,7 @@ class JobStore:
     async def rerun(
         self, job_id: str, holder: Holder, traceparent: str = ""
     ) -> tuple[JobRow, tuple[Holder, int]]:
-        """Requeue a job that failed or was cancelled, possibly with another key, and drop its result.
-
-        Returns:
-            The job, and the holder and the size of its dropped result.
-
-        Raises:
-            ApiError: ``job_not_found``, ``job_not_rerunnable``, ``queue_full``.
-        """
+        """Requeue a failed or cancelled job; also return the holder and the size of its dropped result."""
 
         def write(session: Session) -> tuple[JobRow, tuple[Holder, int]]:
             job = _existing(session, job_id, holder.tenant)
@@ -253,7 +197,6 @@ class JobStore:
         return await self._database.write(write)
 
     async def num_waiting(self, model: str, owner: str | None = None) -> int:
-        """Return how many jobs of a model are waiting, of one owner or of all."""
         return await self._database.read(lambda session: _num_waiting(session, model, owner))
 
     async def levels(self, model: str) -> tuple[dict[str, int], float | None]:
@@ -315,7 +258,6 @@ class JobStore:
 
 
 def not_found(job_id: str, param: str | None = None) -> ApiError:
-    """Return the error for a job that does not exist or is not visible."""
     return ApiError(
         ErrorCode.JOB_NOT_FOUND,
         f"No job has the id {job_id[:100]!r}; jobs go some time after their end, see 'expires_at'.",

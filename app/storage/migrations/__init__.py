@@ -1,1 +1,1 @@
-"""How the database became what it is, step by step; ``database`` runs what is missing at every start."""
+"""The steps of the database's schema; ``database`` runs those that are missing at every start."""

@@ -1,4 +1,4 @@
-"""What Alembic runs to migrate: the connection comes from ``app.storage.database``."""
+"""Run by Alembic to migrate: the connection comes from ``app.storage.database``."""
 
 from __future__ import annotations
 

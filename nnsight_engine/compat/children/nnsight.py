@@ -1,7 +1,7 @@
 """``import nnsight`` in a process that such a script has started: installs the hooks, and is replaced.
 
-A process that ``multiprocessing`` spawns, as vLLM's engine is, imports the script again, and has the parent's
-``sys.path`` but none of its import hooks.
+A process that ``multiprocessing`` spawns, as vLLM's engine is, has the parent's ``sys.path`` but no import
+hooks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The standard points of one model and its envoy classes: a family's table resolved against the model.
 
-``NNsight`` resolves the architecture when it wraps a module, merges the user's ``rename`` and ``envoys`` over
-it, and creates the model's ``points`` from it. Invariant: an alias from here never hides an existing name.
+Invariant: an alias from here never hides an existing name.
 """
 
 from __future__ import annotations
@@ -42,15 +41,9 @@ class Architecture:
     """A family's table resolved against one model.
 
     Attributes:
-        family: The table.
         body: Path of the decoder, empty for the model itself.
         leaves: Location of each leaf of each layer, except ``attn.pattern``; layers of one model may differ.
-        num_heads: Number of query heads.
-        num_kv_heads: Number of key and value heads of each layer.
-        has_norm: Whether there is a final norm.
         has_logits: Whether the model itself returns logits of tokens.
-        rename: Aliases of its modules.
-        envoys: Envoy classes by module class.
         num_encoder_layers: Number of blocks of the vision encoder; 0 if their place is not known.
     """
 
@@ -67,19 +60,15 @@ class Architecture:
 
     @property
     def num_layers(self) -> int:
-        """Number of decoder blocks."""
         return len(self.leaves)
 
     def has(self, leaf: str) -> bool:
-        """Return whether any layer has a leaf."""
         return any(leaf in leaves for leaves in self.leaves)
 
     def path(self, below_body: str) -> str:
-        """Return the path from the model's root of a path below the body."""
         return f"{self.body}.{below_body}" if self.body else below_body
 
     def layer_path(self, layer: int, below: str = "") -> str:
-        """Return the path from the model's root of a layer, or of a module below it."""
         path = self.path(f"{self.family.layers}.{layer}")
         return f"{path}.{below}" if below else path
 
@@ -95,7 +84,6 @@ class Architecture:
         return self.family.has_pattern and leaf_names.HEADS in leaves and leaf_names.KEYS in leaves
 
     def view(self, layer: int, leaf: str) -> views.View:
-        """Return the view of a leaf on its module's tensor."""
         place, num_kv_heads = self.leaves[layer][leaf], self.num_kv_heads[layer]
         if place.part:
             return self._view_of_part(place.part, num_kv_heads)
@@ -114,7 +102,6 @@ class Architecture:
         return views.COPY if leaf in self.family.changed_in_place else views.WHOLE
 
     def _view_of_part(self, part: Part, num_kv_heads: int) -> views.View:
-        """Return the view of a part of a fused output."""
         if part not in _QKV:
             return views.half(("gate", "up").index(part))
         index = _QKV.index(part)
@@ -123,12 +110,7 @@ class Architecture:
         return views.fused_heads(index, (self.num_heads, num_kv_heads, num_kv_heads))
 
     def rename_with(self, given: Rename | None, owner: type) -> Rename:
-        """Return the architecture's aliases merged with the user's.
-
-        Args:
-            given: The user's aliases; they take precedence if both define the same name.
-            owner: The class of the root envoy, whose attributes keep their names.
-        """
+        """Add the user's aliases, which take precedence; attributes of ``owner``, the root's class, stay."""
         given = given or {}
         theirs = {
             path: list(names) if isinstance(names, (list, tuple)) else [names]
@@ -141,10 +123,7 @@ class Architecture:
         return theirs
 
     def envoys_with(self, given: EnvoyMap) -> EnvoyMap:
-        """Return the user's envoy classes, with the architecture's for the other modules.
-
-        A single class that the user gave for all modules is returned unchanged.
-        """
+        """Add the user's envoy classes; a single class for all modules is kept as it is."""
         if isinstance(given, type):
             return given
         given = given or {}
@@ -194,13 +173,11 @@ def architecture_of(module: torch.nn.Module) -> Architecture | None:
 
 
 def _num_kv_heads(text: Any, layer: int) -> int | None:
-    """Return a layer's number of key and value heads; None if the config does not state it."""
     of_layer = text.per_layer_config[layer] if hasattr(text, "per_layer_config") else text
     return getattr(of_layer, "num_key_value_heads", None)
 
 
 def missing_for(module: torch.nn.Module) -> str:
-    """Return the reason why a module has no standard points, for an error message."""
     if not _is_from_transformers(module):
         return "it is not a model of the transformers library"
     config: Any = module.config
@@ -231,7 +208,6 @@ def _layers(module: torch.nn.Module, body: str, family: TransformersFamily) -> t
 
 @functools.cache
 def _names_in_families() -> Mapping[str, frozenset[str]]:
-    """Return by standard name how the families call the module; the way to the blocks stands for them."""
     families = TRANSFORMERS_FAMILIES.values()
     bodies = frozenset(
         part for family in families for body in family.bodies for part in body.split(".") if part
@@ -244,13 +220,11 @@ def _names_in_families() -> Mapping[str, frozenset[str]]:
 
 
 def _leaves_of(layer: torch.nn.Module, family: TransformersFamily) -> Mapping[str, Place]:
-    """Return those leaves of the table whose modules a layer has."""
     stream = stream_leaves() if family.has_stream else {}
     return leaves_in(parts_of(layer), {**stream, **family.leaves})
 
 
 def _projected_kv_heads(layer: torch.nn.Module, leaves: Mapping[str, Place], num_heads: int) -> int:
-    """Return the number of key heads where the config states none, by the size of a fused projection."""
     place = leaves.get(leaf_names.KEYS)
     if place is None or not place.part:
         return num_heads
@@ -261,7 +235,6 @@ def _projected_kv_heads(layer: torch.nn.Module, leaves: Mapping[str, Place], num
 
 
 def input_width(projection: Any) -> int:
-    """Return the width of a projection's input; not all configs state it."""
     width: int = projection.in_features if hasattr(projection, "in_features") else projection.nx
     return width
 
@@ -269,7 +242,6 @@ def input_width(projection: Any) -> int:
 def _rename(
     module: torch.nn.Module, body: str, family: TransformersFamily, layers: torch.nn.ModuleList
 ) -> dict[str, str]:
-    """Return paths with their aliases, except for aliases that exist as attributes already."""
     names = {"layers": family.layers, "norm": family.norm, "embed": family.embed}
     decoder = module.get_submodule(body)
     found = {
@@ -289,7 +261,6 @@ def _rename(
 def _envoys(
     layer: torch.nn.Module, family: TransformersFamily, leaves: Mapping[str, Place]
 ) -> dict[type[torch.nn.Module], type[Envoy]]:
-    """Return the envoy classes of a layer's modules."""
     modules = dict(layer.named_modules(remove_duplicate=False))
     found: dict[type[torch.nn.Module], type[Envoy]] = {}
     if leaf_names.HEADS in leaves:

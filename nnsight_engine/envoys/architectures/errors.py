@@ -1,5 +1,3 @@
-"""Errors of access to standard points."""
-
 from __future__ import annotations
 
 
@@ -24,7 +22,6 @@ class StateError(ValueError):
 
     @classmethod
     def unwritable(cls, name: str) -> StateError:
-        """Return the error for a state that was assigned."""
         return cls(
             f"{name} cannot be written: kernels update it in place, and read it before the next position. "
             "Write mixer.output behind it"

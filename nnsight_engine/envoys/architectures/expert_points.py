@@ -1,7 +1,7 @@
 """The chosen experts of a block as points: their ids and their weights, items of what its router returns.
 
-Routers return them in an order of their own; a point has them by weight, the largest first. So its value is a
-new tensor, and its edits are carried over to the router's value when the block hands over.
+A point has them by weight, the largest first. So its value is a new tensor, and its edits are carried over to
+the router's value when the block hands over.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from nnsight_engine.families.transformers_family import RouterOrder
 
 
 class RouterOutput(NamedTuple):
-    """What a router returns: ``[tokens, experts]``, and twice ``[tokens, top_k]``.
+    """A router's values: logits ``[tokens, experts]``, weights and ids ``[tokens, top_k]``.
 
-    Attributes:
-        order: The index of each of the others in the router's tuple. Without one for ids, the weights in the
-            tuple are those of all experts, and zero for those that are not chosen.
+    ``order`` has their indices in its tuple. Without one for ids, the tuple has weights of all experts, zero
+    for those that are not chosen.
     """
 
     logits: torch.Tensor
@@ -33,7 +32,6 @@ class RouterOutput(NamedTuple):
 
     @classmethod
     def of(cls, value: Any, order: RouterOrder, top_k: int) -> RouterOutput:
-        """Return the items of a router's tuple."""
         logits, weights = value[order[0]], value[order[1]]
         if len(order) == len(("logits", "weights")):
             weights, ids = weights.topk(top_k, dim=-1)
@@ -42,26 +40,18 @@ class RouterOutput(NamedTuple):
         return cls(logits, weights, ids, order)
 
     def plain(self) -> tuple[torch.Tensor, ...]:
-        """Return the router's tuple."""
         items = (self.logits, self.weights, self.ids)
         if len(self.order) < len(items):
             items = (self.logits, torch.zeros_like(self.logits).scatter(-1, self.ids, self.weights), self.ids)
         return tuple(items[self.order.index(index)] for index in range(len(self.order)))
 
     def by_weight(self) -> torch.Tensor:
-        """Return the order of the experts by weight."""
         return by_weight(self.weights)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertPoint(FlattenedPoint):
-    """A point with a value for each chosen expert.
-
-    Attributes:
-        weights_of: The weights of forced experts; None if they are not known, so that none can be forced.
-        order: The index of logits, weights and ids in what the router returns.
-        has_probabilities: Whether it returns their softmax in the place of the logits.
-    """
+    """A point with a value for each chosen expert; without ``weights_of``, none can be forced."""
 
     weights_of: ExpertWeights | None
     order: RouterOrder

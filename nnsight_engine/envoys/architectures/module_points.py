@@ -1,8 +1,4 @@
-"""Standard points of modules: read as a view of a module's value, written by replacing that value.
-
-``points`` creates one for each name. A value is the input or output of a module, in any container; a point
-is one tensor in it, or a part of one.
-"""
+"""Standard points of modules: read as a view of a module's value, written by replacing that value."""
 
 from __future__ import annotations
 
@@ -23,29 +19,22 @@ if TYPE_CHECKING:
 
 
 class PointAccess(Protocol):
-    """A point that blocks read and write by its name.
-
-    Attributes:
-        shape: Shape of one position's value; -1 for a size that grows.
-    """
+    """A point that blocks read and write by its name."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of one position's value; -1 for a size that grows."""
 
-    def read(self) -> torch.Tensor:
-        """Wait for the value and return it."""
+    def read(self) -> torch.Tensor: ...
 
-    def write(self, value: torch.Tensor) -> None:
-        """Wait for the value and replace it."""
+    def write(self, value: torch.Tensor) -> None: ...
 
 
 def check_fits(name: str, value: object, current: torch.Tensor) -> torch.Tensor:
     """Return a value for writing, with the dtype and on the device of the current value.
 
-    Raises:
-        PointValueError: It is no tensor, has another shape, or has fractions where the model has integers.
-        ValueError: It has numbers beyond that dtype.
+    PointValueError: it is no tensor, has another shape, or fractions for integers. ValueError: it would
+    overflow.
     """
     if not isinstance(value, torch.Tensor):
         raise PointValueError(
@@ -63,16 +52,6 @@ def check_fits(name: str, value: object, current: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModulePoint:
-    """A part of a module's first argument, or of its output.
-
-    Attributes:
-        name: The point's name.
-        envoy: The module.
-        side: Input or output.
-        view: The part.
-        shape: See ``PointAccess``.
-    """
-
     name: str
     envoy: Envoy
     side: Side
@@ -80,7 +59,6 @@ class ModulePoint:
     shape: tuple[int, ...]
 
     def read(self) -> torch.Tensor:
-        """Wait for the value and return the part, as a view."""
         value = self._value()
         whole = first_tensor(value, self.side)
         part = self.view.part(whole)
@@ -93,7 +71,6 @@ class ModulePoint:
         return part
 
     def write(self, value: torch.Tensor) -> None:
-        """Wait for the value and replace the part."""
         current = self._value()
         whole = first_tensor(current, self.side)
         part = check_fits(self.name, value, self.view.part(whole))
@@ -116,7 +93,6 @@ class CopiedInputPoint(ModulePoint):
     """A module's input in memory that the layer still needs; the module gets a copy, which may be edited."""
 
     def read(self) -> torch.Tensor:
-        """Wait for the value, give the module a copy, and return that."""
         value = self._value()
         self._replace(self._value_with(value, first_tensor(value, self.side).clone()))
         return super().read()
@@ -129,12 +105,10 @@ class EncoderPoint(ModulePoint):
     """
 
     def read(self) -> torch.Tensor:
-        """Wait for the value and return it."""
         self._check_alone()
         return super().read()
 
     def write(self, value: torch.Tensor) -> None:
-        """Wait for the value and replace it."""
         self._check_alone()
         super().write(value)
 
@@ -149,17 +123,12 @@ class EncoderPoint(ModulePoint):
 
 
 class TokenShape:
-    """Records the number of rows and tokens in the running step; watches the inputs of the layers.
-
-    Attributes:
-        shape: ``(rows, tokens)``, None before the first layer of a run.
-    """
+    """Records ``(rows, tokens)`` of the running step; None before the first layer of a run."""
 
     def __init__(self) -> None:
         self.shape: tuple[int, int] | None = None
 
     def add(self, provider: str, iteration: int | None, value: Any) -> None:
-        """Record the shape of a layer's input, ``[batch, tokens, hidden]``."""
         del provider, iteration
         num_rows, num_tokens, *_ = first_tensor(value, "input").shape
         self.shape = (num_rows, num_tokens)
@@ -170,13 +139,6 @@ class FlattenedPoint:
     """A module's input or output with rows and tokens in one axis, ``[batch * tokens, width]``.
 
     The batcher cannot assign such rows to invokes, so this works on the batcher's current value directly.
-
-    Attributes:
-        name: The point's name.
-        envoy: The module.
-        side: Its input or its output.
-        tokens: Number of rows and tokens in the running step.
-        shape: See ``PointAccess``.
     """
 
     name: str
@@ -203,7 +165,6 @@ class FlattenedPoint:
         return rows
 
     def write(self, value: torch.Tensor) -> None:
-        """Wait for the value and replace this block's rows."""
         rows = self.read()
         mediator = self.envoy.interleaver.current
         fitting = check_fits(self.name, value, rows)
@@ -260,22 +221,15 @@ class FlattenedPoint:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogitsPoint:
-    """The logits in the model's own output, after scales and soft caps.
-
-    Attributes:
-        envoy: The model.
-        shape: See ``PointAccess``.
-    """
+    """The logits in the model's own output, after scales and soft caps."""
 
     envoy: Envoy
     shape: tuple[int, ...]
 
     def read(self) -> torch.Tensor:
-        """Wait for the model's output and return its logits."""
         return _logits(self.envoy.output)
 
     def write(self, value: torch.Tensor) -> None:
-        """Wait for the model's output and replace its logits."""
         output = self.envoy.output
         replaced = copy.copy(output)
         replaced.logits = check_fits("logits", value, _logits(output))
@@ -304,7 +258,6 @@ def first_tensor(value: Any, side: Side) -> torch.Tensor:
 
 
 def with_first_tensor(value: Any, side: Side, tensor: torch.Tensor) -> Any:
-    """Return a value in which ``tensor`` replaces the tensor that ``first_tensor`` finds."""
     if side == "output":
         return (tensor, *value[1:]) if isinstance(value, tuple) else tensor
     args, kwargs = value

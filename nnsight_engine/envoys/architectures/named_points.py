@@ -1,8 +1,4 @@
-"""Base of ``model.points``: access to points by name, for any kind of model.
-
-A transformers model and a model in vLLM's workers locate their points in different ways, and offer
-the same interface. A subclass of ``NamedPoints`` lists the leaves, and creates each point on first use.
-"""
+"""Base of ``model.points``: one interface for a transformers model and a model in vLLM's workers."""
 
 from __future__ import annotations
 
@@ -27,11 +23,7 @@ LOGITS: Final = "logits"
 
 
 class NamedPoints(Place, ABC):
-    """The points of one model. Calling it lists them, indexing reads and writes.
-
-    Attributes:
-        root: The envoy of the model.
-    """
+    """The points of one model. Calling it lists them, indexing reads and writes."""
 
     root: Envoy
 
@@ -39,28 +31,23 @@ class NamedPoints(Place, ABC):
         self._points: dict[str, PointAccess] = {}
 
     @abstractmethod
-    def _num_layers(self) -> int:
-        """Return the number of layers."""
+    def _num_layers(self) -> int: ...
 
     @abstractmethod
     def _leaves(self, layer: int) -> list[str]:
         """Return the leaves of a layer, in the order in which the model computes them."""
 
     @abstractmethod
-    def _points_before_layers(self) -> list[str]:
-        """Return the points before the layers."""
+    def _points_before_layers(self) -> list[str]: ...
 
     @abstractmethod
-    def _points_after_layers(self) -> list[str]:
-        """Return the points after the layers."""
+    def _points_after_layers(self) -> list[str]: ...
 
     def _num_encoder_layers(self) -> int:
-        """Return the number of blocks of a vision encoder that are points."""
         return 0
 
     @abstractmethod
-    def _found(self, name: str) -> PointAccess:
-        """Create a point; raise UnknownPointError for an unknown name."""
+    def _found(self, name: str) -> PointAccess: ...
 
     def __call__(self) -> dict[str, tuple[int, ...]]:
         """Return the name of every point with the shape of one position's value; -1 for a size that grows.
@@ -90,7 +77,6 @@ class NamedPoints(Place, ABC):
         self._point(name).write(value)
 
     def __contains__(self, name: object) -> bool:
-        """Return whether there is a point of that name."""
         return name in set(self._names())
 
     def __iter__(self) -> Iterator[str]:
@@ -98,7 +84,6 @@ class NamedPoints(Place, ABC):
         return self._names()
 
     def __repr__(self) -> str:
-        """List the points, those of all layers in one line per leaf."""
         num_layers, encoder = self._num_layers(), self._encoder_names()
         lines = _joined(
             num_layers,
@@ -115,7 +100,6 @@ class NamedPoints(Place, ABC):
         )
 
     def group(self, prefix: str) -> PointGroup:
-        """Return the points that begin with ``prefix``, as attributes."""
         return PointGroup(self, prefix)
 
     def _encoder_names(self) -> list[str]:
@@ -138,7 +122,6 @@ class NamedPoints(Place, ABC):
         return point
 
     def _parsed(self, name: str) -> tuple[int, str]:
-        """Return the layer, counted from 0, and the leaf of a layer's point; raise UnknownPointError."""
         try:
             pattern = PointPattern.parse(name)
             is_in_encoder = pattern.leaf == ENCODER_BLOCK
@@ -161,7 +144,6 @@ class NamedPoints(Place, ABC):
 
 
 def _joined(num_layers: int, of_layer: Callable[[int], Iterable[str]]) -> list[str]:
-    """Return what the layers have, each once; with the layers, if only some have it."""
     found: dict[str, list[int]] = {}
     for layer in range(num_layers):
         for one in of_layer(layer):
@@ -177,12 +159,7 @@ class PartList(Place):
 
 
 class PointGroup(Place):
-    """Points with a common prefix, as attributes: ``layers[3].mlp.act``, ``embed.output``.
-
-    Args:
-        points: All points of the model.
-        prefix: The common prefix.
-    """
+    """Points with a common prefix, as attributes: ``layers[3].mlp.act``, ``embed.output``."""
 
     def __init__(self, points: NamedPoints, prefix: str) -> None:
         state = self.__dict__
@@ -190,7 +167,6 @@ class PointGroup(Place):
         state["_prefix"] = prefix
 
     def __getattr__(self, name: str) -> Any:
-        """Wait for the value of a point and return it."""
         if name.startswith("_"):
             raise AttributeError(name)
         points: NamedPoints = self.__dict__["_points"]
@@ -200,7 +176,6 @@ class PointGroup(Place):
             raise AttributeError(str(error), name=name, obj=self) from error
 
     def __setattr__(self, name: str, value: torch.Tensor) -> None:
-        """Wait for the value of a point and replace it."""
         self.__dict__["_points"][f"{self.__dict__['_prefix']}.{name}"] = value
 
     def next(self, step: int = 1) -> Self:
@@ -210,10 +185,8 @@ class PointGroup(Place):
         return self
 
     def __dir__(self) -> list[str]:
-        """List the points."""
         prefix = f"{self.__dict__['_prefix']}."
         return [name.removeprefix(prefix) for name in self.__dict__["_points"] if name.startswith(prefix)]
 
     def __repr__(self) -> str:
-        """Return the prefix of the points."""
         return f"points {self.__dict__['_prefix']}.*"

@@ -1,8 +1,7 @@
 """Envoy classes for a layer's parts: standard points as properties, ``layers[3].attn.heads``.
 
 Existing names keep their meaning: ``output`` is the module's return value (a tuple for attention), and
-a submodule hides the point of the same name (GPT-2's MLP has an ``act``). ``model.points`` has every
-point, by its name, on every architecture. ``architecture`` chooses a class for each module.
+a submodule hides the point of the same name (GPT-2's MLP has an ``act``).
 """
 
 from __future__ import annotations
@@ -19,26 +18,19 @@ if TYPE_CHECKING:
 
 
 class point:  # noqa: N801 - it is used like property
-    """A property that is a standard point of the layer that contains its envoy; reads and writes wait for it.
-
-    Args:
-        leaf: Name of the point below the layer, for example ``attn.heads``.
-        doc: The property's docstring.
-    """
+    """A property that is a standard point of its envoy's layer; ``leaf`` is its name, ``attn.heads``."""
 
     def __init__(self, leaf: str, doc: str) -> None:
         self.leaf = leaf
         self.__doc__ = doc
 
     def __get__(self, holder: Envoy | None, owner: type | None = None) -> Any:
-        """Wait for the value and return it."""
         if holder is None:
             return self
         points, layer = _layer_of(holder)
         return points[f"layers.{layer}.{self.leaf}"]
 
     def __set__(self, holder: Envoy, value: torch.Tensor) -> None:
-        """Wait for the value and replace it."""
         points, layer = _layer_of(holder)
         points[f"layers.{layer}.{self.leaf}"] = value
 
@@ -107,11 +99,7 @@ class OneMixerLayerEnvoy(SplitMlpLayerEnvoy):
 
 
 def _layer_of(envoy: Envoy) -> tuple[Points, int]:
-    """Return the model's points, and the number of the layer that ``envoy`` is or is in.
-
-    Raises:
-        AttributeError: The root was not created by ``NNsight``, which finds the points.
-    """
+    """Return the points and the layer's number; AttributeError if ``NNsight`` did not create the root."""
     points: Points | None = envoy._root.__dict__.get("_points")
     if points is None:
         raise AttributeError(f"{envoy.path} has standard points if the model is wrapped by NNsight")

@@ -1,10 +1,8 @@
 """Attention probabilities: a value that no module takes or returns, captured inside the attention function.
 
-Right before it attends, an attention module of transformers looks up the implementation named in its
-config. While a block waits for the probabilities, the module's ``config`` is replaced by one that names our
-implementation, which calls the original and offers the output of its softmax. So they can be requested as
-late as any other value in the attention module, and a module without a request runs unchanged. ``points``
-creates one ``PatternPoint`` for each layer, and calls ``release`` after each run.
+Right before it attends, an attention module of transformers looks up the implementation named in its config.
+While a block waits for the probabilities, ``config`` is replaced by one that names our implementation, which
+calls the original and offers the output of its softmax. A module without a request runs unchanged.
 """
 
 from __future__ import annotations
@@ -46,23 +44,10 @@ class _WatchedConfig:
 
 
 class PatternPoint:
-    """The probabilities of one layer's attention, ``[batch, heads, tokens, keys]``.
-
-    Attributes:
-        path: The attention module; the value's provider is ``<path>.pattern``.
-        interleaver: The interleaver of the model.
-        shape: Shape of one position's value; -1 for the keys, which grow.
-    """
+    """The probabilities of one layer's attention, ``[batch, heads, tokens, keys]``."""
 
     def __init__(self, name: str, envoy: Envoy, out: Envoy, num_heads: int) -> None:
-        """Create the point of a layer.
-
-        Args:
-            name: The point's name.
-            envoy: The attention module.
-            out: Its output projection, which is called after the probabilities are used.
-            num_heads: Number of its query heads.
-        """
+        """Create the point; ``out``, the output projection, is called after the probabilities are used."""
         self.name = name
         self.path = envoy.path
         self.interleaver = envoy.interleaver
@@ -83,20 +68,12 @@ class PatternPoint:
         self._watch()
 
     def read(self) -> torch.Tensor:
-        """Wait for the probabilities and return them.
-
-        Raises:
-            PatternError: The model's attention implementation yields none.
-        """
+        """Wait for the probabilities; PatternError if the model's attention implementation yields none."""
         pattern: torch.Tensor = self.pattern
         return pattern
 
     def write(self, value: torch.Tensor) -> None:
-        """Wait for the probabilities and replace them in the model.
-
-        Raises:
-            PatternError: The model's attention implementation does not use them.
-        """
+        """Replace the probabilities; PatternError if the model's attention does not use them."""
         if self._implementation() != _EAGER and self.interleaver.current is not None:
             raise self._not_writable()
         self.pattern = check_fits(self.name, value, self.read())
@@ -127,7 +104,6 @@ class PatternPoint:
         module.config = _WatchedConfig(module.config, self)
 
     def release(self) -> None:
-        """Restore the module's config."""
         if self._original is not None:
             self._envoy._module.config = self._original
             self._original = None
@@ -135,7 +111,6 @@ class PatternPoint:
     # Attention.
 
     def attend(self, module: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Attend as the model does, and offer the probabilities to the blocks that wait for them."""
         watched, module.config = module.config, self._config()  # the function may read the implementation
         try:
             if self._implementation() == _EAGER:
@@ -181,7 +156,6 @@ class PatternPoint:
         return get_ident() == self.interleaver.listener and self._provider in self.interleaver.wanted
 
     def _offer(self, pattern: torch.Tensor) -> torch.Tensor:
-        """Offer the probabilities of the attention module's current call to the waiting blocks."""
         interleaver = self.interleaver
         if get_ident() != interleaver.listener:
             return pattern
@@ -192,7 +166,6 @@ class PatternPoint:
         return pattern
 
     def _rewritten_eager(self, module: torch.nn.Module) -> Callable[..., Any]:
-        """Return the model family's eager attention, rewritten to offer the output of its softmax."""
         if getattr(module, "reorder_and_upcast_attn", False):
             raise PatternError(
                 f"{self.name} is not available with reorder_and_upcast_attn, which uses another attention "
@@ -207,7 +180,6 @@ class PatternPoint:
     def _call(
         self, _name: str, callee: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Make a call of the eager attention; the output of its softmax is the probabilities."""
         value = callee(*args, **kwargs)
         if callee is not torch.nn.functional.softmax:
             return value
@@ -235,7 +207,6 @@ def probabilities(
         query: ``[batch, heads, tokens, head_dim]``.
         key: ``[batch, kv_heads, keys, head_dim]``; each serves heads / kv_heads consecutive query heads.
         mask: Boolean mask of visible keys, or scores to be added; None for all keys, or causal attention.
-        scaling: Factor on the dot products; by default one over the root of ``head_dim``.
         is_causal: Whether, without a mask, each of several tokens sees only itself and those before it.
     """
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
@@ -272,7 +243,6 @@ def _attend(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _register() -> None:
-    """Register our implementation with transformers; repeated registration is harmless."""
     from transformers import AttentionInterface  # noqa: PLC0415 - slow to import; loaded by now
 
     AttentionInterface.register(_IMPLEMENTATION, _attend)

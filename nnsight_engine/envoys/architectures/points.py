@@ -1,8 +1,7 @@
 """``model.points``: the standard points of a model, by name.
 
-``model.points["layers.3.attn.heads"]`` is the same place on every architecture, with the name and meaning
-that the server gives it. Inside a trace, reading waits for the value, and assigning replaces it; values have
-``[batch, tokens]`` before the shape that ``model.points()`` lists. ``NNsight`` creates one for each model.
+Names and meanings are the same on every architecture and on the server. Values have ``[batch, tokens]``
+before the shape that ``model.points()`` lists.
 """
 
 from __future__ import annotations
@@ -39,11 +38,7 @@ _PER_NEURON: Final = {"mlp.gate", "mlp.up", leaf_names.NEURONS}
 
 
 class Points(NamedPoints):
-    """The standard points of one model. Calling it lists them, indexing reads and writes.
-
-    Attributes:
-        architecture: The architecture that has the points; None if the model has none.
-    """
+    """The standard points of one model. Calling it lists them, indexing reads and writes."""
 
     def __init__(self, root: Envoy, architecture: Architecture | None) -> None:
         """Offer the points of ``architecture``; without one, access raises NoStandardPointsError."""
@@ -54,17 +49,14 @@ class Points(NamedPoints):
         self._cache = RunningCache()
 
     def __contains__(self, name: object) -> bool:
-        """Return whether there is a point of that name."""
         return self.architecture is not None and super().__contains__(name)
 
     def __repr__(self) -> str:
-        """List the points, those of all layers in one line per leaf."""
         if self.architecture is None:
             return f"no standard points: {missing_for(self.root._module)}"
         return super().__repr__()
 
     def layer_of(self, envoy: Envoy) -> int:
-        """Return the number of the layer that ``envoy`` is or is in."""
         layers = f"{self.root.path}.{self._known().path(self._known().family.layers)}."
         return int(str(envoy.path).removeprefix(layers).partition(".")[0])
 
@@ -86,7 +78,6 @@ class Points(NamedPoints):
             self.root.interleaver.watch(self._cache, [f"{mixer.path}.input" for mixer in mixers])
 
     def after_run(self) -> None:
-        """Restore the model after the run."""
         self._cache.cache = None
         for point in self._points.values():
             if isinstance(point, PatternPoint):
@@ -183,7 +174,6 @@ class Points(NamedPoints):
         return config.get_text_config()
 
     def _shape(self, layer: int, leaf: str) -> tuple[int, ...]:
-        """Return the shape of one position's value of a leaf that a module provides."""
         architecture = self._known()
         if leaf in _PER_HEAD:
             num_heads = (
@@ -199,7 +189,6 @@ class Points(NamedPoints):
         return (self._width(layer, leaf),)
 
     def _width(self, layer: int, leaf: str) -> int:
-        """Return the number of values at one position of a leaf that has no heads."""
         config = self._config()
         width: int = config.hidden_size
         if leaf in {leaf_names.EXPERTS, leaf_names.EXPERT_WEIGHTS}:
@@ -211,7 +200,6 @@ class Points(NamedPoints):
         return width
 
     def _shape_of_module(self, layer: int, leaf: str) -> tuple[int, ...]:
-        """Return the shape of a router's logits, or of a mixer's state."""
         path = self._known().layer_path(layer, self._known().leaves[layer][leaf].path)
         module: Any = self._envoy(path)._module
         if leaf == leaf_names.ROUTER:
@@ -219,6 +207,5 @@ class Points(NamedPoints):
         return (module.num_heads, module.head_dim, module.ssm_state_size)
 
     def _input_width(self, layer: int, leaf: str) -> int:
-        """Return the width of a projection's input from its module; not all configs state it."""
         path = self._known().layer_path(layer, self._known().leaves[layer][leaf].path)
         return input_width(self._envoy(path)._module)

@@ -1,9 +1,4 @@
-"""The weights that a model gives to chosen experts, computed from the logits of its router.
-
-A router chooses experts and weights them in one function, which neither transformers nor vLLM lets others
-call with experts of their own. When a write forces other experts, their weights are computed here: what the
-router would have given them, had it chosen them. Both engines use the same function, by the model's config.
-"""
+"""The weights of experts that a write forces: those that the router would have given; for both engines."""
 
 from __future__ import annotations
 
@@ -29,7 +24,6 @@ class Routing:
     Attributes:
         is_sigmoid: Whether an expert's score is the sigmoid of its logit, instead of the softmax over all.
         is_normalized: Whether the scores of the chosen experts are divided by their sum.
-        scale_key: The config's field with a factor on all weights; empty for none.
         normalized_key: The config's field that decides ``is_normalized`` instead; empty for none.
     """
 
@@ -57,13 +51,7 @@ _ROUTINGS: Final[Mapping[str, Routing]] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The weights of any experts of one model.
-
-    Attributes:
-        is_sigmoid: See ``Routing``.
-        is_normalized: See ``Routing``.
-        scale: The factor on all weights.
-    """
+    """The weights of any experts of one model, see ``Routing``; ``scale`` is a factor on all of them."""
 
     is_sigmoid: bool
     is_normalized: bool
@@ -72,12 +60,10 @@ class ExpertWeights:
     def of(
         self, logits: torch.Tensor, ids: torch.Tensor, factors: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the weights of experts, float32 ``[..., top_k]``.
+        """Return the weights of experts, float32 ``[..., top_k]``, by logits ``[..., experts]``.
 
-        Args:
-            logits: The router's logits, ``[..., experts]``.
-            ids: The experts, int64 ``[..., top_k]``, each within range.
-            factors: The layer's factor on the weight of each expert, ``[experts]``; None for none.
+        ``ids``: int64 ``[..., top_k]``, within range; ``factors``: the layer's on each expert's weight,
+        ``[experts]``.
         """
         scores = logits.float()
         scores = scores.sigmoid() if self.is_sigmoid else scores.softmax(dim=-1)
@@ -106,7 +92,6 @@ def expert_factors(router: Any) -> torch.Tensor | None:
 
 
 def num_chosen(config: Any) -> int:
-    """Return the number of experts that a model chooses for each token, by its text config."""
     # Gemma 4 has another name for it.
     chosen: int = (
         config.num_experts_per_tok if hasattr(config, "num_experts_per_tok") else config.top_k_experts

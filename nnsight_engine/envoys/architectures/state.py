@@ -1,8 +1,4 @@
-"""Recurrent states of mixers, which a transformers model keeps in its cache instead of returning them.
-
-A mixer is called with the cache and updates its layer's state there, in place. ``points`` has one
-``RunningCache`` for each model, which watches the mixers' calls, and one ``StatePoint`` for each layer.
-"""
+"""Recurrent states of mixers, which a transformers model updates in place in its cache, not returned."""
 
 from __future__ import annotations
 
@@ -18,17 +14,12 @@ if TYPE_CHECKING:
 
 
 class RunningCache:
-    """Records the cache with which the mixers of the running step were called; watches their inputs.
-
-    Attributes:
-        cache: The cache; None without one, and outside a run.
-    """
+    """Records the cache with which the mixers of the running step were called; None without one."""
 
     def __init__(self) -> None:
         self.cache: Any = None
 
     def add(self, provider: str, iteration: int | None, value: Any) -> None:
-        """Record the cache among a mixer's arguments, ``(args, kwargs)``."""
         del provider, iteration
         _, kwargs = value
         self.cache = kwargs.get("cache_params")
@@ -36,14 +27,7 @@ class RunningCache:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StatePoint:
-    """The state of one mixer after the last token of a step, ``[batch, heads, head_dim, state_size]``.
-
-    Attributes:
-        name: The point's name.
-        envoy: The mixer.
-        running: The cache of the running step.
-        shape: Shape of one row's state.
-    """
+    """The state of one mixer after the last token of a step, ``[batch, heads, head_dim, state_size]``."""
 
     name: str
     envoy: Envoy
@@ -51,11 +35,7 @@ class StatePoint:
     shape: tuple[int, ...]
 
     def read(self) -> torch.Tensor:
-        """Wait until the mixer has returned, and return a copy of the state of this block's rows.
-
-        Raises:
-            StateError: The model runs without a cache.
-        """
+        """Return a copy of this block's rows once the mixer has returned; StateError without a cache."""
         _ = self.envoy.output
         cache = self.running.cache
         if cache is None:
@@ -72,10 +52,5 @@ class StatePoint:
         return state.clone()
 
     def write(self, value: torch.Tensor) -> NoReturn:
-        """Raise: states cannot be written.
-
-        Raises:
-            StateError: Always.
-        """
         del value
         raise StateError.unwritable(self.name)

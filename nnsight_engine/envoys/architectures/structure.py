@@ -1,7 +1,7 @@
 """The parts of a transformers model of no table, by the conventions that its models share.
 
 A decoder has a list of as many blocks as its config says, then a norm; blocks take the residual stream first
-and return it, alone or first in a tuple. So every decoder has the points of the residual stream.
+and return it, alone or first in a tuple.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ _SEVERAL_STREAMS: Final = "altup_projections"
 
 
 def family_by_structure(module: torch.nn.Module) -> TransformersFamily | None:
-    """Return the parts of a decoder of transformers; None if its structure is another one.
-
-    Args:
-        module: A ``PreTrainedModel``.
-    """
+    """Return the parts of a ``PreTrainedModel`` that is a decoder; None if its structure is another one."""
     config: Any = module.config
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     for path, decoder in _containers(module):
@@ -52,7 +48,6 @@ def family_by_structure(module: torch.nn.Module) -> TransformersFamily | None:
 
 
 def _containers(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the modules that may be the decoder, with their paths: the language model's own first."""
     decoder: Any = module.get_decoder() if hasattr(module, "get_decoder") else module  # type: ignore[operator]
     paths = {id(one): path for path, one in module.named_modules()}
     for one in (decoder, getattr(module, "base_model", module), module, *module.children()):

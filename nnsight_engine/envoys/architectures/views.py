@@ -1,8 +1,4 @@
-"""Views that select a point's part of a module's tensor, so that in-place edits reach the model.
-
-Splitting the last axis yields a view for any strides. Where a part cannot be one it is a copy, and points put
-it back. ``architecture`` chooses the view of each leaf, and points apply it.
-"""
+"""Views of a point's part of a module's tensor; a part that cannot be a view is a copy, put back later."""
 
 from __future__ import annotations
 
@@ -20,7 +16,6 @@ class View:
     """A view of a part of a tensor.
 
     Attributes:
-        part: Returns the part of the whole.
         is_all: Whether the part has all numbers of the whole, possibly in another shape.
         is_copy: Whether the part does not share the memory of the whole.
         columns: Returns the same numbers of the whole in its memory, if ``part`` does not.
@@ -57,12 +52,7 @@ def heads(num_heads: int) -> View:
 
 
 def fused_heads(index: int, num_heads: Sequence[int]) -> View:
-    """Return the view ``[..., heads, head_dim]`` of one of several concatenated projections.
-
-    Args:
-        index: Index of the projection.
-        num_heads: Number of heads of each projection; all heads have the same size.
-    """
+    """Return the view ``[..., heads, head_dim]`` of one of several concatenated projections."""
     start, count = sum(num_heads[:index]), num_heads[index]
     total = sum(num_heads)
 
@@ -77,10 +67,7 @@ def fused_heads(index: int, num_heads: Sequence[int]) -> View:
 def fused_per_head(index: int, num_heads: int, num_kv_heads: int) -> View:
     """Return the view ``[..., heads, head_dim]`` of q, k or v in ``[..., kv_heads, (queries, k, v), size]``.
 
-    Args:
-        index: 0 for the queries, which are those of the key and the value beside them; 1 for k, 2 for v.
-        num_heads: Number of query heads.
-        num_kv_heads: Number of key and value heads.
+    ``index`` is 0 for the queries, which are those of the key and the value beside them, 1 for k, 2 for v.
     """
     group = num_heads // num_kv_heads
     start, count = ((0, group), (group, 1), (group + 1, 1))[index]

@@ -1,8 +1,7 @@
 """Recovers the syntax tree that a function was compiled from.
 
-Source text is unreliable: a file may have been edited since it was imported, and
-import hooks compile something else than the file's text. Invariant: a returned definition
-compiles to exactly the code that runs; otherwise an error is raised. ``rewrite`` calls this.
+Source text is unreliable: a file may have been edited since its import, and import hooks compile something
+else. Invariant: a returned definition compiles to exactly the code that runs; otherwise an error is raised.
 """
 
 from __future__ import annotations
@@ -26,14 +25,7 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Definition:
-    """A function's statement.
-
-    Attributes:
-        node: Its syntax tree, with the line numbers and columns of the file.
-        lines: Its lines as in the file, without line ends.
-        first_line: Number of the first line, that of the first decorator if there is one.
-        imported: Names that the file imports at its top level.
-    """
+    """A function's statement, decorators included, at its place in the file."""
 
     node: FunctionNode
     lines: tuple[str, ...]
@@ -56,15 +48,7 @@ class Definition:
 
 
 def find_definition(function: FunctionType, name: str) -> Definition:
-    """Find the statement that defines a function.
-
-    Args:
-        function: The function; not a wrapper.
-        name: The function's name in errors.
-
-    Raises:
-        SourceNotAvailableError: There is no text, it is a lambda, or the text is not the code that runs.
-    """
+    """Find a function's statement; SourceNotAvailableError if the text is not the code that runs."""
     code = function.__code__
     try:
         # The code and not the function, whose ``__wrapped__`` would be followed.
@@ -92,18 +76,11 @@ def find_definition(function: FunctionType, name: str) -> Definition:
 
 
 def compile_definition(definition: Definition, code: CodeType, extra_free: tuple[str, ...] = ()) -> CodeType:
-    """Compile a function's statement in a scope like that of the original.
+    """Compile a function's statement, instrumented or not, in a scope like that of the original ``code``.
 
-    The same names are free, ``__class__`` included, private names are mangled for the same class,
-    and positions are those of the file.
-
-    Args:
-        definition: The statement, instrumented or not.
-        code: The original code object.
-        extra_free: Further names that are to be free variables.
-
-    Raises:
-        LookupError: The statement does not define the function of ``code``.
+    The same names (and ``extra_free``) are free, ``__class__`` included, private names are mangled for the
+    same class, and positions are those of the file. LookupError if it does not define the function of
+    ``code``.
     """
     node = definition.node
     owner = _class_around(code.co_qualname)
@@ -134,10 +111,7 @@ def _class_of(name: str, node: FunctionNode) -> ast.ClassDef:
 
 
 def _parse(block: list[str], code: CodeType) -> ast.stmt:
-    """Parse a statement's lines at their position in the file.
-
-    An indented block is put under an ``if`` instead of being dedented, which would change strings in it.
-    """
+    """Parse lines at their place in the file; a block under an ``if``, since dedenting changes strings."""
     lines_above = code.co_firstlineno - 1
     text = "".join(block)
     if not block[0][:1].isspace():
@@ -149,7 +123,6 @@ def _parse(block: list[str], code: CodeType) -> ast.stmt:
 # One file defines the modules of a whole model, and parsing it takes longer than the rest of this module.
 @functools.lru_cache(maxsize=32)
 def _imported_names(text: str) -> frozenset[str]:
-    """Return the names that a file's top level imports, including those under conditions."""
     found: set[str] = set()
     pending: list[ast.AST] = [parse(text)]
     while pending:
@@ -162,7 +135,6 @@ def _imported_names(text: str) -> frozenset[str]:
 
 
 def _class_around(qualname: str) -> str | None:
-    """Return the innermost class around a function, from ``a.<locals>.B.c``; None if there is none."""
     parts = qualname.split(".")
     for part, following in reversed(list(itertools.pairwise(parts))):
         if "<locals>" not in (part, following):
@@ -171,7 +143,6 @@ def _class_around(qualname: str) -> str | None:
 
 
 def _find(tree_code: CodeType, wanted: CodeType) -> CodeType | None:
-    """Find a definition's code in that of its scope, which may include type parameters."""
     for const in tree_code.co_consts:
         if not isinstance(const, CodeType):
             continue
@@ -184,7 +155,6 @@ def _find(tree_code: CodeType, wanted: CodeType) -> CodeType | None:
 
 
 def _renamed(code: CodeType, old: str, new: str) -> CodeType:
-    """Replace the prefix of the qualified names of a code object and its nested functions."""
     consts = (_renamed(const, old, new) if isinstance(const, CodeType) else const for const in code.co_consts)
     return code.replace(co_qualname=new + code.co_qualname.removeprefix(old), co_consts=tuple(consts))
 
@@ -197,10 +167,7 @@ def _compiles_to(definition: Definition, code: CodeType) -> bool:
 
 
 def _same_code(code: CodeType, other: CodeType) -> bool:
-    """Return whether two code objects are equivalent.
-
-    Python's own comparison is not used: in 3.11 it includes the caches of executed code.
-    """
+    """Compare code objects without caches of executed code, which Python's comparison includes in 3.11."""
     return (
         _outline(code) == _outline(other)
         and len(code.co_consts) == len(other.co_consts)

@@ -1,8 +1,4 @@
-"""Printed form of a rewritten function: the whole text with its operations, or one operation in context.
-
-Users find operations by this listing, so each operation has a row of its own, and rows
-carry the line numbers of ``Operation``. The ``repr`` of envoys in ``operations`` calls this.
-"""
+"""Printed form of a rewritten function: the whole text with its operations, or one operation in context."""
 
 from __future__ import annotations
 
@@ -42,13 +38,7 @@ def format_source(rewritten: Rewritten) -> str:
 
 
 def format_operation(rewritten: Rewritten, operation: Operation, path: str) -> str:
-    """Return the lines around an operation, its own between ``-->`` and ``<--``.
-
-    Args:
-        rewritten: The function.
-        operation: One of its operations.
-        path: Path of the function, such as ``.transformer.h.0.attn``.
-    """
+    """Return the lines around an operation, its own between ``-->`` and ``<--``."""
     lines = rewritten.source.split("\n")
     start = max(0, operation.line - LINES_BEFORE)
     stop = min(len(lines), operation.line + LINES_AFTER + 1)

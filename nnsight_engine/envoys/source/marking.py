@@ -1,8 +1,7 @@
 """Transforms call expressions of a syntax tree into operations.
 
-``f(a, *b, c=d)`` becomes ``operation("f_0", f, a, *b, c=d)``: Python itself still evaluates the
-callee first and the arguments after it, in its own order, and checks them as usual.
-Calls that inspect their caller's frame are left unchanged. ``rewrite`` calls this.
+``f(a, *b, c=d)`` becomes ``operation("f_0", f, a, *b, c=d)``: Python itself still evaluates the callee first
+and the arguments after it, and checks them. Calls that inspect their caller's frame are left unchanged.
 """
 
 from __future__ import annotations
@@ -47,14 +46,8 @@ def mark_operations(definition: Definition, name: str) -> tuple[Operation, ...]:
     """Instrument a function's own calls, in place, and return them in the order of evaluation.
 
     Calls in comprehensions are included; those in nested functions, lambdas and classes, in decorators,
-    defaults, annotations and f-strings are not.
-
-    Args:
-        definition: The function's statement; its tree is changed.
-        name: The function's name in errors.
-
-    Raises:
-        SourceNotAvailableError: The function lists its own variables, which would include ours.
+    defaults, annotations and f-strings are not. SourceNotAvailableError if the function lists its own
+    variables, which would include ours.
     """
     marker = _Marker(definition, name)
     for index, statement in enumerate(definition.node.body):
@@ -63,8 +56,6 @@ def mark_operations(definition: Definition, name: str) -> tuple[Operation, ...]:
 
 
 class _Marker:
-    """Traverses a body in the order of evaluation and numbers the operations."""
-
     def __init__(self, definition: Definition, name: str) -> None:
         self._definition = definition
         self._name = name
@@ -72,7 +63,6 @@ class _Marker:
         self.operations: list[Operation] = []
 
     def marked(self, node: NodeT) -> NodeT:
-        """Return a node with its calls instrumented; a new node only if the node is itself a call."""
         if isinstance(node, _OWN_SCOPE):
             return node
         if isinstance(node, ast.Call):
@@ -92,7 +82,6 @@ class _Marker:
                 value[:] = [self.marked(item) if isinstance(item, ast.AST) else item for item in value]
 
     def _mark_dict(self, node: ast.Dict) -> None:
-        """Mark keys and values alternately; a key is None for an unpacked mapping."""
         for index, (key, value) in enumerate(zip(node.keys, node.values, strict=True)):
             node.keys[index] = None if key is None else self.marked(key)
             node.values[index] = self.marked(value)
@@ -113,11 +102,7 @@ class _Marker:
         return ast.fix_missing_locations(_at_callee(call, node))
 
     def _reads_frame(self, node: ast.Call) -> bool:
-        """Return whether a call must be made from the function's own frame.
-
-        Raises:
-            SourceNotAvailableError: The call lists the function's variables.
-        """
+        """Return whether a call needs the function's own frame; raise if it lists the variables."""
         if isinstance(node.func, ast.Attribute):
             return node.func.attr in _FRAME_READERS
         if not isinstance(node.func, ast.Name):

@@ -1,5 +1,3 @@
-"""Data types of a rewritten function. ``rewrite`` creates them; envoys and listings read them."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -15,14 +13,10 @@ keyword arguments, and returns the expression's value.
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
-    """One call expression of a function.
+    """One call expression of a function, named by its callee and a running number: ``self_c_proj_0``.
 
-    Attributes:
-        name: The callee with underscores for dots, and its running number: ``self_c_proj_0``.
-        line: The line at which the callee ends, counted from 0 at the function's first line, so
-            that ``first_line + line`` is the line in the file.
-        end_line: The line of the closing parenthesis, counted the same way.
-        text: The source text of the expression.
+    Lines count from 0 at the function's first line: that at which the callee ends, that of the closing
+    parenthesis.
     """
 
     name: str
@@ -33,15 +27,10 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A function whose calls go through an ``OperationCall``.
+    """A function whose calls go through an ``OperationCall``; ``operations`` are in the order of evaluation.
 
-    Attributes:
-        function: Replacement of the original: same signature, globals and closure. A plain function
-            even for a bound method; the caller binds it.
-        operations: In the order of evaluation.
-        source: The text of the function whose body was rewritten, decorators included, dedented.
-        first_line: Its first line in the file, counted from 1.
-        filename: The file, as named in tracebacks.
+    ``function`` is plain even for a bound method; the caller binds it. ``source`` is the text of the function
+    whose body was rewritten, decorators included, dedented.
     """
 
     function: FunctionType

@@ -1,10 +1,7 @@
 """Rewrites a function so that each of its calls goes through a callback.
 
-A forward is instrumented from its syntax tree, at the original's positions: errors show the file
-and the lines of the original source. Invariant: with a ``call`` that only makes the call, the rewritten
-function behaves as the original does; the original, its globals and its closure cells are not changed,
-and the cells are shared. ``SourceEnvoy`` calls this; ``ForwardSource`` installs the function in place of
-the forward.
+Positions are the original's, so errors show its source. Invariant: with a ``call`` that only makes the call,
+the rewritten function behaves as the original, whose globals and closure cells are shared and not changed.
 """
 
 from __future__ import annotations
@@ -23,18 +20,7 @@ from nnsight_engine.envoys.source.wrappers import like, plain_function, with_inn
 
 
 def rewrite(function: Callable[..., Any], call: OperationCall, name: str) -> Rewritten:
-    """Rewrite a function's own calls into operations.
-
-    Of a decorated function the innermost body is rewritten, and its decorators are kept around it.
-
-    Args:
-        function: A function or bound method written in Python.
-        call: Called in place of each call expression; returns its value.
-        name: The function's name in errors, such as ``model.layers.0.forward``.
-
-    Raises:
-        SourceNotAvailableError: Its source cannot be found, or its decorators cannot be kept.
-    """
+    """Rewrite a function's own calls, of a decorated one its innermost body's, into operations."""
     try:
         inspect.unwrap(function)
     except ValueError as error:

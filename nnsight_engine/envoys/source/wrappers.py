@@ -1,8 +1,6 @@
 """Decorated functions: the innermost body is rewritten, and copies of its wrappers run it.
 
-A wrapper refers to the function that it wraps through its closure. A copy of the wrapper gets another
-function in that cell; the wrapper itself, which other modules share, is not changed. ``rewrite``
-calls this.
+A copy gets another function in its closure; the wrapper itself, which other modules share, is not changed.
 """
 
 from __future__ import annotations
@@ -29,15 +27,7 @@ _COMPILED = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, Wrapp
 
 
 def plain_function(function: Callable[..., Any], name: str) -> FunctionType:
-    """Return the Python function of a function or bound method.
-
-    Args:
-        function: The requested callable.
-        name: Its name in errors.
-
-    Raises:
-        SourceNotAvailableError: It is another kind of callable.
-    """
+    """Return the function of a function or bound method; SourceNotAvailableError for other callables."""
     found = function.__func__ if isinstance(function, MethodType) else function
     if isinstance(found, FunctionType):
         return found
@@ -63,17 +53,7 @@ def plain_function(function: Callable[..., Any], name: str) -> FunctionType:
 
 
 def with_inner(wrapper: FunctionType, inner: object, replacement: object, name: str) -> FunctionType:
-    """Return a copy of a wrapper that wraps another function.
-
-    Args:
-        wrapper: A function with ``inner`` in its closure.
-        inner: The function that it wraps.
-        replacement: Replaces ``inner`` in the closure and as ``__wrapped__``.
-        name: The function's name in errors.
-
-    Raises:
-        SourceNotAvailableError: The closure does not hold ``inner``.
-    """
+    """Return a copy of a wrapper with another function in its closure and as ``__wrapped__``."""
     cells = wrapper.__closure__ or ()
     held = [_content(cell) is inner for cell in cells]
     if not any(held):
@@ -91,7 +71,6 @@ def with_inner(wrapper: FunctionType, inner: object, replacement: object, name: 
 
 
 def like(function: FunctionType, code: CodeType, closure: tuple[CellType, ...]) -> FunctionType:
-    """Return a copy of the function with other code and cells."""
     made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__ = None if function.__kwdefaults__ is None else dict(function.__kwdefaults__)
     functools.update_wrapper(made, function)

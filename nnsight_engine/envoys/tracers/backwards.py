@@ -1,5 +1,3 @@
-"""``with loss.backward():``, a backward pass whose block reads and edits gradients."""
-
 from __future__ import annotations
 
 import functools
@@ -29,11 +27,7 @@ class BackwardsTracer(Tracer):
         self.tensor = tensor
 
     def execute(self, function: Callable[[], Any]) -> None:
-        """Run the pass and the block alternately, on this thread; torch's autograd threads have other stacks.
-
-        Raises:
-            RuntimeError: The tensor has no gradient graph.
-        """
+        """Run pass and block alternately, on this thread; torch's autograd threads have other stacks."""
         why = missing_graph_reason(self.tensor)
         if why is not None:
             raise RuntimeError(f"there is nothing to go back through from this tensor: {why}")
@@ -58,8 +52,5 @@ def _traceable_backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def install() -> None:
-    """Patch ``torch.Tensor.backward`` so that ``with tensor.backward():`` opens a trace.
-
-    Any other call behaves as before.
-    """
+    """Patch ``torch.Tensor.backward``: ``with tensor.backward():`` opens a trace, other calls do not."""
     torch.Tensor.backward = _traceable_backward  # type: ignore[method-assign] # the patch is intended

@@ -1,5 +1,3 @@
-"""Edits: a block stored on the model, which runs in every later trace."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -18,7 +16,6 @@ class Edit:
     """A stored block. Each trace runs it on fresh variables, once for every step."""
 
     def __init__(self, tracer: Tracer, info: Info) -> None:
-        """Store the block with the current values of its variables."""
         self.tracer = tracer
         self.info = info.fresh()
 
@@ -35,22 +32,14 @@ class Edit:
 
 
 class EditingTracer(Tracer):
-    """``with model.edit() as edited:``; the block runs in each trace of ``edited``.
-
-    Args:
-        model: The model to edit.
-        inplace: Edit the model itself instead of a copy that shares its modules.
-        backend: Receives the compiled block.
-    """
+    """``with model.edit() as edited:``; the block runs in each trace of ``edited``."""
 
     def __init__(self, model: Envoy, *, inplace: bool = False, backend: Backend | None = None) -> None:
         super().__init__(backend=backend)
         self.model = model if inplace else model._shallow_copy()
 
     def execute(self, function: Callable[[], Any]) -> None:  # noqa: ARG002 - compiled again in each trace
-        """Store the block on the model."""
         self.model._default_mediators.append(Edit(self, self.info))
 
     def entered(self) -> Envoy:
-        """Return the edited model."""
         return self.model

@@ -35,20 +35,11 @@ if TYPE_CHECKING:
 
 
 class DefinedInvoke(Sharer, Protocol):
-    """An invoke of a trace that is about to run.
-
-    Attributes:
-        info: The block.
-        args: Its input.
-        kwargs: Keyword arguments that belong to the input.
-    """
-
     info: Info
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def finish(self) -> None:
-        """Complete the invoke when the trace is over."""
+    def finish(self) -> None: ...
 
 
 class InterleavingTracer(Tracer):
@@ -187,7 +178,6 @@ class InterleavingTracer(Tracer):
         return save(cache.view(self.model))
 
     def _note_cache(self, cache: CacheMisses) -> None:
-        """Register a cache, to warn about its missing values at the end."""
         self.caches.append(cache)
 
     def _new_cache(
@@ -244,10 +234,6 @@ class InterleavingTracer(Tracer):
     # Running.
 
     def compile(self) -> Callable[[], Any]:
-        """Return the block as a function.
-
-        The assignments of a block that defines invokes are counted; invokes need the counts.
-        """
         info = self.info
         if info.assignments is None and not self.model._has_input(self.args, self.kwargs):
             info.assignments = Assignments(info.variables)
@@ -256,23 +242,11 @@ class InterleavingTracer(Tracer):
     def add(
         self, function: Callable[[], Any], info: Info, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Add an invoke.
-
-        Args:
-            function: Its compiled block.
-            info: The block.
-            args: Its input.
-            kwargs: Keyword arguments that belong to the input.
-        """
         group = self.batcher.add(self.model, args, kwargs)
         self.mediators.append(Mediator(function, info, batch_group=group))
 
     def execute(self, function: Callable[[], Any]) -> Any:
-        """Run the model interleaved with the blocks.
-
-        Raises:
-            ValueError: The model is already running, or has no input.
-        """
+        """Run the model interleaved with the blocks; ValueError if it is already running, or has no input."""
         with self.collected(function):
             try:
                 if self.validate:
@@ -292,10 +266,8 @@ class InterleavingTracer(Tracer):
     def collected(self, function: Callable[[], Any]) -> Iterator[None]:
         """Collect the blocks and inputs of the trace, to run them here or to send them elsewhere.
 
-        At the end, the values of the invokes' own variables are assigned in the code around the invokes.
-
-        Raises:
-            ValueError: The model is already running, or has no input.
+        At the end, the invokes' own variables are assigned in the code around the invokes. ValueError as in
+        ``execute``.
         """
         with self.interleaver.exclusive:
             if self.interleaver.interleaving:
@@ -313,18 +285,15 @@ class InterleavingTracer(Tracer):
                 self._release()
 
     def _warn_of_misses(self) -> None:
-        """Warn about values that caches requested and did not receive."""
         for cache in self.caches:
             message = cache.warning()
             if message is not None:
                 self._warn(message)
 
     def _warn(self, message: str) -> None:
-        """Issue a warning at the user's line of the trace."""
         warnings.warn(message, stacklevel=users_stacklevel())
 
     def _release(self) -> None:
-        """Drop all references of the run, so that only saved values stay alive."""
         self.interleaver.forget()
         self.mediators.clear()
         self.invokers.clear()
@@ -372,17 +341,14 @@ class InterleavingTracer(Tracer):
         """Make further preparations once the interleaver has its blocks."""
 
     def _shares_variables(self) -> bool:
-        """Return whether invokes share variables."""
         return CONFIG.APP.CROSS_INVOKER
 
     def _share(self, mediators: Sequence[Mediator], sharers: Sequence[Sharer]) -> None:
-        """Let several invokes share variables, unless the configuration separates them."""
         if len(sharers) > 1 and self._shares_variables():
             for mediator, exchange in zip(mediators, exchanges(sharers), strict=True):
                 mediator.exchange = exchange
 
     def _validate(self) -> None:
-        """Run copies of the blocks on fake tensors."""
         real = self.mediators
         copies = [_DryRun(one.info, one.identities, one.own) for one in self.invokers] or [
             _DryRun(self.info, {}, self.info.variables)
@@ -415,11 +381,7 @@ class _DryRun:
 
 
 def run_on_fakes(run: Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]) -> Any:
-    """Call ``run`` with fake tensors in place of real ones: shapes and dtypes, no numbers, no memory.
-
-    Args:
-        run: Receives a function that converts a real tensor, such as an input, to a fake one.
-    """
+    """Call ``run`` with a function that converts real tensors to fake ones: no numbers, no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415 - slow to import, rarely needed
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:

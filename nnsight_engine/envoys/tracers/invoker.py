@@ -1,5 +1,3 @@
-"""One input of a batch and the block that sees its rows."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
@@ -16,12 +14,8 @@ if TYPE_CHECKING:
 class Invoker(Tracer):
     """``with tracer.invoke(input):``, defined now and run with the others when the trace's block ends.
 
-    Attributes:
-        identities: Identity of the surrounding code's variable of each name; it changes when that code
-            assigns the variable between invokes.
-        own: The block's own variables, initialized with the values of the surrounding variables.
-        stored: The names that the block may assign.
-        assignments: Counts the block's assignments.
+    ``own`` has the block's variables, initialized with the surrounding ones, whose ``identities`` change when
+    the surrounding code assigns them between invokes.
     """
 
     identities: Mapping[str, Hashable]
@@ -30,11 +24,6 @@ class Invoker(Tracer):
     assignments: Assignments
 
     def __init__(self, parent: InterleavingTracer, *args: Any, **kwargs: Any) -> None:
-        """Create an invoke of ``parent``.
-
-        Raises:
-            ValueError: The model is already running.
-        """
         if parent.interleaver.interleaving:
             raise ValueError(
                 "Cannot invoke during an active model execution / interleaving. Invokes stand side by "
@@ -50,7 +39,6 @@ class Invoker(Tracer):
         return args, kwargs
 
     def compile(self) -> Callable[[], Any]:
-        """Return the block as a function on its own variables, see ``interleaving.shared_variables``."""
         info = self.info
         self.stored, self.own = info.block.stored, copied(info.variables)
         self.identities = {name: self._identity(cell) for name, cell in info.variables.items()}
@@ -62,12 +50,10 @@ class Invoker(Tracer):
         return id(cell), 0 if around is None else around.of(cell)
 
     def execute(self, function: Callable[[], Any]) -> None:
-        """Add the block and its input to the trace."""
         self.parent.invokers.append(self)
         self.parent.add(function, self.info, self.args, self.kwargs)
 
     def _run(self) -> None:
-        """Defer the block to the surrounding trace, which runs all of its invokes together."""
         self._read_variables()
         self.execute(self.compile())
 

@@ -1,5 +1,3 @@
-"""Scans: a trace on fake tensors, which determines every shape and computes nothing."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Sessions: several traces run as one, with values passed from one to the next."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -14,16 +12,11 @@ class Session(Tracer):
     """``with model.session():``; the block runs as plain code, its traces one after the other.
 
     The traces share the session's variables, so that a trace can use the values of earlier ones without
-    saving
-    them. Values that are used after the session must be saved.
-
-    Attributes:
-        model: The model that the session was opened on.
+    saving them. Values that are used after the session must be saved.
     """
 
     shares_all = True
 
     def __init__(self, model: Envoy, *, backend: Backend | None = None) -> None:
-        """Open a session; ``backend`` runs its block, in this process by default."""
         super().__init__(backend=backend)
         self.model = model

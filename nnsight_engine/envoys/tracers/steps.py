@@ -1,7 +1,4 @@
-"""``with tracer.iter[...]:``, the older syntax of a loop over steps, whose block runs once per step.
-
-``tracer.iter`` and ``tracer.all`` return these objects; a ``for`` statement uses them as plain iterators.
-"""
+"""``with tracer.iter[...]:``, the older syntax of a loop over steps, whose block runs once per step."""
 
 from __future__ import annotations
 
@@ -26,7 +23,6 @@ class StepsTracer(IteratorTracer, Tracer):
         Tracer.__init__(self)
 
     def __enter__(self) -> Any:
-        """Capture the block, to run it once for each step; warn that the syntax is deprecated."""
         warnings.warn(
             "`with tracer.iter[...]:` and `with tracer.all():` are the older spelling; write "
             "`for step in tracer.iter[...]:`",

@@ -11,12 +11,9 @@ _GENERATE: Final = "generate"
 
 
 class GeneratingMixin(MetaMixin):
-    """Prepares the inputs of ``generate``; a subclass implements ``_generate``."""
-
     def _call_method(
         self, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a method of the module outside a trace; ``generate`` accepts any input there too."""
         if name != _GENERATE:
             return super()._call_method(name, method, args, kwargs)
         self.dispatch()
@@ -25,5 +22,4 @@ class GeneratingMixin(MetaMixin):
         return self._generate(*args, **kwargs)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate from prepared inputs."""
         raise NotImplementedError

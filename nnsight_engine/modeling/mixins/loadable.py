@@ -1,8 +1,4 @@
-"""Models that load themselves: the first argument is a module, or specifies one to load.
-
-A subclass implements ``_load``. The options of envoys (``rename``, ``envoys``) are separated from the
-loader's arguments, so that the latter are passed on unchanged.
-"""
+"""Models that load themselves: the first argument is a module, or specifies one to load."""
 
 from __future__ import annotations
 
@@ -34,7 +30,6 @@ class LoadableMixin(NNsight):
         super().__init__(self._module_from(source, args, kwargs), **options)
 
     def _module_from(self, source: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.nn.Module:
-        """Return the initial module."""
         if not isinstance(source, torch.nn.Module):
             return self._load(source, *args, **kwargs)
         if args or kwargs:
@@ -46,12 +41,10 @@ class LoadableMixin(NNsight):
         return source
 
     def _load(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Return the module with its weights."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot load a module: pass one, or implement _load() on the class"
         )
 
 
 def take_envoy_options(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Remove the options of envoys from ``kwargs``, and return them."""
     return {name: kwargs.pop(name) for name in ENVOY_OPTIONS if name in kwargs}

@@ -1,8 +1,6 @@
-"""Lazy loading: first the structure, without memory for weights; the weights when they are needed.
+"""Lazy loading: first the structure, without memory for weights; the weights at the first real run.
 
-A model without weights is enough to print the tree, to scan, and to compile a trace. The first real run
-dispatches the model, that is, loads its weights. Copies made by ``edit()`` share the tree, so one dispatch
-applies to all of them.
+Copies made by ``edit()`` share the tree, so one dispatch applies to all of them.
 """
 
 from __future__ import annotations

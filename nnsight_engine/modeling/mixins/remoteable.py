@@ -78,7 +78,6 @@ class RemoteableMixin(MetaMixin):
         return super().session(backend=self._chosen(backend, remote, blocking=blocking))
 
     def _chosen(self, backend: Backend | None, remote: Remote, *, blocking: bool) -> Backend | None:
-        """Return the backend that runs a trace; see ``chosen_backend``."""
         default: Remote = self.__dict__["remote"]
         if backend is None and (default if remote is None else remote) == _HERE:
             # Imported lazily, since it depends on this package.

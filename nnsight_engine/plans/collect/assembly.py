@@ -1,8 +1,3 @@
-"""Conversion of records to the results of operations, in the API process.
-
-A result joins all records of its operation: the values of every position, or a reduction over them.
-"""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -47,15 +42,9 @@ OperationResult = (
 
 
 def assemble(plan: RequestPlan, spec: ModelSpec, records: Sequence[StepRecord]) -> list[OperationResult]:
-    """Return the results of operations, in the order of the plan.
+    """Return the results of operations, in the order of the plan; raise ``not_finite`` beyond a dtype.
 
-    Args:
-        plan: The request's plan.
-        spec: The model's description.
-        records: Records of any operations, those of one operation in the order of their positions.
-
-    Raises:
-        InterventionError: ``not_finite``: a captured value exceeds its dtype.
+    The records of one operation are in the order of their positions.
     """
     by_op: dict[int, list[StepRecord]] = defaultdict(list)
     for record in records:
@@ -83,7 +72,6 @@ def _result(op: PlannedOp, spec: ModelSpec, records: list[StepRecord]) -> Operat
 
 
 def gated_positions(records: Sequence[StepRecord]) -> list[int]:
-    """Return the positions at which an operation's condition holds."""
     return [
         position
         for record in records
@@ -130,7 +118,6 @@ def _captured(op: PlannedOp, spec: ModelSpec, records: list[StepRecord]) -> dict
 def _join(
     records: list[StepRecord], part: int, row_shape: tuple[int, ...], dtype: type[_Item]
 ) -> npt.NDArray[_Item]:
-    """Return one part of all records, concatenated along the rows (the first axis)."""
     pieces = [
         np.frombuffer(record.parts[part], dtype).reshape(len(record.positions), *row_shape)
         for record in records
@@ -145,11 +132,7 @@ def _cast(values: npt.NDArray[np.float32], dtype: str) -> Values:
 
 
 def _check_overflows(op: PlannedOp, records: list[StepRecord]) -> None:
-    """Raise if a capture contains numbers beyond its dtype; the last part of each record flags such rows.
-
-    Raises:
-        InterventionError: ``not_finite``.
-    """
+    """Raise ``not_finite`` for numbers beyond the dtype: the last part of each record flags such rows."""
     for record in records:
         rows = np.frombuffer(record.parts[-1], np.bool_).reshape(-1, len(op.sites))
         if rows.any():
@@ -162,11 +145,6 @@ def _check_overflows(op: PlannedOp, records: list[StepRecord]) -> None:
 def _check_mean(
     op: PlannedOp, mean: npt.NDArray[np.float32], sites: Sequence[PlannedSite], dtype: str
 ) -> None:
-    """Raise if a mean is not finite, or exceeds its dtype.
-
-    Raises:
-        InterventionError: ``not_finite``.
-    """
     for site, row in zip(sites, mean, strict=True):
         if not np.isfinite(row).all():
             raise InterventionError(
@@ -197,7 +175,6 @@ def _lens_layers(op: PlannedOp, records: list[StepRecord]) -> dict[int, LensRows
 
 
 def _features(op: PlannedOp, positions: list[int], records: list[StepRecord]) -> CollectedFeatures:
-    """Return ids and activations of each position; of the most active features those that are active."""
     features = op.features
     if features is None:
         raise RuntimeError("the operation has no features")
@@ -214,17 +191,9 @@ def _features(op: PlannedOp, positions: list[int], records: list[StepRecord]) ->
 def captured_patterns(
     op: PlannedOp, records: Sequence[StepRecord], *, num_heads: int, dtype: str
 ) -> dict[str, TensorResult]:
-    """Return the captured patterns by point, their rows padded with zeros to the length of the last.
+    """Return the captured patterns by point, ``[positions, heads, last position + 1]``, padded with zeros.
 
-    Args:
-        op: The operation; all its sites are patterns.
-        records: Its records, in the order of their positions; one if reduced.
-        num_heads: Query heads of the model.
-        dtype: Dtype of the records' values, which are moved and never computed with.
-
-    Returns:
-        ``[positions, heads, last position + 1]`` for each site, reduced ``[heads, last + 1]``; without
-        positions ``[0, heads, 0]`` in both cases.
+    Reduced ``[heads, last + 1]``; without positions ``[0, heads, 0]`` in both cases.
     """
     item = np.dtype(f"u{ITEM_BYTES[dtype]}")
     num_rows = sum(len(record.positions) for record in records)
@@ -245,5 +214,4 @@ def captured_patterns(
 
 
 def _num_keys(record: StepRecord) -> int:
-    """Return the row length of a record, 0 for a record without positions."""
     return record.positions[-1] + 1 if record.positions else 0

@@ -1,8 +1,7 @@
-"""Reassembles the payloads of one choice in the API process.
+"""Reassembles the payloads of one choice in the API process, where they arrive in order.
 
-Payloads arrive in order, one with each output that carries results. ``take_part`` returns the
-results of the tokens delivered so far, so that a stream sends each token's results with that
-token even when the engine is ahead of the reader.
+``take_part`` returns the results of the tokens delivered so far, so that a stream sends each token's results
+with that token even when the engine is ahead of the reader.
 """
 
 from __future__ import annotations
@@ -26,19 +25,6 @@ NUM_LENS_PARTS = 4
 
 
 class RequestCollector:
-    """Assembles the results of one choice.
-
-    Args:
-        plan: The request's plan.
-        spec: The model's description.
-        prompt_token_ids: The prompt.
-        op_names: The request's name for each operation of the plan.
-
-    Attributes:
-        failure: Why the request failed in the worker, or None.
-        is_stopped: Whether an operation has ended it.
-    """
-
     def __init__(
         self,
         plan: RequestPlan,
@@ -60,7 +46,6 @@ class RequestCollector:
         self.failure: Failure | None = None
 
     def add(self, payload: Payload) -> None:
-        """Store the records of one payload."""
         for record in payload.records:
             self._seen.add(record.op)
             op = self._plan.ops[record.op]
@@ -76,7 +61,6 @@ class RequestCollector:
 
     @property
     def spent_s(self) -> float:
-        """Seconds spent on the operations in the worker, as last reported."""
         return 0.0 if self._info is None else self._info.spent_s
 
     def take_part(self, num_delivered_tokens: int) -> CollectedResults | None:
@@ -97,9 +81,7 @@ class RequestCollector:
     def take_final(self, generated_token_ids: Sequence[int]) -> CollectedResults:
         """Return all results not returned yet, the positions of each operation, and the provenance.
 
-        Raises:
-            InterventionError: ``intervention_failed`` if the worker computed too few positions;
-                ``not_finite`` if a captured value exceeds its dtype.
+        Raises ``intervention_failed`` for too few computed positions, ``not_finite`` beyond a dtype.
         """
         info = self._checked_info(len(generated_token_ids))
         applied = self._applied(info, generated_token_ids)
@@ -118,7 +100,6 @@ class RequestCollector:
         )
 
     def _checked_info(self, num_generated: int) -> StepInfo:
-        """Return the worker's progress, or raise if it is less than the response needs."""
         info = self._info
         # The last token is sampled and never fed back.
         num_fed = self._plan.prompt_len + max(num_generated - 1, 0)
@@ -170,7 +151,6 @@ def _decides(op: PlannedOp) -> list[str] | None:
 def _matching_positions(
     op: PlannedOp, plan: RequestPlan, positions: Positions, token_ids: Positions
 ) -> list[int]:
-    """Return the computed positions that match the operation's rule, or the rows of images that it names."""
     if op.is_in_encoder:
         return list(op.where.positions or ())
     parts = None if plan.answer is None else plan.answer.parts(token_ids, plan.prompt_len)

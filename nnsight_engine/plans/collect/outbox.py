@@ -1,8 +1,4 @@
-"""Queue of results between the worker and the request outputs, in the scheduler's process.
-
-The scheduler adds the results of each step, and takes a request's results when an output is sent for it. A
-step of a run (``shared_run``) costs the same for any number of requests.
-"""
+"""Results between the worker and the request outputs, in the scheduler's process."""
 
 from __future__ import annotations
 
@@ -26,14 +22,10 @@ from nnsight_engine.plans.request_plan import PlannedOp, RequestPlan
 
 
 class PendingResults:
-    """One request's records between the worker and the next output that is sent for it.
+    """One request's records until an output is sent for it, with reductions folded to one row.
 
-    Reductions are folded here, so that a long generation holds one row, not one per token.
-
-    Args:
-        plan: The request's plan.
-        stops_outside: Whether the API process may end the request by itself, at a stop string:
-            no output is then known to be the last, so each carries all that is known.
+    ``stops_outside``: the API process may end the request at a stop string; no output is then known to be the
+    last, so each carries all.
     """
 
     def __init__(self, plan: RequestPlan, *, stops_outside: bool) -> None:
@@ -54,7 +46,6 @@ class PendingResults:
         return self._stops_outside or self._plan.stream
 
     def absorb(self, records: Sequence[StepRecord], info: StepInfo | None, failure: Failure | None) -> None:
-        """Add the records of one step."""
         for record in records:
             self._add(record)
         self._info = info or self._info
@@ -63,14 +54,7 @@ class PendingResults:
     def absorb_drafted(
         self, records: Sequence[StepRecord], info: StepInfo, rows: DraftedRows, num_tokens: int
     ) -> None:
-        """Add the records of one step of a request that has drafts, or has had some.
-
-        Args:
-            records: Its records, unreduced; their positions begin at ``rows.start``.
-            info: The worker's progress, whose positions are bounds.
-            rows: The rows of the step.
-            num_tokens: Number of tokens that the step has yielded.
-        """
+        """Add the unreduced records of one step of a request that has drafts, or has had some."""
         before = StepInfo(rows.start, rows.start, 0, info.tier) if self._info is None else self._info
         end, num_kept = before.end_position, rows.num_kept(num_tokens)
         # Rows follow those of the last step, unless they are computed again. A start in the prompt is exact.
@@ -115,27 +99,18 @@ class PendingResults:
         held.positions.extend(record.positions)
 
     def reduction(self, op: int) -> list[bytes] | None:
-        """Return the current value of an operation's reduction, or None if there is none."""
         held = self._reduced.get(op)
         return None if held is None else held.parts
 
     def join(self, run: SharedRun, slots: list[RunSlot]) -> None:
-        """Collect results from a run from now on.
-
-        Args:
-            run: The run.
-            slots: Location of the request's values in it.
-        """
         self._run, self._slots = run, slots
         self._num_collected, self._collected_s = 0, 0.0
 
     def leave(self) -> None:
-        """Collect the remaining results of the run and drop the reference to it."""
         self._catch_up()
         self._run, self._slots = None, []
 
     def _catch_up(self) -> None:
-        """Collect the run's results since the last call."""
         run, info = self._run, self._info
         if run is None or info is None or run.num_steps == self._num_collected:
             return
@@ -162,8 +137,7 @@ class PendingResults:
     def take(self, *, final: bool) -> Payload | None:
         """Return and remove the results to send with this output; None if there are none.
 
-        A request that does not stream sends everything with its last output. A streaming request sends
-        its records with each output, its reductions with the last.
+        Reductions are sent with the last output, and all without streaming.
         """
         complete = final or self._stops_outside
         if not complete and not self._plan.stream:
@@ -179,28 +153,22 @@ class PendingResults:
 
 
 class Outbox:
-    """Results that wait for outputs, by vLLM's request id."""
-
     def __init__(self) -> None:
         self._pending: dict[str, PendingResults] = {}
         self._each_time: set[str] = set()
         self._run: SharedRun | None = None
 
     def __len__(self) -> int:
-        """Return the number of registered requests."""
         return len(self._pending)
 
     def __contains__(self, request_id: str) -> bool:
-        """Return whether a request is registered."""
         return request_id in self._pending
 
     @property
     def sends_each_time(self) -> bool:
-        """Whether any request's outputs before the last may carry results."""
         return bool(self._each_time)
 
     def open(self, request_id: str, plan: RequestPlan, *, stops_outside: bool) -> None:
-        """Register a request, see ``PendingResults``."""
         pending = self._pending[request_id] = PendingResults(plan, stops_outside=stops_outside)
         if pending.sends_each_time:
             self._each_time.add(request_id)
@@ -214,12 +182,6 @@ class Outbox:
         return is_expected
 
     def absorb(self, results: StepResults | None, num_tokens: Mapping[str, int] | None = None) -> None:
-        """Add the results of a step, or None for a step without interventions.
-
-        Args:
-            results: The results.
-            num_tokens: Number of tokens that the step has yielded for each request.
-        """
         step = None if results is None else results.run_step
         if step is None or step.opening is not None:
             self._end_run()
@@ -243,7 +205,6 @@ class Outbox:
                 pending.absorb((), None, failure)
 
     def take(self, request_id: str, *, final: bool) -> Payload | None:
-        """Return the payload for an output of a registered request, None if there is none."""
         return self._pending[request_id].take(final=final)
 
     def _go_on(self, step: RunStep) -> None:
@@ -268,7 +229,6 @@ class Outbox:
 
 
 def _chosen(op: PlannedOp, part: bytes, num_rows: int, chosen: slice) -> bytes:
-    """Return some rows of a part, reduced as the operation asks."""
     # Only the sum of a mean, whose parts are float32, has to know more than the size of a row.
     dtype = np.float32 if op.reduce == "mean" else np.uint8
     rows = np.frombuffer(part, dtype).reshape(num_rows, -1)[chosen]

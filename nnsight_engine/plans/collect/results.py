@@ -1,8 +1,6 @@
 """Results of one choice as numbers and arrays, without torch, ready for conversion to JSON.
 
-The engine builds them from the worker's records, with each token of a stream or once at the
-end; the server converts them to the response's ``interventions`` object. Positions are absolute,
-ascending and unique, and every list beside them has one entry per position.
+Positions are absolute, ascending and unique, and every list beside them has one entry per position.
 """
 
 from __future__ import annotations
@@ -29,14 +27,7 @@ class TensorResult:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CollectedCapture:
-    """Values of one capture.
-
-    Attributes:
-        name: Key of the result.
-        positions: The captured positions, or those that went into the reduction.
-        reduce: ``none``, ``mean`` or ``last``.
-        points: By point, ``[positions, *leaf shape]``; reduced, ``[*leaf shape]`` if there are positions.
-    """
+    """Values by point, ``[positions, *leaf shape]``; reduced, ``[*leaf shape]`` if there are positions."""
 
     name: str
     positions: list[int]
@@ -46,8 +37,6 @@ class CollectedCapture:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CollectedProbe:
-    """One number per position, by point."""
-
     name: str
     positions: list[int]
     points: dict[str, FloatArray]
@@ -55,8 +44,6 @@ class CollectedProbe:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CollectedScores:
-    """A detector's score at each position."""
-
     name: str
     positions: list[int]
     scores: FloatArray
@@ -64,16 +51,7 @@ class CollectedScores:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CollectedFeatures:
-    """Activations of a dictionary's features at each position.
-
-    Attributes:
-        name: Key of the result.
-        positions: The positions.
-        ids: Ids of features, ``[positions, features]``: the strongest first, or those that the operation
-            names, in its order.
-        activations: Their activations, in the same shape.
-        drops_zeros: Whether features with an activation of 0 are left out.
-    """
+    """Activations of features, ``[positions, features]``: strongest first, or as the operation has them."""
 
     name: str
     positions: list[int]
@@ -82,7 +60,6 @@ class CollectedFeatures:
     drops_zeros: bool
 
     def rows(self, start: int = 0, stop: int | None = None) -> Iterator[list[tuple[int, float]]]:
-        """Yield pairs of a feature's id and its activation, for each position of a range."""
         ids, activations = (one[start:stop].tolist() for one in (self.ids, self.activations))
         for pair in zip(ids, activations, strict=True):
             row = zip(*pair, strict=True)
@@ -91,8 +68,6 @@ class CollectedFeatures:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CollectedMarks:
-    """The positions where the condition of an operation of kind ``stop`` or ``flag`` holds."""
-
     name: str
     kind: str
     positions: list[int]
@@ -112,15 +87,7 @@ LensRow = tuple[list[CollectedToken], list[CollectedToken]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LensRows:
-    """The lens of one layer.
-
-    Attributes:
-        ids: The most likely tokens, best first, ``[positions, top_k]``.
-        logprobs: Their log-probabilities.
-        targets: The targets' tokens.
-        target_logprobs: Their log-probabilities, ``[positions, targets]``.
-        ranks: Their ranks.
-    """
+    """The lens of one layer, ``[positions, top_k]`` best first; of targets ``[positions, targets]``."""
 
     ids: IntArray
     logprobs: FloatArray
@@ -129,7 +96,6 @@ class LensRows:
     ranks: IntArray
 
     def rows(self, start: int = 0, stop: int | None = None) -> Iterator[LensRow]:
-        """Yield the rows of a range."""
         arrays = (self.ids, self.logprobs, self.target_logprobs, self.ranks)
         for ids, logprobs, of_targets, ranks in zip(
             *(one[start:stop].tolist() for one in arrays), strict=True
@@ -142,8 +108,6 @@ class LensRows:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CollectedLens:
-    """Lens results by layer."""
-
     name: str
     positions: list[int]
     layers: dict[int, LensRows]
@@ -151,14 +115,9 @@ class CollectedLens:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CollectedTrace:
-    """Saved values and printed text of a trace, either all of them or the part that is new.
+    """Saved values and printed text of a trace, or the part that is new: JSON types and ``TensorResult``.
 
-    Attributes:
-        name: Key of the result.
-        saves: Saved values as JSON types, with a ``TensorResult`` for each tensor.
-        grown: Items appended to saved lists since the last part, in the same form.
-        printed: Printed text.
-        warnings: Warnings for the author of the trace.
+    ``grown`` are items appended to saved lists since the last part.
     """
 
     name: str
@@ -181,10 +140,9 @@ CollectedResult = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CollectedSites:
-    """The points and positions at which one operation took effect.
+    """The points and positions at which one operation took effect; without a condition, ``decides`` is None.
 
-    ``decides`` says for which position each test of its condition decides, the ``same`` as it reads or the
-    ``next``; None without a condition.
+    For each test it is the position that it decides for: the ``same`` as it reads, or the ``next``.
     """
 
     op: str
@@ -197,17 +155,8 @@ class CollectedSites:
 class CollectedResults:
     """All results of one choice, complete or one token's part of a stream.
 
-    Attributes:
-        results: In the order of the request's operations.
-        final: Whether this is the last part; the fields below are valid only then.
-        is_code: Whether the results are those of a trace; of its effects only the tier is known.
-        applied: One entry per operation.
-        fingerprint: Hash over the writes (hex), empty without writes.
-        cached_tokens: Prompt tokens whose keys and values came from the prefix cache.
-        recomputed_tokens: Positions computed more than once, after a preemption.
-        tier: How the steps ran, ``tap`` or ``eager``.
-        drafted_rows: Rows computed for drafts of speculative decoding.
-        refused_rows: Those of them that do not count, since their draft was refused, or lies behind a stop.
+    The fields below ``final`` are valid only in the last part. Of the effects of a trace (``is_code``) only
+    the tier is known.
     """
 
     results: Sequence[CollectedResult]

@@ -1,8 +1,6 @@
-"""Accumulated results of a run's steps, for all its requests together, in the scheduler's process.
+"""Results of a run's steps, for all its requests together, in the scheduler's process.
 
-In a run, every step repeats the work of the step before, one position further (``steady_run``). The values of
-each step are stored whole. A request's part is extracted when an output is sent for it, or when the run ends;
-the run's memory is freed with the run.
+A request's part is extracted when an output is sent for it, or when the run ends.
 """
 
 from __future__ import annotations
@@ -21,62 +19,46 @@ HeldParts = Callable[[str, int], list[bytes] | None]
 
 
 class RunRows(Protocol):
-    """The values of one group of reads; each of its members has one row."""
-
-    def add(self, parts: list[bytes]) -> None:
-        """Add the parts of the next step."""
+    def add(self, parts: list[bytes]) -> None: ...
 
     def of(self, row: int, since: int) -> list[bytes]:
         """Return one member's values of the steps from ``since`` on, or their reduction."""
 
 
 class EveryStep:
-    """Stores the values of every step."""
-
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self._steps: list[list[bytes]] = []
 
     def add(self, parts: list[bytes]) -> None:
-        """Append the parts."""
         self._steps.append(parts)
 
     def of(self, row: int, since: int) -> list[bytes]:
-        """Return the member's rows, concatenated."""
         columns = zip(*self._steps[since:], strict=True)
         return [b"".join(_row(part, row, self._num_rows) for part in column) for column in columns]
 
 
 class LastStep:
-    """Stores the values of the last step."""
-
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self._parts: list[bytes] = []
 
     def add(self, parts: list[bytes]) -> None:
-        """Replace the stored parts."""
         self._parts = parts
 
     def of(self, row: int, since: int) -> list[bytes]:
-        """Return the member's last row."""
         del since
         return [_row(part, row, self._num_rows) for part in self._parts]
 
 
 class Totals:
-    """Sums the steps' values in float32, in the order in which each member alone would sum them.
-
-    Args:
-        held: Each member's sum before the run, or None.
-    """
+    """Sums in float32, in the order of each member alone; ``held`` are the sums before the run."""
 
     def __init__(self, held: list[list[bytes] | None]) -> None:
         self._held = held
         self._totals: list[npt.NDArray[np.float32]] = []
 
     def add(self, parts: list[bytes]) -> None:
-        """Add the parts to the totals."""
         rows = [np.frombuffer(part, np.float32).reshape(len(self._held), -1) for part in parts]
         if not self._totals:
             self._totals = [part.copy() for part in rows]
@@ -88,38 +70,19 @@ class Totals:
             np.add(total, part, out=total)
 
     def of(self, row: int, since: int) -> list[bytes]:
-        """Return the member's total."""
         del since
         return [total[row].tobytes() for total in self._totals]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunSlot:
-    """Location of the values of one of a request's operations.
-
-    Attributes:
-        op: Index of the operation in the request's plan.
-        rows: The group that holds the values.
-        row: The request's row in the group.
-    """
-
     op: int
     rows: RunRows
     row: int
 
 
 class SharedRun:
-    """A run in progress.
-
-    Args:
-        opening: The participating requests and their reads.
-        held: Returns the value of a member's reduction before the run.
-
-    Attributes:
-        num_steps: Steps so far.
-        point_s: Seconds so far, see ``RunStep``.
-        slots: For each request, the locations of its values.
-    """
+    """A run in progress; ``held`` returns the value of a member's reduction before the run."""
 
     def __init__(self, opening: RunOpening, held: HeldParts) -> None:
         self.num_steps = 0
@@ -133,7 +96,6 @@ class SharedRun:
                 self.slots[request_id].append(RunSlot(op, rows, row))
 
     def add(self, step: RunStep) -> None:
-        """Add the next step."""
         self.num_steps, self.point_s = step.num_steps, step.point_s
         for rows, parts in zip(self._groups, step.parts, strict=True):
             rows.add(parts)

@@ -1,4 +1,4 @@
-"""Combines the several vectors of an operation into one tensor: their weighted sum, or a basis of their span.
+"""Combines the several vectors of an operation: their weighted sum, or a basis of their span.
 
 Neither depends on a prompt, so a call with several prompts combines once, and before any of them is compiled:
 a basis of many vectors takes seconds.
@@ -32,44 +32,23 @@ _Doubles = npt.NDArray[np.float64]
 
 
 class CombinedVectors:
-    """The combined vectors of one request's operations, each computed once.
-
-    Args:
-        spec: The model's description.
-    """
-
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
         self._found: dict[str, TensorData] = {}
         self._num_bytes = 0
 
     def prepare(self, operations: Sequence[Intervention]) -> None:
-        """Combine the vectors of all operations of a request.
-
-        Raises:
-            ApiError: As ``of`` does, or a point does not exist.
-        """
+        """Combine the vectors of all operations of a request; raise as ``of``, or for a missing point."""
         for index, op in enumerate(operations):
             if isinstance(op, Steer) and op.vectors is not None:
                 param = f"{FIELD}.{index}"
                 self.of(op, resolve_sites(op.at, op.op, self._spec, f"{param}.at"), param)
 
     def of(self, op: Steer, sites: Sequence[PlannedSite], param: str) -> TensorData:
-        """Return the combination of an operation's vectors, in float32.
+        """Return the combination of an operation's vectors, float32; ``[sites, …]`` if one differs by site.
 
-        Args:
-            op: An operation with ``vectors``.
-            sites: Its sites.
-            param: Its path in the request.
-
-        Returns:
-            The sum, ``[width]`` or ``[sites, width]``; for ``project_out`` an orthonormal basis of the span,
-            ``[k, width]`` or ``[sites, k, width]``, in which a site with fewer directions than another has
-            rows of zeros.
-
-        Raises:
-            ApiError: ``wrong_width``, ``not_finite``, ``invalid_value`` (a vector has no direction, or there
-                are more vectors than the width) or ``tensor_too_large``.
+        ``project_out`` gets an orthonormal basis, ``[k, width]``, with zeros at a site with fewer directions.
+        Raises ``wrong_width``, ``not_finite``, ``invalid_value`` (no direction) or ``tensor_too_large``.
         """
         if param not in self._found:
             widths = [leaf_of(site, self._spec).width for site in sites]
@@ -83,7 +62,6 @@ class CombinedVectors:
         return self._found[param]
 
     def _read(self, op: Steer, widths: Sequence[int], param: str) -> list[_Doubles]:
-        """Return the vectors, each ``[width]`` or ``[sites, width]``, after all checks."""
         tensors: dict[str, TensorData] = {}
         for index, one in enumerate(op.vectors or ()):
             path = f"{param}.vectors.{index}.vector"
@@ -118,7 +96,6 @@ class CombinedVectors:
 
 
 def _sum(vectors: Sequence[_Doubles], weights: Sequence[float], param: str) -> _Doubles:
-    """Return the weighted sum; raises ApiError ``not_finite`` if float32 cannot hold it."""
     total: _Doubles = np.zeros((), np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         for weight, vector in zip(weights, vectors, strict=True):
@@ -135,7 +112,6 @@ def _sum(vectors: Sequence[_Doubles], weights: Sequence[float], param: str) -> _
 
 
 def _bases(vectors: Sequence[_Doubles]) -> _Doubles:
-    """Return orthonormal bases of the vectors' span, ``[k, width]`` or ``[sites, k, width]``."""
     stacked = np.stack(np.broadcast_arrays(*vectors), axis=-2)
     if stacked.ndim == len(("k", "width")):
         return _basis(stacked)

@@ -38,43 +38,22 @@ _PROBE: Final = "probe"
 
 
 class ConditionCompiler:
-    """Compiles the detectors and conditions of one request.
-
-    Args:
-        spec: The model's description.
-        tensors: Receives the tensors by their keys.
-        features: Compiles features.
-    """
-
     def __init__(self, spec: ModelSpec, tensors: dict[str, TensorData], features: FeatureCompiler) -> None:
         self._spec = spec
         self._features = features
         self._tensors = tensors
 
     def detector(self, name: DetectorName, param: str) -> PlannedDetector:
-        """Return a named detector.
-
-        Raises:
-            ApiError: ``unknown_detector``, ``unknown_point``, ``unsupported_at_point`` or
-                ``unsupported_combination``.
-        """
+        """Return a named detector; raise ``unknown_detector``, or ApiError for its points and form."""
         self._check_stages(param)
         return self._detector(_content(name, param), param)
 
     def condition(
         self, when: When, sites: tuple[PlannedSite, ...], named: Named, param: str
     ) -> PlannedCondition:
-        """Return the condition of an operation.
+        """Return the condition of an operation; no ``sites`` if it acts behind the forward pass.
 
-        Args:
-            when: The condition.
-            sites: The sites where the operation acts; none if it acts behind the forward pass.
-            named: The operation's rule.
-            param: Path of the condition in the request, for errors.
-
-        Raises:
-            ApiError: ``unsupported_combination``: a test reads too late for rows of a prompt. As
-                ``detector``; ``wrong_width``, ``not_finite`` or ``invalid_value``.
+        Raises ``unsupported_combination`` if a test reads too late for rows of a prompt.
         """
         self._check_stages(param)
         tests: list[PlannedTest] = []
@@ -143,7 +122,6 @@ class ConditionCompiler:
     def _is_next(
         self, detector: PlannedDetector, sites: tuple[PlannedSite, ...], named: Named, param: str
     ) -> bool:
-        """Return whether a test decides for the next position, or raise if rows of a prompt would wait."""
         if not sites:
             return False
         read = detector.sites[-1]

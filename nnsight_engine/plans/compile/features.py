@@ -1,5 +1,3 @@
-"""Compiles the features that operations and conditions name, once their dictionaries are resolved."""
-
 from __future__ import annotations
 
 from typing import Final
@@ -24,10 +22,7 @@ _WRITES: Final = "steer"
 
 
 def num_label_bytes(op: Operation) -> int:
-    """Return the bytes of labels that an operation returns for a position; 0 where they are not known.
-
-    Of the most active features those that are 0 are left out, so that none is certain.
-    """
+    """Return the bytes of labels for a position; 0 where unknown: features that are 0 are left out."""
     if not isinstance(op, Features) or not isinstance(op.dictionary, NamedDictionary):
         return 0
     ids = [one for one in op.features or () if isinstance(one, int)]
@@ -35,16 +30,7 @@ def num_label_bytes(op: Operation) -> int:
 
 
 def check_labels(num_bytes: int, max_bytes: int, name: str) -> None:
-    """Check the bytes of labels that one answer would have; the limits on results count numbers only.
-
-    Args:
-        num_bytes: Their number.
-        max_bytes: Their limit.
-        name: The result with the last of them.
-
-    Raises:
-        ApiError: ``capture_too_large``.
-    """
+    """Refuse too many bytes of labels (``capture_too_large``); the limits on results count numbers only."""
     if num_bytes > max_bytes:
         raise ApiError(
             ErrorCode.CAPTURE_TOO_LARGE,
@@ -55,26 +41,13 @@ def check_labels(num_bytes: int, max_bytes: int, name: str) -> None:
 
 
 class FeatureCompiler:
-    """Compiles the features of one request.
-
-    Args:
-        spec: The model's description.
-
-    Attributes:
-        paths: The files of the dictionaries used so far, by SHA-256.
-    """
-
     def __init__(self, spec: ModelSpec) -> None:
         self.paths: dict[str, str] = {}
         self._spec = spec
         self._used: set[PlannedDictionary] = set()
 
     def reading(self, op: Features, param: str) -> tuple[PlannedSite, PlannedFeatures]:
-        """Return the site that an operation reads, and its features.
-
-        Raises:
-            ApiError: ``unknown_point``, ``wrong_width``, ``unknown_feature`` or ``invalid_value``.
-        """
+        """Return site and features; raise ``unknown_point``, ``wrong_width`` or ``unknown_feature``."""
         stored = self._stored(op.dictionary, f"{param}.dictionary")
         site = self._site(stored.at, stored.config.input_width, _READS, f"{param}.dictionary")
         if op.features is not None:
@@ -84,7 +57,6 @@ class FeatureCompiler:
         return site, PlannedFeatures(self._planned(stored, f"{param}.dictionary"), top_k=top_k)
 
     def changing(self, op: Feature, param: str) -> tuple[PlannedSite, PlannedFeatures]:
-        """Return the site that an operation writes, and its features; as ``reading``, or ``not_finite``."""
         stored = self._stored(op.dictionary, f"{param}.dictionary")
         source = self._site(stored.at, stored.config.input_width, _READS, f"{param}.dictionary")
         site = self._site(stored.output_at, stored.config.output_width, _WRITES, f"{param}.dictionary")
@@ -113,7 +85,6 @@ class FeatureCompiler:
     def activation(
         self, name: DictionaryName, feature: int | str, param: str
     ) -> tuple[PlannedSite, PlannedFeatures]:
-        """Return the site and the feature of a test; ``param`` is the test's path. As ``reading``."""
         stored = self._stored(name, f"{param}.dictionary")
         site = self._site(stored.at, stored.config.input_width, _READS, f"{param}.dictionary")
         return site, PlannedFeatures(

@@ -1,9 +1,4 @@
-"""Compiles one operation of a request into one planned operation.
-
-Checks that concern a single operation are made here; those over several operations (names,
-total size) are made in ``request``. Tensors are collected in ``OperationCompiler.tensors``,
-each content once.
-"""
+"""Compiles one operation; checks over several operations (names, total size) are in ``request``."""
 
 from __future__ import annotations
 
@@ -63,17 +58,6 @@ _ABLATIONS: Final = {"zero": OperationKind.ZERO, "mean": OperationKind.MEAN, "ve
 
 
 class OperationCompiler:
-    """Compiles the operations of one request, one after the other.
-
-    Args:
-        scope: The request.
-        combined: The combinations of its operations' several vectors.
-
-    Attributes:
-        tensors: The tensors of the operations compiled so far, by hash of their content.
-        features: Compiles their features.
-    """
-
     def __init__(self, scope: CompileScope, combined: CombinedVectors) -> None:
         self.tensors: dict[str, TensorData] = {}
         self._scope = scope
@@ -83,16 +67,7 @@ class OperationCompiler:
         self._conditions = ConditionCompiler(scope.spec, self.tensors, self.features)
 
     def compile(self, op: Operation, name: str, param: str) -> tuple[PlannedOp, Named]:
-        """Return the planned operation and the prompt positions that its rule matches.
-
-        Args:
-            op: The operation.
-            name: Key of its result, if it has one.
-            param: Path of the operation in the request, for errors.
-
-        Raises:
-            ApiError: The operation is invalid for this model or prompt.
-        """
+        """Return the planned operation and the prompt positions that its rule matches; may raise ApiError."""
         if self._is_in_encoder(op, param):
             named = compile_encoder_rows(op.where, self._scope, f"{param}.where")
         else:
@@ -136,7 +111,6 @@ class OperationCompiler:
         return PlannedOp(OperationKind.FEATURE, (site,), named.rule, features=features)
 
     def _conditional(self, planned: PlannedOp, when: When, named: Named, param: str) -> PlannedOp:
-        """Return an operation that acts under a condition."""
         if planned.is_in_encoder:
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
@@ -147,7 +121,6 @@ class OperationCompiler:
         return msgspec.structs.replace(planned, when=condition)
 
     def _is_in_encoder(self, op: Operation, param: str) -> bool:
-        """Return whether an operation acts in the vision encoder."""
         points = _points(op)
         inside = [point.startswith(_ENCODER) for point in points]
         if any(inside) and not all(inside):

@@ -1,7 +1,6 @@
 """Compiles a request's operations into the plan that the worker runs; the only module that builds one.
 
-Admission calls ``compile_request`` once per prompt, with the model's description and the prompt's
-tokens. Every error that can be detected before the first step is raised here.
+Every error that can be detected before the first step is raised here.
 """
 
 from __future__ import annotations
@@ -63,28 +62,10 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
     combined: CombinedVectors | None = None,
     max_text_bytes: int = 0,
 ) -> CompiledRequest:
-    """Resolve a request's operations against the model and one prompt.
+    """Resolve a request's operations against the model and one prompt; called once for each prompt.
 
-    Args:
-        ops: The operations, as returned by ``parse_interventions``.
-        spec: The model's description.
-        prompt_token_ids: The prompt.
-        max_tokens: Maximum number of generated tokens.
-        token_of: Maps a string to its token id, see ``core.token_texts``.
-        stream: Whether results are sent with each token.
-        markers: Markers of the parts of the model's answers.
-        media: The prompt's images.
-        prompt_logprobs: Whether the request also asks for log-probabilities of the prompt.
-        indexes: Indices of the operations in the request, if it has others for other prompts.
-        combined: Combinations of the request's vectors, if it has several prompts to share them.
-        max_text_bytes: Numbers with more JSON than this are returned in a file, without labels.
-
-    Returns:
-        The plan and its tensors.
-
-    Raises:
-        ApiError: An operation is invalid; ``param`` holds the field's path.
-        TypeError: An operation is a trace.
+    ``combined`` is shared by a request's prompts. Numbers with more JSON than ``max_text_bytes`` are returned
+    in a file, without labels. ApiErrors have the field's path; a trace is a TypeError.
     """
     if any(isinstance(op, Trace) for op in ops):
         raise TypeError("a trace has no plan: its request brings it as code")
@@ -159,10 +140,7 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
 
 
 def _names(ops: Mapping[int, Operation]) -> dict[int, str]:
-    """Return the key of each operation's result by its index, checking that names are unique.
-
-    A write has no result; its name takes part in the check only if the request gave one.
-    """
+    """Return the key of each operation's result; names that the request gave are unique, also of writes."""
     names: dict[int, str] = {}
     taken: set[str] = set()
     for index, op in ops.items():
@@ -182,13 +160,6 @@ def _names(ops: Mapping[int, Operation]) -> dict[int, str]:
 
 
 def _prompt_bytes(op: PlannedOp, named: Named, spec: ModelSpec) -> int:
-    """Return the bytes of the operation's results over the prompt.
-
-    Args:
-        op: The operation; writes need none.
-        named: The prompt positions that its rule matches.
-        spec: The model's description.
-    """
     num_prompt = named.num_prompt
     match op.kind:
         case OperationKind.CAPTURE:
@@ -215,7 +186,6 @@ def _prompt_bytes(op: PlannedOp, named: Named, spec: ModelSpec) -> int:
 def _check_labels(
     ops: Mapping[int, Operation], names: Mapping[int, str], num_prompt: Mapping[int, int], spec: ModelSpec
 ) -> None:
-    """Refuse labels over the prompt that would not fit into the answer."""
     num_bytes = 0
     for index, op in ops.items():
         num_bytes += num_label_bytes(op) * num_prompt[index]
@@ -256,13 +226,7 @@ def _has_slots(op: PlannedOp) -> bool:
 
 
 def _key_bytes(ops: Sequence[PlannedOp], prompt_len: int, spec: ModelSpec) -> int:
-    """Return the bytes of the prompt's keys that the worker stores for attention pattern captures.
-
-    Args:
-        ops: All operations of the request; those at one layer share its keys.
-        prompt_len: Tokens of the prompt.
-        spec: The model's description.
-    """
+    """Return the bytes of the prompt's keys that patterns need; operations at one layer share its keys."""
     num_keys: dict[int, int] = {}
     for op in ops:
         if not op.captures_patterns:
@@ -280,10 +244,9 @@ def _key_bytes(ops: Sequence[PlannedOp], prompt_len: int, spec: ModelSpec) -> in
 def _fingerprint(planned: list[PlannedOp], scope: CompileScope) -> str:
     """Return the hash that separates prefix cache entries with different writes.
 
-    Two requests with the same fingerprint must write the same values at every position up to which
-    their tokens agree. So the prompt's length is hashed if a rule has a phase or names a part of the answer,
-    or a condition is over the prompt, and the prompt itself if a mean makes early positions depend on later
-    ones.
+    Two requests with the same fingerprint must write the same values at every position up to which their
+    tokens agree. So the prompt's length is hashed if a rule has a phase or names a part of the answer, or a
+    condition is over the prompt; the prompt itself if a mean makes early positions depend on later ones.
     """
     writes = tuple(op for op in planned if not op.reads)
     if not writes:

@@ -1,8 +1,4 @@
-"""The inputs of one request's compilation: the model, the prompt, the tokenizer.
-
-A scope lives for one call of ``compile_request``. Arrays over the prompt are created on first use,
-since most requests need none.
-"""
+"""The inputs of one request's compilation; arrays over the prompt are created on first use."""
 
 from __future__ import annotations
 
@@ -31,22 +27,6 @@ MAX_TOKEN_STRINGS: Final = 1024
 
 
 class CompileScope:
-    """The model, the prompt and the tokenizer of one request.
-
-    Args:
-        spec: The model's description.
-        prompt_token_ids: The prompt.
-        max_tokens: Maximum number of generated tokens.
-        token_of: Token lookup of the model's tokenizer.
-        markers: Markers of the parts of the model's answers.
-        media: The prompt's images.
-
-    Attributes:
-        media: As above.
-        prompt_len: Number of tokens in the prompt.
-        num_positions: Number of positions that the model computes at most.
-    """
-
     def __init__(
         self,
         spec: ModelSpec,
@@ -68,30 +48,22 @@ class CompileScope:
 
     @functools.cached_property
     def prompt_ids(self) -> npt.NDArray[np.int64]:
-        """The prompt's token ids, ``[prompt_len]``."""
         return np.asarray(self._prompt_token_ids, np.int64)
 
     @functools.cached_property
     def prompt_positions(self) -> npt.NDArray[np.int64]:
-        """The prompt's positions, ``[prompt_len]``."""
         return np.arange(self.prompt_len, dtype=np.int64)
 
     @functools.cached_property
     def answer(self) -> PlannedAnswer:
-        """How the parts of the answer are told apart."""
         return self._markers.plan(self.prompt_ids)
 
     @functools.cached_property
     def prompt_parts(self) -> Parts:
-        """The part of the answer to which each of the prompt's positions belongs, ``[prompt_len]``."""
         return self.answer.parts(self.prompt_ids, self.prompt_len)
 
     def part(self, name: str, param: str) -> Part:
-        """Return a part of the answer.
-
-        Raises:
-            ApiError: ``unsupported_combination``: it cannot be told apart.
-        """
+        """Return a part of the answer; raise ``unsupported_combination`` if it cannot be told apart."""
         reason = self._markers.missing.get(name)
         if reason is not None:
             raise ApiError(
@@ -100,17 +72,12 @@ class CompileScope:
         return Part[name.upper()]
 
     def image_positions(self, indexes: Sequence[int], param: str) -> list[int]:
-        """Return the positions of images, image by image in the order given, each once.
-
-        Raises:
-            ApiError: ``position_out_of_range``: the prompt has no such image.
-        """
+        """Return the positions of images, in the order given, each once; raise ``position_out_of_range``."""
         images = self.media.images
         named = self._image_numbers(indexes, param)
         return [position for index in named for span in images[index] for position in range(*span)]
 
     def images_in_encoder(self) -> tuple[PlannedImage, ...]:
-        """Return the prompt's images as the vision encoder sees them."""
         leaf = self.spec.leaf(ENCODER_BLOCK)
         num_patches = 1 if leaf is None else leaf.num_patches
         return tuple(
@@ -119,7 +86,6 @@ class CompileScope:
         )
 
     def encoder_rows(self, indexes: Sequence[int], param: str) -> list[int]:
-        """Return the numbers of the images' rows in the vision encoder, as ``image_positions`` does."""
         images = self.images_in_encoder()
         stops = list(itertools.accumulate(image.num_rows for image in images))
         named = self._image_numbers(indexes, param)
@@ -140,11 +106,7 @@ class CompileScope:
         return list(named)
 
     def token_id(self, token: str | int, param: str) -> int:
-        """Return the id of a token given by id or by text.
-
-        Raises:
-            ApiError: ``unknown_token``; ``invalid_value`` for too many different strings.
-        """
+        """Return a token's id; raise ``unknown_token``, or ``invalid_value`` for too many strings."""
         if isinstance(token, str):
             known = self._ids_by_text.get(token)
             token = self._named(token, param) if known is None else known

@@ -1,7 +1,6 @@
 """Resolves a request's ``at`` to sites of this model.
 
-Patterns are expanded in the order given. One operation may not name a site twice, under any
-name: an operation acts once at a site, and results are keyed by site.
+No site twice, under any name: an operation acts once at a site, and results are keyed by site.
 """
 
 from __future__ import annotations
@@ -20,17 +19,7 @@ _ALL_LAYERS: Final = "all"
 def resolve_sites(
     at: str | list[str], operation: str, spec: ModelSpec, param: str
 ) -> tuple[PlannedSite, ...]:
-    """Return the sites that ``at`` names, in order.
-
-    Args:
-        at: A point's string form, or several.
-        operation: Name of the operation, as in the request.
-        spec: The model's description.
-        param: Path of ``at`` in the request, for errors.
-
-    Raises:
-        ApiError: ``unknown_point``, ``unknown_layer``, ``unsupported_at_point`` or ``invalid_value``.
-    """
+    """Return the sites in order; raise ``unknown_point``, ``unknown_layer`` or ``unsupported_at_point``."""
     sites: list[PlannedSite] = []
     seen: dict[PlannedSite, PlannedSite] = {}
     texts = [(at, param)] if isinstance(at, str) else [(text, f"{param}.{i}") for i, text in enumerate(at)]
@@ -45,7 +34,6 @@ def resolve_sites(
 
 
 def resolve_lens_sites(layers: str | list[int], spec: ModelSpec, param: str) -> tuple[PlannedSite, ...]:
-    """Return the outputs of the layers that a lens reads, in order; raise as ``resolve_sites`` does."""
     leaf = spec.leaf("output")
     if leaf is None or "logit_lens" not in leaf.operations:
         raise ApiError(
@@ -69,7 +57,6 @@ def resolve_lens_sites(layers: str | list[int], spec: ModelSpec, param: str) -> 
 
 
 def leaf_of(site: PlannedSite, spec: ModelSpec) -> LeafSpec:
-    """Return the description of a resolved site's leaf; raise ApiError ``unknown_point`` if there is none."""
     leaf = spec.leaf(site.leaf, site.layer)
     if leaf is None:
         raise ApiError(ErrorCode.UNKNOWN_POINT, f"{spec.name} has no point {site}.")

@@ -16,16 +16,7 @@ _NEED_DIRECTION: Final = frozenset({"norm_match", "project_out", "clamp", "affin
 def with_effect(planned: PlannedOp, op: Steer, tensor: TensorData, dtype: str, param: str) -> PlannedOp:
     """Return a planned ``steer`` with its kind and its numbers.
 
-    Args:
-        planned: The operation, with its sites and positions.
-        op: The operation as sent.
-        tensor: Its vector, or what its vectors were combined to.
-        dtype: The model's dtype.
-        param: Path of the operation in the request, for errors.
-
-    Raises:
-        ApiError: ``invalid_value``: a vector without a direction; ``not_finite``: a number, or the vector
-            times the scale, is beyond a dtype.
+    Raises ``invalid_value`` for a vector without a direction, ``not_finite`` beyond a dtype.
     """
     field = f"{param}.{'vector' if op.vectors is None else 'vectors'}"
     is_subspace = op.mode == "project_out" and op.vectors is not None
@@ -46,7 +37,6 @@ def with_effect(planned: PlannedOp, op: Steer, tensor: TensorData, dtype: str, p
 
 
 def _projected(planned: PlannedOp, op: Steer, scale: float, dtype: str, param: str) -> PlannedOp:
-    """Return a ``clamp`` or an ``affine``: the removed part of the component, and the number added to it."""
     removed, offset = 1.0, scale
     if op.mode == "affine":
         removed = 1.0 - check_float32(1.0 if op.gain is None else op.gain, f"{param}.gain")

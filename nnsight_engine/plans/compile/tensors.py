@@ -1,7 +1,4 @@
-"""Reads a request's tensors into bytes with a dtype and a shape, and validates them.
-
-The dtype of the request is kept: the worker scales and casts. All numbers are finite afterwards.
-"""
+"""Reads and validates a request's tensors; the dtype is kept, and all numbers are finite afterwards."""
 
 from __future__ import annotations
 
@@ -24,12 +21,7 @@ _ITEM_TYPES: Final = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np
 
 
 def read_tensor(value: TensorInput, param: str) -> TensorData:
-    """Return the tensor's content.
-
-    Raises:
-        ApiError: ``not_finite`` (also for numbers beyond float32's range in lists) or
-            ``unknown_vector``.
-    """
+    """Return a tensor; raise ``unknown_vector`` or ``not_finite``, also beyond float32's range in lists."""
     if isinstance(value, VectorName):
         raise ApiError(
             ErrorCode.UNKNOWN_VECTOR,
@@ -56,11 +48,7 @@ def read_tensor(value: TensorInput, param: str) -> TensorData:
 
 
 def check_range(tensor: TensorData, scale: float, dtype: str, param: str) -> None:
-    """Check that the tensor times ``scale`` holds no number beyond ``dtype``, the model's dtype.
-
-    Raises:
-        ApiError: ``not_finite``.
-    """
+    """Check that the tensor times ``scale`` is finite in ``dtype``."""
     floats = floats_from_bytes(tensor.dtype, tensor.data)
     largest = float(np.abs(floats).max(initial=0.0)) * abs(scale)
     if largest > LARGEST[dtype]:
@@ -76,11 +64,7 @@ def check_range(tensor: TensorData, scale: float, dtype: str, param: str) -> Non
 
 
 def read_weights(value: TensorInput, param: str) -> TensorData:
-    """Return the tensor of weights with which activations are multiplied; raise as ``read_tensor`` does.
-
-    Raises:
-        ApiError: ``not_finite``, also for numbers beyond ``LARGEST_WEIGHT``.
-    """
+    """Return a tensor that activations are multiplied with; also refuse more than ``LARGEST_WEIGHT``."""
     tensor = read_tensor(value, param)
     largest = float(np.abs(floats_from_bytes(tensor.dtype, tensor.data)).max(initial=0.0))
     if largest > LARGEST_WEIGHT:
@@ -94,12 +78,10 @@ def read_weights(value: TensorInput, param: str) -> TensorData:
 
 
 def check_float32(number: float, param: str) -> float:
-    """Return a number that is finite in float32; raises ApiError ``not_finite`` for another."""
     return check_within(number, "float32", param)
 
 
 def check_within(number: float, dtype: str, param: str) -> float:
-    """Return a number that is finite in ``dtype``; raises ApiError ``not_finite`` for another."""
     if abs(number) > LARGEST[dtype]:
         raise ApiError(
             ErrorCode.NOT_FINITE,
@@ -110,16 +92,7 @@ def check_within(number: float, dtype: str, param: str) -> float:
 
 
 def check_rows(tensor: TensorData, widths: Sequence[int], param: str) -> None:
-    """Check that the tensor is ``[width]`` for all sites or ``[sites, width]``.
-
-    Args:
-        tensor: The tensor.
-        widths: Flat width of each site.
-        param: Its path in the request.
-
-    Raises:
-        ApiError: ``wrong_width``.
-    """
+    """Check that the tensor is ``[width]`` or ``[sites, width]``; raise ApiError ``wrong_width``."""
     shape = tensor.shape
     fits = len(shape) == 1 or (len(shape) == len(("sites", "width")) and shape[0] == len(widths))
     if not fits or any(width != shape[-1] for width in widths):
@@ -127,12 +100,7 @@ def check_rows(tensor: TensorData, widths: Sequence[int], param: str) -> None:
 
 
 def check_patch(tensor: TensorData, widths: Sequence[int], num_positions: int, param: str) -> None:
-    """Check that the tensor is ``[positions, width]`` or ``[sites, positions, width]``.
-
-    Raises:
-        ApiError: ``wrong_width``, or ``invalid_value`` if the number of rows differs from that of
-            positions.
-    """
+    """Check that the tensor is ``[positions, width]`` or ``[sites, positions, width]``."""
     shape = tensor.shape
     per_site = len(shape) == len(("sites", "positions", "width")) and shape[0] == len(widths)
     fits = per_site or len(shape) == len(("positions", "width"))
@@ -160,7 +128,7 @@ def check_directions(tensor: TensorData, mode: str, param: str) -> None:
 
 
 def check_experts(tensor: TensorData, num_experts: int, param: str) -> None:
-    """Check that every row has ids of different experts; raise ApiError ``invalid_value``."""
+    """Check that every row has ids of different experts."""
     rows: Floats = floats_from_bytes(tensor.dtype, tensor.data).reshape(-1, tensor.shape[-1])
     if not ((rows >= 0) & (rows < num_experts) & (rows == np.floor(rows))).all():
         raise ApiError(
@@ -175,7 +143,6 @@ def check_experts(tensor: TensorData, num_experts: int, param: str) -> None:
 
 
 def reorder_rows(tensor: TensorData, order: Sequence[int]) -> TensorData:
-    """Return the tensor with its second-to-last axis reordered by these indices."""
     if list(order) == list(range(len(order))):
         return tensor
     items = np.frombuffer(tensor.data, _ITEM_TYPES[tensor.dtype]).reshape(tensor.shape)

@@ -1,7 +1,7 @@
 """Resolves a request's ``where`` to a rule with absolute positions and token ids.
 
-A clause that cannot match any position of this request is rejected here: otherwise it would
-silently do nothing, and an unsteered completion would be taken for a steered one.
+A clause that cannot match any position is rejected: it would silently do nothing, and an unsteered
+completion would be taken for a steered one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,7 @@ _EVERYWHERE = WhereRule()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Named:
-    """A rule and the prompt positions that it matches.
-
-    Attributes:
-        rule: The rule.
-        num_prompt: Exact number of matching prompt positions.
-        last_prompt: The last of them, -1 if there is none.
-    """
+    """A rule and the exact number of prompt positions that it matches, with the last of them or -1."""
 
     rule: WhereRule
     num_prompt: int
@@ -39,14 +33,8 @@ class Named:
 def compile_where(where: Where, scope: CompileScope, param: str) -> Named:
     """Resolve the clause.
 
-    Args:
-        where: The clause, as given in the request.
-        scope: The request.
-        param: Path of the clause in the request, for errors.
-
-    Raises:
-        ApiError: ``empty_where``, ``contradictory_where``, ``position_out_of_range``, ``unknown_token``,
-            ``unsupported_combination`` or ``invalid_value``.
+    Raises ``empty_where``, ``contradictory_where``, ``position_out_of_range``, ``unknown_token``,
+    ``unsupported_combination`` or ``invalid_value``.
     """
     rule = _clause(where, scope, param)
     if where.exclude is not None:
@@ -61,13 +49,9 @@ def compile_where(where: Where, scope: CompileScope, param: str) -> Named:
 
 
 def compile_encoder_rows(where: Where, scope: CompileScope, param: str) -> Named:
-    """Resolve the clause of an operation in the vision encoder, whose rows are patches of images.
+    """Resolve the clause of an operation in the vision encoder, which may name nothing but images.
 
-    Its rule has the numbers of the rows as positions, and no row of an answer.
-
-    Raises:
-        ApiError: ``unsupported_combination``: it names anything but images. ``position_out_of_range``: the
-            prompt has no such image, or none. ``empty_where`` or ``contradictory_where``.
+    Its rule has the numbers of the rows (patches) as positions, and no row of an answer.
     """
     others = (where.positions, where.range, where.tokens, where.scope, where.exclude)
     if any(one is not None for one in others):
@@ -90,7 +74,7 @@ def compile_encoder_rows(where: Where, scope: CompileScope, param: str) -> Named
 
 
 def resolve_positions(positions: list[int], phase: str, scope: CompileScope, param: str) -> list[int]:
-    """Return absolute positions, in the order given; raise ApiError ``position_out_of_range``."""
+    """Return absolute positions, in the order given; raise ``position_out_of_range``."""
     resolved = []
     for index, position in enumerate(positions):
         absolute = position + scope.prompt_len if position < 0 else position

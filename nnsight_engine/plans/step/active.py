@@ -1,8 +1,7 @@
 """Worker-side state of a live request with interventions.
 
-A request is registered when the scheduler first sends it and removed when the scheduler reports it
-finished. A preempted request stays registered and keeps the positions that it has already delivered:
-the rebuilt KV cache gets the request's writes again, and each read is delivered once.
+A preempted request keeps the positions that it has already delivered: the rebuilt KV cache gets the request's
+writes again, and each read is delivered once.
 """
 
 from __future__ import annotations
@@ -34,14 +33,7 @@ MLP_OUTPUT: Final = "output"
 
 @dataclasses.dataclass(slots=True)
 class ActiveDetector:
-    """A detector of a live request.
-
-    Attributes:
-        planned: The detector.
-        keys: Canonical key of the site of each part.
-        tensors: The tensors of each part on the device, float32; of the activation of a feature none.
-        dictionaries: The dictionary of each part; None for other parts.
-    """
+    """A detector of a live request; ``tensors`` and ``dictionaries`` have one item for each part."""
 
     planned: PlannedDetector
     keys: tuple[SiteKey, ...]
@@ -51,15 +43,6 @@ class ActiveDetector:
 
 @dataclasses.dataclass(slots=True)
 class ActiveTest:
-    """A test of a live request.
-
-    Attributes:
-        test: The test.
-        detector: The detector whose scores it compares.
-        slot: Its scores and states by position; None if it needs none.
-        is_started: Whether it was evaluated at the request's first position.
-    """
-
     test: PlannedTest
     detector: ActiveDetector
     slot: Slot | None
@@ -71,18 +54,9 @@ class ActiveOp:
     """One operation of a live request, with its tensors on the device.
 
     Attributes:
-        op: The operation.
-        index: Its index in the plan.
-        keys: Canonical key of each of its sites, see ``site_key``.
         tensor: Operand of the kernel: ``[1 or sites, width]``, for patches ``[1 or sites, positions,
             width]``, for subspaces ``[1 or sites, k, width]``; None where the operation has none.
-        units: Selected units as an index tensor, or None.
-        constant: Whether it acts on every generated position (True), on none (False), or on
-            some (None).
-        widths: Width of each site's value.
-        detector: DETECT: its detector.
-        tests: The tests of its condition.
-        loaded: FEATURES, FEATURE: its dictionary.
+        constant: Whether it acts on every generated position; None for some of them.
         source: FEATURE: key of the site that the dictionary reads; None if it is that of the operation.
         program: Its instruction at each site; None if it is none, or depends on the step.
     """
@@ -102,14 +76,12 @@ class ActiveOp:
 
     @property
     def features(self) -> PlannedFeatures:
-        """Its features."""
         if self.op.features is None:
             raise RuntimeError(f"{self.op.kind} has no features")
         return self.op.features
 
     @property
     def dictionary(self) -> LoadedDictionary:
-        """Its dictionary."""
         if self.loaded is None:
             raise RuntimeError(f"{self.op.kind} has no dictionary")
         return self.loaded
@@ -117,8 +89,6 @@ class ActiveOp:
 
 @dataclasses.dataclass(slots=True)
 class Acquired:
-    """What a request holds until its end: keys of vectors, slots of its tests, dictionaries."""
-
     vectors: list[BankKey] = dataclasses.field(default_factory=list)
     slots: list[Slot] = dataclasses.field(default_factory=list)
     dictionaries: list[PlannedDictionary] = dataclasses.field(default_factory=list)
@@ -126,17 +96,14 @@ class Acquired:
 
 @dataclasses.dataclass(slots=True)
 class ActiveRequest:
-    """One live request: its operations and its progress.
+    """One live request: its operations and its progress, without that of a run until it is settled.
 
-    During a run of steady steps (``steady_run``) progress is counted for all requests together; it is added
-    here when the run is settled. ``failed`` holds the ids of all live requests that have failed, this one
-    included; the set is shared by all requests of a registrar. ``delivery_s`` belongs to the thread that
-    delivers results, everything else to the thread that runs steps.
+    ``failed``, the ids of all live requests that have failed, is shared by all requests of a registrar.
+    ``delivery_s`` belongs to the thread that delivers results, everything else to the thread that runs steps.
 
-    Once a request has had drafts, the worker does not know how many of its rows were accepted:
-    ``end_position`` is a lower bound then, which moves by the rows that are no drafts. ``charged_position``
-    is where rows begin whose captures have not been charged; ``num_drafts`` is the number of drafts of its
-    last step. ``encoded`` are the images for which the vision encoder has run with the request's operations.
+    Once a request has had drafts, ``end_position`` is a lower bound: the worker does not know how many rows
+    were accepted. ``charged_position`` is where rows begin whose captures have not been charged. ``encoded``
+    are the images for which the vision encoder has run with the request's operations.
     """
 
     request_id: str
@@ -163,12 +130,10 @@ class ActiveRequest:
     encoded: set[int] = dataclasses.field(default_factory=set)
 
     def info(self) -> StepInfo:
-        """Return the progress so far, for the response's provenance."""
         spent_s = self.spent_s + self.delivery_s
         return StepInfo(self.first_position, self.end_position, self.recomputed_tokens, self.tier, spent_s)
 
     def note_tier(self, tier: str, *, is_prompt: bool) -> None:
-        """Note how a step ran, see ``StepInfo``; ``is_prompt`` if it has rows of the prompt."""
         self.has_left_graphs |= tier != GRAPH and not is_prompt
         if EAGER in {tier, self.tier}:
             self.tier = EAGER
@@ -176,7 +141,7 @@ class ActiveRequest:
             self.tier = GRAPH if tier == GRAPH and not self.has_left_graphs else TAP
 
     def advance(self, start: int, stop: int, num_drafts: int = 0) -> None:
-        """Record that positions from ``start`` to ``stop`` were computed, the last of them for drafts."""
+        """Record that positions were computed, the last of them for drafts."""
         if self.first_position < 0:
             self.first_position = start
             self.end_position = start
@@ -190,7 +155,6 @@ class ActiveRequest:
         self.end_position = max(self.end_position, stop)
 
     def fail_by(self, error: Exception, what: str) -> None:
-        """Mark the request as failed by an exception; ``what`` says what has failed."""
         if isinstance(error, InterventionError):
             self.fail(error.code, error.message)
         else:

@@ -1,8 +1,7 @@
 """The part of a request's answer to which each row of a step belongs, without waiting for the device.
 
 Where the host does not know the tokens that were sampled last, the part of a step's last row stays on the
-device, for the step after it. Requests whose operations name parts take no drafts, so the rows of two steps
-follow each other.
+device, for the step after it. Such requests take no drafts, so the rows of two steps follow each other.
 """
 
 from __future__ import annotations
@@ -18,25 +17,13 @@ from nnsight_engine.plans.answer_parts import Part, Parts, PlannedAnswer
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowParts:
-    """The parts of a request's rows in a step.
-
-    Attributes:
-        known: Those of its first rows, whose tokens the host knows.
-        rows: Those of all its rows, ``[rows]`` on the device; None if the host knows all.
-    """
+    """The parts of rows: the first, ``known`` to the host; and all, on the device, if it lacks some."""
 
     known: Parts
     rows: torch.Tensor | None = None
 
 
 class AnswerTracker:
-    """The parts of one request's answer.
-
-    Args:
-        answer: How they are told apart.
-        prompt_len: Number of prompt tokens.
-    """
-
     def __init__(self, answer: PlannedAnswer, prompt_len: int) -> None:
         self._answer = answer
         self._prompt_len = prompt_len
@@ -48,17 +35,7 @@ class AnswerTracker:
     def rows(
         self, start: int, num_rows: int, token_ids: npt.NDArray[np.integer], row_ids: torch.Tensor | None
     ) -> RowParts:
-        """Return the parts of a step's rows; a step may be planned again.
-
-        Args:
-            start: Absolute position of the first row.
-            num_rows: Number of rows.
-            token_ids: Ids of the request's tokens by absolute position, as far as the host knows them.
-            row_ids: Ids of the rows' tokens, ``[rows]`` on the device.
-
-        Raises:
-            RuntimeError: The step before was not planned, and the host does not know its tokens.
-        """
+        """Return the parts of a step's rows; a step may be planned again, but none may be left out."""
         num_known = min(max(len(token_ids) - start, 0), num_rows)
         known = self._known(start, token_ids[start : start + num_known], token_ids)
         if num_known == num_rows:
@@ -82,7 +59,6 @@ class AnswerTracker:
         return self._after
 
     def _part_at(self, position: int, token_ids: npt.NDArray[np.integer]) -> int:
-        """Return the part of a position whose token the host knows; in the prompt, the first one."""
         if position < self._prompt_len:
             return self._answer.first
         if position + 1 < self._known_at:  # computed again after a preemption
@@ -103,7 +79,6 @@ class AnswerTracker:
         return parts
 
     def _scan(self, row_ids: torch.Tensor, before: torch.Tensor | int, num_prompt: int) -> torch.Tensor:
-        """Return the parts of rows, as ``PlannedAnswer.scan`` does; markers in the prompt do not count."""
         parts = torch.zeros_like(row_ids, dtype=torch.int64)
         for marker, part in self._answer.begun_by.items():
             parts = torch.where(row_ids == marker, part, parts)

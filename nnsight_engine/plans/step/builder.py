@@ -1,9 +1,8 @@
 """Builds the plan of a step from the row spans of its requests.
 
-Stages keep the order of a request's operations at a site. Rows that a request has already
-delivered are not read again, while writes apply to every row, so that KV rebuilt after a
-preemption contains them. A steady decode step (one row per request, no dependence on token or
-position) reuses the plan of the previous step unchanged.
+Stages keep the order of a request's operations at a site. Rows that a request has already delivered are not
+read again, while writes apply to every row, so that KV rebuilt after a preemption contains them. A steady
+decode step (one row per request, no dependence on token or position) reuses the previous plan unchanged.
 """
 
 from __future__ import annotations
@@ -45,12 +44,6 @@ from nnsight_engine.plans.step.write_planner import WritePlanner
 
 
 class StepBuilder:
-    """Builds the step plans for one model.
-
-    Args:
-        context: The model, and the count of captured bytes.
-    """
-
     def __init__(self, context: StepContext) -> None:
         self._context = context
         self._patterns = PatternPlanner(context)
@@ -62,12 +55,10 @@ class StepBuilder:
         self._last: StepPlan | None = None
 
     def graph_table(self, taps: Collection[int], num_taps: int, num_rows: int) -> GraphTable:
-        """Return a table for graphs with the work of some of the model's taps."""
         context = self._context
         return GraphTable(taps, num_taps, num_rows, context.spec.hidden_size, context.device, self._executor)
 
     def forget(self) -> None:
-        """Drop the cached plan, with its buffers and its references to requests."""
         self._last = None
         self._masks.forget()
 
@@ -97,10 +88,10 @@ class StepBuilder:
         return plan
 
     def plan_image(self, request: ActiveRequest, image: int) -> StepPlan:
-        """Return the plan of what a request's operations do while the vision encoder runs for one image.
+        """Return the plan of a request's operations while the vision encoder runs for one image.
 
-        Its rows are those of the image, and its positions their numbers among those of all images. A mean is
-        taken over the named rows of the image. What was read before is not read again.
+        Positions are the numbers of its rows among those of all images. A mean is taken over the named rows
+        of the image. What was read before is not read again.
         """
         plan = StepPlan({})
         before, own = request.plan.images[:image], request.plan.images[image]
@@ -138,7 +129,6 @@ class StepBuilder:
         return plan
 
     def _rows_of(self, span: Span, plan: StepPlan, tests: list[DetectorRows]) -> list[OperationRows]:
-        """Return the rows of a request's operations, and add those of the tests of their conditions."""
         _check_encoded(span)
         if span.request.failure is not None:
             return []
@@ -183,7 +173,6 @@ class StepBuilder:
         mask: torch.Tensor | None,
         stages: dict[SiteKey, int],
     ) -> list[OperationRows]:
-        """Return an operation with its rows and stages; none if it has no rows."""
         rows = _rows_in_step(span, active, offsets) if len(offsets) else None
         if rows is None:
             return []
@@ -203,11 +192,7 @@ class StepBuilder:
         ]
 
     def _charge_accepted(self, span: Span) -> int:
-        """Charge for rows that were drafts when they were computed; return the bytes to reserve for them.
-
-        The number is negative if more rows were charged than have been accepted. The step's own rows are
-        counted apart from these, see ``_rows_of``.
-        """
+        """Charge for accepted drafts of earlier steps; return bytes to reserve, negative if too many were."""
         request = span.request
         certain = span.start + span.num_certain
         if certain <= request.plan.prompt_len:
@@ -232,7 +217,6 @@ class StepBuilder:
         return num_accepted * accepted.kept
 
     def _mask(self, span: Span, active: ActiveOp, offsets: RowArray, parts: RowParts | None) -> torch.Tensor:
-        """Return which rows of a span an operation's rule names."""
         if span.step_token_ids is None:
             raise RuntimeError("the step's tokens are known neither to the host nor on the device")
         token_ids = span.step_token_ids[to_device(offsets + span.row, self._context.device)]
@@ -244,13 +228,7 @@ class StepBuilder:
         )
 
     def _reserve(self, span: Span, reserved: StepBytes, once: int = 0) -> bool:
-        """Count a step's bytes; over a limit the request fails and nothing is allocated for it.
-
-        Args:
-            span: The request.
-            reserved: What every step like this one needs.
-            once: What the request holds from this step on, however many follow.
-        """
+        """Count a step's bytes; over a limit the request fails and nothing is allocated for it."""
         try:
             self._context.ledger.reserve(span.request.request_id, reserved.kept + reserved.scratch + once)
         except InterventionError as error:
@@ -266,7 +244,6 @@ class StepBuilder:
             self._context.ledger.give_back(request_id, reserved.scratch + (reserved.kept if kept else 0))
 
     def _new_reductions(self, request: ActiveRequest, work: list[OperationRows]) -> dict[int, int]:
-        """Return the bytes of the one row that each reduction holds, of those that begin in this step."""
         return {
             item.active.index: self._context.row_bytes(item.active.op)
             for item in work
@@ -308,10 +285,7 @@ class StepBuilder:
 def _plan_samples(
     plan: StepPlan, span: Span, active: ActiveOp, offsets: RowArray, mask: torch.Tensor | None
 ) -> None:
-    """Plan the capture of sampled ids, which exist only after the forward pass.
-
-    No other point shares their operation.
-    """
+    """Plan the capture of sampled ids, which exist only after the forward pass."""
     steps = offsets[offsets >= span.num_certain - 1] - (span.num_certain - 1)
     if len(steps):
         own = None if mask is None else plan.add_mask(mask[-1:])
@@ -331,7 +305,7 @@ def _check_encoded(span: Span) -> None:
 
 
 def _rows_in_step(span: Span, active: ActiveOp, offsets: RowArray) -> RowArray | None:
-    """Return the rows of a span as indices into the step's tensors; of states, into its requests.
+    """Return a span's rows as indices into the step's tensors; of states, into its requests.
 
     A request that would capture states which the step does not keep fails, with None. Admission refuses them.
     """
@@ -349,7 +323,6 @@ def _rows_in_step(span: Span, active: ActiveOp, offsets: RowArray) -> RowArray |
 
 
 def _parts_of(span: Span) -> RowParts | None:
-    """Return the parts of the answer to which the span's rows belong; None if no operation names one."""
     tracker = span.request.answer
     if tracker is None:
         return None

@@ -1,8 +1,6 @@
 """Copies the values that a step has read to the host, and makes the delivery of its results.
 
-``collect``, before sampling, starts the copies; lens projections happen there, batched over layers and
-requests, outside the compiled step. ``delivery`` and ``run_delivery``, after sampling, end the step for its
-requests.
+``collect`` starts the copies before sampling, with lens projections batched over layers and requests.
 """
 
 from __future__ import annotations
@@ -32,13 +30,7 @@ LensLogits = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 class StepCollection:
-    """Collects the values of executed step plans.
-
-    Args:
-        lens_logits: Final norm and unembedding of the model.
-        arena: Destination of the values; None if they are on the host already, and are delivered before the
-            next step overwrites them.
-    """
+    """``arena`` is None if the values are on the host, and are delivered before the next step."""
 
     def __init__(self, lens_logits: LensLogits, arena: HostArena | None) -> None:
         self._lens_logits = lens_logits
@@ -68,17 +60,13 @@ class StepCollection:
         plan.spent_s += time.monotonic() - begin
 
     def _parts(self, group: ReadGroup) -> list[torch.Tensor]:
-        """Return the content of a group's records on the device, each ``[rows, sites, …]``."""
         op = group.slices[0].active.op
         if op.kind is OperationKind.LENS:
             return self._lens(group.buffers[0], op.top_k, op.targets)
         return group.buffers
 
     def _computed(self, plan: StepPlan) -> dict[int, list[torch.Tensor]]:
-        """Return the parts of groups that are computed together, by the ``id`` of the group.
-
-        What fails is computed for each group by itself, so that it fails for its own requests only.
-        """
+        """Return the parts of groups by their ``id``; what fails together is computed for each group."""
         found: dict[int, list[torch.Tensor]] = {}
         waiting = list(plan.computed)
         while waiting:
@@ -97,7 +85,6 @@ class StepCollection:
         return found
 
     def _lens(self, residual: torch.Tensor, top_k: int, targets: tuple[int, ...]) -> list[torch.Tensor]:
-        """Return the tensors of ``LensReader.read``, each ``[rows, sites, …]``; empty without logits."""
         num_rows, num_sites, hidden = residual.shape
         chunks = []
         for rows in residual.reshape(-1, hidden).split(LENS_CHUNK_ROWS):
@@ -142,7 +129,6 @@ def step_delivery(plan: StepPlan) -> StepDelivery:
 
 
 def run_delivery(run: SteadyRun) -> RunDelivery:
-    """Return the delivery of the results of a run's step, which is executed and collected."""
     plan = run.plan
     copy, reads, flags = _taken(plan)
     run.count_time()
@@ -152,7 +138,6 @@ def run_delivery(run: SteadyRun) -> RunDelivery:
 
 
 def _taken(plan: StepPlan) -> tuple[HostCopy, list[list[torch.Tensor]], list[torch.Tensor]]:
-    """Return the copy of a plan's values, those of each group of reads, and those of the rest in order."""
     copy = plan.copy
     if copy is None:
         raise RuntimeError("the reads of this step were never collected")
@@ -170,7 +155,6 @@ def _flagged(plan: StepPlan, flags: list[torch.Tensor]) -> list[Flags]:
 
 
 def _samples(plan: StepPlan) -> list[tuple[str, list[PlannedSample]]]:
-    """Return the captures of sampled ids, grouped by reduction."""
     groups: dict[str, list[PlannedSample]] = {}
     for sample in plan.samples:
         groups.setdefault(sample.active.op.reduce, []).append(sample)
@@ -178,7 +162,6 @@ def _samples(plan: StepPlan) -> list[tuple[str, list[PlannedSample]]]:
 
 
 def _opening(plan: StepPlan) -> RunOpening:
-    """Return the participants of a run of a plan and their reads."""
     reads = [
         RunGroup(
             group.slices[0].active.op.reduce,

@@ -1,8 +1,8 @@
 """Plans detectors, the tests of conditions, and the gates of the operations that have conditions.
 
-A test runs where its detector reads, and writes its state at each row into one buffer of the step. A gate
-joins the states of an operation's tests, before the operation's first site. Tests with slots are evaluated at
-every row, also where the operation does not act, and for rows that are computed again.
+A test writes its state at each row into one buffer of the step; a gate joins the states of an operation's
+tests, before its first site. Tests with slots are evaluated at every row, also where the operation does not
+act, and for rows that are computed again.
 """
 
 from __future__ import annotations
@@ -59,14 +59,8 @@ _OPERATORS: Final[dict[int | str, int]] = {NOT: NOT_WORD, AND: AND_WORD, OR: OR_
 class DetectorRows:
     """The rows at which a detector is read in this step.
 
-    Attributes:
-        span: The request's rows in the step.
-        active: The operation.
-        detector: The detector.
-        offsets: Offsets of the rows in the span, ascending.
-        stages: Stage of the reading at the site of each part.
-        number: Number of the test among the operation's; None for an operation that reads scores.
-        start: First of its rows among those of its group; of tests, among those of the step.
+    ``stages`` are those at the site of each part. ``number`` is the test's among the operation's; None for an
+    operation that reads scores. ``start`` counts rows of its group; of tests, those of the step.
     """
 
     span: Span
@@ -79,43 +73,27 @@ class DetectorRows:
 
     @property
     def test(self) -> ActiveTest:
-        """The test."""
         if self.number is None:
             raise RuntimeError("an operation that reads scores has no test")
         return self.active.tests[self.number]
 
     @property
     def member(self) -> Member:
-        """The operation."""
         return Member(self.span.request, self.active)
 
     @property
     def stop(self) -> int:
-        """One past the last of its rows, see ``start``."""
         return self.start + len(self.offsets)
 
 
 class ConditionPlanner:
-    """Plans conditions and detectors for a step.
-
-    Args:
-        context: The model.
-    """
-
     def __init__(self, context: StepContext) -> None:
         self._context = context
 
     def tests_of(
         self, span: Span, active: ActiveOp, offsets: RowArray, stages: dict[SiteKey, int]
     ) -> list[DetectorRows]:
-        """Return the rows of an operation's tests, and count their stages.
-
-        Args:
-            span: The request's rows.
-            active: The operation.
-            offsets: The rows on which the operation acts.
-            stages: Number of operations planned so far at each site.
-        """
+        """Return the rows of an operation's tests, and count their stages."""
         found = []
         for number, test in enumerate(active.tests):
             own = np.arange(span.num_rows) if test.slot is not None else offsets
@@ -143,15 +121,6 @@ class ConditionPlanner:
         staged: Staged,
         table: TableBuilder,
     ) -> None:
-        """Plan the tests of a step, and the gates of the operations that they are for.
-
-        Args:
-            plan: The step's plan.
-            tests: The rows of the tests.
-            work: The step's operations.
-            staged: Kernels by site.
-            table: The step's instructions.
-        """
         if not tests:
             return
         states = self._plan_tests(plan, tests, staged, table)
@@ -162,7 +131,6 @@ class ConditionPlanner:
     def _plan_tests(
         self, plan: StepPlan, tests: list[DetectorRows], staged: Staged, table: TableBuilder
     ) -> torch.Tensor:
-        """Plan the tests of a step; return their states, ``[rows of all tests]``."""
         groups: dict[Any, list[DetectorRows]] = defaultdict(list)
         for item in tests:
             groups[_test_key(item)].append(item)
@@ -186,7 +154,6 @@ class ConditionPlanner:
     def plan_scores(
         self, plan: StepPlan, items: list[OperationRows], staged: Staged, table: TableBuilder
     ) -> None:
-        """Plan operations of one form that read scores."""
         rows, start = [], 0
         slices = []
         for item in items:
@@ -214,15 +181,6 @@ class ConditionPlanner:
         states: torch.Tensor,
         table: TableBuilder,
     ) -> None:
-        """Plan the gates of operations, deliver them, and give each operation its own.
-
-        Args:
-            plan: The step's plan.
-            items: The operations with conditions.
-            tests: Their tests, planned.
-            states: The states of these.
-            table: The step's instructions.
-        """
         by_test = {(id(one.span), one.active.index, one.number): one for one in tests}
         gates = torch.zeros(
             sum(len(item.offsets) for item in items), dtype=torch.bool, device=self._context.device
@@ -291,15 +249,6 @@ class ConditionPlanner:
     def _plan_parts(
         self, items: list[DetectorRows], first: int, num_rows: int, staged: Staged, table: TableBuilder
     ) -> torch.Tensor:
-        """Plan detectors that are read alike; return the numbers of their parts, ``[rows, parts]``.
-
-        Args:
-            items: Their rows, which follow each other.
-            first: First of their rows.
-            num_rows: Number of all rows.
-            staged: Kernels by site.
-            table: The step's instructions.
-        """
         detector = items[0].detector
         parts = torch.empty(num_rows, len(detector.keys), device=self._context.device)
         table.address(parts)
@@ -329,7 +278,6 @@ class ConditionPlanner:
         out: torch.Tensor,
         order: int,
     ) -> None:
-        """Add the instructions that make scores, or tests of them, from their parts."""
         first = items[0].start
         to = addresses(out.unsqueeze(1), [0])
         operands, instructions = self._scored(table, code, items, parts, out)
@@ -378,7 +326,6 @@ class ConditionPlanner:
         parts: torch.Tensor,
         out: torch.Tensor,
     ) -> tuple[Words, Instructions]:
-        """Return the addresses of each row's parts, ``[1, rows]``, and instructions for their scores."""
         table.address(out)
         own = Instructions.blank(len(items), code)
         own.words[:, Word.COUNT] = parts.shape[1]
@@ -394,7 +341,6 @@ class ConditionPlanner:
     def _feature_part(
         self, place: int, column: torch.Tensor, first: int, items: list[DetectorRows]
     ) -> Kernel:
-        """Return a kernel for some of the detectors whose parts have a column, which begins at a row."""
         rows = self._on_device(np.concatenate([item.offsets + item.span.row for item in items]))
         return _feature_kernel(rows, items, place, column[items[0].start - first : items[-1].stop - first])
 
@@ -403,7 +349,6 @@ class ConditionPlanner:
 
 
 def _program(item: OperationRows) -> tuple[int | str, ...]:
-    """Return the program of an operation's condition."""
     condition = item.active.op.when
     if condition is None:
         raise RuntimeError("the operation has no condition")
@@ -422,7 +367,6 @@ def _slice_of_gate(item: OperationRows, start: int, stop: int) -> ReadSlice:
 
 
 def _operands(form: Form, tensors: PartTensors) -> dict[Word, Words | int]:
-    """Return the operands of a detector's part."""
     match form:
         case Form.LINEAR:
             return {Word.OPERAND: tensors["weights"].data_ptr()}
@@ -438,7 +382,6 @@ def _operands(form: Form, tensors: PartTensors) -> dict[Word, Words | int]:
 
 
 def _history(table: TableBuilder, item: DetectorRows) -> Words:
-    """Return what an instruction knows of a test with a slot, see ``History``."""
     test, slot = item.test.test, item.test.slot
     if slot is None:
         raise RuntimeError("the test has no slot")
@@ -472,12 +415,10 @@ def _feature_kernel(rows: torch.Tensor, items: list[DetectorRows], place: int, o
 
 
 def _test_key(item: DetectorRows) -> Any:
-    """Return the key shared by tests whose parts are read together."""
     return (*detector_key(item.detector), item.stages, item.test.slot is not None)
 
 
 def detector_key(detector: ActiveDetector) -> tuple[Any, ...]:
-    """Return the key shared by detectors that one group of kernels can serve."""
     planned = detector.planned
     forms = tuple(part.form for part in planned.parts)
     return (detector.keys, forms, tuple(map(id, detector.dictionaries)), planned.link)

@@ -1,5 +1,3 @@
-"""The model on which steps run, and the memory that reads of its values take."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -19,17 +17,10 @@ from nnsight_engine.plans.step.stage import WHOLE, SiteKey, Stage
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepContext:
-    """The model of a worker.
+    """The model of a worker; ``dtype`` is also that of its keys and of captures without one.
 
-    Attributes:
-        spec: The model's description.
-        dtype: The model's dtype, also that of its keys and of captures without a dtype.
-        device: The model's device.
-        ledger: Counts captured bytes before they are allocated.
-        form_of: Returns a layer's form of attention, for patterns.
-        is_asynchronous: Whether a step is planned before the drafts of the step before are judged.
-        stage: The worker's part of the model.
-        fails_anywhere: Returns whether any rank of the same layers has a failure, given this rank's.
+    ``is_asynchronous``: a step is planned before the drafts of the step before are judged. ``fails_anywhere``
+    returns whether any rank of the same layers has a failure, given this rank's.
     """
 
     spec: ModelSpec
@@ -42,29 +33,25 @@ class StepContext:
     fails_anywhere: FailsAnywhere = is_failure
 
     def width(self, key: SiteKey) -> int:
-        """Return the width of a site's value."""
         return self.spec.hidden_size if isinstance(key, int) else leaf_width(key, self.spec)
 
     def row_bytes(self, op: PlannedOp) -> int:
-        """Return the bytes of one row of a capture, at all its sites."""
         width = sum(leaf_width(site, self.spec) for site in op.sites)
         return width * self.capture_dtype(op).itemsize
 
     def capture_dtype(self, op: PlannedOp) -> torch.dtype:
-        """Return the dtype in which the worker stores a capture."""
         # A mean is summed in float32, whatever dtype it is returned in.
         if op.reduce == "mean":
             return torch.float32
         return DTYPES[op.dtype] if op.dtype else self.dtype
 
     def buffer_dtype(self, op: PlannedOp) -> torch.dtype:
-        """Return the dtype of the buffer that a read's kernels write into."""
         if op.kind in {OperationKind.PROBE, OperationKind.FEATURES}:
             return torch.float32
         return self.capture_dtype(op) if op.kind is OperationKind.CAPTURE else self.dtype
 
     def count_rows(self, reserved: StepBytes, op: PlannedOp, num_rows: int) -> None:
-        """Add the bytes of an operation on ``num_rows`` rows to a step's; writes need some at logits only."""
+        """Add an operation's bytes on ``num_rows`` rows to a step's; writes need some at logits only."""
         if LOGITS in op.sites:
             # The full logits rows, of which a probe keeps one number each.
             reserved.scratch += num_rows * self.spec.vocab_size * self.dtype.itemsize

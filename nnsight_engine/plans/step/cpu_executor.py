@@ -43,8 +43,6 @@ def _compiled(function: _Function) -> _Function:
 
 @intrinsic  # type: ignore[untyped-decorator] # numba has no types
 def _pointer(_context: Any, address: Any) -> Any:
-    """Return an address as a pointer."""
-
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], cgutils.voidptr_t)
 
@@ -53,7 +51,6 @@ def _pointer(_context: Any, address: Any) -> Any:
 
 @_compiled
 def _load(address: int, stride: int, code: int, out: Any, bits: Any) -> None:
-    """Fill ``out`` with a row's numbers, ``stride`` apart; ``bits`` is the same memory as uint32."""
     width = len(out)
     if code == _FLOAT32:
         floats = numba.carray(_pointer(address), width * stride, np.float32)
@@ -96,7 +93,6 @@ def _load(address: int, stride: int, code: int, out: Any, bits: Any) -> None:
 
 @_compiled
 def _round(values: Any, bits: Any, code: int) -> None:
-    """Round float32 numbers to a dtype, in place; ``bits`` is the same memory as uint32."""
     if code == _BFLOAT16:
         for i in range(len(values)):
             own = bits[i]
@@ -123,7 +119,6 @@ def _round(values: Any, bits: Any, code: int) -> None:
 
 @_compiled
 def _store(values: Any, bits: Any, address: int, stride: int, code: int) -> None:
-    """Write numbers that are rounded to a dtype."""
     width = len(values)
     if code == _FLOAT32:
         floats = numba.carray(_pointer(address), width * stride, np.float32)
@@ -171,7 +166,6 @@ def _byte(address: int) -> Any:
 
 @_compiled
 def _score(words: Any, numbers: Any, row: int) -> Any:
-    """Return the score of parts ``[rows, COUNT]`` at a row."""
     parts = numba.carray(_pointer(words[_OPERAND] + row * words[_COUNT] * 4), words[_COUNT], np.float32)
     sums = np.float32(0)
     for i in range(words[_COUNT]):
@@ -203,7 +197,6 @@ def _joined(words: Any) -> bool:
 
 @_compiled
 def _test_history(words: Any, numbers: Any) -> None:
-    """Evaluate a test with a slot at all rows of a request, in order."""
     own = numba.carray(_pointer(words[_UNITS]), 10, np.int64)
     num_rows, start = own[_ROWS], own[_POSITION]
     stop = start + num_rows
@@ -238,13 +231,11 @@ def _test_history(words: Any, numbers: Any) -> None:
 
 @_compiled
 def _larger(one: Any, other: Any) -> Any:
-    """Return the larger number, NaN if one of them is."""
     return other if other > one or np.isnan(other) else one
 
 
 @_compiled
 def _part(words: Any, x: Any) -> Any:
-    """Return the number of a detector's part that is not linear."""
     width = len(x)
     if words[_CODE] == _DISTANCE:
         mean = numba.carray(_pointer(words[_OPERAND]), width, np.float32)
@@ -268,7 +259,6 @@ def _part(words: Any, x: Any) -> Any:
 
 @_compiled
 def _change(words: Any, numbers: Any, x: Any, change: Any) -> None:
-    """Compute what an instruction adds to ``x``, in float32."""
     width = len(x)
     code = words[_CODE]
     if code == _SUBSPACE:
@@ -305,7 +295,6 @@ def _change(words: Any, numbers: Any, x: Any, change: Any) -> None:
 
 @_compiled
 def _is_beyond(rounded: Any, exact: Any) -> bool:
-    """Return whether rounding has made a finite number infinite."""
     for i in range(len(rounded)):
         if np.isinf(rounded[i]) and np.isfinite(exact[i]):
             return True
@@ -473,7 +462,6 @@ def _run(
 
 
 def executor(rows: torch.Tensor, bounds: torch.Tensor, words: torch.Tensor, numbers: torch.Tensor) -> Execute:
-    """Return what runs programs, see ``Executor``."""
     own_rows, own_bounds, own_words, own_numbers = (one.numpy() for one in (rows, bounds, words, numbers))
 
     def execute(first: int, stop: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:

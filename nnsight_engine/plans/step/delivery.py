@@ -1,8 +1,7 @@
 """Results of an executed step on their way to the scheduler.
 
-A step's work ends when its copies to the host have been started; its results are needed when the sampled
-tokens are known, which may be while a later step runs, on another thread. So a delivery has its own record of
-all that the results consist of. It changes nothing that planning uses, and nothing is planned from it.
+They are needed when the sampled tokens are known, which may be while a later step runs, on another thread. So
+a delivery has its own record of all that they consist of, and nothing is planned from it.
 """
 
 from __future__ import annotations
@@ -42,30 +41,13 @@ SampledIds = Sequence[Sequence[int]]
 
 
 class Delivery(Protocol):
-    """The results of one step, once its sampled tokens are known."""
-
     def results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults:
-        """Return the results; called once.
-
-        Args:
-            sampled: Sampled ids; empty on ranks whose results are not used.
-            order: Index of each request in ``sampled``.
-        """
+        """Return the results; called once. ``sampled`` is empty on ranks whose results are not used."""
 
 
 @dataclasses.dataclass(slots=True)
 class Participant:
-    """A request of the step.
-
-    Attributes:
-        request: The request.
-        start: Position of its first row in the step.
-        stop: One past the position of its last row.
-        num_drafts: Number of its last rows whose tokens are drafts.
-        has_drafts: Whether it has had drafts in this step or earlier.
-        info: Its progress after the step.
-        failure: Reason for its failure, or None.
-    """
+    """A request of the step; ``has_drafts`` if it has had drafts in this step or earlier."""
 
     request: ActiveRequest
     start: int
@@ -77,18 +59,11 @@ class Participant:
 
     @property
     def work(self) -> int:
-        """The request's weight in the division of the step's time."""
         return (self.stop - self.start) * self.request.plan.num_points
 
 
 class ReadRows(NamedTuple):
-    """The values of a group of reads.
-
-    Attributes:
-        slices: The rows of each request.
-        parts: The parts of the records, for all rows.
-        mask: Index of the mask of the rows; None if all are delivered.
-    """
+    """The values of a group of reads; ``mask`` is an index, None if all rows are delivered."""
 
     slices: list[ReadSlice]
     parts: list[torch.Tensor]
@@ -96,25 +71,13 @@ class ReadRows(NamedTuple):
 
 
 class Flags(NamedTuple):
-    """Flags of rows whose change was beyond float16, ``[rows]``, and the requests that they belong to."""
-
     segments: list[Segment]
     flags: torch.Tensor
 
 
 @dataclasses.dataclass(slots=True)
 class StepDelivery:
-    """Results of a step that are reported request by request.
-
-    Attributes:
-        copy: The values that were read, on their way to the host.
-        participants: The step's requests.
-        reads: The values of each group of reads.
-        patterns: Attention patterns and the copy of each.
-        samples: Captures of sampled ids.
-        masks: The rows that are delivered, where the device has decided that.
-        overflows: The rows at which writes had not enough range.
-    """
+    """Results of a step request by request; ``masks``: rows delivered where the device has decided that."""
 
     copy: HostCopy
     participants: dict[str, Participant]
@@ -125,7 +88,6 @@ class StepDelivery:
     overflows: list[Flags]
 
     def results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults:
-        """Return the records of every request, see ``Delivery``."""
         begin = time.monotonic()
         drafted = {
             request_id: DraftedRows(one.start, one.stop - one.start, one.num_drafts)
@@ -216,18 +178,7 @@ class StepDelivery:
 
 @dataclasses.dataclass(slots=True)
 class RunDelivery:
-    """Results of a step of a run, for all its requests together.
-
-    Attributes:
-        copy: The values that were read, on their way to the host.
-        run: The run.
-        num_steps: Steps of the run so far, this one included.
-        point_s: Seconds that they took, see ``RunStep``.
-        reads: For each group of reads, the parts of the records.
-        samples: Captures of sampled ids, grouped as in the run's opening.
-        overflows: The rows at which writes had not enough range.
-        opening: See ``RunStep``.
-    """
+    """Results of a step of a run, for all its requests together; see ``RunStep``."""
 
     copy: HostCopy
     run: SteadyRun
@@ -239,7 +190,6 @@ class RunDelivery:
     opening: RunOpening | None
 
     def results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults:
-        """Return the step, see ``Delivery``."""
         try:
             return self._results(sampled, order)
         except Exception as error:
@@ -266,25 +216,16 @@ class RunDelivery:
 
 @dataclasses.dataclass(slots=True)
 class RefusedDelivery:
-    """Failures of requests that could not be registered, with the results of the others.
-
-    Attributes:
-        others: The delivery of the step, None for a step without interventions.
-        failures: Each request's failure.
-    """
-
     others: Delivery | None
     failures: dict[str, Failure]
 
     def results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults:
-        """Return the results with the failures, see ``Delivery``."""
         results = StepResults({}, {}, {}) if self.others is None else self.others.results(sampled, order)
         results.failures.update(self.failures)
         return results
 
 
 def _stopped(slices: Sequence[ReadSlice], parts: Sequence[torch.Tensor]) -> list[str]:
-    """Return the requests of a group of reads that an operation of kind ``stop`` ends."""
     return [
         piece.request.request_id
         for piece in slices

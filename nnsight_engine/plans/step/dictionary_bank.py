@@ -1,7 +1,6 @@
 """The dictionaries of live requests on the model's device.
 
-A dictionary is read from its file when the first request that uses it arrives, and kept while there is memory
-for it: those that no request uses are unloaded when another one needs the memory, the longest unused first.
+They are read from files when first used; when memory is needed, unused ones go, the longest unused first.
 """
 
 from __future__ import annotations
@@ -33,18 +32,10 @@ FailsAnywhere = Callable[[Exception | None], bool]
 
 
 def is_failure(failure: Exception | None) -> bool:
-    """Return whether there is a failure, on the only rank."""
     return failure is not None
 
 
 class LoadedDictionary:
-    """A dictionary on the device, and the selections of its features that steps have used last.
-
-    Attributes:
-        dictionary: The dictionary.
-        num_users: The number of its uses by live requests.
-    """
-
     def __init__(self, dictionary: Dictionary, device: torch.device) -> None:
         self.dictionary = dictionary
         self.num_users = 0
@@ -54,7 +45,6 @@ class LoadedDictionary:
         self._bytes_of_one = 4 * (config.input_width + config.output_width)
 
     def selection(self, ids: tuple[int, ...]) -> Selection:
-        """Return some of its features, each once."""
         found = self._selections.pop(ids, None)
         if found is None:
             found = Selection(self.dictionary, to_device(np.asarray(ids, np.int64), self._device))
@@ -64,18 +54,11 @@ class LoadedDictionary:
         return found
 
     def forget_selections(self) -> None:
-        """Free the memory of all selections."""
         self._selections.clear()
 
 
 class DictionaryBank:
-    """Loads dictionaries, and counts their memory.
-
-    Args:
-        device: The model's device.
-        max_bytes: Limit on the weights of all loaded dictionaries.
-        fails_anywhere: See ``StepContext``: a request runs on all ranks or on none.
-    """
+    """Loads dictionaries, up to ``max_bytes`` of weights; a request runs on all ranks or on none."""
 
     def __init__(
         self, device: torch.device, max_bytes: int, fails_anywhere: FailsAnywhere = is_failure
@@ -87,23 +70,16 @@ class DictionaryBank:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the weights of all loaded dictionaries."""
         return sum(planned.num_bytes for planned in self._loaded)
 
     @property
     def num_used(self) -> int:
-        """The number of dictionaries that live requests use."""
         return sum(one.num_users > 0 for one in self._loaded.values())
 
     def acquire(self, planned: PlannedDictionary, paths: Mapping[str, str]) -> LoadedDictionary:
         """Return a dictionary, and add a user.
 
-        Args:
-            planned: The dictionary.
-            paths: The file of its weights, by SHA-256.
-
-        Raises:
-            InterventionError: ``dictionary_memory_full``; ``intervention_failed``: the file cannot be read.
+        Raises ``dictionary_memory_full``, or ``intervention_failed`` if its file cannot be read.
         """
         found = self._loaded.get(planned)
         if found is None:
@@ -113,7 +89,6 @@ class DictionaryBank:
         return found
 
     def release(self, planned: PlannedDictionary) -> None:
-        """Remove a user; the dictionary stays until its memory is needed."""
         found = self._loaded[planned]
         found.num_users -= 1
         if not found.num_users:

@@ -26,14 +26,8 @@ _MAX_NUMBERS: Final = 2**22
 class FeatureChanges(ReadKernel):
     """What new activations ``gain * a + offset`` add to each row, ``out``; see ``Selection.moves``.
 
-    Attributes:
-        rows: The rows.
-        selection: The features that any row changes.
-        gain: ``[rows, features]`` float32; 1 where a row does not change a feature.
-        offset: Likewise; 0 there.
-        inputs: The values that the dictionary reads, ``[rows, input_width]`` in pieces, which other sites'
-            instructions fill before; none for those at the site.
-        out: ``[rows, width]`` float32.
+    ``gain`` is 1 and ``offset`` 0 where a row does not change a feature, ``[rows, features]``. ``inputs`` are
+    what the dictionary reads, filled by other sites' instructions before; none for the site's own value.
     """
 
     rows: torch.Tensor
@@ -44,20 +38,13 @@ class FeatureChanges(ReadKernel):
     out: torch.Tensor
 
     def read(self, value: SiteValue) -> None:
-        """Compute the changes."""
         x = torch.cat(self.inputs) if self.inputs else value.sums(self.rows)
         self.out.copy_(self.selection.moves(x, self.gain, self.offset))
 
 
 @dataclasses.dataclass(slots=True)
 class ChangedRows:
-    """Rows at one site at which an operation changes features.
-
-    Attributes:
-        item: The operation, with its rows in the step.
-        key: The site.
-        inputs: The values that its dictionary reads, ``[rows, width]``; None for those at the site.
-    """
+    """Rows at one site at which an operation changes features; ``inputs`` as in ``FeatureChanges``."""
 
     item: OperationRows
     key: SiteKey
@@ -65,12 +52,10 @@ class ChangedRows:
 
     @property
     def rows(self) -> RowArray:
-        """The rows."""
         return self.item.rows_at(self.key)
 
     @property
     def features(self) -> PlannedFeatures:
-        """The features."""
         return self.item.active.features
 
 
@@ -108,7 +93,6 @@ class FeatureParts(ReadKernel):
     out: torch.Tensor
 
     def read(self, value: SiteValue) -> None:
-        """Compute one number per row."""
         x = value.sums(self.rows)
         for start, stop, selection, column in self.pieces:
             found = selection.activations(x[start:stop])
@@ -116,17 +100,13 @@ class FeatureParts(ReadKernel):
 
 
 def union_of(several: Iterable[PlannedFeatures]) -> tuple[int, ...]:
-    """Return all ids of features, ascending."""
     return tuple(sorted({feature for one in several for feature in one.ids}))
 
 
 def bounded(
     items: Iterable[Item], features_of: Callable[[Item], PlannedFeatures], rows_of: Callable[[Item], int]
 ) -> Iterator[list[Item]]:
-    """Divide items with features of one dictionary, so that no product over a part of them is large.
-
-    Each row of a part is computed with the features of all of its items.
-    """
+    """Divide items with features of one dictionary, so that no product over a part of them is large."""
     part: list[Item] = []
     ids: set[int] = set()
     num_rows = 0

@@ -21,7 +21,6 @@ Parts = dict[int, list[torch.Tensor]]
 
 
 def plan_feature_reads(reads: Sequence[ReadGroup]) -> list[GroupedReads]:
-    """Return how the features of a step are computed, of those groups of reads that are of features."""
     tops: dict[PlannedDictionary, list[ReadGroup]] = defaultdict(list)
     given: dict[PlannedDictionary, list[ReadGroup]] = defaultdict(list)
     for group in reads:
@@ -37,14 +36,11 @@ def plan_feature_reads(reads: Sequence[ReadGroup]) -> list[GroupedReads]:
 
 @dataclasses.dataclass(slots=True)
 class TopFeatures:
-    """The most active features of a dictionary, ``numbers`` of them for each group."""
-
     groups: list[ReadGroup]
     dictionary: Dictionary
     numbers: list[int]
 
     def read(self) -> Parts:
-        """Return ids, int32, and activations, ``[rows, number]``."""
         with torch.inference_mode():
             ids, activations = self.dictionary.top(_values(self.groups), max(self.numbers))
         sizes = [len(group.buffers[0]) for group in self.groups]
@@ -55,7 +51,6 @@ class TopFeatures:
         }
 
     def alone(self) -> list[GroupedReads]:
-        """Return the reads of each group."""
         return [_top_features([group]) for group in self.groups]
 
 
@@ -68,7 +63,6 @@ class GivenFeatures:
     columns: list[torch.Tensor]
 
     def read(self) -> Parts:
-        """Return the activations, ``[rows, features]``."""
         with torch.inference_mode():
             activations = self.selection.activations(_values(self.groups))
         pieces = activations.split([len(group.buffers[0]) for group in self.groups])
@@ -78,7 +72,6 @@ class GivenFeatures:
         }
 
     def alone(self) -> list[GroupedReads]:
-        """Return the reads of each group."""
         return [_given_features([group]) for group in self.groups]
 
 

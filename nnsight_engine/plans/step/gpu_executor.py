@@ -19,7 +19,6 @@ _BLOCK: Final = 1024
 
 @triton.jit
 def _load(address, offsets, mask, code):
-    """Return numbers of a dtype as float32."""
     if code == 0:
         found = tl.load(address.to(tl.pointer_type(tl.float32)) + offsets, mask, 0.0)
     elif code == 1:
@@ -35,14 +34,12 @@ def _load(address, offsets, mask, code):
 
 @triton.jit
 def _load_rows(address, rows, offsets, mask, code):
-    """Return numbers of several rows, which begin at some bytes, as float32."""
     starts = address + rows[:, None]
     return _load(starts, offsets[None, :], mask, code)
 
 
 @triton.jit
 def _store(address, offsets, mask, code, values):
-    """Store float32 numbers in a dtype."""
     if code == 0:
         tl.store(address.to(tl.pointer_type(tl.float32)) + offsets, values, mask)
     elif code == 1:
@@ -57,7 +54,6 @@ def _store(address, offsets, mask, code, values):
 
 @triton.jit
 def _rounded(values, code):
-    """Return float32 numbers rounded to a dtype, as float32."""
     if code == 1:
         found = values.to(tl.float16).to(tl.float32)
     elif code == 2:
@@ -77,7 +73,6 @@ def _value(hidden, h_stride, h_code, residual, r_stride, r_code, places, mask, H
 
 @triton.jit
 def _score(operand, count, link, bias):
-    """Return the score of some parts."""
     score = tl.zeros([], tl.float32)
     parts = operand.to(tl.pointer_type(tl.float32))
     for part in range(count):
@@ -90,13 +85,11 @@ def _score(operand, count, link, bias):
 
 @triton.jit
 def _larger(one, other):
-    """Return the larger number, NaN if one of them is."""
     return tl.where((other > one) | (other != other), other, one)
 
 
 @triton.jit
 def _test_history(operand, out, units, count, link, bias, sign, threshold, keeps, BLOCK: tl.constexpr):
-    """Evaluate a test with a slot at all rows of a request, in order."""
     own = units.to(tl.pointer_type(tl.int64))
     num_rows, start, prompt = tl.load(own), tl.load(own + 1), tl.load(own + 2)
     over, length, takes_mean, latches = tl.load(own + 3), tl.load(own + 4), tl.load(own + 5), tl.load(own + 6)

@@ -1,8 +1,8 @@
 """The table that a captured graph reads: in memory that stays, and filled before each replay.
 
-While a graph is captured, each tap launches the executor on its part of the table. A replay launches the same
-on the same memory, so what the taps do is what the table then has. Requests whose operations are instructions
-at the taps fit; the rest of their work, at the final norm, the logits and behind the step, needs no graph.
+While a graph is captured, each tap launches the executor on its part of the table; a replay does what the
+table then has. Requests whose operations are instructions at the taps fit; their other work, at the final
+norm, the logits and behind the step, needs no graph.
 """
 
 from __future__ import annotations
@@ -32,19 +32,7 @@ _PER_TAP: Final = 4
 
 
 class GraphTable:
-    """Programs of all rows at all taps.
-
-    Args:
-        taps: Numbers of the taps of this pipeline stage.
-        num_taps: Number of taps of all stages, which must have room for as much.
-        num_rows: Most rows of a step.
-        width: Width of the residual stream.
-        device: The model's device.
-        executor: That of the device.
-
-    Attributes:
-        max_instructions: Most instructions of a step.
-    """
+    """Programs of all rows at all taps; the ``num_taps`` of all stages must have room for as much."""
 
     def __init__(
         self,
@@ -71,15 +59,12 @@ class GraphTable:
 
     @property
     def memory(self) -> tuple[torch.Tensor, ...]:
-        """What it takes of the device's memory."""
         return self._bounds, self._words, self._numbers
 
     def has(self, tap: int) -> bool:
-        """Return whether a tap is part of the graph."""
         return tap in self._executes
 
     def run(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Launch what a tap does; ``hidden`` and ``residual`` are ``[rows, width]``."""
         self._executes[tap](0, min(len(hidden), self._num_rows), hidden, residual)
 
     def serve(self, plan: StepPlan) -> None:
@@ -97,11 +82,7 @@ class GraphTable:
         plan.spent_s += time.monotonic() - begin
 
     def fill(self, plan: StepPlan | None) -> None:
-        """Have the taps do what a plan says, or nothing.
-
-        Raises:
-            InterventionError: ``intervention_failed``: the plan has other work at the taps, or too much.
-        """
+        """Have the taps do what a plan says, or nothing; raise ``intervention_failed`` if it does not fit."""
         groups = {} if plan is None else plan.groups
         first = next((own[0] for key, own in groups.items() if isinstance(key, int)), None)
         if plan is None or first is None:
@@ -126,7 +107,6 @@ class GraphTable:
         self._filled = weakref.ref(programs)
 
     def _segments(self, plan: StepPlan) -> dict[int, Segment]:
-        """Return a plan's work at the taps, by their places."""
         found = {}
         for key, groups in plan.groups.items():
             if not isinstance(key, int):
@@ -150,12 +130,9 @@ class GraphTable:
 
 
 def instructions_per_row(request: ActiveRequest, taps: Collection[int], *, has_drafts: bool) -> int | None:
-    """Return how many instructions a request has at a generated position at most; None if it has other work.
+    """Return the most instructions of a request at a generated position; None if it has other work.
 
-    Args:
-        request: The request.
-        taps: The taps of the whole model that are part of graphs.
-        has_drafts: Whether a step may have several of its rows; tests with a history then wait for others.
+    With drafts a step may have several of its rows; tests with a history then wait for others.
     """
     # Tests with slots are evaluated at every row, also where their operation does not act.
     with_slots = {one.index for one in request.ops for test in one.tests if test.slot is not None}

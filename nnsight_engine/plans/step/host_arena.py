@@ -1,8 +1,7 @@
 """Asynchronous copies between a device and its host.
 
-A copy to or from pageable host memory blocks the host until the device is done. Copies to the device
-therefore go through pinned memory, which torch caches for reuse; copies from the device go into pinned
-buffers, which are used again once their values have been read.
+A copy to or from pageable memory blocks the host until the device is done. So copies go through pinned
+memory: to the device, torch caches it; from there, buffers are used again once their values have been read.
 """
 
 from __future__ import annotations
@@ -29,14 +28,10 @@ def to_device(values: npt.NDArray[np.generic] | torch.Tensor, device: torch.devi
 
 
 class HostCopy:
-    """The values of one step, on their way to the host.
+    """The values of one step, on their way to the host, valid within ``arrived``.
 
-    Args:
-        values: Host tensors, valid within ``arrived``.
-        sources: The tensors on the device, which must not be freed before the copies are done.
-        event: Recorded behind the copies; None if they are done.
-        memory: The host memory that the values lie in.
-        free: Memory that can be used again.
+    ``sources``, on the device, must not be freed before the copies are done, behind which ``event`` is
+    recorded.
     """
 
     def __init__(
@@ -71,19 +66,12 @@ class HostCopy:
 
 
 class HostArena:
-    """Host memory that the values of steps are copied into.
-
-    Args:
-        device: The device that the values are copied from.
-    """
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free: deque[torch.Tensor] = deque()
 
     def start_copy(self, values: Sequence[torch.Tensor]) -> HostCopy:
-        """Start copying a step's values to the host, concurrently with the device's next work."""
         memory = self._memory(sum(map(_aligned, values)))
         if self._stream is None:
             return HostCopy(_copied(values, memory), memory=memory, free=self._free)
@@ -95,7 +83,6 @@ class HostArena:
         return HostCopy(host, list(values), event, memory, self._free)
 
     def _memory(self, num_bytes: int) -> torch.Tensor:
-        """Return free memory of at least this size."""
         memory = self._free.popleft() if self._free else torch.empty(0, dtype=torch.uint8)
         if num_bytes <= len(memory):
             return memory
@@ -108,7 +95,6 @@ class HostArena:
 def _copied(
     values: Sequence[torch.Tensor], memory: torch.Tensor, *, non_blocking: bool = False
 ) -> list[torch.Tensor]:
-    """Copy values into host memory; return them there, each contiguous and of the value's shape."""
     host, start = [], 0
     for value in values:
         own = memory[start : start + value.numel() * value.itemsize]
@@ -118,5 +104,4 @@ def _copied(
 
 
 def _aligned(value: torch.Tensor) -> int:
-    """Return a value's size in bytes, rounded up so that a value of any dtype may follow."""
     return -(-value.numel() * value.itemsize // _ALIGNMENT) * _ALIGNMENT

@@ -1,9 +1,6 @@
-"""Accounting of captured bytes, made before they are allocated.
+"""Accounting of captured bytes, reserved before they are allocated.
 
-The bytes of each live request are counted, and the engine's total is their sum. A request that would
-exceed either limit fails with an error that names the requested bytes and the limit. The worker reserves
-at each step and releases once, when the request ends. Steps of a run reserve for all its requests together
-(``steady_run``).
+A request that would exceed its own or the engine's limit fails.
 """
 
 from __future__ import annotations
@@ -23,16 +20,6 @@ class StepBytes:
 
 
 class ByteLedger:
-    """Counts captured bytes per request and over all of them.
-
-    Args:
-        max_request_bytes: Limit for one request over its life.
-        max_engine_bytes: Limit for all live requests together.
-
-    Attributes:
-        total_bytes: Bytes reserved by all live requests.
-    """
-
     def __init__(self, *, max_request_bytes: int, max_engine_bytes: int) -> None:
         self._max_request_bytes = max_request_bytes
         self._max_engine_bytes = max_engine_bytes
@@ -58,18 +45,13 @@ class ByteLedger:
         self.total_bytes += num_bytes
 
     def reserve_all(self, num_bytes: int) -> bool:
-        """Reserve bytes for several requests together; return False if the engine's limit is exceeded.
-
-        The caller has checked the requests' own limits (``num_steps``). The bytes are later attributed to the
-        requests by ``assign``, or released by ``give_back_all``.
-        """
+        """Reserve bytes for several requests, within their own limits; False beyond the engine's limit."""
         if self.total_bytes + num_bytes > self._max_engine_bytes:
             return False
         self.total_bytes += num_bytes
         return True
 
     def give_back_all(self, num_bytes: int) -> None:
-        """Release bytes that were reserved for several requests together."""
         self.total_bytes -= num_bytes
 
     def assign(self, request_id: str, num_bytes: int) -> None:
@@ -77,20 +59,13 @@ class ByteLedger:
         self._held[request_id] = self._held.get(request_id, 0) + num_bytes
 
     def num_steps(self, request_id: str, kept: int, scratch: int) -> int:
-        """Return how many more steps fit into a request's limit.
-
-        Args:
-            request_id: The request.
-            kept: Bytes that each step keeps.
-            scratch: Further bytes in use while a step runs.
-        """
+        """Return how many more steps fit into the request's limit; ``scratch`` is free again after each."""
         room = self._max_request_bytes - self._held.get(request_id, 0) - scratch
         if room < kept:
             return 0
         return room // kept if kept else sys.maxsize
 
     def give_back(self, request_id: str, num_bytes: int) -> None:
-        """Subtract ``num_bytes`` from the request's count: scratch memory that is free again."""
         if request_id in self._held:
             self._held[request_id] -= num_bytes
             self.total_bytes -= num_bytes

@@ -1,8 +1,7 @@
-"""The logit lens over logits: the most likely tokens, and the log-probabilities of chosen tokens.
+"""The logit lens over logits, in float32, whatever dtype the model uses.
 
-Computed in float32, whatever dtype the model uses. Float32 copies of many rows over the whole vocabulary are
-large, and on a CPU page faults on fresh memory cost more than the arithmetic: so a few rows at a time are
-computed in two buffers that are reused. ``collection`` calls this with rows of all requests and layers.
+Float32 copies over the whole vocabulary are large, and on a CPU page faults on fresh memory cost more than
+the arithmetic: so a few rows at a time are computed in two buffers that are reused.
 """
 
 from __future__ import annotations
@@ -20,23 +19,14 @@ ROWS_AT_ONCE: Final = 16
 
 
 class LensReader:
-    """Applies the lens to the logits of one model; the buffers are allocated on first use."""
-
     def __init__(self) -> None:
         self._wide = torch.empty(0)
         self._logprobs = torch.empty(0)
 
     def read(self, logits: torch.Tensor, top_k: int, targets: Sequence[int]) -> list[torch.Tensor]:
-        """Return ids and log-probabilities of the likeliest, then those of the targets and their ranks.
+        """Return ids and log-probabilities of the likeliest, then log-probabilities and ranks of the targets.
 
-        Args:
-            logits: ``[rows, vocabulary]``.
-            top_k: Number of most likely tokens.
-            targets: Token ids.
-
-        Returns:
-            Four tensors ``[rows, …]``: ids int32, log-probabilities float32, those of the targets float32 and
-            ranks of the targets int32.
+        ``logits`` are ``[rows, vocabulary]``; the results ``[rows, …]``, int32 and float32.
         """
         with torch.inference_mode():
             self._fit(logits)

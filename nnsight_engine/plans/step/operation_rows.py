@@ -26,19 +26,13 @@ class OperationRows:
     """The rows on which one operation acts in this step.
 
     Attributes:
-        span: The request's rows in the step.
-        active: The operation.
         offsets: Offsets of the rows in the span, ascending.
-        stages: Stage of the operation at each of its sites.
         rows: The same rows as indices into the step's tensors; if states are captured, into its requests.
         mask: Which of the rows the operation's rule names, ``[rows]`` on the device; None for all.
         logits_rows: Those rows that need logits, as indices into the plan's ``logits_rows``.
-        logits_offsets: Offsets in the span of ``logits_rows``.
-        logits_mask: Their mask.
         gate_stage: Stage of the evaluation of its condition at its first site.
         source_stage: Stage of the read of the values on which it depends, if that is elsewhere.
-        gate: The gates of the step, of which it has one for each of ``rows``; None without a condition.
-        gate_start: Its first one.
+        gate: The gates of the step, from ``gate_start`` one for each of ``rows``; None without a condition.
     """
 
     span: Span
@@ -57,7 +51,6 @@ class OperationRows:
 
     @property
     def member(self) -> Member:
-        """The operation."""
         return Member(self.span.request, self.active, not self.active.op.reads)
 
     def rows_at(self, key: SiteKey) -> RowArray:
@@ -65,31 +58,19 @@ class OperationRows:
         return self.logits_rows if key == LOGITS else self.rows
 
     def offsets_at(self, key: SiteKey) -> RowArray:
-        """Return the offsets in the span that belong to ``rows_at``."""
         return self.logits_offsets if key == LOGITS else self.offsets
 
     def gate_at(self, key: SiteKey) -> tuple[torch.Tensor, RowArray] | None:
-        """Return the gates of the step, and the places of ``rows_at`` in them; None without a condition."""
         if self.gate is None:
             return None
         return self.gate, self.gate_start + np.searchsorted(self.offsets, self.offsets_at(key))
 
     def mask_at(self, key: SiteKey) -> torch.Tensor | None:
-        """Return the mask of ``rows_at``."""
         return self.logits_mask if key == LOGITS else self.mask
 
 
 def named_offsets(span: Span, active: ActiveOp, parts: RowParts | None) -> tuple[RowArray, bool]:
-    """Return the rows of the span on which the operation acts, as offsets from the span's first row.
-
-    Args:
-        span: The request's rows.
-        active: The operation.
-        parts: Parts of the answer to which the rows belong; None if no operation of the request names one.
-
-    Returns:
-        The offsets, and whether the device decides which of them the operation's rule names.
-    """
+    """Return offsets of the rows on which the operation acts, and whether the device selects among them."""
     plan = span.request.plan
     # Positions delivered before a preemption are not delivered again.
     first = max(span.start, span.request.end_position) if active.op.reads else span.start
@@ -116,11 +97,7 @@ def named_offsets(span: Span, active: ActiveOp, parts: RowParts | None) -> tuple
 
 
 def number_logits_rows(plan: StepPlan, work: list[OperationRows]) -> None:
-    """Determine which rows need logits, and map each operation's rows to indices among those.
-
-    A write matters only where a token is sampled or where the same request reads, so that
-    steering the logits of a long prompt does not compute all of them.
-    """
+    """Determine which rows need logits: a write matters where a token is sampled or the request reads."""
     at_logits = [item for item in work if LOGITS in item.active.keys]
     if not at_logits:
         return
@@ -159,10 +136,7 @@ def _has_whole_prompt(span: Span) -> bool:
 
 
 def with_rows_alike(keys: Sequence[SiteKey], stage: Stage) -> list[tuple[list[int], list[SiteKey]]]:
-    """Divide the sites of a stage into those at which an operation's rows have the same numbers.
-
-    Each part is the places among all sites, and the keys.
-    """
+    """Divide a stage's sites (their places among all, and keys) into those with the same row numbers."""
     held = [place for place, key in enumerate(keys) if stage.has(key)]
     at_logits = [place for place in held if keys[place] == LOGITS]
     others = [place for place in held if place not in at_logits] if at_logits else held

@@ -1,8 +1,7 @@
 """Changes beyond float16, found on the device and reported with the step's results.
 
-Some writes compute a change in float32 and round it to the model's dtype. A row whose change float16 cannot
-hold keeps its value and is marked. Its request fails when the results are delivered, so that no step waits
-for the device. The other dtypes have the range of float32, so nothing is marked there.
+A row whose change float16 cannot hold keeps its value and is marked; its request fails when the results are
+delivered, so that no step waits for the device. The other dtypes have the range of float32.
 """
 
 from __future__ import annotations
@@ -37,13 +36,7 @@ class Segment(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Overflows:
-    """The rows of a step at which a change was beyond float16.
-
-    Attributes:
-        flags: ``[rows of the step + rows with logits]`` bool, on the device.
-        segments: The flags of each request.
-        num_rows: Number of rows of the step.
-    """
+    """Rows at which a change was beyond float16; ``flags`` are ``[rows of the step + rows with logits]``."""
 
     flags: torch.Tensor
     segments: list[Segment]
@@ -53,13 +46,6 @@ class Overflows:
     def of(
         cls, spans: Iterable[Segment], logits_rows: npt.NDArray[np.int64], device: torch.device
     ) -> Overflows:
-        """Return flags of which none is set.
-
-        Args:
-            spans: The rows of each request in the step.
-            logits_rows: The rows with logits.
-            device: The model's device.
-        """
         of_rows = list(spans)
         num_rows = max(one.stop for one in of_rows)
         of_logits = [
@@ -72,20 +58,13 @@ class Overflows:
         return cls(flags, of_rows + of_logits, num_rows)
 
     def at(self, key: SiteKey) -> torch.Tensor:
-        """Return the flags of the rows of a site's value, a view."""
         return self.flags[self.num_rows :] if key == LOGITS else self.flags[: self.num_rows]
 
 
 def overflow_failures(
     segments: Sequence[Segment], flags: npt.NDArray[np.bool_], num_kept: Mapping[str, int]
 ) -> dict[str, Failure]:
-    """Return the failures of the requests of which a row is marked.
-
-    Args:
-        segments: The flags of each request.
-        flags: The flags, on the host.
-        num_kept: Number of rows of each request with drafts that are not refused.
-    """
+    """Return the failures of requests of which a row is marked that is no refused draft (``num_kept``)."""
     if not flags.any():
         return {}
     found = {}

@@ -1,4 +1,4 @@
-"""Plans the attention patterns that a request captures in a step; the step builder calls it once per request.
+"""Plans the attention patterns that a request captures in a step.
 
 Invariant: until the request's last capture, each key store receives the keys of every row that the
 request computes, captured or not, before that step's patterns are computed.
@@ -24,40 +24,17 @@ from nnsight_engine.plans.where import last_position
 
 
 class PatternRows(NamedTuple):
-    """The rows of which a request captures patterns in a step.
-
-    Attributes:
-        active: The operation.
-        offsets: Offsets of the rows in the request's span.
-        mask: Which of them its rule names, see ``OperationRows``.
-    """
-
     active: ActiveOp
     offsets: RowArray
     mask: torch.Tensor | None
 
 
 class PatternPlanner:
-    """Plans the pattern captures of one request in a step.
-
-    Args:
-        context: The model, and the count of captured bytes.
-    """
-
     def __init__(self, context: StepContext) -> None:
         self._context = context
 
     def plan(self, plan: StepPlan, span: Span, captures: Sequence[PatternRows]) -> bool:
-        """Add a request's pattern captures to a step, or mark the request failed.
-
-        Args:
-            plan: The step.
-            span: The request's rows in it.
-            captures: All its operations that capture patterns, and the rows of each in this step.
-
-        Returns:
-            Whether the request goes on.
-        """
+        """Add a request's pattern captures to a step, or mark the request failed and return False."""
         open_until = self._open_until(span, captures)
         self._free(span, open_until)
         try:
@@ -99,7 +76,6 @@ class PatternPlanner:
         self._add_group(plan, kernel, Member(span.request, owner), PlannedSite(PATTERN, layer))
 
     def _store(self, span: Span, layer: int, stop: int, open_until: int) -> AttentionKeyStore:
-        """Return the request's key store of a layer, with memory up to position ``stop``."""
         request = span.request
         store = request.patterns.stores.get(layer)
         if store is not None and store.capacity >= stop:

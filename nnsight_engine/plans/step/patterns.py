@@ -1,9 +1,7 @@
 """Kernels of attention patterns: attention probabilities, recomputed for the rows that are captured.
 
-Fused attention kernels never materialize the probabilities. In a step that captures them, the layer's
-queries and keys are read on their way into attention: keys are stored for as long as the request
-captures, and the softmax of the captured rows is computed separately, in float32, with the layer's own
-scale, soft cap and window.
+Fused attention kernels never materialize them. The layer's queries and keys are read on their way into
+attention; the softmax is computed separately, in float32, with the layer's own scale, soft cap and window.
 """
 
 from __future__ import annotations
@@ -25,12 +23,9 @@ SCRATCH_BYTES: Final = 8 * 1024 * 1024
 class AttentionForm:
     """Parameters with which one layer turns queries and keys into probabilities.
 
-    Attributes:
-        scale: Factor on the dot products.
-        soft_cap: Scores become ``cap * tanh(score / cap)``; 0 for none.
-        window: A query sees this many last positions, its own included; 0 for all.
-        slopes: For each head, a factor on the distance to a position that its score loses (ALiBi), on the
-            model's device; None for none.
+    Scores become ``soft_cap * tanh(score / soft_cap)``, 0 for none; a query sees the ``window`` last
+    positions, its own included, 0 for all. ``slopes``: what a score loses per position of distance, by head
+    (ALiBi).
     """
 
     scale: float
@@ -44,18 +39,10 @@ FormOf = Callable[[int], AttentionForm]
 
 
 class AttentionKeyStore:
-    """Keys at one layer from position 0 on, stored while a request captures attention patterns.
+    """A request's keys at one layer, by absolute position from 0, ``[capacity, kv_heads, head_dim]``.
 
     vLLM keeps keys in blocks, in layouts that differ between attention backends, and frees those that a
-    sliding window has passed. A pattern needs each key as the layer saw it. So a request's keys are stored
-    separately, by absolute position: the chunks of a prompt append, and positions recomputed after a
-    preemption overwrite. They are freed when the request ends or has captured its last pattern.
-
-    Args:
-        keys: Memory for them, ``[capacity, kv_heads, head_dim]``; the content is overwritten.
-
-    Attributes:
-        num_keys: Number of keys stored.
+    sliding window has passed. Positions recomputed after a preemption overwrite.
     """
 
     def __init__(self, keys: torch.Tensor) -> None:
@@ -64,20 +51,14 @@ class AttentionKeyStore:
 
     @property
     def capacity(self) -> int:
-        """Number of positions that the memory holds."""
         return len(self._keys)
 
     def move_to(self, keys: torch.Tensor) -> None:
-        """Copy the stored keys to larger memory and release the old memory."""
         keys[: self.num_keys] = self._keys[: self.num_keys]
         self._keys = keys
 
     def put(self, start: int, rows: torch.Tensor) -> None:
-        """Store ``rows``, ``[positions, kv_heads, head_dim]``, as the keys of ``start`` and the following.
-
-        Raises:
-            InterventionError: ``intervention_failed``: there would be a gap before ``start``.
-        """
+        """Store ``rows``, ``[positions, kv_heads, head_dim]``, from ``start`` on; raise at a gap before."""
         if start > self.num_keys:
             # A gap would be attended to as if it held keys.
             raise InterventionError(
@@ -90,18 +71,12 @@ class AttentionKeyStore:
         self.num_keys = max(self.num_keys, stop)
 
     def first(self, num_keys: int) -> torch.Tensor:
-        """Return a view of the keys of the first positions, ``[num_keys, kv_heads, head_dim]``."""
         return self._keys[:num_keys]
 
 
 @dataclasses.dataclass(slots=True)
 class PatternState:
-    """State of a live request's pattern captures.
-
-    Attributes:
-        stores: Keys by layer.
-        shapes: By index of the operation: rows captured so far and keys of the longest.
-    """
+    """A live request's key stores by layer; by operation: rows captured so far and keys of the longest."""
 
     stores: dict[int, AttentionKeyStore] = dataclasses.field(default_factory=dict)
     shapes: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
@@ -117,7 +92,6 @@ class StoreKeys(ReadKernel):
     stop_row: int
 
     def read(self, value: SiteValue) -> None:
-        """Copy the keys into the store."""
         keys = value.keys(self.first_row, self.stop_row)
         if keys is None:
             raise InterventionError("unsupported_at_point", "the layer shares another layer's keys")
@@ -126,10 +100,9 @@ class StoreKeys(ReadKernel):
 
 @dataclasses.dataclass(slots=True)
 class ComputePattern(ReadKernel):
-    """Computes the patterns of ``rows``, at ascending ``positions``, into ``out``.
+    """Computes patterns of rows at ascending positions into ``out``, ``[rows, heads, keys]``, zero at first.
 
-    ``out`` is ``[rows, heads, keys]`` and initially zero. ``position_numbers`` are the positions
-    as Python integers, so that the device need not be synchronized.
+    ``position_numbers`` are Python integers, so that the device need not be synchronized.
     """
 
     store: AttentionKeyStore
@@ -141,7 +114,6 @@ class ComputePattern(ReadKernel):
     scratch_bytes: int = SCRATCH_BYTES
 
     def read(self, value: SiteValue) -> None:
-        """Compute the patterns from the step's queries."""
         num_heads, head_dim = value.shape[1:]
         keys = self.store.first(self.position_numbers[-1] + 1)
         num_keys, num_kv_heads = keys.shape[:2]

@@ -1,9 +1,8 @@
 """The interventions of one step, batched over the requests of the step.
 
-A plan is built before the forward pass from the requests' row spans, run by taps and hooks as the
-forward pass reaches their sites, and collected before sampling. It records the sites that were reached,
-so that a site which was not (for example in a graph replayed without its taps) fails
-its requests instead of returning an unsteered completion.
+A plan is built before the forward pass, run by taps and hooks, and collected before sampling. It records the
+sites that were reached, so that a site which was not (for example in a graph replayed without its taps)
+fails its requests instead of returning an unsteered completion.
 """
 
 from __future__ import annotations
@@ -36,10 +35,6 @@ class Span:
     """A request's rows in one step.
 
     Attributes:
-        request: The request.
-        row: First row in the step's tensors.
-        num_rows: Number of rows.
-        start: Absolute position of the first row.
         token_ids: Ids of the request's tokens by absolute position, as far as the host knows them.
         step_token_ids: Ids of the tokens of all rows of the step, on the device; None only if the host knows
             all ids of the span.
@@ -58,53 +53,36 @@ class Span:
 
     @property
     def stop(self) -> int:
-        """One past the absolute position of the last row."""
         return self.start + self.num_rows
 
     @property
     def num_certain(self) -> int:
-        """Number of its rows that are no drafts."""
         return self.num_rows - self.num_drafts
 
 
 class Kernel(Protocol):
-    """Work at one site in one step that is no instruction, for one or more requests.
-
-    A kernel computes everything before it changes anything, so that one that raises has changed nothing.
-    """
+    """Work at one site that is no instruction; it computes everything before it changes anything."""
 
     def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Read the value of the kernel's rows; both tensors are ``[tokens, width]``."""
+        """Read or change the kernel's rows; both tensors are ``[tokens, width]``."""
 
 
 class SiteWork(Protocol):
-    """Work at a site in one step, for one or more requests."""
-
     members: list[Member]
 
-    def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Read or change the value; both tensors are ``[tokens, width]``. What raises fails its requests."""
+    def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None: ...
 
 
 @dataclasses.dataclass(slots=True)
 class KernelGroup:
-    """A kernel and the operations that it runs.
-
-    Attributes:
-        kernel: The kernel.
-        members: The operations.
-        alone: Returns the kernel of one of them, given its number; None if there is no such kernel.
-    """
+    """A kernel and its operations; ``alone`` returns the kernel of one of them, given its number."""
 
     kernel: Kernel
     members: list[Member]
     alone: Callable[[int], Kernel] | None = None
 
     def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Run the kernel; if it raises, run each operation alone, and fail those that raise.
-
-        A kernel that raises has changed nothing, so running the others again is safe.
-        """
+        """Run the kernel; if it raises, having changed nothing, run each operation alone, and fail those."""
         try:
             self.kernel.run(hidden, residual)
         except Exception as error:  # noqa: BLE001 - whatever was raised, it concerns these requests alone
@@ -123,9 +101,8 @@ class KernelGroup:
 class ReadSlice:
     """One request's rows in a read group's buffers, from ``start`` to ``stop``.
 
-    ``offsets`` are the offsets of the rows in the request's span. ``first`` is the number of that span's
-    first row, if these are rows of an image in the vision encoder, which are read before any drafts. The
-    first ``num_delivered`` rows were delivered by an earlier step.
+    ``offsets`` are those of the rows in the request's span; ``first`` is that span's first row, if they are
+    of an image in the vision encoder. The first ``num_delivered`` rows were delivered by an earlier step.
     """
 
     request: ActiveRequest
@@ -148,12 +125,8 @@ class MovingWords(NamedTuple):
 class ReadGroup:
     """Reads of the same form over many requests: one buffer ``[rows, sites, width]`` per width.
 
-    Attributes:
-        buffers: One per width class of the sites, in order; probes have one ``[rows, sites]``. Captures
-            that may overflow have one more, ``[rows, sites]``, see ``may_overflow``.
-        slices: Assignment of rows to requests.
-        mask: Index of the mask of the rows among the plan's masks; None if the operations act on all of them.
-        num_parts: Number of parts of a record, once collected.
+    Probes have one ``[rows, sites]``; captures that may overflow have one more, see ``may_overflow``.
+    ``mask`` is an index among the plan's masks; None if the operations act on all rows.
     """
 
     buffers: list[torch.Tensor]
@@ -170,13 +143,12 @@ class GroupedReads(Protocol):
     def read(self) -> dict[int, list[torch.Tensor]]:
         """Return the parts of the records of each group, by the ``id`` of the group."""
 
-    def alone(self) -> list[GroupedReads]:
-        """Return the reads of each group by itself."""
+    def alone(self) -> list[GroupedReads]: ...
 
 
 @dataclasses.dataclass(slots=True)
 class PatternRead:
-    """One capture's attention patterns, ``[sites, rows, heads, last position + 1]``; ``mask`` as above."""
+    """One capture's attention patterns, ``[sites, rows, heads, last position + 1]``."""
 
     request: ActiveRequest
     active: ActiveOp
@@ -186,10 +158,10 @@ class PatternRead:
 
 
 class PlannedSample(NamedTuple):
-    """A capture of ids that are sampled for a request; ``mask`` as above.
+    """A capture of ids that are sampled for a request.
 
-    ``steps`` are their indices among the ids that the step yields for the request, of which there are several
-    if drafts are accepted. With a mask there is one, since such a capture takes no drafts (``plans.drafts``).
+    ``steps`` are their indices among those that the step yields for the request: several if drafts are
+    accepted; one with a mask, since such a capture takes no drafts (``plans.drafts``).
     """
 
     request: ActiveRequest
@@ -203,29 +175,16 @@ class StepPlan:
     """The batched interventions of one step, complete before the step runs.
 
     Attributes:
-        spans: Rows of the participating requests, by request id.
         groups: Work by site, in the order in which it runs.
-        reads: Buffers to collect.
-        computed: How the parts of some of their records are computed.
-        patterns: Attention patterns to collect.
-        samples: Captures of sampled ids.
-        moving: What depends on positions.
         held: Tensors that instructions point into.
-        means: Means over prompts that the step takes: of which request, operation and site.
         masks: Which rows are named by operations whose rules the device decides, see ``token_masks``.
-        overflows: Which rows a write could not change, for want of range.
-        overflows_before: The same of earlier pipeline stages, in this step.
+        overflows_before: The overflows of earlier pipeline stages, in this step.
         logits_rows: Batch rows whose logits the ``logits`` site needs, ascending.
-        logits_from: Source of those logits, once known.
-        writes_logits: Whether any operation changes logits.
         reserved: Bytes that each request needs in every step that runs this plan.
         signature: Key that the next step must match to reuse this plan; None forbids reuse.
         copy: The values that the step has read, on their way to the host; None before ``collect``.
         ran: Sites reached so far.
-        spent_s: Seconds that interventions have taken in this step so far.
-        tier: How its last step ran, see ``TIERS``; empty before.
-        is_unreported: Whether the requests' infos have changes other than positions and times that were not
-            reported yet.
+        is_unreported: Whether the requests' infos have unreported changes beside positions and times.
     """
 
     spans: dict[str, Span]
@@ -254,7 +213,6 @@ class StepPlan:
     _taps: frozenset[int] | None = None
 
     def run(self, key: SiteKey, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Run the kernels of a site; ``hidden`` and ``residual`` are ``[tokens, width]``."""
         groups = self.groups.get(key)
         if groups is None:
             return
@@ -265,7 +223,6 @@ class StepPlan:
         self.spent_s += time.monotonic() - begin
 
     def keep_means(self) -> None:
-        """Let later steps have the means that this one has taken."""
         for request, place, mean in self.means:
             request.means[place] = mean
         self.means.clear()
@@ -279,7 +236,6 @@ class StepPlan:
             self.reserved.setdefault(request_id, StepBytes()).scratch += reserved.scratch
 
     def add_mask(self, mask: torch.Tensor) -> int:
-        """Add a mask; return its index."""
         self.masks.append(mask)
         return len(self.masks) - 1
 
@@ -291,13 +247,11 @@ class StepPlan:
         return self._hook_sites
 
     def taps(self) -> frozenset[int]:
-        """Return the numbers of the taps that have kernels."""
         if self._taps is None:
             self._taps = frozenset(key for key in self.groups if isinstance(key, int))
         return self._taps
 
     def writes_at(self, key: SiteKey) -> bool:
-        """Return whether any operation changes the site's value."""
         groups = self.groups.get(key, [])
         return any(member.writes for group in groups for member in group.members)
 
@@ -314,7 +268,6 @@ class StepPlan:
                     member.fail(error)
 
     def fail_unreached(self) -> None:
-        """Fail the requests of every site that the forward pass did not reach."""
         for key, groups in self.groups.items():
             if key in self.ran:
                 continue
@@ -327,7 +280,6 @@ class StepPlan:
                     )
 
     def note_tier(self, tier: str) -> None:
-        """Note, for all participating requests, how a step of this plan ran, see ``TIERS``."""
         if tier == self.tier:
             return
         self.tier = tier
@@ -337,7 +289,6 @@ class StepPlan:
             self.is_unreported |= span.request.tier != before
 
     def take_time(self) -> float:
-        """Return the step's time, and reset it."""
         seconds, self.spent_s = self.spent_s, 0.0
         return seconds
 
@@ -349,7 +300,6 @@ class StepPlan:
             span.request.spent_s += work * per_work
 
     def reset(self) -> None:
-        """Reset the plan for the next step, whose rows are the same."""
         self.ran.clear()
         for one in self.moving:
             one.words.add_(one.moves)

@@ -44,14 +44,9 @@ IN_FLOAT32: Final = _kinds_with(*_DEPENDENT, Code.DOT)
 def own_program(
     op: PlannedOp, tensor: torch.Tensor | None, units: torch.Tensor | None
 ) -> Instructions | None:
-    """Return an operation's instruction at each of its sites, as far as it is the same in every step.
+    """Return an operation's instruction at each site, if it is one, and the same in every step.
 
-    That of a patch is for its first position. Some operations are no instruction: None.
-
-    Args:
-        op: The operation.
-        tensor: Its operand, see ``ActiveOp``.
-        units: Indices of its units; None for all.
+    That of a patch is for its first position.
     """
     if op.kind not in _CODES or tensor is None:
         return None
@@ -74,14 +69,12 @@ def own_program(
 
 
 def reads(dtype: torch.dtype, count: int) -> Instructions:
-    """Return instructions that read in a dtype, without their results' addresses."""
     own = Instructions.blank(count, Code.READ)
     own.words[:, Word.DTYPE] = DTYPE_CODES[dtype]
     return own
 
 
 def patch_bytes(active: ActiveOp) -> int:
-    """Return the bytes from one position's values of a patch to the next."""
     tensor = active.tensor
     if tensor is None:
         raise RuntimeError("a patch has no tensor")

@@ -22,7 +22,6 @@ from nnsight_engine.plans.step.table import Block, TableBuilder
 
 
 def read_key(item: OperationRows) -> Any:
-    """Return the key shared by reads that one buffer can serve."""
     op = item.active.op
     form = (op.kind, item.mask is not None, item.active.keys, item.stages)
     if op.kind is OperationKind.FEATURES:
@@ -38,17 +37,10 @@ def read_key(item: OperationRows) -> Any:
 
 
 class ReadPlanner:
-    """Plans reads of a step.
-
-    Args:
-        context: The model.
-    """
-
     def __init__(self, context: StepContext) -> None:
         self._context = context
 
     def plan(self, plan: StepPlan, items: list[OperationRows], staged: Staged, table: TableBuilder) -> None:
-        """Plan operations that share a key; the other arguments are those of ``plan_conditions``."""
         op, stage = items[0].active.op, self._context.stage
         if not (stage.is_last or any(map(stage.has, items[0].active.keys))):
             return
@@ -94,17 +86,7 @@ class ReadPlanner:
         buffer: torch.Tensor,
         overflows: torch.Tensor | None,
     ) -> None:
-        """Add the instructions that read into a buffer.
-
-        Args:
-            table: The step's instructions.
-            group: The reads.
-            items: Their operations.
-            keys: The sites' keys.
-            columns: The sites' indices, and their places in the buffer.
-            buffer: ``[rows, places, …]``.
-            overflows: ``[rows, sites]``; None if no number can be beyond the buffer's dtype.
-        """
+        """Add the instructions; ``columns`` are the sites' indices, and their places in the buffer."""
         sites, places = columns
         order = [in_order(items[0].stages[site]) for site in sites]
         table.address(buffer)
@@ -132,7 +114,6 @@ class ReadPlanner:
         overflows: torch.Tensor | None,
         staged: Staged,
     ) -> None:
-        """Plan the reads of recurrent states, given pairs of a place in the buffer and a site's index."""
         rows = to_device(np.concatenate([item.rows for item in items]), self._context.device)
         for place, site in places:
             flags = None if overflows is None else overflows[:, site]

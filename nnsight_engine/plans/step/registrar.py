@@ -47,23 +47,16 @@ _STACKS = frozenset({OperationKind.PATCH, OperationKind.SUBSPACE})
 
 
 class VectorBank:
-    """Vectors of live requests, each held once for all requests that use it.
-
-    A key has the hash of the content, the derivation and the scale: the form that a kernel needs (scaled,
-    normalized) is derived once. Requests acquire at registration and release at their end; a vector without
-    users is freed at once.
-    """
+    """Vectors of live requests, held once for all, in the form that a kernel needs (scaled, normalized)."""
 
     def __init__(self) -> None:
         self._tensors: dict[BankKey, torch.Tensor] = {}
         self._num_users: dict[BankKey, int] = {}
 
     def __len__(self) -> int:
-        """Return the number of tensors held."""
         return len(self._tensors)
 
     def acquire(self, key: BankKey, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the tensor for ``key``, created by ``make`` on first use, and add a user."""
         tensor = self._tensors.get(key)
         if tensor is None:
             tensor = self._tensors[key] = make()
@@ -71,7 +64,6 @@ class VectorBank:
         return tensor
 
     def release(self, keys: list[BankKey]) -> None:
-        """Remove one user of each key; without users the tensor is freed."""
         for key in keys:
             self._num_users[key] -= 1
             if not self._num_users[key]:
@@ -79,18 +71,6 @@ class VectorBank:
 
 
 class Registrar:
-    """Creates active requests from plans.
-
-    Args:
-        context: The model.
-
-    Attributes:
-        bank: The requests' vectors.
-        slots: Scores and states of their tests.
-        dictionaries: Their dictionaries.
-        failed: Ids of the live requests that have failed.
-    """
-
     def __init__(self, context: StepContext) -> None:
         self.bank = VectorBank()
         self.slots = ScoreSlots(context.device)
@@ -103,12 +83,7 @@ class Registrar:
     def register(
         self, request_id: str, plan: RequestPlan, tensors: dict[str, tuple[str, list[int], bytes]]
     ) -> ActiveRequest:
-        """Move a plan's tensors to the device and return the active request.
-
-        Raises:
-            InterventionError: ``unknown_point``, ``wrong_width``, ``unsupported_combination`` or a limit on
-                bytes; no tensor stays acquired.
-        """
+        """Move a plan's tensors to the device; if it raises InterventionError, no tensor stays acquired."""
         contents = {
             key: TensorData(dtype, tuple(shape), data) for key, (dtype, shape, data) in tensors.items()
         }
@@ -137,7 +112,6 @@ class Registrar:
         )
 
     def forget(self, request: ActiveRequest) -> None:
-        """Release what the request holds."""
         self.failed.discard(request.request_id)
         self._release(request.acquired)
         request.acquired = Acquired()
@@ -287,7 +261,6 @@ class Registrar:
 
 
 def _is_steady(active: ActiveOp, prompt_len: int) -> bool:
-    """Return whether the operation does the same in every decode step."""
     if active.op.captures_patterns:
         # An open pattern capture stores the keys of each step, so no step equals the one before.
         last = last_position(active.op.where, prompt_len)

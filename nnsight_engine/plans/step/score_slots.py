@@ -1,8 +1,7 @@
 """Scores and states of tests by position, on the device, for tests that depend on earlier positions.
 
-Each test of a live request has a slot: a row of three tables with a column for each position. So a step that
-is computed again, in whole or in part, writes what it wrote before. Slots of one size share tables, for
-kernels over many requests.
+A slot is a row of three tables with a column for each position, so that a step that is computed again, in
+whole or in part, writes what it wrote before.
 """
 
 from __future__ import annotations
@@ -22,15 +21,7 @@ _FEWEST: Final = 4
 class SlotTable:
     """Slots of one size. Its memory stays where it is: instructions of steps have addresses of it.
 
-    Args:
-        size: Number of positions of a slot.
-        num_slots: Number of slots.
-        device: The model's device.
-
-    Attributes:
-        scores: Scores times the test's sign, ``[slots, size]``, float32.
-        reduced: Largest score, or sum of scores, of the prompt up to a position, ``[slots, size]``, float32.
-        held: Whether the test holds, ``[slots, size]``.
+    ``scores`` are times the test's sign; ``reduced`` is the largest score, or the sum, of the prompt so far.
     """
 
     def __init__(self, size: int, num_slots: int, device: torch.device) -> None:
@@ -45,40 +36,30 @@ class SlotTable:
         return self._free.pop() if self._free else None
 
     def release(self, row: int) -> None:
-        """Free a slot."""
         self._free.append(row)
 
     @property
     def num_used(self) -> int:
-        """Number of slots in use."""
         return len(self.held) - len(self._free)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """A row of a table."""
-
     table: SlotTable
     row: int
 
 
 class ScoreSlots:
-    """All slots of a worker.
-
-    Args:
-        device: The model's device.
-    """
+    """All slots of a worker; those of one size share tables, for kernels over many requests."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._tables: list[SlotTable] = []
 
     def __len__(self) -> int:
-        """Return the number of slots in use."""
         return sum(table.num_used for table in self._tables)
 
     def acquire(self, num_positions: int) -> Slot:
-        """Return a slot for a request of at most so many positions."""
         size = slot_size(num_positions)
         alike = [table for table in self._tables if table.size == size]
         for table in alike:

@@ -19,7 +19,6 @@ def site_key(site: PlannedSite) -> SiteKey:
 
 
 def name_of(key: SiteKey) -> str:
-    """Return a point's name for a site."""
     if not isinstance(key, int):
         return str(key)
     return str(PlannedSite("output", key - 1) if key else PlannedSite("input", 0))
@@ -27,12 +26,7 @@ def name_of(key: SiteKey) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stage:
-    """A worker's part of the model: the layers of its pipeline stage.
-
-    Attributes:
-        start: Its first layer.
-        stop: One past its last layer; None on the last stage.
-    """
+    """The layers of a pipeline stage, from ``start`` up to ``stop``, which is None on the last stage."""
 
     start: int = 0
     stop: int | None = None
@@ -43,7 +37,6 @@ class Stage:
         return self.stop is None
 
     def has(self, key: SiteKey) -> bool:
-        """Return whether a site is on this stage, which runs its operations."""
         if isinstance(key, int):
             layer = max(0, key - 1)
         elif key.layer >= 0:

@@ -1,10 +1,7 @@
 """Results of a step's operations on the earlier stages of a pipeline, which the last stage collects.
 
-All stages make the same plan of a step; each runs the operations at its own sites. The values that an earlier
-stage reads, and its failures, travel to the last stage, whose buffers then hold the values of all sites.
-
-A request that has failed on the last stage may still be planned on an earlier one, until the scheduler has
-ended it. So values are assigned by request and operation, not by their place in the plan.
+All stages make the same plan of a step. A request that has failed on the last stage may still be planned on
+an earlier one, until the scheduler has ended it; so values are assigned by request and operation, not place.
 """
 
 from __future__ import annotations
@@ -32,8 +29,6 @@ Unfilled = dict[tuple[str, int], ActiveRequest]
 
 
 class GroupRows(NamedTuple):
-    """The rows of a group of reads, and the number of its tensors."""
-
     rows: tuple[Rows, ...]
     num_tensors: int
 
@@ -42,17 +37,8 @@ class GroupRows(NamedTuple):
 class StageResults:
     """The results of one earlier stage.
 
-    Attributes:
-        stage: The stage.
-        request_ids: The requests that took part.
-        failures: The requests that have failed.
-        reads: The groups of reads with sites on the stage.
-        patterns: Request and operation of each capture of attention patterns with sites on the stage.
-        overflows: The requests of each tensor of flags, see ``Overflows``.
-        tensors: Values: ``[rows, sites of the stage, …]`` for each buffer of each group that has sites there,
-            then ``[sites of the stage, rows, heads, keys]`` for each capture of patterns, then flags.
-        is_uncompiled: Whether the stage ran its modules one by one.
-        spent_s: Seconds that the operations took.
+    ``tensors`` are, of its sites, ``[rows, sites, …]`` for each buffer of each group that has some, then
+    ``[sites, rows, heads, keys]`` for each capture of patterns, then flags.
     """
 
     stage: Stage
@@ -67,7 +53,6 @@ class StageResults:
 
 
 def results_of_stage(plan: StepPlan, stage: Stage, spec: ModelSpec) -> StageResults:
-    """Return the results of an executed plan on an earlier stage."""
     plan.fail_unreached()
     requests = [span.request for span in plan.spans.values()]
     results = StageResults(
@@ -177,12 +162,10 @@ def _rows(group: ReadGroup) -> tuple[Rows, ...]:
 
 
 def _held(active: ActiveOp, stage: Stage) -> list[int]:
-    """Return the indices of an operation's sites that are on a stage."""
     return [index for index, key in enumerate(active.keys) if stage.has(key)]
 
 
 def _columns(group: ReadGroup, stage: Stage, spec: ModelSpec) -> list[list[int]]:
-    """Return, for each buffer of a group, the columns of the sites that are on a stage."""
     active = group.slices[0].active
     held = _held(active, stage)
     columns = [
@@ -208,7 +191,6 @@ def contiguous_span(rows: list[int]) -> tuple[int, int] | None:
 
 
 def _taken(values: torch.Tensor, axis: int, columns: list[int]) -> torch.Tensor:
-    """Return some columns of an axis."""
     span = contiguous_span(columns)
     if span is None:
         return values.index_select(axis, to_device(np.asarray(columns, np.int64), values.device))
@@ -216,7 +198,6 @@ def _taken(values: torch.Tensor, axis: int, columns: list[int]) -> torch.Tensor:
 
 
 def _put(values: torch.Tensor, axis: int, columns: list[int], own: torch.Tensor) -> None:
-    """Set some columns of an axis."""
     span = contiguous_span(columns)
     if span is None:
         values.index_copy_(axis, to_device(np.asarray(columns, np.int64), values.device), own)

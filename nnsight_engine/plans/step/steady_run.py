@@ -1,10 +1,8 @@
 """Runs of steps that reuse the plan of the step before, in the worker.
 
 While the same requests decode in the same rows, and none of their operations depends on tokens or positions,
-one plan serves step after step. Such steps form a run: positions, times and captured bytes are counted for
-all its requests together, so that a step costs no Python work per request. They are attributed to the
-requests when the run ends. A run ends at a different batch, a failed request, or a limit that a request
-reaches.
+one plan serves step after step, and all is counted for all requests together: no Python work per request. A
+run ends at a different batch, a failed request, or a limit that a request reaches.
 """
 
 from __future__ import annotations
@@ -19,19 +17,9 @@ from nnsight_engine.plans.step.plan import StepPlan
 
 
 class SteadyRun:
-    """The steps that reuse one plan after the step it was built for.
+    """The steps that reuse one plan after the step it was built for; counts are since the last settlement.
 
-    Args:
-        plan: A steady plan, i.e. one with a signature.
-        request_ids: The step's requests by row, including those without interventions.
-        positions: Position of each row.
-        ledger: Counts captured bytes.
-
-    Attributes:
-        plan: The plan.
-        num_steps: Steps since the last settlement, including the one in progress.
-        point_s: Seconds that these took, per point at which a request's operations act.
-        delivery_point_s: Seconds that the delivery of their results took, likewise.
+    ``point_s`` are seconds per point at which a request's operations act.
     """
 
     def __init__(
@@ -41,7 +29,6 @@ class SteadyRun:
         positions: npt.NDArray[np.integer],
         ledger: ByteLedger,
     ) -> None:
-        """Start after the step that the plan was built for."""
         self.plan = plan
         self.num_steps = 0
         self.point_s = self.delivery_point_s = 0.0
@@ -51,12 +38,7 @@ class SteadyRun:
         self._num_points = self._kept = self._scratch = self._max_steps = 0
 
     def go_on(self, request_ids: Sequence[str], positions: npt.NDArray[np.integer]) -> bool:
-        """Prepare the plan for the next step and return True, or return False if the run ends.
-
-        Args:
-            request_ids: Requests of the next step, by row; each has one row.
-            positions: Position of each row.
-        """
+        """Prepare the plan for the next step (one row per request), or return False if the run ends."""
         self._positions += 1
         # Scheduler and worker agree on the run's requests by this comparison alone; no request is inspected.
         if request_ids != self._request_ids or not np.array_equal(positions, self._positions):
@@ -70,7 +52,6 @@ class SteadyRun:
         return True
 
     def _begin(self) -> None:
-        """Compute the cost of one step, and how many steps fit into every request's own limit."""
         plan = self.plan
         self._num_points = sum(span.request.plan.num_points for span in plan.spans.values())
         self._kept = sum(reserved.kept for reserved in plan.reserved.values())
@@ -81,7 +62,6 @@ class SteadyRun:
         )
 
     def count_time(self) -> None:
-        """Add the time of the step's interventions to the run's time."""
         self.point_s += self.plan.take_time() / self._num_points
 
     def note_delivery(self, seconds: float) -> None:
@@ -89,15 +69,10 @@ class SteadyRun:
         self.delivery_point_s += seconds / self._num_points
 
     def give_back(self) -> None:
-        """Release the bytes needed only during the step."""
         self._ledger.give_back_all(self._scratch)
 
     def settle(self, *, is_under_way: bool = False) -> None:
-        """Attribute the run's counts to its requests, so that later steps can be reported one by one.
-
-        Args:
-            is_under_way: Whether the last step is still to be reported; its position is then not counted.
-        """
+        """Attribute the run's counts to its requests, without the position of a step that is under way."""
         num_steps, done = self.num_steps, self.num_steps - is_under_way
         for request_id, span in self.plan.spans.items() if num_steps else ():
             request = span.request

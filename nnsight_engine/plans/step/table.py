@@ -44,25 +44,13 @@ class Member(NamedTuple):
     writes: bool = False
 
     def fail(self, error: Exception) -> None:
-        """Fail the request."""
         sites = self.active.op.sites
         where = str(sites[0]) if len(sites) == 1 else f"one of {sites[0]} to {sites[-1]}"
         self.request.fail_by(error, f"{self.active.op.kind} at {where} failed")
 
 
 class Programs:
-    """All programs of a step.
-
-    Args:
-        executor: That of the device.
-        device: The device, which the programs are sent to when one of them runs first.
-
-    Attributes:
-        rows: Of each program, its row.
-        bounds: The bounds of the programs, see ``Executor``.
-        words: The words of all instructions.
-        numbers: Their numbers.
-    """
+    """All programs of a step, which are sent to the device when one of them runs first; see ``Executor``."""
 
     def __init__(
         self,
@@ -79,23 +67,13 @@ class Programs:
 
     @functools.cached_property
     def execute(self) -> Execute:
-        """Runs the programs."""
         table = (self.rows, self.bounds, self.words, self.numbers)
         return self._executor(*(to_device(one, self._device) for one in table))
 
 
 @dataclasses.dataclass(slots=True)
 class Segment:
-    """Programs that run at a site without other work between them.
-
-    Attributes:
-        programs: All programs of the step.
-        first: Number of the first of these.
-        stop: One past the number of the last.
-        members: The operations.
-        num_rows: Least number of rows of the value.
-        width: Its width.
-    """
+    """Programs ``first`` to ``stop``, without other work between them; values have at least ``num_rows``."""
 
     programs: Programs
     first: int
@@ -105,7 +83,6 @@ class Segment:
     width: int
 
     def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Run the programs."""
         try:
             self._check(hidden, residual)
             self.programs.execute(self.first, self.stop, hidden, residual)
@@ -132,13 +109,8 @@ class Segment:
 class Block(NamedTuple):
     """Instructions of one operation at one or more sites, for some rows.
 
-    Attributes:
-        member: The operation.
-        keys: The sites' keys.
-        order: Place of the instructions among all work of the request at each site.
-        rows: The rows, ``[rows]``.
-        instructions: The instruction at each site.
-        columns: Words in which they differ by row, each ``[sites, rows]`` or as one that is broadcast to it.
+    ``order`` is their place among all work of the request at each site; ``columns`` are words that differ by
+    row, each ``[sites, rows]`` or broadcast to it.
     """
 
     member: Member
@@ -150,11 +122,7 @@ class Block(NamedTuple):
 
 
 class TableBuilder:
-    """Collects the instructions of a step.
-
-    Attributes:
-        held: Tensors that instructions point into, to be kept for as long as the table.
-    """
+    """Collects the instructions of a step; ``held`` are tensors that they point into."""
 
     def __init__(self) -> None:
         self.held: list[torch.Tensor] = []
@@ -163,7 +131,6 @@ class TableBuilder:
         self._waits: dict[SiteKey, set[float]] = defaultdict(set)
 
     def add(self, block: Block) -> None:
-        """Add instructions."""
         if len(block.rows):
             self._blocks.append(block)
             for key in block.keys:
@@ -185,14 +152,9 @@ class TableBuilder:
         device: torch.device,
         width_of: Callable[[SiteKey], int],
     ) -> dict[SiteKey, list[tuple[float, Segment]]]:
-        """Return the segments of each site, with their order.
+        """Return the segments of each site, with their order; ``others`` is that of other work, ascending.
 
-        Args:
-            others: The order of other work at sites, ascending. Instructions with a lower order run before
-                it, those with the same belong to other requests.
-            executor: That of the device.
-            device: The device.
-            width_of: Returns the width of a site's value.
+        Instructions with a lower order run before it, those with the same belong to other requests.
         """
         if not self._blocks:
             return {}

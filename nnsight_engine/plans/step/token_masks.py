@@ -1,8 +1,8 @@
 """Rules about tokens, or parts of the answer, that only the device knows.
 
 With asynchronous scheduling, with drafts, and with vLLM's V2 runner, a step is planned before the host knows
-the tokens that were sampled last. Which rows such a rule names is then decided on the device: the plan covers
-every row that it may name, and a mask says which of them it does name.
+the tokens that were sampled last. The plan then covers every row that a rule may name, and a mask says on the
+device which of them it does name.
 """
 
 from __future__ import annotations
@@ -31,18 +31,11 @@ def must_match(rule: WhereRule, positions: Positions, prompt_len: int) -> Mask:
 
 
 class TokenMasks:
-    """Evaluates rules on a device.
-
-    Args:
-        device: The device.
-    """
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sets: dict[tuple[int, ...], torch.Tensor] = {}
 
     def forget(self) -> None:
-        """Free the sets of tokens of earlier rules."""
         self._sets.clear()
 
     def mask(
@@ -53,18 +46,7 @@ class TokenMasks:
         prompt_len: int,
         parts: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return which positions the rule matches, without waiting for the device.
-
-        Args:
-            rule: The rule.
-            positions: Absolute positions, ``[n]``.
-            token_ids: Input token at each of them, ``[n]``, on the device.
-            prompt_len: Number of prompt tokens.
-            parts: Part of the answer at each of them, ``[n]``, on the device; unused if the rule names none.
-
-        Returns:
-            ``[n]``, True for a match, on the device.
-        """
+        """Return which positions the rule matches, ``[n]`` on the device, without waiting for it."""
         mask = to_device(by_position(rule, positions, prompt_len), self._device)
         if rule.tokens is not None:
             mask = mask & self._is_among(token_ids, rule.tokens)

@@ -33,17 +33,10 @@ _CHANGE: Final = Instructions.blank(1, Code.CHANGE)
 
 
 class WritePlanner:
-    """Plans writes of a step.
-
-    Args:
-        context: The model.
-    """
-
     def __init__(self, context: StepContext) -> None:
         self._context = context
 
     def plan(self, plan: StepPlan, work: list[OperationRows], staged: Staged, table: TableBuilder) -> None:
-        """Plan the operations of a step that write; the arguments are those of ``plan_conditions``."""
         groups: dict[Any, list[ChangedRows]] = defaultdict(list)
         overflows = self._overflows(plan, work)
         for item in work:
@@ -71,7 +64,6 @@ class WritePlanner:
         table: TableBuilder,
         overflows: Overflows | None,
     ) -> None:
-        """Plan changes of features: a kernel computes them, and instructions add them."""
         key = several[0].key
         sizes = [len(one.rows) for one in several]
         # Zeros: what a kernel that raises has left is added.
@@ -129,7 +121,6 @@ class WritePlanner:
         *,
         is_last_part: bool = False,
     ) -> None:
-        """Add the instructions of an operation that writes, given the one at each site."""
         active = item.active
         for indices, keys in with_rows_alike(active.keys, self._context.stage):
             rows = item.rows_at(keys[0])
@@ -161,7 +152,6 @@ class WritePlanner:
         columns: dict[Word, Words | int],
         overflows: Overflows | None,
     ) -> None:
-        """Add instructions that write at sites where the rows are alike, with the rows' gates and flags."""
         rows, gate, mask = item.rows_at(keys[0]), item.gate_at(keys[0]), item.mask_at(keys[0])
         if gate is not None:
             columns[Word.GATE] = table.address(gate[0]) + gate[1]
@@ -172,7 +162,6 @@ class WritePlanner:
         table.add(Block(item.member, keys, order, rows, program, columns))
 
     def _overflows(self, plan: StepPlan, work: list[OperationRows]) -> Overflows | None:
-        """Add the flags of the step's rows to the plan and return them; None if no change can overflow."""
         items = [item for item in work if item.active.op.kind in NARROWED_KINDS]
         if self._context.dtype is not torch.float16 or not items:
             return None

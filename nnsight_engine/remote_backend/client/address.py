@@ -1,7 +1,4 @@
-"""Addresses of servers.
-
-The module does not import torch, because terminal commands import it at startup.
-"""
+"""Addresses of servers; without an import of torch, because terminal commands import it at startup."""
 
 from __future__ import annotations
 
@@ -11,11 +8,7 @@ import httpx
 
 
 def normalized(url: str) -> str:
-    """Return a server's address without a trailing slash or ``/v1``; the scheme defaults to ``http``.
-
-    Raises:
-        ValueError: The address is not valid.
-    """
+    """Return an address without trailing slash or ``/v1``, ``http`` by default, or raise ``ValueError``."""
     full = url if "://" in url else f"http://{url}"
     try:
         parsed = httpx.URL(full)

@@ -163,7 +163,6 @@ class RemoteBackend(Backend):
         return None
 
     def _run_as_job(self, sent: SentRemotely) -> None:
-        """Run a trace with parts that run here: the server requests them over the job's WebSocket."""
         outcomes: list[Outcome] = []
 
         def read(frames: Sequence[Frame]) -> dict[str, Any]:
@@ -274,11 +273,7 @@ class RemoteBackend(Backend):
 
 
 def _dialect_of(tracer: Tracer) -> Dialect:
-    """Return the dialect in which the traces of a tracer's model are sent.
-
-    Raises:
-        TypeError: The model's class cannot be served.
-    """
+    """Return the dialect of a tracer's model; raise a ``TypeError`` if its class cannot be served."""
     root = getattr(getattr(tracer, "model", None), "_root", None)
     speak = getattr(root, "remote_dialect", None)
     if speak is None:

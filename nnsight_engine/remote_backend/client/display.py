@@ -1,8 +1,6 @@
-"""Terminal output of a remote trace: its status, the prints of its blocks, and transfer progress.
+"""Terminal output of a remote trace: status, prints and transfers; none without ``APP.REMOTE_LOGGING``.
 
-A short trace shows only its prints. A longer one shows a status line at the end of the terminal, which is
-removed with the trace; if standard error is not a terminal, one line is written for each status.
-``CONFIG.APP.REMOTE_LOGGING = False`` disables all output.
+A short trace shows only its prints, a longer one a status line at the end of the terminal.
 """
 
 from __future__ import annotations
@@ -38,23 +36,17 @@ class _Bytes(DownloadColumn):
     """Transferred bytes, and the total if known; empty for tasks that are not transfers."""
 
     def render(self, task: Task) -> Text:
-        """Return the column's text for one task."""
         if task.total is not None:
             return super().render(task)
         return Text(decimal(int(task.completed)) if task.completed else "", style="progress.download")
 
 
 class _Speed(TransferSpeedColumn):
-    """Transfer speed, once known."""
-
     def render(self, task: Task) -> Text:
-        """Return the column's text for one task."""
         return super().render(task) if task.speed or task.finished_speed else Text("")
 
 
 class Display:
-    """Displays one trace; a context manager."""
-
     def __init__(self) -> None:
         self._shows = CONFIG.APP.REMOTE_LOGGING
         self._console = Console(stderr=True)
@@ -75,7 +67,6 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove the status line."""
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()
@@ -84,7 +75,6 @@ class Display:
                 self._bars.stop()
 
     def event(self, event: dict[str, Any]) -> None:
-        """Display an event of the trace."""
         status, job = str(event.get("status")), str(event.get("job") or "")
         message = event.get("message")
         if status == JobStatus.LOG:

@@ -1,8 +1,7 @@
 """Trace requests over HTTP, with one connection pool per process; responses are read as they arrive.
 
-Operations that are safe to repeat are retried: requests that never reached the server, requests that it
-rejected as not ready (503 with a reason), reads, and job submissions, which carry an idempotency key. A trace
-that may have started is not retried.
+Retried are requests that never reached the server or that it rejected as not ready (503 with a reason),
+reads, and job submissions, which carry an idempotency key; never a trace that may have started.
 """
 
 from __future__ import annotations
@@ -37,31 +36,18 @@ _CHUNK_BYTES: Final = 2**20
 
 
 class HttpTransport:
-    """Client of one server.
-
-    Args:
-        url: The server's address, such as ``http://127.0.0.1:8000``; ``CONFIG.API.HOST`` by default.
-        key: The API key; ``CONFIG.API.KEY`` by default.
-    """
-
     def __init__(self, url: str | None = None, key: str | None = None) -> None:
-        """Store the address; connections are opened when first needed.
-
-        Raises:
-            ValueError: The address is not valid.
-        """
+        """Store the address, or raise a ``ValueError``; connections are opened when first needed."""
         self.url = normalized(url if url is not None else CONFIG.API.HOST)
         self._key = CONFIG.API.KEY if key is None else key
 
     @property
     def name(self) -> str:
-        """The server's address."""
         return self.url
 
     # Traces.
 
     def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
-        """Send a trace, and yield the frames of the response; see ``Transport``."""
         response = self._with_retries(lambda: self._post("/v1/traces", request, progress, stream=True))
         try:
             yield from frames_of(response.iter_raw(), progress)
@@ -71,7 +57,6 @@ class HttpTransport:
             response.close()
 
     async def stream(self, request: TraceRequest) -> AsyncIterator[Frame]:
-        """Send a trace, and yield the frames of the response as they arrive; see ``Transport``."""
         reader, content = FrameReader(MAX_FRAME_BYTES), request.to_bytes()
         async with httpx.AsyncClient(timeout=_timeout(), headers=self.headers()) as client:
 
@@ -101,7 +86,6 @@ class HttpTransport:
     # Jobs.
 
     def submit(self, request: TraceRequest, progress: Progress | None = None) -> dict[str, Any]:
-        """Submit a trace as a job, and return the server's description of the job."""
         key = {"Idempotency-Key": uuid.uuid4().hex}
         answer = self._with_retries(
             lambda: self._post("/v1/jobs", request, progress, headers=key), is_repeatable=True
@@ -109,11 +93,9 @@ class HttpTransport:
         return _object(answer)
 
     def job(self, job_id: str) -> dict[str, Any]:
-        """Return the current state of a job."""
         return self.get_json(f"/v1/jobs/{job_id}")
 
     def cancel(self, job_id: str) -> dict[str, Any]:
-        """Cancel a job, and return its state."""
         path = f"{self.url}/v1/jobs/{job_id}/cancel"
         return _object(self._with_retries(lambda: self._send("POST", path), is_repeatable=True))
 
@@ -141,29 +123,13 @@ class HttpTransport:
                 download.take(chunk, progress)
 
     def events(self, job_id: str, after: int = 0, end: float | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the events of a job, from the one after number ``after`` to the last.
-
-        Args:
-            job_id: The job.
-            after: Number of the last event that the caller has.
-            end: Deadline on the monotonic clock.
-
-        Raises:
-            TimeoutError: The job continues beyond ``end``.
-        """
+        """Yield a job's events after number ``after``; ``TimeoutError`` at the monotonic time ``end``."""
         return self.followed(lambda last: self._events(job_id, last, end), job_id, after, end)
 
     def followed(
         self, connect: Callable[[int], Iterator[dict[str, Any]]], job_id: str, after: int, end: float | None
     ) -> Iterator[dict[str, Any]]:
-        """Yield the events of a job, reconnecting as often as necessary; see ``events``.
-
-        Args:
-            connect: Yields the events after the given number until its connection ends.
-            job_id: The job.
-            after: Number of the last event that the caller has.
-            end: Deadline on the monotonic clock.
-        """
+        """Yield a job's events with ``connect``, reconnecting as often as necessary; see ``events``."""
         last, tries = after, Retry(self.url)
         while True:
             try:
@@ -208,17 +174,14 @@ class HttpTransport:
     # Information.
 
     def outline(self) -> dict[str, Any]:
-        """Return the server's description of its model; see ``Transport``."""
         return self.get_json("/v1/traces/outline")
 
     def get_json(self, path: str) -> dict[str, Any]:
-        """Return the JSON object at a path."""
         return _object(self._with_retries(lambda: self._send("GET", self.url + path), is_repeatable=True))
 
     # Requests.
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of every request, which authenticate the client."""
         return {"authorization": f"Bearer {self._key}"} if self._key else {}
 
     def _post(
@@ -261,7 +224,6 @@ class HttpTransport:
     def _with_retries(
         self, send: Callable[[], httpx.Response], *, is_repeatable: bool = False
     ) -> httpx.Response:
-        """Send a request, and retry where that is safe, with growing pauses."""
         tries = Retry(self.url, is_repeatable=is_repeatable)
         while True:
             try:

@@ -1,7 +1,7 @@
 """Following a job over its WebSocket, where the server can ask the client to run parts of the job's blocks.
 
-Events are JSON text messages. Calls and their responses are frames, sent as binary messages in pieces. A
-broken connection is replaced by a new one, which continues with the events after the last one received.
+Events are JSON texts, calls and responses frames in pieces. A broken connection is replaced by a new one,
+which continues with the events after the last one received.
 """
 
 from __future__ import annotations
@@ -28,23 +28,14 @@ _OPEN_S: Final = 10.0
 def followed(
     http: HttpTransport, run: Run, job_id: str, after: int = 0, end: float | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the events of a job, and run the parts that its server requests; see ``HttpTransport.events``.
-
-    Raises:
-        TimeoutError: The job continues beyond ``end``.
-        RemoteError: The job does not exist, or the server cannot be reached.
-    """
+    """Yield the events of a job, and run the parts that its server requests; see ``HttpTransport.events``."""
     return http.followed(lambda last: _connection(http, run, job_id, last, end), job_id, after, end)
 
 
 def _connection(
     http: HttpTransport, run: Run, job_id: str, after: int, end: float | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield events until the connection ends.
-
-    Raises:
-        RemoteError: The server refuses the connection, or the connection broke.
-    """
+    """Yield events until the connection ends; raise a ``RemoteError`` if it is refused or broke."""
     try:
         with _connected(http, job_id, after, end) as socket:
             yield from _events(socket, run, end)

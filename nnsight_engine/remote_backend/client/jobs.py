@@ -1,5 +1,3 @@
-"""A server-side job as its client sees it: polling, waiting, cancelling, and reading the result."""
-
 from __future__ import annotations
 
 import asyncio
@@ -24,10 +22,7 @@ class RemoteJob:
     """One job on a server.
 
     Args:
-        http: The server.
-        job_id: The job's id on the server.
         read: Returns the saved values by name from the frames of a result; raises errors of the blocks.
-        status: The job's status, if known.
         run: Runs parts of its blocks in this process, if it has such parts.
 
     Attributes:
@@ -127,7 +122,6 @@ class RemoteJob:
 
 
 def _ended(job: Mapping[str, Any]) -> RemoteError:
-    """Return the error of a job that has ended without a result."""
     error = job.get("error") or {}
     message = error.get("message") or f"job {job['id']} ended as {job['status']} and left no result"
     return RemoteError(str(message), code=error.get("code"))

@@ -1,5 +1,3 @@
-"""Where a trace runs: the backend that follows from ``backend=``, ``remote=`` and ``blocking=``."""
-
 from __future__ import annotations
 
 from nnsight_engine.remote_backend.client.backend import RemoteBackend
@@ -19,13 +17,6 @@ def chosen_backend(
     streams: bool = False,
 ) -> Backend | None:
     """Return the backend that runs a trace; None to run it immediately in this process.
-
-    Args:
-        backend: The backend that the user passed.
-        remote: The location that the user passed.
-        default: The location of the model's traces if the user passes none.
-        blocking: Whether the ``with`` statement waits for the trace's result.
-        streams: Whether outputs are iterated over as they arrive.
 
     Raises:
         ValueError: A non-blocking trace would run locally, or one of the arguments would have no effect.

@@ -15,7 +15,6 @@ _SHOWN_BYTES: Final = 2**20
 
 
 def frames_of(chunks: Iterator[bytes], progress: Progress | None) -> Iterator[Frame]:
-    """Yield the frames of a response's bytes as they arrive."""
     reader = FrameReader(MAX_FRAME_BYTES)
     for chunk in chunks:
         yield from reader.feed(chunk)
@@ -23,11 +22,7 @@ def frames_of(chunks: Iterator[bytes], progress: Progress | None) -> Iterator[Fr
 
 
 class Download:
-    """A frame stream that is downloaded over several connections.
-
-    Attributes:
-        num_bytes: The bytes of this version so far.
-    """
+    """A frame stream that is downloaded over several connections."""
 
     def __init__(self) -> None:
         self.restart("")
@@ -46,17 +41,12 @@ class Download:
         return {"range": f"bytes={self.num_bytes}-", "if-range": self._tag}
 
     def take(self, chunk: bytes, progress: Progress | None) -> None:
-        """Read further bytes."""
         self.num_bytes += len(chunk)
         self._frames.extend(self._reader.feed(chunk))
         _report(self._reader, progress)
 
     def frames(self) -> list[Frame]:
-        """Return the frames of the complete stream.
-
-        Raises:
-            DecodeError: The stream ends within a frame.
-        """
+        """Return the frames of the complete stream; raise a ``DecodeError`` if it ends within a frame."""
         if not self._reader.is_between:
             raise DecodeError("the job's result ends within a frame")
         return self._frames

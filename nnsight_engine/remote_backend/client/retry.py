@@ -1,8 +1,7 @@
-"""Retry policy for requests to a server: number of attempts, and pauses between them.
+"""Retry policy for requests to a server, on threads and in an event loop.
 
-A server that was never reached has not seen the request, and one that responds that it is not ready has not
-processed it; both cases are retried for every request. If the connection broke during a request, only
-repeatable requests are retried. The HTTP transport uses this policy both on threads and in an event loop.
+A server that was never reached, or responds that it is not ready, has not processed the request: these are
+always retried. If the connection broke during a request, only repeatable requests are retried.
 """
 
 from __future__ import annotations
@@ -29,12 +28,7 @@ _UNSENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
 class Retry:
-    """Retry state of one operation.
-
-    Args:
-        url: The server's address.
-        is_repeatable: Whether the operation may be executed twice.
-    """
+    """Retry state of one operation, which may be executed twice if it ``is_repeatable``."""
 
     def __init__(self, url: str, *, is_repeatable: bool = True) -> None:
         self._url = url
@@ -52,11 +46,7 @@ class Retry:
         time.sleep(self.pause_s(error))
 
     def pause_s(self, error: httpx.TransportError | RemoteError) -> float:
-        """Return the pause before the next attempt, in seconds.
-
-        Raises:
-            RemoteError: There is to be no further attempt; the error that made the last one fail.
-        """
+        """Return the pause before the next attempt, in seconds, or raise the last one's ``RemoteError``."""
         if isinstance(error, httpx.TransportError):
             may_go_on = self._is_repeatable or isinstance(error, _UNSENT)
             pause = next(self._contact, None) if may_go_on else None
@@ -78,7 +68,6 @@ class Retry:
 
 
 def _unreachable(url: str, error: httpx.TransportError) -> RemoteConnectionError:
-    """Return the error for a server that does not respond."""
     without_frames(error)
     return RemoteConnectionError(
         f"{url} cannot be reached, or broke off: {str(error) or type(error).__name__}. Is the server "
@@ -93,7 +82,6 @@ def without_frames(error: httpx.TransportError) -> None:
 
 
 def _growing_pauses(patience_s: float) -> Iterator[float]:
-    """Yield exponentially growing pauses in seconds, until ``patience_s`` has elapsed."""
     end = time.monotonic() + patience_s
     pause = _FIRST_PAUSE_S
     while time.monotonic() < end:

@@ -1,5 +1,3 @@
-"""Status of a server and its models: ``nnsight_engine.status()``."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""Protocol for sending traces to a server; HTTP is one implementation."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -14,18 +12,14 @@ bytes."""
 
 
 class Transport(Protocol):
-    """Sends traces to a server and returns its responses."""
+    """Sends traces to a server and returns its responses; HTTP is one implementation."""
 
     @property
     def name(self) -> str:
         """The server's name in error messages and logs."""
 
     def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
-        """Send a trace, and yield the frames of the response.
-
-        Raises:
-            RemoteError: The server refuses it; ``RemoteConnectionError`` if the server cannot be reached.
-        """
+        """Send a trace and yield the response's frames; ``RemoteError`` if refused or not reachable."""
 
     def stream(self, request: TraceRequest) -> AsyncIterator[Frame]:
         """Send a trace, and yield the frames of the response as they arrive; see ``run``."""

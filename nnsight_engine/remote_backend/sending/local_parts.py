@@ -1,9 +1,7 @@
 """Client side of ``with tracer.local():``, parts of a block that run here while the rest runs on a server.
 
-The statements are found in the blocks before the blocks are sent. Variables that nothing else mentions stay
-here, so they may hold values that cannot be serialized. The engine can request only these statements and no
-other code. A body runs on variables of its own, which last for the trace, with the values that the engine
-sent.
+The engine can request only these statements and no other code. A body runs on variables of its own, which
+last for the trace. Variables that nothing else mentions stay here, and need not be serializable.
 """
 
 from __future__ import annotations
@@ -51,19 +49,9 @@ def local_parts(parts: Sequence[SentPart], tracer: Tracer, dialect: Dialect) -> 
 
 
 class LocalParts:
-    """The parts of one trace that run here.
-
-    Args:
-        parts: The trace's blocks.
-        found: For each block, the statements whose bodies run here.
-        dialect: Dialect for encoding and decoding values.
-
-    Attributes:
-        own: Names that only these bodies mention.
-    """
+    """The parts of one trace that run here; ``own`` are the names that only these bodies mention."""
 
     def __init__(self, parts: Sequence[SentPart], found: Sequence[_Found], dialect: Dialect) -> None:
-        """Copy the blocks' variables, and determine which names stay here."""
         self._found = found
         self._dialect = dialect
         self._infos = [part.info for part in parts]
@@ -150,11 +138,7 @@ class LocalParts:
         return answer
 
     def _block(self, part_request: PartRequest) -> Block:
-        """Return the compiled body that was requested.
-
-        Raises:
-            DecodeError: The body does not exist, or does not have these variables.
-        """
+        """Return the requested body; raise a ``DecodeError`` if there is none with these variables."""
         if (
             not 0 <= part_request.block < len(self._found)
             or part_request.place not in self._found[part_request.block]
@@ -219,7 +203,6 @@ class _LocalVariables:
 
 
 def _statements(part: SentPart, tracer: Tracer) -> _Found:
-    """Return the ``with`` statements of a block that call ``local`` of this tracer."""
     info = part.info
     names = {name for name, cell in part.own.items() if content(cell) is tracer}
     found = {}
@@ -233,8 +216,6 @@ def _statements(part: SentPart, tracer: Tracer) -> _Found:
 
 
 class _Stripper(ast.NodeTransformer):
-    """Removes the bodies of statements."""
-
     def __init__(self, places: Mapping[tuple[int, int], int]) -> None:
         self._places = places
 
@@ -247,7 +228,6 @@ class _Stripper(ast.NodeTransformer):
 
 
 def _without(body: Sequence[ast.stmt], statements: _Found) -> list[ast.stmt]:
-    """Return a block's statements without the bodies that run here."""
     if not statements:
         return list(body)
     places: dict[tuple[int, int], int] = {}
@@ -274,7 +254,6 @@ class _Values(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a torch function, unless its arguments mix tensors with and without values."""
         given = [*args, *(kwargs or {}).values()]
         found = {one.is_meta for one in given if isinstance(one, torch.Tensor)}
         if len(found) > 1:

@@ -1,8 +1,4 @@
-"""Encoding of one trace for a server, and decoding of the server's response.
-
-Differences between classes of models are defined by a ``Dialect``: ``LanguageModel`` sends its invokes'
-inputs beside the blocks, ``VLLM`` turns each invoke into a request.
-"""
+"""Encoding of one trace for a server, and decoding of the server's response."""
 
 from __future__ import annotations
 
@@ -41,9 +37,6 @@ class Inputs(NamedTuple):
     """Data that a dialect sends in addition to a trace's blocks.
 
     Attributes:
-        shared: Values beside the blocks, by name.
-        invokes: Requests, for an engine that takes its inputs as requests.
-        method: The traced method of the module.
         edits: Blocks that run beside the trace's own, sent with them.
         parts: Edits that are sent as separate messages.
     """
@@ -56,14 +49,9 @@ class Inputs(NamedTuple):
 
 
 class Dialect(ABC):
-    """How one class of models sends its traces.
+    """How one class of models sends its traces; ``policy`` is the one for decoding results.
 
-    Attributes:
-        name: Module names that the blocks use.
-        model: The server's name for the model.
-        revision: Revision of its repository, if the client asked for one.
-        fingerprint: Fingerprint of its shape, see ``identity``; empty if unknown.
-        policy: Policy for decoding results.
+    ``LanguageModel`` sends its invokes' inputs beside the blocks, ``VLLM`` turns each invoke into a request.
     """
 
     name: Literal["vllm", "transformers"]
@@ -74,27 +62,15 @@ class Dialect(ABC):
 
     @abstractmethod
     def inputs(self, tracer: InterleavingTracer) -> Inputs:
-        """Return the inputs of a trace.
-
-        Raises:
-            EncodeError: The inputs cannot be sent to a server.
-        """
+        """Return the inputs of a trace; raise an ``EncodeError`` if a server cannot have them."""
 
     def session(self, session: Session) -> Inputs:
-        """Return the data that a session needs in addition to its block.
-
-        Raises:
-            EncodeError: The data cannot be sent to a server.
-        """
+        """Return the data that a session needs in addition to its block; raises like ``inputs``."""
         del session
         return Inputs()
 
     def parts(self, codec: Codec) -> list[bytes]:
-        """Return messages that the engine must decode before the blocks, in addition to ``inputs``.
-
-        Raises:
-            EncodeError: Something in them cannot be serialized.
-        """
+        """Return messages that the engine must decode before the blocks, in addition to ``inputs``."""
         del codec
         return []
 
@@ -104,20 +80,11 @@ class Dialect(ABC):
 
     @abstractmethod
     def resolver(self, outputs: Mapping[str, Any]) -> Resolve:
-        """Return a function that resolves the references in results.
-
-        Args:
-            outputs: What the trace's requests returned, as sent by the server.
-        """
+        """Return a function that resolves the references in results; ``outputs`` are the requests' ones."""
 
 
 class SentRemotely:
-    """An encoded trace or session.
-
-    Attributes:
-        request: The request to the server.
-        local: The parts of the blocks that run here, or None.
-    """
+    """An encoded trace or session; ``local`` holds the parts of its blocks that run here, or None."""
 
     def __init__(
         self,
@@ -130,11 +97,6 @@ class SentRemotely:
         streams: bool,
         accepts: Sequence[str],
     ) -> None:
-        """Encode a trace or session.
-
-        Raises:
-            EncodeError: A block uses something that cannot be serialized, or the server cannot run it.
-        """
         self._dialect = dialect
         is_session = isinstance(tracer, Session)
         if isinstance(tracer, Session):
@@ -176,28 +138,20 @@ class SentRemotely:
         self.request = TraceRequest(head, [blocks, *inputs.parts, *dialect.parts(codec)])
 
     def read(self, frames: Sequence[Frame]) -> list[Outcome]:
-        """Return the outcomes of the blocks; see ``read_frames``."""
         outcomes = read_frames(frames, self._saved, self._dialect)
         return outcomes if self.local is None else self.local.completed(outcomes)
 
     def assign_saved(self, outcomes: Sequence[Outcome]) -> None:
-        """Assign the saved values to the user's variables; raise the error of a block."""
         assign_saved(self._parts, outcomes)
 
 
 def read_frames(
     frames: Sequence[Frame], saved: Sequence[Any] = (), dialect: Dialect | None = None
 ) -> list[Outcome]:
-    """Return the outcomes of blocks from a server's response.
+    """Return the outcomes of blocks from a server's response, or raise a ``RemoteError`` or ``DecodeError``.
 
-    Args:
-        frames: The response; events and outputs may be missing.
-        saved: Containers that were saved before the blocks ran, to be updated.
-        dialect: Dialect for decoding the results; without one they may hold data only.
-
-    Raises:
-        RemoteError: The server did not run the blocks.
-        DecodeError: The response is malformed.
+    ``saved`` containers, of before the blocks ran, are updated. Without a dialect, results may hold data
+    only.
     """
     outputs: Mapping[str, Any] = {}
     for frame in frames:
@@ -213,11 +167,7 @@ def read_frames(
 
 
 def refused(frame: Frame) -> RemoteError:
-    """Return the error in an ``ERROR`` frame.
-
-    Raises:
-        DecodeError: The frame holds no error.
-    """
+    """Return the error in an ``ERROR`` frame; raise a ``DecodeError`` if it holds none."""
     try:
         return RemoteError.from_body(frame.json())
     except (KeyError, TypeError) as problem:
@@ -226,11 +176,7 @@ def refused(frame: Frame) -> RemoteError:
 
 @contextlib.contextmanager
 def gathered(tracer: Tracer, function: Callable[[], Any]) -> Iterator[InterleavingTracer | Session]:
-    """Collect the blocks and inputs of a trace for the duration of the context; a session is one block.
-
-    Raises:
-        EncodeError: This kind of trace cannot run on a server.
-    """
+    """Collect the blocks and inputs of a trace for the duration of the context; a session is one block."""
     if isinstance(tracer, InterleavingTracer):
         with tracer.collected(function):
             yield tracer

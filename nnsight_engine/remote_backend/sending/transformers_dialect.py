@@ -1,8 +1,4 @@
-"""Dialect of transformers models: the invokes' inputs are sent unchanged beside the blocks.
-
-The server's model processes the inputs as a local model would, so the client prepares nothing and only checks
-that the trace can be sent.
-"""
+"""Dialect of transformers models: the client sends inputs unchanged, and only checks the trace."""
 
 from __future__ import annotations
 
@@ -36,14 +32,7 @@ if TYPE_CHECKING:
 
 
 class TransformersDialect(Dialect):
-    """Dialect for the traces of one model.
-
-    Args:
-        model: The model, with or without its weights.
-        name: The name or folder that it was loaded from.
-        revision: Revision of the repository.
-        rename: The user's own names for modules.
-    """
+    """Dialect of a model loaded from ``name``; ``rename`` holds the user's own names for modules."""
 
     name = "transformers"
     policy = DATA_ONLY.allowing(HOME_CLASSES)
@@ -59,7 +48,6 @@ class TransformersDialect(Dialect):
         self.fingerprint = "" if config is None else fingerprint_of(config)
 
     def inputs(self, tracer: InterleavingTracer) -> Inputs:
-        """Return the inputs of a trace; see ``Dialect``."""
         invokers = [one for one in tracer.invokers if isinstance(one, Invoker)]
         sources: list[Tracer] = [*invokers] or [tracer]
         method = self._method(tracer)
@@ -74,19 +62,12 @@ class TransformersDialect(Dialect):
         return Inputs(shared=shared, method=method or "", edits=_sent(tracer.edits))
 
     def session(self, session: Session) -> Inputs:
-        """Return the data that a session needs; see ``Dialect``."""
         return Inputs(shared=self._surroundings(), edits=_sent(session.model._default_mediators))  # noqa: SLF001 - an envoy of ours
 
     def parts(self, codec: Codec) -> list[bytes]:
-        """Return the modules that the user has added to the model; see ``Dialect``."""
         return added_part(self._envoy, codec)
 
     def _surroundings(self) -> dict[str, Any]:
-        """Return the settings of the client's context that the server must apply.
-
-        Raises:
-            EncodeError: The trace is within ``torch.autocast``.
-        """
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             raise EncodeError(
                 "torch.autocast around a trace does not reach a server, whose devices may be others: enter "
@@ -109,11 +90,9 @@ class TransformersDialect(Dialect):
         return str(function.__name__).removeprefix("__nnsight_").removesuffix("__")
 
     def reference(self, value: Any, barriers: list[Barrier]) -> tuple[str, ...] | None:
-        """Return the reference of an object that the server has itself; see ``object_references``."""
         return reference_of(value, self._envoy, barriers)
 
     def resolver(self, outputs: Mapping[str, Any]) -> Resolve:
-        """Return a function that resolves the references in results; see ``Dialect``."""
         del outputs
         return ObjectReferences(self._envoy)
 

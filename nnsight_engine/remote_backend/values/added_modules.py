@@ -1,8 +1,6 @@
 """User modules added to a model (``model.sae = Autoencoder()``), which the server's model does not have.
 
-They are sent with every trace, as a separate message that is decoded before the blocks, because the blocks
-refer to the modules by name. They are attached to the engine's module tree only for the duration of that
-trace.
+They are sent with every trace and decoded before the blocks, which refer to them by name.
 """
 
 from __future__ import annotations
@@ -24,11 +22,6 @@ _NOTHING: Final = object()
 
 
 def added_part(model: Envoy, codec: Codec) -> list[bytes]:
-    """Return the modules added to a model's tree as a part of a request; an empty list if there are none.
-
-    Raises:
-        EncodeError: One of them cannot be serialized.
-    """
     added = model._root._added  # noqa: SLF001 - an envoy of ours
     if not added:
         return []
@@ -47,17 +40,7 @@ def added_part(model: Envoy, codec: Codec) -> list[bytes]:
 def attached(
     model: Envoy, parts: Sequence[bytes | memoryview], codec: str, resolve: Resolve
 ) -> Iterator[None]:
-    """Attach a request's modules to a model's tree; restore the tree on exit.
-
-    Args:
-        model: The engine's model.
-        parts: The request's parts after its blocks, as returned by ``added_part``.
-        codec: Encoding of the parts, which the server has authorised for the sender.
-        resolve: Resolves references in the parts.
-
-    Raises:
-        DecodeError: A part cannot be decoded, or a module cannot be attached to this tree.
-    """
+    """Attach a request's modules to a model's tree; restore the tree on exit."""
     before: list[_Before] = []
     known = model._root._by_module  # noqa: SLF001 - an envoy of ours
     by_module = dict(known)
@@ -79,13 +62,6 @@ def attached(
 
 
 class _Before:
-    """State of an envoy before a child was added to it.
-
-    Args:
-        envoy: The envoy.
-        name: The child's name.
-    """
-
     def __init__(self, envoy: Envoy, name: str) -> None:
         self._envoy = envoy
         self._class = type(envoy)
@@ -94,7 +70,6 @@ class _Before:
         self._children, self._names = [*envoy._children], [*envoy._names]  # noqa: SLF001 - an envoy of ours
 
     def restore(self) -> None:
-        """Restore the state."""
         envoy = self._envoy
         # Adding the child may have replaced the class, to free the name.
         object.__setattr__(envoy, "__class__", self._class)
@@ -106,7 +81,6 @@ class _Before:
 
 
 def _checked(added: Any) -> list[tuple[str, str, torch.nn.Module]]:
-    """Return the added modules, each with its parent's path and its name."""
     kinds = (str, str, torch.nn.Module)
     if not isinstance(added, list) or not all(
         isinstance(one, tuple) and len(one) == len(kinds) and all(map(isinstance, one, kinds))

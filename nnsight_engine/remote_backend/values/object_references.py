@@ -1,10 +1,7 @@
 """References to objects that both sides have of a transformers model, so that they are sent by name.
 
-A block may mention the model, parts of it and its tracer. None of these are serialized: the client names them
-with ``reference_of``, and the engine, which has a model of the same structure, looks up its own objects with
-``ObjectReferences``. The client's model may have been loaded without weights, so modules and parameters are
-sent by name, too. Results name locations in the model with ``place_of``, but there a saved parameter is an
-ordinary value.
+The client's model may have no weights, so modules and parameters are sent by name, too. Results name
+locations in the model with ``place_of``, but there a saved parameter is an ordinary value.
 """
 
 from __future__ import annotations
@@ -33,13 +30,7 @@ HOME_CLASSES: Final = (Cache, CacheView, Entry)
 def reference_of(value: Any, model: Envoy, barriers: list[Barrier]) -> Reference | None:
     """Return the reference of an object that the engine has itself; None for objects that must be sent.
 
-    Args:
-        value: Any object that is reached while a trace is encoded.
-        model: The client's model, or a part of it.
-        barriers: The trace's barriers; an unknown barrier is appended.
-
-    Raises:
-        EncodeError: It is a part of another model, which the engine does not have.
+    An unknown barrier is appended. A part of another model raises an ``EncodeError``.
     """
     place = place_of(value, model)
     if place is not None:
@@ -55,11 +46,7 @@ def reference_of(value: Any, model: Envoy, barriers: list[Barrier]) -> Reference
 
 
 def place_of(value: Any, model: Envoy) -> Reference | None:
-    """Return the reference of a location in the model; None for any other object.
-
-    Raises:
-        EncodeError: It is a location in another model.
-    """
+    """Return the reference of a location in the model, None for others; raises like ``reference_of``."""
     if isinstance(value, Envoy):
         if value._root is not model._root:  # noqa: SLF001 - envoys of ours
             _refuse_other(str(value.path))
@@ -84,7 +71,6 @@ def _points_of(value: Points | PointGroup, model: Envoy) -> Reference:
 
 
 def _operation_of(value: SourceEnvoy | OperationEnvoy, model: Envoy) -> Reference:
-    """Return the reference of a call inside a forward: the module, then the names of the nested calls."""
     path = str(value.path)
     modules = (str(envoy.path) for envoy in model._root._walk())  # noqa: SLF001 - an envoy of ours
     module = max((one for one in modules if f"{path}.".startswith(f"{one}.")), key=len)
@@ -93,7 +79,6 @@ def _operation_of(value: SourceEnvoy | OperationEnvoy, model: Envoy) -> Referenc
 
 
 def _part_of(value: Any, root: Envoy) -> Reference | None:
-    """Return the reference of a tensor or the tokenizer of the model."""
     if isinstance(value, torch.Tensor):
         return _tensor_of(value, root)
     tokenizer = root.__dict__.get("tokenizer")
@@ -116,12 +101,7 @@ def _refuse_other(path: str) -> NoReturn:
 
 
 class ObjectReferences:
-    """Resolves references within one trace.
-
-    Args:
-        model: The model.
-        tracer: The object that ``tracer`` refers to in the trace's blocks, if they may mention it.
-    """
+    """Resolves references within one trace; ``tracer`` is the object of that name in its blocks, if any."""
 
     def __init__(self, model: Envoy, tracer: Tracer | None = None) -> None:
         self._model = model
@@ -129,11 +109,7 @@ class ObjectReferences:
         self._barriers: dict[str, Barrier] = {}
 
     def __call__(self, reference: Reference) -> Any:
-        """Return the object for a reference.
-
-        Raises:
-            LookupError: The reference names nothing here.
-        """
+        """Return the object for a reference; raise a ``LookupError`` if it names nothing here."""
         kind, *rest = reference
         try:
             return self._found(kind, rest)
@@ -159,7 +135,6 @@ class ObjectReferences:
         return self._own(kind, rest)
 
     def _own(self, kind: str, rest: list[str]) -> Any:
-        """Return an object that belongs to the trace or to the whole model rather than to a module."""
         if kind == "tracer" and self._tracer is not None:
             return self._tracer
         if kind == "barrier":

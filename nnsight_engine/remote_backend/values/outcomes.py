@@ -1,9 +1,4 @@
-"""Outcomes of blocks that ran elsewhere, and their transfer into the user's variables.
-
-The engine that runs blocks for a client, a vLLM worker or a server, responds with one message: for each block
-its saved values and its error, and the contents that the blocks left in containers which had been saved
-before. This module decodes the message and assigns the values.
-"""
+"""Outcomes of blocks that ran elsewhere, and their transfer into the user's variables and containers."""
 
 from __future__ import annotations
 
@@ -36,13 +31,9 @@ class Outcome:
     """The outcome of one block.
 
     Attributes:
-        index: Index of the block, in order of definition.
         choice: Index of the choice among the ``n`` of its request.
-        saves: Saved values, by name.
-        error: The error that it raised.
         shapes: First values of the modules that its request passed through, if they were requested.
         flows: Values that it assigned and did not save, but that later traces of its session use, by name.
-        warnings: Warnings for its author.
     """
 
     index: int
@@ -55,13 +46,7 @@ class Outcome:
 
 
 class SentPart(NamedTuple):
-    """A block that was sent.
-
-    Attributes:
-        info: The block.
-        assignments: Its variables.
-        identities: The surrounding variables that they represent; see ``interleaving.shared_variables``.
-    """
+    """A block that was sent; for ``identities`` see ``interleaving.shared_variables``."""
 
     info: Info
     assignments: Assignments
@@ -75,7 +60,6 @@ class SentPart(NamedTuple):
 
     @property
     def own(self) -> Mapping[str, CellType]:
-        """Its variables' cells, by name."""
         return self.assignments.cells
 
     def bind(self, name: str, value: Any) -> None:
@@ -84,7 +68,6 @@ class SentPart(NamedTuple):
             self.assignments[name] = value
 
     def as_sent(self, left_out: frozenset[str] = frozenset()) -> SentBlock:
-        """Return the block in the form that is sent, without the values of the names in ``left_out``."""
         cells = {name: cell for name, cell in self.own.items() if name not in left_out}
         return SentBlock(self.info, cells, left_out)
 
@@ -102,18 +85,13 @@ def wanted_of(parts: Sequence[SentPart]) -> list[str]:
 
 
 def raise_first(outcomes: Sequence[Outcome]) -> None:
-    """Raise the error of the first block that has one."""
     for outcome in outcomes:
         if outcome.error is not None:
             raise outcome.error
 
 
 def warnings_of(block: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the warnings in a block's outcome, bounded in number and length; older engines send none.
-
-    Raises:
-        DecodeError: They are not strings.
-    """
+    """Return the warnings in a block's outcome, bounded in number and length; older engines send none."""
     texts = block.get("warnings", [])
     if type(texts) is not list or not all(type(one) is str for one in texts):
         raise DecodeError("its warnings are no texts")
@@ -135,19 +113,7 @@ def read_outcomes(
     device: str = "cpu",
     fills: bool = True,
 ) -> list[Outcome]:
-    """Return the outcome of each block, and update the containers that were saved before the blocks ran.
-
-    Args:
-        data: The message from the engine that ran the blocks.
-        saved: The containers, as returned by ``saved_containers``.
-        resolve: Resolves references to objects that were not sent.
-        policy: What the message may import.
-        device: Target device of tensors.
-        fills: Whether containers are updated.
-
-    Raises:
-        DecodeError: The message is malformed.
-    """
+    """Return the outcome of each block, and update the ``saved_containers``, unless ``fills`` is false."""
     message = decode(data, resolve=resolve, policy=policy, device=device)
     try:
         before = message["before"] if fills else None
@@ -187,11 +153,7 @@ def _named(values: Any, own: Mapping[int, Any]) -> dict[str, Any]:
 
 
 def _pairs(before: Any, saved: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Return the returned containers, each with the user's container that it replaces.
-
-    Raises:
-        DecodeError: There are more or fewer of them, or they are of other kinds.
-    """
+    """Return the returned containers with the user's ones that they replace, or raise ``DecodeError``."""
     if len(_typed(before, list)) != len(saved):
         raise DecodeError(f"the message has {len(before)} containers, and {len(saved)} were sent")
     for value, original in zip(before, saved, strict=True):
@@ -201,12 +163,7 @@ def _pairs(before: Any, saved: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 
 def assign_saved(parts: Sequence[SentPart], outcomes: Sequence[Outcome]) -> None:
-    """Assign the saved values to the user's variables, and issue the blocks' warnings.
-
-    Raises:
-        BaseException: The error of the first block that has one; saved values are assigned before.
-        LostTraceError: A block has no outcome.
-    """
+    """Assign the saved values, issue warnings, then raise the first error or ``LostTraceError``."""
     for index, part in enumerate(parts):
         mine = [outcome for outcome in outcomes if outcome.index == index]
         for name, value in by_name([outcome.flows for outcome in mine]).items():
@@ -225,11 +182,7 @@ def assign_saved(parts: Sequence[SentPart], outcomes: Sequence[Outcome]) -> None
 
 
 def named(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Return all saved values by name; if several blocks use a name, the last block's value is returned.
-
-    Raises:
-        BaseException: The error of the first block that has one.
-    """
+    """Return all saved values by name, the last block's if several have it; raise the first error."""
     raise_first(outcomes)
     warn_of(outcomes)
     found: dict[str, Any] = {}
@@ -239,7 +192,6 @@ def named(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def saves_of(outcomes: Sequence[Outcome], index: int) -> dict[str, Any]:
-    """Return the saved values of one block, by name; see ``by_name``."""
     return by_name([outcome.saves for outcome in outcomes if outcome.index == index])
 
 
@@ -252,18 +204,13 @@ def by_name(choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def saved_containers(blocks: Sequence[Mapping[str, CellType]]) -> list[Any]:
-    """Return the containers in blocks' variables that were saved before the blocks ran; each once."""
     contents = [content(cell) for cells in blocks for cell in cells.values()]
     found = {id(value): value for value in contents if isinstance(value, list | dict | set)}
     return [value for key, value in found.items() if key in SAVES.marked]
 
 
 def groups_of(parts: Sequence[SentPart]) -> list[dict[str, int]]:
-    """Number the surrounding variables: a variable has the same number in every block.
-
-    If blocks may not see each other's variables, see ``CONFIG.APP.CROSS_INVOKER``, no number is shared
-    between blocks.
-    """
+    """Number the surrounding variables; none spans blocks if ``CONFIG.APP.CROSS_INVOKER`` is off."""
     numbers: dict[tuple[int, Hashable], int] = {}
     shares = CONFIG.APP.CROSS_INVOKER
     return [
@@ -276,13 +223,7 @@ def groups_of(parts: Sequence[SentPart]) -> list[dict[str, int]]:
 
 
 def _fill(original: Any, value: Any, own: Mapping[int, Any]) -> None:
-    """Replace the contents of a container that was saved before the blocks ran.
-
-    Args:
-        original: The user's container.
-        value: The container as it was returned.
-        own: The user's containers, by the ``id`` of the returned ones.
-    """
+    """Replace the contents of a user's container; ``own`` are those, by ``id`` of the returned ones."""
     if isinstance(original, list):
         original[:] = [own.get(id(item), item) for item in value]
     elif isinstance(original, dict):

@@ -1,8 +1,4 @@
-"""Received blocks: their variables, the variables that they share, and the message with their outcomes.
-
-An engine that runs blocks for a client decodes them with ``invokes_of``, runs them in its own way, and
-responds with ``outcome_pieces``, which ``outcomes`` decodes on the other side.
-"""
+"""Received blocks: their variables, the variables that they share, and the message with their outcomes."""
 
 from __future__ import annotations
 
@@ -32,17 +28,8 @@ _MAX_SAID: Final = 2000
 class ReceivedInvoke:
     """A block with its variables, and the surrounding variables that they represent.
 
-    See ``interleaving.shared_variables``.
-
-    Attributes:
-        info: The block.
-        identities: The numbers of the surrounding variables, by name.
-        own: The block's own cells, by name.
-        stored: The names that it may assign.
-        assignments: Counts its assignments.
-        args: The input of its invoke, if it has one.
-        kwargs: Keyword arguments of the input.
-        marked: The objects that it has saved, by identity, if the engine keeps them per block.
+    See ``interleaving.shared_variables``. ``own`` are the block's own cells, ``stored`` the names that it may
+    assign; ``marked`` are the objects it has saved, by identity, if the engine keeps them per block.
     """
 
     __slots__ = ("args", "assignments", "identities", "info", "kwargs", "marked", "own", "stored")
@@ -76,16 +63,7 @@ class ReceivedInvoke:
 
 
 def invokes_of(blocks: Sequence[Info], groups: Sequence[Mapping[str, int]]) -> list[ReceivedInvoke]:
-    """Return the blocks with their variables.
-
-    Args:
-        blocks: The blocks.
-        groups: For each block, its variables by name, and the number of the surrounding variable that each
-            one is.
-
-    Raises:
-        DecodeError: The two lists differ in length.
-    """
+    """Return the blocks with their variables; ``groups`` is ``TraceHead.groups``, and must be as long."""
     if len(blocks) != len(groups):
         raise DecodeError(
             f"the trace is broken: it has {len(blocks)} blocks and says of {len(groups)} what they share"
@@ -130,11 +108,7 @@ def outcome_pieces(
     compress: bool = False,
     limits: MessageLimits = DEFAULT_LIMITS,
 ) -> list[Piece]:
-    """Return the blocks' outcomes as pieces of a message.
-
-    If a block saved values that cannot be serialized, only that block fails. Tensors in host memory are not
-    copied.
-    """
+    """Return the message without a copy of host tensors; unserializable values fail only their own block."""
     write = partial(encode_pieces, reference=reference, limits=limits)
     try:
         return write(message, compress=compress)

@@ -1,5 +1,3 @@
-"""Maker of compiled blocks with their variables; the counterpart of ``encoding.blocks``."""
-
 from __future__ import annotations
 
 import ast
@@ -47,12 +45,7 @@ def block_of(
     variables: frozenset[str],
     check: Check | None = None,
 ) -> Block:
-    """Return a statement's compiled block; cached, as it is often sent again with the next request.
-
-    Raises:
-        DecodeError: The fragment is not a ``with`` statement.
-        SyntaxError: It is not valid Python.
-    """
+    """Return a statement's compiled block; cached, as it is often sent again with the next request."""
     block = _CACHE.get(
         (fragment, item, first_argument, variables, check),
         fragment.num_characters + len(first_argument or "") + sum(map(len, variables)),

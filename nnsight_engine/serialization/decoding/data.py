@@ -1,8 +1,7 @@
-"""Makers of plain data and of objects; the counterpart of ``encoding.data`` and ``encoding.objects``.
+"""Makers of plain data and of objects, called with parts from an untrusted sender.
 
-All functions here may be called with parts from an untrusted sender. Sizes are checked before memory is
-allocated, and hashes before a table is filled. A wrong type raises an exception, which the decoder converts
-to a ``DecodeError``.
+Sizes are checked before memory is allocated, and hashes before a table is filled. A wrong type raises an
+exception, which the decoder converts to a ``DecodeError``.
 """
 
 from __future__ import annotations
@@ -45,8 +44,6 @@ def _typed(value: Any, kind: type) -> Any:
 
 
 def _nested(make: Callable[[list[Any]], Any]) -> Maker:
-    """Return the maker of an immutable container."""
-
     def made(decoder: Decoder, index: int, parts: list[Any]) -> Any:
         _record_depth(decoder, index)
         if decoder.kind(index) == NodeKind.FROZENSET:
@@ -57,13 +54,7 @@ def _nested(make: Callable[[list[Any]], Any]) -> Maker:
 
 
 def _record_depth(decoder: Decoder, index: int) -> None:
-    """Record the nesting depth and hashing work of an immutable node.
-
-    Hashing it takes C stack in proportion to the depth; so does freeing it, except for tuples and frozensets.
-
-    Raises:
-        DecodeError: It is too deep to be freed safely.
-    """
+    """Record the depth and hashing work of an immutable node; hashing and freeing take C stack by depth."""
     depths = decoder.depths
     children = decoder.children(index)
     depths[index] = depth = 1 + max((depths.get(child, 0) for child in children), default=0)

@@ -1,12 +1,8 @@
 """Conversion of nodes to objects, preserving identity and cycles, without recursion.
 
 A node is *made* when the children that it cannot exist without are made, and *filled* later with the children
-that it only refers to: a list, for example, is made empty. Nodes are filled as early as possible, because the
-members of a set must be hashable and a class body must be able to run. Filling is deferred where a cycle
-prevents it. If a round makes no progress, or there are too many rounds, the message is malformed.
-
-Makers (``data``, ``definitions``, ``blocks``) define for each kind how many children a
-node is made from, and how.
+that it only refers to. Nodes are filled as early as possible, because the members of a set must be hashable
+and a class body must be able to run. Without progress, or after too many rounds, the message is malformed.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ _FILLED_LATER = frozenset({NodeKind.LIST, NodeKind.DICT, NodeKind.SET})
 
 
 class _Missing:
-    """Placeholder for an object that is not made yet."""
+    pass
 
 
 MISSING: Final = _Missing()
@@ -53,11 +49,8 @@ class Maker:
     """How nodes of one kind become objects.
 
     Attributes:
-        make: Called with the decoder, the node and the objects of the children it is made from.
-        num_first: Number of those children; the remaining ones are passed to ``fill``.
-        fill: Called with the made object and the remaining children; None if there can be none.
-        partly: Whether ``fill`` may be called early and repeatedly, with ``MISSING`` for objects not made
-            yet.
+        num_first: Number of the children that ``make`` takes; the remaining ones are passed to ``fill``.
+        partly: Whether ``fill`` may be called early and repeatedly, with ``MISSING`` for objects not made.
         copies: Whether ``fill`` copies the contents of the children, which must then be filled before.
     """
 
@@ -76,9 +69,7 @@ class Decoder:
     """Decodes one message.
 
     Attributes:
-        device: Target device of tensors.
         python: Minor version of the sender's Python 3; 0 if unknown.
-        depths: Nesting depth of each immutable node.
         work: Number of objects visited when a node is hashed, for nodes where it is more than one.
         state: State that makers share within the message, under their own keys.
     """
@@ -117,11 +108,6 @@ class Decoder:
         self._payloads = table.payloads
 
     def value(self, root: int) -> Any:
-        """Return the object of the node ``root``.
-
-        Raises:
-            DecodeError: The message is malformed, or needs something that the policy refuses.
-        """
         try:
             self._run(root)
         except DecodeError:
@@ -140,32 +126,24 @@ class Decoder:
         return f" (sent by Python 3.{self.python}, and this side runs Python 3.{PYTHON_MINOR})"
 
     def made(self, index: int) -> Any:
-        """Return the object of a node, or ``MISSING`` if it is not made yet."""
         return self._objects[index]
 
     def children(self, index: int) -> Sequence[int]:
-        """Return the nodes that a node refers to."""
         return self._children[index]
 
     def kind(self, index: int) -> int:
-        """Return the kind of a node."""
         return self._kinds[index]
 
     def payload(self, index: int) -> Any:
-        """Return a node's scalar, of the type of its kind."""
         return self._payloads[index]
 
     def num_sent(self, text_per_item: int) -> int:
-        """Return the number of nodes and references in the message; text counts as many short items."""
+        """Return the number of nodes and references; text counts as many short items."""
         texts = sum(len(payload) for payload in self._payloads if isinstance(payload, str | bytes))
         return len(self._kinds) + sum(map(len, self._children)) + texts // text_per_item
 
     def import_name(self, module: str, name: str) -> Any:
-        """Return the object with a qualified name in an importable module.
-
-        Raises:
-            DecodeError: The policy forbids it, or it does not exist.
-        """
+        """Return the object; raise a ``DecodeError`` if it is missing or the policy forbids it."""
         module = MOVED.get(module, module)
         if not self.policy.may_import(module, name):
             raise DecodeError(

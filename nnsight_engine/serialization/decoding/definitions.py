@@ -1,9 +1,7 @@
-"""Makers of functions, classes, modules and cells.
+"""Makers of functions, classes, modules and cells, for policies that allow source.
 
-All of them lead to running the sender's code, sooner or later, and are available only under a policy that
-allows source. Code is compiled as on the sending side (``fragments``, ``received_code``). Its globals
-are those of a namespace that was created for this message, because CPython gives code whose
-globals lack ``__builtins__`` the reader's own builtins.
+The code's globals are those of a namespace of this message, because CPython gives code whose globals lack
+``__builtins__`` the reader's own builtins.
 """
 
 from __future__ import annotations
@@ -37,21 +35,13 @@ _FIELD_TYPES: tuple[Any, ...] = (str, str, int, int, str, str, (str, type(None))
 
 
 def refuse_source(decoder: Decoder) -> None:
-    """Refuse code if the policy allows data only.
-
-    Raises:
-        DecodeError: The policy does not allow source.
-    """
+    """Raise a ``DecodeError`` if the policy allows data only."""
     if not decoder.policy.allow_source:
         raise DecodeError("the message holds code, and this side takes data alone")
 
 
 def fragment_of(decoder: Decoder, parts: Any) -> SourceFragment:
-    """Return the source fragment that was sent as a tuple of its fields.
-
-    Raises:
-        DecodeError: The fields are malformed or exceed a limit.
-    """
+    """Return the fragment; raise a ``DecodeError`` if its fields are malformed or exceed a limit."""
     if not isinstance(parts, tuple) or len(parts) != len(_FIELD_TYPES):
         raise DecodeError("the message is broken: a source fragment lacks parts")
     if not all(isinstance(part, kind) for part, kind in zip(parts, _FIELD_TYPES, strict=True)):
@@ -80,11 +70,7 @@ def _check_names(decoder: Decoder, fragment: SourceFragment) -> None:
 
 @contextlib.contextmanager
 def compiling(decoder: Decoder, fragment: SourceFragment) -> Iterator[None]:
-    """Convert syntax errors of a fragment to ``DecodeError``; the syntax may be of another Python version.
-
-    Raises:
-        DecodeError: The fragment does not compile.
-    """
+    """Convert syntax errors of a fragment to ``DecodeError``; the syntax may be of another Python version."""
     try:
         yield
     except SyntaxError as error:
@@ -97,11 +83,7 @@ def compiling(decoder: Decoder, fragment: SourceFragment) -> Iterator[None]:
 
 
 def globals_of(decoder: Decoder, module: Any) -> dict[str, Any]:
-    """Return the globals of a namespace of this message.
-
-    Raises:
-        DecodeError: ``module`` is not such a namespace.
-    """
+    """Return the globals of a namespace of this message; raise a ``DecodeError`` if it is not one."""
     if decoder.state.get(("namespace", id(module))) is not module:
         raise DecodeError("the message is broken: code has no namespace")
     found: dict[str, Any] = vars(module)
@@ -116,11 +98,6 @@ def bind_globals(globals_: dict[str, Any], names: Any, values: list[Any]) -> Non
 
 
 def cells_by_name(names: Any, cells: Any) -> dict[str, CellType]:
-    """Return the cells of variables by name.
-
-    Raises:
-        DecodeError: A value is not a cell.
-    """
     found = dict(zip(names, cells, strict=True))
     if not all(isinstance(cell, CellType) for cell in found.values()):
         raise DecodeError("the message is broken: a variable has no cell")
@@ -169,10 +146,9 @@ def _fill_function(_decoder: Decoder, value: FunctionType, parts: list[Any]) -> 
 
 @contextlib.contextmanager
 def _findable(module: ModuleType) -> Iterator[None]:
-    """Have ``sys.modules`` lead to a namespace while a class of it is made.
+    """Have ``sys.modules`` lead to a namespace while a class of it is made, as dataclasses look there.
 
-    Dataclasses and others look up there what annotations mean that are texts. Not for longer: the next
-    message may be another sender's, with a module of the same name.
+    Not for longer: the next message may be another sender's, with a module of the same name.
     """
     name = module.__name__
     with _MODULES:

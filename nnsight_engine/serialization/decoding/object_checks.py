@@ -1,4 +1,4 @@
-"""Checks of the objects that a message of data only may make.
+"""Checks of the objects that a message of data only may make; each raises a ``DecodeError``.
 
 Constructors, hashes and destructors of harmless classes still run C code on data of the sender's choice:
 hashing deep tuples or freeing long chains overflows the C stack, colliding keys or huge integers take hours,
@@ -52,11 +52,7 @@ _COPIES: Final = "copied items"
 
 
 def check_new(decoder: Decoder, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-    """Refuse to make an uninitialised instance unless ``encode`` writes such instances of the class.
-
-    Raises:
-        DecodeError: Instances of the class are made in another way, or not at all.
-    """
+    """Refuse to make an uninitialised instance unless ``encode`` writes such instances of the class."""
     _check_class(kind)
     is_called = kind in _FORMS or kind in _PATHS or _is_named_result(kind) or issubclass(kind, enum.Enum)
     if is_called or kwargs or (args and (kind is uuid.UUID or _is_transformers(kind))):
@@ -65,11 +61,7 @@ def check_new(decoder: Decoder, kind: type, args: tuple[Any, ...], kwargs: dict[
 
 
 def check_call(decoder: Decoder, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-    """Refuse calls other than those that ``encode`` writes for instances of a class.
-
-    Raises:
-        DecodeError: The call might do more than combine its arguments.
-    """
+    """Refuse calls other than those that ``encode`` writes for instances of a class."""
     if not isinstance(value, type):
         raise DecodeError(
             f"the message asks to call a {type(value).__name__}, which a message may not do here"
@@ -88,7 +80,6 @@ def _check_class(kind: type) -> None:
 
 
 def has_kind(value: type) -> bool:
-    """Return whether a node kind exists for instances of a class; the class may then only be named."""
     return value.__module__ == "builtins" or issubclass(value, torch.Tensor)
 
 
@@ -114,11 +105,7 @@ def _are_its_arguments(kind: type, args: tuple[Any, ...]) -> bool:
 
 
 def check_made(decoder: Decoder, index: int, kind: type, args: tuple[Any, ...], value: Any) -> None:
-    """Record the work of hashing an object; refuse it if it has another class than the one named.
-
-    Raises:
-        DecodeError: It has another class.
-    """
+    """Record the work of hashing an object; refuse it if it has another class than the one named."""
     if type(value) is not kind:
         raise DecodeError(f"the message makes a {type(value).__name__} of {kind.__qualname__}")
     if kind in _FORMS or kind in _PATHS:
@@ -129,11 +116,7 @@ def check_made(decoder: Decoder, index: int, kind: type, args: tuple[Any, ...], 
 
 
 def check_filling(decoder: Decoder, value: Any, parts: Sequence[Any]) -> None:
-    """Refuse state and items that ``encode`` does not write for the object's class.
-
-    Raises:
-        DecodeError: The object has no such state, or more is copied than was sent.
-    """
+    """Refuse state and items that ``encode`` does not write for the class, and excessive copies."""
     state, slots, items, pairs = parts
     kind = type(value)
     is_fixed = kind in _PATHS or _is_named_result(kind) or (kind in _FORMS and kind not in _WITH_ATTRIBUTES)
@@ -155,11 +138,7 @@ def _check_uuid(state: Any, slots: Any) -> None:
 
 
 def check_member(value: Any) -> None:
-    """Refuse values of enum members whose hash could be deep.
-
-    Raises:
-        DecodeError: The value is not a number or text.
-    """
+    """Refuse values of enum members whose hash could be deep: anything but numbers and text."""
     if not isinstance(value, type(None) | bool | int | float | str):
         raise DecodeError(f"a member of an enum has a {type(value).__name__} as its value")
 
@@ -169,16 +148,11 @@ def _is_transformers(kind: type) -> bool:
 
 
 def _is_named_result(kind: type) -> bool:
-    """Return whether a class is one of ``torch.return_types``."""
     return kind.__module__ == "torch.return_types"
 
 
 def _charge(decoder: Decoder, parts: Sequence[Any]) -> None:
-    """Count items that are copied; a message may copy as many as it has, but not one container many times.
-
-    Raises:
-        DecodeError: More is copied than was sent.
-    """
+    """Count items that are copied; a message may copy as many as it has, but not one container many times."""
     left = decoder.state.get(_COPIES)
     if left is None:
         left = decoder.num_sent(_TEXT_PER_ITEM)

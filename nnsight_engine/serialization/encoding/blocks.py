@@ -1,7 +1,6 @@
 """Writer of a traced block: the ``with`` statement that it belongs to, and the variables and globals it uses.
 
-The statement is sent as its whole lines in the file, because nested blocks are compiled from the same text,
-and lines and columns must be the sender's.
+The statement is sent as whole lines: nested blocks are compiled from it, at the sender's columns.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ from nnsight_engine.tracing.tracer import Info
 
 
 class _Sent(Protocol):
-    """A block with its variables."""
-
     @property
     def info(self) -> Info: ...
 
@@ -42,15 +39,7 @@ class _Sent(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WrittenBlock:
-    """The parts of an encoded block that depend only on its code, so they can be cached.
-
-    Attributes:
-        fragment: The fields of the whole statement's source fragment.
-        item: Index of the ``with`` item that the block belongs to.
-        variables: Names of the variables that it shares with the enclosing code.
-        global_names: Names of module globals that its code uses.
-        mentioned: All names and strings in its code.
-    """
+    """The parts of an encoded block that depend on its code; ``item`` is the index of its ``with`` item."""
 
     fragment: tuple[Any, ...]
     item: int
@@ -64,7 +53,6 @@ _WRITTEN: IdentityCache[Block, WrittenBlock] = IdentityCache()
 
 
 def write_sent_block(encoder: Encoder, index: int, value: Any) -> None:
-    """Write a block with its variables and the globals that it uses."""
     sent: _Sent = value
     block, globals_ = sent.info.block, sent.info.globals_
     written = written_block(block)
@@ -82,7 +70,6 @@ def write_sent_block(encoder: Encoder, index: int, value: Any) -> None:
 
 
 def written_block(block: Block) -> WrittenBlock:
-    """Return the parts of a block to send, independent of the codec; cached."""
     known = _WRITTEN.get(block)
     if known is not None:
         return known
@@ -103,7 +90,6 @@ def _variables_of(block: Block) -> list[str]:
 
 
 def _statement_of(block: Block) -> tuple[SourceFragment, int]:
-    """Return the fragment of the whole statement, and the index of the ``with`` item of the block."""
     node, source, context = block.origin.node, block.source, block.context
     text = "".join(source.lines[node.lineno - 1 : node.end_lineno])
     fragment = SourceFragment(

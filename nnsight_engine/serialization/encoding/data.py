@@ -1,8 +1,4 @@
-"""Writers of plain data: numbers, text, containers, tensors and arrays.
-
-``WRITERS`` is looked up by an object's exact type. Instances of subclasses are written as objects of their
-own class by ``objects``.
-"""
+"""Writers of plain data, by an object's exact type; instances of subclasses are written by ``objects``."""
 
 from __future__ import annotations
 
@@ -78,7 +74,6 @@ def _members(kind: NodeKind) -> Writer:
 
 
 def write_dict(encoder: Encoder, index: int, value: dict[Any, Any]) -> None:
-    """Write a dict as alternating keys and values."""
     _pairs(encoder, index, value, "item [{}]", shown=repr)
 
 
@@ -118,7 +113,6 @@ def _device(encoder: Encoder, index: int, value: torch.device) -> None:
 
 
 def write_tensor(encoder: Encoder, index: int, value: torch.Tensor) -> None:
-    """Write a tensor: its metadata and the name of the segment with its values."""
     why = unsendable(value)
     if why is not None:
         encoder.refuse(index, value, why)
@@ -147,7 +141,6 @@ def _write_array(encoder: Encoder, index: int, value: np.ndarray[Any, Any], kind
 
 
 def write_numpy_scalar(encoder: Encoder, index: int, value: np.generic) -> None:
-    """Write a numpy scalar as a zero-dimensional array."""
     array = np.asarray(value)
     if array.dtype.kind not in _ARRAY_KINDS:
         encoder.refuse(index, value, "send its fields by themselves")

@@ -1,8 +1,4 @@
-"""Writers of code: by name if the other side has it, otherwise as source.
-
-A function sent as source consists of its text, its defaults, the closure cells it shares with other
-functions, and the globals that its code uses (``namespaces``).
-"""
+"""Writers of code: by name if the other side has it, otherwise as source with its cells and used globals."""
 
 from __future__ import annotations
 
@@ -63,14 +59,6 @@ _OVERLAID = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _WrittenFunction:
-    """The parts of an encoded function that depend only on its code, so they can be cached.
-
-    Attributes:
-        fragment: Its source.
-        global_names: Names of module globals that its code uses.
-        mentioned: All names and strings in its code.
-    """
-
     fragment: SourceFragment
     global_names: tuple[str, ...]
     mentioned: frozenset[str]
@@ -168,7 +156,6 @@ def _names_in_annotations(kind: type) -> list[str]:
 
 
 def _has_name(value: Any) -> bool:
-    """Return whether the other side has an object: those of the user's own code are not looked up there."""
     if isinstance(value, ModuleType):
         return is_importable(value.__name__)
     return value is dataclasses.KW_ONLY or name_of(value) is not None
@@ -181,7 +168,6 @@ def _source(
     fragment: SourceFragment,
     cells: dict[str, CellType],
 ) -> list[int]:
-    """Return the nodes that every source fragment has."""
     if len(fragment.text) > encoder.limits.max_text_bytes:
         raise NoSourceError("its source is too long")
     return [
@@ -257,7 +243,6 @@ def _cells_of_class(
 
 
 def _changeable(kind: type) -> dict[str, Any]:
-    """Return the class's data attributes, which may have changed since its body ran."""
     if hasattr(kind, "__members__") or hasattr(kind, "__dataclass_fields__"):
         return {}
     return {

@@ -1,8 +1,6 @@
 """Conversion of values to nodes: each object once, from a work list instead of by recursion.
 
-An object receives its node number when it is first reached and is written later, when it is taken from the
-work list. So nesting depth is not limited by the stack, and an object that refers to itself becomes a node
-that refers to itself. The other modules of this package define how each type is written.
+An object receives its node number when it is first reached and is written later, so cycles are no problem.
 """
 
 from __future__ import annotations
@@ -34,13 +32,11 @@ class Encoder:
     """Encodes one message.
 
     Attributes:
-        mentioned: Attribute names and strings in the code written so far; they select which attributes of a
-            module are sent.
+        mentioned: Names and strings in the code so far; they select which attributes of a module are sent.
         finishers: Called when everything else is written; each may add nodes, and returns whether it did.
     """
 
     def __init__(self, write: Writer, reference: Reference | None, limits: MessageLimits) -> None:
-        """Create an encoder without nodes; ``write`` is the default writer of objects."""
         self.limits = limits
         self.mentioned: set[str] = set()
         self.finishers: list[Callable[[], bool]] = []
@@ -60,15 +56,7 @@ class Encoder:
     def node(
         self, value: Any, parent: int, step: str, key: Any = None, *, writer: Writer | None = None
     ) -> int:
-        """Return the index of the value's node; a new node is written later.
-
-        Args:
-            value: Any object.
-            parent: The node that refers to it.
-            step: Description of the step from the parent for error messages, with ``{}`` for ``key``.
-            key: Formatted into ``step`` if an error has to name the path.
-            writer: The writer to use instead of the default one.
-        """
+        """Return the index of the value's node; errors show ``step``, with ``{}`` for ``key``."""
         kind = type(value)
         if writer is None and kind is float:  # common, and their identity does not matter
             index = self._reserve(parent, step, key)
@@ -91,18 +79,13 @@ class Encoder:
     def emit(
         self, index: int, kind: NodeKind, children: list[int] | None = None, payload: Any = None
     ) -> None:
-        """Set the kind, children and payload of a node."""
         self._kinds[index] = kind
         self._payloads[index] = payload
         if children:
             self._children[index] = children
 
     def make_room(self, num_bytes: int) -> None:
-        """Account for a tensor's bytes before a contiguous copy of it is made.
-
-        Raises:
-            EncodeError: The tensors' total exceeds the message limit.
-        """
+        """Account for a tensor's bytes before a contiguous copy is made, or raise an ``EncodeError``."""
         self._num_tensor_bytes += num_bytes
         if self._num_tensor_bytes > self.limits.max_bytes:
             raise EncodeError(
@@ -111,7 +94,7 @@ class Encoder:
             )
 
     def add_tensor(self, segment: torch.Tensor | None) -> str | None:
-        """Add a tensor segment to the message and return its name; return None for an empty segment."""
+        """Add a tensor segment and return its name; return None for an empty segment."""
         if segment is None:
             return None
         name = str(len(self._tensors))
@@ -119,11 +102,6 @@ class Encoder:
         return name
 
     def run(self) -> None:
-        """Write all pending objects, and the objects that these refer to.
-
-        Raises:
-            EncodeError: One of them cannot be serialized.
-        """
         again = True
         while again:
             while self._turns:
@@ -138,19 +116,12 @@ class Encoder:
             again = any([finish() for finish in self.finishers]) or bool(self._turns)  # noqa: C419 - call each
 
     def table(self, root: int) -> NodeTable:
-        """Return the table of the nodes written so far."""
         return NodeTable(self._kinds, self._children, self._payloads, self._tensors, root)
 
     def numbers_of(self, ids: Collection[int]) -> list[int]:
-        """Return the nodes of those objects whose ``id`` is in ``ids``."""
         return [number for (identity, _), number in self._known.items() if identity in ids] if ids else []
 
     def refuse(self, index: int, value: Any, why: str) -> NoReturn:
-        """Raise the error for an object that cannot be serialized, with its path and the reason.
-
-        Raises:
-            EncodeError: Always.
-        """
         kind = type(value)
         name = (
             kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
@@ -160,7 +131,6 @@ class Encoder:
         raise EncodeError(f"{self.path(index)} cannot be sent: it is of type {name}; {why}")
 
     def path(self, index: int) -> str:
-        """Return a readable path from the root of the message to a node."""
         steps: list[str] = []
         while index >= 0:
             index, step, key = self._places[index]
@@ -197,16 +167,14 @@ def _shown(key: Any) -> str:
 
 
 def fits_in_64_bits(value: int) -> bool:
-    """Return whether an integer fits into the table's 64-bit scalars."""
     return value in _INT64
 
 
 class IdentityCache(Generic[Key, Found]):
-    """A bounded cache of values derived from objects of this process; safe to use from several threads.
+    """A bounded, thread-safe cache of values derived from objects of this process.
 
-    Code objects and compiled blocks are sent repeatedly by loops. Equal code objects may come from different
-    files, so the key is the identity, and the cache keeps the object alive so that its ``id`` is not reused.
-    The oldest entries are evicted.
+    Equal code objects may come from different files, so the key is the identity, and the cache keeps the
+    object alive so that its ``id`` is not reused.
     """
 
     def __init__(self, max_entries: int = 256) -> None:
@@ -214,12 +182,10 @@ class IdentityCache(Generic[Key, Found]):
         self._entries: collections.OrderedDict[int, tuple[Key, Found]] = collections.OrderedDict()
 
     def get(self, key: Key) -> Found | None:
-        """Return the value stored for an object, or None."""
         entry = self._entries.get(id(key))
         return entry[1] if entry is not None and entry[0] is key else None
 
     def put(self, key: Key, found: Found) -> Found:
-        """Store a value for an object, and return the value."""
         self._entries[id(key)] = (key, found)
         if len(self._entries) > self._max_entries:
             with contextlib.suppress(KeyError):  # another thread was faster

@@ -1,8 +1,7 @@
 """Writers of what code shares with other code: the globals of its module, closure cells, modules as values.
 
-All functions of one module share one namespace in a message, so that they see each other's globals on the
-other side as they do here. A global that is not defined here is left out: it may be assigned later, or never
-be reached.
+All functions of one module share one namespace in a message. A global that is not defined here is left out:
+it may be assigned later, or never be reached.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ def write_namespace(encoder: Encoder, index: int, value: dict[str, Any]) -> None
 
 
 def write_cells(encoder: Encoder, index: int, value: dict[str, CellType]) -> None:
-    """Write a tuple of cells; error messages name them by their variables."""
     encoder.emit(
         index,
         NodeKind.TUPLE,
@@ -54,13 +52,11 @@ def write_cells(encoder: Encoder, index: int, value: dict[str, CellType]) -> Non
 
 
 def write_cell(encoder: Encoder, index: int, value: CellType) -> None:
-    """Write a cell and its content, if the variable is bound."""
     held = content(value)
     encoder.emit(index, NodeKind.CELL, [] if held is UNBOUND else [encoder.node(held, index, "")])
 
 
 def write_module(encoder: Encoder, index: int, value: ModuleType) -> None:
-    """Write a module by name, or as the attributes that code of the message mentions."""
     if is_importable(value.__name__):
         encoder.emit(index, NodeKind.MODULE, payload=value.__name__)
         return

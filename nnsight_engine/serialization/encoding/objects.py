@@ -1,9 +1,4 @@
-"""Writer of any other object: its class and its state, following Python's copy protocol.
-
-``write`` is the default writer of every object; it first consults the tables of data and code writers. An
-object that Python can copy can be serialized by the same protocol (``__reduce_ex__``), as a table of nodes
-instead of a program. Some objects that could be copied are refused, because their copy would lose behaviour.
-"""
+"""Default writer of objects by Python's copy protocol; refuses those whose copy would lose behaviour."""
 
 from __future__ import annotations
 
@@ -58,11 +53,6 @@ _REFUSED: tuple[tuple[tuple[type, ...], str], ...] = (
 
 
 def write(encoder: Encoder, index: int, value: Any) -> None:
-    """Write any object.
-
-    Raises:
-        EncodeError: It cannot be serialized.
-    """
     writer = WRITERS.get(type(value)) or CODE_WRITERS.get(type(value))
     if writer is None:
         writer = next((one for kind, one in _BY_BASE if isinstance(value, kind)), _write_object)
@@ -166,7 +156,6 @@ def _called(hook: Any) -> str:
 
 
 def _call(encoder: Encoder, index: int, function: Any, *args: Any, **kwargs: Any) -> None:
-    """Write an object as the result of a call."""
     parts = (function, args, kwargs or None, None, None, None, None)
     encoder.emit(index, NodeKind.CALL, [encoder.node(part, index, "what it is made from") for part in parts])
 
@@ -195,7 +184,6 @@ def _write_proxy(encoder: Encoder, index: int, value: types.MappingProxyType[Any
 
 
 def _write_sentinel(name: str) -> Writer:
-    """Return the writer of an object of ``dataclasses`` that is compared by identity."""
     return lambda encoder, index, _: encoder.emit(index, NodeKind.NAME, payload=f"dataclasses:{name}")
 
 

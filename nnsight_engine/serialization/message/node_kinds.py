@@ -1,7 +1,6 @@
-"""The node kinds of a message, and the type of payload that each kind carries.
+"""The node kinds of a message (``docs/wire-format.md``), and the type of payload that each kind carries.
 
-The numbers are part of the format: append new kinds and never renumber. ``docs/wire-format.md`` lists the
-children of each kind.
+The numbers are part of the format: append new kinds and never renumber.
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ import enum
 
 
 class NodeKind(enum.IntEnum):
-    """The kind of a node."""
-
     NONE = 0
     TRUE = 1
     FALSE = 2

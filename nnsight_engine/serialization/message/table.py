@@ -1,7 +1,6 @@
 """The byte layout of a message: a table of nodes, their scalars, and the tensors as one safetensors file.
 
-The table is flat, so reading it needs no recursion. Every number in it is validated here before any object is
-built from it. ``encoder`` fills a ``NodeTable`` and ``decoder`` reads one.
+Every number in it is validated here before any object is built from it.
 """
 
 from __future__ import annotations
@@ -52,11 +51,8 @@ class NodeTable:
     """The nodes of one message.
 
     Attributes:
-        kinds: The kind of each node.
-        children: For each node, the nodes that it refers to.
         payloads: For each node its scalar, of the type given by ``PAYLOADS``; None for kinds without one.
         tensors: Contiguous tensors in host memory, by the name that nodes use for them.
-        root: The index of the root node.
         python: Minor version of the sender's Python 3; 0 if unknown.
     """
 
@@ -69,16 +65,7 @@ class NodeTable:
 
 
 def pack(table: NodeTable, limits: MessageLimits, *, compress: bool = False) -> list[Piece]:
-    """Return the table as pieces of a message; tensor pieces share the tensors' memory.
-
-    Args:
-        table: The table to write.
-        limits: Limits of the uncompressed message.
-        compress: Whether everything after the head is compressed.
-
-    Raises:
-        EncodeError: A string or the whole message exceeds the limits.
-    """
+    """Return pieces that share the tensors' memory; raise an ``EncodeError`` over the uncompressed limits."""
     parts: list[Piece] = [bytes(table.kinds)]
     arities = np.fromiter(map(len, table.children), "<u4", len(table.children))
     edges = np.fromiter(
@@ -129,11 +116,7 @@ class _Cursor:
 
 
 def unpack(data: bytes | bytearray | memoryview, limits: MessageLimits) -> NodeTable:
-    """Return the table from the bytes that ``pack`` wrote.
-
-    Raises:
-        DecodeError: The bytes are not a message, are malformed, or exceed the limits.
-    """
+    """Return the table; raise a ``DecodeError`` if the bytes are malformed or exceed the limits."""
     view = memoryview(data).cast("B")
     if len(view) > limits.max_bytes:
         raise DecodeError(f"the message has {len(view):,} bytes and may have {limits.max_bytes:,}")
@@ -161,7 +144,6 @@ def unpack(data: bytes | bytearray | memoryview, limits: MessageLimits) -> NodeT
 
 
 def _opened(view: memoryview, limits: MessageLimits) -> tuple[tuple[int, ...], memoryview]:
-    """Return the head's fields and the decompressed body, whose length was checked against the head."""
     if len(view) < _HEAD.size or bytes(view[:4]) != MAGIC:
         raise DecodeError(f"these {len(view):,} bytes are no message: one begins with {MAGIC!r}")
     _, version, flags, codec, python, *counts = _HEAD.unpack_from(view)

@@ -1,10 +1,7 @@
 """The tensors of a message as one safetensors file, with each byte copied only once on either side.
 
-safetensors' own functions copy two or three times, and saved tensors dominate the size of large messages. The
-layout is that of safetensors: the header's length (8 bytes), a JSON header, then the tensors' bytes one after
-another. A reader copies each tensor into memory of its own, so that keeping a small tensor does not keep the
-whole message alive. A tensor that takes at least half of the data shares the message's memory instead, if
-that is writable and aligned.
+safetensors' own functions copy two or three times. A reader copies each tensor, so that a small one does not
+keep the whole message alive; one of at least half of the data shares writable, aligned memory instead.
 """
 
 from __future__ import annotations
@@ -37,8 +34,6 @@ _BY_NAME: Final = {name: dtype for dtype, name in _NAMES.items()}
 
 
 class _SegmentHeader(msgspec.Struct):
-    """The header entry of one tensor."""
-
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
@@ -48,12 +43,7 @@ _HEADER: Final = msgspec.json.Decoder(dict[str, _SegmentHeader])
 
 
 def write_segments(tensors: Mapping[str, torch.Tensor], start: int = 0) -> list[bytes | memoryview]:
-    """Return contiguous host tensors as pieces of a safetensors file; the pieces share the tensors' memory.
-
-    Args:
-        tensors: The tensors.
-        start: Number of bytes before the file, used to align the first tensor in the message.
-    """
+    """Return pieces that share the tensors' memory; ``start`` bytes come before them, for alignment."""
     if not tensors:
         return []
     header, pieces, at = {}, list[bytes | memoryview](), 0
@@ -68,12 +58,7 @@ def write_segments(tensors: Mapping[str, torch.Tensor], start: int = 0) -> list[
 
 
 def read_segments(view: memoryview) -> dict[str, torch.Tensor]:
-    """Return the tensors of a safetensors file by name.
-
-    Raises:
-        DecodeError: The header is malformed, or the tensors do not cover the data exactly, without gaps or
-            overlaps.
-    """
+    """Return the tensors; raise a ``DecodeError`` unless they cover the data without gaps or overlaps."""
     if not view:
         return {}
     (length,) = _LENGTH.unpack_from(view) if len(view) >= _LENGTH.size else (len(view),)

@@ -1,8 +1,4 @@
-"""Conversion of tensors and arrays to message segments: contiguous, in host memory, one per tensor.
-
-A segment holds only the values. Shape, dtype, device and ``requires_grad`` are stored in the node, and are
-checked against the segment before a tensor is built from them.
-"""
+"""Conversion of tensors and arrays to message segments: contiguous values in host memory, one per tensor."""
 
 from __future__ import annotations
 
@@ -52,11 +48,7 @@ def segment_of(tensor: torch.Tensor) -> torch.Tensor | None:
 def tensor_of(
     segment: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
 ) -> torch.Tensor:
-    """Return a tensor with the segment's values, shape and dtype on ``device``.
-
-    Raises:
-        DecodeError: The segment's size does not match this shape and dtype.
-    """
+    """Return a tensor on ``device``; raise a ``DecodeError`` if the segment has another size."""
     _check_shape(shape)
     if segment is None:
         if device.type != "meta" and 0 not in shape:
@@ -77,7 +69,6 @@ def _check_shape(shape: tuple[int, ...]) -> None:
 
 
 def array_bytes(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
-    """Return an array's values as a segment of bytes; None if it is empty."""
     if not array.nbytes:
         return None
     raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -85,11 +76,7 @@ def array_bytes(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
 
 
 def array_of(segment: torch.Tensor | None, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Return an array with the segment's values.
-
-    Raises:
-        DecodeError: The dtype is not supported, or the segment's size does not match shape and dtype.
-    """
+    """Return an array; raise a ``DecodeError`` for an unknown dtype or a segment of another size."""
     if not _ARRAY_DTYPE.fullmatch(dtype):
         raise DecodeError(f"an array has the type {dtype!r}, which cannot travel")
     _check_shape(shape)

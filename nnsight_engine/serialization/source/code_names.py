@@ -17,12 +17,7 @@ _TYPE_PARAMETERS = "<generic parameters of "
 
 
 def global_names(code: CodeType, *, at_once: bool = False) -> list[str]:
-    """Return the global names that code uses, in order.
-
-    Args:
-        code: Code of a function or class body; nested code is included.
-        at_once: Leave out nested functions, which run later or never.
-    """
+    """Return the global names that code uses; ``at_once`` leaves out functions that run later or never."""
     found: dict[str, None] = {}
     for one in nested_codes(code, at_once=at_once):
         for instruction in dis.get_instructions(one):
@@ -41,7 +36,6 @@ def mentioned_in(code: CodeType) -> set[str]:
 
 
 def nested_codes(code: CodeType, *, at_once: bool = False) -> Iterator[CodeType]:
-    """Yield a code object and all that are nested in it; with ``at_once``, only those that run with it."""
     waiting = [code]
     while waiting:
         one = waiting.pop()
@@ -58,11 +52,7 @@ def _runs_at_once(name: str) -> bool:
 
 
 def nested_code(code: CodeType, name: str) -> CodeType:
-    """Return the code object called ``name`` that is nested in another, searching breadth-first.
-
-    Raises:
-        SyntaxError: There is none.
-    """
+    """Return the code object called ``name`` that is nested in another, or raise a ``SyntaxError``."""
     waiting = [code]
     while waiting:
         found = [constant for one in waiting for constant in one.co_consts if isinstance(constant, CodeType)]

@@ -1,9 +1,7 @@
 """Source fragments: the text of one function, class or ``with`` statement, and its position in its file.
 
 Python versions differ in byte code and syntax trees but not in the meaning of source, so text is what is
-sent. Both sides compile a fragment here, under its file's name and at its own lines and columns, so
-tracebacks, debuggers and ``inspect.getsource`` show the sender's file. The sender compiles too, to find the
-variables that the text uses and to compare the result with the loaded code.
+sent. Both sides compile it here, under its file's name and at its own lines and columns.
 """
 
 from __future__ import annotations
@@ -33,12 +31,8 @@ class SourceFragment:
     """The source of one definition.
 
     Attributes:
-        filename: The file that contains it, as its code objects name it.
         text: The lines, or for a lambda only the expression.
-        line: Line number of the text's beginning, from 1.
         column: Column of a lambda in its first line, in bytes; ``WHOLE_LINES`` for anything else.
-        name: The name it defines; ``<lambda>`` for a lambda.
-        qualname: The qualified name.
         class_name: The enclosing class, which determines how ``self.__x`` is mangled, or None.
         flags: Compiler flags of the file's ``from __future__`` features.
     """
@@ -53,21 +47,15 @@ class SourceFragment:
     flags: int
 
     def parts(self) -> tuple[Any, ...]:
-        """Return the fields in order, the form in which a fragment is sent."""
         return tuple([getattr(self, name) for name in self.__slots__])
 
     @property
     def num_characters(self) -> int:
-        """Total length of text and names in characters."""
         return sum(map(len, (self.text, self.filename, self.name, self.qualname, self.class_name or "")))
 
 
 def statement_at(text: str, line: int, filename: str) -> ast.stmt:
-    """Return the single statement in these whole lines, at its own lines and columns.
-
-    Raises:
-        SyntaxError: The lines hold no statement, or more than one.
-    """
+    """Return the single statement in these whole lines, or raise a ``SyntaxError``."""
     indented = text[:1] in {" ", "\t", "\f"}
     try:
         tree = parse("if 1:\n" + text if indented else text, filename)
@@ -88,16 +76,7 @@ def statement_at(text: str, line: int, filename: str) -> ast.stmt:
 def compile_function(
     fragment: SourceFragment, variables: Sequence[str], check: Check | None = None
 ) -> CodeType:
-    """Return the code of a function or lambda whose free variables are among ``variables``.
-
-    Args:
-        fragment: Its source.
-        variables: The variables of the enclosing functions.
-        check: Reads its tree before it is compiled.
-
-    Raises:
-        SyntaxError: The text does not define a function or lambda.
-    """
+    """Return the code of a function or lambda whose free variables are among ``variables``."""
     node = definition_of(fragment)
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
         raise SyntaxError(f"a function is wanted, not {type(node).__name__}")  # noqa: TRY004 - the text is wrong, not an argument
@@ -112,16 +91,7 @@ def compile_function(
 
 
 def compile_class(fragment: SourceFragment, variables: Sequence[str], check: Check | None = None) -> CodeType:
-    """Return the code of a function that defines a class and returns it.
-
-    Args:
-        fragment: Its source.
-        variables: The variables of the enclosing functions.
-        check: Reads its tree before it is compiled.
-
-    Raises:
-        SyntaxError: The text does not define a class.
-    """
+    """Return the code of a function that defines a class and returns it."""
     node = statement_at(fragment.text, fragment.line, fragment.filename)
     if not isinstance(node, ast.ClassDef):
         raise SyntaxError(f"a class is wanted, not {type(node).__name__}")  # noqa: TRY004 - the text is wrong, not an argument
@@ -137,28 +107,20 @@ def compile_class(fragment: SourceFragment, variables: Sequence[str], check: Che
 
 
 def tree_of(fragment: SourceFragment) -> ast.Module:
-    """Return the syntax tree of a definition."""
     node = definition_of(fragment)
     body: ast.stmt = ast.Expr(value=node) if isinstance(node, ast.Lambda) else node
     return ast.Module(body=[ast.copy_location(body, node)], type_ignores=[])
 
 
 def definition_of(fragment: SourceFragment) -> ast.stmt | ast.Lambda:
-    """Return the definition in a fragment, at its own lines and columns.
-
-    Raises:
-        SyntaxError: The text is not a single statement, or not a lambda where one is expected.
-    """
+    """Return the definition in a fragment, at its own lines and columns, or raise a ``SyntaxError``."""
     if fragment.column != WHOLE_LINES:
         return _lambda_at(fragment)
     return statement_at(fragment.text, fragment.line, fragment.filename)
 
 
 def named_bases(fragment: SourceFragment) -> dict[str, int]:
-    """Return the bases that a class statement gives as plain names, with their index among the bases.
-
-    The result is empty if a base is starred, since the indices are then unknown.
-    """
+    """Return the bases given as plain names, with their index; none if a base is starred."""
     node = statement_at(fragment.text, fragment.line, fragment.filename)
     bases = node.bases if isinstance(node, ast.ClassDef) else []
     if any(isinstance(base, ast.Starred) for base in bases):
@@ -173,7 +135,6 @@ def first_line(node: ast.stmt | ast.expr) -> int:
 
 
 def _move(error: SyntaxError, num_lines: int) -> None:
-    """Shift the line numbers of a syntax error from the text's to the file's."""
     if error.lineno is not None:
         error.lineno += num_lines
     if error.end_lineno is not None:
@@ -181,7 +142,6 @@ def _move(error: SyntaxError, num_lines: int) -> None:
 
 
 def type_parameters(fragment: SourceFragment) -> frozenset[str]:
-    """Return the names of a generic class's type parameters, which are not variables around it."""
     node = statement_at(fragment.text, fragment.line, fragment.filename)
     return frozenset(one.name for one in getattr(node, "type_params", ()))
 
@@ -210,11 +170,6 @@ def _prepare(
     fragment: SourceFragment,
     check: Check | None,
 ) -> None:
-    """Modify a definition in place into the form that is compiled.
-
-    Raises:
-        SyntaxError: The text defines a name other than the fragment's.
-    """
     name = "<lambda>" if isinstance(node, ast.Lambda) else node.name
     if name != fragment.name:
         raise SyntaxError(f"the text defines {name}, not {fragment.name}")
@@ -245,7 +200,6 @@ def _leave_values_out(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
 
 
 def _compiled(body: list[ast.stmt], fragment: SourceFragment, variables: Sequence[str]) -> CodeType:
-    """Return the code of a wrapper function around the statements, which owns the variables."""
     owner = ast.FunctionDef(name=_OWNER, args=_arguments(variables), body=body, decorator_list=[])
     top: ast.stmt = owner
     if fragment.class_name is not None:
@@ -267,10 +221,9 @@ def _arguments(names: Sequence[str]) -> ast.arguments:
 
 
 def _only(code: CodeType, name: str) -> CodeType:
-    """Return the only code object directly inside another, which must have this name.
+    """Return the only code object directly inside another.
 
-    Code nested deeper is not searched. The code of comprehensions and class bodies must not be returned: it
-    relies on arguments and a namespace that a function call does not supply.
+    Deeper ones, of comprehensions and class bodies, rely on arguments that a function call does not supply.
     """
     found = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     if len(found) != 1 or found[0].co_name != name:
@@ -279,7 +232,6 @@ def _only(code: CodeType, name: str) -> CodeType:
 
 
 def _renamed(code: CodeType, before: str, after: str) -> CodeType:
-    """Return the code, and nested code, with qualified names as if the text had no wrappers around it."""
     constants = tuple(
         _renamed(constant, before, after)
         if isinstance(constant, CodeType)

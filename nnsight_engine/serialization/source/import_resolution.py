@@ -1,10 +1,4 @@
-"""Decision whether a function, class or module can be sent by name.
-
-Names can be sent for the standard library and installed distributions, which the other side is assumed to
-have; they are recognised by their location in the interpreter's own folders. A script, a notebook and a
-package under development are the user's own and are sent as source. ``register_by_value`` treats an installed
-module in the same way.
-"""
+"""Decision whether a function, class or module can be sent by name: if installed, not the user's own."""
 
 from __future__ import annotations
 
@@ -43,7 +37,6 @@ def unregister_by_value(module: ModuleType | str) -> None:
 
 
 def is_importable(module: str) -> bool:
-    """Return whether the other side can be expected to have a module."""
     top = module.partition(".")[0]
     if top == "__main__" or any(module == name or module.startswith(f"{name}.") for name in _by_value):
         return False
@@ -76,7 +69,6 @@ def name_of(value: Any) -> tuple[str, str] | None:
 
 
 def lookup(module: str, name: str) -> Any:
-    """Return the object with a qualified name in a loaded module, or None."""
     found = sys.modules.get(module)
     try:
         return operator.attrgetter(name)(found)

@@ -1,9 +1,7 @@
 """Lookup of the source text of a function or class that is loaded in this process.
 
-A code object knows its file, its first line and the positions of its instructions, which distinguish even
-several lambdas on one line. A class knows less: it is located by its methods' code, or else in its module's
-file and in notebook cells. A function's text is compiled and compared with the loaded code, so that the text
-of a file that was edited since it was loaded is not sent. Of a class's text, the declared names are compared.
+A function's text is compiled and compared with the loaded code, so that the text of a file that was edited
+since is not sent. Of a class's text, the declared names are compared.
 """
 
 from __future__ import annotations
@@ -44,15 +42,11 @@ _ALLOWS_AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
 class NoSourceError(Exception):
-    """No source text is available for a function or class; the message gives the reason."""
+    pass
 
 
 def fragment_of_function(code: CodeType, globals_: dict[str, Any]) -> SourceFragment:
-    """Return the source of the function that ``code`` belongs to.
-
-    Raises:
-        NoSourceError: The source is not available, or has changed.
-    """
+    """Return the source of a function; raise ``NoSourceError`` if it is not available or has changed."""
     try:
         source = SITES.reader.read(
             code, globals_, lambda text: _fragment_in(text, code, globals_) is not None
@@ -66,7 +60,6 @@ def fragment_of_function(code: CodeType, globals_: dict[str, Any]) -> SourceFrag
 
 
 def _fragment_in(source: SourceText, code: CodeType, globals_: dict[str, Any]) -> SourceFragment | None:
-    """Return the function's fragment of its file's text; None if the text is not that of the loaded code."""
     if code.co_name == "<lambda>":
         near = [one for one in _beginning_at(source, code) if isinstance(one[0], ast.Lambda)]
         # Python 3.12 records no position for returned constants.
@@ -81,11 +74,7 @@ def _fragment_in(source: SourceText, code: CodeType, globals_: dict[str, Any]) -
 
 
 def fragment_of_class(kind: type) -> tuple[SourceFragment, CodeType, dict[str, Any]]:
-    """Return the source of a class, the code of its body, and the globals in which it was defined.
-
-    Raises:
-        NoSourceError: The source is not available.
-    """
+    """Return the source of a class, the code of its body, and the globals in which it was defined."""
     for source, globals_ in _sources_of(kind):
         every = itertools.chain.from_iterable(_by_first_line(source.tree).values())
         nodes = [
@@ -133,7 +122,6 @@ def _by_first_line(tree: ast.Module) -> Mapping[int, Sequence[_Found]]:
 
 
 def _definitions(tree: ast.Module) -> Iterator[_Found]:
-    """Yield every definition with its enclosing class and its qualified name."""
     waiting: list[tuple[ast.AST, str | None, str]] = [(tree, None, "")]
     while waiting:
         node, class_name, prefix = waiting.pop()
@@ -152,7 +140,6 @@ def _is_def_of(node: _Definition, code: CodeType) -> bool:
 
 
 def _is_body_of(node: _Definition, code: CodeType) -> bool:
-    """Return whether the position of one of the code's instructions spans the whole lambda body."""
     body = node.body
     if not isinstance(body, ast.expr):
         return False
@@ -165,11 +152,7 @@ def _size(node: _Definition) -> tuple[int, int]:
 
 
 def _defines(fragment: SourceFragment, code: CodeType, *, exactly: bool) -> bool:
-    """Return whether the text compiles to this code.
-
-    A tool may have rewritten the loaded code, so only signature and free variables are compared unless
-    ``exactly`` is set.
-    """
+    """Return whether the text compiles to this code, which a tool may have rewritten unless ``exactly``."""
     try:
         made = compile_function(fragment, code.co_freevars)
     except SyntaxError:
@@ -184,7 +167,6 @@ def _defines(fragment: SourceFragment, code: CodeType, *, exactly: bool) -> bool
 
 
 def _parts(code: CodeType) -> tuple[Any, ...]:
-    """Return the parts of a code object that are equal for equal text, independent of its position."""
     constants = [
         _parts(one) if isinstance(one, CodeType) else (type(one), repr(one)) for one in code.co_consts
     ]
@@ -207,7 +189,6 @@ def _fragment(
 
 
 def _sources_of(kind: type) -> Iterator[tuple[SourceText, dict[str, Any]]]:
-    """Yield the texts that may contain a class, the most likely first."""
     for function in functions_of(kind):
         code = function.__code__
         # The attributes of an enum include methods of its bases.
@@ -238,7 +219,6 @@ def _sources_of(kind: type) -> Iterator[tuple[SourceText, dict[str, Any]]]:
 
 
 def _chosen(nodes: list[ast.ClassDef], kind: type, filename: str) -> ast.ClassDef:
-    """Return the last definition that contains one of the class's methods; the last of all if none does."""
     codes = [function.__code__ for function in functions_of(kind)]
     lines = {code.co_firstlineno for code in codes if code.co_filename == filename}
     holding = [node for node in nodes if any(node.lineno <= line <= (node.end_lineno or 0) for line in lines)]
@@ -246,11 +226,7 @@ def _chosen(nodes: list[ast.ClassDef], kind: type, filename: str) -> ast.ClassDe
 
 
 def _declares(node: ast.ClassDef, kind: type) -> bool:
-    """Return whether a definition declares the variables of a class, as far as the loaded class shows them.
-
-    A decorator, a metaclass or a statement such as ``if`` or ``del`` may declare others, so classes with one
-    are not compared. The values of variables are not compared either: they are sent as they are now.
-    """
+    """Return whether a definition declares a class's variables; True if decorators or ``if`` may add some."""
     if type(kind) not in {type, abc.ABCMeta} or not all(isinstance(one, _DECLARING) for one in node.body):
         return True
     annotated = {

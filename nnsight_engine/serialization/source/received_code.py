@@ -1,8 +1,7 @@
-"""Compilation of received source fragments, preserving their origin, and the cache of the results.
+"""Compilation of received source fragments, and the cache of the results.
 
-Used by the makers of code and blocks. Code is compiled with a ``SentFile`` as its file name: the lines shown
-in errors, and nested blocks found at run time, are those of the fragment itself, even if a file on this
-machine or of another sender has the same name.
+Code is compiled with a ``SentFile`` as its file name: lines in errors and nested blocks are those of the
+fragment itself, even if a file here or of another sender has the same name.
 """
 
 from __future__ import annotations
@@ -29,27 +28,19 @@ _MAX_CHARACTERS = 2**18
 class CodeCache(Generic[Value]):
     """An LRU cache of compiled code, keyed by all inputs of the compilation.
 
-    The entries are chosen by the senders and outlive their requests, so both the number of entries and their
-    total size are bounded. Sizes are in characters of everything that was sent: names count as well as text.
+    Senders choose the entries, which outlive their requests: their number and size in characters are bounded.
     """
 
     def __init__(
         self, max_entries: int, *, longest: int = _LONGEST, max_characters: int = _MAX_CHARACTERS
     ) -> None:
-        """Create an empty cache.
-
-        Args:
-            max_entries: Maximum number of entries.
-            longest: Maximum size of one entry in characters; longer code is not cached.
-            max_characters: Maximum total size in characters.
-        """
+        """Create an empty cache; an entry of more than ``longest`` characters is not cached."""
         self._max_entries, self._max_characters, self._longest = max_entries, max_characters, longest
         self._entries: collections.OrderedDict[Hashable, tuple[int, Value]] = collections.OrderedDict()
         self._num_characters = 0
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, num_characters: int, make: Callable[[], Value]) -> Value:
-        """Return the value for ``key``, which has this size; call ``make`` if it is not cached."""
         if num_characters > self._longest:
             return make()
         with self._lock:
@@ -74,12 +65,7 @@ _CACHE: Final[CodeCache[CodeType]] = CodeCache(512)
 def compile_received(
     compiler: Compiler, fragment: SourceFragment, variables: tuple[str, ...], check: Check | None
 ) -> CodeType:
-    """Compile a fragment with a function of ``fragments``, or return the cached code.
-
-    Raises:
-        SyntaxError: The fragment is not valid Python, or defines something else.
-        DecodeError: The check refuses it.
-    """
+    """Compile a fragment with a function of ``fragments``, or return the cached code."""
     code = _CACHE.get(
         (compiler, fragment, variables, check),
         fragment.num_characters + sum(map(len, variables)),
@@ -90,7 +76,6 @@ def compile_received(
 
 
 def show(fragment: SourceFragment) -> None:
-    """Register a fragment in ``linecache``."""
     SOURCE_CACHE.put(fragment.filename, fragment.line, fragment.text)
 
 

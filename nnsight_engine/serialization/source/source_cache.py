@@ -1,10 +1,7 @@
-"""Registration of received source in ``linecache``, where Python's own tools look for it.
+"""Registration of received source in ``linecache``, where tracebacks, debuggers and ``inspect`` look for it.
 
-Tracebacks, debuggers and ``inspect`` read a file's lines through ``linecache``. Fragments of files that do
-not exist on this machine are registered there under their file names, at their line numbers, with empty lines
-in between. Existing files and entries created by other code are left alone; our oldest entries are evicted.
-The entries are only an aid for people: several senders may use the same file name, so nothing that is sent
-back to a sender is read from here.
+Existing files and entries created by other code are left alone. Several senders may use the same file name,
+so nothing that is sent back to a sender is read from here.
 """
 
 from __future__ import annotations
@@ -23,8 +20,6 @@ _OF_A_LINE = 128
 
 
 class SourceCache:
-    """Fragments of files by name, bounded in files and characters."""
-
     def __init__(self, *, max_files: int = _MAX_FILES, max_characters: int = _MAX_CHARACTERS) -> None:
         self._max_files, self._max_characters = max_files, max_characters
         self._files: collections.OrderedDict[str, _Pieces] = collections.OrderedDict()
@@ -32,14 +27,7 @@ class SourceCache:
         self._lock = threading.Lock()
 
     def put(self, filename: str, line: int, text: str, *, is_quoted: bool = False) -> None:
-        """Register ``text`` at ``line`` of a file that does not exist on this machine.
-
-        Args:
-            filename: The file's name.
-            line: The line number of the text.
-            text: The text.
-            is_quoted: Whether it is only quoted in an error. A quote never mixes with code of the same file.
-        """
+        """Register a text of a file that does not exist here; one quoted in errors never mixes with code."""
         with self._lock:
             entry = linecache.cache.get(filename)
             shown: object = entry[2] if entry is not None and len(entry) > 2 else None
@@ -82,7 +70,6 @@ class _Pieces(Lines):
         self._last = 0
 
     def place(self, line: int, text: str) -> int:
-        """Store a text at its line, and return the change in the number of characters."""
         before = self.num_characters
         new = [f"{one}\n" for one in text.removesuffix("\n").split("\n")]
         for number, one in enumerate(new, start=line):

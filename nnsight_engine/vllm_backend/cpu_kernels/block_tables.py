@@ -1,7 +1,4 @@
-"""Kernels that write staged rows, look up blocks of the KV cache, and zero them.
-
-Kernels get block tables of several cache groups as addresses; here these are lists, see ``install``.
-"""
+"""Kernels for the KV cache's blocks; tables of several groups are lists here, addresses on a GPU."""
 
 from __future__ import annotations
 
@@ -74,7 +71,7 @@ def compute_slot_mappings(
     slot_mappings: torch.Tensor,
     pad_id: int,
 ) -> None:
-    """Return the cache slot of each token, for each group; padding where a token has none."""
+    """Write the cache slot of each token, for each group; padding where a token has none."""
     requests = torch.repeat_interleave(idx_mapping, lengths_of(query_start_loc, len(idx_mapping)))
     num_tokens = len(requests)
     is_real = requests >= 0

@@ -1,7 +1,4 @@
-"""Kernels that propose drafts: n-grams found in the text, and the inputs of draft models.
-
-``num_rejected`` is the number of a request's drafts that this step refused. Drafts are written by batch row.
-"""
+"""Kernels that propose drafts; ``num_rejected`` counts the drafts that this step refused, by batch row."""
 
 from __future__ import annotations
 
@@ -112,10 +109,9 @@ def prepare_dependent_prefill(
     seq_lens: torch.Tensor,
     max_num_reqs: int,
 ) -> None:
-    """Write the inputs of a draft model that reads the target's states.
+    """Write the inputs of a draft model that reads the target's states: at each position, the next token.
 
-    At each token's position it gets the next token. After the last accepted token, that is the sampled one,
-    or within a prompt the next of the prompt.
+    After the last accepted token, that is the sampled one, or within a prompt the next of the prompt.
     """
     num_reqs = len(idx_mapping)
     starts = query_start_loc[:num_reqs]
@@ -179,7 +175,6 @@ def update_draft_inputs(
     num_speculative_steps: int,
     advance_draft_positions: bool,
 ) -> None:
-    """Store the drafts of a step, and write the inputs of the next one, if there is one."""
     own, step = slice(grid[0]), int(current_draft_step)
     output_draft_tokens[own, step] = draft_tokens[own].to(output_draft_tokens.dtype)
     if step >= num_speculative_steps - 1:
@@ -204,7 +199,6 @@ def _pad(
     max_num_reqs: int,
     num_tokens: int,
 ) -> None:
-    """Write the rows of requests that there could be: no tokens, after those of the others."""
     last_indices[num_reqs:max_num_reqs] = 0
     starts[num_reqs : max_num_reqs + 1] = num_tokens
     lengths[num_reqs:max_num_reqs] = 0

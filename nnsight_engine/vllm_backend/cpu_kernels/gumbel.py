@@ -1,7 +1,4 @@
-"""Kernels that sample: Gumbel noise from murmur3 of a request's seed, a position and a token.
-
-A token's noise depends on these alone, so a request samples the same in any batch, as on a GPU.
-"""
+"""Kernels that sample, by noise from seed, position and token alone: the same in any batch, and on a GPU."""
 
 from __future__ import annotations
 
@@ -94,7 +91,6 @@ def noised_argmax(
 def apply_temperature(
     *, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, temperature: torch.Tensor
 ) -> None:
-    """Divide logits in place; a temperature of zero leaves them."""
     own = temperature[expanded_idx_mapping]
     if ((own != 0) & (own != 1)).any():
         logits.copy_(logits.float() / torch.where(own == 0, 1, own)[:, None])
@@ -137,7 +133,6 @@ def gumbel_sample(
 
 
 def _signed(number: int) -> int:
-    """Return 32 bits as the int32 that they are."""
     return number - (1 << 32) if number >> 31 else number
 
 
@@ -154,7 +149,6 @@ def _mixed(value: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 def _prefix(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return the hash so far, of both halves of each seed and of the position; 32 bits in an int64."""
     seeds = seeds.long()
     value = _mixed(torch.zeros_like(seeds), seeds & _MASK)
     return _mixed(_mixed(value, seeds >> 32 & _MASK), positions.long() & _MASK)

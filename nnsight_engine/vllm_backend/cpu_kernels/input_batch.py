@@ -1,8 +1,4 @@
-"""Kernels that prepare a step's inputs and enter what it sampled.
-
-``idx_mapping`` has the state index of each request of the batch. Rows of tokens and of logits are ragged:
-``query_start_loc`` and ``cu_num_logits`` say where each request's rows start.
-"""
+"""Kernels that prepare a step's inputs and enter what it sampled; ``idx_mapping`` has state indices."""
 
 from __future__ import annotations
 
@@ -22,7 +18,6 @@ def prepare_prefill_inputs(
     prefill_lens: torch.Tensor,
     num_computed_tokens: torch.Tensor,
 ) -> None:
-    """Write the prompt tokens of this step, and those that follow it, ``[lookahead, requests]``."""
     is_prefill = num_computed_tokens[idx_mapping] < prefill_lens[idx_mapping]
     if not is_prefill.any():
         return
@@ -47,7 +42,6 @@ def prepare_pos_seq_lens(
     num_computed_tokens: torch.Tensor,
     max_num_reqs: int,
 ) -> None:
-    """Write each token's position and each request's length; lengths of padding become zero."""
     num_reqs = len(idx_mapping)
     lengths, num_computed = lengths_of(query_start_loc, num_reqs), num_computed_tokens[idx_mapping]
     seq_lens[:num_reqs] = num_computed + lengths
@@ -69,10 +63,7 @@ def combine_sampled_and_draft_tokens(
     logits_indices: torch.Tensor,
     num_new_sampled_tokens: int = 1,
 ) -> None:
-    """Write the last sampled token and the drafts of each request, and the token of each logits row.
-
-    Slots at the end of a prompt keep their tokens.
-    """
+    """Write sampled and draft tokens, and the token of each logits row; prompts keep their own."""
     num_reqs = len(idx_mapping)
     num_logits, ends = lengths_of(cu_num_logits, num_reqs), query_start_loc[1 : num_reqs + 1]
     first = ends - num_logits
@@ -144,7 +135,6 @@ def post_update(
 def post_update_num_computed_tokens(
     *, idx_mapping: torch.Tensor, num_computed_tokens: torch.Tensor, query_start_loc: torch.Tensor
 ) -> None:
-    """Add the tokens of this step."""
     num_computed_tokens[idx_mapping] += lengths_of(query_start_loc, len(idx_mapping))
 
 
@@ -155,7 +145,6 @@ def expand_idx_mapping(
     expanded_local_pos: torch.Tensor,
     cu_num_logits: torch.Tensor,
 ) -> None:
-    """Write the request of each logits row, and the row's place in that request."""
     rows, places = rows_and_places(lengths_of(cu_num_logits, len(idx_mapping)))
     expanded_idx_mapping[: len(rows)] = idx_mapping[rows]
     expanded_local_pos[: len(rows)] = places

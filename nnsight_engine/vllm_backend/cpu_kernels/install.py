@@ -1,7 +1,7 @@
 """Puts the functions for CPUs in the place of vLLM's kernels, in one process.
 
 A platform plugin calls ``allow_v2`` for each configuration, and ``install`` in each worker's process before
-workers exist, in ``Platform.register_triton_kernel_overrides``.
+workers exist.
 """
 
 from __future__ import annotations
@@ -97,11 +97,7 @@ def allow_v2() -> None:
 
 
 def install() -> None:
-    """Put the functions in place in this process; idempotent.
-
-    Raises:
-        ValueError: A kernel has other parameters than in the version of vLLM that the functions are for.
-    """
+    """Put the functions in place; idempotent. Raises ValueError for a kernel with unknown parameters."""
     allow_v2()
     importlib.import_module(_WORKER + "cpu.shm")  # changes what the modules of kernels import
     for name, function in FUNCTIONS.items():
@@ -114,11 +110,9 @@ def install() -> None:
 
 
 def module_of(name: str) -> tuple[Any, str]:
-    """Return the module of a kernel, and the kernel's name there."""
     module, _, attribute = name.partition(":")
     return importlib.import_module(_WORKER + module), attribute
 
 
 def _as_list(_block_tables: object, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors to give to kernels, where GPUs get their addresses."""
     return list(tensors)

@@ -1,5 +1,3 @@
-"""A torch function in the place of a Triton kernel."""
-
 from __future__ import annotations
 
 import functools
@@ -16,16 +14,7 @@ _POINTER: Final = "_ptr"
 
 
 class CpuKernel:
-    """Replaces a kernel by a function of some of its arguments.
-
-    Args:
-        name: The kernel, for messages.
-        kernel: A plain function without Triton, else Triton's object, whose ``fn`` is that function.
-        function: Takes arguments by keyword, and the launch grid if it has a parameter ``grid``.
-
-    Raises:
-        ValueError: The function has a parameter that the kernel does not have.
-    """
+    """Replaces a kernel by a function of some of its arguments, by name; raise ValueError for others."""
 
     def __init__(self, name: str, kernel: Callable[..., Any], function: Callable[..., None]) -> None:
         parameters = inspect.signature(getattr(kernel, "fn", kernel)).parameters
@@ -42,7 +31,6 @@ class CpuKernel:
             )
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """Return the function that a launch on a grid calls."""
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *positional: object, **named: object) -> None:

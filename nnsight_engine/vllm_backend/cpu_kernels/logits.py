@@ -1,9 +1,4 @@
-"""Kernels that change logits: by a request's text so far, its lists of tokens, and its grammar.
-
-Logits rows of one request follow each other, and each is judged with the drafts before it:
-``expanded_local_pos`` is a row's place in its request. Its rows have tokens too: first the last sampled one,
-then the drafts.
-"""
+"""Kernels that change logits; a row is judged with the drafts before it, ``expanded_local_pos`` of them."""
 
 from __future__ import annotations
 
@@ -42,7 +37,6 @@ def apply_penalties(
     output_bin_counts: torch.Tensor,
     vocab_size: int,
 ) -> None:
-    """Lower the logits of tokens in the prompt and the text, drafts included."""
     repetition, frequency, presence = (
         penalty[expanded_idx_mapping] for penalty in (repetition_penalty, frequency_penalty, presence_penalty)
     )
@@ -72,7 +66,6 @@ def bincount(
     prompt_bin_mask: torch.Tensor,
     output_bin_counts: torch.Tensor,
 ) -> None:
-    """Mark the tokens of new requests' prompts, and count those of their text so far, in tables of zeros."""
     requests = expanded_idx_mapping
     rows, places = rows_and_places(prefill_len[requests])
     tokens = all_token_ids[requests[rows], places].long()
@@ -125,7 +118,6 @@ def replay_trace(
     total_len: torch.Tensor,
     prompt_len: torch.Tensor,
 ) -> None:
-    """Replace the sampled token by the given one, for requests that have given one for this step."""
     step = total_len[idx_mapping] - prompt_len[idx_mapping]
     own = (idx_mapping >= 0) & (step >= 0) & (step < trace_len[idx_mapping])
     sampled[own] = trace_token_ids[idx_mapping[own], step[own]].to(sampled.dtype)
@@ -160,7 +152,6 @@ def end_thinking(
 
 
 def _last_place(text: torch.Tensor, marker: torch.Tensor) -> int:
-    """Return where a marker begins in a text for the last time; -1 if it is not there."""
     if len(text) < len(marker):
         return -1
     places = (text.unfold(0, len(marker), 1) == marker).all(-1).nonzero()
@@ -183,10 +174,7 @@ def apply_logit_bias(
     stop_token_ids: torch.Tensor,
     check_all_masked_rows: bool,
 ) -> None:
-    """Exclude all but the allowed tokens, add biases, then exclude stop tokens before the shortest length.
-
-    A request may ask for its stop tokens back where nothing else is left.
-    """
+    """Apply allowed tokens, then biases, then the ban on stop tokens, unless nothing else is left."""
     requests = expanded_idx_mapping
     num_allowed = num_allowed_token_ids[requests]
     rows, places = rows_and_places(num_allowed)
@@ -219,10 +207,7 @@ def apply_grammar_bitmask(
     vocab_size: int,
     mask_stride: int,
 ) -> None:
-    """Exclude the tokens whose bit is not set.
-
-    A mask's index is its request times ``mask_stride`` plus a place, which may be past the request's rows.
-    """
+    """Exclude tokens without a bit; a mask may be for a place past the request's rows."""
     requests, places = logits_indices // mask_stride, logits_indices % mask_stride
     starts = cu_num_logits[requests]
     has_row = places < cu_num_logits[requests + 1] - starts

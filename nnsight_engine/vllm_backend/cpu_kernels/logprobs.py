@@ -1,5 +1,3 @@
-"""Kernels that report of logits: log probabilities, ranks, NaN, and the tokens that could be sampled."""
-
 from __future__ import annotations
 
 from typing import Final
@@ -13,7 +11,6 @@ _BYTE_BITS: Final = 8
 
 
 def topk_log_softmax(*, output: torch.Tensor, logits: torch.Tensor, topk_ids: torch.Tensor) -> None:
-    """Write the log probability of each given token, ``[rows, tokens]``."""
     logits = logits.float()
     largest = logits.amax(-1, keepdim=True)
     log_sums = (logits - largest).exp_().sum(-1, keepdim=True).log_()
@@ -56,7 +53,6 @@ def prompt_logprobs_token_ids(
     num_computed_tokens: torch.Tensor,
     all_token_ids: torch.Tensor,
 ) -> None:
-    """Write the token that follows each one of this step."""
     rows, places = rows_and_places(lengths_of(query_start_loc, len(idx_mapping)))
     requests = idx_mapping[rows]
     positions = (num_computed_tokens[requests] + 1 + places).clamp(max=all_token_ids.shape[1] - 1)
@@ -64,7 +60,6 @@ def prompt_logprobs_token_ids(
 
 
 def num_nans(*, logits: torch.Tensor, num_nans: torch.Tensor) -> None:
-    """Count the NaN of each row."""
     num_nans.copy_(logits.isnan().sum(-1))
 
 

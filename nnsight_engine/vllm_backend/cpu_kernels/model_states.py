@@ -1,7 +1,6 @@
 """Kernels of what some requests keep: rotary positions in several dimensions, prompt embeddings, states.
 
-Where prefixes are cached, a recurrent layer's state is in the block of the request's last token. Before a
-step it is copied to the block that the step ends in, and after a step with drafts, to the last full block.
+Where prefixes are cached, a recurrent layer's state is in the block of the request's last token.
 """
 
 from __future__ import annotations
@@ -76,7 +75,6 @@ def scatter_num_accepted(
 
 
 def fill_num_accepted(*, idx_mapping: torch.Tensor, num_accepted: torch.Tensor, num_sampled: int) -> None:
-    """Store one number for all requests; negative indices are left out."""
     num_accepted[idx_mapping[idx_mapping >= 0]] = num_sampled
 
 

@@ -1,5 +1,3 @@
-"""Ragged rows, packed bits and addresses, which kernels handle element by element."""
-
 from __future__ import annotations
 
 import ctypes
@@ -16,7 +14,6 @@ def lengths_of(starts: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def rows_and_places(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row of each element of ragged rows, and its place in that row."""
     lengths = lengths.long()
     rows = torch.repeat_interleave(lengths)
     return rows, torch.arange(len(rows)) - (lengths.cumsum(0) - lengths)[rows]

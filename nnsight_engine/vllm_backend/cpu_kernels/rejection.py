@@ -1,9 +1,8 @@
 """Kernels that judge drafts: accept the first ones, and sample the token after them.
 
-A draft is accepted with the ratio of its probabilities, target to draft; the first refused one is replaced by
-a token of what the target has more than the draft (Leviathan et al., 2023, https://arxiv.org/abs/2211.17192).
-Where the temperature is zero, only the target's best token is accepted. Without its logits, a draft has
-probability one. Logits of the target are divided by temperature already, those of drafts are not.
+See Leviathan et al., 2023, https://arxiv.org/abs/2211.17192. Where the temperature is zero, only the target's
+best token is accepted. Without its logits, a draft has probability one. Logits of the target are divided by
+temperature already, those of drafts are not.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ def flatten_sampled(
     num_sampled: torch.Tensor,
     cu_num_logits: torch.Tensor,
 ) -> None:
-    """Write the sampled tokens of each request to its logits rows."""
     rows, places = rows_and_places(num_sampled)
     flat_sampled[cu_num_logits[rows] + places] = sampled[rows, places]
 
@@ -120,10 +118,7 @@ def resample(
     pos: torch.Tensor,
     vocab_size: int,
 ) -> None:
-    """Sample the token after the accepted drafts.
-
-    Where a draft was refused, it is sampled from what the target has more than the draft.
-    """
+    """Sample the next token; after a refusal, from what the target has more than the draft."""
     num_reqs = len(rejected_step)
     at = cu_num_logits[:num_reqs].long() + rejected_step
     requests = expanded_idx_mapping[at]

@@ -1,8 +1,4 @@
-"""Checks of a LoRA adapter, before the first request that uses it.
-
-vLLM reads a few fields of its configuration and ignores the others, leaves out tensors of modules that it
-does not adapt, and copies matrices of other sizes into a part of its own. Each of these is an error here.
-"""
+"""Checks of a LoRA adapter; vLLM ignores most of its configuration, unknown tensors, and wrong shapes."""
 
 from __future__ import annotations
 
@@ -39,8 +35,6 @@ _Pattern = Annotated[str, StringConstraints(min_length=1)]
 
 
 class _Config(BaseModel):
-    """The fields of an adapter's configuration that change what it computes."""
-
     model_config = ConfigDict(strict=True, extra="allow")
 
     peft_type: Literal["LORA"] = "LORA"
@@ -54,11 +48,11 @@ class _Config(BaseModel):
 
 
 def check_config(folder: str) -> None:
-    """Check the configuration of an adapter.
+    """Check the configuration.
 
     Raises:
         OSError: It cannot be read.
-        ValueError: A field is wrong, or would have no effect; the message names it.
+        ValueError: A field is wrong, or would have no effect.
     """
     try:
         config = json.loads(Path(folder, CONFIG_FILE).read_bytes())
@@ -78,17 +72,11 @@ def check_config(folder: str) -> None:
 
 
 class CheckedLoRAModel(LoRAModel):
-    """An adapter each of whose tensors is one of a module's."""
-
     @classmethod
     def from_lora_tensors(
         cls, lora_model_id: int, tensors: dict[str, torch.Tensor], peft_helper: PEFTHelper, **kwargs: Any
     ) -> CheckedLoRAModel:
-        """Make the adapter as vLLM does.
-
-        Raises:
-            ValueError: A tensor takes the place of another, or has no numbers with a fraction.
-        """
+        """Make the adapter; raise ValueError if a tensor takes another's place, or is of integers."""
         found: dict[tuple[str, ...], str] = {}
         for name, tensor in tensors.items():
             if not tensor.is_floating_point():
@@ -104,7 +92,7 @@ class CheckedLoRAModel(LoRAModel):
 
 
 def check_weights(adapter: LoRAModel, manager: LoRAModelManager) -> None:
-    """Check the tensors of an adapter that has been read, and not yet been added to the manager.
+    """Check the tensors of an adapter before it is added to the manager.
 
     Raises:
         ValueError: A module has no place in the model, or lacks a matrix; a matrix has another shape than the
@@ -129,7 +117,6 @@ def check_weights(adapter: LoRAModel, manager: LoRAModelManager) -> None:
 
 
 def _places(manager: LoRAModelManager) -> dict[str, tuple[int, int | None]]:
-    """Return the widths of input and output of each module that adapters may change, by its name in them."""
     places: dict[str, tuple[int, int | None]] = {}
     for name, wrapper in manager.modules.items():
         layer: Any = wrapper.base_layer
@@ -145,7 +132,6 @@ def _places(manager: LoRAModelManager) -> dict[str, tuple[int, int | None]]:
 
 
 def _output_widths(layer: nn.Module | Any) -> list[int]:
-    """Return the widths of a layer's parts, whole ones, however ranks share them."""
     if isinstance(layer, QKVParallelLinear):
         keys = layer.total_num_kv_heads
         return [

@@ -1,14 +1,9 @@
 """LoRA adapters: which adapter changes which rows of a projection.
 
-vLLM wraps the projections of a model, and each step tells the wrappers the adapter of each row. Added here:
-
-- A call that a block makes itself uses the adapter of the block's request, see ``traces.block_adapters``.
-- vLLM 0.32 has a fault on a CPU: rows without adapter get the weights in the last slot. There the rows are
-  computed here, adapter by adapter.
-- No step reads files. The workers keep an adapter until they are told to remove it, see ``AdapterHolds``.
-- Adapters are checked as a whole, see ``adapter_checks``.
-- The embedding and the unembedding stay as they are, and vLLM rejects adapters that change them. A lens reads
-  rows of several requests at once, and vLLM knows the adapters only of the rows that it samples from.
+A call by a block uses the adapter of its request. On a CPU, vLLM 0.32 gives rows without adapter the weights
+in the last slot; there rows are computed here. No step reads files, see ``AdapterHolds``. Adapters that
+change the unembedding are rejected: a lens reads rows of several requests, and vLLM knows adapters only of
+sampled rows.
 """
 
 from __future__ import annotations
@@ -45,12 +40,6 @@ _BEFORE_UNEMBEDDING: Final = "project_out"
 
 
 class AdaptedRowsMixin(ABC):
-    """Mixin in front of the class of vLLM's punica wrapper, which adds adapters to projections.
-
-    Attributes:
-        blocks: The adapters of blocks.
-    """
-
     blocks: BlockAdapters
     device: Any
     sampler_indices: torch.Tensor
@@ -58,7 +47,6 @@ class AdaptedRowsMixin(ABC):
     _spans: Sequence[tuple[int, int, int]] = ()
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
-        """Set the adapter of each row of the step."""
         super().update_metadata(*args, **kwargs)  # type: ignore[misc] # vLLM's wrapper has it
         if self._is_on_cpu:
             slots, counts = torch.unique_consecutive(self.token_lora_indices, return_counts=True)
@@ -76,16 +64,10 @@ class AdaptedRowsMixin(ABC):
         output_slices: Sequence[int],
         **kwargs: Any,
     ) -> torch.Tensor | None:
-        """Add the adapters' part to the output of a projection, in place.
+        """Add the adapters' part to the output ``y``, in place.
 
-        Args:
-            y: The output, ``[rows, width]``.
-            x: The input, ``[rows, width]``.
-            lora_a_stacked: For each slice of the output, ``[slots, 1, rank, width of x]``.
-            lora_b_stacked: For each slice of the output, ``[slots, 1, width of the slice, rank]``.
-            scale: Factor.
-            output_slices: Widths of the slices.
-            **kwargs: Passed on to vLLM.
+        ``y`` and ``x`` are ``[rows, width]``; each slice of the output has an A of ``[slots, 1, rank, width
+        of x]`` and a B of ``[slots, 1, width of the slice, rank]``.
         """
         # A block calls no compiled module, and reading a thread's variable cannot be compiled.
         slot = None if torch.compiler.is_compiling() else self.blocks.slot()
@@ -115,15 +97,10 @@ class AdaptedRowsMixin(ABC):
         scale: float,
         **kwargs: Any,
     ) -> torch.Tensor | None:
-        """Add the adapters' part to the output of a classification head, in place.
+        """Add the adapters' part to the output ``y`` of a classification head.
 
-        Args:
-            y: The output, ``[requests, labels]``.
-            x: The input, ``[requests, width]``.
-            lora_a_stacked: ``[slots, 1, rank, width]``.
-            lora_b_stacked: ``[slots, 1, labels, rank]``.
-            scale: Factor.
-            **kwargs: Passed on to vLLM.
+        ``y`` is ``[requests, labels]``, changed in place, ``x`` is ``[requests, width]``, A is ``[slots, 1,
+        rank, width]``, and B is ``[slots, 1, labels, rank]``.
         """
         if not self._is_on_cpu:
             added: torch.Tensor | None = super().add_lora_logits(  # type: ignore[misc] # vLLM's wrapper has it
@@ -151,8 +128,6 @@ class _KeptAdapters(LRUCacheLoRAModelManager):
 
 
 class _CheckedAdapters(LRUCacheWorkerLoRAManager):
-    """Reads adapters from files."""
-
     _manager_cls = _KeptAdapters
     _adapter_manager: _KeptAdapters
 
@@ -164,15 +139,10 @@ class _CheckedAdapters(LRUCacheWorkerLoRAManager):
 
 
 class AdaptersMixin:
-    """Mixin in front of a runner's class."""
-
     lora_manager: Any
 
     def add_adapters_of_blocks(self, scheduled: SchedulerOutput) -> None:
-        """Put the adapters of new requests into slots, since their blocks may call modules at once.
-
-        vLLM does so only before the step's forward pass.
-        """
+        """Put the adapters of new requests into slots at once: their blocks may call modules early."""
         adapters = {
             request.lora_request.lora_int_id: request.lora_request
             for request in scheduled.scheduled_new_reqs
@@ -191,14 +161,14 @@ class AdaptersMixin:
     ) -> None:
         """Put the step's adapters into slots, in an order on which all ranks agree.
 
-        vLLM goes by the order of a set, which differs between processes, and so do then the adapters that are
-        removed for others. A call by a block needs its adapter on all ranks, or on none.
+        vLLM goes by the order of a set, which differs between processes, and so would the removed adapters. A
+        call by a block needs its adapter on all ranks, or on none.
         """
         ordered = sorted(lora_requests, key=lambda one: one.lora_int_id)
         super()._set_active_loras(prompt_lora_mapping, token_lora_mapping, ordered, *args, **kwargs)  # type: ignore[misc] # vLLM's runner has it
 
     def load_lora_model(self, model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> nn.Module:
-        """Wrap the model's projections; return the model.
+        """Wrap the model's projections.
 
         Raises:
             ValueError: vLLM takes no adapters of the model.

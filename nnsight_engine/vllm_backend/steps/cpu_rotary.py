@@ -1,11 +1,7 @@
-"""Rotary embedding on a CPU, where vLLM 0.32 has a fault.
+"""Rotary embedding on a CPU, where vLLM 0.32 has a fault; such calls use vLLM's implementation in torch.
 
-Its CPU kernel takes the second-last stride of queries and keys as the distance between tokens. That is right
-for ``[tokens, heads * head_dim]``. LFM2 and the models with latent attention (DeepSeek, GLM-4 MoE Lite) pass
-``[tokens, heads, head_dim]``, where it is the distance between heads: most tokens are not rotated, and the
-first ones several times.
-
-Safeguard: such calls use vLLM's implementation in torch. Compiled models use it anyway.
+Its kernel takes the second-last stride as the distance between tokens. In ``[tokens, heads, head_dim]``
+(LFM2, latent attention) most tokens are not rotated, and the first ones several times.
 """
 
 from __future__ import annotations
@@ -22,7 +18,6 @@ _FLAT_DIM: Final = 2
 def rotate(
     module: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return queries and keys rotated by their positions, in the shapes that they have."""
     method = RotaryEmbedding.forward_native if query.dim() > _FLAT_DIM else _KERNEL
     rotated: tuple[torch.Tensor, torch.Tensor | None] = method(module, positions, query, key)
     return rotated

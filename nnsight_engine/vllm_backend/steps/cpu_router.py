@@ -1,9 +1,6 @@
-"""Routers of experts on a CPU, where vLLM 0.32 lacks two schemes.
+"""Routers of experts on a CPU, where vLLM 0.32 without groups lacks sigmoids and correction biases.
 
-Without groups, its ``CPURouter`` takes scores for a softmax without a correction bias. MiniMax-M2, whose
-scores are sigmoids, ends the engine. Ernie 4.5 MoE loses its bias without an error.
-
-Safeguard: such choices use the router's own function for groups, with all experts in one.
+MiniMax-M2 ends the engine; Ernie 4.5 MoE loses its bias without an error. Such choices use one group of all.
 """
 
 from __future__ import annotations
@@ -49,5 +46,4 @@ def choose(
 
 
 def mend_router() -> None:
-    """Replace vLLM's method in this process."""
     CPURouter._compute_routing = choose  # noqa: SLF001 - as above

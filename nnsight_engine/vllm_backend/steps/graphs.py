@@ -1,10 +1,8 @@
 """Interventions and CUDA graphs: cuts the compiled model at its taps, and chooses the graph of each step.
 
-Hazard: replaying a CUDA graph runs kernels but no Python, so a tap inside a graph would be skipped. vLLM cuts
-the compiled model at attention into pieces that it replays one by one. For steps that only decode it may also
-have one full graph of the whole model. Safeguard: the model is cut at its taps too, so that they run between
-the pieces; and there is a second full graph for each size, captured while the taps launch what the step's
-table says (``GraphTable``). vLLM's own full graphs are for steps without interventions.
+Replaying a CUDA graph runs kernels but no Python, so a tap inside a graph would be skipped. So the model is
+cut at its taps as at attention; and each of vLLM's full graphs of decodes, which are for steps without
+interventions, has a second one, captured while the taps launch what the step's table says (``GraphTable``).
 """
 
 from __future__ import annotations
@@ -39,11 +37,9 @@ MakeTable = Callable[[int], GraphTable]
 
 
 def cut_at_taps(config: CompilationConfig) -> bool:
-    """Make the compiled model be cut at its taps, if pieces of it become graphs; return whether it will be.
+    """Have the compiled model cut at its taps, if pieces of it become graphs; return whether it will be.
 
-    Call it before the model is compiled and after vLLM has filled in its defaults: operators given earlier
-    would replace the attention operators. The list is replaced, not changed in place, since the engines of a
-    process may share one.
+    Call it before the model is compiled and after vLLM has filled in its defaults, which these would replace.
     """
     if not (config.cudagraph_mode.has_piecewise_cudagraphs() and config.is_attention_compiled_piecewise()):
         return False
@@ -59,25 +55,14 @@ class CapturedTaps:
         self._table = table
 
     def is_busy(self, tap: int) -> bool:
-        """Return whether a tap is part of the graph."""
         return self._table.has(tap)
 
     def at(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Launch what the tap does."""
         self._table.run(tap, rows_of(hidden), None if residual is None else rows_of(residual))
 
 
 class InterveningGraphs:
-    """The full graphs of steps with interventions, one for each size that vLLM has one of decodes for.
-
-    Args:
-        own: vLLM's graphs, captured.
-        make_table: Makes the table.
-
-    Attributes:
-        table: What the taps read.
-        manager: The graphs.
-    """
+    """The full graphs of steps with interventions, one for each size that vLLM has one of decodes for."""
 
     def __init__(self, own: ModelCudaGraphManager, make_table: MakeTable) -> None:
         self.manager = ModelCudaGraphManager(
@@ -97,7 +82,6 @@ class InterveningGraphs:
         self.table = make_table(max(sizes) + own.decode_query_len)
 
     def capture(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Capture the graphs; the arguments are those of the manager."""
         taps = CapturedTaps(self.table)
 
         def intervening(*model_args: Any, **model_kwargs: Any) -> Any:
@@ -120,18 +104,7 @@ def _free_bytes() -> int:
 
 
 class StepGraphs:
-    """Chooses the CUDA graph of each step.
-
-    The choice depends only on data from the scheduler, which is the same on all ranks: they must choose
-    alike.
-
-    Args:
-        is_cut: Whether the compiled model is cut at its taps.
-
-    Attributes:
-        make_table: Makes the table of full graphs with interventions; None if there are to be none of these.
-        captured: These graphs; None before they are captured.
-    """
+    """Chooses the CUDA graph of each step, by data from the scheduler only: all ranks must choose alike."""
 
     def __init__(self, *, is_cut: bool) -> None:
         self._modes = {CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE} if is_cut else {CUDAGraphMode.NONE}
@@ -142,12 +115,10 @@ class StepGraphs:
         self.captured: InterveningGraphs | None = None
 
     def captures(self, mode: CUDAGraphMode) -> bool:
-        """Return whether there are full graphs with interventions beside vLLM's graphs of a mode."""
         return self.make_table is not None and mode.decode_mode() is CUDAGraphMode.FULL
 
     @contextlib.contextmanager
     def capturing(self, manager: ModelCudaGraphManager) -> Iterator[None]:
-        """Capture, within the context, graphs with interventions behind the manager's own."""
         make_table, capture = self.make_table, manager.capture
         if make_table is None or not self.captures(manager.cudagraph_mode):
             yield
@@ -170,11 +141,8 @@ class StepGraphs:
     ) -> None:
         """Begin a step.
 
-        Args:
-            arrived: The new requests with interventions, with the most instructions of each at a generated
-                position; None for a request with work that no full graph can do.
-            finished: Requests that have finished.
-            scheduled: The requests of this step.
+        ``arrived``: the most instructions of each new request at a generated position; None for a request
+        with work that no full graph can do.
         """
         if self._intervening:
             for request_id in finished:
@@ -189,12 +157,7 @@ class StepGraphs:
 
     @contextlib.contextmanager
     def constraining(self, manager: Any, replay: Callable[[GraphTable, Run], Any]) -> Iterator[None]:
-        """Constrain, within the context, the runner's choices to graphs in which the step's taps run.
-
-        Args:
-            manager: The runner's ``CudaGraphManager``; None before it exists, when no step has a graph.
-            replay: Replays a full graph with interventions, given its table and what replays it.
-        """
+        """Choose graphs in which the step's taps run; ``manager`` is None before it exists."""
         if not self._keeps_taps or manager is None:
             yield
             return
@@ -228,7 +191,6 @@ class StepGraphs:
                 del manager.run_fullgraph
 
     def _fitting(self) -> InterveningGraphs | None:
-        """Return the graphs if the table has room for all operations of the step."""
         if self.captured is None:
             return None
         needed = [self._intervening[name] for name in self._scheduled if name in self._intervening]

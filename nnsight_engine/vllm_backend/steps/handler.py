@@ -1,8 +1,7 @@
-"""The work of interventions in each phase of a step, whichever runner runs the step.
+"""The work of interventions in each phase of a step; a step without interventions runs vLLM's code unchanged.
 
-A runner's adapter calls ``begin`` with the scheduler's output, ``forward`` around the model, ``on_logits``
-before sampling and ``leave`` after it. A step without interventions runs
-vLLM's code unchanged.
+A runner's adapter calls ``begin``, ``forward`` around the model, ``on_logits`` before sampling and ``leave``
+after.
 """
 
 from __future__ import annotations
@@ -90,22 +89,7 @@ class RunningStep:
 
 
 class StepHandler:
-    """The interventions of one worker.
-
-    Args:
-        load: Loads the runner's model and returns it.
-        config: vLLM's configuration.
-        device: The model's device.
-
-    Attributes:
-        interventions: The declarative interventions.
-        traces: The traces.
-        reports: The reports of traces to the scheduler.
-        taps: The numbers of the taps that are installed.
-        graphs: Chooses the kind of CUDA graph of each step.
-        counts: Counts of steps by tier, and of sandbox events.
-        step: The running step; None if no live request intervenes.
-    """
+    """The interventions of one worker; ``step`` is None if no live request intervenes."""
 
     def __init__(self, load: Callable[[], nn.Module], config: VllmConfig, device: torch.device) -> None:
         """Load the model, then install taps in it, before anything is compiled."""
@@ -160,7 +144,6 @@ class StepHandler:
 
     @property
     def model_spec(self) -> ModelSpec:
-        """The loaded model's description."""
         return self.interventions.spec
 
     @property
@@ -176,11 +159,7 @@ class StepHandler:
         return self.traces.runs_blocks
 
     def learn_route(self, dummy_run: Callable[[], Any]) -> None:
-        """Enable serving blocks at the taps, if a step can be run twice and there is only one worker.
-
-        Args:
-            dummy_run: Runs the model on one token, without a CUDA graph.
-        """
+        """Enable serving blocks at the taps, if a step can be run twice and there is only one worker."""
         config, traces = self._config, self.traces
         if (
             not isinstance(traces, WorkerTraces)
@@ -198,12 +177,7 @@ class StepHandler:
     # Phases of a step.
 
     def serve_stages(self, scheduled: SchedulerOutput, due_prompt_logprobs: Collection[str]) -> None:
-        """Serve values of earlier stages to blocks, if this is the last of several pipeline stages.
-
-        Args:
-            scheduled: The scheduler's output.
-            due_prompt_logprobs: Earlier requests whose prompt logprobs are being computed.
-        """
+        """Serve values of earlier stages to blocks, if this is the last of several pipeline stages."""
         if self.traces.serves_stages:
             self.traces.before(self._facts(scheduled, _arrived(scheduled, TRACE_KEY), due_prompt_logprobs))
 
@@ -212,7 +186,6 @@ class StepHandler:
         self._from_stages = take_results(received)
 
     def begin(self, scheduled: SchedulerOutput, due_prompt_logprobs: Collection[str]) -> None:
-        """Register the requests that arrived and release those that finished; arguments as above."""
         finished = scheduled.finished_req_ids
         planned, traced = _arrived(scheduled, PLAN_KEY), _arrived(scheduled, TRACE_KEY)
         returned = {} if self.interventions.idle else _returned(scheduled)
@@ -240,7 +213,6 @@ class StepHandler:
         traced: Sequence[tuple[str, Any]],
         due_prompt_logprobs: Collection[str],
     ) -> StepFacts:
-        """Return the facts about a step, given its new traced requests."""
         # A step cannot be undone for requests whose values operations have already read, and for those whose
         # prompt logprobs vLLM returns only once, unless it is undone before they are computed.
         new = [
@@ -263,13 +235,7 @@ class StepHandler:
         features_of: Callable[[str], Sequence[Any]],
         run: Callable[[dict[str, list[int]]], Any],
     ) -> None:
-        """Run the vision encoder before a step, for each image with operations inside apart.
-
-        Args:
-            inputs: The indices of the media to encode, by request.
-            features_of: Returns the media of a request.
-            run: Runs the encoder for some of ``inputs``.
-        """
+        """Run the vision encoder before a step, for each image with operations inside apart."""
         others: dict[str, list[int]] = {}
         for request_id, indices in inputs.items():
             features = features_of(request_id)
@@ -284,29 +250,18 @@ class StepHandler:
             run(others)
 
     def enters_encoder(self, request_ids: Iterable[str]) -> bool:
-        """Return whether any of the requests has operations in the vision encoder."""
         return any(map(self.interventions.enters_encoder, request_ids))
 
     @property
     def is_idle(self) -> bool:
-        """Whether no live request intervenes."""
         return self.interventions.idle and self.traces.idle
 
     def plain_forward(self, run: Callable[[], ModelOutput]) -> ModelOutput:
-        """Run the model for a step without interventions."""
         self.counts.steps[PLAIN] += 1
         return run()
 
     def forward(self, step: Step, run: Callable[[], ModelOutput]) -> ModelOutput:
-        """Run the model within its forward context, with the step's interventions.
-
-        Args:
-            step: The step.
-            run: Runs the model.
-
-        Returns:
-            The model's output; an early pipeline stage adds the results of its operations.
-        """
+        """Run the model in its forward context; an early stage's output gets its operations' results."""
         self.step = step
         plan = None if self.interventions.idle else self._timed_plan(step)
         traced = not self.traces.idle and self._begin_traced_step(step)
@@ -328,16 +283,7 @@ class StepHandler:
         return self._after_forward(step, plan, output, EAGER if is_uncompiled else TAP)
 
     def replay(self, step: Step | None, table: GraphTable, run: Callable[[], ModelOutput]) -> ModelOutput:
-        """Replay a full graph for a step with interventions, all of which fit its table.
-
-        Args:
-            step: The step; None if no request of it was registered.
-            table: What the graph's taps read.
-            run: Replays it.
-
-        Returns:
-            As ``forward`` does.
-        """
+        """Replay a full graph whose table fits the step; ``step`` is None if no request is registered."""
         self.step = step
         plan = None if step is None else self._timed_plan(step)
         if step is None or plan is None:
@@ -349,7 +295,6 @@ class StepHandler:
     def _after_forward(
         self, step: Step, plan: StepPlan | None, output: ModelOutput, tier: str
     ) -> ModelOutput:
-        """Run the operations behind the model, and note how it ran; return its output as ``forward`` does."""
         self._note_tier(plan, tier)
         if plan is None:
             return output
@@ -363,7 +308,6 @@ class StepHandler:
         return output
 
     def _sent_on(self, step: Step, plan: StepPlan, output: IntermediateTensors) -> IntermediateTensors:
-        """Return an early stage's output with the results of its operations and of the stages before."""
         results = self.interventions.results_of_stage(plan)
         self.interventions.collect(plan)
         self._running = RunningStep(step, plan, None)
@@ -393,7 +337,6 @@ class StepHandler:
         return self.traces.step(self._spans, step.num_padded_rows)
 
     def _note_tier(self, plan: StepPlan | None, tier: str) -> None:
-        """Note how a step with interventions ran, for all its requests."""
         self.counts.steps[tier] += 1
         self.traces.dispatcher.is_uncompiled = tier == EAGER
         if plan is not None:
@@ -415,10 +358,7 @@ class StepHandler:
     def on_logits(self, logits: torch.Tensor | None, unembed: Callable[[torch.Tensor], Any]) -> Any:
         """Run the operations at the logits, and return the logits from which tokens are to be sampled.
 
-        Args:
-            logits: ``[requests + drafts, vocabulary]``; None on a rank without logits, whose results are not
-                used.
-            unembed: The model's own unembedding.
+        ``logits`` is ``[requests + drafts, vocabulary]``, None on a rank without, whose results are not used.
         """
         running = self._running
         if running is not None and running.hidden is not None:
@@ -444,22 +384,17 @@ class StepHandler:
         return sampled
 
     def note_samples(self, sampled: torch.Tensor) -> None:
-        """Note the sampled ids of traced requests, ``[requests, 1 + drafts]``, as blocks left them."""
         undone = set(self.traces.undone)
         kept = [span for span in self._spans if span.complete and span.request_id not in undone]
         self.stops.note({span.request_id: span.index for span in kept}, sampled)
 
     def leave_pooled(self) -> StepOutcome | None:
-        """End a step of a model that pools, which has no logits; return as ``leave`` does."""
         if self._running is not None and self._running.hidden is not None:
             self.interventions.collect(self._running.plan)
         return self.leave()
 
     def leave(self) -> StepOutcome | None:
-        """End the step; return its outcome, None if there is nothing to send.
-
-        Called after sampling has been started; does not wait for the device.
-        """
+        """End the step after sampling has started, without waiting; None if there is nothing to send."""
         running, self._running = self._running, None
         plan = None if running is None else running.plan
         begin = time.monotonic()
@@ -478,12 +413,10 @@ class StepHandler:
 
 
 def _uncompiled(*_: Any) -> None:
-    """Forward pre-hook: run the model's modules one by one."""
     _call_modules(get_forward_context())
 
 
 def _found(model: nn.Module, config: VllmConfig, device: torch.device) -> EngineFamily:
-    """Return the parts of a model of no table, and log what was seen."""
     found = found_family(ModelRuns(model, config, device))
     _LOG.warning(
         "%s has no table of points: they are found by the model's structure; %s",
@@ -494,7 +427,6 @@ def _found(model: nn.Module, config: VllmConfig, device: torch.device) -> Engine
 
 
 def _of_all_stages(own: Blocks) -> list[Blocks]:
-    """Return the blocks of all pipeline stages."""
     group = get_pp_group()
     found: list[Any] = [own] * group.world_size
     if group.world_size > 1:
@@ -503,13 +435,11 @@ def _of_all_stages(own: Blocks) -> list[Blocks]:
 
 
 def _call_modules(context: Any) -> None:
-    """Make a step call the model's modules one by one, neither compiled nor replayed from a CUDA graph."""
     context.skip_compiled = True
     context.cudagraph_runtime_mode = CUDAGraphMode.NONE
 
 
 def _returned(scheduled: SchedulerOutput) -> dict[str, int]:
-    """Return the number of tokens of each request that returns after a preemption: as a new one."""
     return {
         request.req_id: len(request.prefill_token_ids)
         for request in scheduled.scheduled_new_reqs
@@ -518,7 +448,6 @@ def _returned(scheduled: SchedulerOutput) -> dict[str, int]:
 
 
 def _arrived(scheduled: SchedulerOutput, key: str) -> list[tuple[str, Any]]:
-    """Return the new requests that carry an entry under ``key``, with the entry."""
     return [
         (request.req_id, entry_of(params_of(request), key))
         for request in scheduled.scheduled_new_reqs

@@ -1,10 +1,4 @@
-"""Gemma 3n of text alone, whose embeddings per layer vLLM 0.32 leaves out.
-
-Its model that sees computes them before each step and passes them on. ``Gemma3nForCausalLM``, which serves
-checkpoints without encoders, is not given any, and computes other logits than transformers.
-
-Safeguard: the model is given them, in memory that stays, as CUDA graphs need it.
-"""
+"""Gemma 3n of text alone (``Gemma3nForCausalLM``), whose embeddings per layer vLLM 0.32 leaves out."""
 
 from __future__ import annotations
 
@@ -18,12 +12,7 @@ _GIVEN: Final = "per_layer_inputs"
 
 
 def supply_inputs_per_layer(model: nn.Module, max_num_tokens: int) -> None:
-    """Have a loaded model of text compute its embeddings per layer in each step; others stay as they are.
-
-    Args:
-        model: The model that vLLM's loader returned.
-        max_num_tokens: The largest number of tokens of a step.
-    """
+    """Have it compute them in each step, in memory that stays, as CUDA graphs need; others stay as is."""
     if type(model).__name__ != _CLASS:
         return
     decoder: Any = model.model

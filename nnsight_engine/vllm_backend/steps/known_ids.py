@@ -1,5 +1,3 @@
-"""Token ids that the host knows for certain: of tokens that are in flight, or drafts, it knows none."""
-
 from __future__ import annotations
 
 from collections.abc import Collection
@@ -10,16 +8,12 @@ import numpy.typing as npt
 
 
 class KnownIds(dict[str, npt.NDArray[np.int32]]):
-    """For each request that intervenes, the ids of its prompt, and of tokens from before a preemption."""
+    """The ids that the host knows for certain: those of prompts, and from before a preemption; no drafts."""
 
     def begin(self, scheduled: Any, live: Collection[str]) -> None:
         """Record the requests that arrive with a step, and forget those that have finished.
 
         The runner receives a preempted request as a new one, with the tokens that it had generated.
-
-        Args:
-            scheduled: The scheduler's output.
-            live: The requests that intervene.
         """
         if not (live or self):
             return

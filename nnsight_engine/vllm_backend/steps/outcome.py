@@ -1,5 +1,3 @@
-"""The outcome of a step: the results of its interventions, once its sampled tokens are known on the host."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -16,14 +14,7 @@ from nnsight_engine.vllm_backend.compat import attach_results
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """Everything that a step with interventions leaves to be sent; made on the thread that runs steps.
-
-    Attributes:
-        delivery: The results of declarative interventions, None for none.
-        reported: The reports of traces, None for none.
-        spent_s: Seconds for which interventions have delayed the step; None if none took part.
-        counts: The worker's counts.
-    """
+    """Everything that a step with interventions leaves to be sent; made on the thread that runs steps."""
 
     delivery: Delivery | None
     reported: StepResults | None
@@ -31,12 +22,7 @@ class StepOutcome:
     counts: EngineCounts
 
     def results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults | None:
-        """Return the step's results, None if there are none. Any thread may call this, once.
-
-        Args:
-            sampled: Sampled token ids of each request, empty for an incomplete prompt.
-            order: Index of each request in ``sampled``.
-        """
+        """Return the step's results, None if there are none. Any thread may call this, once."""
         begin = time.monotonic()
         results = self.reported
         if self.delivery is not None:
@@ -49,19 +35,13 @@ class StepOutcome:
 
 
 class InterventionOutput(AsyncModelRunnerOutput):
-    """A runner's output with the results of the step's interventions.
-
-    Args:
-        output: The output, whose copy to the host may be under way.
-        outcome: The outcome of the step.
-    """
+    """A runner's output, whose copy may be under way, with the results of the step's interventions."""
 
     def __init__(self, output: AsyncModelRunnerOutput, outcome: StepOutcome) -> None:
         self._output = output
         self._outcome = outcome
 
     def get_output(self) -> ModelRunnerOutput:
-        """Wait for the copies; return the output with the results."""
         return _with_results(self._output.get_output(), self._outcome)
 
     def get_kv_connector_output(self) -> Any:
@@ -70,7 +50,6 @@ class InterventionOutput(AsyncModelRunnerOutput):
 
 
 def with_outcome(output: Any, outcome: StepOutcome) -> Any:
-    """Return a runner's output with a step's results, which are made when the output arrives on the host."""
     if isinstance(output, AsyncModelRunnerOutput):
         return InterventionOutput(output, outcome)
     return output if output is None else _with_results(output, outcome)

@@ -1,9 +1,4 @@
-"""Adds interventions to vLLM's model runner, V2.
-
-A step is final in the return value of ``prepare_inputs``. The model is called within ``execute_model``, its
-logits are computed within ``sample``; for the length of each, ``model`` is a ``ModelProxy``. The runner's
-output waits for its copy to the host, and so do the results of the step.
-"""
+"""Interventions in vLLM's model runner V2, where a step is final in the result of ``prepare_inputs``."""
 
 from __future__ import annotations
 
@@ -28,7 +23,6 @@ from nnsight_engine.vllm_backend.steps.step import Step
 
 
 def step_of(batch: Any, known_ids: KnownIds, *, is_repeatable: bool) -> Step:
-    """Return the step of a final batch of the runner's, an ``InputBatch``."""
     return Step(
         batch.req_ids,
         batch.num_computed_tokens_np,
@@ -43,34 +37,20 @@ def step_of(batch: Any, known_ids: KnownIds, *, is_repeatable: bool) -> Step:
 
 
 class ModelProxy:
-    """Stands for the model while the runner calls it.
-
-    Args:
-        model: The model.
-        replaced: Functions to be called in place of the model's methods of the same name.
-    """
+    """Stands for the model while the runner calls it; ``replaced`` has methods by name."""
 
     def __init__(self, model: Any, **replaced: Callable[..., Any]) -> None:
         self._model = model
         self._replaced = replaced
 
     def __getattr__(self, name: str) -> Any:
-        """Return a replaced method, else the model's attribute."""
         return self._replaced.get(name) or getattr(self._model, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the replaced ``forward``, else the model."""
         return self._replaced.get("forward", self._model)(*args, **kwargs)
 
 
 class RunnerMixin(AdaptersMixin):
-    """Mixin in front of the runner's class.
-
-    Attributes:
-        handler: The interventions.
-        known_ids: The tokens that the host knows.
-    """
-
     handler: StepHandler
     known_ids: KnownIds
     model: Any
@@ -80,7 +60,6 @@ class RunnerMixin(AdaptersMixin):
     _has_called: bool = False
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model with its interventions."""
         load = super().load_model  # type: ignore[misc]
 
         def loaded() -> Any:
@@ -94,7 +73,6 @@ class RunnerMixin(AdaptersMixin):
         state.execute_mm_encoder = functools.partial(self._encode, state, state.execute_mm_encoder)
 
     def _encode(self, state: Any, execute: Callable[[Any], None], inputs: dict[str, list[int]]) -> None:
-        """Run the vision encoder, with the operations inside it."""
         if not self.handler.enters_encoder(inputs):
             execute(inputs)
             return
@@ -108,13 +86,11 @@ class RunnerMixin(AdaptersMixin):
 
     @property
     def due_prompt_logprobs(self) -> Collection[str]:
-        """The requests whose prompt logprobs are being computed."""
         worker = self.prompt_logprobs_worker  # type: ignore[attr-defined] # vLLM's runner has it
         due: Collection[str] = () if worker is None else worker.in_progress_prompt_logprobs.keys()
         return due
 
     def dummy_run(self) -> None:
-        """Run the model on one token, without a CUDA graph."""
         self._dummy_run(1)  # type: ignore[attr-defined]
 
     def execute_model(
@@ -125,7 +101,6 @@ class RunnerMixin(AdaptersMixin):
         dummy_run: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Register new requests, release finished ones, then run the step."""
         execute = functools.partial(
             super().execute_model,  # type: ignore[misc]
             scheduler_output,
@@ -157,7 +132,6 @@ class RunnerMixin(AdaptersMixin):
         return output
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the final batch of a step."""
         batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
         if not self.handler.is_idle:
             # The model changes input embeddings in place, so it cannot be run on them a second time.
@@ -166,7 +140,6 @@ class RunnerMixin(AdaptersMixin):
         return batch
 
     def capture_model(self, *, profile_only: bool = False) -> int:
-        """Capture CUDA graphs, those of steps with interventions too; return their bytes."""
         capture = functools.partial(super().capture_model, profile_only=profile_only)  # type: ignore[misc]
         if profile_only:
             return int(capture())
@@ -174,18 +147,15 @@ class RunnerMixin(AdaptersMixin):
             return int(capture())
 
     def profile_cudagraph_memory(self) -> int:
-        """Return an estimate of the memory that all CUDA graphs will need."""
         own = int(super().profile_cudagraph_memory())  # type: ignore[misc]
         return 2 * own if self.handler.graphs.captures(self.compilation_config.cudagraph_mode) else own  # type: ignore[attr-defined] # as above
 
     def shutdown(self) -> None:
-        """Free the graphs, then what else the runner holds."""
         if hasattr(self, "handler"):
             self.handler.graphs.captured = None
         super().shutdown()  # type: ignore[misc]
 
     def _replay(self, table: GraphTable, run: Callable[[], Any]) -> Any:
-        """Replay a full graph with interventions."""
         self._has_called = True
         return self.handler.replay(self._prepared, table, run)
 
@@ -196,7 +166,6 @@ class RunnerMixin(AdaptersMixin):
         return self.handler.plain_forward(run) if step is None else self.handler.forward(step, run)
 
     def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
-        """Run the operations at the logits, sample, and offer the samples to traces."""
         handler, model = self.handler, self.model
 
         def compute_logits(rows: torch.Tensor) -> Any:
@@ -215,7 +184,6 @@ class RunnerMixin(AdaptersMixin):
     def _offered(
         self, output: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, batch: Any, step: Step
     ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-        """Offer the samples to traces; return them without those of requests that are undone."""
         traces = self.handler.traces
         rows = {request_id: row for row, request_id in enumerate(batch.req_ids)}
         undone_before = set(traces.undone)
@@ -247,7 +215,6 @@ class RunnerMixin(AdaptersMixin):
         uses[self._skipped] = False
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Sample, and let the step's results leave with the output."""
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         if self._skipped is not None:
             self.prompt_logprobs_worker.uses_prompt_logprobs[self._skipped] = True  # type: ignore[attr-defined] # as above
@@ -256,7 +223,6 @@ class RunnerMixin(AdaptersMixin):
         return output if outcome is None else with_outcome(output, outcome)
 
     def pool(self) -> Any:
-        """Pool, and let the step's results leave with the output."""
         output = super().pool()  # type: ignore[misc]
         outcome = self.handler.leave_pooled()
         return output if outcome is None else with_outcome(output, outcome)

@@ -1,8 +1,6 @@
-"""Transport of operations' results between the stages of a pipeline, beside vLLM's own tensors.
+"""Operations' results between pipeline stages, in two more entries of vLLM's tensors.
 
-A stage sends its successor a dictionary of tensors. The results of this stage and of those before it are two
-more entries: a description on the host, and all values together, on the model's device. They are taken out
-before vLLM's runner sees the dictionary, since it expects its own entries only.
+They are taken out before vLLM's runner sees the dictionary, since it expects its own entries only.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ _DECODER: Final = msgspec.msgpack.Decoder(list[Description])
 
 
 def with_results(output: IntermediateTensors, of_stages: Sequence[StageResults]) -> IntermediateTensors:
-    """Return a stage's output with the results of operations."""
     described = [
         Description(
             dataclasses.replace(one, tensors=[]),
@@ -68,7 +65,6 @@ def take_results(received: IntermediateTensors | None) -> list[StageResults]:
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the bytes of several tensors in one, each at an aligned place."""
     num_bytes = sum(_aligned(tensor.numel() * tensor.itemsize) for tensor in tensors)
     joined = torch.empty(num_bytes, dtype=torch.uint8, device=tensors[0].device)
     start = 0

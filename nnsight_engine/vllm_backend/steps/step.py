@@ -12,16 +12,10 @@ import torch
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestRows:
-    """The rows of one request.
+    """The rows of one request; ``index`` is its row of values with one row per request.
 
-    Attributes:
-        request_id: vLLM's id.
-        index: Position among the step's requests: the row of a value with one row per request.
-        row: First row in the step's tensors.
-        num_rows: Number of rows.
-        start: Absolute position of the first row. If steps are planned before the drafts of the step before
-            have been judged, it is an upper bound for requests that take drafts.
-        num_drafts: Number of its last rows whose tokens are drafts.
+    With asynchronous steps, ``start`` is an upper bound for requests that take drafts, which are the last
+    rows.
     """
 
     request_id: str
@@ -34,20 +28,13 @@ class RequestRows:
 
 @dataclasses.dataclass(eq=False)
 class Step:
-    """The rows of one step.
+    """The rows of one step; ``token_ids`` is ``[padded rows]`` on the device.
 
     Attributes:
-        request_ids: The step's requests, in the order of their rows.
-        starts: Absolute position of each request's first row.
-        row_counts: Number of rows of each request.
-        num_padded_rows: Number of rows of the step's tensors.
-        token_ids: Ids of the tokens of all rows, ``[padded rows]`` on the device.
         known_ids: The ids of each request's tokens by absolute position, as far as the host knows them.
-        prefill_lens: Number of tokens of each request that are given: of its prompt, and those that it had
-            generated before a preemption.
+        prefill_lens: Number of given tokens: of the prompt, and those generated before a preemption.
         is_repeatable: Whether the model can be run on the same inputs again.
-        num_drafts: Number of drafted tokens of each request, which are its last rows; None if there are none.
-        num_rows: Number of rows of all requests, without padding.
+        num_drafts: Drafted tokens, which are the last rows of each request; None if there are none.
     """
 
     request_ids: Sequence[str]
@@ -63,7 +50,6 @@ class Step:
     num_rows: int = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        """Count the rows."""
         self.num_rows = int(self.row_counts.sum())
 
     def is_sampled(self, rows: RequestRows) -> bool:
@@ -76,7 +62,6 @@ class Step:
         return self.num_rows == len(self.request_ids)
 
     def rows(self) -> Iterator[RequestRows]:
-        """Yield the rows of each request."""
         row = 0
         drafts = [0] * len(self.request_ids) if self.num_drafts is None else self.num_drafts.tolist()
         for index, (request_id, count, start, num_drafts) in enumerate(
@@ -86,9 +71,7 @@ class Step:
             row += count
 
     def logits_rows(self) -> npt.NDArray[np.int64]:
-        """Return the rows from which logits are computed: each request's last row, and the one before each
-        of its drafts.
-        """
+        """Return the rows with logits: each request's last row, and the one before each of its drafts."""
         if self.has_one_row_each:
             return np.arange(self.num_rows, dtype=np.int64)
         ends = np.cumsum(self.row_counts, dtype=np.int64) - 1
@@ -99,7 +82,6 @@ class Step:
         return np.repeat(ends + 1 - counts - before, counts) + np.arange(counts.sum())
 
     def logits_ends(self) -> npt.NDArray[np.int64]:
-        """Return the index of each request's last row among the rows with logits."""
         if self.num_drafts is None:
             return np.arange(len(self.request_ids), dtype=np.int64)
         return np.cumsum(self.num_drafts + 1, dtype=np.int64) - 1

@@ -1,7 +1,6 @@
 """Stop tokens of traced requests, which the scheduler may see only after it has planned their next step.
 
-vLLM discards such a step of a request that has ended. A block must not see it, so the worker looks at the
-last step's tokens itself before the blocks of the next one begin.
+vLLM discards such a step. A block must not see it, so the worker looks at the tokens itself.
 """
 
 from __future__ import annotations
@@ -18,16 +17,6 @@ from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 
 
 class StopTokens:
-    """The stop tokens of traced requests.
-
-    Args:
-        device: The device of sampled tokens.
-        is_asynchronous: Whether steps are planned before the tokens of the step before are known.
-
-    Attributes:
-        ended: The requests that a stop token has ended.
-    """
-
     def __init__(self, device: torch.device, *, is_asynchronous: bool) -> None:
         self._arena = HostArena(device)
         self._is_asynchronous = is_asynchronous
@@ -36,7 +25,6 @@ class StopTokens:
         self.ended: set[str] = set()
 
     def begin(self, scheduled: Any) -> None:
-        """Register the requests that arrive with a step, and forget those that have finished."""
         if not self._is_asynchronous:
             return
         for request_id in scheduled.finished_req_ids if self._stops else ():
@@ -58,12 +46,6 @@ class StopTokens:
             self.ended.update(name for name, token in pairs if token in self._stops.get(name, ()))
 
     def note(self, rows: dict[str, int], sampled: torch.Tensor) -> None:
-        """Note the tokens of a step.
-
-        Args:
-            rows: The rows of requests that have sampled a token.
-            sampled: The sampled tokens, ``[requests, 1 + drafts]``.
-        """
         names = [name for name in rows if self._stops.get(name)]
         if names:
             index = to_device(np.array([rows[name] for name in names], np.int64), sampled.device)

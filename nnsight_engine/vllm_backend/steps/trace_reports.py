@@ -1,5 +1,3 @@
-"""Reports of traces to the scheduler at the end of each step."""
-
 from __future__ import annotations
 
 from typing import Final
@@ -13,11 +11,7 @@ _IDLE_S: Final = 0.02
 
 
 class TraceReports:
-    """Ends steps for traces, and reports what the scheduler has to know.
-
-    Args:
-        traces: The worker's traces.
-    """
+    """Ends steps for traces, and reports what the scheduler has to know."""
 
     def __init__(self, traces: WorkerTraces | PeerTraces) -> None:
         self._traces = traces
@@ -30,7 +24,6 @@ class TraceReports:
         return bool(not self._traces.idle or self._throttled)
 
     def end_step(self) -> StepResults | None:
-        """End the step for traces, and return their reports, None if there is nothing new."""
         if not self.is_due:
             return None
         traces = self._traces
@@ -46,12 +39,7 @@ class TraceReports:
         )
 
     def end_idle_step(self, *, is_alone: bool) -> StepResults | None:
-        """End a step without tokens; return the reports of traces, None if there is nothing new.
-
-        Args:
-            is_alone: Whether no other step with tokens is under way, so that there is time to wait for
-            blocks.
-        """
+        """End a step without tokens; if it is alone, there is time to wait for blocks. None without news."""
         if not self.is_due:
             return None
         if is_alone:

@@ -1,7 +1,4 @@
-"""Phi-MoE, of whose unembedding vLLM 0.32 loads a bias and does not add it.
-
-Safeguard: logits have it, as those of transformers.
-"""
+"""Phi-MoE, of whose unembedding vLLM 0.32 loads a bias and does not add it."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ _CLASS: Final = "PhiMoEForCausalLM"
 
 
 def add_unembedding_bias(model: nn.Module) -> None:
-    """Have the class of a loaded Phi-MoE add the bias in this process; others stay as they are."""
     if type(model).__name__ == _CLASS:
         type(model).compute_logits = _compute_logits  # type: ignore[attr-defined]
 

@@ -1,9 +1,7 @@
-"""The names of vLLM that this project overrides or reads.
+"""The names of vLLM that this project overrides or reads, which ``versions`` compares with sources.
 
-``versions`` compares them with the sources of a version. The list has all imports from modules of vLLM, all
-overridden methods, and the attributes that are read of vLLM's objects. Left out are the public names of the
-package ``vllm`` itself, fields of request models in the server, and the modules of single models, which
-``families`` looks up in the loaded model.
+Left out are the public names of the package ``vllm`` itself, fields of request models in the server, and the
+modules of single models, which ``families`` looks up in the loaded model.
 """
 
 from __future__ import annotations
@@ -18,19 +16,11 @@ _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UsedNames:
-    """Names of a module or a class.
+    """Names of ``owners``, each ``module`` or ``module:Class``; signatures are without ``self``.
 
-    A signature is written as Python writes parameters, without ``self``. That of a called function has the
-    arguments that are passed, with a default for those that are passed only sometimes. That of an overridden
-    method has ``**others`` if the override passes on parameters that it does not know.
-
-    Attributes:
-        owners: ``module`` or ``module:Class``; each of them has all names.
-        read: Names without a signature: classes, fields, attributes, constants.
-        called: Functions and methods that are called, with their signatures.
-        overridden: Methods that are overridden, with their signatures.
-        implemented: Abstract methods that are implemented, also those that only later versions have.
-        is_subclassed: Whether this project derives a class, so that abstract methods must be implemented.
+    A called function's has the arguments that are passed, with a default for those that are passed only
+    sometimes. An overridden method's has ``**others`` if the override passes on parameters that it does not
+    know. ``implemented`` are abstract methods, also those that only later versions have.
     """
 
     owners: tuple[str, ...]

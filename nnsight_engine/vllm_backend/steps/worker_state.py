@@ -1,8 +1,6 @@
 """State of the declarative interventions of one worker: live requests, the step's plan, the model's points.
 
-The methods follow a step: ``begin`` with the scheduler's output, ``plan`` when the batch's rows
-are final, ``on_hidden``, ``on_logits`` and ``collect`` after the model, ``leave`` after sampling. An error
-of one request is stored with the request and never raised.
+The methods follow a step. An error of a request is stored with it and never raised.
 """
 
 from __future__ import annotations
@@ -52,18 +50,6 @@ NORM = PlannedSite("norm.output")
 
 
 class WorkerState:
-    """Declarative interventions of one worker.
-
-    Args:
-        points: The loaded model's points.
-        spec: The model's description.
-        device: The model's device.
-        max_request_bytes: Limit on the captures of one request.
-        max_engine_bytes: Limit on the captures that all live requests hold together.
-        is_asynchronous: Whether a step's results may be delivered while the next one runs.
-        fails_anywhere: See ``StepContext``.
-    """
-
     def __init__(
         self,
         points: ModelPoints,
@@ -106,13 +92,7 @@ class WorkerState:
         finished: set[str],
         returned: Mapping[str, int] | None = None,
     ) -> None:
-        """Register the requests that arrived with interventions, and release those that finished.
-
-        Args:
-            arrived: Request id and the plan entry of its ``extra_args``.
-            finished: Ids of all finished requests.
-            returned: Number of tokens of each request that returns after a preemption.
-        """
+        """Register and release requests; ``returned`` has the number of tokens of preempted ones."""
         # The steps of a run are consecutive: a step without interventions ends it.
         if not self._is_next:
             self._end_run()
@@ -168,34 +148,26 @@ class WorkerState:
 
     @property
     def live(self) -> Collection[str]:
-        """The ids of the requests that intervene."""
         return self._active.keys()
 
     def instructions_per_row(self, request_id: str, taps: Collection[int], *, has_drafts: bool) -> int | None:
-        """Return how many instructions a request has at a row, see ``graph_table.instructions_per_row``."""
         request = self._active.get(request_id)
         return 0 if request is None else instructions_per_row(request, taps, has_drafts=has_drafts)
 
     def graph_table(self, taps: Collection[int], num_taps: int, num_rows: int) -> GraphTable:
-        """Return a table for full graphs with the work of some of the model's taps."""
         return self._builder.graph_table(taps, num_taps, num_rows)
 
     @property
     def idle(self) -> bool:
-        """Whether no live request intervenes."""
         return not self._active
 
     def enters_encoder(self, request_id: str) -> bool:
-        """Return whether a request has operations in the vision encoder."""
         request = self._active.get(request_id)
         return request is not None and bool(request.plan.images)
 
     @contextlib.contextmanager
     def encoding(self, request_id: str, image: int) -> Iterator[None]:
-        """Run a request's operations while the vision encoder runs, in the block, for one of its images.
-
-        What they read leaves with the results of the step that follows.
-        """
+        """Run a request's operations on one image; what they read leaves with the step that follows."""
         request = self._active[request_id]
         try:
             plan = self._builder.plan_image(request, image)
@@ -212,7 +184,6 @@ class WorkerState:
         self._encoded.append(plan)
 
     def plan(self, step: Step) -> StepPlan | None:
-        """Return the step's plan, or None if no request of the step intervenes."""
         plan = self._planned(step)
         if plan is not None:
             for earlier in self._encoded:
@@ -286,13 +257,11 @@ class WorkerState:
             span.request.fail("intervention_failed", f"its operations could not be planned: {error}")
 
     def results_of_stage(self, plan: StepPlan) -> StageResults:
-        """Return what this stage of a pipeline has read, for the last stage."""
         results = results_of_stage(plan, self.points.stage, self.spec)
         results.failures |= self._refused
         return results
 
     def add_results(self, plan: StepPlan, of_stages: Sequence[StageResults]) -> None:
-        """Add what the earlier stages have read to the step's plan."""
         try:
             for results in with_silent_stages(of_stages, self.points.stage):
                 add_results(plan, results, self.spec)
@@ -302,7 +271,6 @@ class WorkerState:
                 span.request.fail("intervention_failed", f"results of a stage could not be used: {error}")
 
     def on_hidden(self, plan: StepPlan, hidden: torch.Tensor) -> None:
-        """Run the operations at the final norm's output, ``[tokens, hidden]``."""
         plan.run(NORM, hidden, None)
 
     def on_logits(
@@ -316,11 +284,9 @@ class WorkerState:
         """Run the operations at the logits.
 
         Args:
-            plan: The step's plan.
             hidden: Output of the final norm, ``[tokens, hidden]``.
             sampled: Logits from which tokens are about to be sampled, ``[rows, vocabulary]``.
             sample_rows: For each row of ``sampled``, the row of ``hidden`` it was computed from; ascending.
-            compute_logits: The model's own unembedding.
         """
         rows = plan.logits_rows
         if not len(rows):
@@ -348,7 +314,6 @@ class WorkerState:
             self._builder.forget()
 
     def leave(self, plan: StepPlan | None) -> Delivery | None:
-        """End the step; return the delivery of its results, or None if no request intervened."""
         delivery: Delivery | None = None
         if plan is not None:
             plan.fail_unreached()

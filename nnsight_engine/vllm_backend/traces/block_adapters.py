@@ -1,8 +1,7 @@
 """The LoRA adapters of blocks that call modules themselves.
 
-A call by a block has rows of its own, of which vLLM knows no adapter. It uses the adapter of the block's
-request: the block's thread carries it, or a worker's thread while it makes the call for a block elsewhere.
-Orders to other ranks and stages have the adapter's id, see ``messages.CallOrder``.
+vLLM knows no adapter of such a call's rows: it is that of the block's request, which the calling thread
+carries.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ NO_SLOT: Final = -1
 
 
 class BlockAdapters:
-    """The adapter of each thread's calls.
-
-    Args:
-        slots: Returns the id of the adapter in each of the engine's slots, None for an empty one.
-    """
+    """The adapter of each thread's calls; ``slots`` returns each engine slot's adapter id, None if empty."""
 
     def __init__(self, slots: Callable[[], Sequence[int | None]] = tuple) -> None:
         self._slots = slots
@@ -41,12 +36,10 @@ class BlockAdapters:
         return adapter
 
     def enter(self, adapter: int | None) -> None:
-        """Set the adapter of this thread's further calls, see ``current``."""
         self._thread.adapter = adapter
 
     @contextlib.contextmanager
     def using(self, adapter: int | None) -> Iterator[None]:
-        """Set the adapter of this thread's calls within the context, see ``current``."""
         before = self.current
         self.enter(adapter)
         try:
@@ -57,8 +50,7 @@ class BlockAdapters:
     def slot(self) -> int | None:
         """Return the slot of this thread's adapter, or ``NO_SLOT``; None for the model's own calls.
 
-        Raises:
-            AdapterNotLoadedError: The adapter is in no slot, since other requests are running.
+        Raises AdapterNotLoadedError if the adapter is in no slot, since other requests are running.
         """
         adapter = self.current
         if adapter is None:

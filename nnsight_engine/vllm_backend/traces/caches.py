@@ -1,9 +1,8 @@
 """Caches of blocks in the serving engine: a request's rows of many modules' values, sent to the client.
 
-A cache is filled on the model's side, after all blocks have had a value, with rows of positions that are
-computed for the first time; positions recomputed after a preemption are in it already. The chunks of a
-chunked prompt are concatenated per module, so that a cache has whole values or its request an error. It is
-sent as data, and on the client it is read with the client's names.
+Filled on the model's side, after all blocks have had a value, with positions that are computed for the first
+time. The chunks of a prompt are concatenated per module, so a cache has whole values, or its request an
+error.
 """
 
 from __future__ import annotations
@@ -38,11 +37,7 @@ class RequestCache(Cache):
         dtype: torch.dtype | None = None,
         detach: bool = True,
     ) -> None:
-        """Store tensors on ``device``, as ``dtype``.
-
-        Raises:
-            RuntimeError: There is no such device here.
-        """
+        """Store tensors on ``device``, as ``dtype``; RuntimeError if there is no such device here."""
         torch.empty(0, device=device, dtype=dtype)  # raises now, at the line that made the cache
         super().__init__(device=device, dtype=dtype, detach=detach)
         self.spend: Callable[[int], None] = _spends_nothing
@@ -54,17 +49,10 @@ class RequestCache(Cache):
             return super()._copied(tensor)
 
     def view(self, model: Envoy) -> CacheView:
-        """Return the values as seen from the model's root."""
         return EngineCacheView(self, "", model)
 
 
 class RequestCaches:
-    """The caches of one request, and parts of values whose prompt is not complete yet.
-
-    Args:
-        memory: The request's memory account.
-    """
-
     def __init__(self, memory: MemoryAccount) -> None:
         self._memory = memory
         self._by_provider: dict[str, list[RequestCache]] = {}
@@ -73,13 +61,11 @@ class RequestCaches:
         self._step = 0
 
     def add(self, cache: RequestCache, providers: Iterable[str]) -> None:
-        """Fill a cache with values of these providers from now on."""
         cache.spend = self._spend
         for provider in providers:
             self._by_provider.setdefault(provider, []).append(cache)
 
     def has_use_for(self, provider: str) -> bool:
-        """Return whether some cache stores a provider's values."""
         return provider in self._by_provider
 
     def begin(self) -> None:
@@ -92,17 +78,9 @@ class RequestCaches:
         self._parts.clear()
 
     def note(self, provider: str, rows: Any, chunk: int, *, is_last: bool) -> None:
-        """Cache a value, or store it as a part until the last chunk of its prompt has been computed.
+        """Cache new rows, or store them as a part; ``chunk`` counts the prompt's chunks computed before.
 
-        Args:
-            provider: The place.
-            rows: The request's new rows.
-            chunk: Number of chunks of the prompt computed before.
-            is_last: Whether the prompt ends with these rows.
-
-        Raises:
-            ChunkedPromptError: The first chunks passed before the cache was made.
-            TraceBytesError: The request holds too much.
+        Raises ChunkedPromptError if the first chunks passed before the cache was made, and TraceBytesError.
         """
         for cache in self._by_provider[provider]:
             key = (id(cache), provider)
@@ -188,7 +166,6 @@ class EngineCacheView(CacheView):
 
 
 def _values(entry: Entry, side: str) -> list[Any]:
-    """Return an entry's values of each call: outputs, or arguments in order."""
     if side == "output":
         _ = entry.output  # raises, with advice, if there are none
         return entry.values["output"]
@@ -202,7 +179,6 @@ def _each(values: list[Any], form: Callable[[Any], Any]) -> Any:
 
 
 def _tensor(value: Any, family: EngineFamily, *, is_stream: bool) -> torch.Tensor:
-    """Return the single tensor of a value that a standard name refers to."""
     several = value if isinstance(value, tuple) else (value,)
     first: torch.Tensor = several[0]
     second = several[1] if is_stream and len(several) > 1 else None
@@ -211,8 +187,7 @@ def _tensor(value: Any, family: EngineFamily, *, is_stream: bool) -> torch.Tenso
     return first[0] if family.is_batched else first
 
 
-def _spends_nothing(num_bytes: int) -> None:
-    """Account for nothing, until a cache is added to a request."""
+def _spends_nothing(num_bytes: int) -> None: ...
 
 
 HOME_CLASSES: Final = (Cache, RequestCache, CacheView, EngineCacheView, Entry)

@@ -1,9 +1,8 @@
 """Chunked prefill for a block that expects the whole prompt at once.
 
-The block requests the prompt's value at a place, with all rows. The first place that it requests is gathered:
-the rows of each chunk are stored as it passes, and the last chunk completes the value. A value that the block
-assigns there is applied to every chunk, each taking its share. By then the earlier chunks have passed all
-other places. So a request for another place, or an edit of the gathered value, cannot be served and is a
+The first place that the block requests is gathered: each chunk's rows are stored, and the last chunk
+completes the value; a value assigned there is applied chunk by chunk. By then the earlier chunks have passed
+all other places, so a request for another place, or an edit of the gathered value, is a
 ``ChunkedPromptError``.
 """
 
@@ -24,11 +23,7 @@ if TYPE_CHECKING:
 
 
 class PromptChunks:
-    """The gathered values of the chunks of one request's prompt.
-
-    Attributes:
-        num_passed: Number of chunks computed so far; 0 again after the last.
-    """
+    """The gathered values of one prompt's chunks; ``num_passed`` counts them, and is 0 after the last."""
 
     def __init__(self, request: TracedRequest) -> None:
         self.num_passed = 0
@@ -38,7 +33,6 @@ class PromptChunks:
         self._whole: set[tuple[Mediator, str]] = set()
 
     def clear(self) -> None:
-        """Drop the gathered values: the prompt has been computed."""
         self.num_passed = 0
         self._request.memory.keep("chunks", -num_bytes(self._gathered.values()))
         self._gathered.clear()
@@ -58,7 +52,6 @@ class PromptChunks:
                 batcher.swap(batcher.group, self._share_of(more))
 
     def serve_last(self, provider: str) -> None:
-        """Serve a block at the last chunk of a prompt that was computed in chunks."""
         request, batcher = self._request, self._request.batcher
         mediator = request.due(provider)[0]
         place = (mediator, provider)
@@ -80,11 +73,7 @@ class PromptChunks:
             mediator.fail(ChunkedPromptError.writing(provider, self.num_passed + 1))
 
     def leave(self, provider: str) -> None:
-        """Check the gathered values for edits when the model continues.
-
-        Raises:
-            ChunkedPromptError: The block has edited a gathered value.
-        """
+        """When the model continues, raise ChunkedPromptError if the block has edited a gathered value."""
         given, self._given = self._given, []
         for whole, before in given:
             self._request.memory.give(num_bytes([whole]))
@@ -101,11 +90,6 @@ class PromptChunks:
             mediator.respond()
 
     def _share_of(self, value: Any, *, is_last: bool = False) -> Any:
-        """Return the rows of a whole prompt's value that belong to this chunk.
-
-        Raises:
-            ValueError: At the last chunk: the value's number of rows is not the length of the prompt.
-        """
         batcher = self._request.batcher
         start, stop = self._request.start, self._request.start + self._request.num_new
 
@@ -124,7 +108,6 @@ class PromptChunks:
 
 
 def joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Concatenate the rows of two consecutive chunks."""
     if first.ndim != second.ndim or not first.ndim:
         return first
     axis = 1 if first.ndim > 1 and first.shape[0] == 1 and second.shape[0] == 1 else 0
@@ -133,5 +116,4 @@ def joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def _versions(value: Any) -> list[tuple[int, int]]:
-    """Return the id of each tensor in a value with its version counter."""
     return [(id(tensor), tensor._version) for tensor in tensors(value)]  # noqa: SLF001 - has no public name

@@ -23,20 +23,9 @@ if TYPE_CHECKING:
 
 
 class TraceContext:
-    """The blocks of one trace.
-
-    Args:
-        entry: The trace as received.
-        model: The object that ``model`` refers to in the blocks.
-        policy: The policy for untrusted blocks; None for those of trusted senders.
-    """
+    """The blocks of one trace; ``policy`` is None for those of trusted senders."""
 
     def __init__(self, entry: TraceEntry, model: WorkerModel, policy: Policy | None = None) -> None:
-        """Decode the blocks.
-
-        Raises:
-            DecodeError: They cannot be decoded.
-        """
         self.key = entry.key
         self._model = model
         self._tracer = BlockTracer(model)
@@ -57,14 +46,7 @@ class TraceContext:
     def mediator(
         self, index: int, choice: int, threads: Threads, enter: Callable[[], None]
     ) -> ThreadMediator:
-        """Return the mediator of a block; each choice of its request draws its own random numbers.
-
-        Args:
-            index: The block.
-            choice: Which of its request's ``n`` choices.
-            threads: The threads on which it runs.
-            enter: Called on its thread before it runs.
-        """
+        """Return a block's mediator, seeded per choice; ``enter`` is called on its thread before it runs."""
         invoke = self._invokes[index]
         function = compiled(invoke.info, invoke.own, assignments=invoke.assignments)
         seed = zlib.crc32(f"{self.key}/{index}/{choice}".encode())
@@ -83,11 +65,9 @@ class TraceContext:
         return run
 
     def marked(self, index: int) -> list[Any]:
-        """Return all values saved so far in a block, whatever their names, and those saved before it ran."""
         return list(self._invokes[index].marked.values())
 
     def saves(self, index: int) -> dict[str, Any]:
-        """Return the saved variables of a block, by name."""
         return self._invokes[index].saves(self._marks.all())
 
     def flows(self, index: int) -> dict[str, Any]:

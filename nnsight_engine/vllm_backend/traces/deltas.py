@@ -1,10 +1,9 @@
 """Deltas of a block's saved values, step by step, for clients that stream them while the block runs.
 
-Sending a list that grows over a thousand tokens in full after each of a thousand steps would be costly. So
-the message after a step has only the changes: values that are new or replaced, and items appended to a list.
-Some changes appear only in the collected result at the end: items changed in place, changes deep inside other
-objects, objects whose serialization would run their own code, and values beyond the limits of the
-serialization. The client reassembles the values, see ``remote_backend.saved_deltas``.
+To send a growing list in full after each step would be costly, so a message has only new and replaced values,
+and items appended to a list. Some changes appear only in the collected result: items changed in place,
+changes deep inside other objects, objects whose serialization would run their own code, and values beyond its
+limits. The client reassembles the values, see ``remote_backend.saved_deltas``.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ _MAX_BYTES: Final = 64 * 2**20
 
 
 class Deltas:
-    """Tracks which of one block's saved values have been sent."""
-
     def __init__(self) -> None:
         self._sent: dict[str, tuple[Any, Any]] = {}
         self._refused: dict[str, Any] = {}
@@ -65,11 +62,7 @@ class Deltas:
         return _encoded(whole, grown) if whole or grown else None
 
     def _refuse(self, name: str, value: Any, *, is_whole: bool) -> None:
-        """Mark a value that could not be encoded as not sent.
-
-        A list that grew is sent whole at the next change; another value only in the collected result, unless
-        it is replaced.
-        """
+        """Mark a value as not sent: a grown list is sent whole at its next change, others only at the end."""
         del self._sent[name]
         if is_whole:
             self._refused[name] = value
@@ -99,7 +92,6 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _mark(value: Any) -> Any:
-    """Return a token that changes when a value does, as far as that is cheap to detect."""
     kind = type(value)  # not `isinstance`, which `__class__` can deceive
     if kind is torch.Tensor:
         return None if value.is_inference() else value._version  # noqa: SLF001 - has no public name
@@ -111,10 +103,7 @@ def _mark(value: Any) -> Any:
 
 
 class _Same:
-    """The items of a container; equal to others if all are the same objects.
-
-    It holds references, since the id of a freed item may be that of a new one.
-    """
+    """The items of a container; it holds references, since a new item may have the id of a freed one."""
 
     __hash__ = None  # type: ignore[assignment] # compared only
 

@@ -1,9 +1,8 @@
 """Edits in the engine: blocks that run beside the blocks of the requests that select them.
 
-An edit is stored as encoded bytes and decoded anew for each request that selects it, so that no request sees
-changes that another request made to the edit's variables. It runs before the request's own block, once per
-step, on the request's rows. Named edits stay in the worker until they are removed; an edit without a name
-arrives with its request.
+Stored as encoded bytes and decoded anew for each request, so that no request sees another's changes to an
+edit's variables. An edit runs before the request's own block, once per step, on the request's rows. Named
+edits stay in the worker until they are removed; an edit without a name arrives with its request.
 """
 
 from __future__ import annotations
@@ -30,18 +29,10 @@ if TYPE_CHECKING:
 
 
 def digest_of(data: bytes) -> str:
-    """Return the SHA-256 digest that identifies an edit's block."""
     return hashlib.sha256(data).hexdigest()
 
 
 class EditStore:
-    """The edits that a worker stores, by name.
-
-    Args:
-        max_edits: Limit for their number.
-        max_bytes: Limit for their total size.
-    """
-
     def __init__(self, max_edits: int, max_bytes: int) -> None:
         self._max_edits = max_edits
         self._max_bytes = max_bytes
@@ -49,16 +40,10 @@ class EditStore:
 
     @property
     def num_kept(self) -> int:
-        """The number of stored edits."""
         return len(self._data)
 
     def keep(self, name: str, data: bytes, model: WorkerModel, threads: Threads) -> None:
-        """Store an edit after it has been decoded without an error.
-
-        Raises:
-            EditLimitError: The number or the total size of the stored edits would exceed its limit.
-            DecodeError: The edit cannot be decoded.
-        """
+        """Store an edit once it has been decoded without an error; raises EditLimitError or DecodeError."""
         others = {other: kept for other, kept in self._data.items() if other != name}
         num_bytes = sum(map(len, others.values())) + len(data)
         if len(others) >= self._max_edits or num_bytes > self._max_bytes:
@@ -79,19 +64,7 @@ class EditStore:
         enter: Callable[[], None],
         policy: Policy = TRUSTED,
     ) -> list[ThreadMediator]:
-        """Return the mediators of the edits that a request selected, in order.
-
-        Args:
-            entry: The request.
-            choice: Which of its ``n`` choices.
-            model: The object that ``model`` refers to in the edits.
-            threads: The threads on which the edits run.
-            enter: Called on each edit's thread before it runs.
-            policy: The policy under which the edits are decoded and run.
-
-        Raises:
-            UnknownEditError: The worker does not have one of the edits.
-        """
+        """Return the mediators of the edits that a request selected, in order; raises UnknownEditError."""
         made: list[ThreadMediator] = []
         for number, chosen in enumerate(entry.edits):
             data = self._chosen(chosen)
@@ -103,11 +76,7 @@ class EditStore:
         return made
 
     def filled_in(self, entry: TraceEntry) -> TraceEntry:
-        """Return the request with the encoded bytes of all edits it selected, including those stored here.
-
-        Raises:
-            UnknownEditError: The worker does not have one of the edits.
-        """
+        """Return the request with the bytes of all its edits, stored ones too; raises UnknownEditError."""
         if not entry.edits:
             return entry
         brought = [msgspec.structs.replace(chosen, data=self._chosen(chosen)) for chosen in entry.edits]
@@ -133,8 +102,6 @@ def _read(data: bytes, model: WorkerModel, policy: Policy = TRUSTED) -> Info:
 def _every_step(
     function: Callable[[], Any], model: WorkerModel, enter: Callable[[], None]
 ) -> Callable[[], None]:
-    """Return a function that runs an edit's block once per step."""
-
     def run() -> None:
         enter()
         with SAVES.outermost():  # so that values have a `save` method

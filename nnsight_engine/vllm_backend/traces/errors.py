@@ -8,7 +8,6 @@ class NestedTraceError(RuntimeError):
 
     @classmethod
     def calling(cls, method: str) -> NestedTraceError:
-        """Return the error for a method of the model's envoys."""
         return cls(
             f"{method}() cannot be called in a block that runs in the engine, whose model already runs, for "
             "other requests too. Call it behind this block, or give the trace several invokes."
@@ -22,7 +21,6 @@ class EditLimitError(RuntimeError):
     def over(
         cls, name: str, num_edits: int, max_edits: int, num_bytes: int, max_bytes: int
     ) -> EditLimitError:
-        """Return the error for an edit that would exceed the limit on the number or the size of edits."""
         return cls(
             f"with {name!r} the engine would keep {num_edits} edits of {num_bytes:,} bytes; it takes "
             f"{max_edits} of {max_bytes:,} together. Remove some, model.remove_edit(name), or start it with "
@@ -39,7 +37,6 @@ class ChunkedPromptError(RuntimeError):
 
     @classmethod
     def reading(cls, provider: str, num_chunks: int) -> ChunkedPromptError:
-        """Return the error for reading a second place, which the first chunks have already passed."""
         return cls(
             f"The prompt was computed in {num_chunks} chunks, so only the first place that a block asks for "
             f"can be gathered whole; `{provider}` was passed by the first chunks before the block asked. "
@@ -48,7 +45,6 @@ class ChunkedPromptError(RuntimeError):
 
     @classmethod
     def writing(cls, provider: str, num_chunks: int) -> ChunkedPromptError:
-        """Return the error for a write that depends on the whole prompt, whose first chunks have passed."""
         return cls(
             f"The prompt was computed in {num_chunks} chunks, so `{provider}` cannot be changed by what a "
             "block computes from all of it: the first chunks have passed. Assign a value that the block has "
@@ -61,7 +57,6 @@ class SeveralStreamsError(RuntimeError):
 
     @classmethod
     def at(cls, provider: str) -> SeveralStreamsError:
-        """Return the error."""
         return cls(
             f"`{provider}` is several residual streams at once, [streams, tokens, width], which no block can "
             "have. model.points() lists the places inside the layers that they can."
@@ -73,7 +68,6 @@ class TraceBytesError(RuntimeError):
 
     @classmethod
     def holding(cls, saved_bytes: int, kept_bytes: int, max_bytes: int) -> TraceBytesError:
-        """Return the error, with the bytes that are saved and the bytes that are retained for the block."""
         return cls(
             f"The block has saved {saved_bytes} bytes, and {kept_bytes} are kept for what it writes and "
             f"gathers; one request may hold {max_bytes}. Save fewer places or positions (a view such as "
@@ -87,7 +81,6 @@ class AdapterNotLoadedError(RuntimeError):
 
     @classmethod
     def outside_step(cls) -> AdapterNotLoadedError:
-        """Return the error for a call outside of the steps of the block's request."""
         return cls(
             "The adapter of this request is in none of the engine's slots: other requests use them, and this "
             "one takes no part in the step. Call the module while the block has a value of its own step, or "
@@ -100,7 +93,6 @@ class StageError(RuntimeError):
 
     @classmethod
     def attribute(cls, path: str, name: str, stage: int) -> StageError:
-        """Return the error for an attribute of a module that is not sent between stages, such as a weight."""
         return cls(
             f"`{path}.{name}` is on pipeline stage {stage}, and blocks run on the last one: only values and "
             "calls travel between stages. Read what the module takes and returns, or call the module."
@@ -108,7 +100,6 @@ class StageError(RuntimeError):
 
     @classmethod
     def call(cls, path: str, stage: int) -> StageError:
-        """Return the error for a call of a module while its stage does not accept calls."""
         return cls(
             f"`{path}` cannot be called here: it is on pipeline stage {stage}, which only answers while it "
             "computes its part of a step. Call it after asking for a value of that stage, and before asking "
@@ -117,7 +108,6 @@ class StageError(RuntimeError):
 
     @classmethod
     def spanning(cls, path: str, what: str) -> StageError:
-        """Return the error for an operation on a module of which every stage runs a part."""
         return cls(
             f"{what} of `{path}` cannot be had with several pipeline stages: each runs a part of it. Ask the "
             "modules inside it."
@@ -125,7 +115,6 @@ class StageError(RuntimeError):
 
     @classmethod
     def value(cls, kind: str, stage: int) -> StageError:
-        """Return the error for an object that cannot be sent between stages."""
         return cls(
             f"this value, of type {kind}, is on pipeline stage {stage} and does not travel to the last one, "
             "where blocks run: tensors, numbers, strings and containers of them do"
@@ -133,7 +122,6 @@ class StageError(RuntimeError):
 
     @classmethod
     def argument(cls, path: str, what: str) -> StageError:
-        """Return the error for a call of a remote module with an argument that cannot be sent."""
         return cls(
             f"`{path}` is on another pipeline stage than the blocks, so it is called with tensors, numbers "
             f"and strings, in tuples, lists and dicts; got {what}"
@@ -141,7 +129,6 @@ class StageError(RuntimeError):
 
     @classmethod
     def unlike(cls) -> StageError:
-        """Return the error for stages that disagree on the requests and rows of a step."""
         return cls(
             "the stages of the pipeline do not agree on whose rows are whose in this step, so the block was "
             "ended; please report this"
@@ -153,7 +140,6 @@ class SpreadModuleError(RuntimeError):
 
     @classmethod
     def place(cls, provider: str) -> SpreadModuleError:
-        """Return the error for a value of which it is not known how the ranks' parts form the whole."""
         return cls(
             f"With several tensor-parallel ranks `{provider}` cannot be read or written: each rank has a "
             "part of it, and it is not known how the parts make a whole. Take the input or the output of a "
@@ -162,7 +148,6 @@ class SpreadModuleError(RuntimeError):
 
     @classmethod
     def argument(cls, what: str) -> SpreadModuleError:
-        """Return the error for a call of a module with an argument that cannot be sent to the other ranks."""
         return cls(
             "a module that is spread over tensor-parallel ranks is called on all of them, with tensors, "
             f"numbers and strings, in tuples, lists and dicts; got {what}"
@@ -170,7 +155,6 @@ class SpreadModuleError(RuntimeError):
 
     @classmethod
     def direct_call(cls, path: str) -> SpreadModuleError:
-        """Return the error for a call of a module in a way that the other ranks would not take part in."""
         return cls(
             f"With several tensor-parallel ranks `{path}` is called by a block itself, not by a thread that "
             "it started, and without hook=True: all ranks make the call together"
@@ -178,7 +162,6 @@ class SpreadModuleError(RuntimeError):
 
     @classmethod
     def method(cls, path: str, name: str) -> SpreadModuleError:
-        """Return the error for a call of a module's method that works on one rank's part."""
         return cls(
             f"With several tensor-parallel ranks `{path}.{name}()` works on one rank's part. Call the module "
             "instead, or a module around it, or use one rank."
@@ -186,7 +169,6 @@ class SpreadModuleError(RuntimeError):
 
     @classmethod
     def held(cls, path: str, name: str) -> SpreadModuleError:
-        """Return the error for a module's tensor whose sharding over the ranks is not known."""
         return cls(
             f"With several tensor-parallel ranks `{path}.{name}` is one rank's part, and it is not known how "
             "the parts make a whole. Call the module instead, or use one rank."
@@ -194,7 +176,6 @@ class SpreadModuleError(RuntimeError):
 
     @classmethod
     def outside(cls, what: str) -> SpreadModuleError:
-        """Return the error for a joint operation of all ranks that is requested while they do not listen."""
         return cls(
             f"`{what}` is spread over tensor-parallel ranks, which take part in what a block does while it "
             "runs; ask for it in the block itself"
@@ -206,7 +187,6 @@ class SandboxedError(RuntimeError):
 
     @classmethod
     def attribute(cls, path: str, name: str) -> SandboxedError:
-        """Return the error for an attribute of a module that stays in the worker, such as a weight."""
         return cls(
             f"`{path}.{name}` stays in the engine: sandboxed blocks have the values that modules take and "
             "return, and may call modules, but have none of their weights. Ask the operator for a key of the "
@@ -215,7 +195,6 @@ class SandboxedError(RuntimeError):
 
     @classmethod
     def source(cls, path: str) -> SandboxedError:
-        """Return the error for access to the operations inside a module's forward."""
         return cls(
             f"The source of `{path}` cannot be had in a sandbox. Ask the modules inside it, or the operator "
             "for a key of the tier 'trusted'."
@@ -223,7 +202,6 @@ class SandboxedError(RuntimeError):
 
     @classmethod
     def value(cls, kind: str) -> SandboxedError:
-        """Return the error for an object that cannot be sent to the sandbox process."""
         return cls(
             f"this value, of type {kind}, stays in the engine: tensors with rows of the request's own, "
             "numbers and strings cross into a sandbox, and containers of them"
@@ -231,7 +209,6 @@ class SandboxedError(RuntimeError):
 
     @classmethod
     def shared(cls, provider: str) -> SandboxedError:
-        """Return the error for a value with tensors that have no rows of single requests."""
         return cls(
             f"`{provider}` holds a tensor that belongs to all requests of the step together, so a sandboxed "
             "block cannot have it. Ask for the value of a module around it."
@@ -239,27 +216,22 @@ class SandboxedError(RuntimeError):
 
     @classmethod
     def unsendable(cls, provider: str, error: Exception) -> SandboxedError:
-        """Return the error for a value that cannot be sent to the sandbox process."""
         return cls(f"`{provider}` cannot be given to a sandboxed block: {error}")
 
     @classmethod
     def call(cls, path: str) -> SandboxedError:
-        """Return the error for a call of a module by code other than the running block's own."""
         return cls(f"`{path}` is called by the block itself, while it runs")
 
     @classmethod
     def argument(cls, path: str, what: str) -> SandboxedError:
-        """Return the error for a call of a module with an argument that cannot be sent to the worker."""
         return cls(f"`{path}` is called with tensors, numbers and strings from a sandbox, got {what}")
 
     @classmethod
     def uncalled(cls, path: str, why: str) -> SandboxedError:
-        """Return the error for a module call that the worker does not make for untrusted code."""
         return cls(f"`{path}` cannot be called from a sandbox: {why}")
 
     @classmethod
     def costly(cls, path: str, num_rows: int, seconds: float) -> SandboxedError:
-        """Return the error for calls of modules that exceed the time that one step of the engine allows."""
         return cls(
             f"`{path}` was called with {num_rows:,} rows from a sandbox, which takes longer than the "
             f"{seconds:g} s that all calls of a trace may take within one step of the engine. Call it with "
@@ -268,5 +240,4 @@ class SandboxedError(RuntimeError):
 
     @classmethod
     def crowded(cls) -> SandboxedError:
-        """Return the error for a trace with more blocks than the sandbox process has threads."""
         return cls("the trace has more blocks and edits than a sandbox takes: send it in several traces")

@@ -1,10 +1,9 @@
 """Accounting of the worker memory that a traced request holds, so that no block can exhaust it.
 
-Two kinds of memory count: values that the block has saved, and data retained for it (writes to be replayed
-after a preemption, chunks of its prompt, keys for attention patterns). The size of retained data is known
-immediately. Measuring saved values takes a walk over all of them. So it is done only when the block has
-received enough data since the last walk that it could have reached the limit, and once more when the block
-ends. The check runs each time that the model continues.
+Saved values count, and data retained for the block (writes to replay, chunks, keys for patterns). Measuring
+saved values takes a walk over all of them, so it is done only when the block has received enough data since
+the last walk that it could have reached the limit, and when it ends. The check runs each time that the model
+continues.
 """
 
 from __future__ import annotations
@@ -25,15 +24,7 @@ _MADE_OF_GIVEN: Final = 4
 
 
 class MemoryAccount:
-    """The memory account of one request.
-
-    Args:
-        max_bytes: Limit for the memory that the request holds.
-        saved: Returns the values that the block has saved.
-
-    Attributes:
-        saved_bytes: Size of the saved values at the last walk.
-    """
+    """The memory account of one request; ``saved_bytes`` is the size of the saved values at the last walk."""
 
     def __init__(self, max_bytes: int, saved: Callable[[], Iterable[Any]]) -> None:
         self._max_bytes = max_bytes
@@ -47,7 +38,6 @@ class MemoryAccount:
         self._kept_bytes[what] = self._kept_bytes.get(what, 0) + num_bytes
 
     def release_account(self, what: str) -> None:
-        """Remove an account of retained data."""
         self._kept_bytes.pop(what, None)
 
     def give(self, num_bytes: int) -> None:
@@ -56,18 +46,10 @@ class MemoryAccount:
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of the result that is sent to the client."""
         return self.saved_bytes + self._kept_bytes.get(CACHES, 0)
 
     def check(self, *, is_last: bool = False) -> None:
-        """Check whether the request holds too much.
-
-        Args:
-            is_last: Whether the block has ended, so that the saved values are measured in any case.
-
-        Raises:
-            TraceBytesError: The request holds more than its limit.
-        """
+        """Raise TraceBytesError if the request holds too much; ``is_last`` always measures saved values."""
         kept = sum(self._kept_bytes.values())
         if is_last or kept + self.saved_bytes + _MADE_OF_GIVEN * self._given_bytes > self._max_bytes:
             self.saved_bytes = num_bytes(self._saved())
@@ -79,9 +61,8 @@ class MemoryAccount:
 def num_bytes(values: Iterable[Any]) -> int:
     """Return the bytes of all tensors, arrays, byte strings and strings in values and nested containers.
 
-    Memory that several tensors share counts once, and in full even if they are views of a part of it. A
-    tensor that is larger than its storage, such as an expanded one, counts with its size when it is
-    serialized.
+    Shared memory counts once, and in full even if a tensor is a view of a part of it. A tensor larger than
+    its storage, such as an expanded one, counts with its serialized size.
     """
     total, seen, waiting = 0, set[int](), list(values)
     while waiting:
@@ -111,7 +92,6 @@ _ITEMS: Final[dict[type, Callable[[Any], Iterable[Any]]]] = {
 
 
 def _tensor_bytes(tensor: torch.Tensor, seen: set[int]) -> int:
-    """Return the bytes of a tensor that have not been counted yet, and mark its storage as counted."""
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - has no public name
         if id(tensor) in seen or tensor.is_meta:
             return 0

@@ -1,12 +1,9 @@
 """Messages between the code that has the model's values and the blocks, where these run elsewhere.
 
-There are three such roads: from the earlier pipeline stages to the last one, from the worker to a sandbox
-process, and between tensor-parallel ranks. Each has its transport and a few messages of its own (``stages``,
-``sandboxed``, ``ranks``). A message is a msgpack header of one of these types, followed by raw bytes: tensors
-in the order of their slots, or a value encoded by ``serialization``.
-
-Headers are decoded into exactly these types, and tensors are made from a copy of their bytes after their
-sizes have been checked, so messages of a sandbox process, which are hostile, may be read here.
+Three roads have a transport and a few messages of their own: ``stages``, ``sandboxed``, ``ranks``. A message
+is a msgpack header of one of these types, and raw bytes: tensors in the order of their slots, or a serialized
+value. Headers are decoded into exactly these types, and tensors are made from a copy of their bytes after
+their sizes have been checked, so messages of a sandbox process, which are hostile, may be read here.
 """
 
 from __future__ import annotations
@@ -56,13 +53,9 @@ DTYPES: Final = {
 
 
 class ValueSlot(msgspec.Struct, frozen=True, tag=True):
-    """A tensor, whose bytes follow the header, in the order of the slots.
+    """A tensor, whose bytes follow the header; ``number`` is that of the tensor that it replaces.
 
-    Attributes:
-        dtype: The dtype's name.
-        shape: The tensor's shape.
-        number: The number of the tensor of a value that it replaces.
-        is_apart: Whether its bytes do not follow: ranks exchange tensors on their devices by a collective.
+    With ``is_apart`` its bytes do not follow: ranks exchange tensors on their devices by a collective.
     """
 
     dtype: str
@@ -72,12 +65,7 @@ class ValueSlot(msgspec.Struct, frozen=True, tag=True):
 
 
 class PassedPlaces(msgspec.Struct, frozen=True):
-    """The places that the model has passed in a step.
-
-    Attributes:
-        same: The number of leading places that equal those of the previous step.
-        more: The places after these.
-    """
+    """The places that a step has passed: the first ``same`` of the previous step, then ``more``."""
 
     same: int = 0
     more: list[str] = []
@@ -87,15 +75,7 @@ class PassedPlaces(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
-    """The model has reached a place; the value's bytes follow the header.
-
-    Attributes:
-        provider: The place.
-        passed: The places that the model has passed before it.
-        slots: Slots of the value, if it is a tensor or a tuple of tensors; None if it is encoded by
-            ``serialization``.
-        is_tuple: Whether it is a tuple.
-    """
+    """The model has reached a place; its value follows, as tensors of ``slots`` or by ``serialization``."""
 
     provider: str
     passed: PassedPlaces
@@ -104,22 +84,16 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
 
 
 class InvalidValue(msgspec.Struct, frozen=True, tag=True):
-    """The value at a place cannot be given to the blocks, with the error to raise in them."""
-
     provider: str
     passed: PassedPlaces
     error: dict[str, Any]
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """The sender's part of the step has ended."""
-
     passed: PassedPlaces
 
 
 class CallResult(msgspec.Struct, frozen=True, tag=True):
-    """The result of a module call, encoded by ``serialization`` behind the header, or the call's error."""
-
     error: dict[str, Any] | None = None
 
 
@@ -127,12 +101,7 @@ class CallResult(msgspec.Struct, frozen=True, tag=True):
 
 
 class Continue(msgspec.Struct, frozen=True, tag=True):
-    """The answer that lets the model continue.
-
-    Attributes:
-        wanted: The places at which to stop; None for the same as before.
-        changes: Slots of the tensors that replace others of the value at hand.
-    """
+    """Let the model continue until ``wanted`` (None: as before); ``changes`` replace tensors at hand."""
 
     wanted: list[str] | None = None
     changes: list[ValueSlot] = []
@@ -141,11 +110,7 @@ class Continue(msgspec.Struct, frozen=True, tag=True):
 class CallOrder(msgspec.Struct, frozen=True, tag=True):
     """The order of trusted blocks to call a module; ``(args, kwargs)`` follow, encoded by ``serialization``.
 
-    Attributes:
-        path: The module.
-        method: The name of its method; empty for the module itself.
-        slots: The tensors that the arguments refer to by number, instead of containing them.
-        adapter: The LoRA adapter of the call, see ``BlockAdapters.current``.
+    ``method`` is empty for the module itself; the arguments refer to the tensors in ``slots`` by number.
     """
 
     path: str
@@ -160,17 +125,12 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def packed(head: msgspec.Struct, body: Sequence[Piece] = ()) -> list[Piece]:
-    """Return a message as parts."""
     data = _encoder.encode(head)
     return [_LENGTH.pack(len(data)), data, *body]
 
 
 def parted(data: bytes | memoryview) -> tuple[memoryview, memoryview]:
-    """Return the bytes of a message's header, and those behind it.
-
-    Raises:
-        struct.error: The message is too short.
-    """
+    """Return the bytes of a message's header, and those behind it; struct.error if it is too short."""
     view = memoryview(data)
     (length,) = _LENGTH.unpack_from(view)
     return view[_LENGTH.size : _LENGTH.size + length], view[_LENGTH.size + length :]
@@ -189,17 +149,7 @@ def slot_of(
     max_bytes: int | None = None,
     dtypes: Mapping[str, torch.dtype] = DTYPES,
 ) -> tuple[ValueSlot, memoryview]:
-    """Return the slot of a host tensor, and its bytes.
-
-    Args:
-        tensor: The tensor.
-        number: See ``ValueSlot``.
-        max_bytes: Limit for its size when it is written out.
-        dtypes: The dtypes that the other side accepts.
-
-    Raises:
-        TypeError: Its dtype or layout cannot be sent, it has no data, or it is too large.
-    """
+    """Return the slot of a host tensor, and its bytes; TypeError if it is too large or cannot be sent."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in dtypes or tensor.layout is not torch.strided:
         raise TypeError(f"a tensor of {tensor.dtype} ({tensor.layout}) does not leave the block's process")
@@ -213,10 +163,9 @@ def slot_of(
 
 
 def slots_of(value: Any) -> tuple[list[ValueSlot], bool, list[bytes | memoryview]] | None:
-    """Return the slots of a tensor or a tuple of tensors, whether it is a tuple, and the tensors' bytes.
+    """Return the slots of a tensor or a tuple of tensors, whether it is a tuple, and the bytes; else None.
 
-    Returns None for other values, and for tuples that contain the same tensor twice, which ``serialization``
-    must encode.
+    Also None for a tuple that contains the same tensor twice, which ``serialization`` must encode.
     """
     parts = value if type(value) is tuple else (value,)
     if len(set(map(id, parts))) < len(parts) or not all(map(_is_simple, parts)):
@@ -234,15 +183,11 @@ def _is_simple(value: Any) -> bool:
 
 
 def packed_value(value: Any) -> tuple[list[ValueSlot] | None, bool, Sequence[Piece]]:
-    """Return the slots of a value, see ``Offer``, whether it is a tuple, and its bytes.
-
-    Objects that stay on this side are replaced by their names, see ``RowStore``.
-    """
+    """Return slots as in ``Offer``, is_tuple, and bytes; objects that stay become names, see ``RowStore``."""
     return slots_of(value) or (None, False, encode_pieces(value, reference=RowsPlaceholder.reference))
 
 
 def unpacked_value(head: Offer, body: memoryview, resolve: Callable[[tuple[str, ...]], Any]) -> Any:
-    """Return the value of an offer; ``resolve`` returns the stand-in for an object of the other side."""
     if head.slots is None:
         return decode(bytearray(body), resolve=resolve)
     found = list(map(Tensors(body).next, head.slots))
@@ -250,36 +195,22 @@ def unpacked_value(head: Offer, body: memoryview, resolve: Callable[[tuple[str, 
 
 
 class Tensors:
-    """Makes tensors from the bytes behind a header.
-
-    Args:
-        body: Bytes that no other code writes to.
-        dtypes: The dtypes to accept.
-    """
+    """Makes tensors from the bytes behind a header, to which no other code may write."""
 
     def __init__(self, body: memoryview, dtypes: Mapping[str, torch.dtype] = DTYPES) -> None:
         self._body = body
         self._dtypes = dtypes
 
     def rest(self) -> memoryview:
-        """Return the bytes behind the tensors."""
         return self._body
 
     def end(self) -> None:
-        """Check that no bytes are left.
-
-        Raises:
-            SandboxEndedError: There are bytes that belong to no tensor.
-        """
+        """Raise SandboxEndedError if there are bytes that belong to no tensor."""
         if self._body:
             raise SandboxEndedError.broken("it sent bytes that nobody asked for")
 
     def next(self, slot: ValueSlot) -> torch.Tensor:
-        """Return the next tensor.
-
-        Raises:
-            SandboxEndedError: The slot is invalid, or there are not enough bytes.
-        """
+        """Return the next tensor; SandboxEndedError if the slot is invalid, or there are not enough bytes."""
         dtype = self._dtypes.get(slot.dtype)
         if dtype is None or len(slot.shape) > _MAX_DIMS or any(size < 0 for size in slot.shape):
             raise SandboxEndedError.broken("it sent a tensor that there cannot be")

@@ -55,13 +55,9 @@ class WorkerModel(StandardNames):
         """Build the tree over the loaded model.
 
         Args:
-            points: The model's points.
-            config: vLLM's configuration; None in a sandbox process.
-            dispatcher: The dispatcher that connects the model's calls with the requests.
+            config: None in a sandbox process.
             elsewhere: Stand-ins for modules of other pipeline stages, by their paths below the model.
-            names: A client's own names and envoy classes.
-            calls: The envoy class that makes the calls if all of the model's modules are remote (in a
-                sandbox).
+            calls: The envoy class that makes the calls if all modules are remote (in a sandbox).
         """
         names = names or Names()
         envoys = _envoys(points)
@@ -99,12 +95,10 @@ class WorkerModel(StandardNames):
 
     @property
     def entry(self) -> str:
-        """The place where the residual stream begins, if a tap lies there; else empty."""
         dispatcher: TraceDispatcher = self.__dict__["_dispatcher"]
         return dispatcher.entry
 
     def standard(self, name: str) -> Any:
-        """Return the object that has a standard name, see ``EnginePoints.standard``."""
         points: WorkerPoints = self.__dict__["_points"]
         return points.standard(name)
 
@@ -121,7 +115,6 @@ class WorkerModel(StandardNames):
         raise NestedTraceError.calling(method)
 
     def own_modules(self) -> list[tuple[torch.nn.Module, str]]:
-        """Return the modules that this worker runs, with their paths."""
         return [
             (envoy._module, str(envoy.path))  # noqa: SLF001 - envoys of ours
             for envoy in self._by_module.values()
@@ -131,7 +124,6 @@ class WorkerModel(StandardNames):
 
     @contextlib.contextmanager
     def observed_by(self, dispatcher: TraceDispatcher) -> Iterator[None]:
-        """Report the modules' calls and the inspected operations to a dispatcher within the context."""
         self._install()
         dispatcher.listen()
         try:
@@ -152,7 +144,6 @@ class WorkerModel(StandardNames):
             source.remove()
 
     def _remove(self) -> None:
-        """Remove all probes and restore the modules."""
         self.forget_sources()
         self._kernel_probes.remove()
         self._probe_set.remove()
@@ -166,7 +157,6 @@ def _renamed(points: ModelPoints) -> Mapping[str, str] | None:
 
 
 def _bare_kernels(points: ModelPoints) -> list[tuple[torch.nn.Module, str]]:
-    """Return the attention kernels whose calls the module probes do not see, with their paths."""
     if not points.family.is_kernel_bare:
         return []
     blocks = points.layout.blocks
@@ -178,7 +168,6 @@ def _bare_kernels(points: ModelPoints) -> list[tuple[torch.nn.Module, str]]:
 
 
 def _envoys(points: ModelPoints) -> dict[type[torch.nn.Module], type[Envoy]]:
-    """Return the envoy classes for particular module classes: vocabulary, attention and MLP."""
     found: dict[type[torch.nn.Module], type[Envoy]] = {VocabParallelEmbedding: VocabularyEnvoy}
     for layer in points.local_layers:
         module, block = points.layers[layer], points.layout.blocks[layer]
@@ -194,7 +183,6 @@ def _envoys(points: ModelPoints) -> dict[type[torch.nn.Module], type[Envoy]]:
 def _spanning(
     points: ModelPoints, elsewhere: Mapping[str, torch.nn.Module]
 ) -> dict[type[torch.nn.Module], type[Envoy]]:
-    """Return the envoy classes for modules of which every stage runs a part, except the model itself."""
     if not elsewhere:
         return {}
     paths = spanning_paths(points.family.layers)[1:]

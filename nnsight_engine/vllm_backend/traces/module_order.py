@@ -1,9 +1,7 @@
 """The order in which the model passes its modules in a step, and the position of the taps in it.
 
-Blocks that only need outputs of layers can be served at the taps, in the compiled step, in which calls of
-modules are not observed. The places that the model has passed on its way to a tap are known all the same: the
-model calls its modules in the same order in every step, and that order is recorded once, when the engine
-starts.
+Module calls are not observed in a compiled step. But the model calls its modules in the same order in every
+step, so the order, recorded once when the engine starts, tells which places lie before a tap.
 """
 
 from __future__ import annotations
@@ -20,26 +18,16 @@ class UntappedError(Exception):
 
 
 class ModuleOrder:
-    """The order in which a model without branches passes its places.
+    """The order in which a model without branches passes its places; ValueError if exits are out of order.
 
     Args:
-        root: The model's path.
         order: All places, in the order in which a step first reaches them.
         exits: The outputs of the layers. A tap may lie behind each of them, and another in the first layer.
-        taps: The numbers of the installed taps; 0 is the tap in the first layer.
-        entry: The name of the place at tap 0.
+        taps: The numbers of the installed taps; 0 is the tap in the first layer, at the place ``entry``.
 
     Attributes:
-        served: The providers whose values blocks can have without calls of modules being observed.
-        exits: The place at each tap.
-        tap_at: The tap at each of these places.
-        last: The number of the last tap.
-        order: All places, in the order in which a step first reaches them.
-        number_of: The index of each place in this order.
+        served: The providers whose values blocks can have without module calls being observed.
         ahead: The number of places that a step has passed when it reaches a tap, without the tap's own place.
-
-    Raises:
-        ValueError: An exit is not in the order, or the exits are out of order, or there is no tap.
     """
 
     def __init__(

@@ -1,9 +1,7 @@
 """A client's own names and envoy classes for modules, ``rename=`` and ``envoys=``, in the engine's workers.
 
-A block finds its places in the worker's tree, so the client's names for modules must be known there. They are
-sent once, after the engine has started; the worker then rebuilds its tree with the client's names taking
-precedence. The client's own tree knows the names too. The classes exist in the worker only, where the modules
-are.
+They are sent once, after the engine has started, and the worker rebuilds its tree with them taking
+precedence. The classes exist in the worker only, where the modules are.
 """
 
 from __future__ import annotations
@@ -23,15 +21,9 @@ from nnsight_engine.vllm_backend.traces.points_unembedding import VocabularyEnvo
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Names(ClientNames):
-    """A client's additions to the envoy tree, in a worker."""
-
     @staticmethod
     def read(data: bytes) -> Names:
-        """Decode the output of ``write``; this runs the bodies of classes that were sent as source.
-
-        Raises:
-            DecodeError: The data is not such a message.
-        """
+        """Decode the output of ``write``; this runs bodies of classes sent as source. Raises DecodeError."""
         plain = decode(data, policy=TRUSTED)
         if not isinstance(plain, dict) or not isinstance(plain.get("rename"), dict):
             raise DecodeError("the message holds no names")

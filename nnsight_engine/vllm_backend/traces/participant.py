@@ -1,10 +1,4 @@
-"""The protocol between the model's calls and the blocks, wherever these run.
-
-A block runs in the worker (``request.TracedRequest``) or in a sandbox process, whose side in the worker is
-a session (``sandboxed.sandbox_session.SandboxSession``). The dispatcher treats both alike: at each place it
-asks who is waiting, offers the value, continues with the changed one, and refuses values that cannot be
-provided.
-"""
+"""The protocol between the model's calls and the blocks, wherever these run."""
 
 from __future__ import annotations
 
@@ -12,23 +6,16 @@ from typing import Protocol
 
 
 class Participant(Protocol):
-    """One or several blocks, as registered with the dispatcher.
-
-    Attributes:
-        needed_modules: Whether they needed, in the last step, values that no tap provides.
-        needs_modules: Whether they need such values in this step.
-    """
+    """A ``TracedRequest``, or the ``SandboxSession`` of a sandbox process, as the dispatcher sees it."""
 
     needed_modules: bool
     needs_modules: bool
 
     @property
-    def order(self) -> int:
-        """Position in the order of arrival, in which values are offered."""
+    def order(self) -> int: ...
 
     @property
-    def in_step(self) -> bool:
-        """Whether it takes part in the running step."""
+    def in_step(self) -> bool: ...
 
     @property
     def partial(self) -> bool:

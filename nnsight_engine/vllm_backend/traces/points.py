@@ -1,11 +1,9 @@
 """The standard names of a model in vLLM: ``model.layers[3].attn.heads`` and ``model.points``.
 
-vLLM's own modules keep their own values: a block of Llama returns ``(hidden, residual)``, and one projection
-returns queries, keys and values. In addition there are these names, the same on every architecture and the
-same as on ``LanguageModel``, whose values are single tensors ``[tokens, ...]`` of the block's own request.
-
-Both sides have the names. In the worker a point reads and writes values (``points_worker``). On the client a
-point has no value: the names are for code in blocks, and are sent as references.
+vLLM's own modules keep their own values: a block of Llama returns ``(hidden, residual)``. The standard names
+are the same on every architecture and on ``LanguageModel``, with single tensors ``[tokens, ...]`` of the
+block's own request. In the worker a point reads and writes values (``points_worker``). On the client it has
+no value: the names are for code in blocks, and are sent as references.
 """
 
 from __future__ import annotations
@@ -58,11 +56,7 @@ class NamedPlace:
         self.shape = shape
 
     def read(self) -> torch.Tensor:
-        """Return a meta tensor of the shape that a scan has found.
-
-        Raises:
-            ValueError: There was no scan, and the model runs elsewhere.
-        """
+        """Return a meta tensor of the shape that a scan has found; ValueError if there was no scan."""
         scanned = self.points.scanned
         if scanned is not None:
             num_tokens, dtype = scanned
@@ -79,7 +73,6 @@ class NamedPlace:
         )
 
     def write(self, value: torch.Tensor) -> NoReturn:
-        """Raise ValueError: the model runs elsewhere."""
         del value
         raise ValueError(f"Cannot set {self.name} that is not interleaving: assign it inside a trace.")
 
@@ -87,19 +80,12 @@ class NamedPlace:
 class EnginePoints(NamedPoints):
     """The standard points of a model that vLLM runs.
 
-    Args:
-        root: The envoy of the model.
-        layout: The location of the points.
-        leaves: The points of the model, with their shapes.
-
-    Attributes:
-        scanned: The number of tokens and the dtype of values in the last scan; None without a scan.
+    ``scanned`` has the number of tokens and the dtype of values in the last scan; None without a scan.
     """
 
     scanned: tuple[int, torch.dtype] | None = None
 
     def __init__(self, root: Envoy, layout: ModelLayout, leaves: Sequence[LeafSpec]) -> None:
-        """Offer the points in ``leaves``."""
         super().__init__()
         self.root = root
         self.layout = layout
@@ -109,21 +95,14 @@ class EnginePoints(NamedPoints):
 
     @staticmethod
     def on_client(root: Envoy, spec: ModelSpec) -> EnginePoints:
-        """Return the points of an engine's model for the client.
-
-        Args:
-            root: The envoy of the model.
-            spec: The model's description for traces.
-        """
+        """Return the points of an engine's model for the client."""
         return EnginePoints(root, ModelLayout.from_plain(spec.layout), spec.leaves)
 
     @property
     def num_layers(self) -> int:
-        """The number of layers."""
         return len(self.layout.blocks)
 
     def has(self, name: str) -> bool:
-        """Return whether the model has the point of this name."""
         prefix, _, rest = name.partition(".")
         layer, _, leaf = rest.partition(".")
         if prefix != _LAYERS or not leaf:
@@ -155,13 +134,11 @@ class EnginePoints(NamedPoints):
         return NamedPlace(self, name, self._shape(*self._resolved(name)))
 
     def _shape(self, layer: int, leaf: str) -> tuple[int, ...]:
-        """Return the shape of one position's value of a point that the model has."""
         spec = self._spec(layer, leaf)
         assert spec is not None  # noqa: S101 - resolved before
         return spec.shape
 
     def _spec(self, layer: int, leaf: str) -> LeafSpec | None:
-        """Return the description of a layer's leaf, or of a point of the whole model; None without it."""
         # Not in ``points``, only on parts: the input of attention's projections, and of the final norm.
         if leaf == ATTENTION_INPUT and self.layout.blocks[layer].attention_input is None:
             return None
@@ -193,15 +170,10 @@ class EnginePoints(NamedPoints):
     # Names.
 
     def name_parts(self) -> set[str]:
-        """Return all names with which a path of standard names may begin."""
         return {*_STANDARD, *_VALUES, *_GROUPS, *(part for name in self for part in name.split("."))}
 
     def standard(self, name: str) -> Any:
-        """Return the object with a standard name: the points, the layers, one layer, or a part.
-
-        Raises:
-            LookupError: There is none.
-        """
+        """Return the points, the layers, one layer or a part by its standard name; raises LookupError."""
         if name == _POINTS:
             return self
         if name == _LAYERS:
@@ -217,7 +189,6 @@ class EnginePoints(NamedPoints):
         return self.layer(int(layer)) if not group else self.part(int(layer), group)
 
     def layer(self, index: int) -> Part:
-        """Return a layer by its index."""
         return Part(self, f"{_LAYERS}.{index}", self.raw(f"{self.family.layers}.{index}"))
 
     def part(self, layer: int, group: str) -> PointGroup:
@@ -234,19 +205,16 @@ class Part(PointGroup):
     """A layer, or its attention or MLP, by its standard name; other attributes are those of vLLM's module."""
 
     def __init__(self, points: EnginePoints, prefix: str, raw: Envoy) -> None:
-        """Wrap the envoy ``raw``."""
         super().__init__(points, prefix)
         self.__dict__["_raw"] = raw
 
     @property
     def place(self) -> str:
-        """The standard name."""
         prefix: str = self.__dict__["_prefix"]
         return prefix
 
     @property
     def owner(self) -> EnginePoints:
-        """The points of the model to which the part belongs."""
         points: EnginePoints = self.__dict__["_points"]
         return points
 
@@ -289,11 +257,9 @@ class Part(PointGroup):
         mine["_points"].skip(self, mine["_raw"], value)
 
     def __dir__(self) -> list[str]:
-        """List the points and the attributes of vLLM's module."""
         return sorted({*super().__dir__(), *dir(self.__dict__["_raw"])})
 
     def __repr__(self) -> str:
-        """Return the representation of the module."""
         return repr(self.__dict__["_raw"])
 
 
@@ -304,11 +270,9 @@ class Layers(PartList):
         self.points = points
 
     def __len__(self) -> int:
-        """Return the number of layers."""
         return self.points.num_layers
 
     def __iter__(self) -> Iterator[Part]:
-        """Iterate over the layers."""
         return (self.points.layer(index) for index in range(len(self)))
 
     @overload
@@ -325,7 +289,6 @@ class Layers(PartList):
         return self.points.layer(numbers[key])
 
     def __repr__(self) -> str:
-        """Return the representation of the modules."""
         return repr(self.points.raw(self.points.family.layers))
 
 
@@ -333,11 +296,9 @@ class StandardNames(Envoy):
     """An envoy of a model in vLLM, on either side, that has the standard names beside the model's own."""
 
     def _standard_points(self) -> EnginePoints | None:
-        """Return the points; None if the model has none, or they have not been set yet."""
         return self.__dict__.get("_points")
 
     def _add_values(self) -> None:
-        """Add the places of the logits and of the sampled tokens."""
         for name in _VALUES:
             self._add_envoy(WrapperModule(), name)
             del self.__dict__[name]  # so that ``__getattr__`` is asked, which waits for the value in a block
@@ -368,7 +329,6 @@ class StandardNames(Envoy):
                 raise AttributeError(str(error), name=name, obj=self) from error
 
     def _renamed(self, name: str) -> Any:
-        """Return the target of a user's own name: a module or an object with a standard name."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -391,7 +351,6 @@ class StandardNames(Envoy):
 
 
 def further_names(envoy: Envoy, name: str) -> list[str]:
-    """Return the paths that an additional name may refer to on an envoy."""
     aliases = envoy._alias  # noqa: SLF001 - an envoy of ours
     return [] if aliases is None else aliases.resolve(name)
 
@@ -405,11 +364,7 @@ def place_of(value: object) -> tuple[str, str] | None:
 
 
 def place_named(root: StandardNames, kind: str, name: str) -> Any:
-    """Return the object of a reference made by ``place_of``.
-
-    Raises:
-        LookupError: There is none.
-    """
+    """Return the object of a reference made by ``place_of``; LookupError if there is none."""
     if kind == "envoy":
         return root.get(name)
     points = root._standard_points() if kind == "standard" else None  # noqa: SLF001 - its own
@@ -419,7 +374,6 @@ def place_named(root: StandardNames, kind: str, name: str) -> Any:
 
 
 def standard_name(value: object) -> str | None:
-    """Return the standard name of an object; None if it has none."""
     if isinstance(value, EnginePoints):
         return _POINTS
     if isinstance(value, Layers):
@@ -431,7 +385,6 @@ def standard_name(value: object) -> str | None:
 
 
 def _layer(prefix: str) -> int | None:
-    """Return the layer's index if a prefix is a layer's standard name, else None."""
     first, _, rest = prefix.partition(".")
     return int(rest) if first == _LAYERS and rest.isdecimal() else None
 

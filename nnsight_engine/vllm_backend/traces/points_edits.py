@@ -1,8 +1,6 @@
 """In-place edits of tensors that were computed for a block only and replace the model's value only if edited.
 
-A transformed value replaces the model's as soon as the block hands over (see ``mediator``). For a tensor that
-a block may only have read, that would be wrong: nothing may change then, and nothing needs to be stored for
-positions that are computed again. So the tensor's version counter is checked first.
+A tensor that was only read must change and store nothing, so its version counter is checked first.
 """
 
 from __future__ import annotations
@@ -21,19 +19,11 @@ if TYPE_CHECKING:
 
 
 class PointEdit:
-    """The replacement of the model's value, used if the block has edited the tensor it was given.
-
-    Args:
-        name: The point.
-        mediator: Runs the block, which has just received the value.
-        given: The tensor that the block received.
-        replacement: Returns the new value.
-    """
+    """The replacement of the model's value, used if the block has edited the tensor it was given."""
 
     def __init__(
         self, name: str, mediator: Mediator, given: torch.Tensor, replacement: Callable[[], Any]
     ) -> None:
-        """Record the tensor's version counter."""
         assert mediator.interleaver is not None  # noqa: S101 - it runs
         self._name = name
         self._mediator = mediator
@@ -45,7 +35,6 @@ class PointEdit:
 
     @property
     def is_over(self) -> bool:
-        """Whether the model has continued past the value."""
         return self._batcher.loans is not self._loans
 
     @property
@@ -62,18 +51,14 @@ class PointEdit:
         return ChunkedPromptError.writing(self._name, -(-len(self._given) // group[1]))
 
     def __call__(self) -> Any:
-        """Return the new value and record the tensor's version."""
         self._version = self._given._version  # noqa: SLF001
         return self._replacement()
 
 
 class EditMediator(ThreadMediator):
-    """A block's mediator that applies edits once they have been made.
+    """A block's mediator that applies edits once they have been made; ``label`` names the block in errors.
 
-    That may be later than when the block next hands over: it may wait for another block at a barrier first.
-
-    Attributes:
-        label: The block's name in errors; None for a request's own block.
+    That may be later than its next hand-over: it may wait for another block at a barrier first.
     """
 
     __slots__ = ("_edit", "label")
@@ -103,7 +88,6 @@ class EditMediator(ThreadMediator):
         return super()._run_block(then_look, payload)
 
     def _see_edit(self) -> None:
-        """Apply the edit if the block has edited the tensor that was computed for it."""
         request = self.interleaver
         assert request is not None  # noqa: S101 - the block has run
         if isinstance(self.transform, PointEdit):

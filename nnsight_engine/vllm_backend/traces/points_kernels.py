@@ -1,7 +1,7 @@
 """Probes for attention kernels that a model calls by their ``forward``, which module probes do not see.
 
-vLLM's Transformers backend does so. Attention patterns need the kernels' queries and keys all the same, so
-``forward`` is replaced on the instance while the model runs in a traced step, and restored afterwards.
+vLLM's Transformers backend does so; ``forward`` is replaced on the instance while the model runs in a traced
+step.
 """
 
 from __future__ import annotations
@@ -16,24 +16,17 @@ from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 
 class KernelProbes:
-    """Offers the arguments of kernel calls as ``<path>.input``.
-
-    Args:
-        kernels: The modules, with their paths.
-        board: The dispatcher whose requests may want the arguments.
-    """
+    """Offers the arguments of kernel calls as ``<path>.input``."""
 
     def __init__(self, kernels: Iterable[tuple[torch.nn.Module, str]], dispatcher: TraceDispatcher) -> None:
         self._kernels = list(kernels)
         self._dispatcher = dispatcher
 
     def install(self) -> None:
-        """Replace every ``forward``."""
         for module, path in self._kernels:
             vars(module)["forward"] = self._probe(f"{path}.input", module.forward)
 
     def remove(self) -> None:
-        """Restore every ``forward`` to the class's."""
         for module, _ in self._kernels:
             del vars(module)["forward"]
 

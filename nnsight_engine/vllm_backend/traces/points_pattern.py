@@ -1,9 +1,8 @@
 """Attention probabilities for blocks; vLLM never computes them, so they are computed beside its attention.
 
-Queries and keys are intercepted at the input of the kernel, after rotary embedding and per-head norms. The
-probabilities of the request's own rows are computed in float32, as for a capture (see ``plans/patterns``). A
-generated token attends to all earlier positions, whose keys are only in the engine's KV cache by then. So if
-a block reads a layer's pattern from the prompt on, the layer's keys are stored, step by step, until it ends.
+Queries and keys are intercepted at the kernel's input, after rotary embedding and per-head norms;
+probabilities are float32 (see ``plans/patterns``). Earlier keys are only in the engine's KV cache, so if a
+block reads a layer's pattern from the prompt on, the layer's keys are stored until it ends.
 """
 
 from __future__ import annotations
@@ -24,14 +23,7 @@ if TYPE_CHECKING:
 
 
 class WorkerPatternPoint:
-    """The attention probabilities of one layer, ``[heads, tokens, keys]``; read only.
-
-    Args:
-        name: The point's name.
-        kernel: The envoy of vLLM's ``Attention``.
-        num_heads: The model's number of attention heads and of key-value heads.
-        shape: Shape of the value at one position.
-    """
+    """The attention probabilities of one layer, ``[heads, tokens, keys]``; read only."""
 
     def __init__(self, name: str, kernel: Envoy, num_heads: tuple[int, int], shape: tuple[int, ...]) -> None:
         self.name = name
@@ -44,9 +36,8 @@ class WorkerPatternPoint:
     def read(self) -> torch.Tensor:
         """Wait for the queries and the keys, and return the probabilities.
 
-        Raises:
-            PatternError: The attention has a form that cannot be recomputed on this rank, the layer shares
-                another layer's keys, or keys of earlier steps were not stored.
+        PatternError if the attention cannot be recomputed on this rank, the layer shares another layer's
+        keys, or keys of earlier steps were not stored.
         """
         module: Any = self._kernel._module  # noqa: SLF001 - an envoy of ours
         args, kwargs = self._kernel.inputs
@@ -73,11 +64,7 @@ class WorkerPatternPoint:
         return out.transpose(0, 1)
 
     def write(self, value: torch.Tensor) -> NoReturn:
-        """Raise: probabilities cannot be written.
-
-        Raises:
-            PatternError: Always.
-        """
+        """Raise PatternError: probabilities cannot be written."""
         del value
         raise PatternError(
             f"{self.name} cannot be written: vLLM's attention never forms the probabilities, they are "
@@ -91,7 +78,6 @@ class WorkerPatternPoint:
         return stop - num_rows
 
     def _store(self, mediator: Mediator, start: int, keys: torch.Tensor) -> AttentionKeyStore:
-        """Store the keys after those of earlier steps; return the store with all of them."""
         stop = start + len(keys)
         store = self._kept.get(mediator)
         before = 0 if store is None else store.capacity

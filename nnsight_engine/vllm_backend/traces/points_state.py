@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 class WorkerStatePoint:
     """The state of one mixer after the last position of a step, ``[heads, head_dim, state_size]``.
 
-    Attributes:
-        name: The point's name.
-        mixer: The mixer, which keeps the states.
-        output: The module that returns ``mixer.output``, so that both points can be read in either order.
-        shape: Shape of the state.
+    ``output`` is the module that returns ``mixer.output``, so that both points can be read in either order.
     """
 
     name: str
@@ -31,11 +27,7 @@ class WorkerStatePoint:
     shape: tuple[int, ...]
 
     def read(self) -> torch.Tensor:
-        """Wait until the mixer has run, and return a copy of the request's state.
-
-        Raises:
-            StateError: The block runs in another process than the mixer.
-        """
+        """Wait until the mixer has run, and return a copy; StateError if it runs in another process."""
         module: Any = self.mixer._module  # noqa: SLF001 - an envoy of ours
         if not hasattr(module, "kv_cache"):
             raise StateError(
@@ -53,10 +45,6 @@ class WorkerStatePoint:
         return state
 
     def write(self, value: torch.Tensor) -> NoReturn:
-        """Raise: states cannot be written.
-
-        Raises:
-            StateError: Always.
-        """
+        """Raise StateError: states cannot be written."""
         del value
         raise StateError.unwritable(self.name)

@@ -1,8 +1,7 @@
 """``model.lm_head(hidden)`` in a block: computes logits of a value of the block's own.
 
-vLLM's unembedding cannot be called as a module: its weights may be sharded over ranks, its rows are padded,
-and ``forward`` raises. Called with hidden states, its envoy returns the output of an equivalent plain linear
-layer. With tied weights the same module also embeds tokens; it does so when it is called with token ids.
+vLLM's unembedding cannot be called: its weights may be sharded over ranks, its rows are padded, and
+``forward`` raises. With tied weights the same module also embeds tokens, when it is called with token ids.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ class VocabularyEnvoy(Envoy):
     """The envoy of vLLM's embedding or unembedding."""
 
     def _apply_to_values(self, *args: Any, **kwargs: Any) -> Any:
-        """Unembed ``[..., hidden]`` into ``[..., vocabulary]``, or embed tokens.
-
-        Scales and soft caps of the model's logits are not applied.
-        """
+        """Unembed ``[..., hidden]``, without scales and soft caps of the model's logits, or embed tokens."""
         first = args[0] if len(args) == 1 and not kwargs else None
         if not (isinstance(first, torch.Tensor) and first.is_floating_point()):
             return super()._apply_to_values(*args, **kwargs)

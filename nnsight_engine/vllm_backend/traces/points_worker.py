@@ -1,10 +1,9 @@
 """The mapping of a block's standard points to vLLM's modules, in the worker.
 
-A block receives copies of its request's rows (see ``rows``), and points are views of those copies: an edit of
-a view is an edit of the copy, and is written back with it. The residual stream of most families is not a view
-but the sum of two tensors. It is returned as a separate tensor. Only if the block has edited that tensor does
-it replace the pair, as ``(stream, zeros)``; a stream that was only read leaves the model's values unchanged,
-bit by bit.
+Points are views of the copies that a block receives (see ``rows``): an edit of a view is written back. The
+residual stream of most families is the sum of two tensors. Only if the block has edited the sum does it
+replace the pair, as ``(stream, zeros)``; a stream that was only read leaves the model's values unchanged, bit
+by bit.
 """
 
 from __future__ import annotations
@@ -41,13 +40,7 @@ _FIRST_LAYER: Final = "layers.0"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamPoint:
-    """The output of a block that returns the residual stream as two tensors.
-
-    Attributes:
-        name: The point's name.
-        envoy: The module.
-        shape: See ``PointAccess``.
-    """
+    """The output of a block that returns the residual stream as two tensors."""
 
     name: str
     envoy: Envoy
@@ -65,11 +58,7 @@ class StreamPoint:
         return stream
 
     def write(self, value: torch.Tensor) -> None:
-        """Wait for the tensors and replace both.
-
-        Raises:
-            PointValueError: ``value`` is not a tensor.
-        """
+        """Wait for the tensors and replace both; PointValueError if ``value`` is not a tensor."""
         if not isinstance(value, torch.Tensor):
             raise PointValueError(
                 f"{self.name} takes a tensor [tokens, {self.shape[-1]}], got {type(value).__name__}; to "
@@ -81,14 +70,7 @@ class StreamPoint:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EntryPoint:
-    """The residual stream as the first block receives it, where no tap lies.
-
-    Attributes:
-        name: The point's name.
-        envoy: The first block.
-        family: The form of the stream.
-        shape: See ``PointAccess``.
-    """
+    """The residual stream as the first block receives it, where no tap lies."""
 
     name: str
     envoy: Envoy
@@ -96,16 +78,10 @@ class EntryPoint:
     shape: tuple[int, ...]
 
     def read(self) -> torch.Tensor:
-        """Wait for the value and return it as a view."""
         hidden = self.family.hidden_of(*self.envoy.inputs)
         return hidden[0] if self.family.is_batched else hidden
 
     def write(self, value: torch.Tensor) -> None:
-        """Wait for the arguments and replace the stream among them.
-
-        Raises:
-            PointValueError: ``value`` is not a tensor.
-        """
         if not isinstance(value, torch.Tensor):
             raise PointValueError(f"{self.name} takes a tensor, got {type(value).__name__}")
         args, kwargs = self.envoy.inputs
@@ -119,13 +95,7 @@ class EntryPoint:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OutputPoint:
-    """A residual stream that is a single tensor: the output of a block of the model.
-
-    Attributes:
-        point: The point that reads the same value.
-        is_batched: Whether the tensor has an axis of size 1 before the token axis.
-        returns_none: Whether the module returns ``(stream, None)``.
-    """
+    """A stream that is one tensor, with a first axis of 1 if ``is_batched``, or in ``(stream, None)``."""
 
     point: ModulePoint
     is_batched: bool
@@ -133,19 +103,13 @@ class OutputPoint:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the value at one position."""
         return self.point.shape
 
     def read(self) -> torch.Tensor:
-        """Wait for the value and return it as a view."""
         return self.point.read()
 
     def write(self, value: torch.Tensor) -> None:
-        """Wait for the value and replace it without reading it first, see ``StreamPoint``.
-
-        Raises:
-            PointValueError: ``value`` is not a tensor.
-        """
+        """Wait for the value and replace it without reading it first, see ``StreamPoint``."""
         if not isinstance(value, torch.Tensor):
             raise PointValueError(f"{self.point.name} takes a tensor, got {type(value).__name__}")
         whole = value[None] if self.is_batched else value
@@ -153,8 +117,6 @@ class OutputPoint:
 
 
 class WorkerPoints(EnginePoints):
-    """The standard points of the worker's model."""
-
     def __init__(self, root: Envoy, points: ModelPoints, dispatcher: TraceDispatcher) -> None:
         """Offer all points: blocks see whole values, also of sharded tensors."""
         super().__init__(root, points.layout, points.leaf_specs(wholes=True))
@@ -219,7 +181,6 @@ class WorkerPoints(EnginePoints):
         return OutputPoint(point, self.family.is_batched, returns_none=self.family.returns_none)
 
     def skip(self, part: Part, raw: Envoy, value: Any) -> None:
-        """Use a value as the output of a layer or its part: one tensor, or a value in vLLM's form."""
         output = self._in_form(value, is_layer=part.place.rpartition(".")[2].isdecimal())
         if part.place == _FIRST_LAYER and self._dispatcher.entry:
             raw.output = (
@@ -229,7 +190,6 @@ class WorkerPoints(EnginePoints):
             raw.skip(output)
 
     def _in_form(self, value: Any, *, is_layer: bool) -> Any:
-        """Return a tensor as vLLM's layer or module returns it, and any other value as it is."""
         if not isinstance(value, torch.Tensor):
             return value
         if is_layer and self.family.returns_residual:

@@ -1,8 +1,7 @@
 """Redirection of the text that blocks print to the clients that sent them.
 
-A block that arrived over a network prints for its client, which does not see the worker's output. So the
-worker's ``sys.stdout`` is replaced by an object that dispatches on the writing thread: a block has a thread
-of its own, and text written on it goes to its request. Output of other threads goes to the original stream.
+``sys.stdout`` dispatches on the writing thread: a block has a thread of its own, others use the original
+stream.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from nnsight_engine.remote_backend.prints import Prints
 
 
 class BlockStdout:
-    """Replaces ``sys.stdout``; it behaves like the original except for the output of blocks."""
-
     def __init__(self, real: Any) -> None:
         self._real = real
         self._own = threading.local()
@@ -34,11 +31,6 @@ class BlockStdout:
         self._own.prints = prints
 
     def write(self, text: str) -> int:
-        """Write to the calling thread's destination.
-
-        Raises:
-            TypeError: ``text`` is not a string, on a block's thread.
-        """
         prints: Prints | None = getattr(self._own, "prints", None)
         if prints is None:
             written: int = self._real.write(text)
@@ -49,12 +41,10 @@ class BlockStdout:
         return len(text)
 
     def writelines(self, lines: Any) -> None:
-        """Write several strings."""
         for line in lines:
             self.write(line)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the original stream."""
         return getattr(self._real, name)
 
 

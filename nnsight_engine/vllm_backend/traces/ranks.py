@@ -1,11 +1,9 @@
 """Communication between the tensor-parallel ranks of one model: the leading rank sends orders to the others.
 
-Blocks run on the first rank only (see ``tp_leader``). The other ranks compute their parts of the model.
-Wherever a block may read or change a value, they execute the leading rank's orders until it lets them
-continue. So random draws, control flow and lifetimes of blocks cannot diverge between ranks, and no rank
-waits for one that is elsewhere.
-
-Orders are sent as vLLM's ranks send objects to each other, tensors on a device by collectives of the group.
+Blocks run on the first rank only (see ``tp_leader``). Wherever a block may read or change a value, the others
+execute its orders until it lets them continue. So random draws, control flow and lifetimes of blocks cannot
+diverge, and no rank waits for one that is elsewhere. Orders are sent as vLLM's ranks send objects to each
+other, tensors on a device by collectives of the group.
 """
 
 from __future__ import annotations
@@ -41,28 +39,19 @@ if TYPE_CHECKING:
 
 
 class GatherOrder(msgspec.Struct, frozen=True, tag=True):
-    """The order to gather the value at hand."""
+    pass
 
 
 class FetchOrder(msgspec.Struct, frozen=True, tag=True):
-    """The order to gather a tensor of a module.
-
-    Attributes:
-        path: The module.
-        name: The attribute's name.
-    """
-
     path: str
     name: str
 
 
 class ContinueOrder(Continue, frozen=True, tag=True):
-    """The order to let the model continue.
+    """The order to let the model continue; rows of ``undone`` requests are discarded in this step.
 
-    Attributes:
-        is_true: The answer to the question that the ranks decide together: whether some block takes part in
-            the step, or whether a trace's results are ready.
-        undone: Requests whose rows of the running step are discarded.
+    ``is_true``: some block takes part in the step, or a trace's results are ready, whichever was the
+    question.
     """
 
     is_true: bool = False
@@ -74,13 +63,6 @@ _decoder: Final[msgspec.msgpack.Decoder[Order]] = msgspec.msgpack.Decoder(Order)
 
 
 class Ranks:
-    """The ranks of a tensor-parallel group, seen from one of them.
-
-    Attributes:
-        rank: This rank's number.
-        size: The number of ranks.
-    """
-
     def __init__(self, group: GroupCoordinator) -> None:
         self.rank: int = group.rank_in_group
         self.size: int = group.world_size
@@ -88,12 +70,10 @@ class Ranks:
 
     @staticmethod
     def of_this_worker() -> Ranks:
-        """Return the ranks that share this worker's model."""
         return Ranks(get_tp_group())
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank runs the blocks."""
         return self.rank == 0
 
     def broadcast(
@@ -121,11 +101,7 @@ class Ranks:
     def broadcast_call(
         self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], adapter: int | None
     ) -> None:
-        """Order the other ranks to call a module, or a method of it, see ``CallOrder``.
-
-        Raises:
-            SpreadModuleError: An argument cannot be sent.
-        """
+        """Send a ``CallOrder`` to the other ranks; SpreadModuleError if an argument cannot be sent."""
         refused = RowStore.refusal((args, kwargs))
         if refused is not None:
             raise SpreadModuleError.argument(f"a {refused}")
@@ -143,12 +119,7 @@ class Ranks:
 
 
 class RankTensors(Tensors):
-    """The tensors of an order: those on the host follow its header, others by a collective.
-
-    Args:
-        body: The bytes behind the header.
-        group: The ranks.
-    """
+    """The tensors of an order: those on the host follow its header, others by a collective."""
 
     def __init__(self, body: memoryview, group: GroupCoordinator) -> None:
         super().__init__(body, ALL_DTYPES)
@@ -163,13 +134,11 @@ class RankTensors(Tensors):
         return tensor
 
     def arguments(self, order: CallOrder) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call."""
         found = list(map(self.next, order.slots))
         args, kwargs = decode(self.rest(), resolve=lambda name: found[int(name[0])])
         return args, kwargs
 
 
 def slot_of_rank(tensor: torch.Tensor, number: int = 0) -> ValueSlot:
-    """Return the slot of a tensor that ranks exchange; ``number`` as in ``ValueSlot``."""
     name = str(tensor.dtype).removeprefix("torch.")
     return ValueSlot(name, list(tensor.shape), number, is_apart=tensor.device.type != "cpu")

@@ -14,13 +14,7 @@ from nnsight_engine.vllm_backend.traces.points import place_of
 def reference_of(value: Any, model: Envoy, barriers: list[Barrier]) -> tuple[str, ...] | None:
     """Return the reference of an object that is looked up in the worker; None for objects that are sent.
 
-    Args:
-        value: Any object that the encoder of a trace's message visits.
-        model: The model.
-        barriers: The trace's barriers.
-
-    Raises:
-        EncodeError: The object is a module of another model, which the worker does not have.
+    EncodeError if the object is a module of another model, which the worker does not have.
     """
     if isinstance(value, Envoy) and value._root is not model._root:  # noqa: SLF001 - envoys of ours
         raise EncodeError(

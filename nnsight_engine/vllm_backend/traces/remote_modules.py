@@ -1,8 +1,7 @@
 """Stand-ins for modules of other stages, on the stage where blocks run.
 
-vLLM puts empty placeholders where other stages have modules, but blocks refer to the modules inside. So each
-stage describes its modules to the last one, which builds stand-ins of the same classes: without weights, with
-the plain attributes, and never called by the model.
+vLLM puts empty placeholders where other stages have modules, but blocks refer to the modules inside.
+Stand-ins have the same classes and plain attributes, but no weights, and the model never calls them.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ _NESTED = "impl"
 class Caller(Protocol):
     """Calls modules of other stages or of the worker."""
 
-    def call(self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of the module at ``path``."""
+    def call(self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
     def missing_attribute(self, stage: int, path: str, name: str) -> Exception:
         """Return the error for an attribute of the module at ``path`` that exists on its own side only."""
@@ -84,10 +82,7 @@ def weight_width(module: torch.nn.Module) -> int:
 
 
 def joined(stages: Iterable[Iterable[Description]]) -> list[Description]:
-    """Return the descriptions of a whole model, in its order, from those of its stages.
-
-    A module of which several stages run a part is described as the last of them has it.
-    """
+    """Return a model's descriptions, in its order; a module that spans stages is as the last has it."""
     by_path = {entry[0]: entry for entries in stages for entry in entries}
     return list(by_path.values())
 
@@ -101,13 +96,7 @@ def _is_plain(value: Any) -> bool:
 class RemoteModule(torch.nn.Module):
     """Mixin placed before the class of a module that another stage has.
 
-    Attributes:
-        stage: The number of the stage.
-        path_elsewhere: The module's path below the model on that stage.
-        description: The module's ``extra_repr`` on that stage.
-        caller: Calls the module there.
-        names_elsewhere: Names of attributes that exist there only.
-        weight_width: The size of the last axis of its weight there, 0 without one.
+    ``names_elsewhere`` are attributes that exist there only; ``description`` is its ``extra_repr`` there.
     """
 
     weight_width: int
@@ -118,7 +107,6 @@ class RemoteModule(torch.nn.Module):
     names_elsewhere: frozenset[str]
 
     def __getattr__(self, name: str) -> Any:
-        """Look a name up as torch does; raise the caller's error for an attribute that is not here."""
         if name in self.__dict__["names_elsewhere"]:
             raise self._lacking(name)
         return super().__getattr__(name)
@@ -129,16 +117,13 @@ class RemoteModule(torch.nn.Module):
         return caller.missing_attribute(self.stage, path, name)
 
     def extra_repr(self) -> str:
-        """Return the description that the module gave of itself."""
         return self.description
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise: the stand-in has no parameters."""
         del args, kwargs
         raise self._lacking("parameters()")
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise: the stand-in has no buffers."""
         del args, kwargs
         raise self._lacking("buffers()")
 
@@ -168,7 +153,6 @@ class SpanningEnvoy(Envoy):
         raise StageError.spanning(str(self.path), "The source")
 
     def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
-        """Raise in a block; otherwise call as ``Envoy`` does."""
         if self._interleaver.current is not None:
             raise StageError.spanning(str(self.path), "A call")
         return super().__call__(*args, hook=hook, **kwargs)
@@ -183,13 +167,7 @@ def spanning_paths(layers: str) -> list[str]:
 def stand_ins(
     model: torch.nn.Module, stages: Sequence[Sequence[Description]], caller: Caller
 ) -> dict[str, torch.nn.Module]:
-    """Return the stand-ins that replace vLLM's placeholders, by path.
-
-    Args:
-        model: The last stage's part of the model.
-        stages: The descriptions of the other stages' modules, in the order of the stages.
-        caller: Calls modules there.
-    """
+    """Return the stand-ins that replace vLLM's placeholders in the last stage's model, by path."""
     found: dict[str, torch.nn.Module] = {}
     known: list[dict[str, torch.nn.Module]] = [{} for _ in stages]
     missing = [path for path, module in model.named_modules() if isinstance(module, PPMissingLayer)]
@@ -205,14 +183,7 @@ def stand_ins(
 def tree(
     entries: Sequence[Description], stage: int, caller: Caller, modules: dict[str, torch.nn.Module]
 ) -> torch.nn.Module:
-    """Return a stand-in with all its descendants; ``entries`` has parents before children.
-
-    Args:
-        entries: Descriptions, as returned by ``described``.
-        stage: The number of the stage of the modules.
-        caller: Calls modules there.
-        modules: The stand-ins of the same stage made so far, by path; new ones are added.
-    """
+    """Return a stand-in, adding all of its subtree to ``modules``; ``entries`` has parents first."""
     top = entries[0][0]
     for entry in entries:
         path, same_as = entry[0], entry[4]
@@ -246,7 +217,6 @@ def _stand_in(entry: Description, stage: int, caller: Caller) -> torch.nn.Module
 
 @functools.cache
 def _mixed(module_name: str, class_name: str) -> type[torch.nn.Module]:
-    """Return the class of stand-ins for modules of a class."""
     try:
         found: Any = importlib.import_module(module_name)
         for part in class_name.split("."):
@@ -261,13 +231,7 @@ def envoy_classes(
     modules: Iterable[torch.nn.Module],
     calls: type[RemoteModuleEnvoy] = RemoteModuleEnvoy,
 ) -> dict[type[torch.nn.Module], type[Envoy]]:
-    """Return the envoy classes for stand-ins: those of the real modules, but with remote calls.
-
-    Args:
-        known: The envoy classes of the real modules.
-        modules: The roots of the stand-ins.
-        calls: The envoy class that makes the calls.
-    """
+    """Return the envoy classes for stand-ins: those of the real modules, but with remote calls."""
     kinds = {type(module) for root in modules for module in root.modules()}
     return {kind: _calling_elsewhere(_known_for(known, kind), calls) for kind in kinds}
 

@@ -1,8 +1,6 @@
-"""Storage of a request's writes, and their replay for positions that are computed again.
+"""Storage of a request's writes, and their replay for positions that are computed again after a preemption.
 
-After a preemption all positions so far are computed again, and without the writes the rebuilt keys and values
-would be wrong. The block does not run again for them: the values that it left at these positions are written
-back, by absolute position.
+The block does not run again for them; without its writes the rebuilt keys and values would be wrong.
 """
 
 from __future__ import annotations
@@ -22,8 +20,6 @@ _WRITES: Final = "writes"
 
 
 class ReplayedWrites:
-    """The writes of one request so far."""
-
     def __init__(self, request: TracedRequest) -> None:
         self._request = request
         self._written: dict[str, list[tuple[int, Any]]] = {}
@@ -36,7 +32,6 @@ class ReplayedWrites:
             self._request.dispatcher.want(provider, self._request)
 
     def end(self) -> None:
-        """End the step."""
         if self._again is not None:
             self._again = None
             for provider in self._written:
@@ -48,11 +43,9 @@ class ReplayedWrites:
         self._request.memory.release_account(_WRITES)
 
     def has_use_for(self, provider: str) -> bool:
-        """Return whether a write is to be replayed at this provider in this step."""
         return self._again is not None and provider in self._written
 
     def put_back(self, provider: str) -> None:
-        """Replay the writes at recomputed positions into the value at hand."""
         if self._again is None or provider not in self._written:
             return
         row, start, num_rows = self._again
@@ -78,7 +71,6 @@ class ReplayedWrites:
         return map_pairs(value, rows, again)
 
     def note(self, provider: str) -> None:
-        """Store the rows that the block has left in the value at hand, by their absolute position."""
         request, batcher = self._request, self._request.batcher
         first, num_rows = batcher.group
 

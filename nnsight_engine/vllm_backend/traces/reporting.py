@@ -1,8 +1,4 @@
-"""Reports of running requests to the clients that subscribed: deltas of saved values, and printed text.
-
-The worker's traces open a request here when it arrives and close it when it is collected; in between they
-poll for reports after each step.
-"""
+"""Reports of running requests to the clients that subscribed: deltas of saved values, and printed text."""
 
 from __future__ import annotations
 
@@ -25,8 +21,6 @@ Report = tuple[str, int, bytes | None, str]
 
 
 class Reporting:
-    """The deltas and prints of all requests that report while they run."""
-
     def __init__(self) -> None:
         self._deltas: dict[str, Deltas] = {}
         self._prints: dict[str, Prints] = {}
@@ -34,7 +28,6 @@ class Reporting:
         self._failed: dict[str, str] = {}
 
     def __len__(self) -> int:
-        """Return the number of requests and traces with prints or failure texts not fetched yet."""
         return len(self._prints) + len(self._remaining) + len(self._failed)
 
     def open(self, request_id: str, entry: TraceEntry) -> Callable[[], None]:
@@ -47,19 +40,12 @@ class Reporting:
         return partial(BlockStdout.install().enter, prints)
 
     def may_report(self, request_id: str) -> bool:
-        """Return whether a request may have something to report."""
         return request_id in self._deltas or request_id in self._prints
 
     def report(
         self, request_id: str, entry: TraceEntry, saves: Callable[[], dict[str, Any]]
     ) -> Report | None:
-        """Return the report of a request after a step; None if there is nothing to report.
-
-        Args:
-            request_id: The request.
-            entry: The request's part in its trace.
-            saves: Returns the values that its block has saved so far, by name.
-        """
+        """Return the report of a request after a step; None if there is nothing to report."""
         prints = self._prints.get(request_id)
         printed = "" if prints is None else prints.take()
         data = self._new_saves(request_id, saves)
@@ -85,7 +71,6 @@ class Reporting:
             self._remaining[key] = self._remaining.get(key, "") + last
 
     def fail(self, key: str, failure: str) -> None:
-        """Record the text that describes the failure of a trace's block."""
         if failure:
             self._failed[key] = failure
 
@@ -94,8 +79,7 @@ class Reporting:
         return self._remaining.pop(key, ""), self._failed.pop(key, "")
 
 
-def _nothing() -> None:
-    """Do nothing; for requests whose prints are not reported."""
+def _nothing() -> None: ...
 
 
 __all__ = ["Report", "Reporting"]

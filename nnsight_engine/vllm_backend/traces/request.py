@@ -1,10 +1,9 @@
 """One traced request, over all steps of the engine in which it takes part.
 
-The block's requests refer to generation steps: ``.i0`` is the whole prompt, ``.i1`` the forward pass of the
-first generated token, and so on. The engine runs *spans* of positions, and the two differ: a prompt may be
-computed in chunks, and after a preemption all positions so far are computed again at once. So a value is
-addressed by absolute positions. Positions that the block has seen are never shown to it again. Its writes at
-these positions are replayed, or the rebuilt keys and values would lack them.
+Blocks refer to generation steps (``.i0`` is the whole prompt), but the engine runs *spans* of positions: a
+prompt may be computed in chunks, and after a preemption all positions so far are computed again. So a value
+is addressed by absolute positions. Positions that the block has seen are never shown to it again; its writes
+there are replayed, or the rebuilt keys and values would lack them.
 
 No error of a block propagates into the model: the request records its failure and is ended after the step.
 """
@@ -41,15 +40,9 @@ _OF_THE_MODEL = frozenset({Events.VALUE, Events.SWAP, Events.SKIP})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TraceSpan:
-    """The rows of a traced request in one step.
+    """The rows of a traced request in one step; ``start`` is the absolute position of the first row.
 
-    Attributes:
-        request_id: vLLM's id.
-        index: Index of the request among the step's requests.
-        row: Index of the first row.
-        num_rows: Number of rows.
-        start: Absolute position of the first row.
-        complete: Whether a token is sampled after the step.
+    ``index`` is that among the step's requests; ``complete`` says whether a token is sampled after the step.
     """
 
     request_id: str
@@ -66,19 +59,10 @@ class TracedRequest(Interleaver):
     Attributes:
         number: The generation step that is running, or comes next.
         done: Positions below this one have been computed and shown to the block.
-        in_step: Whether the request takes part in the engine's step.
-        start: Position of the step's first row that the block has not seen.
-        num_new: Number of rows that the block has not seen.
-        partial: Whether the step computes a chunk of the prompt that does not reach its end.
+        start: Position of the step's first row that the block has not seen; ``num_new`` are not seen.
         muted: The module whose call the block skips while it runs for other requests.
-        memory: The account of the memory that it holds.
-        caches: The caches that the block fills with values of many modules.
-        cache_misses: For each cache, the requested values that it does not have.
-        last_label: The name, in errors, of the block that ran last; None for the request's own block.
         is_dry_run: Whether the request ends as soon as its blocks have nothing new to ask for. A block in a
             loop over all steps is left there, since the code behind the loop may rely on all of them.
-        needed_modules: Whether its blocks needed, in the last step, values that no tap provides.
-        needs_modules: Whether they need such values in this step.
         tier: ``tap`` while the compiled step sufficed, ``eager`` once a step ran with module calls observed.
     """
 
@@ -92,16 +76,7 @@ class TracedRequest(Interleaver):
         memory: MemoryAccount,
         edits: Sequence[ThreadMediator] = (),
     ) -> None:
-        """Register beside the dispatcher's other requests; no block runs before ``open``.
-
-        Args:
-            dispatcher: The dispatcher of the model's calls.
-            mediator: Runs the request's block.
-            order: Position of this request in the order of arrival.
-            memory: The request's memory account.
-            edits: The mediators of the edits that the request selected; they receive each value before the
-                block.
-        """
+        """Register with the dispatcher; no block runs before ``open``. Edits receive each value first."""
         self.dispatcher = dispatcher
         self.order = order
         self.number = 0
@@ -153,7 +128,6 @@ class TracedRequest(Interleaver):
     # Lifecycle.
 
     def open(self) -> None:
-        """Run the block until it first waits."""
         self.interleaving = True
         self._refill()
         self._guarded(self._open)
@@ -165,17 +139,10 @@ class TracedRequest(Interleaver):
                 self._settle()  # it may have been the last to reach a barrier
 
     def _refill(self) -> None:
-        """Reset the time budget of every block to that of one step."""
         for mediator in self.mediators:
             cast("ThreadMediator", mediator).refill()
 
     def begin(self, span: TraceSpan, total_rows: int) -> None:
-        """Take part in a step.
-
-        Args:
-            span: The request's rows in it.
-            total_rows: Number of rows of the step, over all requests.
-        """
         self.in_step, self._is_after_model, self._index = True, False, span.index
         self._span, self.needs_modules = span, False
         self._refill()
@@ -215,7 +182,6 @@ class TracedRequest(Interleaver):
         self._is_after_model = True
 
     def end(self) -> None:
-        """Leave the step."""
         self.in_step = False
         self.needed_modules = self.needs_modules
         if self.dispatcher.is_uncompiled:
@@ -248,21 +214,17 @@ class TracedRequest(Interleaver):
 
     @property
     def index(self) -> int:
-        """Position of the request among the requests of the step."""
         return self._index
 
     @property
     def spent_s(self) -> float:
-        """Seconds that the engine has waited for the request's blocks."""
         return sum(cast("ThreadMediator", mediator).spent_s for mediator in self.mediators)
 
     def warnings(self) -> list[str]:
-        """Return the warnings for the author of the block, once the request has ended."""
         misses = (cache.warning() for cache in self.cache_misses)
         return [*self._ended_early, *(miss for miss in misses if miss is not None)]
 
     def warn(self, error: StepNotReachedError) -> None:
-        """Record the warning for the client, who gets it with what the block saved."""
         self._ended_early.append(f"{error} The block ends here.")
 
     def retire(self) -> None:
@@ -289,7 +251,6 @@ class TracedRequest(Interleaver):
         super().failed(error)
 
     def _guarded(self, act: Callable[[], Any]) -> None:
-        """Run ``act`` and record an exception of a block, or of an operation it requested, as a failure."""
         try:
             act()
         except Exception as error:
@@ -306,7 +267,6 @@ class TracedRequest(Interleaver):
     # Requests of blocks.
 
     def queue(self, mediator: Mediator) -> Any:
-        """Queue a block's request, or answer it with an error if it is refused, see ``Interleaver``."""
         kind, provider, _, _ = mediator.waiting or (None, "", None, None)
         if kind in _OF_THE_MODEL:
             refusal = self.dispatcher.refusal(provider)
@@ -315,16 +275,11 @@ class TracedRequest(Interleaver):
         return super().queue(mediator)
 
     def uses(self, provider: str) -> bool:
-        """Return whether this call of a provider is waited for, cached, skipped or part of a replay."""
         replays = self._writes.has_use_for(provider)
         return self.in_step and (replays or self.has_use_for(provider) or self.is_due(provider))
 
     def watch(self, watcher: Watcher, providers: Iterable[str]) -> None:
-        """Fill a cache with this request's rows from now on, as the blocks leave them.
-
-        Raises:
-            Exception: No block can have one of these values.
-        """
+        """Fill a cache with the rows as blocks leave them; raises if no block can have one of the values."""
         names = list(providers)
         for refusal in map(self.dispatcher.refusal, names):
             if refusal is not None:
@@ -334,7 +289,6 @@ class TracedRequest(Interleaver):
             self.dispatcher.want(provider, self)
 
     def skips(self, provider: str) -> bool:
-        """Return whether a value that the block provided replaces this one."""
         return provider in self._skips
 
     def has_use_for(self, provider: str) -> bool:
@@ -342,12 +296,10 @@ class TracedRequest(Interleaver):
         return self.skips(provider) or self.caches.has_use_for(provider)
 
     def release(self, provider: str) -> None:
-        """Unregister the use of a provider, unless the request has another use for it."""
         if not (provider in self.wanted or self.has_use_for(provider)):
             self.dispatcher.unwant(provider, self)
 
     def is_due(self, provider: str) -> bool:
-        """Return whether a block waits for this call of a provider."""
         if (
             not (self.in_step and self.num_new)
             or self.muted is not None
@@ -364,7 +316,6 @@ class TracedRequest(Interleaver):
     # Values that the model provides.
 
     def arrive(self, provider: str) -> None:
-        """Apply replayed writes or the value of a skip, before any request is served."""
         if self.in_step:
             self._guarded(lambda: self._arrive(provider))
 
@@ -374,7 +325,6 @@ class TracedRequest(Interleaver):
             self._put_skipped(provider)
 
     def serve(self, provider: str) -> None:
-        """Give the value at hand to the blocks that wait for it."""
         try:
             if self.partial:
                 self._chunks.serve_part(provider)
@@ -389,13 +339,11 @@ class TracedRequest(Interleaver):
             self.wanted.clear()
 
     def refuse(self, provider: str, error: BaseException) -> None:
-        """Fail: the block has a use for a value that cannot be provided."""
         del provider
         self.failed(error)
         self.wanted.clear()
 
     def leave(self, provider: str) -> None:
-        """Close the value at hand: later edits of the block's copies no longer reach the model."""
         if self.batcher.changed:
             self._guarded(lambda: self._note_written(provider))
         self.memory.give(self.batcher.lent_bytes)
@@ -404,7 +352,6 @@ class TracedRequest(Interleaver):
         self._guarded(self.memory.check)
 
     def watch_pass(self, provider: str) -> None:
-        """Add the value at hand to the caches, as all blocks have left it."""
         if not self.caches.has_use_for(provider) or not (self.in_step and self.num_new):
             return
         if self.is_over or (self._is_after_model and self.partial):
@@ -456,7 +403,6 @@ class TracedRequest(Interleaver):
         self.batcher.changed = False
 
     def _note_written(self, provider: str) -> None:
-        """Store the block's writes at these positions, in case they are computed again."""
         if not self._is_after_model:  # values behind the model are not computed again
             self._writes.note(provider)
 
@@ -470,8 +416,6 @@ def _asks_nothing_new(mediator: Mediator) -> bool:
 
 
 class _Wanted(dict[str, list[Mediator]]):
-    """The providers that one request's blocks wait for, mirrored in the dispatcher."""
-
     def __init__(self, request: TracedRequest) -> None:
         super().__init__()
         self._request = request

@@ -11,10 +11,8 @@ from nnsight_engine.vllm_backend.traces.points import place_of
 class Result:
     """The value of ``tracer.result`` in the worker; the client replaces a saved one with its own result.
 
-    Args:
-        plain: The items of the plain result, which become attributes.
-        reference: The name by which the client knows the result: the request's, or the choice's,
-            ``"<request>/<choice>"``, where each choice has a result of its own.
+    ``reference`` is the client's name for it: the request's, or ``"<request>/<choice>"`` where choices have
+    their own.
     """
 
     def __init__(self, plain: Any, reference: str) -> None:
@@ -24,7 +22,6 @@ class Result:
 
     @property
     def reference(self) -> tuple[str, str]:
-        """What is sent in its stead."""
         return "result", self._reference
 
 
@@ -36,12 +33,7 @@ def client_reference(value: Any) -> tuple[str, ...] | None:
 
 
 def checked(saves: dict[str, Any], max_bytes: int) -> tuple[dict[str, Any], NotPlainError | None]:
-    """Return the saved values if JSON can represent them; otherwise an empty dict and the error.
-
-    Args:
-        saves: Saved values by variable.
-        max_bytes: Limit on their size in JSON's types, see ``SaveBudget``.
-    """
+    """Return the saved values if JSON can represent them; otherwise an empty dict and the error."""
     try:
         plain_saves(saves, lambda _tensor: None, SaveBudget(max_bytes), frozenset({Result}))
     except NotPlainError as error:

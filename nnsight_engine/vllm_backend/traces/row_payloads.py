@@ -30,13 +30,6 @@ Change = tuple[int, torch.Tensor]
 
 
 class RowPayloads:
-    """Packs and unpacks values of one step.
-
-    Args:
-        spans: The requests' rows.
-        num_rows: Number of rows of the step, over all requests.
-    """
-
     def __init__(self, spans: Sequence[TraceSpan], num_rows: int) -> None:
         ranges = [torch.arange(span.row, span.row + span.num_rows) for span in spans]
         self._index = torch.cat(ranges) if ranges else torch.arange(0)
@@ -56,7 +49,6 @@ class RowPayloads:
         return (*tensor.shape[:axis], len(self._index), *tensor.shape[axis + 1 :])
 
     def pack(self, value: Any) -> tuple[Any, list[Form]]:
-        """Return a value with only the requests' rows, on the host, and the forms of its tensors."""
         forms: list[Form] = []
 
         def packed(tensor: torch.Tensor) -> torch.Tensor:
@@ -81,7 +73,6 @@ class RowPayloads:
         return map_tensors(value, unpacked)
 
     def changes(self, before: Any, after: Any) -> list[Change]:
-        """Return the changes between two versions of a value."""
         return [
             (number, self._rows(new, row_axis(new, self._num_rows)))
             for number, (old, new) in enumerate(zip(tensors(before), tensors(after), strict=True))
@@ -117,14 +108,12 @@ class RowsPlaceholder:
     __slots__ = ("name", "value")
 
     def __init__(self, value: Any, number: int) -> None:
-        """Assign a name to the object."""
         self.value = value
         kind = value.name[1] if isinstance(value, RemoteStageValue) else type(value).__qualname__
         self.name = (str(number), kind)
 
     @staticmethod
     def reference(value: Any) -> tuple[str, ...] | None:
-        """Return the name of an object that is not sent; None for other values."""
         return value.name if isinstance(value, RowsPlaceholder) else None
 
 
@@ -146,7 +135,6 @@ class RowStore:
         return RowsPlaceholder(value, len(self._objects) - 1)
 
     def give_back(self, value: Any) -> Any:
-        """Return the original of a value made by ``keep``."""
         if isinstance(value, RowsPlaceholder):
             return value.value
         if type(value) is dict:
@@ -156,7 +144,6 @@ class RowStore:
         return value
 
     def resolve(self, name: tuple[str, ...]) -> Any:
-        """Return the object of a name."""
         return self._objects[int(name[0])]
 
     @staticmethod
@@ -179,7 +166,6 @@ class RemoteStageValue:
     """A placeholder, where blocks run, for an object that stays on another stage."""
 
     def __init__(self, name: tuple[str, ...], stage: int = 0) -> None:
-        """Store the object's name on its own stage."""
         self.name = name
         self._stage = stage
 
@@ -196,10 +182,8 @@ class RemoteStageValue:
         return f"on pipeline stage {self._stage}"
 
     def __repr__(self) -> str:
-        """Return the type of the object and where it is."""
         return f"<{self.name[1]} {self._place()}>"
 
     @staticmethod
     def reference(value: Any) -> tuple[str, ...] | None:
-        """Return the name of an object that the other side has; None for other values."""
         return value.name if isinstance(value, RemoteStageValue) else None

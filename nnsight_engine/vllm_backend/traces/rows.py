@@ -1,9 +1,9 @@
 """Slicing and replacement of one request's rows in the flat tensors of a step.
 
-vLLM concatenates the tokens of all scheduled requests, ``[tokens, width]``. Behind the model there is one row
-per request, ``[requests, vocabulary]``. A block receives *copies* of its rows, because vLLM's kernels later
-write into the tensors that modules return. Edits of a copy are written back when the block hands over: the
-model continues with a new tensor, in which the rows of all other requests are unchanged, bit by bit.
+vLLM concatenates the tokens of all requests, ``[tokens, width]``; behind the model there is one row per
+request, ``[requests, vocabulary]``. A block receives *copies*, because vLLM's kernels later write into the
+tensors that modules return. Edits are written back when the block hands over, in a new tensor in which the
+rows of all other requests are unchanged, bit by bit.
 """
 
 from __future__ import annotations
@@ -34,15 +34,10 @@ def zeros_of(tensor: torch.Tensor) -> torch.Tensor:
 class RowSpan:
     """The place that the model has reached, and the value there, for all requests of the step.
 
-    A block may edit a value that it was given until the model continues, also after other requests have been
-    served at the same place: it may wait for one of them at a barrier. So all requests share one value, and a
-    replacement of some of its rows is applied to the tensors that the other copies refer to.
-
-    Attributes:
-        provider: The name of the place.
-        value: The value, as the blocks have left it so far.
-        copies: The copies of its rows that blocks were given.
-        tokens: The places whose integers blocks can change, token ids and experts, each with their number.
+    A block may edit its copy until the model continues, also after other requests have been served (it may
+    wait for one at a barrier). So all requests share one value, and replaced rows go into the tensors that
+    other copies refer to. ``tokens`` are the places whose integers blocks can change, token ids and experts,
+    each with their number.
     """
 
     __slots__ = ("copies", "provider", "tokens", "value")
@@ -54,23 +49,18 @@ class RowSpan:
         self.tokens: Mapping[str, int] = {}
 
     def enter(self, provider: str, value: Any) -> None:
-        """Set the place that the model has reached, and its value."""
         self.provider, self.value = provider, value
 
     def leave(self) -> Any:
-        """Clear the value and the copies; return the value with which the model continues."""
         value, self.value = self.value, None
         self.copies.clear()
         return value
 
     def check(self, rows: torch.Tensor) -> None:
-        """Reject integers that would be unsafe for the model: kernels use them as indices without a check.
+        """Raise ValueError for integers that blocks cannot change, or that are out of range.
 
-        A position, a token id or an expert out of range would make kernels read out of bounds, or crash the
-        engine.
-
-        Raises:
-            ValueError: Blocks cannot change them, or they are out of range.
+        Kernels use positions, token ids and experts as indices unchecked: they would read out of bounds, or
+        crash.
         """
         if rows.is_floating_point() or rows.is_complex():
             return
@@ -89,10 +79,7 @@ class RowSpan:
 
 
 def row_axis(tensor: torch.Tensor, num_rows: int) -> int | None:
-    """Return the axis of a tensor's rows in a step of ``num_rows``; None if it has no rows of requests.
-
-    Models of vLLM's Transformers backend have a leading axis of size 1.
-    """
+    """Return the axis of a tensor's rows, or None; vLLM's Transformers backend has a first axis of size 1."""
     if tensor.ndim and tensor.shape[0] == num_rows:
         return 0
     if tensor.ndim > 1 and tensor.shape[0] == 1 and tensor.shape[1] == num_rows:
@@ -112,8 +99,6 @@ class _Copy:
 
 
 class _Copies(Loans):
-    """The copies of one value that a request was given."""
-
     __slots__ = ("copies",)
 
     def __init__(self) -> None:
@@ -122,21 +107,15 @@ class _Copies(Loans):
 
 
 class FlatBatcher(Batcher):
-    """The rows of one request; their position is set for each phase of a step.
-
-    Attributes:
-        changed: Whether the block has edited or replaced the current value since this was last set to False.
-    """
+    """The rows of one request; the block has ``changed`` the value since this was last set to False."""
 
     def __init__(self, place: RowSpan) -> None:
-        """Start outside a step, in a worker whose requests share ``place``."""
         self._place = place
         super().__init__()
         self.changed = False
 
     @property
     def current_value(self) -> Any:
-        """The value at the place that the model has reached."""
         return self._place.value
 
     @current_value.setter
@@ -152,7 +131,6 @@ class FlatBatcher(Batcher):
         return False
 
     def narrow(self, group: BatchGroup | None) -> Any:  # noqa: ARG002 - a batcher has one request
-        """Return a copy of the request's rows of the current value, at their position in this phase."""
         own = self.group
         with torch.inference_mode(mode=False):  # blocks run outside of it, and may edit the copies
             narrowed = map_tensors(self.current_value, lambda tensor: self._rows(tensor, own))
@@ -178,20 +156,14 @@ class FlatBatcher(Batcher):
         return rows
 
     def axis(self, tensor: torch.Tensor) -> int | None:
-        """Return the axis of a tensor's rows; None if it has no rows of single requests."""
         return row_axis(tensor, self.total_batch_size)
 
     @property
     def lent_bytes(self) -> int:
-        """Bytes of the copies of the current value that the block was given."""
         return sum(copy.rows.nbytes for copy in self._lending().copies) if self.loans is not None else 0
 
     def reclaim(self) -> None:
-        """Write back the block's edits of its copies after it has handed over.
-
-        Raises:
-            ValueError: The block edited a tensor that has no rows of single requests.
-        """
+        """Write back edits of copies after a hand-over; ValueError if one has no rows of single requests."""
         super().reclaim()
         if self.loans is None:
             return
@@ -211,7 +183,6 @@ class FlatBatcher(Batcher):
 
     @property
     def group(self) -> BatchGroup:
-        """The request's rows in this phase."""
         return self.groups[0]
 
     @group.setter

@@ -1,7 +1,4 @@
-"""Scans: the shapes of every module's values, on torch's meta device, which has shapes but no data.
-
-vLLM's kernels run on real values only. So a scan is an ordinary request of which only the shapes are kept.
-"""
+"""Scans: ordinary requests of which only shapes are kept, since vLLM's kernels run on real values only."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
 """The layouts of values that are sharded over tensor-parallel ranks, and the conversion of parts and wholes.
 
-Between a column-parallel and a row-parallel layer each rank has columns of its own: of queries, keys, values,
-of the attention's output, of the MLP's neurons. A fused projection is sharded matrix by matrix, so the
-concatenation of the ranks' parts is not the whole, in which all queries come first, then all keys, then all
-values. With more ranks than key-value heads, neighbouring ranks hold copies of the same heads.
-
-``Shards`` is built once from the loaded model. A block sees whole values only; its results are split again.
+Between a column-parallel and a row-parallel layer each rank has columns of its own. A fused projection is
+sharded matrix by matrix, so the concatenation of the ranks' parts is not the whole, in which all queries come
+first, then all keys, then all values. With more ranks than key-value heads, neighbouring ranks hold copies of
+the same heads.
 """
 
 from __future__ import annotations
@@ -67,12 +65,7 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardPiece:
-    """A part of a rank's columns that comes from one matrix.
-
-    Attributes:
-        width: Number of columns of the matrix on one rank.
-        copies: Number of neighbouring ranks that hold the same columns.
-    """
+    """Columns of a rank's part from one matrix; ``copies`` neighbouring ranks hold the same columns."""
 
     width: int
     copies: int = 1
@@ -80,18 +73,12 @@ class ShardPiece:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """The sharding of one tensor.
-
-    Attributes:
-        pieces: The pieces of a rank's part, in order.
-        axis: The axis of the columns, counted from the end.
-    """
+    """The sharding of one tensor: the pieces of a rank's part, in order; ``axis`` is counted from the end."""
 
     pieces: tuple[ShardPiece, ...]
     axis: int = -1
 
     def fits(self, part: torch.Tensor) -> bool:
-        """Return whether a tensor can be one rank's part."""
         return part.ndim >= -self.axis and part.shape[self.axis] == self._width
 
     def whole(self, parts: torch.Tensor) -> torch.Tensor:
@@ -107,11 +94,7 @@ class Layout:
         )
 
     def part(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """Return a rank's part of the whole, as a new tensor.
-
-        Raises:
-            ValueError: The whole has another number of columns.
-        """
+        """Return a rank's part as a new tensor; ValueError if the whole has another number of columns."""
         width = self.width_over(size)
         if whole.ndim < -self.axis or whole.shape[self.axis] != width:
             raise ValueError(
@@ -128,7 +111,6 @@ class Layout:
         )
 
     def width_over(self, size: int) -> int:
-        """Return the number of columns of the whole over ``size`` ranks."""
         return sum(piece.width * size // piece.copies for piece in self.pieces)
 
     @property
@@ -142,27 +124,19 @@ def _starts(widths: Iterable[int]) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardLocation:
-    """The sharding of the tensors of one value.
-
-    Attributes:
-        layouts: The layouts of the first tensors; None for a tensor that every rank has whole.
-        rest: The layout of all further tensors.
-    """
+    """The layouts of a value's first tensors, None for one that every rank has whole, and of the ``rest``."""
 
     layouts: tuple[Layout | None, ...] = ()
     rest: Layout | None = None
 
     def of(self, index: int) -> Layout | None:
-        """Return the layout of the tensor at ``index``."""
         return self.layouts[index] if index < len(self.layouts) else self.rest
 
     @property
     def is_spread(self) -> bool:
-        """Whether any tensor is sharded."""
         return self.rest is not None or any(layout is not None for layout in self.layouts)
 
     def fits(self, parts: Sequence[torch.Tensor]) -> bool:
-        """Return whether these tensors can be one rank's parts."""
         found = [(self.of(index), part) for index, part in enumerate(parts)]
         return all(layout is None or layout.fits(part) for layout, part in found)
 
@@ -176,8 +150,6 @@ class ShardLocation:
         return map_numbered(value, gathered)
 
     def part(self, value: Any, rank: int, size: int) -> Any:
-        """Replace the wholes in a value by a rank's parts."""
-
         def cut(index: int, whole: torch.Tensor) -> torch.Tensor:
             layout = self.of(index)
             return whole if layout is None else layout.part(whole, rank, size)
@@ -202,15 +174,9 @@ EVERYWHERE: Final = ShardLocation()
 
 
 class Shards:
-    """The sharding of the model's values.
-
-    Args:
-        points: The loaded model's points.
-        modules: The model's modules with their paths.
-    """
+    """The sharding of the model's values, built once from the loaded model."""
 
     def __init__(self, points: ModelPoints, modules: Iterable[tuple[nn.Module, str]]) -> None:
-        """Determine the layouts of all modules."""
         self._size = points.tensor_parallel_size
         self._modules = {path: module for module, path in modules}
         self._paths = {id(module): path for path, module in self._modules.items()}
@@ -235,11 +201,9 @@ class Shards:
                 self._place_mlp(points.layers[layer], block)
 
     def place(self, provider: str) -> ShardLocation:
-        """Return how a provider's value is sharded."""
         return self._places.get(provider, EVERYWHERE)
 
     def is_understood(self, provider: str) -> bool:
-        """Return whether it is known how a provider's value is sharded."""
         path, dot, _ = provider.rpartition(".")
         return not dot or (path in self._modules and provider not in self._unknown)
 
@@ -248,15 +212,10 @@ class Shards:
         return any(one == path or one.startswith(f"{path}.") for one in self._spread)
 
     def has_parts(self, path: str) -> bool:
-        """Return whether a module's own tensors may be parts."""
         return path in self._spread or path in self._held
 
     def held(self, path: str, name: str, part: torch.Tensor) -> ShardLocation:
-        """Return how a module's own tensor is sharded.
-
-        Raises:
-            SpreadModuleError: The layout is not known.
-        """
+        """Return how a module's own tensor is sharded; SpreadModuleError if the layout is not known."""
         module: Any = base_module(self._modules[path])
         if not part.numel():
             return EVERYWHERE  # vLLM has repacked the weight and left an empty tensor
@@ -278,10 +237,7 @@ class Shards:
         raise SpreadModuleError.held(path, name)
 
     def _put(self, path: str, entrance: ShardLocation | None, exit_: ShardLocation | None) -> None:
-        """Record how a module's input and output are sharded; None if it is not known.
-
-        A later record replaces an earlier one.
-        """
+        """Record how input and output are sharded, None if unknown; replaces an earlier record."""
         for provider, place in ((f"{path}.input", entrance), (f"{path}.output", exit_)):
             if place is None:
                 self._places.pop(provider, None)
@@ -303,7 +259,6 @@ class Shards:
             )
 
     def _place_attention(self, points: ModelPoints, layer: int, block: BlockPoints) -> None:
-        """Record the layouts between attention's projections."""
         attention = points.layers[layer].get_submodule(block.attention)
         kernel: Any = points.attention(layer)
         path = self._paths.get(id(kernel))
@@ -337,7 +292,6 @@ class Shards:
         self._leave_unknown(attention)
 
     def _heads(self, kernel: Any, block: BlockPoints) -> tuple[Layout, Layout, Layout]:
-        """Return the layouts of a kernel's queries, keys and values."""
         copies = self._kv_copies(kernel, block)
         keys = Layout((ShardPiece(kernel.num_kv_heads * kernel.head_size, copies),))
         values = Layout((ShardPiece(kernel.num_kv_heads * kernel.head_size_v, copies),))
@@ -347,7 +301,7 @@ class Shards:
         return max(1, int(kernel.num_kv_heads * self._size // block.num_kv_heads))
 
     def _place_mixer(self, layer: nn.Module, path: str) -> None:
-        """Record the modules inside a mixer as unknown, but for linear layers.
+        """Record a mixer's modules as unknown, but for linear layers.
 
         One whose ranks share a group of B and C has parts of other widths, in an order of its own.
         """
@@ -362,7 +316,6 @@ class Shards:
         self._leave_unknown(container)
 
     def _place_mlp(self, layer: nn.Module, block: BlockPoints) -> None:
-        """Record the layouts of the activation function between an MLP's projections."""
         leaves = block.leaves
         if "mlp.up" not in leaves:
             self._leave_unknown(layer.get_submodule(block.mlp))
@@ -397,7 +350,6 @@ class Shards:
 
 
 def _columns(module: ColumnParallelLinear) -> Layout:
-    """Return the layout of a column-parallel layer's output."""
     if isinstance(module, QKVParallelLinear):
         copies = module.num_kv_head_replicas
         return Layout(

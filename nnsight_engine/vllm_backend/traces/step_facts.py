@@ -15,13 +15,8 @@ from typing import Any
 class StepFacts:
     """A step, as scheduled.
 
-    Attributes:
-        arrived: The new requests that are traced, with their ``TraceEntry`` as plain values.
-        finished: All requests that have ended.
-        scheduled: All requests in the step.
-        is_single_tenant: Whether the engine has requests of one tenant only.
-        bound: Requests whose rows cannot be computed again.
-        bound_once_begun: Requests for which this holds once their trace has a sandbox process.
+    ``bound`` are requests whose rows cannot be computed again; for ``bound_once_begun`` this holds once their
+    trace has a sandbox process.
     """
 
     arrived: Sequence[tuple[str, Any]] = ()
@@ -33,12 +28,7 @@ class StepFacts:
 
 
 class KnownRequests:
-    """The traced requests that have arrived and not ended, whether their blocks still run or not.
-
-    Attributes:
-        present: Their ids.
-        sandboxed: The ids of those whose blocks run in a sandbox process.
-    """
+    """The traced requests that have arrived and not ended, whether their blocks still run or not."""
 
     def __init__(self) -> None:
         self.present: set[str] = set()

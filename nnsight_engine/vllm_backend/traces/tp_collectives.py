@@ -1,7 +1,6 @@
 """Collective operations of all tensor-parallel ranks for a block, each on its part of the model.
 
-Every method here is called on all ranks with the same arguments: on the leading rank because a block requests
-it, on the others because the leading rank orders it.
+All ranks call every method with the same arguments: the leading one for a block, the others by its order.
 """
 
 from __future__ import annotations
@@ -28,50 +27,28 @@ _ITSELF: Final = frozenset({"", "forward"})
 
 
 class TpCollectives:
-    """A model that is sharded over tensor-parallel ranks.
-
-    Attributes:
-        ranks: The ranks.
-        shards: The layout of its sharded values.
-        adapters: The LoRA adapters of blocks.
-    """
-
     def __init__(self, ranks: Ranks, model: WorkerModel, points: ModelPoints) -> None:
-        """Prepare the collectives for this rank's part of the model."""
         self.ranks = ranks
         self.shards = Shards(points, model.own_modules())
         self.adapters = block_adapters(points.model)
         self._model = model
 
     def refusal(self, provider: str) -> SpreadModuleError | None:
-        """Return why a block cannot have a provider's value; None if it can."""
         return None if self.shards.is_understood(provider) else SpreadModuleError.place(provider)
 
     def check(self, provider: str, value: Any) -> None:
-        """Check that the whole of a value can be formed.
-
-        Raises:
-            SpreadModuleError: The value is not sharded as the layout of its place says.
-        """
+        """Raise SpreadModuleError if a value is not sharded as the layout of its place says."""
         if not self.shards.place(provider).fits(list(tensors(value))):
             raise SpreadModuleError.place(provider)
 
     def is_spread(self, provider: str) -> bool:
-        """Return whether each rank has only a part of a provider's value."""
         return self.shards.place(provider).is_spread
 
     def whole(self, provider: str, value: Any) -> Any:
-        """Return the whole of a provider's value, gathered from all ranks."""
         return self.shards.place(provider).whole(value, self.ranks.gather)
 
     def with_parts(self, provider: str, value: Any, changed: Mapping[int, torch.Tensor]) -> Any:
-        """Return this rank's part of a provider's value with some tensors replaced.
-
-        Args:
-            provider: The place.
-            value: This rank's part before.
-            changed: The whole tensors that replace others, by number.
-        """
+        """Return this rank's part with some tensors replaced; ``changed`` are whole tensors, by number."""
         place = self.shards.place(provider)
 
         def put_in(number: int, part: torch.Tensor) -> torch.Tensor:
@@ -83,11 +60,7 @@ class TpCollectives:
         return map_numbered(value, put_in)
 
     def check_call(self, path: str, method: str) -> None:
-        """Check that a block can call a module, or a method of it.
-
-        Raises:
-            SpreadModuleError: It is not known how the input or the output is sharded.
-        """
+        """Raise SpreadModuleError if it is not known how the input or the output is sharded."""
         for provider in (f"{path}.input", f"{path}.output"):
             if not self.shards.is_understood(provider):
                 raise SpreadModuleError.place(provider)
@@ -97,7 +70,6 @@ class TpCollectives:
     def call(
         self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], adapter: int | None
     ) -> Any:
-        """Call a module, or a method of it, with whole arguments and an adapter; return the whole result."""
         envoy = self._model.get(path)
         # As on a block's own thread.
         with torch.inference_mode(mode=False), torch.no_grad(), self.adapters.using(adapter):
@@ -109,11 +81,7 @@ class TpCollectives:
             return exit_.whole(output, self.ranks.gather)
 
     def fetch(self, path: str, name: str) -> torch.Tensor:
-        """Return the whole of a tensor of which each rank's module has a part.
-
-        Raises:
-            SpreadModuleError: It is not known how the tensor is sharded.
-        """
+        """Return the whole of a module's tensor; SpreadModuleError if its sharding is not known."""
         part: torch.Tensor = getattr(self._model.get(path)._module, name)  # noqa: SLF001 - an envoy of ours
         with torch.inference_mode(mode=False), torch.no_grad():
             whole: torch.Tensor = self.shards.held(path, name, part).whole(part, self.ranks.gather)

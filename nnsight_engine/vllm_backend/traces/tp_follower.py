@@ -25,11 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class TpFollowerDispatcher(TraceDispatcher):
-    """Stops the model at the places where the leading rank's blocks may read or change a value.
-
-    Attributes:
-        undone: Requests whose rows of the running step are discarded.
-    """
+    """Stops the model where the leading rank's blocks may read or change a value."""
 
     spread: TpCollectives
 
@@ -39,7 +35,6 @@ class TpFollowerDispatcher(TraceDispatcher):
         self._is_true = False
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:  # noqa: ARG002 - as on the other side
-        """Execute the leading rank's orders; return this rank's part of the value as the blocks leave it."""
         return self.follow(provider, value)
 
     def follow(self, provider: str = "", value: Any = None) -> Any:
@@ -79,7 +74,7 @@ class TpFollowerDispatcher(TraceDispatcher):
 
 
 class TpFollowerTraces(PeerTraces):
-    """The traced requests of a model, on a rank that runs none of their blocks."""
+    """Executes the leading rank's orders in each phase in which that rank may send some."""
 
     dispatcher: TpFollowerDispatcher
 
@@ -90,16 +85,13 @@ class TpFollowerTraces(PeerTraces):
 
     @property
     def undone(self) -> Sequence[str]:
-        """The requests whose rows of the running step are discarded, as the leading rank has announced."""
         return self.dispatcher.undone
 
     def begin(self, facts: StepFacts) -> None:
-        """Execute the leading rank's orders while it opens the blocks of requests that arrived."""
         if self.known.note(facts) or self.known.sandboxed:
             self.dispatcher.follow()
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
-        """Execute the leading rank's orders while a step begins; return whether a block takes part in it."""
         del num_rows
         if spans:
             self.in_step = self.dispatcher.follow_to_answer()
@@ -107,7 +99,6 @@ class TpFollowerTraces(PeerTraces):
         return self.in_step
 
     def end(self) -> list[str]:
-        """End the step; only the leading rank reports requests that are to end."""
         if self.known.sandboxed:
             self.dispatcher.follow()
         self.in_step = self.defers = False
@@ -116,22 +107,18 @@ class TpFollowerTraces(PeerTraces):
         return []
 
     def wait_for_any(self, wait_s: float) -> None:
-        """Execute the leading rank's orders while it waits for sandbox processes."""
         del wait_s
         if self.known.sandboxed:
             self.dispatcher.follow()
 
     def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
-        """Execute the leading rank's orders while it waits for a trace; return whether it has ended."""
         del key, results, wait_s
         return self.dispatcher.follow_to_answer()
 
     def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
-        """Execute the leading rank's orders while it closes a trace; return no results."""
         self.dispatcher.follow()
         return super().collect(key, results, index)
 
     def drop(self, key: str) -> None:
-        """Execute the leading rank's orders while it closes a trace."""
         self.dispatcher.follow()
         super().drop(key)

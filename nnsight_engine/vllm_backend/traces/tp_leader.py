@@ -1,11 +1,9 @@
 """The leading tensor-parallel rank: runs the blocks and sends orders to the other ranks.
 
-A block sees whole values. Where it waits for a sharded value, all ranks stop and gather the value. Tensors
-that the block leaves changed are broadcast, and each rank continues with its part of them. If the block has
-only read, each rank continues with the tensors that it already had, unchanged. A module that a block calls is
-called on all ranks.
-
-Ranks stop only at announced places, so steps without a block need no communication between ranks.
+Where a block waits for a sharded value, all ranks stop and gather the whole. Changed tensors are broadcast,
+and each rank continues with its part of them; after reads only, with the tensors that it already had,
+unchanged. A module that a block calls is called on all ranks. Ranks stop only at announced places, so steps
+without a block need no communication between ranks.
 """
 
 from __future__ import annotations
@@ -47,25 +45,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(slots=True)
 class _Turn:
-    """The content of the next ``ContinueOrder`` message.
-
-    Attributes:
-        changed: The tensors that blocks replaced, by number.
-        is_true: See ``ContinueOrder``.
-    """
-
     changed: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     is_true: bool = False
 
 
 class TpLeaderDispatcher(TraceDispatcher):
-    """The dispatcher of the rank that runs the blocks.
-
-    Attributes:
-        spread: The sharded model.
-        sandboxes: The rank's sandboxed traces.
-    """
-
     spread: TpCollectives
     sandboxes: SandboxPool
 
@@ -99,14 +83,12 @@ class TpLeaderDispatcher(TraceDispatcher):
     # Values for blocks.
 
     def refusal(self, provider: str) -> Exception | None:
-        """Return why no block can have a provider's value; None if blocks can."""
         return super().refusal(provider) or self.spread.refusal(provider)
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:
-        """Give the waiting requests their rows of the whole value; return this rank's part of the result.
+        """Give waiting requests their rows of the whole; return this rank's part of the result.
 
-        Raises:
-            SpreadModuleError: A block made the call itself, which the other ranks do not take part in.
+        SpreadModuleError if a block made the call itself, which the other ranks do not take part in.
         """
         if self.current is not None:
             raise SpreadModuleError.direct_call(provider)
@@ -140,7 +122,6 @@ class TpLeaderDispatcher(TraceDispatcher):
         kwargs: dict[str, Any],
         method: str = "",
     ) -> Any:
-        """Apply the module at ``path``, or a method of it, on all ranks if it is sharded."""
         if not self.spread.shards.needs_all(path):
             return super().applied(path, apply, args, kwargs, method)
         self.spread.check_call(path, method)
@@ -148,11 +129,7 @@ class TpLeaderDispatcher(TraceDispatcher):
         return self._on_models_thread(lambda: self._call(path, method, args, kwargs, adapter), path)
 
     def call_module(self, envoy: Envoy, *args: torch.Tensor) -> Any:
-        """Call a module for a block in another process, on all ranks if it is sharded.
-
-        Raises:
-            SpreadModuleError: The other ranks are not accepting orders, or cannot make the call.
-        """
+        """Call a module for a block in another process; SpreadModuleError if the other ranks cannot join."""
         path = str(envoy.path)
         if not self.spread.shards.needs_all(path):
             return super().call_module(envoy, *args)
@@ -169,11 +146,7 @@ class TpLeaderDispatcher(TraceDispatcher):
         return self.spread.call(path, method, args, kwargs, adapter)
 
     def called_directly(self, path: str) -> None:
-        """Reject a call that only this rank would make, while the other ranks are elsewhere.
-
-        Raises:
-            SpreadModuleError: The module is sharded.
-        """
+        """Raise SpreadModuleError for a sharded module: only this rank would make the call."""
         if self.spread.shards.needs_all(path):
             raise SpreadModuleError.direct_call(path)
         super().called_directly(path)
@@ -201,7 +174,6 @@ class TpLeaderDispatcher(TraceDispatcher):
 
 
 def _changed(before: Any, after: Any) -> dict[int, torch.Tensor]:
-    """Return the replaced tensors of a value, by number."""
     pairs = zip(tensors(before), tensors(after), strict=True)
     return {number: new for number, (old, new) in enumerate(pairs) if new is not old}
 
@@ -231,20 +203,17 @@ class TpLeaderTraces(WorkerTraces):
         return request_id in self._known.present
 
     def adopt(self, data: bytes) -> dict[str, Any] | None:
-        """Apply a client's names and classes, before any trace; return the error as data, if any."""
         failure = super().adopt(data)
         self.dispatcher.spread = TpCollectives(self.dispatcher.spread.ranks, self.model, self._points)
         return failure
 
     def begin(self, facts: StepFacts) -> None:
-        """Open the blocks of requests that arrived, and retire requests that finished."""
         self.sandboxes.is_single_tenant = facts.is_single_tenant
         if self._known.note(facts) or self._known.sandboxed:
             with self.dispatcher.leading():
                 super().begin(facts)
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
-        """Begin a step for these requests; return False if no block takes part in it."""
         if not spans:
             return False
         with self.dispatcher.leading() as turn:
@@ -253,14 +222,12 @@ class TpLeaderTraces(WorkerTraces):
             return turn.is_true
 
     def end(self) -> list[str]:
-        """End the step; return the requests that are to end because their blocks failed or stopped them."""
         if not self._known.sandboxed:
             return super().end()
         with self.dispatcher.leading():
             return super().end()
 
     def wait_for_any(self, wait_s: float) -> None:
-        """Wait, in a step without tokens, until a sandbox process has answered that blocks its requests."""
         if self._known.sandboxed:
             with self.dispatcher.leading():
                 super().wait_for_any(wait_s)
@@ -268,17 +235,14 @@ class TpLeaderTraces(WorkerTraces):
             time.sleep(wait_s)  # the rest ends without an answer
 
     def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
-        """Wait up to ``wait_s`` for a sandboxed trace to close; return whether its result is ready."""
         with self.dispatcher.leading() as turn:
             turn.is_true = super().has_collected(key, results, wait_s)
             return turn.is_true
 
     def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
-        """Close a trace whose requests have ended, and return its saved values."""
         with self.dispatcher.leading():
             return super().collect(key, results, index)
 
     def drop(self, key: str) -> float | None:
-        """Close a trace that no client will collect."""
         with self.dispatcher.leading():
             return super().drop(key)

@@ -1,10 +1,9 @@
 """The dispatcher between the model's calls and the traced requests of a step.
 
-A worker has one model and many traced requests, each with an interleaver of its own (see ``request``), or one
-session per sandboxed trace; to the dispatcher all are a ``Participant``. Towards the model and the tree of
-envoys the dispatcher represents all of them, as the interleaver does for a single trace: the probes of
-``envoys`` offer it each module's values, and it gives the waiting requests their rows, in the order in which
-they arrived. Within a step one block runs at a time in this process, across all requests.
+Towards the model and the tree of envoys it represents all participants, as the interleaver does for a single
+trace: the probes of ``envoys`` offer it each module's values, and it gives the waiting requests their rows,
+in the order in which they arrived. Within a step one block runs at a time in this process, across all
+requests.
 """
 
 from __future__ import annotations
@@ -45,23 +44,17 @@ class TraceDispatcher(ModuleUse):
     """The waiting requests, indexed by the providers that they wait for.
 
     Attributes:
-        wanted: For each provider, the requests that have a use for its values.
-        calls: How often each provider was reached in this step.
         ever: Every provider that was reached in any earlier step.
-        place: The place that the model has reached, with its value.
         current: The running block; None while the model runs.
         listener: The id of the thread whose module calls are the model's own; 0 while none are.
         skipped: Always empty: a module still runs for the requests that do not skip it.
-        route: The order of the places and taps; None if there are no taps, or other workers would have to
-            agree.
+        route: The order of the places and taps; None without taps, or if other workers would have to agree.
         entry: The place where the residual stream begins, if a tap there serves blocks; else empty.
         next_tap: The first tap at which something is to be done; earlier taps can be passed.
         by_taps: Whether blocks are served at the taps in this step, and module calls are not observed.
-        is_uncompiled: Whether this step ran uncompiled, for whichever request.
         streams: The places of several residual streams at once, which blocks cannot have.
         held: The paths of modules that keep what they compute for the running step.
-        gather: Waits for the sandbox sessions that were offered a value and answer asynchronously; None if
-            there are none.
+        gather: Waits for sandbox sessions that were offered a value; None if there are none.
     """
 
     step = float("inf")
@@ -94,13 +87,11 @@ class TraceDispatcher(ModuleUse):
     # Registration of uses.
 
     def want(self, provider: str, request: Participant) -> None:
-        """Register a request's use for a provider's values."""
         self.wanted.setdefault(provider, {})[request] = None
         if self.route is not None and provider not in self.route.served:
             self._untapped.add(provider)
 
     def unwant(self, provider: str, request: Participant) -> None:
-        """Unregister a request's use for a provider's values."""
         wanting = self.wanted.get(provider)
         if wanting is not None:
             wanting.pop(request, None)
@@ -109,24 +100,20 @@ class TraceDispatcher(ModuleUse):
                 self._untapped.discard(provider)
 
     def forget(self, request: Participant) -> None:
-        """Unregister a request that has ended from all providers."""
         for provider in [provider for provider, wanting in self.wanted.items() if request in wanting]:
             self.unwant(provider, request)
 
     def is_known(self, provider: str) -> bool:
-        """Return whether any step has reached a provider."""
         route = self.route
         is_on_route = route is not None and provider in route.number_of
         return is_on_route or provider in self.ever or provider in self.calls
 
     def has_passed(self, provider: str) -> bool:
-        """Return whether this step has reached a provider."""
         if provider in self.calls:
             return True
         return self.route is not None and self.route.number_of.get(provider, self._reach) < self._reach
 
     def passed(self) -> list[str]:
-        """Return the places that this step has reached, in order."""
         if self.route is None or not self._reach:
             return list(self.calls)
         if self.by_taps and self._reach < len(self.route.order):
@@ -150,10 +137,8 @@ class TraceDispatcher(ModuleUse):
         """Apply the module at ``path``, or a method of it, to copies of the block's arguments.
 
         vLLM's norms and rotary embeddings write into their arguments. Without copies, tensors that come from
-        the model would count as edited by the block and be written back into the model.
-
-        Raises:
-            ValueError: The module keeps what it computes for the model's own call.
+        the model would count as edited by the block and be written back. ValueError if the module keeps what
+        it computes for the model's own call.
         """
         if path in self.held:
             raise ValueError(
@@ -164,15 +149,10 @@ class TraceDispatcher(ModuleUse):
         return super().applied(path, apply, args, kwargs, method)
 
     def call_module(self, envoy: Envoy, *args: torch.Tensor) -> Any:
-        """Call a module for a block in another process, from the model's thread."""
         return envoy._apply_to_values(*args)  # noqa: SLF001 - an envoy of ours
 
     def called_directly(self, path: str) -> None:
-        """Reject a block's call of the module at ``path`` that probes would observe.
-
-        Raises:
-            ValueError: The call is made by a block.
-        """
+        """Raise ValueError if a block makes this call of a module, which probes would observe."""
         if self.current is not None:
             raise ValueError(
                 f"`{path}` cannot be called with hook=True inside vLLM: other requests wait for the model's "
@@ -182,7 +162,6 @@ class TraceDispatcher(ModuleUse):
     # Values that the model provides.
 
     def begin(self) -> None:
-        """Begin a step."""
         self.ever.update(self.calls)
         self.calls.clear()
         self.interleaving = True
@@ -201,7 +180,6 @@ class TraceDispatcher(ModuleUse):
         self.listener = 0
 
     def end(self) -> None:
-        """End the step."""
         self.interleaving = False
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:  # noqa: ARG002 - each request counts for itself
@@ -223,7 +201,6 @@ class TraceDispatcher(ModuleUse):
         return self.place.leave()
 
     def _serve(self, provider: str) -> list[Participant]:
-        """Give the value at hand to the requests that wait for it; return those requests."""
         served: dict[Participant, None] = {}
         more = True
         while more:
@@ -238,7 +215,6 @@ class TraceDispatcher(ModuleUse):
         return list(served)
 
     def provide(self, provider: str, value: Any) -> Any:
-        """Provide a value that is not produced by a module's call."""
         if provider in self.wanted:
             value = self.offer(provider, None, value)
         self.calls[provider] = 1
@@ -247,21 +223,14 @@ class TraceDispatcher(ModuleUse):
     # Steps that are served at the taps.
 
     def choose(self, requests: Iterable[Participant]) -> None:
-        """Choose the tier of this step: the taps, if they are expected to provide all wanted values.
-
-        Args:
-            requests: The requests that take part in it.
-        """
+        """Choose the tier of this step: the taps, if they are expected to provide all wanted values."""
         likely = not any(request.needed_modules for request in requests)
         self.by_taps = self.route is not None and likely and not self._users_of_modules()
         if self.by_taps:
             self._look_ahead()
 
     def _look_ahead(self) -> None:
-        """Set ``next_tap`` to the next tap at which a request waits.
-
-        If there is none, it is the last tap, where the dispatcher only records that the model has reached it.
-        """
+        """Set ``next_tap`` to the next where a request waits, or the last, to record that it was reached."""
         assert self.route is not None  # noqa: S101 - without one there is no such step
         waiting = [self.route.tap_at.get(provider, -1) for provider in self.wanted]
         self.next_tap = min((tap for tap in waiting if tap > self._tap), default=self.route.last)
@@ -275,11 +244,7 @@ class TraceDispatcher(ModuleUse):
         ]
 
     def at_tap(self, tap: int, value: Any) -> None:
-        """Serve the blocks that wait at a tap; the value may be changed in place.
-
-        Raises:
-            UntappedError: Blocks now need a value that no tap provides.
-        """
+        """Serve blocks at a tap, which may change the value in place; UntappedError if they need more."""
         assert self.route is not None  # noqa: S101 - without one there is no such step
         provider = self.route.exits[tap]
         if not self.by_taps:
@@ -313,11 +278,7 @@ class TraceDispatcher(ModuleUse):
                     old.copy_(new)
 
     def at_end(self) -> None:
-        """Check, after the model has run with taps, that it has reached the last tap.
-
-        Raises:
-            UntappedError: It has not.
-        """
+        """Raise UntappedError if the model, run with taps, has not reached the last tap."""
         assert self.route is not None  # noqa: S101 - as above
         if self._tap != self.route.last:
             logger.error("the compiled model has lost its taps; please report this with the model's name")
@@ -332,7 +293,6 @@ class TraceDispatcher(ModuleUse):
         self._is_past = self._seen is not None
 
     def go_by_modules(self) -> None:
-        """Observe module calls in this step."""
         self.by_taps = False
         self.next_tap = 0
 
@@ -341,7 +301,6 @@ class TraceDispatcher(ModuleUse):
         return list(wanting) if len(wanting) < _SEVERAL else sorted(wanting, key=_by_order)
 
     def fail(self, provider: str, error: BaseException) -> None:
-        """Raise an error in the blocks that have a use for a value that cannot be provided."""
         for request in self._wanting(provider):
             if request.uses(provider):
                 request.refuse(provider, error)

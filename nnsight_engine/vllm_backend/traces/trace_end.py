@@ -31,8 +31,6 @@ _BYTES_WRITTEN_A_SECOND: Final = 100e6
 
 @dataclasses.dataclass(slots=True)
 class TraceMember:
-    """A request of a trace."""
-
     request: TracedRequest | None
     context: TraceContext | None
     entry: TraceEntry
@@ -43,13 +41,7 @@ class TraceMember:
 
 
 class TraceEnd:
-    """Closes the blocks of traces and encodes their results.
-
-    Args:
-        threads: Threads for the code of the blocks' objects, which runs while results are encoded.
-        max_bytes: Limit for the saved values of one block.
-        max_message_bytes: Limit for the saved values of all blocks of a trace.
-    """
+    """Closes blocks and encodes their results, on ``threads``: that runs code of the blocks' objects."""
 
     def __init__(self, threads: Threads, max_bytes: int, max_message_bytes: int = _MAX_BYTES) -> None:
         self._threads = threads
@@ -65,7 +57,6 @@ class TraceEnd:
         return encode({"blocks": blocks, "before": None})
 
     def closed(self, member: TraceMember, results: Mapping[str, Any]) -> dict[str, Any]:
-        """End a block and return its outcome as data."""
         error = member.error
         if member.request is not None:
             name = f"{member.entry.index}/{member.choice}"
@@ -87,10 +78,9 @@ class TraceEnd:
         return outcome | {"shapes": {} if member.shapes is None else first_values(member.shapes)}
 
     def encoded(self, message: dict[str, Any], num_bytes: int, *, compress: bool) -> list[Piece]:
-        """Return a trace's results as pieces of a message.
+        """Return a trace's results as pieces, encoded on a block thread: it runs code of the saved objects.
 
-        Runs on a block thread, because encoding runs code of the saved objects. If encoding fails, the
-        message carries the error in place of the values.
+        If encoding fails, the message carries the error in place of the values.
         """
         max_bytes = min(self._max_bytes * len(message["blocks"]), self._max_message_bytes) + _BESIDE_BYTES
         limits = MessageLimits(max_bytes=max_bytes)
@@ -108,10 +98,7 @@ class TraceEnd:
         return [encode({**message, "before": None})]
 
     def error_data(self, error: BaseException) -> dict[str, Any]:
-        """Return an error as data.
-
-        Runs on a block thread, because encoding an error runs code of its class.
-        """
+        """Return an error as data, encoded on a block thread: it runs code of the error's class."""
         try:
             data: dict[str, Any] = self._threads.run(lambda: encode_error(error))
         except BaseException as failed:  # noqa: BLE001 - whatever that code does

@@ -1,8 +1,6 @@
 """The traces of a worker by key, from their first request until their saved values are collected or dropped.
 
-``WorkerTraces`` runs the blocks; here are the traces to which they belong. A trace's blocks are decoded once
-for each choice, and its requests share them. A client that never collects leaves traces behind, so only some
-are stored: the oldest that have ended are dropped.
+A client that never collects leaves traces behind, so the oldest that have ended are dropped.
 """
 
 from __future__ import annotations
@@ -38,20 +36,11 @@ _MAX_UNCOLLECTED: Final = 1024
 class TraceStore:
     """The traces that have not been collected.
 
-    Args:
-        sandboxes: The traces that run in sandbox processes.
-        reporting: What leaves while blocks run.
-        threads: Threads for blocks.
-        max_bytes: Limit for the saved values of one block.
-
     Attributes:
-        members: The requests, by id.
-        threads: Threads for blocks.
-        closing: Closes blocks and encodes their saved values.
         last_spent_s: Seconds that the engine has waited for the trace closed last: for its blocks, decoding
             them and encoding their saved values.
         last_tier: How the steps of the trace closed last ran, see ``TracedRequest``.
-        last_has_begun: Whether the trace closed last has begun: false if there was no sandbox process for it.
+        last_has_begun: False if there was no sandbox process for the trace closed last.
     """
 
     def __init__(
@@ -71,25 +60,20 @@ class TraceStore:
         self.last_has_begun = True
 
     def __len__(self) -> int:
-        """Return the number of traces, those included of which only the blocks have arrived."""
         return len(self._by_key.keys() | self._held.keys())
 
     def hold(self, key: str, data: bytes) -> None:
-        """Store the blocks of a trace, so that its requests need not all carry them."""
         self._held[key] = data
 
     def with_blocks(self, entry: TraceEntry) -> TraceEntry:
-        """Return the entry with the blocks of its trace."""
         return entry if entry.data else msgspec.structs.replace(entry, data=self._held.get(entry.key, b""))
 
     def add(self, request_id: str, entry: TraceEntry) -> TraceMember:
-        """Add a request to its trace."""
         member = self.members[request_id] = TraceMember(None, None, entry, 0)
         self._by_key.setdefault(entry.key, []).append(request_id)
         return member
 
     def decode(self, member: TraceMember, model: WorkerModel, policy: Policy | None) -> None:
-        """Set the decoded blocks of a request's trace, or the error that prevents decoding."""
         name = (member.entry.key, member.choice)
         member.context = self._contexts.get(name)
         if member.context is not None:
@@ -105,7 +89,6 @@ class TraceStore:
 
     @contextlib.contextmanager
     def _timed(self, key: str) -> Iterator[None]:
-        """Count the time spent in the context as time for which the trace had the engine to itself."""
         begin = time.monotonic()
         try:
             yield
@@ -113,7 +96,6 @@ class TraceStore:
             self._spent_s[key] += time.monotonic() - begin
 
     def requests(self, key: str, index: int | None = None) -> list[str]:
-        """Return the requests of a trace, or those of one of its blocks."""
         return [one for one in self._by_key.get(key, ()) if index in {None, self.members[one].entry.index}]
 
     def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
@@ -122,10 +104,8 @@ class TraceStore:
         Host tensors are pieces without a copy: they must be written out before the worker does anything else.
 
         Args:
-            key: The trace.
             results: The result of each request, by ``"<block>/<choice>"``, for blocks that wait for it.
-            index: The only block to close; the trace continues until it is dropped. None ends the trace. Not
-                for sandboxed traces.
+            index: The only block to close; the trace, not a sandboxed one, continues. None ends it.
 
         Raises:
             RuntimeError: The trace is sandboxed and its values have not arrived, see ``has_collected``.
@@ -181,7 +161,6 @@ class TraceStore:
         return pieces if outside is None else [self.closing.failed(members, outside)]
 
     def drop(self, key: str) -> float | None:
-        """Close the rest of a trace that no client will collect; return ``last_spent_s``."""
         self._held.pop(key, None)
         self.last_spent_s = 0.0
         self._spent_s[key] += self._sandboxes.drop(key)
@@ -192,7 +171,6 @@ class TraceStore:
         return self.last_spent_s
 
     def take_remaining(self, key: str) -> tuple[str, str]:
-        """Return and remove a trace's remaining printed text and the text of its failure."""
         return self._sandboxes.take_remaining(key) or self._reporting.take_remaining(key)
 
     def excess(self, has_block: Callable[[str], bool]) -> list[str]:

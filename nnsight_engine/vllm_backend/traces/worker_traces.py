@@ -56,21 +56,9 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerTraces:
-    """The traced requests of one worker.
+    """The traced requests of one worker; ``last_step_s`` is the wait for blocks in the step that ended last.
 
-    Args:
-        points: The loaded model's points.
-        config: vLLM's configuration.
-        limits: Resource limits for blocks.
-        dispatcher: The dispatcher that connects the model's calls with the requests.
-
-    Attributes:
-        serves_stages: Whether other pipeline stages offer this worker their values.
-        runs_blocks: Whether blocks run on this worker, see ``PeerTraces``.
-        last_step_s: Seconds that the engine has waited for blocks in the step that ended last.
-        sandboxes: The traces that run in sandbox processes.
-        store: The traces that have not been collected.
-        policy: The policy for blocks inside a sandbox process; None in the worker, whose senders are trusted.
+    ``policy`` is for blocks inside a sandbox process; None in the worker, whose senders are trusted.
     """
 
     policy: Policy | None = None
@@ -117,7 +105,6 @@ class WorkerTraces:
         self._tiers = TierPredictor()
 
     def _new_model(self, names: Names) -> WorkerModel:
-        """Return the object that ``model`` refers to in the blocks."""
         return WorkerModel(self._points, self._config, self.dispatcher, names=names)
 
     @property
@@ -126,11 +113,9 @@ class WorkerTraces:
         return not (self._live or self._ended) and self.sandboxes.idle
 
     def outline(self) -> list[OutlineEntry]:
-        """List the model's modules."""
         return outline_of(self.model._module)  # noqa: SLF001 - an envoy of ours
 
     def num_live(self) -> dict[str, int]:
-        """Return the numbers of live objects, for tests and metrics."""
         held = {
             "traced": len(self._live),
             "traces": len(self.store),
@@ -199,8 +184,6 @@ class WorkerTraces:
             self._ended.append(request_id)
 
     def _entering(self, entry: TraceEntry, report: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that the threads of a request's blocks call before anything else."""
-
         def enter() -> None:
             report()
             self._adapters.enter(entry.adapter)
@@ -208,21 +191,14 @@ class WorkerTraces:
         return enter
 
     def _arrive_in_sandbox(self, request_id: str, entry: TraceEntry, tenant: str) -> None:
-        """Start a request's blocks in a sandbox process.
-
-        Raises:
-            SandboxUnavailableError: No process is available.
-        """
         entry = self.edits.filled_in(self.store.with_blocks(entry))
         self.sandboxes.arrive(request_id, entry, self._num_arrived, tenant)
 
     def prepare_sandbox(self) -> bool:
         """Start the sandbox processes if untrusted blocks run in them; return whether one is ready.
 
-        Does not wait for them: call it again until it returns True.
-
-        Raises:
-            SandboxUnavailableError: Processes cannot be started.
+        Does not wait: call it again until it returns True. SandboxUnavailableError if processes cannot be
+        started.
         """
         if self._limits.sandbox != PROCESS:
             return True
@@ -247,7 +223,6 @@ class WorkerTraces:
 
     @property
     def throttled(self) -> frozenset[str]:
-        """The tenants whose requests are not to be scheduled now."""
         return self.sandboxes.throttled
 
     def wait_for_any(self, wait_s: float) -> None:
@@ -255,7 +230,6 @@ class WorkerTraces:
         self.sandboxes.wait_for_any(wait_s)
 
     def count_sandboxes(self) -> dict[str, int]:
-        """Return the counts of sandbox events, by event."""
         return dict(self.sandboxes.counts)
 
     def _open_sandbox_pool(self) -> None:
@@ -265,11 +239,9 @@ class WorkerTraces:
         open_sandbox_pool(self.sandboxes, served, self.described_modules(), self._points, self._limits)
 
     def described_modules(self) -> list[Description]:
-        """Return the descriptions of the model's modules."""
         return described(self._points.model)
 
     def hold(self, key: str, data: bytes) -> None:
-        """Store the blocks of a trace, so that its requests need not all carry them."""
         self.store.hold(key, data)
 
     # Names and edits that a client stores in the engine.
@@ -295,13 +267,11 @@ class WorkerTraces:
         return None
 
     def remove_edit(self, name: str) -> None:
-        """Remove an edit; requests that already run it continue to."""
         self.edits.remove(name)
 
     # A step's rows.
 
     def has_block(self, request_id: str) -> bool:
-        """Return whether a request's block still takes part in steps."""
         return request_id in self._live or self.sandboxes.has(request_id)
 
     def takes_part(self, request_id: str) -> bool:
@@ -325,15 +295,13 @@ class WorkerTraces:
 
     @property
     def by_taps(self) -> bool:
-        """Whether the blocks of the running step are served at the taps."""
         return self.dispatcher.by_taps
 
     @contextlib.contextmanager
     def tapped(self) -> Iterator[None]:
         """Observe only the taps while the model runs.
 
-        Raises:
-            UntappedError: Blocks need more: call ``again``, and rerun the step under ``running``.
+        UntappedError if blocks need more: call ``again``, and rerun the step under ``running``.
         """
         self.dispatcher.listen()
         try:
@@ -344,19 +312,13 @@ class WorkerTraces:
             self.model.forget_sources()
 
     def again(self) -> None:
-        """Prepare to rerun the step from its first layer; blocks continue from where they are."""
         self.dispatcher.again()
         for request in self._active:
             request.again()
         self.sandboxes.again()
 
     def learn_route(self, run: Callable[[], Any], taps: Collection[int]) -> None:
-        """Record the order of the model's module calls from one run, after which taps can serve blocks.
-
-        Args:
-            run: Runs the model.
-            taps: The numbers of the installed taps.
-        """
+        """Record the order of the model's module calls from one run, after which taps can serve blocks."""
         with self.model.observed_by(self.dispatcher):
             run()
         layers = f"{self.model.path}.{self._points.family.layers}"
@@ -373,14 +335,12 @@ class WorkerTraces:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Observe the modules' calls while the model runs."""
         self.dispatcher.go_by_modules()
         with self.model.observed_by(self.dispatcher):
             yield
 
     @property
     def in_step(self) -> bool:
-        """Whether some block takes part in the running step."""
         return bool(self._active) or self.sandboxes.in_step
 
     def on_logits(self, logits: torch.Tensor) -> torch.Tensor:
@@ -419,7 +379,6 @@ class WorkerTraces:
         return not self.sandboxes.knows(key) or self.sandboxes.has_collected(key, results, wait_s)
 
     def _record_tiers(self) -> None:
-        """Record for each block whether its first step needed values that no tap provides."""
         for request_id, request in self._live.items():
             member = self.store.members[request_id]
             if request.number == 1 and member.context is not None and not member.is_known:
@@ -427,7 +386,6 @@ class WorkerTraces:
                 self._tiers.note(member.context.code(member.entry.index), elsewhere=request.needed_modules)
 
     def reports(self) -> dict[str, Report]:
-        """Return the reports of streamed blocks since the last step, by request."""
         reports, self._sandbox_reports = self._sandbox_reports, {}
         for request_id in self._live:
             if self.reporting.may_report(request_id):
@@ -443,32 +401,26 @@ class WorkerTraces:
     # Results.
 
     def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
-        """Close blocks whose requests have ended, and return their saved values, see ``TraceStore``."""
         for request_id in self.store.requests(key, index):
             self._live.pop(request_id, None)
         return self.store.collect(key, results, index)
 
     def drop(self, key: str) -> float | None:
-        """Close the rest of a trace that no client will collect; return ``last_spent_s``."""
         for request_id in self.store.requests(key):
             self._live.pop(request_id, None)
         return self.store.drop(key)
 
     def take_remaining(self, key: str) -> tuple[str, str]:
-        """Return and remove a trace's remaining printed text and the text of its failure."""
         return self.store.take_remaining(key)
 
     @property
     def last_spent_s(self) -> float:
-        """Seconds that the engine has waited for the trace closed last, see ``TraceStore``."""
         return self.store.last_spent_s
 
     @property
     def last_tier(self) -> str:
-        """How the steps of the trace closed last ran, see ``TracedRequest``."""
         return self.store.last_tier
 
     @property
     def last_has_begun(self) -> bool:
-        """Whether the trace closed last has begun, see ``TraceStore``."""
         return self.store.last_has_begun

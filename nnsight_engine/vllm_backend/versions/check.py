@@ -1,8 +1,4 @@
-"""The check of vLLM's version at start.
-
-This project extends vLLM's runner, worker and scheduler, which no version promises to keep. A version that is
-not known is compared with ``vllm_names`` before vLLM is imported.
-"""
+"""The check of vLLM's version at start, before vLLM is imported."""
 
 from __future__ import annotations
 
@@ -44,10 +40,6 @@ _MAX_SHOWN: Final = 10
 def check_version(choice: VersionCheck, sources: VLLMSources | None = None) -> None:
     """Compare a version of vLLM that is not known, see ``VersionCheck``.
 
-    Args:
-        choice: What happens with such a version.
-        sources: Its sources; those of the installed version by default.
-
     Raises:
         UnsupportedOptionError: The version is refused.
     """
@@ -73,17 +65,12 @@ def check_version(choice: VersionCheck, sources: VLLMSources | None = None) -> N
 
 
 def is_tested_version() -> bool:
-    """Return whether the installed version of vLLM is the tested one, without importing it."""
     sources = _installed()
     return sources is not None and _known(sources.version) == TESTED_VERSION
 
 
 def check_from_environment() -> None:
-    """Compare the installed version of vLLM as the environment variable says.
-
-    Raises:
-        UnsupportedOptionError: The version is refused, or the variable has another value.
-    """
+    """Compare vLLM's version as the environment says; raise UnsupportedOptionError, also for other values."""
     value = os.environ.get(VARIABLE, "auto")
     for choice in get_args(VersionCheck):
         if value == choice:
@@ -93,13 +80,11 @@ def check_from_environment() -> None:
 
 
 def _installed() -> VLLMSources | None:
-    """Return the installed version's sources; None if vLLM is not installed."""
     found = importlib.util.find_spec("vllm")
     return None if found is None or found.origin is None else VLLMSources(Path(found.origin).parents[1])
 
 
 def _known(version: str) -> str | None:
-    """Return the known version of which a version is a release; None if there is none."""
     release = _RELEASE.fullmatch(version)
     return release[1] if release is not None and release[1] in KNOWN_VERSIONS else None
 

@@ -1,5 +1,3 @@
-"""Comparison of vLLM's sources with the names that this project overrides or reads."""
-
 from __future__ import annotations
 
 import ast
@@ -12,30 +10,18 @@ from nnsight_engine.vllm_backend.versions.sources import SourceName, VLLMSources
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """A name of vLLM that is not as this project needs it.
-
-    Attributes:
-        name: The name, such as ``vllm.v1.worker.gpu_worker:Worker.init_device``.
-        change: What has changed.
-        is_overridden: Whether this project overrides it, or derives from it; otherwise it reads it.
-    """
+    """A name (``vllm.v1.worker.gpu_worker:Worker.init_device``) that is not as this project needs it."""
 
     name: str
     change: str
     is_overridden: bool
 
     def __str__(self) -> str:
-        """Return the difference as one line."""
         return f"{self.name} ({'overridden' if self.is_overridden else 'read'}): {self.change}"
 
 
 def differences(sources: VLLMSources, used: Iterable[UsedNames]) -> list[Difference]:
-    """Return the names that are gone or have another signature; once, if several owners share the change.
-
-    Args:
-        sources: The version of vLLM to compare.
-        used: The names that are overridden or read.
-    """
+    """Return the names that are gone or have another signature; once, if several owners share the change."""
     found: list[Difference] = []
     for names in used:
         changes: dict[tuple[str, str], Difference] = {}
@@ -79,7 +65,6 @@ def _change(
     is_member: bool,
     is_overridden: bool = False,
 ) -> Iterator[Difference]:
-    """Yield the differences of one name; its signature is compared if there is one."""
     if found is None:
         yield Difference(name, "the name is gone", is_overridden)
         return
@@ -107,11 +92,8 @@ def signature_changes(
 ) -> Iterator[str]:
     """Yield how a signature differs from what this project relies on.
 
-    Args:
-        expected: The parameters relied on. With ``**others`` an override passes on all others.
-        actual: vLLM's parameters.
-        is_overridden: Whether vLLM calls the function with these parameters and it must accept all of them.
-            Otherwise this project calls it and passes those without a default.
+    If ``is_overridden``, vLLM calls with its parameters, and all must be accepted (``**others`` passes them
+    on); otherwise this project calls it and passes those without a default.
     """
     yield from _lost(expected, actual)
     places, required = _positional(actual), _required(actual)
@@ -127,7 +109,6 @@ def signature_changes(
 
 
 def _lost(expected: ast.arguments, actual: ast.arguments) -> Iterator[str]:
-    """Yield the parameters that can no longer be passed in the same way."""
     places, keywords = _positional(actual), _names(actual.kwonlyargs)
     for index, name in enumerate(_positional(expected)):
         if places[index : index + 1] == [name]:

@@ -1,7 +1,6 @@
-"""vLLM's source files as syntax trees: which classes, methods and attributes they define.
+"""vLLM's source files as syntax trees, without an import.
 
-Nothing is imported, so the sources of any version can be read, installed or not. Griffe reads sources as
-well, but does not know attributes that are assigned outside ``__init__``, of which vLLM has many.
+Griffe does not know attributes that are assigned outside ``__init__``, of which vLLM has many.
 """
 
 from __future__ import annotations
@@ -20,23 +19,14 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SourceName:
-    """A name that a module or a class defines.
-
-    Attributes:
-        module: The module that defines it.
-        node: The function or class; None for other values.
-    """
+    """A name that ``module`` defines; ``node`` is None for other values than functions and classes."""
 
     module: str
     node: _Function | ast.ClassDef | None
 
 
 class VLLMSources:
-    """The sources of one version of vLLM.
-
-    Args:
-        folder: The folder that contains the package ``vllm``, such as ``site-packages``.
-    """
+    """The sources of one version of vLLM; ``folder`` contains the package ``vllm``."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -98,7 +88,6 @@ class VLLMSources:
         return None
 
     def _names_of(self, module: str) -> dict[str, ast.stmt | None] | None:
-        """Return the names that a module defines; None if there is no such module."""
         if module not in self._names:
             tree = self._tree(module)
             names: dict[str, ast.stmt | None] = {}
@@ -121,7 +110,6 @@ class VLLMSources:
         return next(found, None)
 
     def _origin(self, module: str, node: ast.ImportFrom) -> str:
-        """Return the full name of the module that an import statement reads."""
         if not node.level:
             return node.module or ""
         path = self._path(module)
@@ -132,7 +120,6 @@ class VLLMSources:
 
 
 def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt | None]]:
-    """Yield the names that statements bind, with the statement if it is a definition or an import."""
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if not {"overload", "setter"} & _decorators(node):
@@ -153,7 +140,6 @@ def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt | None]]:
 
 
 def _members(node: ast.ClassDef) -> dict[str, _Function | ast.ClassDef | None]:
-    """Return what a class defines itself: methods, class attributes, and attributes that methods assign."""
     members: dict[str, _Function | ast.ClassDef | None] = {}
     for method in node.body:
         if isinstance(method, _METHODS) and method.args.args:
@@ -172,17 +158,14 @@ def _members(node: ast.ClassDef) -> dict[str, _Function | ast.ClassDef | None]:
 
 
 def _decorators(node: _Function | ast.ClassDef) -> set[str]:
-    """Return the last parts of the names of a definition's decorators."""
     return {ast.unparse(one).partition("(")[0].rpartition(".")[2] for one in node.decorator_list}
 
 
 def is_abstract(found: SourceName) -> bool:
-    """Return whether a name is an abstract method."""
     return isinstance(found.node, _METHODS) and "abstractmethod" in _decorators(found.node)
 
 
 def parameters(found: SourceName, *, is_member: bool) -> ast.arguments | None:
-    """Return a function's parameters, those of a method without ``self``; None if it is no function."""
     node = found.node
     if not isinstance(node, _METHODS):
         return None

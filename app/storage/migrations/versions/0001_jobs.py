@@ -16,7 +16,6 @@ _COUNTER: Final = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def upgrade() -> None:
-    """Make both tables."""
     op.create_table(
         "jobs",
         sa.Column("number", _COUNTER, autoincrement=True, nullable=False),
@@ -70,6 +69,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Remove both tables and all jobs."""
     op.drop_table("job_events")
     op.drop_table("jobs")

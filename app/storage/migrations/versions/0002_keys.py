@@ -12,7 +12,6 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Make both tables."""
     op.create_table(
         "tenants",
         sa.Column("name", sa.String(64), nullable=False),
@@ -39,6 +38,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop both tables."""
     op.drop_table("keys")
     op.drop_table("tenants")

@@ -1,4 +1,4 @@
-"""What keys and tenants may do in a minute and at once."""
+"""The limits of keys and tenants per minute and at once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ _TABLES: Final = ("tenants", "keys")
 
 
 def upgrade() -> None:
-    """Add a column to both tables; whoever is there already has no limits."""
+    """Rows that exist have no limits."""
     for table in _TABLES:
         op.add_column(table, sa.Column("limits", sa.JSON(), nullable=False, server_default="{}"))
 
 
 def downgrade() -> None:
-    """Forget all limits."""
     for table in _TABLES:
         op.drop_column(table, "limits")

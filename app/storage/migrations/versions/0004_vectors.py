@@ -16,7 +16,6 @@ _COUNTER: Final = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def upgrade() -> None:
-    """Make both tables."""
     op.create_table(
         "vector_names",
         sa.Column("tenant", sa.String(64), nullable=False),
@@ -52,6 +51,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Remove both tables and all vectors."""
     op.drop_table("vectors")
     op.drop_table("vector_names")

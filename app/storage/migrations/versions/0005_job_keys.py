@@ -1,4 +1,4 @@
-"""Which key let a job run."""
+"""The key that let a job run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add the column; of the jobs that are there nobody knows."""
     op.add_column("jobs", sa.Column("key_id", sa.String(32), nullable=False, server_default=""))
 
 
 def downgrade() -> None:
-    """Forget it."""
     op.drop_column("jobs", "key_id")

@@ -12,12 +12,10 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add the column; nobody's may."""
     op.add_column(
         "keys", sa.Column("trusted_codecs", sa.Boolean(), nullable=False, server_default=sa.false())
     )
 
 
 def downgrade() -> None:
-    """Forget it."""
     op.drop_column("keys", "trusted_codecs")

@@ -1,4 +1,4 @@
-"""Who ran what."""
+"""The audit log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Make the table."""
     op.create_table(
         "audit",
         sa.Column("number", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True),
@@ -45,5 +44,4 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Forget it."""
     op.drop_table("audit")

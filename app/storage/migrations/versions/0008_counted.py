@@ -1,4 +1,4 @@
-"""What jobs print counts, a shared name stays its tenant's."""
+"""The output of jobs is counted, and a shared name stays its tenant's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ UPDATE vector_names SET shared = :true WHERE EXISTS (
 
 
 def upgrade() -> None:
-    """Add the columns, and fill them."""
     op.add_column("jobs", sa.Column("event_bytes", sa.BigInteger(), nullable=False, server_default="0"))
     op.execute(_PRINTED)
     op.add_column(
@@ -33,6 +32,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Forget them."""
     op.drop_column("vector_names", "shared")
     op.drop_column("jobs", "event_bytes")

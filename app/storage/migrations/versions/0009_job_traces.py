@@ -1,4 +1,4 @@
-"""Of which distributed trace the request was that let a job run."""
+"""The distributed trace of the request that let a job run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add the column; of jobs that are there it is not known."""
     op.add_column("jobs", sa.Column("traceparent", sa.String(64), nullable=False, server_default=""))
 
 
 def downgrade() -> None:
-    """Forget it."""
     op.drop_column("jobs", "traceparent")

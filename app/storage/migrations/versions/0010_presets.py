@@ -16,7 +16,6 @@ _COUNTER: Final = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def upgrade() -> None:
-    """Make both tables, and add the column; no key is limited."""
     op.create_table(
         "preset_names",
         sa.Column("tenant", sa.String(64), nullable=False),

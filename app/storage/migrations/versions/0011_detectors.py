@@ -16,7 +16,6 @@ _COUNTER: Final = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def upgrade() -> None:
-    """Make both tables."""
     op.create_table(
         "detector_names",
         sa.Column("tenant", sa.String(64), nullable=False),
@@ -51,6 +50,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Remove all detectors."""
     op.drop_table("detectors")
     op.drop_table("detector_names")

@@ -16,7 +16,6 @@ _COUNTER: Final = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def upgrade() -> None:
-    """Make the tables."""
     op.create_table(
         "dictionary_names",
         sa.Column("tenant", sa.String(64), nullable=False),

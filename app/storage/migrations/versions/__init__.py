@@ -1,1 +1,1 @@
-"""The steps, in the order that their ``down_revision`` gives."""
+"""The order is that of their ``down_revision``."""

@@ -1,4 +1,1 @@
-"""Untrusted blocks in sandbox processes.
-
-``sandbox_pool`` is the worker's side, ``sandbox_main`` the process's.
-"""
+"""Untrusted blocks in sandbox processes: ``sandbox_pool`` is the worker's side, ``sandbox_main`` theirs."""

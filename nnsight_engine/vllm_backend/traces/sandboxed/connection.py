@@ -1,8 +1,7 @@
 """The worker's connection to one sandbox process: asynchronous requests, and the process's time budget.
 
-Nothing here blocks on an answer. An answer is read once it has arrived, so several processes compute
-concurrently, and the model need not wait for a slow one (``wait_budget``). Between a request and its answer a
-process may have modules called. Its budget is measured in its own CPU time plus the worker's time for its
+Nothing here blocks on an answer, so several processes compute concurrently, and the model need not wait for a
+slow one (``wait_budget``). The budget is measured in the process's CPU time plus the worker's time for its
 messages and calls, because by wall-clock time a process is slow wherever the machine is busy.
 """
 
@@ -62,27 +61,15 @@ _Answer = TypeVar("_Answer", bound=ContinueReply | Collected)
 
 
 class SandboxConnection:
-    """The worker's side of the connection to one process.
+    """The connection to one process, which may compute ``budget_s`` in a step and ``trace_s`` in all.
 
-    If no process is ready, the first request is sent once there is one. Until then the trace is in the state
-    of one whose process has not answered.
-
-    Args:
-        source: Provides the process.
-        dispatcher: The dispatcher of the model's calls.
-        served: Calls modules for it.
-        max_bytes: Limit for the size of an answer.
-        budget_s: Seconds that it may compute within one step.
-        trace_s: Seconds that it may compute in all steps.
-        on_end: Called when the process is ended prematurely.
+    If no process is ready, the first request is sent once there is one; until then it counts as not answered.
 
     Attributes:
-        sandbox: The process; None if it has none yet.
-        error: Why it was ended prematurely; None if it was not.
+        error: Why the process was ended prematurely; None if it was not.
         waited_s: Seconds that the worker has waited for it, since ``take_spent`` was last called.
         is_held: Whether an answer that arrives is stored until ``take_held`` is called.
         content: The bytes behind the header of the answer processed last.
-        adapter: Id of the LoRA adapter that the modules are called with.
     """
 
     def __init__(
@@ -121,7 +108,6 @@ class SandboxConnection:
 
     @property
     def is_pending(self) -> bool:
-        """Whether an answer has yet to arrive."""
         return self._answer is not None and self._came is None and self.error is None
 
     @property
@@ -136,10 +122,7 @@ class SandboxConnection:
         answer: type[_Answer],
         then: Callable[[_Answer], None],
     ) -> None:
-        """Send a request; ``then`` is called with the answer once it has arrived.
-
-        There may be only one unanswered request at a time.
-        """
+        """Send a request; ``then`` gets the answer. Only one request may be unanswered at a time."""
 
         def send() -> None:
             self._sent_at = time.monotonic()
@@ -156,7 +139,6 @@ class SandboxConnection:
 
     @property
     def has_process(self) -> bool:
-        """Whether the trace has got its process."""
         return self.sandbox is not None
 
     def fileno(self) -> int:
@@ -173,7 +155,6 @@ class SandboxConnection:
             self._guarded(self._read)
 
     def _start(self) -> None:
-        """Send the first request to the process if there is one now."""
         self.sandbox = self._source.take()
         if self.sandbox is not None:
             self._sent_at = time.monotonic()
@@ -202,7 +183,6 @@ class SandboxConnection:
             self._take()
 
     def take_held(self) -> None:
-        """Process an answer that arrived while ``is_held`` was set."""
         self.is_held = False
         if self._came is not None:
             self._guarded(self._take)
@@ -252,7 +232,6 @@ class SandboxConnection:
             )
 
     def _serve(self, act: Callable[[], None]) -> None:
-        """Run ``act`` for a module call, on the trace's budget; an error is raised in the block."""
         listener, self._dispatcher.listener = self._dispatcher.listener, 0
         begin = time.monotonic()
         try:
@@ -274,7 +253,6 @@ class SandboxConnection:
             )
 
     def _takes_too_long(self, call: ModuleCall) -> bool:
-        """Return whether a call is estimated to exceed the step's budget, from the time it took so far."""
         took_s = self._called_s - self._call_s
         is_known = call.num_done >= _KNOWN_PARTS * call.part_rows
         whole_s = took_s * call.num_rows / call.num_done if is_known else took_s
@@ -285,7 +263,6 @@ class SandboxConnection:
         self._send(answer)
 
     def _guarded(self, act: Callable[[], None]) -> None:
-        """Communicate with the process, and end it if that fails."""
         if self.error is not None:
             return
         try:
@@ -310,7 +287,6 @@ class SandboxConnection:
         self._on_end()
 
     def end_process(self) -> None:
-        """End the process if the trace has one."""
         if self.sandbox is not None:
             self.sandbox.end()
 
@@ -334,19 +310,13 @@ class SandboxConnection:
             self.give_up(SandboxEndedError.long())
 
     def allow_reading(self) -> None:
-        """Add the time for decoding one more block to its budget."""
         self._left_s += _READ_S
 
     def _used_s(self) -> float:
-        """Return the seconds used since the last refill."""
         return max(self._read_cpu_s() - self._cpu_s, 0.0) + self._called_s
 
     def end_if_late(self, *, at_once: bool = False) -> bool:
-        """End the process if it has exceeded its budget; return whether it has ended.
-
-        Args:
-            at_once: End it even if it has budget left, because the step has no time left.
-        """
+        """End the process if it is over budget, or ``at_once`` regardless; return whether it has ended."""
         if self.error is not None:
             return True
         if self.sandbox is None:
@@ -360,10 +330,7 @@ class SandboxConnection:
         return self.error is not None
 
     def take_spent(self) -> float:
-        """Return the seconds spent on the trace since the last call.
-
-        That is the larger of the worker's wait and the process's CPU time.
-        """
+        """Return the larger of the worker's wait and the process's CPU seconds since the last call."""
         before, self._reported_cpu_s = self._reported_cpu_s, self._read_cpu_s()
         waited_s, self.waited_s = self.waited_s, 0.0
         return max(waited_s, self._reported_cpu_s - before)
@@ -375,8 +342,7 @@ class SandboxConnection:
         return getattr(self, "_cpu_s", 0.0)  # it has exited: its final CPU time is unknown
 
 
-def _nothing(reply: ContinueReply | Collected) -> None:
-    """Ignore an answer."""
+def _nothing(reply: ContinueReply | Collected) -> None: ...
 
 
 __all__ = ["SandboxConnection"]

@@ -1,7 +1,6 @@
 """Stopped processes that have run a trace and wait for the next one of the same tenant.
 
-Reusing a process is faster than starting a trace in a new one, and saves a fork. State that a block may have
-left in it can only reach blocks of its own tenant.
+Reuse is faster, and state that a block may have left in a process can only reach blocks of its own tenant.
 """
 
 from __future__ import annotations
@@ -20,11 +19,7 @@ _MAX_CPU_SHARE: Final = 0.1
 
 
 class IdleProcesses:
-    """The idle processes of all tenants.
-
-    Args:
-        cpu_s: Limit for the CPU seconds of a process's life.
-    """
+    """The idle processes of all tenants; ``cpu_s`` limits the CPU seconds of a process's life."""
 
     def __init__(self, cpu_s: float) -> None:
         self._max_cpu_s = _MAX_CPU_SHARE * cpu_s
@@ -51,7 +46,6 @@ class IdleProcesses:
             self._by_process.popitem(last=False)[1][1].end()
 
     def take(self, tenant: str) -> Sandbox | None:
-        """Return the tenant's most recently parked process, resumed; None if there is none."""
         own = [process for process, (owner, _) in self._by_process.items() if owner == tenant]
         for process in reversed(own):
             _, sandbox = self._by_process.pop(process)

@@ -1,8 +1,7 @@
 """Detects what the blocks of a trace have left behind in their process, for the next trace of the tenant.
 
-A process with leftovers is not used again: another default dtype, or a function of torch that was replaced,
-would change the results of the next trace. This keeps honest code apart. A hostile block can deceive it, and
-then disturbs its own tenant only, as a process is never given to another one.
+A process with leftovers (another default dtype, a replaced function of torch) is not used again. A hostile
+block can deceive this, and then disturbs its own tenant only, as a process is never given to another one.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ class Leftovers:
         self._settings = _settings()
 
     def exist(self) -> bool:
-        """Return whether something differs."""
         if self._settings != _settings():
             return True
         pairs = zip(self._before, self._namespaces(), strict=True)

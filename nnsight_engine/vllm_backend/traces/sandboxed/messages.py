@@ -1,7 +1,7 @@
 """The messages between a worker and a sandbox process, beside those of all roads (``traces.messages``).
 
-The worker sends requests and the process answers; before it answers it may request calls of modules. Data
-from a sandbox is hostile until it has been validated here and in ``traces.messages``.
+Before the process answers it may request calls of modules. Data from it is hostile until it has been
+validated here and in ``traces.messages``.
 """
 
 from __future__ import annotations
@@ -39,19 +39,13 @@ Argument = ValueSlot | Plain
 
 
 class BeginRequests(msgspec.Struct, frozen=True, tag=True):
-    """Requests arrived; no bytes follow the header."""
-
     arrived: list[tuple[str, Any]]
 
 
 class StepMessage(msgspec.Struct, frozen=True, tag=True):
-    """A step begins.
+    """A step begins; ``passed`` are places passed in the last step after the process was done with it.
 
-    Attributes:
-        spans: For each request: its id, number of rows, position of the first row, and whether a token is
-            sampled after the step.
-        finished: Requests that have ended since the last step.
-        passed: The places that the model passed in the last step after the process was done with it.
+    A span is a request's id, number of rows, first position, and whether a token is sampled after the step.
     """
 
     spans: list[tuple[str, int, int, bool]]
@@ -60,18 +54,12 @@ class StepMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class OfferRows(Offer, frozen=True, tag=True):
-    """The rows that the process's requests have of a value.
-
-    Attributes:
-        is_after_model: Whether values have one row per request there.
-    """
+    """The rows that the process's requests have of a value; with ``is_after_model`` one row per request."""
 
     is_after_model: bool = False
 
 
 class Collect(msgspec.Struct, frozen=True, tag=True):
-    """The trace has ended: request for its saved values."""
-
     key: str
     results: dict[str, Any]
     finished: list[str]
@@ -84,8 +72,6 @@ ToSandbox = BeginRequests | StepMessage | OfferRows | InvalidValue | End | CallR
 
 
 class SandboxReply(msgspec.Struct, frozen=True):
-    """Reports of a request, see ``reporting``."""
-
     request_id: str
     index: int
     data: bytes | None
@@ -95,11 +81,9 @@ class SandboxReply(msgspec.Struct, frozen=True):
 class ContinueReply(Continue, frozen=True, tag=True):
     """The answer that lets the model continue, with reports; all its lists are bounded.
 
-    Attributes:
-        ended: Requests that are to end.
-        reports: Reports of requests.
-        live: The requests whose blocks still take part in steps; None except in answers to ``BeginRequests``.
-        is_over: Whether the process needs no further place of the running step, and has ended it.
+    ``ended`` requests are to end. ``live`` are those whose blocks still take part in steps, None except in
+    answers to ``BeginRequests``. With ``is_over`` the process needs no further place of the step, and has
+    ended it.
     """
 
     wanted: _Many[str] | None = None
@@ -111,21 +95,13 @@ class ContinueReply(Continue, frozen=True, tag=True):
 
 
 class CallRequest(msgspec.Struct, frozen=True, tag=True):
-    """Request to call a module on values of a block's own."""
-
     path: str
     args: Annotated[list[Argument], msgspec.Meta(max_length=_MAX_ARGUMENTS)]
     kwargs: Annotated[dict[str, Argument], msgspec.Meta(max_length=_MAX_ARGUMENTS)]
 
 
 class Collected(msgspec.Struct, frozen=True, tag=True):
-    """The saved values follow the header.
-
-    Attributes:
-        printed: The remaining printed text.
-        failure: The text of a failure.
-        is_clean: Whether the blocks have left nothing behind that the next trace would meet.
-    """
+    """The saved values follow; ``is_clean`` if the blocks left nothing that the next trace would meet."""
 
     printed: str
     failure: str
@@ -137,16 +113,11 @@ _to_worker = msgspec.msgpack.Decoder(ContinueReply | CallRequest | Collected)
 
 
 def read_by_sandbox(data: bytes) -> tuple[ToSandbox, memoryview]:
-    """Decode a message of the worker."""
     return unpacked(data, _to_sandbox)
 
 
 def read_by_worker(data: bytes) -> tuple[ContinueReply | CallRequest | Collected, memoryview]:
-    """Decode a message of a sandbox process.
-
-    Raises:
-        SandboxEndedError: The message is not valid.
-    """
+    """Decode a message of a sandbox process; SandboxEndedError if it is not valid."""
     try:
         head, body = parted(data)
         if len(head) > _MAX_HEAD_BYTES:

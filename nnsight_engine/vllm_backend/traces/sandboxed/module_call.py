@@ -1,9 +1,8 @@
 """A module call for an untrusted block, computed in parts between which the engine can do other work.
 
-One call may have as many rows as a step of the engine, and an unembedding takes a hundred million
-multiplications per row. Modules that only compute on rows return the same for each row whatever the other
-rows are, so only a few rows are computed at once. Their number depends on the module alone, so that the same
-call returns bitwise the same result.
+Modules that only compute on rows return the same for each row whatever the others are, so only a few are
+computed at once. Their number depends on the module alone, so that the same call returns bitwise the same
+result.
 """
 
 from __future__ import annotations
@@ -26,20 +25,7 @@ def rows_at_once(row_work: int) -> int:
 
 
 class ModuleCall:
-    """A module call in progress.
-
-    Args:
-        path: The module's path.
-        apply: Calls the module.
-        args: Tensors of rows ``[..., width]``, or of tokens, all with the same rows.
-        num_axes: Number of leading axes of the tensors that index rows.
-        part_rows: Number of rows that are computed at once.
-
-    Attributes:
-        num_rows: Number of rows of the whole call.
-        part_rows: Number of rows that are computed at once.
-        num_done: Number of rows computed so far.
-    """
+    """A call in progress; ``args`` are rows ``[..., width]`` or tokens, all with the same axes of rows."""
 
     def __init__(
         self,
@@ -63,11 +49,9 @@ class ModuleCall:
 
     @property
     def is_done(self) -> bool:
-        """Whether all rows have been computed."""
         return bool(self._parts) and self.num_done >= self.num_rows
 
     def go_on(self) -> None:
-        """Compute the next part."""
         first = self.num_done
         args = self._args if self._is_whole else [one[first : first + self.part_rows] for one in self._args]
         with torch.inference_mode():
@@ -76,7 +60,6 @@ class ModuleCall:
         self.num_done = min(first + self.part_rows, self.num_rows)
 
     def result(self) -> Any:
-        """Return the module's output for all rows."""
         if self._is_whole:
             return self._parts[0]
         columns = [list(tensors(part)) for part in self._parts]

@@ -1,11 +1,9 @@
 """The modules that the worker calls for untrusted blocks, and the arguments that it accepts.
 
 vLLM's kernels trust their callers: an index out of range or a wrong width makes them read or write memory of
-other requests. So a module is called only if all of its submodules are known to be safe (linear layers,
-norms, activations, embeddings). Its argument must be one tensor of rows (and the residual that a norm may
-add), with the width and dtype that the model uses, and with no more rows than a step of the engine may have.
-The result must fit into a message. It is computed in parts, and the time counts as waiting for the block
-(``wait_budget``).
+other requests. So all submodules must be known to be safe (linear layers, norms, activations, embeddings).
+The argument must be one tensor of rows (and the residual that a norm may add), with the width and dtype that
+the model uses and no more rows than a step of the engine may have. The result must fit into a message.
 """
 
 from __future__ import annotations
@@ -38,21 +36,9 @@ _ELEMENTWISE: Final = (torch.nn.GELU, torch.nn.SiLU, torch.nn.ReLU, torch.nn.Tan
 
 
 class CallableModules:
-    """Calls modules of one model for sandboxed blocks.
+    """Calls modules of one model for sandboxed blocks; no block can have values of ``refused`` places.
 
-    Args:
-        model: The worker's tree of envoys.
-        dispatcher: The dispatcher of the model's calls, which makes the calls where the modules are.
-        points: The model's points.
-        config: vLLM's configuration.
-        limits: Resource limits for blocks.
-        adapters: The LoRA adapters of blocks.
-
-    Attributes:
-        adapters: As above.
-        entry: The place where the residual stream begins, if a tap lies there; else empty.
-        refused: The places whose values no block can have.
-        places: The places whose values can be requested.
+    ``entry`` is the place where the residual stream begins, if a tap lies there; else empty.
     """
 
     def __init__(
@@ -84,15 +70,10 @@ class CallableModules:
 
     @property
     def call_bytes(self) -> int:
-        """Maximum size of a call's arguments: two tensors of the maximum number of rows and maximum width."""
         return 2 * self._max_rows * self._max_width * _NUMBER_BYTES
 
     def begin(self, path: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ModuleCall:
-        """Begin a call of the module at ``path``.
-
-        Raises:
-            SandboxedError: The module is not called for untrusted blocks, or not with these arguments.
-        """
+        """Begin a call; SandboxedError if untrusted blocks cannot call the module, or not so."""
         envoy = self._envoys.get(path)
         if envoy is None:
             raise SandboxedError.uncalled(path, "the model has no such module")
@@ -167,11 +148,7 @@ class CallableModules:
             raise SandboxedError.uncalled(path, f"tokens are from 0 to {vocabulary - 1}")
 
     def _width(self, path: str, module: Any) -> int:
-        """Return the width of the rows that a module accepts, 0 for any.
-
-        Raises:
-            SandboxedError: The module is not called for untrusted blocks.
-        """
+        """Return the width of a module's rows, 0 for any; SandboxedError if untrusted code cannot call it."""
         if isinstance(module, VocabParallelEmbedding):
             return int(module.embedding_dim)
         if isinstance(module, LinearBase):

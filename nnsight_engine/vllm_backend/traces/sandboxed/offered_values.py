@@ -1,7 +1,6 @@
 """Values that the worker offers to a sandbox process, and the changes that the process makes to them.
 
-The process gets only the rows of its own requests, and changes only these. Its changes are hostile until they
-have been checked here.
+The process gets and changes only the rows of its own requests; its changes are hostile until checked here.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ from nnsight_engine.vllm_backend.traces.rows import RowSpan
 def packed_rows(
     provider: str, value: Any, payloads: RowPayloads
 ) -> tuple[list[ValueSlot] | None, bool, Sequence[Piece]]:
-    """Return the process's rows of a value, see ``messages.packed_value``.
-
-    Raises:
-        SandboxedError: The value cannot be given to a single trace.
-    """
+    """Return the process's rows, see ``packed_value``; SandboxedError if one trace cannot have the value."""
     try:
         own_rows, forms = payloads.pack(RowStore().keep(value))
         is_shared = not payloads.is_all and any(axis < 0 for axis, _ in forms)
@@ -41,11 +36,7 @@ def packed_rows(
 def put_changes(
     place: RowSpan, payloads: RowPayloads, slots: Sequence[ValueSlot], content: memoryview
 ) -> None:
-    """Apply the changes of a process to the value at hand.
-
-    Raises:
-        SandboxEndedError: The changes are invalid.
-    """
+    """Apply the changes of a process to the value at hand; SandboxEndedError if they are invalid."""
     keeper = RowStore()
     try:
         kept = keeper.keep(place.value)

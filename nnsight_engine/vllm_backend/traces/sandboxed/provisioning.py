@@ -28,15 +28,7 @@ def open_sandbox_pool(
     points: ModelPoints,
     limits: EngineLimits,
 ) -> None:
-    """Start the fork server for a worker's sandboxed traces, without waiting for it.
-
-    Args:
-        sandboxes: The worker's sandbox pool.
-        served: Calls modules for the processes.
-        modules: The descriptions of the model's modules.
-        points: The model's points.
-        limits: Resource limits for blocks.
-    """
+    """Start the fork server for a worker's sandboxed traces, without waiting for it."""
     half_bytes = limits.sandbox_message_bytes
     setup = {
         "call_bytes": served.call_bytes,

@@ -1,9 +1,8 @@
 """The sandbox process's side of sandboxed traces: runs blocks on stand-ins for the model's modules.
 
-``SandboxTraces`` is the counterpart of ``WorkerTraces`` in the process and supports everything that blocks
-may do, but the model is in the worker. The worker offers the values that blocks want, continues with the
-values it receives back, and calls modules for them, as pipeline stages do for each other (see ``stages``).
-The process has no weights, and of a step's rows only those of this trace's requests.
+``SandboxTraces`` is the counterpart of ``WorkerTraces``: the worker offers it values and calls modules for
+it, as pipeline stages do (see ``stages``). The process has no weights, and only the rows of this trace's
+requests.
 """
 
 from __future__ import annotations
@@ -77,9 +76,6 @@ class WaitingThread(ThreadStack):
     """A thread that was started before the process was confined, and runs one job after the other.
 
     Its clock is the process's CPU time: on a busy machine a job is not late because other processes compute.
-
-    Attributes:
-        has_leftovers: Whether its last job has changed settings of the thread.
     """
 
     __slots__ = ("_idle_threads", "_settings", "has_leftovers")
@@ -95,11 +91,9 @@ class WaitingThread(ThreadStack):
         self.prepare()
 
     def start(self, job: Callable[[], Any]) -> Any:
-        """Run ``job`` until it first hands over, see ``ThreadStack``."""
         return super().start(partial(self._watched, job))
 
     def _watched(self, job: Callable[[], Any]) -> Any:
-        """Run ``job``; record whether it has changed settings of this thread."""
         if self._settings is None:
             self._settings = thread_settings()
         try:
@@ -108,7 +102,6 @@ class WaitingThread(ThreadStack):
             self.has_leftovers = thread_settings() != self._settings
 
     def resume(self, payload: Any) -> Any:
-        """Hand ``payload`` over and return the event that comes back; after its job, repool the thread."""
         event = super().resume(payload)
         if type(event) is Done and not self.abandoned:
             self._idle_threads.append(self)
@@ -116,7 +109,6 @@ class WaitingThread(ThreadStack):
 
     @staticmethod
     def clock() -> float:
-        """Return the CPU seconds that the process has used."""
         return time.process_time()
 
     def _wait_for_control(self) -> bool:
@@ -133,15 +125,9 @@ class WaitingThread(ThreadStack):
 
 
 class WaitingThreads(Threads):
-    """A fixed pool of threads: a confined process cannot start any.
-
-    Args:
-        budget_s: Seconds that one block may compute within one step.
-        count: The number of threads.
-    """
+    """A fixed pool of threads: a confined process cannot start any. ``budget_s`` is per block and step."""
 
     def __init__(self, budget_s: float, count: int) -> None:
-        """Start all threads."""
         super().__init__(budget_s)
         self._idle_threads: list[WaitingThread] = []
         self._all_threads = [WaitingThread(budget_s, self._idle_threads) for _ in range(count)]
@@ -149,15 +135,9 @@ class WaitingThreads(Threads):
 
     @property
     def have_leftovers(self) -> bool:
-        """Whether a job has changed settings of its thread."""
         return any(thread.has_leftovers for thread in self._all_threads)
 
     def take(self) -> ThreadStack:
-        """Return a thread without a job.
-
-        Raises:
-            SandboxedError: All threads are in use by blocks.
-        """
         if not self._idle_threads:
             raise SandboxedError.crowded()
         stack = self._idle_threads.pop()
@@ -176,30 +156,16 @@ class WorkerValue(RemoteStageValue):
 
 
 class SandboxDispatcher(TraceDispatcher):
-    """The dispatcher of a sandbox process, whose values are offered by the worker.
-
-    Attributes:
-        refused: The places whose values no block can have, because their sharding over ranks is not known.
-    """
+    """The dispatcher of a sandbox process; the sharding of ``refused`` places over ranks is not known."""
 
     refused: frozenset[str] = frozenset()
 
     def refusal(self, provider: str) -> Exception | None:
-        """Return why no block can have a provider's value; None if blocks can."""
         return SpreadModuleError.place(provider) if provider in self.refused else None
 
 
 class SandboxTraces(WorkerTraces):
-    """The requests of one trace, in its sandbox process.
-
-    Args:
-        points: The points of the stand-ins.
-        limits: Resource limits for blocks.
-        new_model: Returns the object that ``model`` refers to in the blocks.
-
-    Attributes:
-        max_call_bytes: Limit for the size of a module call's arguments.
-    """
+    """The requests of one trace, in its process; ``max_call_bytes`` limits a module call's arguments."""
 
     policy = CHECKED
     dispatcher: SandboxDispatcher
@@ -229,12 +195,7 @@ class SandboxTraces(WorkerTraces):
     def prepare_child(
         self, num_blocks: int, warm_up: Callable[[SandboxTraces], None]
     ) -> Callable[[SandboxSide], None]:
-        """Prepare a forked process before it is confined; return the function that it runs afterwards.
-
-        Args:
-            num_blocks: Number of blocks that may wait at once; each has a thread.
-            warm_up: Runs a trace whose results are discarded.
-        """
+        """Prepare a process before it is confined, and return the function to run. A block needs a thread."""
         self._leftovers.draw_anew()
         self._threads = self._block_threads = WaitingThreads(self._threads.budget_s, num_blocks)
         most = self._limits.sandbox_message_bytes
@@ -244,7 +205,6 @@ class SandboxTraces(WorkerTraces):
         return self.serve
 
     def serve(self, side: SandboxSide) -> None:
-        """Handle the worker's messages until the process is ended."""
         self._side = side
         while True:
             head, body = read_by_sandbox(side.receive())
@@ -253,11 +213,6 @@ class SandboxTraces(WorkerTraces):
                 self._leftovers.draw_anew()
 
     def answer(self, head: ToSandbox, body: memoryview) -> list[bytes | memoryview]:
-        """Handle a message of the worker, and return the answer.
-
-        Raises:
-            TypeError: The message is not a request.
-        """
         match head:
             case BeginRequests(arrived):
                 self.begin(StepFacts(arrived))
@@ -284,7 +239,6 @@ class SandboxTraces(WorkerTraces):
         raise TypeError(f"nothing is done on {type(head).__name__}")
 
     def _start_over(self) -> None:
-        """Reset the state of the ended trace: another one of the same tenant may begin in this process."""
         self.dispatcher.calls.clear()
         self.dispatcher.ever.clear()
         self._wanted, self._before, self._passed = [], [], []
@@ -311,7 +265,6 @@ class SandboxTraces(WorkerTraces):
         return msgspec.structs.replace(self._leave_step(), changes=list(changes), is_over=True)
 
     def _leave_step(self) -> ContinueReply:
-        """End the step, and return the message with its reports."""
         ended = self.end()
         reports = [
             SandboxReply(name, report[1], report[2], report[3]) for name, report in self.reports().items()
@@ -319,7 +272,6 @@ class SandboxTraces(WorkerTraces):
         return ContinueReply(self._now_wanted(), ended=ended, reports=reports)
 
     def _pass(self, passed: PassedPlaces) -> None:
-        """Record the places that the model has passed."""
         new = [*self._before[len(self._passed) : passed.same], *passed.more]
         self._passed += new
         self.dispatcher.calls.update(dict.fromkeys(new, 1))
@@ -352,12 +304,7 @@ class SandboxTraces(WorkerTraces):
     # Use of modules by blocks, see ``remote_modules.Caller``.
 
     def call(self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of a module that the worker calls.
-
-        Raises:
-            SandboxedError: An argument cannot be sent, or the calling code is not the running block's own.
-            BaseException: The worker or the module raised it.
-        """
+        """Have the worker call a module; SandboxedError for code other than the running block's own."""
         del stage
         mediator = self.dispatcher.current
         if not isinstance(mediator, ThreadMediator):
@@ -387,7 +334,6 @@ class SandboxTraces(WorkerTraces):
             return decode(bytearray(content), resolve=WorkerValue)
 
     def missing_attribute(self, stage: int, path: str, name: str) -> Exception:
-        """Return the error for an attribute of a module that exists in the worker only."""
         del stage
         return SandboxedError.attribute(path, name)
 

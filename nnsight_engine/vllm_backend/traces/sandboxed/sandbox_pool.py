@@ -1,5 +1,3 @@
-"""The pool of a worker's sandboxed traces, with their processes."""
-
 from __future__ import annotations
 
 import time
@@ -27,23 +25,12 @@ if TYPE_CHECKING:
 
 
 class SandboxPool:
-    """All sandboxed traces of a worker.
+    """All sandboxed traces of a worker; ``counts`` are by ``SANDBOX_EVENTS``.
 
-    Args:
-        dispatcher: The dispatcher that connects the model's calls with the requests.
-        limits: Resource limits for blocks.
-
-    Attributes:
-        counts: Counts of events, see ``SANDBOX_EVENTS``.
-        last_step_s: Seconds that the worker has waited for the processes in the step that ended last.
-        is_single_tenant: Whether the engine has requests of one tenant only.
-        bound: Requests whose rows of a step cannot be computed again.
-        bound_once_begun: Requests for which this holds once their trace has a process.
-        undone: Requests whose rows of the running step are discarded: the step runs without their blocks.
+    For ``bound`` see ``StepFacts``; the running step continues without the blocks of ``undone`` requests.
     """
 
     def __init__(self, dispatcher: TraceDispatcher, limits: EngineLimits) -> None:
-        """Start without traces; no process is available before ``open``."""
         self._dispatcher = dispatcher
         self._limits = limits
         self._open: Opened | None = None
@@ -61,44 +48,27 @@ class SandboxPool:
         self._waiting = WaitBudget(limits.sandbox_wait_s, limits.sandbox_step_s)
 
     def open(self, server: ForkServer, served: CallableModules, max_bytes: int) -> None:
-        """Enable the pool.
-
-        Args:
-            server: The fork server that provides processes.
-            served: Calls modules for them.
-            max_bytes: Limit for the size of an answer.
-        """
+        """Enable the pool; no process is available before. ``max_bytes`` limits the size of an answer."""
         self._open = Opened(server, served, max_bytes)
 
     @property
     def is_open(self) -> bool:
-        """Whether the pool is enabled."""
         return self._open is not None
 
     @property
     def is_ready(self) -> bool:
-        """Whether a spare process is available.
-
-        Raises:
-            SandboxUnavailableError: Processes cannot be started.
-        """
+        """Whether a spare process is available; SandboxUnavailableError if processes cannot be started."""
         return self._open is not None and self._open.server.is_ready
 
     def __len__(self) -> int:
-        """Return the number of traces."""
         return len(self._by_key)
 
     @property
     def idle(self) -> bool:
-        """Whether no request is running."""
         return all(session.is_idle for session in self._by_key.values())
 
     def arrive(self, request_id: str, entry: TraceEntry, order: int, tenant: str) -> None:
-        """Start a request's blocks, as soon as there is a process for them.
-
-        Raises:
-            SandboxUnavailableError: As many traces are running as may run.
-        """
+        """Start a request's blocks once a process is ready; SandboxUnavailableError if too many run."""
         session = self._by_key.get(entry.key)
         if session is None:
             try:
@@ -124,7 +94,6 @@ class SandboxPool:
         self.counts["started"] += 1
 
     def begin(self, finished: set[str]) -> None:
-        """Begin a step: record requests that have ended, and process answers that have arrived meanwhile."""
         self._waiting.begin(is_single_tenant=self.is_single_tenant)
         self.undone = []
         for session in self._by_key.values():
@@ -134,22 +103,17 @@ class SandboxPool:
         self._waiting.take_arrived(list(self._by_key.values()))
 
     def wait_for_any(self, wait_s: float) -> None:
-        """Wait for up to ``wait_s`` until a process has answered that blocks its requests."""
         if self.throttled and not self.waiting:
             time.sleep(wait_s)  # the rest ends without an answer
         self._waiting.wait_for_any(list(self._by_key.values()), wait_s)
 
     @property
     def waiting(self) -> frozenset[str]:
-        """The requests that cannot continue before their process has answered."""
         return frozenset().union(*(session.waiting for session in self._by_key.values()))
 
     @property
     def throttled(self) -> frozenset[str]:
-        """The tenants whose requests are not to be scheduled now, see ``WaitBudget``.
-
-        Empty if there is only one tenant.
-        """
+        """The tenants whose requests are not to be scheduled now, see ``WaitBudget``; none if alone."""
         return frozenset() if self.is_single_tenant else self._waiting.throttled
 
     def has(self, request_id: str) -> bool:
@@ -158,11 +122,9 @@ class SandboxPool:
         return session is not None and request_id in session.live
 
     def knows(self, key: str) -> bool:
-        """Return whether a trace is sandboxed."""
         return key in self._by_key
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
-        """Begin a step for these requests; return whether some block takes part in it."""
         by_session: dict[SandboxSession, list[TraceSpan]] = {}
         for span in spans:
             by_session.setdefault(self._by_request[span.request_id], []).append(span)
@@ -186,21 +148,17 @@ class SandboxPool:
 
     @property
     def in_step(self) -> bool:
-        """Whether some block takes part in the running step."""
         return bool(self._active)
 
     @property
     def active(self) -> list[SandboxSession]:
-        """The sessions that take part in the running step."""
         return self._active
 
     def again(self) -> None:
-        """Prepare to rerun the step from its first layer."""
         for session in self._active:
             session.again()
 
     def after_model(self, num_requests: int) -> None:
-        """Switch to the phase behind the model, in which values have one row per request."""
         for session in self._active:
             session.after_model(num_requests)
 
@@ -224,15 +182,12 @@ class SandboxPool:
         return ended, reports
 
     def tier(self, key: str) -> str:
-        """Return how the steps of a trace ran, see ``TracedRequest``."""
         return self._by_key[key].tier
 
     def has_begun(self, key: str) -> bool:
-        """Return whether a trace has got a process."""
         return self._by_key[key].connection.has_process
 
     def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
-        """Request the saved values of a trace; return whether they arrive within ``wait_s``."""
         session = self._by_key[key]
         session.stop_waiting()
         end = time.monotonic() + wait_s
@@ -247,8 +202,7 @@ class SandboxPool:
     def collect(self, key: str) -> tuple[list[Piece], float]:
         """End a trace; return its saved values, and the seconds spent on it since the last call.
 
-        Raises:
-            RuntimeError: They have not arrived, see ``has_collected``: the engine must not wait for them.
+        RuntimeError if they have not arrived, see ``has_collected``: the engine must not wait for them.
         """
         session = self._by_key[key]
         if not session.has_collected:
@@ -259,7 +213,6 @@ class SandboxPool:
         return pieces, spent_s
 
     def drop(self, key: str) -> float:
-        """End a trace that no client will collect; return the seconds spent on it since the last call."""
         session = self._by_key.get(key)
         spent_s = 0.0 if session is None else session.connection.take_spent()
         if session is not None:
@@ -268,7 +221,6 @@ class SandboxPool:
         return spent_s
 
     def take_remaining(self, key: str) -> tuple[str, str] | None:
-        """Return a trace's remaining printed text and failure text; None if there are none for this trace."""
         return self._left.pop(key, None)
 
     def _forget(self, key: str) -> None:
@@ -283,7 +235,6 @@ class SandboxPool:
             self._start_waiting(session.tenant)
 
     def _start_waiting(self, tenant: str) -> None:
-        """Give the idle process of a tenant to the first of its traces that waits for one."""
         for session in self._by_key.values():
             if session.tenant == tenant and not session.connection.has_process:
                 session.connection.pump()

@@ -1,11 +1,10 @@
 """The worker's side of one sandboxed trace: offers its process the model's values that the blocks want.
 
-For the dispatcher a session has the role of a ``TracedRequest``: it waits for values and may change them. It
-represents all requests of one trace, since these share variables. A process that dies or violates the
-protocol is ended, and its requests fail.
+A session represents all requests of one trace, since these share variables. A process that dies or violates
+the protocol is ended, and its requests fail.
 
-A process that is asked and does not answer within the step's budget is *deferred*: the step continues without
-its requests, whose rows of that step are discarded. Once it has answered, the rows are computed again: its
+A process that does not answer within the step's budget is *deferred*: the step continues without its
+requests, whose rows of that step are discarded. Once it has answered, the rows are computed again: its
 earlier changes are replayed, its answer is applied at the place where the step left it, and from there on it
 takes part normally. So a block sees each value once, as if the step had waited.
 """
@@ -51,36 +50,20 @@ _MAX_MISFITS: Final = 500
 
 
 class Opened(NamedTuple):
-    """The resources with which traces run, see ``SandboxPool.open``."""
-
     server: ForkServer
     served: CallableModules
     max_bytes: int
 
 
 class SandboxSession:
-    """The session of one trace's process, as registered with the dispatcher.
-
-    Args:
-        dispatcher: The dispatcher of the model's calls.
-        source: Provides the process, at once or later.
-        opened: The resources with which it runs.
-        order: Position of its first request in the order of arrival.
-        tenant: The tenant whose code runs in it.
-        budget_s: Seconds that its blocks may compute within one step, all together.
-        trace_s: Seconds that they may compute in all steps.
+    """The session of one trace's process; its blocks share ``budget_s`` per step and ``trace_s`` in all.
 
     Attributes:
-        entries: The entries of its requests, by request id.
         live: The requests whose blocks still take part in steps.
-        connection: The connection to the process.
         finished: Requests that have ended, which have not been reported to the process yet.
         undone: Requests whose rows of the running step are discarded.
         is_deferred: Whether the process is still in a step that continued without it.
         can_be_deferred: Whether the running step can continue without it.
-        needed_modules: Whether its blocks needed, in the last step, values that no tap provides.
-        needs_modules: Whether they need such values in this step.
-        tier: How its steps ran, see ``TracedRequest``.
     """
 
     partial = False
@@ -138,7 +121,6 @@ class SandboxSession:
 
     @property
     def error(self) -> Exception | None:
-        """Why the process was ended prematurely; None if it was not."""
         return self.connection.error
 
     # Messages to the process.
@@ -166,7 +148,6 @@ class SandboxSession:
         )
 
     def _on_begun(self, reply: ContinueReply) -> None:
-        """Handle the answer to ``BeginRequests``; requests that failed at once are to end."""
         self._go(reply)
         if reply.live is not None:
             sent = self.live - {name for name, _ in self._arrived}
@@ -175,7 +156,6 @@ class SandboxSession:
         self._send_arrived()
 
     def prepare(self, spans: Sequence[TraceSpan], *, is_bound: bool) -> None:
-        """Prepare for the step that is about to begin; see ``step``."""
         self._send_arrived()
         is_begun = self.connection.has_process  # otherwise no block has seen a part of a chunked prompt
         self.can_be_deferred = not (is_bound or (is_begun and not all(span.complete for span in spans)))
@@ -232,7 +212,6 @@ class SandboxSession:
         return True
 
     def _resume(self) -> None:
-        """Continue at the place where the step left the process."""
         self.is_deferred = False
         self._replay()
         if self._at:
@@ -248,7 +227,6 @@ class SandboxSession:
             self.undone = [span.request_id for span in self._spans]
 
     def again(self) -> None:
-        """Prepare to rerun the step from its first layer: changes already made in it are to be replayed."""
         if not self._takes_part:
             return
         if self._changes.is_too_much:
@@ -256,7 +234,6 @@ class SandboxSession:
         self._replay()
 
     def _replay(self) -> None:
-        """Register the places of the changes made in this step, to replay them when the model passes."""
         self._replays = True
         for provider in self._changes.by_place:
             self.dispatcher.want(provider, self)
@@ -267,16 +244,13 @@ class SandboxSession:
 
     @property
     def is_idle(self) -> bool:
-        """Whether none of its requests is running, and none that failed has yet to be ended."""
         return not (self.live or self._reports.over)
 
     @property
     def waiting(self) -> set[str]:
-        """The requests that cannot continue before the process has answered."""
         return set(self.live) if self.connection.is_pending else set()
 
     def after_model(self, num_requests: int) -> None:
-        """Switch to the phase behind the model, in which values have one row per request."""
         rows = [
             type(span)(span.request_id, at, span.index, 1, 0, complete=True)
             for at, span in enumerate(self._spans)
@@ -285,7 +259,6 @@ class SandboxSession:
         self._payloads = RowPayloads(rows, num_requests)
 
     def finish(self) -> None:
-        """Notify the process that the step has ended."""
         if self._is_resuming:  # the model has not reached the place again
             self._is_resuming = self.in_step = False
             self.connection.give_up(SandboxEndedError.unrepeated())
@@ -301,7 +274,6 @@ class SandboxSession:
         self._send_arrived()
 
     def end(self) -> None:
-        """Leave the step."""
         if not self._takes_part:
             return
         self._takes_part = False
@@ -314,7 +286,6 @@ class SandboxSession:
         self._changes.clear()
 
     def take_deltas(self) -> tuple[list[str], dict[str, Report]]:
-        """Return the requests that are to end, and the reports by request."""
         if self.error is not None:
             self._reports.over |= self.live
         over, reports = self._reports.take()
@@ -322,14 +293,12 @@ class SandboxSession:
         return over, reports
 
     def _note(self, reply: ContinueReply) -> None:
-        """Record the reports and ended requests of a step."""
         try:
             self._reports.note(self.live.intersection(reply.ended), reply.reports)
         except SandboxEndedError as error:
             self.connection.give_up(error)
 
     def _go(self, reply: ContinueReply) -> None:
-        """Record the places that the process wants, and whether the step has ended for it."""
         if reply.wanted is not None:
             self._want(reply.wanted)
         if reply.is_over and self.in_step:
@@ -350,11 +319,9 @@ class SandboxSession:
 
     @property
     def has_collected(self) -> bool:
-        """Whether ``request_saved`` has been answered, or never will be."""
         return self._collected is not None or self.error is not None
 
     def saved(self) -> tuple[list[Piece], tuple[str, str]]:
-        """Return the answer to ``request_saved`` as message pieces, with printed text and failure text."""
         head, self._collected = self._collected, None
         if head is not None:
             content, self.connection.content = self.connection.content, memoryview(b"")
@@ -383,7 +350,6 @@ class SandboxSession:
         return None
 
     def _want(self, wanted: Sequence[str]) -> None:
-        """Register the places at which the process waits with the dispatcher."""
         now = {provider: None for provider in wanted if provider in self._places}
         for provider in self._wanted:
             if provider not in now:
@@ -393,7 +359,6 @@ class SandboxSession:
         self._wanted = list(now)
 
     def _newly_passed(self) -> PassedPlaces:
-        """Return the places that the model has passed and that were not reported to the process yet."""
         num_sent, now = len(self._passed), self.dispatcher.passed()
         same = num_sent
         while same < len(now) and same < len(self._before) and now[same] == self._before[same]:
@@ -404,20 +369,17 @@ class SandboxSession:
     # The interface of a ``TracedRequest`` to the dispatcher.
 
     def uses(self, provider: str) -> bool:
-        """Return whether the process has a use for a value."""
         if self._is_resuming:
             return self.in_step and (provider == self._at or provider in self._changes.by_place)
         return self.in_step and provider in self._wanted
 
     def arrive(self, provider: str) -> None:
-        """Apply the replayed changes of a place that the model has reached, if the step is run again."""
         self._is_served = False
         if self._replays and self._takes_part and self.error is None and provider in self._changes.by_place:
             slots, content = self._changes.by_place[provider]
             self._put(slots, content)
 
     def is_due(self, provider: str) -> bool:
-        """Return whether the process is to receive the value at hand."""
         is_wanted = provider == self._at if self._is_resuming else provider in self._wanted
         return self.in_step and self.error is None and not self._is_served and is_wanted
 
@@ -436,7 +398,6 @@ class SandboxSession:
         self.connection.send_event(offer, body, ContinueReply, self._on_answered)
 
     def refuse(self, provider: str, error: BaseException) -> None:
-        """Raise an error in the blocks of the process that wait for a value that cannot be provided."""
         if self.connection.is_unanswered and not self._is_resuming:
             return  # it has been asked already
         self._is_served = False  # that was an earlier place: nobody offers this one
@@ -461,7 +422,6 @@ class SandboxSession:
         self.connection.send_event(message, [], ContinueReply, self._go)
 
     def _on_answered(self, reply: ContinueReply) -> None:
-        """Apply the changes of the process to the value at hand."""
         self._go(reply)
         if reply.changes and self._put(reply.changes, self.connection.content):
             self._changes.keep(self._at, reply.changes, self.connection.content)
@@ -470,7 +430,6 @@ class SandboxSession:
         self.connection.content = memoryview(b"")
 
     def _put(self, changes: Sequence[ValueSlot], content: memoryview) -> bool:
-        """Apply the process's changes to the value at hand; return whether the process is still alive."""
         payloads = self._payloads
         assert payloads is not None  # noqa: S101 - a step is running
         try:

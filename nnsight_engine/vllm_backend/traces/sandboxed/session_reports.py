@@ -1,7 +1,7 @@
-"""Reports of one sandbox process about its requests: those that are to end, and deltas of saved values.
+"""Reports of one sandbox process about its requests, kept until the step ends.
 
-They wait here until the step ends. A process that reports values that were not requested, or prints without
-end, would fill the engine's memory, so it is ended.
+A process that reports values not requested, or prints without end, is ended: it would fill the engine's
+memory.
 """
 
 from __future__ import annotations
@@ -16,15 +16,6 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import SandboxReply
 
 
 class SessionReports:
-    """The reports of one process since the last step.
-
-    Args:
-        entries: The entries of its requests, by request id.
-
-    Attributes:
-        over: The requests that are to end.
-    """
-
     def __init__(self, entries: Mapping[str, TraceEntry]) -> None:
         self.over: set[str] = set()
         self._entries = entries
@@ -32,11 +23,7 @@ class SessionReports:
         self._num_printed = 0
 
     def note(self, ended: Collection[str], replies: Sequence[SandboxReply]) -> None:
-        """Record the requests that are to end, and the reports of a step.
-
-        Raises:
-            SandboxEndedError: The process reports what was not requested.
-        """
+        """Record a step's reports; SandboxEndedError if the process reports what was not requested."""
         self.over.update(ended)
         for reply in replies:
             entry = self._entries.get(reply.request_id)
@@ -50,7 +37,6 @@ class SessionReports:
             self._reports[reply.request_id] = (entry.key, entry.index, reply.data, reply.printed)
 
     def take(self) -> tuple[list[str], dict[str, Report]]:
-        """Return and remove the requests that are to end, and the reports by request."""
         over, self.over = self.over, set()
         reports, self._reports = self._reports, {}
         return list(over), reports

@@ -1,11 +1,10 @@
 """The time that a step of the engine waits for sandbox processes, with a budget per tenant.
 
-All requests share a step. Processes that are asked at the same place compute concurrently, and the worker
-waits for all of them. Each tenant has one budget per step, however many traces it has. A process that has not
-answered by then is left out of the step, which continues for the other requests. A process that cannot be
-left out delays all requests, so its tenant *rests* afterwards: none of its sandboxed requests is scheduled
-for nine times as long as the delay. The same holds for the time by which the worker's own work for a tenant's
-processes, copies of their messages and calls of modules, exceeds the budget.
+Processes that are asked at the same place compute concurrently. Each tenant has one budget per step, however
+many traces it has. A process that has not answered by then is left out of the step. One that cannot be left
+out delays all requests, so its tenant *rests*: none of its sandboxed requests is scheduled for nine times as
+long as the delay. The same holds for the worker's own work for a tenant's processes (copies of messages,
+calls) beyond the budget.
 """
 
 from __future__ import annotations
@@ -29,15 +28,7 @@ _REST: Final = 9.0
 
 
 class WaitBudget:
-    """The wait budgets of one step.
-
-    Args:
-        wait_s: Seconds of each tenant's budget.
-        max_s: Seconds of each tenant's budget for traces that cannot be left out of a step.
-
-    Attributes:
-        waited_s: Seconds that the running step has waited, over all tenants.
-    """
+    """The wait budgets of one step; ``max_s`` is a tenant's for traces that cannot be left out of it."""
 
     def __init__(self, wait_s: float, max_s: float) -> None:
         self._wait_s = wait_s
@@ -50,12 +41,7 @@ class WaitBudget:
         self.waited_s = 0.0
 
     def begin(self, *, is_single_tenant: bool = False) -> None:
-        """Begin a step.
-
-        Args:
-            is_single_tenant: Whether the engine has requests of one tenant only. A wait then delays no other
-                tenant, so the budget is larger.
-        """
+        """Begin a step; the wait for a single tenant delays no other, so its budget is larger."""
         self._is_single_tenant = is_single_tenant
         self._left_s = min(self._wait_s * (_ALONE if is_single_tenant else 1), self._max_s)
         self._used_s.clear()
@@ -100,9 +86,7 @@ class WaitBudget:
     def wait_for_any(self, sandboxes: Sequence[SandboxSession], wait_s: float) -> None:
         """Wait, outside a step, for up to ``wait_s`` until one process has answered.
 
-        No step waits meanwhile, so calls of modules advance whatever the last step has left of the tenants'
-        budgets, and nothing is charged to them. A request may arrive meanwhile, so no tenant's messages take
-        longer than ``wait_s``.
+        Nothing is charged. A request may arrive, so no tenant's messages take longer than ``wait_s``.
         """
         self._worked_s.clear()
         pending = [session for session in sandboxes if session.connection.is_pending]
@@ -168,13 +152,11 @@ class WaitBudget:
         return took_s
 
     def _work(self, session: SandboxSession, act: Callable[[], None]) -> None:
-        """Do something for a process, and count the time of its tenant."""
         begin = time.monotonic()
         act()
         self._worked_s[session.tenant] = self._worked(session) + time.monotonic() - begin
 
     def _charge(self, sandboxes: Sequence[SandboxSession], took_s: float) -> None:
-        """Charge a step's wait for these sessions to their tenants."""
         self.waited_s += took_s
         for tenant in {session.tenant for session in sandboxes}:
             self._used_s[tenant] = self._used_s.get(tenant, 0.0) + took_s
@@ -192,7 +174,6 @@ def _end_late(sandboxes: Sequence[SandboxSession]) -> None:
 
 
 def _ready(sandboxes: Sequence[SandboxSession], wait_s: float) -> list[SandboxSession]:
-    """Return those with a message or a new process, waiting for up to ``wait_s`` for the first."""
     by_descriptor: defaultdict[int, list[SandboxSession]] = defaultdict(list)
     for session in sandboxes:
         by_descriptor[session.connection.fileno()].append(session)

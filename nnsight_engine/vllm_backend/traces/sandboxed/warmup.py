@@ -1,7 +1,7 @@
 """A trace that every sandbox process runs before it is confined: first uses are slow, or need files.
 
-A forked process shares its parent's memory copy-on-write, page by page, and Python writes even to objects
-that it only reads. So each child runs the parts of a small trace once while no request waits for it.
+A fork copies memory page by page when Python writes, even to objects that it only reads: here no request
+waits.
 """
 
 from __future__ import annotations
@@ -38,19 +38,13 @@ _MAX_OFFERS: Final = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Warmup:
-    """The prepared trace.
-
-    Attributes:
-        entry: The entry of its request.
-        value: A layer's output, of zeros, in the form that the model returns.
-    """
+    """The prepared trace; ``value`` is a layer's output, of zeros, in the form that the model returns."""
 
     entry: dict[str, Any]
     value: Any
 
     @staticmethod
     def of(points: ModelPoints) -> Warmup:
-        """Prepare the trace for a model."""
         data = encoded_code(Trace(op="trace", code=_CODE), "rehearsal")
         entry = TraceEntry(_KEY, 0, 1, data, [{}], streams=True, prints=True, sandbox_of=None)
         rows = torch.zeros(_ROWS, points.hidden_size, dtype=torch.bfloat16)
@@ -58,7 +52,6 @@ class Warmup:
         return Warmup(entry.to_plain(), (whole, whole) if points.returns_residual else whole)
 
     def run(self, traces: SandboxTraces) -> None:
-        """Run the trace and discard its results."""
         traces.answer(BeginRequests([(_REQUEST, self.entry)]), memoryview(b""))
         traces.answer(StepMessage([(_REQUEST, _ROWS, 0, True)], [], PassedPlaces()), memoryview(b""))
         for _ in range(_MAX_OFFERS):

@@ -1,7 +1,4 @@
-"""The zygote process of a worker: it has loaded vLLM's classes and the model's outline, but no weights.
-
-Started by ``provisioning``; the generic part is in ``sandbox.zygote``.
-"""
+"""The zygote process of a worker: it has loaded vLLM's classes and the model's outline, but no weights."""
 
 from __future__ import annotations
 
@@ -31,8 +28,6 @@ from nnsight_engine.vllm_backend.traces.sandboxed.warmup import Warmup
 
 
 class SandboxEnvoy(RemoteModuleEnvoy):
-    """The envoy of a module of the worker."""
-
     @property
     def source(self) -> Any:
         """Raise: operations inside a forward run in the worker, and their values are not a request's rows."""
@@ -40,7 +35,6 @@ class SandboxEnvoy(RemoteModuleEnvoy):
 
 
 def main(orders: socket.socket, folder: str) -> None:
-    """Receive the description of the model, and fork sandbox processes on order."""
     (num_bytes,) = NUMBER.unpack(read_exactly(orders.recv, NUMBER.size))
     setup = decode(read_exactly(orders.recv, num_bytes))
     torch.set_num_threads(1)
@@ -64,11 +58,9 @@ class _Outside:
     traces: SandboxTraces
 
     def call(self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of a module call."""
         return self.traces.call(stage, path, args, kwargs)
 
     def missing_attribute(self, stage: int, path: str, name: str) -> Exception:
-        """Return the error for an attribute that is not here."""
         return self.traces.missing_attribute(stage, path, name)
 
 
@@ -76,7 +68,6 @@ _OUTSIDE = _Outside()
 
 
 def _points(setup: Mapping[str, Any]) -> ModelPoints:
-    """Return the points of a tree of stand-ins."""
     model = tree([tuple(entry) for entry in setup["modules"]], 0, _OUTSIDE, {})
     layout = ModelLayout.from_plain(setup["layout"])
     family = layout.family

@@ -1,7 +1,4 @@
-"""A pipeline stage other than the last: offers values that blocks want to the stage where blocks run.
-
-See ``last_stage`` for the protocol.
-"""
+"""A pipeline stage other than the last: offers its values to the blocks' stage, see ``last_stage``."""
 
 from __future__ import annotations
 
@@ -53,23 +50,10 @@ logger = logging.getLogger(__name__)
 
 
 class EarlyStageDispatcher(TraceDispatcher):
-    """Offers the values of this stage's model to the blocks of the last stage.
-
-    Attributes:
-        model: The tree of envoys over this stage's part of the model.
-        adapters: The LoRA adapters of blocks.
-    """
-
     model: WorkerModel
 
     def __init__(self, link: Channel, shared: Sequence[str]) -> None:
-        """Offer values through ``link``.
-
-        Args:
-            link: The link to the last stage.
-            shared: Paths of the modules of which every stage runs a part. Their outputs are not offered,
-                since later stages continue with them.
-        """
+        """Offer no outputs of ``shared`` modules, of which every stage runs a part: later ones continue."""
         super().__init__()
         self.adapters = BlockAdapters()
         self._link = link
@@ -79,7 +63,6 @@ class EarlyStageDispatcher(TraceDispatcher):
         self._payloads: RowPayloads | None = None
 
     def open(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
-        """Begin a step; return whether a block takes part in it."""
         self.begin()
         self._num_reported = 0
         self._link.send(packed(StageStep(list(spans), num_rows)))
@@ -90,14 +73,12 @@ class EarlyStageDispatcher(TraceDispatcher):
         return self.interleaving
 
     def close(self) -> None:
-        """End this stage's part of the step."""
         self.end()
         self.wanted.clear()
         self._rows.clear()
         self._link.send(packed(End(self._passed())))
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:  # noqa: ARG002 - counted where blocks run
-        """Offer a value to the blocks that wait; return it as they leave it."""
         if provider in self._shared:
             return value
         payloads = self._payloads
@@ -119,7 +100,6 @@ class EarlyStageDispatcher(TraceDispatcher):
         return self._rows.give_back(payloads.changed(kept, changes)) if changes else value
 
     def _passed(self) -> PassedPlaces:
-        """Return the reached providers that have not been reported to the other side yet."""
         new = list(self.calls)[self._num_reported :]
         self._num_reported = len(self.calls)
         return PassedPlaces(more=[provider for provider in new if provider not in self._shared])
@@ -140,14 +120,12 @@ class EarlyStageDispatcher(TraceDispatcher):
             return head, body
 
     def _look_into(self, path: str) -> None:
-        """Observe the operations inside a module's forward, as blocks request."""
         try:
             self.model.get(path).source  # noqa: B018 - asking is what installs it
         except Exception:
             logger.exception("the source of %s cannot be had on this stage", path)
 
     def _call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Call a module for a block."""
         listener, self.listener = self.listener, 0
         try:
             device = self.model.device or torch.device("cpu")
@@ -162,14 +140,6 @@ class EarlyStageDispatcher(TraceDispatcher):
 
 
 class EarlyStageTraces(PeerTraces):
-    """The traced requests of a pipeline, on a stage other than the last.
-
-    Args:
-        points: The points of the model, of which this stage has a part.
-        config: vLLM's configuration.
-        link: The link to the last stage.
-    """
-
     dispatcher: EarlyStageDispatcher
 
     def __init__(self, points: ModelPoints, config: VllmConfig, link: Channel) -> None:
@@ -182,12 +152,10 @@ class EarlyStageTraces(PeerTraces):
         link.send(encode_pieces(described(points.model)))
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
-        """Begin a step for these requests; return whether a block takes part in it."""
         return bool(spans) and self.dispatcher.open(spans, num_rows)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Observe the modules' calls while the model runs."""
         try:
             with super().running():
                 yield

@@ -1,12 +1,11 @@
 """The last pipeline stage: runs the blocks and receives the values that earlier stages offer.
 
-There is one copy of each block, so no execution must be kept identical on several stages, and saved values
-and errors exist once. Before the last stage begins its own part of a step with traced requests, it serves the
-other stages in the order in which the step passes them. Each stage reports the rows of the requests, receives
+There is one copy of each block, so saved values and errors exist once. Before its own part of a step with
+traced requests, the last stage serves the others in order. Each reports the rows of the requests, receives
 the list of wanted places, offers the values of those it reaches, continues with the values it receives back,
 and reports when it is done. Both sides know from the scheduler's output whether a step has traced requests,
-so at any time one side sends and the other receives. Steps may follow each other closely in the pipeline: a
-stage that is ahead blocks until its message is received.
+so one sends while the other receives. A stage that is ahead in the pipeline blocks until its message is
+received.
 """
 
 from __future__ import annotations
@@ -92,12 +91,7 @@ class LastStageDispatcher(TraceDispatcher):
     traces: LastStageTraces
 
     def call_module(self, envoy: Envoy, *args: torch.Tensor) -> Any:
-        """Call a module for a block in another process, on the module's own stage.
-
-        Raises:
-            StageError: The module's stage is not the one that is being served.
-            BaseException: The module raised it.
-        """
+        """Call a module for a block in another process; StageError unless its own stage is being served."""
         module = envoy._module  # noqa: SLF001 - an envoy of ours
         if not isinstance(module, RemoteModule):
             return super().call_module(envoy, *args)
@@ -109,12 +103,6 @@ class LastStageTraces(WorkerTraces):
 
     A step waits for sandboxed blocks instead of continuing without them: only while a stage is being served
     can its modules be called, and whether a block's call succeeds must not depend on the block's speed.
-
-    Args:
-        points: The points of the model, of which this stage has the last part.
-        config: vLLM's configuration.
-        links: The links to the earlier stages, in order.
-        limits: Resource limits for blocks.
     """
 
     serves_stages = True
@@ -123,7 +111,6 @@ class LastStageTraces(WorkerTraces):
     def __init__(
         self, points: ModelPoints, config: VllmConfig, links: Sequence[Channel], limits: EngineLimits
     ) -> None:
-        """Receive the descriptions of the other stages' modules."""
         self._links = links
         self._listening: _Listening | None = None
         self._exchange_lock = threading.Lock()
@@ -140,18 +127,15 @@ class LastStageTraces(WorkerTraces):
         return PipelineModel(self._points, self._config, self.dispatcher, self.elsewhere, names)
 
     def described_modules(self) -> list[Description]:
-        """Return the descriptions of the modules of all stages."""
         return joined([*self._stages, super().described_modules()])
 
     def outline(self) -> list[OutlineEntry]:
-        """List the modules of all stages."""
         return outline_of(self.model._module, self.elsewhere)  # noqa: SLF001 - an envoy of ours
 
     # A step.
 
     @torch.inference_mode()
     def before(self, facts: StepFacts) -> None:
-        """Serve the earlier stages if traced requests are in the step."""
         self._known.note(facts)
         if self._known.present.isdisjoint(facts.scheduled):
             return
@@ -170,7 +154,6 @@ class LastStageTraces(WorkerTraces):
                 self._serve(stage, link, RowPayloads(live, head.num_rows))
 
     def _serve(self, stage: int, link: Channel, payloads: RowPayloads) -> None:
-        """Give blocks the values they wait for on a stage, until the stage reports that it is done."""
         while True:
             head, body = self._receive_message(stage, link)
             assert isinstance(head, StageOffer | InvalidValue | End)  # noqa: S101 - it has begun
@@ -193,7 +176,6 @@ class LastStageTraces(WorkerTraces):
     def _answer(
         self, changes: Sequence[tuple[ValueSlot, memoryview]] = (), live: list[str] | None = None
     ) -> None:
-        """Answer the listening stage, with the wanted places and the modules whose source is inspected."""
         with self._exchange_lock:
             listening = self._listening
             assert listening is not None  # noqa: S101 - it has just spoken
@@ -210,7 +192,6 @@ class LastStageTraces(WorkerTraces):
     def _offered(
         self, payloads: RowPayloads, stage: int, head: StageOffer, body: memoryview
     ) -> list[tuple[ValueSlot, memoryview]]:
-        """Give blocks a value of another stage; return the changes that they made to it."""
         if head.provider not in self.dispatcher.wanted:
             return []
         try:
@@ -224,7 +205,6 @@ class LastStageTraces(WorkerTraces):
             return []
 
     def begin(self, facts: StepFacts) -> None:
-        """Record requests that finished, unless ``before`` has begun the step."""
         has_begun, self._has_begun = self._has_begun, False
         if not has_begun:
             super().begin(facts)
@@ -243,13 +223,7 @@ class LastStageTraces(WorkerTraces):
     # Calls of remote modules by blocks.
 
     def call(self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of a module of another stage, which must be the stage that is being served.
-
-        Raises:
-            StageError: It is not, or the calling code is not the running block's own, or an argument cannot
-                be sent.
-            BaseException: The module raised it.
-        """
+        """Call another stage's module for the running block; StageError unless the stage is being served."""
         listening, mediator = self._listening, self.dispatcher.current
         worker = None if mediator is None else mediator.worker
         if listening is None or listening.stage != stage or worker is None or not worker.is_current():
@@ -277,12 +251,7 @@ class LastStageTraces(WorkerTraces):
         return answers[0]
 
     def call_on_stage(self, stage: int, path: str, args: Sequence[torch.Tensor]) -> Any:
-        """Return the result of a module of another stage, for a block in another process.
-
-        Raises:
-            StageError: The stage is not being served.
-            BaseException: The module raised it.
-        """
+        """Call a module for a block in another process; StageError unless the stage is being served."""
         listening = self._listening
         if listening is None or listening.stage != stage:
             raise StageError.call(path, stage)
@@ -296,12 +265,7 @@ class LastStageTraces(WorkerTraces):
         kwargs: dict[str, Any],
         adapter: int | None,
     ) -> Any:
-        """Have a stage call a module; return the result.
-
-        Raises:
-            StageError: An argument cannot be sent, or the stage has been answered since.
-            BaseException: The module raised it.
-        """
+        """Have a stage call a module; StageError if it has been answered, or an argument cannot be sent."""
         with self._exchange_lock:
             if self._listening is not listening:
                 raise StageError.call(path, listening.stage)  # the block was abandoned meanwhile
@@ -318,5 +282,4 @@ class LastStageTraces(WorkerTraces):
         return map_tensors(value, lambda tensor: tensor.to(self._device))
 
     def missing_attribute(self, stage: int, path: str, name: str) -> Exception:
-        """Return the error for an attribute of a module that exists on another stage only."""
         return StageError.attribute(path, name, stage)

@@ -1,8 +1,8 @@
 """Ordered messages between two stages of one pipeline, over host memory.
 
 vLLM's own messages between stages use the same process group; a tag separates the two. A send blocks until
-the other side receives, so both sides must derive the next message from the engine's step alone;
-``last_stage`` describes the protocol.
+the other side receives, so both sides must derive the next message from the engine's step alone, see
+``last_stage``.
 """
 
 from __future__ import annotations
@@ -30,25 +30,17 @@ class Channel(Protocol):
 
 
 class StageLink:
-    """The link to one other stage.
-
-    Args:
-        stage: The other stage's number.
-    """
-
     def __init__(self, stage: int) -> None:
         group = get_pp_group()
         self._group = group.cpu_group
         self._peer = group.ranks[stage]
 
     def send(self, message: Sequence[Piece]) -> None:
-        """Send a message; blocks until it is received."""
         data = torch.frombuffer(bytearray().join(message), dtype=torch.uint8)
         for part in (torch.tensor([data.numel()]), data):
             torch.distributed.send(part, dst=self._peer, group=self._group, tag=_TAG)
 
     def receive(self) -> memoryview:
-        """Wait for the next message; return its bytes."""
         size = torch.empty(1, dtype=torch.long)
         torch.distributed.recv(size, src=self._peer, group=self._group, tag=_TAG)
         data = torch.empty(int(size), dtype=torch.uint8)
@@ -57,12 +49,10 @@ class StageLink:
 
 
 def own_stage() -> int:
-    """Return the number of this worker's stage."""
     stage: int = get_pp_group().rank_in_group
     return stage
 
 
 def num_stages() -> int:
-    """Return how many stages the pipeline has."""
     size: int = get_pp_group().world_size
     return size

@@ -19,34 +19,18 @@ from nnsight_engine.vllm_backend.traces.row_payloads import Form
 
 
 class StageStep(msgspec.Struct, frozen=True, tag=True):
-    """A stage begins its part of a step.
-
-    Attributes:
-        spans: The rows of the traced requests.
-        num_rows: Number of rows of the step, over all requests.
-    """
+    """A stage begins its part of a step of ``num_rows`` rows, over all requests."""
 
     spans: list[TraceSpan]
     num_rows: int
 
 
 class StageOffer(Offer, frozen=True, tag=True):
-    """The rows that traced requests have of a value.
-
-    Attributes:
-        forms: The forms of its tensors.
-    """
-
     forms: list[Form] = msgspec.field(default_factory=list)
 
 
 class StageReply(Continue, frozen=True, tag=True):
-    """The answer that lets the model continue.
-
-    Attributes:
-        live: The requests whose blocks take part in the step; None except in answers to ``StageStep``.
-        sources: The modules whose operations blocks request.
-    """
+    """Let the model continue; ``live`` is None except in answers to ``StageStep``."""
 
     live: list[str] | None = None
     sources: list[str] = msgspec.field(default_factory=list)
