@@ -10,9 +10,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, Field
 
-from api_schemas.fields import Items, Number, PointText, Strict
-from api_schemas.names import NameOrText, StoredName
-from api_schemas.pages import Listed, Page
+from api_schemas.fields import Items, Listed, NameOrText, Number, Page, PointText, StoredName, Strict
 from api_schemas.tensors import TensorInput
 
 MAX_PARTS: Final = 64
@@ -246,24 +244,3 @@ class Detector(Listed):
 
 class DetectorList(Page[Detector]):
     """A page of detectors, the newest first, in the format of OpenAI's lists."""
-
-
-__all__ = [
-    "MAX_HIDDEN",
-    "MAX_PARTS",
-    "Detector",
-    "DetectorHead",
-    "DetectorList",
-    "DetectorName",
-    "DetectorPart",
-    "DetectorTraining",
-    "DetectorUpload",
-    "DetectorUsed",
-    "Form",
-    "LayerAuroc",
-    "Link",
-    "NewDetector",
-    "NewPart",
-    "PartHead",
-    "RocPoint",
-]

@@ -10,9 +10,16 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, Discriminator, Field, PrivateAttr, Tag
 
-from api_schemas.fields import Integer, PointText, Strict, text_or_number
-from api_schemas.names import NameOrText, StoredName
-from api_schemas.pages import Listed, Page
+from api_schemas.fields import (
+    Integer,
+    Listed,
+    NameOrText,
+    Page,
+    PointText,
+    StoredName,
+    Strict,
+    text_or_number,
+)
 
 MAX_LABEL_CHARACTERS = 500
 """The longest label of a feature."""
@@ -53,7 +60,7 @@ class NamedDictionary(DictionaryName):
 
     @classmethod
     def of(cls, used: DictionaryUsed, content: object, labels: LabelReader | None = None) -> NamedDictionary:
-        """Wrap a ``features.stored.StoredDictionary``, without checks."""
+        """Wrap a ``features.config.StoredDictionary``, without checks."""
         found = cls.model_construct(name=used.name, id=used.id)
         found._used, found._content, found._labels = used, content, labels  # noqa: SLF001 - our own
         return found
@@ -64,7 +71,7 @@ class NamedDictionary(DictionaryName):
 
     @property
     def content(self) -> Any:
-        """The ``features.stored.StoredDictionary``."""
+        """The ``features.config.StoredDictionary``."""
         return self._content
 
     @property
@@ -202,20 +209,3 @@ class FeatureList(BaseModel):
     data: list[DictionaryFeature]
     last_id: int | None = Field(default=None, description="Pass it as `after` for the next page.")
     has_more: bool
-
-
-__all__ = [
-    "MAX_LABEL_CHARACTERS",
-    "Dictionary",
-    "DictionaryFeature",
-    "DictionaryFromHub",
-    "DictionaryList",
-    "DictionaryName",
-    "DictionaryUpload",
-    "DictionaryUsed",
-    "FeatureId",
-    "FeatureList",
-    "FeatureName",
-    "LabelReader",
-    "NamedDictionary",
-]

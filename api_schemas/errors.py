@@ -1,11 +1,13 @@
 """Errors of requests: stable codes, their HTTP statuses, and OpenAI's error format.
 
 Clients branch on ``code``; the message is for people. ``STATUS`` is the only table from code to HTTP status.
+Messages quote JSON values of requests as short texts, which must be valid UTF-8.
 """
 
 from __future__ import annotations
 
 import enum
+import reprlib
 from typing import Final
 
 from pydantic import BaseModel
@@ -234,3 +236,35 @@ class ApiError(Exception):
         return ErrorResponse(
             error=ErrorInfo(message=self.message, type=kind, param=self.param, code=self.code)
         )
+
+
+_MAX_CHARACTERS: Final = 64
+_MAX_ITEMS: Final = 4
+_MAX_BITS: Final = 64
+
+
+class _Repr(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 2
+        self.maxlist = self.maxdict = _MAX_ITEMS
+        self.maxstring = self.maxother = _MAX_CHARACTERS
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to convert very long integers to text.
+        del level
+        return str(x) if x.bit_length() <= _MAX_BITS else f"an integer of {x.bit_length()} bits"
+
+
+def excerpt(value: object) -> str:
+    return _encodable(_Repr().repr(value))
+
+
+def clip(text: str) -> str:
+    """Return the text without quotes, shortened if it is long."""
+    return _encodable(text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…")
+
+
+def _encodable(text: str) -> str:
+    # A lone surrogate would make the response impossible to encode.
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

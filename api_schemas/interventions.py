@@ -12,11 +12,9 @@ from typing import Annotated, Any, Final, get_args
 
 from pydantic import Field, ValidationError
 
-from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.excerpt import clip, excerpt
-from api_schemas.limits import DEFAULT_LIMITS, RequestLimits
-from api_schemas.operations import AnyOperation
-from api_schemas.request_traces import Trace
+from api_schemas.errors import ApiError, ErrorCode, clip, excerpt
+from api_schemas.fields import DEFAULT_LIMITS, RequestLimits
+from api_schemas.operations import AnyOperation, Trace
 
 Operation = Annotated[AnyOperation, Field(discriminator="op")]
 """One declarative operation, identified by ``op``."""

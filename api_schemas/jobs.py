@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, Field
 
-from api_schemas.pages import Listed, Page
+from api_schemas.fields import Listed, Page
 
 
 class JobStatus(enum.StrEnum):
@@ -122,6 +122,3 @@ class Job(Listed):
 
 class JobList(Page[Job]):
     """A page of jobs, the newest first, in the format of OpenAI's lists."""
-
-
-__all__ = ["Job", "JobError", "JobEvent", "JobList", "JobStatus", "JobSummary"]

@@ -120,16 +120,3 @@ def features_named(op: Intervention) -> dict[str, int | str]:
         case Feature():
             found |= {f"changes.{index}.feature": one.feature for index, one in enumerate(op.changes)}
     return found
-
-
-__all__ = [
-    "condition_of",
-    "condition_tests",
-    "detectors_used",
-    "dictionaries_used",
-    "features_named",
-    "points_of_names",
-    "tensors_of",
-    "vectors_used",
-    "with_tensors",
-]

@@ -1,15 +1,20 @@
-"""The operations of a request's ``interventions``, one class each.
+"""The operations of a request's ``interventions``, one class each, and the positions at which they act.
 
-They define the syntax; its meaning for a model is checked by ``nnsight_engine.plans.compile.request``.
-Operations apply in the given order: at the same point and position, later ones see the effect of earlier
-ones.
+They define the syntax; its meaning for a model is checked by ``nnsight_engine.plans.compile.request``,
+the code of ``trace`` by ``nnsight_engine.vllm_backend.request_code``. Operations apply in the given
+order: at the same point and position, later ones see the effect of earlier ones. Positions are absolute,
+because prefill and decode do not identify them reliably: after a preemption generated tokens are
+prefilled again.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, Self
+import base64
+import binascii
+import keyword
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, JsonValue, PrivateAttr, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from api_schemas.conditions import Condition, NamedDetector
@@ -17,8 +22,40 @@ from api_schemas.detectors import DetectorName
 from api_schemas.dictionaries import DictionaryName, FeatureName, NamedDictionary
 from api_schemas.errors import ErrorCode
 from api_schemas.fields import At, Integer, Items, Layers, Name, Number, Strict, Token
-from api_schemas.tensors import TensorInput
-from api_schemas.where import Where
+from api_schemas.tensors import TensorInput, TensorObject
+
+
+class WhereClause(Strict):
+    """Conditions on a position; absent conditions, or null, match every position."""
+
+    phase: Literal["prompt", "generated", "all"] = Field(
+        default="all", description="Positions of the prompt, of generated tokens, or both."
+    )
+    positions: Items[Integer] | None = Field(
+        default=None, description="Absolute positions; negatives count from the prompt's end."
+    )
+    range: tuple[Integer, Integer | None] | None = Field(
+        default=None,
+        description="[start, stop], half-open; negatives count from the prompt's end; stop may be null.",
+    )
+    tokens: Items[Token] | None = Field(
+        default=None,
+        description="The input token at the position is one of these ids, or texts from /v1/tokenize.",
+    )
+    images: Items[Integer] | None = Field(
+        default=None,
+        description="The position is one of these images', counted from 0; negatives count from the last.",
+    )
+    scope: Literal["content", "reasoning", "tool_calls"] | None = Field(
+        default=None, description="The token sampled from the position belongs to this part of the answer."
+    )
+
+
+class Where(WhereClause):
+    """Positions that meet every condition and are not matched by ``exclude``; by default all."""
+
+    exclude: WhereClause | None = Field(default=None, description="Positions to take out.")
+
 
 InputDtype = Literal["float32", "float16", "bfloat16"]
 
@@ -326,3 +363,92 @@ AnyOperation = (
     Steer | Ablate | Patch | Capture | Probe | LogitLens | Detect | Features | Feature | Stop | Flag
 )
 """All of them, in the order in which they are listed."""
+
+
+MAX_CODE_CHARACTERS: Final = 65536
+MODEL_NAME: Final = "model"
+TRACER_NAME: Final = "tracer"
+
+
+def _kind(value: Any) -> str:
+    is_tensor = isinstance(value, TensorObject) or (
+        isinstance(value, dict) and {"dtype", "data"} <= value.keys()
+    )
+    return "tensor" if is_tensor else "plain"
+
+
+Variable = Annotated[
+    Annotated[TensorObject, Tag("tensor")] | Annotated[JsonValue, Tag("plain")], Discriminator(_kind)
+]
+"""A value of JSON, or a tensor."""
+
+
+class Trace(Strict):
+    """Run Python with the request; its saved values are the result.
+
+    The code is the inside of ``with model.trace(prompt) as tracer:``, with the names ``model``, ``tracer``,
+    ``torch``, ``save`` and ``nnsight_engine``, and the variables.
+    """
+
+    op: Literal["trace"] = "trace"
+    name: Name | None = Field(
+        default=None, description="Key of the result; by default the operation and its index, `trace_0`."
+    )
+    code: Annotated[str, Field(strict=True, min_length=1, max_length=MAX_CODE_CHARACTERS)] | None = Field(
+        default=None, description="Python statements."
+    )
+    variables: dict[Name, Variable] = Field(
+        default={}, description="Variables of the code, by name: JSON values or tensor objects."
+    )
+    block: str | None = Field(
+        default=None,
+        description="Instead of `code`: the library's message of one block, in base64.",
+    )
+
+    _data: bytes = PrivateAttr(default=b"")
+
+    @property
+    def data(self) -> bytes:
+        """The decoded message of ``block``."""
+        return self._data
+
+    @field_validator("variables")
+    @classmethod
+    def _check_names(cls, variables: dict[str, Any]) -> dict[str, Any]:
+        for name in variables:
+            if not name.isidentifier() or keyword.iskeyword(name) or name in {MODEL_NAME, TRACER_NAME}:
+                raise PydanticCustomError(
+                    ErrorCode.INVALID_VALUE.value,
+                    "`variables` must be named as Python's variables are, and neither `model` nor `tracer`",
+                    {"field": ""},
+                )
+        return variables
+
+    @model_validator(mode="after")
+    def _check_code(self) -> Self:
+        if (self.code is None) == (self.block is None):
+            raise PydanticCustomError(
+                ErrorCode.INVALID_SHAPE.value,
+                "`trace` needs `code` or `block`, and not both",
+                {"field": "code"},
+            )
+        if self.block is not None:
+            self._data = _decoded(self.block)
+            if self.variables:
+                raise PydanticCustomError(
+                    ErrorCode.INVALID_SHAPE.value,
+                    "a `block` brings its variables itself; `variables` belong to `code`",
+                    {"field": "variables"},
+                )
+        return self
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (ValueError, binascii.Error) as error:
+        raise PydanticCustomError(
+            ErrorCode.WRONG_ENCODING.value,
+            "`block` must be base64 with padding (RFC 4648), and it is not",
+            {"field": "block"},
+        ) from error

@@ -11,8 +11,7 @@ import dataclasses
 import re
 from typing import Final
 
-from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.excerpt import excerpt
+from api_schemas.errors import ApiError, ErrorCode, excerpt
 
 VISION: Final = "vision.output"
 MODEL_POINTS: Final = ("embed.output", VISION, "norm.output", "logits", "samples")

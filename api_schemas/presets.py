@@ -11,11 +11,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator
 
-from api_schemas.fields import Strict
+from api_schemas.fields import DEFAULT_LIMITS, Listed, Page, Reference, RequestLimits, StoredName, Strict
 from api_schemas.interventions import Intervention, parse_interventions
-from api_schemas.limits import DEFAULT_LIMITS, RequestLimits
-from api_schemas.names import Reference, StoredName
-from api_schemas.pages import Listed, Page
 
 FIELD: Final = "preset"
 HEADER: Final = "x-nnsight-preset"
@@ -114,19 +111,3 @@ def split_model(model: str, served: Collection[str]) -> tuple[str, str | None]:
         return model, None
     name = max((one for one in served if model.startswith(f"{one}{SEPARATOR}")), key=len, default=None)
     return (model, None) if name is None else (name, model.removeprefix(f"{name}{SEPARATOR}"))
-
-
-__all__ = [
-    "FIELD",
-    "HEADER",
-    "MAX_PRESETS",
-    "MAX_PRESET_BYTES",
-    "PRESET_FIELD",
-    "SEPARATOR",
-    "NewPreset",
-    "Preset",
-    "PresetContent",
-    "PresetList",
-    "PresetNames",
-    "split_model",
-]

@@ -23,9 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from api_schemas.errors import ErrorCode
-from api_schemas.fields import Integer, Items, Number, Strict
-from api_schemas.limits import DEFAULT_LIMITS, RequestLimits
-from api_schemas.names import NameOrText
+from api_schemas.fields import DEFAULT_LIMITS, Integer, Items, NameOrText, Number, RequestLimits, Strict
 
 DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 """Bytes of one item of each dtype in requests and responses."""

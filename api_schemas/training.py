@@ -1,14 +1,14 @@
-"""What trainings from labelled prompts have in common, of vectors and of detectors."""
+"""Training from labelled prompts: what vectors and detectors share, and the training of a detector."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, Field
 
-from api_schemas.chat import ChatMessage
-from api_schemas.fields import Integer, Items, Number, Strict
-from api_schemas.names import StoredName
+from api_schemas.detectors import Detector, Form
+from api_schemas.fields import Integer, Items, Layers, Number, StoredName, Strict
+from api_schemas.generation import ChatMessage
 
 Prompt = Annotated[str, Field(strict=True, min_length=1)] | Annotated[list[ChatMessage], Field(min_length=1)]
 """A text, or the messages of a chat."""
@@ -54,4 +54,39 @@ class TrainingProgress(BaseModel):
     total: int
 
 
-__all__ = ["LabelledPrompts", "Prompt", "TrainingProgress"]
+BEST_LAYER: Final = "best"
+MAX_TRAINED_HIDDEN: Final = 512
+
+
+class DetectorTrainingRequest(LabelledPrompts):
+    """The training data of a detector, and its kind.
+
+    Attributes:
+        kind: ``linear``: a logistic regression; ``mlp``: a network with one hidden layer; ``distance``: the
+            distance to the mean of the positive side, in standard deviations.
+        hidden: The number of hidden units of each part, of ``mlp``.
+        layers: Layers after which to read the residual stream, whose parts are summed; ``best``: the one
+            that separates the held-out prompts best.
+    """
+
+    kind: Form = "linear"
+    hidden: Integer = Field(default=64, ge=1, le=MAX_TRAINED_HIDDEN)
+    layers: Layers = BEST_LAYER
+
+
+class DetectorTrainingEvent(BaseModel):
+    """An event of a training: its progress, or the resulting detector.
+
+    Attributes:
+        type: ``progress`` or ``detector``.
+        stage: The current stage: prompts are read (``capture``) or layers fitted (``fit``).
+        done: The number of completed prompts or layers.
+        total: Their total number.
+        detector: The detector; null while the training runs.
+    """
+
+    type: Literal["progress", "detector"]
+    stage: Literal["capture", "fit"] | None = None
+    done: int | None = None
+    total: int | None = None
+    detector: Detector | None = None

@@ -9,9 +9,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
-from api_schemas.fields import At, Layers, Strict
-from api_schemas.names import StoredName
-from api_schemas.pages import Listed, Page
+from api_schemas.fields import At, Layers, Listed, Page, StoredName, Strict
 from api_schemas.tensors import TensorInput
 from api_schemas.training import LabelledPrompts
 
@@ -192,15 +190,3 @@ class TrainingEvent(BaseModel):
     done: int | None = None
     total: int | None = None
     vector: Vector | None = None
-
-
-__all__ = [
-    "LayerScore",
-    "NewVector",
-    "Training",
-    "TrainingEvent",
-    "TrainingRequest",
-    "Vector",
-    "VectorList",
-    "VectorUpload",
-]

@@ -15,7 +15,7 @@ from rich.console import Console
 from app.command_error import CommandError
 from app.terminal.commands import COMMANDS as TERMINAL
 from app.terminal.commands import given_options
-from nnsight_engine.core.garbage_collection import uncollected
+from nnsight_engine.core.process import uncollected
 
 _FAILED: Final = 1
 _INTERRUPTED: Final = 130
@@ -169,7 +169,7 @@ def serve(  # noqa: PLR0913 - one argument for each option
     variables, NNSIGHT_ENGINE_…, see docs/settings.md. A server without keys serves this machine only, see
     nnsight-engine keys --help.
     """
-    checks = importlib.import_module("app.start_checks")
+    checks = importlib.import_module("app.commands.start_checks")
     start = checks.check_start(
         checks.ServeOptions(
             arguments=context.args,
@@ -197,7 +197,7 @@ def serve(  # noqa: PLR0913 - one argument for each option
         _flags(context),
     )
     with uncollected():
-        command = importlib.import_module("app.serve_command")
+        command = importlib.import_module("app.commands.serve")
     command.run(start)
 
 
@@ -243,8 +243,8 @@ def check(  # noqa: PLR0913 - one argument for each option
     change silently has no effect. Options of vllm serve are taken too; vllm serve --help=all lists them.
     """
     arguments = [*context.args, *(["--revision", revision] if revision else [])]
-    importlib.import_module("app.start_checks").check_arguments(model, arguments, _flags(context))
-    command = importlib.import_module("app.check_command")
+    importlib.import_module("app.commands.start_checks").check_arguments(model, arguments, _flags(context))
+    command = importlib.import_module("app.commands.check")
     options = given_options(prompt=prompt, layers=layers, revision=revision, tolerance=tolerance)
     request = command.CheckRequest(
         model, trust_remote_code=trust_remote_code, device=transformers_device, **options
@@ -256,7 +256,7 @@ def check(  # noqa: PLR0913 - one argument for each option
 @_COMMANDS.command(context_settings=_PASSED_ON, add_help_option=False, options_metavar="COMMAND [OPTIONS]")
 def keys(context: typer.Context) -> None:
     """Create, list, limit, rotate and revoke the keys of this server."""
-    importlib.import_module("app.keys_command").run(context.args)
+    importlib.import_module("app.commands.keys").run(context.args)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,3 @@ def _settings_error(error: ValidationError, options: Collection[str]) -> Command
     if name in Settings.model_fields:
         name = f"{Settings.model_config['env_prefix']}{name}".upper()
     return CommandError(f"the variable {name} is wrong: {problem}")
-
-
-__all__ = ["CommandError", "read_settings"]

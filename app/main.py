@@ -12,88 +12,74 @@ from fastapi import FastAPI
 
 from api_schemas.jobs import JobStatus
 from app.admission.rates import Rates
-from app.audit.log import AuditLog
-from app.auth.given_keys import GivenKeys
+from app.audit import AuditLog
 from app.auth.keys import Keys
-from app.body_fields import FieldLimits
-from app.context import Context
+from app.auth.secrets import GivenKeys
 from app.detectors.service import DetectorService
 from app.detectors.training import DetectorTrainer
 from app.dictionaries.service import DictionaryService
 from app.engine.client import EngineClient
-from app.engine.local_traces import LocalTraceEngine
-from app.engine.session_traces import SessionTraces
+from app.engine.process_engines import LocalTraceEngine, SessionTraces
 from app.engine.trace_process_pool import TraceProcesses
-from app.errors import install_error_handlers
 from app.examples.storing import ExampleStores, store_examples
-from app.hosts import HostMiddleware
-from app.http_options import HttpOptions
-from app.large_bodies import LargeBodyReader
-from app.lifecycle import Lifecycle, Restarts
-from app.middleware import GateMiddleware
-from app.observability.metrics import Metrics
+from app.formats.json_bodies import FieldLimits
+from app.http.contexts import RequestContext, RequestContextMiddleware
+from app.http.errors import install_error_handlers
+from app.http.gate import GateMiddleware, HostMiddleware
+from app.http.large_bodies import LargeBodyReader
+from app.http.lifecycle import Lifecycle, Restarts
+from app.http.openapi import DocumentedApp
+from app.limits.allowances import ReceivedBytes
+from app.limits.tenant_budget import TenantBudget
+from app.observability.metrics import Metrics, Scrape
 from app.observability.middleware import RecordMiddleware, points_of
-from app.observability.scrape import Scrape
 from app.observability.tracing import Tracing, tracing_of
-from app.openapi import DocumentedApp
 from app.process_environment import environment_for_traces
-from app.received_bytes import ReceivedBytes
-from app.request_context import RequestContext, RequestContextMiddleware
 from app.routes import (
-    audit,
-    capabilities,
-    chat,
-    completions,
+    admin,
     detectors,
     dictionaries,
-    documentation,
-    health,
-    job_events,
+    generation,
     jobs,
-    keys,
-    metrics,
-    models,
-    playground,
+    pages,
     presets,
-    results,
-    status,
-    tokenize,
+    server,
     traces,
     vectors,
     vllm,
 )
-from app.services.jobs.callers import JobCallers, RunOver
+from app.routes.context import Context
+from app.server.http_options import HttpOptions
+from app.services.jobs.dispatch import JobCallers, RunOver
 from app.services.jobs.service import JobService
-from app.services.presets.service import PresetService
-from app.services.traces.sandbox_start import start_sandbox
-from app.services.traces.service import TraceService, model_outline
+from app.services.presets import PresetService
+from app.services.traces import TraceService, model_outline, start_sandbox
 from app.settings import Settings
 from app.storage.audit import AuditStore
 from app.storage.database import Database
 from app.storage.keys import KeyStore
 from app.storage.results import ResultStore
-from app.tenant_budget import TenantBudget
-from app.training.queue import TrainingQueue
+from app.training import TrainingQueue
 from app.vectors.service import VectorService
 from app.vectors.training import Trainer
-from nnsight_engine.local_engine.process_channel import ProcessOptions
+from nnsight_engine.local_engine.trace_process import ProcessOptions
 
 _ROUTERS = (
-    completions.router,
-    chat.router,
-    tokenize.router,
-    models.router,
-    capabilities.router,
-    results.router,
+    generation.completions_router,
+    generation.chat_router,
+    generation.tokenize_router,
+    server.models_router,
+    server.capabilities_router,
+    generation.results_router,
     jobs.router,
-    job_events.router,
-    health.router,
+    jobs.events_router,
+    server.health_router,
     traces.router,
-    status.router,
-    keys.router,
-    keys.tenants_router,
-    audit.router,
-    metrics.router,
+    server.status_router,
+    admin.keys_router,
+    admin.tenants_router,
+    admin.audit_router,
+    server.metrics_router,
     vectors.router,
     detectors.router,
     dictionaries.router,
@@ -237,9 +223,9 @@ def create_app(
     install_error_handlers(app)
     routers = [*_ROUTERS]
     if http.has_docs:
-        routers.append(documentation.router)
+        routers.append(pages.documentation_router)
     if settings.playground:
-        routers.append(playground.router)
+        routers.append(pages.playground_router)
     for router in routers:
         # The routes are complete; include_router would analyse each of them again, for every application.
         app.router.routes.extend(router.routes)

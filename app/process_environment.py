@@ -171,18 +171,3 @@ def environment_of_replica(base: Mapping[str, str], name: str, *, cores: str) ->
 def cluster_address() -> str | None:
     """Return the address of the Ray cluster that the operator chose; None to start one."""
     return os.environ.get("RAY_ADDRESS") or None
-
-
-__all__ = [
-    "cluster_address",
-    "engine_trace_options",
-    "environment_for_replicas",
-    "environment_for_traces",
-    "environment_of_replica",
-    "is_socket_folder_set",
-    "set_engine_defaults",
-    "set_engine_log",
-    "set_socket_folder",
-    "spawn_engines",
-    "vllm_key",
-]

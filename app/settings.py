@@ -14,12 +14,11 @@ from typing import Final, Literal
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from api_schemas.limits import RequestLimits
-from app.trusted_proxies import check_proxies
+from api_schemas.fields import RequestLimits
+from app.addresses import check_proxies
 from nnsight_engine.core.errors import UnsupportedOptionError
-from nnsight_engine.core.sandbox_choice import check_sandbox
-from nnsight_engine.core.tap_choice import ALL_TAPS
-from nnsight_engine.vllm_backend.versions.check import VersionCheck
+from nnsight_engine.core.operator_choices import ALL_TAPS, check_sandbox
+from nnsight_engine.vllm_backend.versions import VersionCheck
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB

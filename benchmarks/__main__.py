@@ -26,8 +26,7 @@ from benchmarks.process import ChildObject, ProcessError
 from benchmarks.report import BenchmarkReport, ReportError, rows_of
 from benchmarks.runner import CaseResult, parser_of
 from benchmarks.tables import TABLES
-from nnsight_engine.modeling.bundled import BundledModelError, bundled_model_path
-from nnsight_engine.modeling.progress import console_progress
+from nnsight_engine.modeling.bundled import BundledModelError, bundled_model_path, console_progress
 
 _RESULTS: Final = Path(__file__).parent / "results"
 _DEFAULT: Final = "serving"

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from api_schemas.dictionaries import DictionaryUsed, NamedDictionary
-from nnsight_engine.features.config import Architecture, DictionaryConfig
-from nnsight_engine.features.stored import StoredDictionary
+from nnsight_engine.features.config import Architecture, DictionaryConfig, StoredDictionary
 
 _EXPANSION = 16
 """Features for each number of the width."""

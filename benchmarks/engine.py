@@ -23,18 +23,17 @@ from benchmarks.case import NotMeasuredError
 from benchmarks.engine_arguments import engine_arguments
 from benchmarks.interventions import Content, JsonObject, LayerSizes, SavedLayers
 from nnsight_engine import save
-from nnsight_engine.core.engine_counts import GRAPH, TAP
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.token_texts import TokenTexts
+from nnsight_engine.core.work_context import GRAPH, TAP
 from nnsight_engine.modeling.bundled import bundled_model_path
 from nnsight_engine.plans.collect.collector import RequestCollector
 from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.vllm_backend.call import prepare_params, salted
-from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
+from nnsight_engine.vllm_backend.outputs import ResultRouter, deliver_payloads
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
-from nnsight_engine.vllm_backend.result_router import ResultRouter
-from nnsight_engine.vllm_backend.traced_requests import results_of
+from nnsight_engine.vllm_backend.trace_run import results_of
 from nnsight_engine.vllm_backend.vllm import VLLM
 
 _TAP_OPERATORS: Final = "nnsight_engine::"

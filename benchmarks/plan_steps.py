@@ -30,8 +30,8 @@ from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.records import StepResults
 from nnsight_engine.plans.request_plan import RequestPlan
 from nnsight_engine.plans.step.plan import StepPlan
-from nnsight_engine.vllm_backend.model_layout import ModelLayout
 from nnsight_engine.vllm_backend.model_points import ModelPoints
+from nnsight_engine.vllm_backend.module_tree import ModelLayout
 from nnsight_engine.vllm_backend.steps.step import Step
 from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
 

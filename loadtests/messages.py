@@ -9,7 +9,7 @@ from typing import Any, Final
 from loadtests.run_spec import Model
 from nnsight_engine import save
 from nnsight_engine.remote_backend.client.backend import RemoteBackend
-from nnsight_engine.remote_backend.client.transport import Progress
+from nnsight_engine.remote_backend.client.http import Progress
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import TraceRequest

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from api_schemas.capabilities import Capabilities
+from api_schemas.server import Capabilities
 from app.addresses import is_loopback
 from benchmarks.servers import created_key, own_folders, served
 from loadtests.bodies import Bodies

@@ -9,7 +9,7 @@ from typing import Final
 
 import httpx
 
-from api_schemas.keys import CreatedKey, Limits, NewKey, Scope, Tier
+from api_schemas.administration import CreatedKey, Limits, NewKey, Scope, Tier
 from loadtests.run_spec import HOSTILE, TENANT_OF
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nnsight_engine import modeling as modeling
     from nnsight_engine import util as util
     from nnsight_engine.core.config import CONFIG
-    from nnsight_engine.envoys.completion import load_ipython_extension as load_ipython_extension
+    from nnsight_engine.envoys.display import load_ipython_extension as load_ipython_extension
     from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.envoys.eproperty import eproperty
     from nnsight_engine.modeling.base import NNsight
@@ -72,7 +72,7 @@ _DEFINED_IN = {
     "bundled_model_path": "nnsight_engine.modeling.bundled",
     "eproperty": "nnsight_engine.envoys.eproperty",
     "is_model_running": "nnsight_engine.remote_backend.client.status",
-    "load_ipython_extension": "nnsight_engine.envoys.completion",
+    "load_ipython_extension": "nnsight_engine.envoys.display",
     "ndif_status": "nnsight_engine.remote_backend.client.status",
     "register_by_value": "nnsight_engine.serialization.source.import_resolution",
     "status": "nnsight_engine.remote_backend.client.status",

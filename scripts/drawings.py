@@ -34,7 +34,7 @@ from matplotlib.figure import Figure
 from api_schemas.points import MODEL_POINTS
 from examples.sae_on_server.client import ExampleError, Server
 from nnsight_engine import viz
-from nnsight_engine.core.leaves import RESIDUAL_LEAVES
+from nnsight_engine.core.model_spec import RESIDUAL_LEAVES
 from nnsight_engine.viz.numbers import Array, numbers, shown
 from scripts.example_prompts import JOY
 

@@ -31,7 +31,7 @@ from nnsight_engine import BUNDLED_MODEL_NAME, VLLM
 model = VLLM(BUNDLED_MODEL_NAME, remote={url!r})
 {begin}
 """
-JOURNEYS = {
+JOURNEYS: dict[str, dict[str, object]] = {
     "plain": {},
     "steered": {"interventions": [{"op": "steer", "at": "layers.3.output", "vector": [0.1] * 576}]},
 }
@@ -43,14 +43,13 @@ with model.trace("The", max_tokens=3):
     "job": """
 with model.trace("The", max_tokens=3, blocking=False) as tracer:
     saved = model.logits.output.save()
-while tracer.backend.wait() is None:
-    pass
+tracer.backend.wait()
 """,
 }
 PROFILER = """
-import atexit, os, pathlib, sys, threading, time
+import os, pathlib, sys, threading, time
 _project, _control = {project!r}, pathlib.Path({control!r})
-_names, _paths, _is_on = {{}}, set(), False
+_paths, _is_on = set(), False
 
 def _note(frame, event, _):
     if event == "call" and _is_on and frame.f_code.co_name != "<module>":
@@ -136,9 +135,9 @@ def _lines(nodes: Iterable[ast.stmt]) -> Iterator[int]:
 def _docstrings(tree: ast.AST) -> Iterator[ast.stmt]:
     """Yield the strings that stand alone: docstrings, and those below an attribute."""
     for node in ast.walk(tree):
-        value = node.value if isinstance(node, ast.Expr) else None
-        if isinstance(value, ast.Constant) and isinstance(value.value, str):
-            yield node
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):
+                yield node
 
 
 def _row(name: str, sizes: Counter[str]) -> str:
@@ -180,7 +179,7 @@ def _wait(url: str, server: subprocess.Popen[bytes]) -> None:
 
 
 def _of_body(url: str, control: Path, body: dict[str, object]) -> set[str]:
-    data = json.dumps({"model": "default", "prompt": "The", "max_tokens": 3, **body}).encode()
+    data = json.dumps({"prompt": "The", "max_tokens": 3, **body}).encode()
 
     def send() -> None:
         headers = {"Content-Type": "application/json"}

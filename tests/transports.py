@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-from nnsight_engine.remote_backend.client.transport import Progress
+from nnsight_engine.remote_backend.client.http import Progress
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceRequest
 

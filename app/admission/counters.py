@@ -207,6 +207,3 @@ def _opened(url: str) -> Storage:
         ) from None
     assert isinstance(storage, Storage)  # noqa: S101 - of an asynchronous URL
     return storage
-
-
-__all__ = ["MAX_CARRIED_MINUTES", "Counts", "Reservation", "Used", "this_minute"]

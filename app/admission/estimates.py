@@ -122,15 +122,3 @@ def _number(given: Any) -> int:
         return min(max(0, _INTEGER.validate_python(given)), _MAX_COUNT)
     except ValidationError:
         return 0
-
-
-__all__ = [
-    "Estimate",
-    "check_choices",
-    "num_choices",
-    "num_prompts",
-    "of_body",
-    "of_text",
-    "of_trace",
-    "of_training",
-]

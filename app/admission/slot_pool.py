@@ -1,19 +1,70 @@
 """A pool of slots for a limited resource, such as sandboxes, with a fair, bounded queue.
 
-Tenants take turns, and each is limited to its share of the slots and of the queue. Without keys there is one
-tenant, with the empty name, which may use everything. A request that needs several slots at once is a *group*
-and counts as one in the queue.
+Tenants take turns, so that a tenant with many requests delays only its own. Each is limited to its share of
+the slots and of the queue. Without keys there is one tenant, with the empty name, which may use everything. A
+request that needs several slots at once is a *group* and counts as one in the queue.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Hashable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator
 from types import TracebackType
+from typing import Generic, TypeVar
 
-from app.admission.fair_queue import FairQueue
-from app.allowance import Allowance
+from app.limits.allowances import Allowance
+
+T = TypeVar("T")
+
+
+class FairQueue(Generic[T]):
+    def __init__(self) -> None:
+        self._senders: OrderedDict[str, deque[T]] = OrderedDict()
+        self._item_added = asyncio.Event()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._senders.values()))
+
+    def __iter__(self) -> Iterator[T]:
+        """Iterate over the items in the order in which they will be taken if no others arrive."""
+        left = [list(items) for items in self._senders.values()]
+        for turn in range(max(map(len, left), default=0)):
+            yield from (items[turn] for items in left if turn < len(items))
+
+    def add(self, sender: str, item: T) -> None:
+        self._senders.setdefault(sender, deque()).append(item)
+        self._item_added.set()
+
+    def remove(self, item: T) -> bool:
+        """Return False if the item was not waiting."""
+        for sender, items in self._senders.items():
+            if item in items:
+                items.remove(item)
+                if not items:
+                    del self._senders[sender]
+                return True
+        return False
+
+    async def take(self) -> T:
+        while (item := self.pop()) is None:
+            self._item_added.clear()
+            await self._item_added.wait()
+        return item
+
+    def pop(self, may: Callable[[str], bool] = lambda _: True) -> T | None:
+        """Remove and return the next item of the senders that ``may`` allows now; None if there is none."""
+        sender = next(filter(may, self._senders), None)
+        if sender is None:
+            return None
+        items = self._senders.pop(sender)
+        item = items.popleft()
+        if items:
+            self._senders[sender] = items  # behind all other senders
+        return item
+
+    def num_of(self, sender: str) -> int:
+        return len(self._senders.get(sender, ()))
 
 
 class SlotPool:
@@ -113,6 +164,3 @@ class Slot:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
-
-
-__all__ = ["Slot", "SlotPool"]

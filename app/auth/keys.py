@@ -1,8 +1,11 @@
 """Authenticates requests by their key, and creates, rotates and revokes keys.
 
 A check is cached for some seconds, during which another process's revocation is not noticed; one by this
-process takes effect at once. After that, ``lookups`` reads rows together: an invalid key costs the same
-whether it is wrong, expired or nonexistent. A valid key is always accepted, however many invalid ones came.
+process takes effect at once. After that, rows are read in batches: random ids cause a few statements per
+second, not a query for each. An invalid key costs the same whether it is wrong, expired or nonexistent.
+
+Invalid keys are limited by key id and client network, an IPv4 address or an IPv6 /64. A key counts only after
+it was found invalid, so a valid key is always accepted, however many invalid ones came.
 """
 
 from __future__ import annotations
@@ -10,22 +13,104 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import ipaddress
 import logging
+import math
 import time
 import weakref
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Final, Generic, TypeVar
 
+from api_schemas.administration import CreatedKey, Key, Limits, NewKey, Scope, Tenant, Tier
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.keys import CreatedKey, Key, Limits, NewKey, Scope, Tenant, Tier
-from app.auth.given_keys import GivenKeys
-from app.auth.login_throttle import LoginThrottle
-from app.auth.lookups import Lookups
 from app.auth.principal import ANONYMOUS, Principal
-from app.auth.secrets import Secret, bearer, hashed, is_slow, matches, new_secret, parsed
-from app.refusals import ThrottledError
+from app.auth.secrets import GivenKeys, Secret, bearer, hashed, is_slow, matches, new_secret, parsed
+from app.limits.allowances import ThrottledError
 from app.storage.keys import KeyStore, is_open, key_from_row
 from app.storage.tables import KeyRow
+
+_PAUSE_S: Final = 0.05
+"""The pause between two statements, in seconds."""
+
+_Found = TypeVar("_Found")
+
+
+class Lookups(Generic[_Found]):
+    def __init__(self, read: Callable[[Collection[str]], Awaitable[Mapping[str, _Found]]]) -> None:
+        self._read = read
+        self._turn = asyncio.Lock()
+        self._next: asyncio.Task[Mapping[str, _Found]] | None = None
+        self._requested: set[str] = set()
+        self._free_at = 0.0
+
+    async def find(self, key_id: str) -> _Found | None:
+        """Return the value of an id, read after this call began, or None."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._read_next())
+        self._requested.add(key_id)
+        # Others wait for the same task, so a cancelled caller must not cancel it.
+        return (await asyncio.shield(self._next)).get(key_id)
+
+    async def _read_next(self) -> Mapping[str, _Found]:
+        async with self._turn:
+            await asyncio.sleep(max(0.0, self._free_at - time.monotonic()))
+            requested, self._requested, self._next = self._requested, set(), None
+            try:
+                return await self._read(requested)
+            finally:
+                self._free_at = time.monotonic() + _PAUSE_S
+
+
+_BURST: Final = 200.0
+_PER_S: Final = 1.0
+_MAX_ENTRIES: Final = 10_000
+_IPV6_NETWORK: Final = 64
+
+_Source = tuple[str, str]
+
+
+class LoginThrottle:
+    """Counts invalid keys: a burst of 200 per id and network, then one per second."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._allowances: dict[_Source, tuple[float, float]] = {}
+
+    def count(self, key_id: str, address: str) -> None:
+        source = key_id, _network_of(address)
+        remaining, moment = self._remaining(source), self._clock()
+        if remaining < 1:
+            raise ThrottledError(
+                "Too many wrong keys with this id came from this address: send a valid one, or wait.",
+                {"Retry-After": str(math.ceil((1 - remaining) / _PER_S))},
+            )
+        if source not in self._allowances and len(self._allowances) >= _MAX_ENTRIES:
+            self._evict()
+        self._allowances[source] = remaining - 1, moment
+
+    def _remaining(self, source: _Source) -> float:
+        remaining, moment = self._allowances.get(source, (_BURST, self._clock()))
+        return min(_BURST, remaining + (self._clock() - moment) * _PER_S)
+
+    def _evict(self) -> None:
+        """Drop entries whose allowance is full again, or all if too many remain."""
+        self._allowances = {
+            source: one for source, one in self._allowances.items() if self._remaining(source) < _BURST
+        }
+        if len(self._allowances) >= _MAX_ENTRIES:
+            self._allowances.clear()
+
+
+def _network_of(address: str) -> str:
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address  # a client on a Unix socket has no address
+    if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is None:
+        return str(ipaddress.ip_network((parsed.packed, _IPV6_NETWORK), strict=False))
+    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
+
 
 logger = logging.getLogger(__name__)
 
@@ -281,6 +366,3 @@ def _principal(row: KeyRow, tenant_limits: Limits) -> Principal:
         trusted_codecs=row.trusted_codecs,
         presets=None if row.presets is None else frozenset(row.presets),
     )
-
-
-__all__ = ["Keys"]

@@ -1,11 +1,24 @@
+"""Authenticated callers, and their permission to send code.
+
+Outside a sandbox code has the rights of the engine's process. With keys, their scopes decide. Without keys,
+unless the operator has decided, only clients on the same machine may; ``http.gate`` rejects requests of a
+browser there on behalf of other sites. Blocks sent as pickles are authorized before any part of a trace is
+decoded: unpickling runs code.
+"""
+
 from __future__ import annotations
 
 import dataclasses
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from api_schemas.administration import Limits, Scope, Tier
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.keys import Limits, Scope, Tier
-from api_schemas.names import Reference
+from api_schemas.fields import Reference
+from app.addresses import is_loopback
+from app.settings import Settings
+
+if TYPE_CHECKING:  # commands check their options before torch is loaded
+    from nnsight_engine.remote_backend.messages import TraceHead
 
 _MAX_NAMED: Final = 8
 
@@ -79,4 +92,62 @@ Not an administrator: otherwise a page in a browser on this machine, or a proxy,
 itself.
 """
 
-__all__ = ["ANONYMOUS", "Principal"]
+
+def takes_code(settings: Settings) -> bool:
+    """Return whether any client may send code: unless it is forbidden, a key can allow it on any address."""
+    return settings.allow_code is not False
+
+
+def check_code_allowed(settings: Settings, caller: Principal) -> None:
+    if settings.allow_code is False:
+        raise _refusal("This server takes no traces: allow_code is false (NNSIGHT_ENGINE_ALLOW_CODE).")
+    if caller.has_key:
+        caller.check(Scope.CODE)
+        return
+    if settings.allow_code:
+        return
+    if not is_loopback(settings.host):
+        raise _refusal(
+            f"Traces are code, and this server listens on {settings.host}, for other machines too: its "
+            "operator has to allow them, allow_code=true (NNSIGHT_ENGINE_ALLOW_CODE=1)."
+        )
+
+
+def sandbox_of(settings: Settings, caller: Principal) -> str | None:
+    """Return the tenant in whose sandbox a caller's code runs; None if it runs in the engine's process."""
+    is_stranger = caller.has_key and caller.tier is not Tier.TRUSTED
+    return caller.tenant if is_stranger and settings.sandbox != "off" else None
+
+
+def _refusal(message: str) -> ApiError:
+    return ApiError(ErrorCode.CODE_NOT_ALLOWED, message)
+
+
+def codecs_of(settings: Settings) -> list[str]:
+    return ["wire", "cloudpickle"] if settings.allow_cloudpickle else ["wire"]
+
+
+def check_codec(head: TraceHead, caller: Principal, settings: Settings) -> None:
+    """Raise ``codec_not_allowed`` unless the server and the caller's key accept the trace's codec."""
+    if head.codec == "wire":
+        return
+    if not settings.allow_cloudpickle:
+        raise _refused("this server accepts them from no client (NNSIGHT_ENGINE_ALLOW_CLOUDPICKLE)")
+    if not caller.has_key:
+        raise _refused(
+            "this server has no keys: its operator can create one that may send them, `keys create "
+            "--tier trusted --trusted-codecs`"
+        )
+    if not caller.trusted_codecs:
+        raise _refused(
+            f"the key {caller.key_id!r} may not send them: the server's operator can create one that may, "
+            "`keys create --tier trusted --trusted-codecs`"
+        )
+
+
+def _refused(why: str) -> ApiError:
+    return ApiError(
+        ErrorCode.CODEC_NOT_ALLOWED,
+        f"Blocks in the codec 'cloudpickle' can run any code, and {why}. Send them in the codec 'wire'.",
+        "codec",
+    )

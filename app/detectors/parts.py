@@ -13,14 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from api_schemas.detectors import MAX_HIDDEN, DetectorPart, PartHead, RocPoint
-from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.excerpt import clip
+from api_schemas.errors import ApiError, ErrorCode, clip
 from nnsight_engine.core.detector import TENSORS, Detector, Form, Link, Numbers
 from nnsight_engine.core.detector import DetectorPart as Part
 from nnsight_engine.core.dtypes import LARGEST, LARGEST_WEIGHT
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.plans.compile.sites import canonical_site, leaf_of, resolve_sites
-from nnsight_engine.plans.sites import PlannedSite
+from nnsight_engine.plans.compile.scope import canonical_site, leaf_of, resolve_sites
+from nnsight_engine.plans.request_plan import PlannedSite
 
 _READ: Final = "probe"
 """The operation that takes the points that a detector may read."""
@@ -166,6 +165,3 @@ def described(detector: Detector, calibration: Sequence[RocPoint]) -> dict[str, 
 
 def invalid(message: str, param: str | None) -> ApiError:
     return ApiError(ErrorCode.INVALID_DETECTOR, message, param)
-
-
-__all__ = ["check_fit", "described", "detector_of", "invalid", "part_of", "point_of", "width_of"]

@@ -14,23 +14,20 @@ from api_schemas.detectors import (
     DetectorTraining,
     RocPoint,
 )
-from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.excerpt import clip
+from api_schemas.errors import ApiError, ErrorCode, clip
 from app.auth.principal import Principal
-from app.body import BodyLimits
-from app.detectors.files import stored_detector, write_file
+from app.detectors.files import read_upload, stored_detector, write_file
 from app.detectors.parts import check_fit, described
-from app.detectors.uploads import read_upload
-from app.engine.capabilities import spec_of
 from app.engine.client import EngineClient
+from app.engine.served_model import spec_of
+from app.http.bodies import BodyLimits
+from app.limits.tenant_budget import TenantBudget
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.detectors import DetectorStore, FoundDetector
-from app.storage.storage_usage import StoredBytes
-from app.storage.version_store import NewVersion
-from app.tenant_budget import TenantBudget
-from app.version_cache import VersionCache
-from app.version_service import VersionService, check_sharing
+from app.storage.quotas import StoredBytes
+from app.storage.versions import NewVersion
+from app.versions import VersionCache, VersionService, check_sharing
 from nnsight_engine.core.detector import Detector
 from nnsight_engine.core.model_spec import ModelSpec
 
@@ -162,6 +159,3 @@ class DetectorService(VersionService[DetectorStore]):
     async def _read(self, number: int) -> tuple[Detector, int] | None:
         data = await self._store.data(number)
         return None if data is None else (await asyncio.to_thread(stored_detector, data), len(data))
-
-
-__all__ = ["DetectorService"]

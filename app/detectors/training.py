@@ -7,20 +7,17 @@ from collections.abc import Sequence
 
 from starlette.requests import Request
 
-from api_schemas.detector_training import BEST_LAYER, DetectorTrainingRequest
 from api_schemas.detectors import MAX_PARTS, Detector, DetectorTraining, LayerAuroc, RocPoint
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.training import TrainingProgress
+from api_schemas.training import BEST_LAYER, DetectorTrainingRequest, TrainingProgress
 from app.auth.principal import Principal
 from app.detectors.files import check_bytes
 from app.detectors.fitting import FittedDetector, Recipe, fit
 from app.detectors.parts import invalid, point_of
 from app.detectors.service import DetectorService
-from app.training.activations import Report
-from app.training.queue import ALL_LAYERS, Examples, TrainingQueue, layers_of
-from app.training.split import NothingToLearnError
+from app.training import ALL_LAYERS, Examples, NothingToLearnError, Report, TrainingQueue, layers_of
 from app.vectors.rows import RESIDUAL_LEAF
-from app.version_service import check_sharing
+from app.versions import check_sharing
 from nnsight_engine.core.detector import Form
 
 
@@ -108,6 +105,3 @@ def _report(
         layers=layers,
         auroc=fitted.auroc,
     )
-
-
-__all__ = ["DetectorTrainer"]

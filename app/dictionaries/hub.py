@@ -21,9 +21,8 @@ import huggingface_hub
 import yaml  # type: ignore[import-untyped] # it has no types
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined] # it is in its reference
 
-from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.excerpt import clip
-from api_schemas.keys import Scope
+from api_schemas.administration import Scope
+from api_schemas.errors import ApiError, ErrorCode, clip
 from app.addresses import is_loopback
 from app.auth.principal import Principal
 from app.settings import Settings
@@ -253,6 +252,3 @@ def _wrong(message: str) -> ApiError:
 
 def _unavailable(reason: str) -> ApiError:
     return ApiError(ErrorCode.HUB_UNAVAILABLE, f"The Hub could not be read: {reason}.", _PARAM)
-
-
-__all__ = ["CFG_FILE", "WEIGHTS_FILE", "Hub", "HubFolder", "check_hub_allowed", "folder_of", "is_trusted"]

@@ -12,34 +12,35 @@ from starlette.requests import Request
 
 from api_schemas.dictionaries import Dictionary, DictionaryFromHub, DictionaryList, FeatureList
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.fields import Strict
-from api_schemas.names import StoredName
+from api_schemas.fields import StoredName, Strict
 from app.admission.slot_pool import SlotPool
-from app.allowance import Allowance
 from app.auth.principal import Principal
-from app.body import BodyLimits, check_media_type, read_bytes, read_object
-from app.body_json import check_depth, parse_object
-from app.dictionaries.form import MAX_CFG_BYTES, MAX_LABELS_BYTES, read_form
+from app.dictionaries.form import (
+    CSV_TYPE,
+    MAX_CFG_BYTES,
+    MAX_LABELS_BYTES,
+    is_json,
+    labels_of_csv,
+    labels_of_object,
+    read_form,
+)
 from app.dictionaries.hub import CFG_FILE, WEIGHTS_FILE, Hub, check_hub_allowed, folder_of, is_trusted
-from app.dictionaries.labels import CSV_TYPE, is_json, labels_of_csv, labels_of_object
-from app.dictionaries.names import DictionaryResolver
-from app.dictionaries.places import places_of
-from app.disconnect import while_connected
+from app.dictionaries.names import DictionaryResolver, places_of
 from app.engine.client import EngineClient
-from app.errors import validated
-from app.request_context import context_of
+from app.formats.json_bodies import check_depth, parse_object
+from app.http.bodies import BodyLimits, check_media_type, read_bytes, read_object
+from app.http.contexts import context_of
+from app.http.deadlines import while_connected
+from app.http.errors import validated
+from app.limits.allowances import Allowance
+from app.limits.tenant_budget import TenantBudget
 from app.settings import Settings
-from app.storage.database import Database
-from app.storage.database_folders import dictionary_folder
-from app.storage.dictionaries import DictionaryStore, Labels, NewDictionary
+from app.storage.database import Database, dictionary_folder
+from app.storage.dictionaries import DictionaryStore, Labels, NewDictionary, num_label_bytes
 from app.storage.dictionary_files import DictionaryFiles, WeightsUpload
-from app.storage.disk_quota import DiskQuota
-from app.storage.feature_labels import num_label_bytes
-from app.storage.open_files import OpenResult
-from app.storage.received_pieces import in_pieces
-from app.storage.storage_usage import Holder, StoredBytes
-from app.tenant_budget import TenantBudget
-from app.version_service import check_changing, check_sharing
+from app.storage.open_files import OpenResult, in_pieces
+from app.storage.quotas import DiskQuota, Holder, StoredBytes
+from app.versions import check_changing, check_sharing
 from nnsight_engine.features.saelens import PARAM as CFG
 from nnsight_engine.features.saelens import read_config
 from nnsight_engine.features.weights_file import check_weights, refuse_pickle
@@ -353,6 +354,3 @@ def _parsed(content: bytes, max_depth: int, param: str | None) -> dict[str, Any]
         return parse_object(content)
     except ApiError as error:
         raise ApiError(error.code, error.message, param) from error
-
-
-__all__ = ["DictionaryService"]

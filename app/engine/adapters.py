@@ -16,11 +16,10 @@ from vllm.entrypoints.serve.engine.protocol import ModelList
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from vllm.lora.request import LoRARequest
 
-from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.excerpt import clip, excerpt
-from api_schemas.names import NAME_PATTERN, NAME_RULE
+from api_schemas.errors import ApiError, ErrorCode, clip, excerpt
+from api_schemas.fields import NAME_PATTERN, NAME_RULE
 from app.process_environment import ADAPTER_UPDATES, may_update_adapters
-from nnsight_engine.vllm_backend.adapter_requests import is_adapter_folder
+from nnsight_engine.vllm_backend.request_parts import is_adapter_folder
 from nnsight_engine.vllm_backend.tracing_async_llm import TracingAsyncLLM
 
 logger = logging.getLogger(__name__)
@@ -146,6 +145,3 @@ async def load_again(models: AdapterModels, adapters: Iterable[LoRARequest]) -> 
             await models.load_lora_adapter(given, one.base_model_name)
         except ApiError as error:
             logger.error("the adapter %r is lost: %s", one.lora_name, error.message)  # noqa: TRY400 - no fault
-
-
-__all__ = ["AdapterLocks", "AdapterModels", "check_adapter_request", "load_again"]

@@ -7,18 +7,45 @@ server, and raises ``ApiError`` for the errors of our vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from api_schemas.capabilities import Capabilities
+from api_schemas.generation import TokenizeRequest
 from api_schemas.interventions import Intervention
-from api_schemas.tokens import TokenizeRequest
+from api_schemas.jobs import JobStatus
+from api_schemas.server import Capabilities
 from app.engine.served_model import ServedModel
-from app.engine.traces import TraceEngine
-from nnsight_engine.core.engine_counts import EngineCounts
+from nnsight_engine.core.work_context import EngineCounts
+from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
+from nnsight_engine.remote_backend.messages import TraceRequest
+
+
+class TraceEngine(Protocol):
+    """Runs traces; ``name`` is ``vllm`` or ``local``, by which clients select it."""
+
+    name: str
+
+    def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
+        """Yield the frames of a trace; raises ApiError if it cannot be run.
+
+        Yields an ``EVENT`` frame for each ``RUNNING`` and ``LOG`` (JSON of ``JobEvent`` without ``id`` and
+        ``job``), ``OUTPUT`` frames if the request streams, then at most one ``OUTPUTS`` and exactly one
+        ``RESULT``. A block's exception is part of the result, announced by an ``EVENT`` of ``ERROR`` before
+        it. Closing the generator early ends the trace. The request's bytes are untrusted until an engine has
+        read them; ``job_id`` is unguessable and unique to the trace.
+        """
+
+
+def event_frame(
+    status: JobStatus, *, message: str | None = None, engine: str | None = None, job: str | None = None
+) -> Frame:
+    event = {"status": status, "time": time.time(), "message": message, "engine": engine, "job": job}
+    return json_frame(FrameKind.EVENT, {key: value for key, value in event.items() if value is not None})
+
 
 JsonObject = dict[str, Any]
 """A JSON object as returned by ``json.loads``."""
@@ -103,7 +130,7 @@ class EngineClient(Protocol):
         streams: bool,
         in_background: bool = False,
     ) -> ASGIApp:
-        """Return vLLM's own application for one request, on a route of ``app.vllm_routes``.
+        """Return vLLM's own application for one request, on a route of ``app.http.vllm_routes``.
 
         With ``in_background`` it ends with the response that it works on, not with its answer.
         """

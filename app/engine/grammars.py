@@ -1,8 +1,12 @@
 """Admission of grammars before they reach the engine: bounded, and compiled first in a disposable process.
 
-vLLM validates grammars on the event loop and compiles them in the engine, both without effective limits. Here
-a grammar waits until a separate process has compiled it within limits of CPU time and memory. Verdicts are
-cached by content. A compiling process is killed when no request waits for it any more.
+vLLM validates grammars on the event loop and compiles them in the engine, both without effective limits; that
+can take minutes and gigabytes. Here the text is bounded first, in time linear in it; counts may be
+approximate. Then the grammar waits until a separate process has compiled it within limits of CPU time and
+memory. Verdicts are cached by content. A compiling process is killed when no request waits for it any more.
+
+Grammars that vLLM compiles while it validates a request (structural tags, and any beside tools) are admitted
+before that; all others in the engine's client, see ``Grammars.accept``.
 """
 
 from __future__ import annotations
@@ -12,24 +16,30 @@ import collections
 import contextlib
 import dataclasses
 import hashlib
+import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.request import get_structured_output_key
 
 from api_schemas.errors import ApiError, ErrorCode
 from app.admission.slot_pool import Slot, SlotPool
-from app.engine.grammar_bounds import FIELD, GrammarBounds
-from app.errors import internal_error
+from app.engine.client import JsonObject
+from app.engine.vllm_requests import read_request
+from app.http.errors import internal_error
+from app.limits.tenant_budget import TenantBudget
 from app.settings import Settings
-from app.tenant_budget import TenantBudget
 from nnsight_engine.vllm_backend import grammar_process
+from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
 from nnsight_engine.vllm_backend.grammar_process import (
     FORK,
     PID,
@@ -41,6 +51,102 @@ from nnsight_engine.vllm_backend.grammar_process import (
 
 if TYPE_CHECKING:
     from vllm.sampling_params import StructuredOutputsParams
+
+FIELD: Final = "structured_outputs"
+
+_LISTS: Final = frozenset({"allOf", "anyOf", "enum", "oneOf"})
+_PATTERNS: Final = frozenset({"ebnf", "grammar", "pattern", "regex"})
+_VALUES: Final = frozenset({"const", "default", "examples"})
+"""Keywords of JSON Schema whose values are not schemas."""
+
+# An escape, a character class or a quoted string is one token; an unterminated one extends to the end of the
+# text, so that no character is scanned twice.
+_REGEX: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?|\{(\d*+),?(\d*+)\}|[|()]", re.DOTALL)
+_GRAMMAR: Final = re.compile(
+    r'"(?:\\.|[^"\\])*"?|\\.|\[(?:\\.|[^\]\\])*\]?|\{(\d*+),?(\d*+)\}|~\s*(\d+)(?:\.\.(\d+))?|[|()]',
+    re.DOTALL,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GrammarBounds:
+    """The limits of one grammar; ``max_alternatives`` is that of one list, or of one pattern as a whole."""
+
+    max_bytes: int
+    max_repeats: int
+    max_alternatives: int
+    max_nesting: int
+
+    def check(self, kind: str, text: str) -> None:
+        """Raise ApiError ``invalid_value`` for a grammar that exceeds a bound.
+
+        ``kind`` is a field of vLLM's; the text of ``json``, ``choice`` and ``structural_tag`` is JSON.
+        """
+        # A character has at least one byte: a text that is far too long need not be encoded.
+        num_bytes = len(text) if len(text) > self.max_bytes else len(text.encode("utf-8", "surrogatepass"))
+        self._check_limit(kind, "bytes of text", num_bytes, self.max_bytes, "max_grammar_bytes")
+        if kind in {"regex", "grammar"}:
+            self._check_pattern(kind, text, _REGEX if kind == "regex" else _GRAMMAR)
+            return
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return  # the compiler reports the syntax error
+        if kind == "choice" and isinstance(value, list):
+            self._check_limit(
+                kind, "alternatives", len(value), self.max_alternatives, "max_grammar_alternatives"
+            )
+            return
+        for depth, key, part in _parts(value):
+            if isinstance(part, dict | list):
+                self._check_limit(kind, "levels of nesting", depth, self.max_nesting, "max_grammar_nesting")
+            if key in _LISTS and isinstance(part, list):
+                self._check_limit(
+                    kind, "alternatives", len(part), self.max_alternatives, "max_grammar_alternatives"
+                )
+            elif key == "patternProperties" and isinstance(part, dict):
+                for pattern in part:
+                    self._check_pattern(kind, pattern, _REGEX)
+            elif key in _PATTERNS and isinstance(part, str):
+                self._check_pattern(kind, part, _GRAMMAR if key in {"ebnf", "grammar"} else _REGEX)
+
+    def _check_pattern(self, kind: str, text: str, tokens: re.Pattern[str]) -> None:
+        depth = num_alternatives = 1
+        for token in tokens.finditer(text):
+            if token[0] == "|":
+                num_alternatives += 1
+            elif token[0] in {"(", ")"}:
+                depth += 1 if token[0] == "(" else -1
+                self._check_limit(kind, "levels of nesting", depth, self.max_nesting, "max_grammar_nesting")
+            else:
+                for count in filter(None, token.groups()):
+                    # Python itself refuses integers of thousands of digits.
+                    repeats = int(count) if len(count) < 10 else 10**9
+                    self._check_limit(kind, "repetitions", repeats, self.max_repeats, "max_grammar_repeats")
+        self._check_limit(
+            kind, "alternatives", num_alternatives, self.max_alternatives, "max_grammar_alternatives"
+        )
+
+    def _check_limit(self, kind: str, what: str, got: int, most: int, setting: str) -> None:
+        if got > most:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                f"A grammar may have {most} {what} ({setting}), this {kind} has {got} or more; make it "
+                "simpler, or check the answer afterwards.",
+                FIELD,
+            )
+
+
+def _parts(value: Any) -> Iterator[tuple[int, str, Any]]:
+    left: list[tuple[int, str, Any]] = [(1, "", value)]
+    while left:
+        depth, key, part = entry = left.pop()
+        yield entry
+        if isinstance(part, dict):
+            left += [(depth + 1, name, one) for name, one in part.items() if name not in _VALUES]
+        elif isinstance(part, list) and key != "enum":
+            left += [(depth + 1, "", one) for one in part if isinstance(one, dict | list)]
+
 
 logger = logging.getLogger(__name__)
 
@@ -251,4 +357,45 @@ class _Child:
         os.close(self._descriptor)
 
 
-__all__ = ["Grammars"]
+Accept = Callable[[StructuredOutputsParams, str], Awaitable[None]]
+
+
+async def read_accepted(model: type[Any], body: JsonObject, accept: Accept, tenant: str) -> Any:
+    """Return a body as vLLM's request, its early-compiled grammars admitted; raises ApiError."""
+    tags = _structural_tags(body)
+    for tag in tags:
+        await accept(StructuredOutputsParams(structural_tag=tag), tenant)
+    request = await read_request(model, body, in_thread=bool(tags))
+    structured = _compiled_first(request) if body.get("tools") else None
+    if structured is not None:
+        await accept(dataclasses.replace(structured), tenant)
+    return request
+
+
+def _structural_tags(body: Mapping[str, Any]) -> list[str]:
+    structured, wanted = body.get("structured_outputs"), body.get("response_format")
+    tags = [structured.get("structural_tag")] if isinstance(structured, dict) else []
+    if isinstance(wanted, dict) and wanted.get("type") == "structural_tag":
+        tags.append(json.dumps(wanted))
+    return [tag for tag in tags if isinstance(tag, str)]
+
+
+def _compiled_first(request: Any) -> StructuredOutputsParams | None:
+    with contextlib.suppress(ValueError, TypeError, AssertionError, VLLMClientError):
+        structured: StructuredOutputsParams | None = request.extract_structured_outputs()
+        return structured
+    return None
+
+
+def setup_of(engine: InterventionAsyncLLM) -> GrammarSetup:
+    model, config = engine.vllm_config.model_config, engine.vllm_config.structured_outputs_config
+    return GrammarSetup(
+        tokenizer=str(model.tokenizer),
+        tokenizer_mode=str(model.tokenizer_mode),
+        revision=model.tokenizer_revision or "",
+        trust_remote_code=bool(model.trust_remote_code),
+        vocab_size=model.get_vocab_size(),
+        model_type=str(model.hf_config.model_type),
+        is_diffusion=bool(model.is_diffusion),
+        config=dataclasses.asdict(config),
+    )

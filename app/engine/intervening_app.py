@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import FIELD
 from app.engine.call_results import CallResults
-from app.engine.echoed_model import with_model
-from app.json_text import json_bytes
+from app.engine.request_fields import with_model
+from app.formats.json_text import json_bytes
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM, carrying
 from nnsight_engine.vllm_backend.call import InterventionCall
 
@@ -179,6 +179,3 @@ def _without_place() -> ApiError:
         "not be embedded in parts.",
         FIELD,
     )
-
-
-__all__ = ["InterveningApp"]

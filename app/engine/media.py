@@ -16,7 +16,7 @@ import aiohttp
 from vllm.exceptions import VLLMClientError, VLLMUnprocessableEntityError, VLLMValidationError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
-from api_schemas.excerpt import clip
+from api_schemas.errors import clip
 from app.process_environment import MEDIA_CONNECTOR
 
 _KINDS: Final = (
@@ -108,6 +108,3 @@ def _unreachable(error: Exception) -> VLLMUnprocessableEntityError:
     return VLLMUnprocessableEntityError(
         f"A media URL could not be fetched ({type(error).__name__}); check it, or send a data: URL"
     )
-
-
-__all__ = ["GuardedMediaConnector", "register_connector"]

@@ -1,7 +1,7 @@
 """Serialization of a choice's collected results as the JSON of its ``interventions`` field.
 
 Tensors are inline as base64 while their total size is small, and otherwise in one safetensors file of the
-result store; so are numbers whose JSON would be large.
+result store; so are numbers whose JSON would be large. Activations of features have their labels.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.excerpt import clip
+from api_schemas.dictionaries import LabelReader, NamedDictionary
+from api_schemas.errors import ApiError, ErrorCode, clip
 from api_schemas.interventions import Intervention
 from api_schemas.operation_names import detectors_used, dictionaries_used, vectors_used
-from api_schemas.operations import Steer
-from app.engine.feature_results import LabelBudget, features_json
-from app.json_text import Rows
+from api_schemas.operations import Features, Steer
+from app.formats.json_text import Rows
 from app.settings import Settings
 from app.storage.results import ResultStore
 from nnsight_engine.core.work_context import WorkContext
@@ -40,7 +39,47 @@ from nnsight_engine.plans.collect.results import (
     LensRows,
     TensorResult,
 )
+from nnsight_engine.plans.compile.conditions import check_labels
 from nnsight_engine.plans.records import NUMBER_TEXT_BYTES, OBJECT_TEXT_BYTES
+
+
+class LabelBudget:
+    """The bytes of labels that one answer may have; the engine's limits count activations only."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._taken = 0
+
+    def take(self, num_bytes: int, name: str) -> None:
+        self._taken += num_bytes
+        check_labels(self._taken, self._max_bytes, name)
+
+
+async def features_json(
+    result: CollectedFeatures, operations: Sequence[Intervention], budget: LabelBudget
+) -> dict[str, Any]:
+    """Raise ApiError ``capture_too_large`` if the labels exceed the budget of the answer."""
+    active = result.ids[result.activations != 0.0] if result.drops_zeros else result.ids
+    features, counts = np.unique(active, return_counts=True)
+    reader = _reader(result.name, operations)
+    labels = {} if reader is None else await reader.of(features.tolist())
+    sizes = [len(labels[one].encode()) if one in labels else 0 for one in features.tolist()]
+    budget.take(int(np.dot(sizes, counts)), result.name)
+
+    def made(start: int, stop: int) -> Iterator[list[dict[str, Any]]]:
+        for row in result.rows(start, stop):
+            yield [{"id": one, "label": labels.get(one), "activation": value} for one, value in row]
+
+    rows = Rows(len(result.ids), result.ids.shape[1], made)
+    return {"type": "features", "positions": result.positions, "features": rows}
+
+
+def _reader(name: str, operations: Sequence[Intervention]) -> LabelReader | None:
+    for one in operations:
+        if isinstance(one, Features) and one.name == name and isinstance(one.dictionary, NamedDictionary):
+            return one.dictionary.labels
+    return None
+
 
 _LOWEST_LOGPROB: Final = -9999.0
 """Replaces the logarithm of zero, as in vLLM's own log-probabilities."""

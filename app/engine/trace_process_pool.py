@@ -1,31 +1,99 @@
 """Traces in processes of their own: scheduling, time limits, and validation of the data that they send.
 
 A trace that kills its process, or does not stop when it is cancelled, costs only itself: the process is
-restarted and the next trace runs. The trace's payload is not decoded here.
+restarted and the next trace runs. The trace's payload is not decoded here. Requests that a process sends
+while its trace runs are carried out one at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Mapping
 from typing import Any, Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
-from app.admission.fair_queue import FairQueue
-from app.engine.process_job import ProcessJob
-from app.errors import internal_error
+from app.admission.slot_pool import FairQueue
+from app.engine.client import event_frame
+from app.http.errors import internal_error
+from app.limits.tenant_budget import TenantBudget
 from app.settings import Settings
-from app.tenant_budget import TenantBudget
-from nnsight_engine.local_engine.process_channel import CANCEL, FAILED, READY, ProcessOptions
-from nnsight_engine.local_engine.trace_process import ProcessEndedError, TraceProcess
-from nnsight_engine.remote_backend.backpressure import Backpressure
+from nnsight_engine.core.work_context import current_work
+from nnsight_engine.local_engine.trace_process import (
+    CANCEL,
+    FAILED,
+    READY,
+    ProcessEndedError,
+    ProcessOptions,
+    TraceProcess,
+)
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceRequest
+from nnsight_engine.remote_backend.unread_output import Backpressure, SlowReaderError
 from nnsight_engine.serialization import DecodeError
+
+_MAX_UNREAD_BYTES: Final = 16 * 2**20
+"""Unread events of one trace."""
+
+
+class ProcessJob:
+    """A trace that is queued or running.
+
+    Attributes:
+        frames: Frames for the client; an ApiError or None ends them.
+        has_begun: Whether it has started to run; if not, another process may retry it.
+        over: Resolved when it uses no resources any more.
+    """
+
+    def __init__(self, request: TraceRequest, engine: str, unread: Backpressure) -> None:
+        self.request = request
+        self.engine = engine
+        self.frames: asyncio.Queue[Frame | ApiError | None] = asyncio.Queue()
+        self.cancelled = asyncio.Event()
+        self.is_late = False
+        self.position = 0
+        self.num_prints = 0
+        self.has_begun = False
+        self.context = contextvars.copy_context()
+        work = current_work()
+        self.meter = None if work is None else work.meter
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self.meter is not None:
+            self.meter.expect(self.over)
+        self._share = unread.share(self._drop, _MAX_UNREAD_BYTES)
+
+    def notify(self, status: JobStatus, message: str | None = None) -> None:
+        frame = event_frame(status, message=message, engine=self.engine)
+        self.frames.put_nowait(frame)
+        self._share.add(len(frame.data))
+
+    async def read_frames(self) -> AsyncGenerator[Frame, None]:
+        try:
+            while (item := await self.frames.get()) is not None:
+                if isinstance(item, ApiError):
+                    raise item
+                if item.kind is FrameKind.EVENT:
+                    self._share.take(len(item.data))
+                yield item
+        finally:
+            self._share.close()
+
+    def end(self) -> None:
+        """Record that it uses no resources any more; idempotent."""
+        if not self.over.done():
+            self.over.set_result(None)
+
+    def _drop(self, error: SlowReaderError) -> None:
+        """Cancel the trace, discard its unread frames and leave the reason for the next read."""
+        while not self.frames.empty():
+            self.frames.get_nowait()
+        self.frames.put_nowait(ApiError(ErrorCode.CAPTURE_TOO_LARGE, str(error)))
+        self.cancelled.set()
+
 
 logger = logging.getLogger(__name__)
 
@@ -381,4 +449,31 @@ async def _receive_status(child: TraceProcess) -> dict[str, Any]:
     return message
 
 
-__all__ = ["CANCEL_GRACE_S", "TraceProcesses"]
+_ANSWERED_S: Final = 5.0
+"""How long a request may take to return after its answer was sent."""
+
+
+class RequestTasks:
+    def __init__(self) -> None:
+        self._tasks: dict[ProcessJob, asyncio.Task[None]] = {}
+
+    async def is_free(self, job: ProcessJob) -> bool:
+        """Return whether the job's last request is over.
+
+        The process may have its answer, and send the next one, before the task that sent it has returned.
+        """
+        task = self._tasks.get(job)
+        if task is not None and not task.done():
+            await asyncio.wait({task}, timeout=_ANSWERED_S)
+        return task is None or task.done()
+
+    def start(
+        self, job: ProcessJob, request: Coroutine[Any, Any, None], context: contextvars.Context | None = None
+    ) -> None:
+        self._tasks[job] = asyncio.create_task(request, context=context)
+
+    async def cancel(self, job: ProcessJob) -> None:
+        task = self._tasks.pop(job, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

@@ -1,19 +1,26 @@
 """vLLM's own HTTP application: its routes run here, behind this server's middleware and checks.
 
-It has none of vLLM's middleware and no port, and its lifespan does not run.
+It has none of vLLM's middleware and no port, and its lifespan does not run. vLLM makes a response in the
+background in a task that nobody waits for. Here such a request lasts until that task has ended: it counts for
+its tenant's limits, is metered, and is waited for at a shutdown. Completions and chats are counted for vLLM's
+``/load`` here, since vLLM counts in its own routes, which these do not use.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import dataclasses
+import json
 import logging
-from collections.abc import Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Mapping, MutableMapping
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any, Final
 
 from fastapi import FastAPI
 from pydantic import ValidationError
+from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -35,15 +42,15 @@ from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.excerpt import excerpt
+from api_schemas.errors import ApiError, ErrorCode, excerpt
 from app.engine.adapters import AdapterLocks, AdapterModels, check_adapter_request, load_again
-from app.engine.cut_answers import mend_chat, mend_messages, mend_responses
-from app.engine.vllm_errors import cause_of, raise_message_errors, raise_stream_errors, raised
-from app.engine.vllm_refusals import corrected
-from app.errors import error_response
-from app.stored_responses import stores_of_responses
-from app.vllm_routes import LOAD_ADAPTER, RESPONSES, UNLOAD_ADAPTER
+from app.engine.answer_parsers import mend_chat, mend_messages, mend_responses
+from app.engine.client import EngineReply
+from app.engine.stored_responses import is_under_way, stores_of_responses
+from app.engine.vllm_errors import cause_of, corrected, raise_message_errors, raise_stream_errors, raised
+from app.http.contexts import context_of, note_error
+from app.http.errors import error_response
+from app.http.vllm_routes import LOAD_ADAPTER, RESPONSES, UNLOAD_ADAPTER
 
 _OURS: Final = (ApiError, EngineDeadError, EngineGenerateError)
 
@@ -167,4 +174,90 @@ async def _answer(_request: Request, error: Exception) -> Response:
     return JSONResponse(refused.model_dump(), status_code=refused.error.code)
 
 
-__all__ = ["VLLMApp"]
+logger = logging.getLogger(__name__)
+
+
+class BackgroundApp:
+    def __init__(self, app: ASGIApp, serving: Any) -> None:
+        self._app = app
+        self._serving = serving
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have the application answer, then wait for the response; the request's deadline ends it."""
+        content = bytearray()
+
+        async def watched(message: Message) -> None:
+            content.extend(message.get("body", b""))
+            await send(message)
+
+        await self._app(scope, receive, watched)
+        answer = json.loads(content)
+        # Without an id it was refused.
+        response_id = answer.get("id") if isinstance(answer, dict) else None
+        task: asyncio.Task[None] | None = self._serving.background_tasks.get(response_id)
+        if task is not None:
+            await _ended(task, scope)
+        stored = self._serving.response_store.get(response_id)
+        if stored is not None and is_under_way(stored):
+            stored.status = "failed"
+            if task is None:  # it had ended before the answer
+                note_error(scope, "internal_error")
+
+
+async def _ended(task: asyncio.Task[None], scope: Scope) -> None:
+    reached = context_of(scope).deadline.reached
+    waited_for: set[asyncio.Future[Any]] = {task, reached}
+    await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
+    task.cancel()
+    (error,) = await asyncio.gather(task, return_exceptions=True)
+    if isinstance(error, Exception):
+        note_error(scope, getattr(raised(error), "code", "internal_error"))
+        logger.warning("a response in the background has failed: %s", type(error).__name__)
+    elif reached.done():
+        note_error(scope, reached.result().code)
+
+
+async def counted(answering: Awaitable[EngineReply], state: State) -> EngineReply:
+    """Return the reply; the request counts until it is complete or its stream is closed."""
+    if not state.enable_server_load_tracking:
+        return await answering
+    load = _Load(state)
+    try:
+        reply = await answering
+    except BaseException:
+        load.end()
+        raise
+    if reply.stream is None:
+        load.end()
+        return reply
+    return dataclasses.replace(reply, stream=_CountedStream(reply.stream, load))
+
+
+class _Load:
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._counts = True
+        state.server_load_metrics += 1
+
+    def end(self) -> None:
+        if self._counts:
+            self._counts = False
+            self._state.server_load_metrics = max(0, self._state.server_load_metrics - 1)
+
+
+class _CountedStream:
+    def __init__(self, stream: AsyncIterator[str], load: _Load) -> None:
+        self._stream = stream
+        self._load = load
+
+    def __aiter__(self) -> _CountedStream:
+        return self
+
+    async def __anext__(self) -> str:
+        return await anext(self._stream)
+
+    async def aclose(self) -> None:
+        self._load.end()
+        aclose = getattr(self._stream, "aclose", None)
+        if aclose is not None:
+            await aclose()

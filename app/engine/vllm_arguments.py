@@ -18,8 +18,8 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from api_schemas.excerpt import excerpt
-from api_schemas.names import NAME_PATTERN, NAME_RULE
+from api_schemas.errors import excerpt
+from api_schemas.fields import NAME_PATTERN, NAME_RULE
 from app.engine.vllm_options import refuse_ignored
 from app.settings import Settings
 from nnsight_engine.core.errors import UnsupportedOptionError

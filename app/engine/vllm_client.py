@@ -3,6 +3,9 @@
 A request without interventions goes through vLLM's request models, serving classes and error handlers and
 through no code of ours. With them, it takes the same path while its task carries the call, and the results
 are added to each choice of its answer.
+
+vLLM does not detect an engine that hangs; a probe does. The engine answers probes between two steps, so a
+step that takes too long shows.
 """
 
 from __future__ import annotations
@@ -28,60 +31,75 @@ from vllm.sampling_params import SamplingParams
 from vllm.tasks import SupportedTask
 from vllm.usage.usage_lib import UsageContext
 
-from api_schemas.capabilities import Capabilities
 from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.generation import TokenizeRequest
 from api_schemas.interventions import FIELD, Intervention
-from api_schemas.operations import Steer
-from api_schemas.request_traces import Trace
-from api_schemas.tokens import TokenizeRequest
+from api_schemas.operations import Steer, Trace
+from api_schemas.server import Capabilities
 from app.admission.slot_pool import SlotPool
-from app.auth.code_policy import sandbox_of
-from app.engine.answer_markers import markers_of
-from app.engine.background_app import BackgroundApp
-from app.engine.call_results import Call, CallResults
-from app.engine.capabilities import describe
-from app.engine.client import DescribedModel, EngineReply, JsonObject
-from app.engine.engine_watchdog import stalled
-from app.engine.grammar_requests import read_accepted, setup_of
-from app.engine.grammars import Grammars
+from app.auth.principal import sandbox_of
+from app.engine.answer_parsers import markers_of
+from app.engine.call_results import Call, CallResults, note_stop, with_results
+from app.engine.client import DescribedModel, EngineReply, JsonObject, TraceEngine
+from app.engine.grammars import Grammars, read_accepted, setup_of
 from app.engine.intervening_app import InterveningApp
 from app.engine.media import register_connector
-from app.engine.result_streams import note_stop, with_results
-from app.engine.served_model import ServedModel
-from app.engine.server_load import counted
-from app.engine.tokenizing import ids_of, texts_of, tokenize_request
-from app.engine.traces import TraceEngine
-from app.engine.vllm_app import VLLMApp
+from app.engine.served_model import ServedModel, describe
+from app.engine.vllm_app import BackgroundApp, VLLMApp, counted
 from app.engine.vllm_arguments import engine_arguments, message_of
-from app.engine.vllm_errors import raised, translating_engine_death
-from app.engine.vllm_refusals import Refusals, RefusedError
-from app.engine.vllm_requests import started_stream
+from app.engine.vllm_errors import Refusals, RefusedError, raised, translating_engine_death
+from app.engine.vllm_requests import ids_of, started_stream, texts_of, tokenize_request
 from app.engine.vllm_traces import VLLMTraceEngine
+from app.http.contexts import context_of
+from app.limits.tenant_budget import TenantBudget
 from app.process_environment import (
     environment_for_traces,
     is_socket_folder_set,
     set_socket_folder,
     spawn_engines,
 )
-from app.request_context import context_of
 from app.settings import Settings
-from app.storage.process_folders import ProcessFolder, claim_memory_folder, claim_socket_folder
+from app.storage.open_files import ProcessFolder, claim_memory_folder, claim_socket_folder
 from app.storage.results import ResultStore
-from app.tenant_budget import TenantBudget
-from nnsight_engine.core.engine_counts import EngineCounts
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.token_texts import TokenTexts
-from nnsight_engine.plans.answer_parts import NO_MARKERS
-from nnsight_engine.remote_backend.identity import fingerprint_of
-from nnsight_engine.remote_backend.messages import TraceHead
+from nnsight_engine.core.work_context import EngineCounts
+from nnsight_engine.plans.request_plan import NO_MARKERS
+from nnsight_engine.remote_backend.messages import TraceHead, fingerprint_of
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM, carrying
 from nnsight_engine.vllm_backend.call import InterventionCall
 from nnsight_engine.vllm_backend.compat import engine_config
 from nnsight_engine.vllm_backend.content_logs import redact_content
 from nnsight_engine.vllm_backend.request_code import encoded_code, filename_of
-from nnsight_engine.vllm_backend.rpc_results import answer
-from nnsight_engine.vllm_backend.shared_memory_results import SharedMemoryResults
+from nnsight_engine.vllm_backend.rpc_results import SharedMemoryResults, answer
 from nnsight_engine.vllm_backend.trace_call import TraceCall
+
+_NUM_INTERVALS: Final = 20
+"""The number of intervals into which the time limit is divided."""
+
+
+async def stalled(probe: Callable[[], Awaitable[Any]], limit_s: Callable[[], float]) -> None:
+    """Return once the engine has left a probe unanswered for too long; any answer, an error too, is one.
+
+    Time is counted in intervals in which this task itself ran: a suspended machine or a frozen container
+    stops both sides, and neither has stalled.
+    """
+    while True:
+        task = asyncio.ensure_future(probe())
+        try:
+            waited_s = 0.0
+            while not task.done():
+                limit = limit_s()
+                if waited_s >= limit:
+                    return
+                await asyncio.wait({task}, timeout=limit / _NUM_INTERVALS)
+                waited_s += limit / _NUM_INTERVALS
+            if not task.cancelled():
+                task.exception()  # marks the exception as retrieved
+        finally:
+            task.cancel()
+        await asyncio.sleep(limit_s() / _NUM_INTERVALS)
+
 
 logger = logging.getLogger(__name__)
 

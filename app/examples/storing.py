@@ -2,33 +2,84 @@
 
 They belong to the tenant of callers without keys and are shared. Each is stored only as the first version of
 its name: not at the next start, nor by another server of the database, nor after its deletion. The lifecycle
-calls this each time that an engine becomes ready. No request waits for it.
+calls this each time that an engine becomes ready. No request waits for it. ``scripts/bundled_examples.py``
+makes the files, which are read in threads.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib.resources
 import json
 import logging
 from collections.abc import Awaitable
-from typing import Final
+from importlib.resources.abc import Traversable
+from typing import Any, Final
 
+from pydantic import BaseModel, ConfigDict
+
+from api_schemas.administration import Scope
+from api_schemas.detectors import DetectorTraining
 from api_schemas.errors import ApiError
-from api_schemas.keys import Scope
+from api_schemas.fields import StoredName
+from api_schemas.vectors import Training
 from app.auth.principal import ANONYMOUS, Principal
 from app.detectors.files import read_file as read_detector
 from app.detectors.service import DetectorService
 from app.dictionaries.service import DictionaryService
 from app.engine.client import EngineClient
-from app.examples.files import ExampleDetector, ExampleFiles, ExampleVector
-from app.forms import FILE
+from app.formats.uploads import FILE
 from app.settings import Settings
 from app.storage.versions import NameUsedError
 from app.vectors.files import read_file as read_vector
 from app.vectors.rows import rows_of
 from app.vectors.service import VectorService
 from nnsight_engine.modeling.bundled import is_bundled_model
+
+
+class ExampleVector(BaseModel):
+    """A vector; its file has a tensor for each layer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: StoredName
+    training: Training
+
+
+class ExampleDetector(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: StoredName
+    training: DetectorTraining
+
+
+class ExampleDictionary(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: StoredName
+    cfg: dict[str, Any]
+    labels: dict[int, str]
+
+
+class ExampleIndex(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    vectors: list[ExampleVector]
+    detectors: list[ExampleDetector]
+    dictionaries: list[ExampleDictionary]
+
+
+class ExampleFiles:
+    def __init__(self, folder: Traversable | None = None) -> None:
+        self._folder = folder or importlib.resources.files(__package__) / "data"
+
+    def index(self) -> ExampleIndex:
+        return ExampleIndex.model_validate_json((self._folder / "index.json").read_bytes())
+
+    def content(self, name: str) -> bytes:
+        return (self._folder / f"{name}.safetensors").read_bytes()
+
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +142,3 @@ async def _add_detector(detectors: DetectorService, example: ExampleDetector, co
     spec, max_bytes = detectors.spec, detectors.max_bytes
     detector, calibration = await asyncio.to_thread(read_detector, content, "", None, spec, max_bytes)
     await detectors.add_first(example.name, detector, calibration, example.training, _OWNER)
-
-
-__all__ = ["ExampleStores", "store_examples"]

@@ -15,10 +15,10 @@ from typing import Any, Final
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from app.audit.records import Record
+from app.audit import Record
+from app.http.contexts import RequestContext
 from app.observability.metrics import outcome_of
 from app.process_environment import set_engine_log
-from app.request_context import RequestContext
 from app.settings import Settings
 from nnsight_engine.core.work_context import current_work
 
@@ -122,14 +122,3 @@ def _of_request(record: Record) -> Mapping[str, Any]:
         "request_bytes": record.request_bytes,
         "response_bytes": record.response_bytes,
     }
-
-
-__all__ = [
-    "add_request",
-    "engine_formatter",
-    "json_formatter",
-    "limit_logs",
-    "log_request",
-    "start_logs",
-    "text_formatter",
-]

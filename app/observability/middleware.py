@@ -15,15 +15,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_schemas.errors import ErrorCode
-from app.audit.log import AuditLog
-from app.audit.records import Record
+from app.audit import AuditLog, Record
 from app.auth.keys import Keys
 from app.engine.client import EngineClient
-from app.middleware import API_PREFIX
+from app.http.contexts import RequestContext, context_of
+from app.http.gate import API_PREFIX
 from app.observability.logs import log_request
 from app.observability.metrics import Metrics, outcome_of
 from app.observability.tracing import RequestSpan, Tracing
-from app.request_context import RequestContext, context_of
 
 _READS: Final = {"GET", "HEAD", "OPTIONS"}
 _UNFINISHED: Final = "client_left"
@@ -166,6 +165,3 @@ def points_of(engine: EngineClient) -> Collection[str]:
     if not engine.ready:
         return ()
     return {point.name for point in engine.capabilities().points}
-
-
-__all__ = ["RecordMiddleware", "points_of"]

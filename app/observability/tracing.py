@@ -31,11 +31,11 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from api_schemas.jobs import JobStatus
-from app.audit.records import Record
+from app.audit import Record
+from app.http.contexts import RequestContext
+from app.http.vllm_routes import MESSAGES, RESPONSES
 from app.observability.metrics import OTHER, kind_of
-from app.request_context import RequestContext
 from app.settings import Settings, otlp_traces_endpoint
-from app.vllm_routes import MESSAGES, RESPONSES
 from nnsight_engine import __version__
 
 _GRPC: Final = "grpc"
@@ -178,6 +178,3 @@ class Tracing:
 def tracing_of(settings: Settings) -> Tracing | None:
     endpoint = otlp_traces_endpoint(settings)
     return Tracing(endpoint, settings.otlp_protocol) if endpoint else None
-
-
-__all__ = ["JobSpan", "RequestSpan", "Tracing", "tracing_of"]

@@ -1,5 +1,5 @@
 """Several servers behind one address: replicas run by Ray Serve, and a front that routes requests.
 
-Only ``handles``, ``router``, ``replica``, ``application`` and ``command`` use Ray. Reasons:
+Only ``handles``, ``replica``, ``application`` and ``command`` use Ray. Reasons:
 ``docs/decisions/0034-replicas.md``.
 """

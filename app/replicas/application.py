@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from app.addresses import is_loopback
-from app.keys_command import has_keys
+from app.commands.keys import has_keys
 from app.process_environment import environment_for_replicas
 from app.replicas.front import create_front
 from app.replicas.handles import ServedReplicas
@@ -28,7 +28,7 @@ from nnsight_engine.core.errors import UnsupportedOptionError
 
 logger = logging.getLogger(__name__)
 
-_ROUTER: Final = "app.replicas.router.PrefixRouter"
+_ROUTER: Final = "app.replicas.handles.PrefixRouter"
 _SHUTDOWN_MARGIN_S: Final = 15.0
 """Seconds that a replica's shutdown takes beyond its drain."""
 _HEALTH_PERIOD_S: Final = 5.0
@@ -210,16 +210,3 @@ class _ExternalReplicas:
         await asyncio.Event().wait()
 
     async def close(self) -> None: ...
-
-
-__all__ = [
-    "build",
-    "deployment_name",
-    "front_of",
-    "nodes_of_cluster",
-    "num_cores_of",
-    "replicas_of",
-    "resources_of",
-    "routing_of",
-    "scaling_of",
-]

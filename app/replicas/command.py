@@ -22,15 +22,15 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from rich.console import Console
 
-from app.keys_command import has_keys
-from app.listen_socket import listening_socket
+from app.commands.keys import has_keys
 from app.process_environment import cluster_address
 from app.replicas.application import no_keys, nodes_of_cluster, replicas_of
 from app.replicas.front import create_front
 from app.replicas.handles import ServedReplicas
 from app.replicas.options import ReplicaOptions
 from app.replicas.protocol import Replicas
-from app.server import DrainingServer, server_config
+from app.server.sockets import listening_socket
+from app.server.uvicorn import DrainingServer, server_config
 from app.settings import Settings
 from nnsight_engine.core.errors import UnsupportedOptionError
 
@@ -204,6 +204,3 @@ async def _announce(
         return
     who = "holders of a key" if with_keys else "this machine only, because there are no keys"
     console.print(f"Ready for {who}: {', '.join(names)} at {url}.", markup=False, soft_wrap=True)
-
-
-__all__ = ["RayReplicas", "run"]

@@ -21,26 +21,24 @@ from starlette.websockets import WebSocket
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.presets import split_model
-from app.body import THREAD_BYTES
-from app.disconnect import while_connected
-from app.errors import error_response, install_error_handlers
-from app.hosts import HostMiddleware
-from app.lifecycle import Lifecycle, Phase, Startable
-from app.middleware import GateMiddleware
+from app.http.bodies import THREAD_BYTES
+from app.http.contexts import RequestContextMiddleware, context_of
+from app.http.deadlines import while_connected
+from app.http.errors import error_response, install_error_handlers
+from app.http.gate import GateMiddleware, HostMiddleware
+from app.http.lifecycle import Lifecycle, Phase, Startable
+from app.http.vllm_routes import OF_ONE_ENGINE
+from app.limits.allowances import ReceivedBytes
+from app.limits.tenant_budget import TenantBudget
 from app.observability.metrics import Metrics
-from app.probes import READY
-from app.received_bytes import ReceivedBytes
 from app.replicas.options import ReplicaOptions
 from app.replicas.protocol import ReplicaAddress, Replicas, none_ready
-from app.replicas.relay import ForwardedRequest, NotAcceptedError, Relay, is_buffered
+from app.replicas.relay import ForwardedRequest, NotAcceptedError, Relay, is_buffered, reject, relay_socket
 from app.replicas.replica_queries import ReplicaQueries
-from app.replicas.request_route import RequestRoute, of_body, owner_of, split_path
-from app.replicas.websocket_relay import reject, relay_socket
-from app.request_context import RequestContextMiddleware, context_of
+from app.replicas.routing import RequestRoute, of_body, owner_of, split_path
+from app.server.probes import READY
 from app.services.model_list import MODELS
 from app.settings import Settings
-from app.tenant_budget import TenantBudget
-from app.vllm_routes import OF_ONE_ENGINE
 
 _UNVERIFIED_BYTES: Final = 1024 * 1024
 """Size of the part of a body that is buffered before a replica has accepted its sender."""
@@ -295,6 +293,3 @@ def _no_result() -> ApiError:
         ErrorCode.RESULT_NOT_FOUND,
         "The replica that stored this result has stopped, and its results are lost; send the request again.",
     )
-
-
-__all__ = ["Front", "FrontContext", "create_front"]

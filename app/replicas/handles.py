@@ -1,7 +1,8 @@
 """Replicas accessed through Ray Serve: a request holds a call of the replica's ``lease`` while it runs.
 
 So Ray Serve counts the running requests, for scaling and for its router, while no byte of a request or
-response passes through Ray.
+response passes through Ray. That router runs beside each handle, in the front, and chooses as ``routing``
+does.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Any, Final
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from app.replicas.protocol import ReplicaAddress, none_ready
+from app.replicas.routing import ranked
 
 logger = logging.getLogger(__name__)
 
@@ -82,4 +85,22 @@ def _cancel(lease: Any) -> None:
         logger.debug("a lease could not be cancelled: %r", error)
 
 
-__all__ = ["ServedReplicas"]
+class PrefixRouter(RequestRouter):
+    _slack = 8
+
+    def initialize_state(self, **kwargs: Any) -> None:
+        self._slack = int(kwargs.get("slack", self._slack))
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the replicas in order of preference, each in a group of its own to fix the order."""
+        given: dict[str, Any] = {}
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # if none of them has room
+            given = pending_request.kwargs
+        replicas = {one.replica_id.unique_id: one for one in candidate_replicas}
+        cache = self.replica_queue_len_cache
+        loads = {name: cache.get(one.replica_id) or 0 for name, one in replicas.items()}
+        order = ranked(loads, given.get("key", b""), tried=given.get("tried", ()), slack=self._slack)
+        return [[replicas[name]] for name in order]

@@ -145,6 +145,3 @@ def _engine_options(arguments: list[str]) -> Any:
 def _dashed(argument: str) -> str:
     name, equals, value = argument.partition("=")
     return f"{name.replace('_', '-')}{equals}{value}" if argument.startswith("--") else argument
-
-
-__all__ = ["ModelOptions", "ReplicaOptions"]

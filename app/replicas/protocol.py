@@ -37,6 +37,3 @@ def replica_lost(name: str) -> ApiError:
         ErrorCode.REPLICA_LOST,
         f"The replica {name!r} that ran this request has stopped; send it again to another one.",
     )
-
-
-__all__ = ["ReplicaAddress", "Replicas", "none_ready", "replica_lost"]

@@ -154,6 +154,3 @@ def _free_port(host: str) -> int:
         found.bind((host, 0))
         port: int = found.getsockname()[1]
     return port
-
-
-__all__ = ["Replica", "ServerOptions", "cores_of"]

@@ -1,13 +1,16 @@
 """Queries of the front to its replicas: metrics, models, readiness, and whether a caller is accepted.
 
-They take no lease, so that they start no replica and wait for none. Each has a timeout.
+They take no lease, so that they start no replica and wait for none. Each has a timeout. The metrics of all
+replicas become one page, with the label ``replica``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
-from collections.abc import Callable, Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -15,11 +18,39 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from app.replicas.metrics_merge import merged
 from app.replicas.options import ModelOptions
 from app.replicas.protocol import ReplicaAddress, Replicas, none_ready
 from app.replicas.relay import Relay, ReplicaAnswer
 from app.services.model_list import MODELS, model_of
+
+_HEADER: Final = re.compile(r"# (?:HELP|TYPE) (\S+)")
+_SAMPLE: Final = re.compile(r"([a-zA-Z_:][\w:]*)(\{?)")
+
+
+@dataclasses.dataclass(slots=True)
+class _Family:
+    headers: list[str] = dataclasses.field(default_factory=list)
+    samples: list[str] = dataclasses.field(default_factory=list)
+
+
+def merged(pages: Mapping[str, str]) -> str:
+    families: dict[str, _Family] = {}
+    for replica, page in pages.items():
+        family = _Family()
+        for line in page.splitlines():
+            header = _HEADER.match(line)
+            if header is not None:
+                family = families.setdefault(header[1], _Family())
+                if line not in family.headers:
+                    family.headers.append(line)
+            elif sample := _SAMPLE.match(line):
+                end = sample.end(1)
+                label = f'{{replica="{replica}"' + ("," if sample[2] else "} ")
+                rest = line[end + 1 :]
+                family.samples.append(f"{line[:end]}{label}{rest}")
+    lines = [line for one in families.values() for line in (*one.headers, *one.samples)]
+    return "".join(f"{line}\n" for line in lines)
+
 
 _METRICS_S: Final = 10.0
 _FIRST_S: Final = 2.0
@@ -126,6 +157,3 @@ def _cards(model: ModelOptions) -> list[dict[str, Any]]:
     return [
         {"id": name, "object": "model", "created": 0, "owned_by": "nnsight-engine"} for name in model.names
     ]
-
-
-__all__ = ["ReplicaQueries"]

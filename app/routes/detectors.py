@@ -8,20 +8,22 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api_schemas.detector_training import DetectorTrainingEvent, DetectorTrainingRequest
 from api_schemas.detectors import Detector, DetectorList, DetectorUpload, NewDetector
-from app.context import Asked, Intervener, Served, Trains
-from app.forms import FORM_TYPE
-from app.openapi import (
+from api_schemas.training import DetectorTrainingEvent, DetectorTrainingRequest
+from app.formats.uploads import FORM_TYPE
+from app.http.openapi import (
     BINARY,
     EVENTS_TYPE,
     SAFETENSORS_TYPE,
+    AfterId,
+    OfName,
+    PageLimit,
     error_responses,
     json_body,
     json_events,
     schema_of,
 )
-from app.routes.paging import AfterId, OfName, PageLimit
+from app.routes.context import Asked, Intervener, Served, Trains
 from app.routes.training import training_answer
 
 router = APIRouter(prefix="/v1/detectors", tags=["detectors"])

@@ -15,11 +15,20 @@ from api_schemas.dictionaries import (
     DictionaryUpload,
     FeatureList,
 )
-from app.context import Intervener, Served
-from app.dictionaries.labels import CSV_TYPE
-from app.forms import FORM_TYPE
-from app.openapi import BINARY, SAFETENSORS_TYPE, error_responses, json_body, schema_of
-from app.routes.paging import AfterId, OfName, PageLimit, Strict
+from app.dictionaries.form import CSV_TYPE
+from app.formats.uploads import FORM_TYPE
+from app.http.openapi import (
+    BINARY,
+    SAFETENSORS_TYPE,
+    AfterId,
+    OfName,
+    PageLimit,
+    Strict,
+    error_responses,
+    json_body,
+    schema_of,
+)
+from app.routes.context import Intervener, Served
 from app.services.downloads import download
 
 router = APIRouter(prefix="/v1/dictionaries", tags=["dictionaries"])

@@ -8,9 +8,8 @@ from fastapi import APIRouter, Response
 from starlette.requests import Request
 
 from api_schemas.presets import NewPreset, PresetContent, PresetList
-from app.context import Asked, Intervener, Served
-from app.openapi import error_responses, json_body
-from app.routes.paging import AfterId, OfName, PageLimit
+from app.http.openapi import AfterId, OfName, PageLimit, error_responses, json_body
+from app.routes.context import Asked, Intervener, Served
 
 router = APIRouter(prefix="/v1/presets", tags=["presets"])
 

@@ -6,11 +6,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api_schemas.traces import TraceOutline
-from app.context import CODER, Coder, Served
-from app.openapi import TRACE_ANSWERS, TRACE_BODY, error_responses
-from app.services.traces.answers import answer_trace
-from app.services.traces.service import model_outline
+from api_schemas.server import TraceOutline
+from app.http.openapi import TRACE_ANSWERS, TRACE_BODY, error_responses
+from app.routes.context import CODER, Coder, Served
+from app.services.traces import answer_trace, model_outline
 
 router = APIRouter(prefix="/v1/traces", tags=["traces"])
 

@@ -4,27 +4,58 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api_schemas.training import LabelledPrompts
+from api_schemas.training import LabelledPrompts, TrainingProgress
 from app.admission.estimates import of_training
-from app.admission.quotas import INTERVENING
+from app.admission.rates import INTERVENING
 from app.auth.principal import Principal
-from app.body import BodyLimits, read_object
-from app.context import Context
-from app.disconnect import while_connected
-from app.errors import validated
-from app.openapi import EVENTS_TYPE
-from app.request_context import RequestContext
-from app.services.keep_alive import COMMENT, Begun, LateStream, within
-from app.services.streaming import ClosingStream, events, first_event, last_events
-from app.training.activations import Report
-from app.training.events import training_events
+from app.http.bodies import BodyLimits, read_object
+from app.http.contexts import RequestContext
+from app.http.deadlines import while_connected
+from app.http.errors import DONE_FRAME, validated
+from app.http.openapi import EVENTS_TYPE
+from app.routes.context import Context
+from app.services.streaming import (
+    COMMENT,
+    Begun,
+    ClosingStream,
+    LateStream,
+    events,
+    first_event,
+    last_events,
+    within,
+)
+from app.training import Report
+
+ResultT = TypeVar("ResultT")
+
+
+async def training_events(
+    train: Callable[[Report], Coroutine[Any, Any, ResultT]], last: Callable[[ResultT], BaseModel]
+) -> AsyncGenerator[str, None]:
+    """Yield progress, then the result, as server-sent events; closing early cancels the training."""
+    events: asyncio.Queue[TrainingProgress | None] = asyncio.Queue()
+    working = asyncio.create_task(train(events.put_nowait))
+    working.add_done_callback(lambda _: events.put_nowait(None))
+    try:
+        while (event := await events.get()) is not None:
+            yield _frame(event)
+        yield _frame(last(await working))
+        yield DONE_FRAME
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+
+def _frame(event: BaseModel) -> str:
+    return f"data: {event.model_dump_json(exclude_none=True)}\n\n"
+
 
 WantedT = TypeVar("WantedT", bound=LabelledPrompts)
 T = TypeVar("T", bound=BaseModel)
@@ -76,6 +107,3 @@ async def training_answer(
 
 async def _begun(source: AsyncIterator[str]) -> Begun:
     return Begun(await first_event(source), source)
-
-
-__all__ = ["training_answer"]

@@ -16,18 +16,21 @@ from api_schemas.vectors import (
     VectorList,
     VectorUpload,
 )
-from app.context import Asked, Intervener, Served, Trains
-from app.forms import FORM_TYPE
-from app.openapi import (
+from app.formats.uploads import FORM_TYPE
+from app.http.openapi import (
     BINARY,
     EVENTS_TYPE,
     SAFETENSORS_TYPE,
+    AfterId,
+    OfName,
+    PageLimit,
+    Strict,
     error_responses,
     json_body,
     json_events,
     schema_of,
 )
-from app.routes.paging import AfterId, OfName, PageLimit, Strict
+from app.routes.context import Asked, Intervener, Served, Trains
 from app.routes.training import training_answer
 
 router = APIRouter(prefix="/v1/vectors", tags=["vectors"])

@@ -1,4 +1,4 @@
-"""The routes of ``app.vllm_routes``: each request is checked here and answered by vLLM's own handler.
+"""The routes of ``app.http.vllm_routes``: each request is checked here and answered by vLLM's own handler.
 
 The caller is authenticated, the body is read within the limits of all routes, and a tenant's prefix cache is
 its own. What the handlers send to the engine passes the engine's own checks, as on every route.
@@ -16,10 +16,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.excerpt import clip
-from api_schemas.interventions import FIELD, Intervention
-from api_schemas.passed_on import (
+from api_schemas.errors import ApiError, ErrorCode, clip
+from api_schemas.generation import (
     EmbeddingsRequest,
     EmbeddingsResponse,
     MessagesRequest,
@@ -27,20 +25,16 @@ from api_schemas.passed_on import (
     ResponsesRequest,
     ResponsesResponse,
 )
+from api_schemas.interventions import FIELD, Intervention
 from app.admission.estimates import of_text
-from app.body import BodyLimits, read_object
-from app.context import Context, Served, caller_of
 from app.engine.client import JsonObject
-from app.errors import error_fields, message_error_bytes
-from app.json_text import encoded_json
-from app.media_parts import num_media_characters
-from app.openapi import EVENTS_TYPE, error_responses, event_schema, json_body, schema_of
-from app.request_context import context_of
-from app.services.operations import isolate, take_operations, with_values
-from app.services.passed_bodies import check_body, check_in_background, is_in_background, num_texts
-from app.services.passing_on import PassedOn
-from app.services.streaming import last_events
-from app.vllm_routes import (
+from app.formats.json_bodies import num_media_characters
+from app.formats.json_text import encoded_json
+from app.http.bodies import BodyLimits, read_object
+from app.http.contexts import context_of
+from app.http.errors import error_fields, message_error_bytes
+from app.http.openapi import EVENTS_TYPE, error_responses, event_schema, json_body, schema_of
+from app.http.vllm_routes import (
     EMBEDDINGS,
     LOAD_ADAPTER,
     MESSAGES,
@@ -50,6 +44,10 @@ from app.vllm_routes import (
     VLLM_ROUTES,
     VLLMRoute,
 )
+from app.routes.context import Context, Served, caller_of
+from app.services.operations import isolate, take_operations, with_values
+from app.services.passing_on import PassedOn, check_body, check_in_background, is_in_background, num_texts
+from app.services.streaming import last_events
 
 router = APIRouter(tags=["vllm"])
 

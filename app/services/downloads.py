@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.errors import error_response
+from app.http.errors import error_response
 from app.services.streaming import ClosingStream
 from app.storage.open_files import OpenResult
 

@@ -15,20 +15,28 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import Intervention
 from app.admission.estimates import check_choices, num_choices, num_prompts, of_body
 from app.auth.principal import Principal
-from app.body import BodyLimits, read_object
-from app.disconnect import while_connected
 from app.engine.client import EngineReply, JsonObject
-from app.engine.echoed_model import events_with_model, with_model
-from app.json_text import json_bytes
-from app.observability.token_times import TokenTimes
-from app.request_context import context_of
-from app.services.field_names import check_spelling
-from app.services.keep_alive import COMMENT, Begun, LateStream, within
-from app.services.operations import isolate, take_operations, with_values
-from app.services.streaming import ClosingStream, close_stream, events, first_event, last_events
+from app.engine.request_fields import events_with_model, with_model
+from app.formats.json_text import json_bytes
+from app.http.bodies import BodyLimits, read_object
+from app.http.contexts import context_of
+from app.http.deadlines import while_connected
+from app.observability.metrics import TokenTimes
+from app.services.operations import check_spelling, isolate, take_operations, with_values
+from app.services.streaming import (
+    COMMENT,
+    Begun,
+    ClosingStream,
+    LateStream,
+    close_stream,
+    events,
+    first_event,
+    last_events,
+    within,
+)
 
 if TYPE_CHECKING:
-    from app.context import Context
+    from app.routes.context import Context
 
 _PROMPT: Final = "prompt"
 _TRUNCATE: Final = "truncate_prompt_tokens"

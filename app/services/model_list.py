@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.excerpt import clip
+from api_schemas.errors import ApiError, ErrorCode, clip
 
 MODELS: Final = "/v1/models"
 
@@ -22,6 +21,3 @@ def model_of(listed: Mapping[str, Any], name: str) -> dict[str, Any]:
         f"The model {clip(name)!r} does not exist, or is not yours; GET {MODELS} lists the names.",
         "model",
     )
-
-
-__all__ = ["MODELS", "model_of"]

@@ -1,28 +1,34 @@
-"""The interventions of a request: read from its body, and checked against what its sender may do."""
+"""The interventions of a request: read from its body, and checked against what its sender may do.
+
+Names that are close to our fields are rejected as misspellings: vLLM would ignore them.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final, get_args
+from collections.abc import Mapping
+from difflib import get_close_matches
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from starlette.requests import Request
 
-from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.administration import Scope
+from api_schemas.errors import ApiError, ErrorCode, clip
 from api_schemas.interventions import FIELD, Intervention, RequestLimits, parse_interventions
-from api_schemas.keys import Scope
-from api_schemas.operations import Write
-from api_schemas.request_traces import Trace
-from app.admission.quotas import INTERVENING
-from app.auth.code_policy import check_code_allowed
-from app.auth.principal import Principal
-from app.body import THREAD_BYTES
-from app.engine.cache_salts import isolate_cache, salt_of
+from api_schemas.interventions import FIELD as INTERVENTIONS
+from api_schemas.operations import Trace, Write
+from api_schemas.presets import FIELD as PRESET
+from app.admission.rates import INTERVENING
+from app.auth.principal import Principal, check_code_allowed
 from app.engine.client import JsonObject
-from app.request_context import context_of
+from app.engine.request_fields import isolate_cache, salt_of
+from app.http.bodies import THREAD_BYTES
+from app.http.contexts import context_of
 from app.services.stored_names import StoredNames
 
 if TYPE_CHECKING:
-    from app.context import Context
+    from app.routes.context import Context
 
 _WRITES: Final = (*get_args(Write), Trace)
 _LEAVES_CHOICE: Final = (None, "auto", "none")
@@ -101,4 +107,35 @@ async def _parsed(
     return await asyncio.to_thread(parse_interventions, raw, limits, count)
 
 
-__all__ = ["isolate", "take_operations", "with_values"]
+_CLOSE: Final = 0.8
+"""Minimum similarity (1: equal) of a field's name to ours for it to count as a misspelling."""
+_MAX_NAMES: Final = 256
+_MAX_EXTRA_CHARACTERS: Final = 4
+
+
+def check_spelling(body: Mapping[str, Any]) -> None:
+    """Raise ApiError ``invalid_shape`` for a misspelling of one of our fields."""
+    for field in (INTERVENTIONS, PRESET):
+        _check(body, field)
+
+
+def _check(body: Mapping[str, Any], field: str) -> None:
+    short = [
+        name
+        for name in islice(body, _MAX_NAMES)
+        if name != field and abs(len(name) - len(field)) <= _MAX_EXTRA_CHARACTERS
+    ]
+    close = next(iter(get_close_matches(field, map(str.lower, short), n=1, cutoff=_CLOSE)), None)
+    if close is not None:
+        name = next(name for name in short if name.lower() == close)
+        raise ApiError(
+            ErrorCode.INVALID_SHAPE, f"There is no field `{clip(name)}`; did you mean `{field}`?", clip(name)
+        )
+    nested = body.get("extra_body")
+    if isinstance(nested, dict) and field in nested:
+        raise ApiError(
+            ErrorCode.INVALID_SHAPE,
+            f"`extra_body` is an argument of OpenAI's client, which sends what is in it beside the other "
+            f"fields; send `{field}` so.",
+            "extra_body",
+        )

@@ -21,8 +21,7 @@ from api_schemas.tensors import VectorName
 from app.detectors.service import DetectorService
 from app.dictionaries.names import DictionaryResolver, ResolvedDictionary
 from app.dictionaries.service import DictionaryService
-from app.vectors.names import NameResolver
-from app.vectors.service import VectorService
+from app.vectors.service import NameResolver, VectorService
 
 MAX_DICTIONARIES: Final = 16
 """Maximum number of dictionaries that a request names."""
@@ -144,6 +143,3 @@ class StoredNames:
                 )
             self._named[found.used.id] = NamedDictionary.of(found.used, found.content, found.labels)
         return self._named[found.used.id], found
-
-
-__all__ = ["MAX_DICTIONARIES", "StoredNames"]

@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, delete, insert, select, update
 from sqlalchemy.orm import Session
 
-from api_schemas.audit import AuditEntry
+from api_schemas.administration import AuditEntry
 from app.storage.database import Database
 from app.storage.tables import AuditRow
 
@@ -68,6 +68,3 @@ class AuditStore:
     async def expire(self, before: float) -> None:
         old = delete(AuditRow).where(AuditRow.time < before)
         await self._database.write(lambda session: session.execute(old))
-
-
-__all__ = ["AuditStore", "Wanted"]

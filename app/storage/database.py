@@ -1,18 +1,22 @@
 """The database: opening, migrations, and the threads that run transactions.
 
-SQL runs in a few dedicated threads and never on the event loop. Transactions are retried for a few seconds
-if the database restarts meanwhile.
+SQL runs in a few dedicated threads and never on the event loop. Transactions are retried for a few seconds if
+the database restarts meanwhile. SQLite needs explicit BEGIN statements, PostgreSQL repeatable reads and the
+detection of lost connections. Each database has folders of its own: files of another would look like orphans,
+and be removed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import importlib.resources
 import itertools
 import logging
+import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -21,12 +25,148 @@ from alembic import command
 from alembic.config import Config
 from alembic.util import CommandError
 from filelock import FileLock
-from sqlalchemy import URL, Connection, Engine, func, make_url, select
-from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event, func, make_url, select
+from sqlalchemy.exc import (
+    ArgumentError,
+    DBAPIError,
+    IntegrityError,
+    InterfaceError,
+    OperationalError,
+    SQLAlchemyError,
+)
 from sqlalchemy.orm import Session
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.storage.engines import WRITES, is_unreachable, open_engine, was_rolled_back
+from app.formats.json_text import printable
+from app.settings import Settings
+
+WRITES: Final = "nnsight_engine_writes"
+"""The execution option of engines whose transactions write."""
+
+_TIMEOUT_S: Final = 30
+_DRIVER: Final = "postgresql+pg8000"
+# Prefixes of PostgreSQL's error codes for lost connections and for servers that accept none.
+_GONE: Final = ("08", "57P01", "57P02", "57P03", "57P05", "53300")
+# The prefix for violated constraints, and the codes for serialization failures and deadlocks.
+_REFUSED: Final = "23"
+_GAVE_WAY: Final = ("40001", "40P01")
+
+
+def open_engine(url: URL, *, num_connections: int) -> Engine:
+    """Return an engine without connecting; ``postgresql://`` gets the driver that the server depends on."""
+    if url.drivername in {"postgresql", "postgres"}:
+        url = url.set(drivername=_DRIVER)
+    engine = (
+        _sqlite(url, num_connections) if url.get_backend_name() == "sqlite" else _other(url, num_connections)
+    )
+    event.listen(engine, "before_cursor_execute", _hold_text, retval=True)
+    return engine
+
+
+def _sqlite(url: URL, num_connections: int) -> Engine:
+    engine = create_engine(url, pool_size=num_connections)
+    event.listen(engine, "connect", _set_up_sqlite)
+    event.listen(engine, "begin", _begin_in_sqlite)
+    return engine
+
+
+def _other(url: URL, num_connections: int) -> Engine:
+    # The timeout for a silent server; other drivers have options of their own in the URL.
+    waits = {"timeout": _TIMEOUT_S} if url.drivername == _DRIVER else {}
+    # Each connection is tested before use: servers restart, and firewalls drop idle connections.
+    engine = create_engine(url, pool_size=num_connections, pool_pre_ping=True, connect_args=waits)
+    event.listen(engine, "handle_error", _classify_error)
+    if engine.dialect.name == "postgresql":
+        event.listen(engine, "begin", _begin_in_postgresql)
+    return engine
+
+
+def location_of(url: str) -> str:
+    """Return the database that a URL refers to, without user, password and driver."""
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        return url  # rejected when the database is opened
+    return str(parsed._replace(drivername=parsed.get_backend_name(), username=None, password=None))
+
+
+def is_unreachable(error: DBAPIError) -> bool:
+    code = _code_of(error.orig)
+    if error.connection_invalidated or code.startswith(_GONE):
+        return True
+    # Drivers report no code for a failed connection attempt. SQLite does not connect.
+    is_remote = not isinstance(error.orig, sqlite3.Error)
+    return is_remote and not code and isinstance(error, (InterfaceError, OperationalError))
+
+
+def was_rolled_back(error: DBAPIError) -> bool:
+    """Return whether the transaction was rolled back in favour of a concurrent one."""
+    return _code_of(error.orig) in _GAVE_WAY
+
+
+def _code_of(error: BaseException | None) -> str:
+    code = getattr(error, "sqlstate", None)
+    if code is None and error is not None and error.args and isinstance(error.args[0], Mapping):
+        code = error.args[0].get("C")
+    return code if isinstance(code, str) else ""
+
+
+def _hold_text(
+    _connection: Connection, _cursor: object, statement: str, parameters: Any, _context: object, _many: object
+) -> tuple[str, Any]:
+    """Escape characters that not every database can store; an id that contains NUL then matches no row."""
+    return statement, _storable(parameters)
+
+
+def _storable(value: Any) -> Any:
+    match value:
+        case str():
+            return value if value.isascii() and "\0" not in value else printable(value).replace("\0", "\\x00")
+        case dict():
+            return {name: _storable(one) for name, one in value.items()}
+        case tuple() | list():
+            return type(value)(map(_storable, value))
+        case _:
+            return value
+
+
+def _classify_error(context: ExceptionContext) -> Exception | None:
+    code = _code_of(context.original_exception)
+    if code.startswith(_GONE):
+        # A server that shuts down reports an error of its own before it closes the connection.
+        context.is_disconnect = True
+    elif code.startswith(_REFUSED) and not isinstance(context.sqlalchemy_exception, IntegrityError):
+        # The driver has a single exception class for all errors and does not distinguish violated
+        # constraints.
+        return IntegrityError(context.statement, context.parameters, context.original_exception)
+    return None
+
+
+def _begin_in_postgresql(connection: Connection) -> None:
+    # By default each statement would see its own snapshot. Writes keep that: their preconditions are in their
+    # statements' conditions.
+    if not connection.get_execution_options().get(WRITES, False):
+        connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+
+
+def _set_up_sqlite(connection: Any, _record: object) -> None:
+    # Disables the driver's implicit BEGIN; _begin_in_sqlite issues it.
+    connection.isolation_level = None
+    for pragma in (
+        f"busy_timeout = {_TIMEOUT_S * 1000}",
+        "journal_mode = WAL",
+        # A commit that was acknowledged survives a power failure.
+        "synchronous = FULL",
+        "foreign_keys = ON",
+    ):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin_in_sqlite(connection: Connection) -> None:
+    # A transaction that reads before it writes fails instead of waiting if another one wrote in between.
+    writes = connection.get_execution_options().get(WRITES, False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
 
 T = TypeVar("T")
 
@@ -193,4 +333,18 @@ def migrations(connection: Connection) -> Iterator[Config]:
         yield config
 
 
-__all__ = ["FILE_NAME", "Database", "DatabaseError", "migrations"]
+def job_folder(settings: Settings) -> Path:
+    if not settings.database_url:
+        return settings.data_dir
+    return settings.data_dir / _name_of(location_of(settings.database_url))
+
+
+def dictionary_folder(settings: Settings) -> Path:
+    if settings.dictionary_dir is None:
+        return job_folder(settings) / "dictionaries"
+    url = settings.database_url
+    return settings.dictionary_dir / _name_of(location_of(url) if url else str(settings.data_dir.absolute()))
+
+
+def _name_of(database: str) -> str:
+    return f"database-{hashlib.sha256(database.encode()).hexdigest()[:16]}"

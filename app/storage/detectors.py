@@ -8,11 +8,10 @@ from sqlalchemy.orm import Session
 
 from api_schemas.detectors import Detector, DetectorTraining, DetectorUsed
 from api_schemas.errors import ErrorCode
-from app.allowance import Allowance
+from app.limits.allowances import Allowance
 from app.storage.database import Database
 from app.storage.tables import DetectorNameRow, DetectorRow, VectorRow
-from app.storage.version_store import NewVersion, VersionStore
-from app.storage.versions import VersionTable
+from app.storage.versions import NewVersion, VersionStore, VersionTable
 
 _TABLE: Final = VersionTable(
     DetectorNameRow,
@@ -94,6 +93,3 @@ def _shown(row: DetectorRow, tenant: str) -> Detector:
         "training": row.training,
     }
     return Detector.model_validate(values)
-
-
-__all__ = ["DetectorStore", "FoundDetector"]

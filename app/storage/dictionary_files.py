@@ -21,11 +21,8 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from api_schemas.errors import ErrorCode
-from app.storage.disk_quota import DiskQuota, on_disk, sync_folder
-from app.storage.open_files import OpenFiles, OpenResult
-from app.storage.process_folders import ProcessFolder, claim_folder
-from app.storage.received_pieces import append
-from app.storage.storage_usage import Holder
+from app.storage.open_files import OpenFiles, OpenResult, ProcessFolder, append, claim_folder
+from app.storage.quotas import DiskQuota, Holder, on_disk, sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -211,6 +208,3 @@ class DictionaryFiles:
                 else:
                     aside.append(path)
         return hashes, aside
-
-
-__all__ = ["ENDING", "DictionaryFiles", "WeightsUpload"]

@@ -10,8 +10,8 @@ from sqlalchemy import func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
+from api_schemas.administration import Key, Limits, NewKey, Scope, Tenant, Tier
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.keys import Key, Limits, NewKey, Scope, Tenant, Tier
 from app.storage.database import Database
 from app.storage.tables import KeyRow, TenantRow
 
@@ -206,6 +206,3 @@ def _kept(limits: Limits) -> dict[str, Any]:
 
 def not_found(key_id: str) -> ApiError:
     return ApiError(ErrorCode.KEY_NOT_FOUND, f"There is no key {key_id!r}.", "key_id")
-
-
-__all__ = ["KeyStore", "KeyTakenError", "is_open", "key_from_row", "not_found"]

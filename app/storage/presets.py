@@ -9,13 +9,12 @@ from typing import Any, Final
 from sqlalchemy.orm import Session
 
 from api_schemas.errors import ErrorCode
-from api_schemas.names import Reference
+from api_schemas.fields import Reference
 from api_schemas.presets import Preset, PresetContent
-from app.allowance import Allowance
+from app.limits.allowances import Allowance
 from app.storage.database import Database
 from app.storage.tables import PresetNameRow, PresetRow
-from app.storage.version_store import NewVersion, VersionStore
-from app.storage.versions import VersionTable
+from app.storage.versions import NewVersion, VersionStore, VersionTable
 
 OVERHEAD_BYTES: Final = 1024
 """Bytes that each preset is counted with beside its operations, which bounds their number."""
@@ -120,6 +119,3 @@ def _content(row: PresetRow, tenant: str) -> PresetContent:
 def _is_same(row: PresetRow, new: NewRow) -> bool:
     wanted = (new.tenant, new.model, new.description, new.shared, new.sha256)
     return (row.tenant, row.model, row.description, row.shared, row.sha256) == wanted
-
-
-__all__ = ["OVERHEAD_BYTES", "NewRow", "PresetStore"]

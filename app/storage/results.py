@@ -1,14 +1,16 @@
 """Stores large results as files that expire, so that captured tensors need not be embedded in JSON.
 
-The store never exceeds its byte limit, nor a tenant its share: it evicts the oldest files, first those of
-the tenant with the most bytes. Files with readers are not evicted, and stay counted. Ids are unguessable,
-and only ids that the store created become a path. All disk access runs in threads.
+The store never exceeds its byte limit, nor a tenant its share: it evicts the oldest files, first those of the
+tenant with the most bytes. Files with readers are not evicted, and stay counted. Ids are unguessable, and
+only ids that the store created become a path. All disk access runs in threads. Files are written directly
+from the tensors' bytes; safetensors' own writer takes raw memory addresses.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import logging
 import secrets
 import time
@@ -19,12 +21,67 @@ from pathlib import Path
 from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.allowance import Allowance
-from app.storage.open_files import OpenFiles, OpenResult
-from app.storage.process_folders import ProcessFolder, claim_folder
-from app.storage.safetensors_file import layout, write
-from app.storage.storage_usage import Holder, StoredBytes
+from app.limits.allowances import Allowance
+from app.storage.open_files import OpenFiles, OpenResult, ProcessFolder, claim_folder
+from app.storage.quotas import Holder, StoredBytes
 from nnsight_engine.plans.collect.results import TensorResult
+
+_DTYPES: Final = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+}
+_ALIGNMENT: Final = 8
+_LENGTH_BYTES: Final = 8
+
+
+def layout(tensors: Mapping[str, TensorResult]) -> tuple[bytes, list[str]]:
+    """Return the bytes before the data, and the order of keys; ValueError for a wrong dtype or shape."""
+    # Wide types first, so that every tensor starts at a multiple of its item size.
+    order = sorted(tensors, key=lambda key: (-_code_and_size(tensors[key])[1], key))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for key in order:
+        tensor = tensors[key]
+        code, _ = _code_and_size(tensor)
+        end = offset + len(tensor.data)
+        header[key] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, order
+
+
+def write(path: Path, head: bytes, tensors: Mapping[str, TensorResult], order: list[str]) -> None:
+    """Write a file atomically; ``head`` and ``order`` come from ``layout``."""
+    partial = path.with_suffix(".partial")
+    try:
+        with partial.open("xb") as file:
+            file.write(head)
+            for key in order:
+                file.write(tensors[key].data)
+        partial.rename(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _code_and_size(tensor: TensorResult) -> tuple[str, int]:
+    known = _DTYPES.get(tensor.dtype)
+    if known is None:
+        raise ValueError(f"a stored tensor's dtype must be one of {', '.join(_DTYPES)}, got {tensor.dtype!r}")
+    num_bytes = known[1]
+    for size in tensor.shape:
+        num_bytes *= size
+    if num_bytes != len(tensor.data):
+        raise ValueError(
+            f"a {tensor.dtype} tensor of shape {tensor.shape} has {num_bytes} bytes, got {len(tensor.data)}"
+        )
+    return known
+
 
 logger = logging.getLogger(__name__)
 

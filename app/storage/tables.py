@@ -1,7 +1,7 @@
 """The database's tables; each change requires a migration, and a test compares the two.
 
 Times are seconds since 1970. Text has neither NUL nor lone surrogates, which not every database can store:
-``engines`` ensures that for text, and code that writes JSON for JSON.
+``database`` ensures that for text, and code that writes JSON for JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, declared_attr, mapped_column
 
-from app.storage.storage_usage import Holder
+from app.storage.quotas import Holder
 
 # SQLite increments automatically only columns declared as INTEGER.
 _COUNTER: Final = BigInteger().with_variant(Integer, "sqlite")
@@ -126,7 +126,7 @@ class EventRow(Base):
 
 
 class TenantRow(Base):
-    """A tenant; ``limits`` are those of all of its keys together, see ``api_schemas.keys.Limits``."""
+    """A tenant; ``limits`` are those of all of its keys together, see ``api_schemas.administration``."""
 
     __tablename__ = "tenants"
 
@@ -136,7 +136,7 @@ class TenantRow(Base):
 
 
 class KeyRow(Base):
-    """A key; see ``api_schemas.keys.Key``. Only ``hash`` is stored, never the secret."""
+    """A key; see ``api_schemas.administration.Key``. Only ``hash`` is stored, never the secret."""
 
     __tablename__ = "keys"
     __table_args__ = (Index(None, "tenant"),)
@@ -158,7 +158,7 @@ class KeyRow(Base):
 
 
 class AuditRow(Base):
-    """See ``api_schemas.audit.AuditEntry``."""
+    """See ``api_schemas.administration.AuditEntry``."""
 
     __tablename__ = "audit"
     __table_args__ = (
@@ -312,10 +312,3 @@ class PresetRow(VersionRow):
 
     description: Mapped[str] = mapped_column(Text)
     operations: Mapped[list[str]] = mapped_column(JSON)
-
-
-__all__ = [
-    "AuditRow", "Base", "DetectorNameRow", "DetectorRow", "DictionaryNameRow", "DictionaryRow", "EventRow",
-    "FeatureLabelRow", "JobRow", "KeyRow", "PresetNameRow", "PresetRow", "StoredNameRow", "TenantRow",
-    "VectorNameRow", "VectorRow", "VersionRow",
-]  # fmt: skip

@@ -3,19 +3,51 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 from sqlalchemy.orm import Session
 
 from api_schemas.errors import ErrorCode
 from api_schemas.vectors import Training, Vector
-from app.allowance import Allowance
+from app.limits.allowances import Allowance
 from app.storage.database import Database
 from app.storage.tables import DetectorRow, VectorNameRow, VectorRow
-from app.storage.vector_rows import VectorRows, kind_of
-from app.storage.version_store import NewVersion, VersionStore
-from app.storage.versions import VersionTable
+from app.storage.versions import NewVersion, VersionStore, VersionTable
+
+Floats = npt.NDArray[np.float32]
+
+LAYER_PREFIX: Final = "layers.*."
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VectorRows:
+    """The values of a stored vector, ``[layers, width]``; ``leaf`` is such as ``output`` of a layer."""
+
+    leaf: str
+    layers: tuple[int, ...]
+    values: Floats
+
+    @property
+    def width(self) -> int:
+        return int(self.values.shape[1])
+
+    @property
+    def data(self) -> bytes:
+        """The values, rows by layer, float32 and little-endian."""
+        return np.ascontiguousarray(self.values, "<f4").tobytes()
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.data).hexdigest()
+
+
+def kind_of(leaf: str) -> str:
+    return f"{LAYER_PREFIX}{leaf}"
+
 
 _TABLE: Final = VersionTable(
     VectorNameRow,
@@ -114,6 +146,3 @@ def _found(row: VectorRow) -> FoundVector:
         row.number, row.id, row.name, row.version, row.model, row.leaf, tuple(row.layers),
         row.width, row.shared,
     )  # fmt: skip
-
-
-__all__ = ["FoundVector", "NewRow", "VectorStore"]

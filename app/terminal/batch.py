@@ -134,6 +134,3 @@ async def _answer(server: Server, request: BatchRequest) -> JsonObject:
         "response": {"status_code": status, "request_id": request_id, "body": body},
         "error": error,
     }
-
-
-__all__ = ["CONCURRENCY", "Batch", "BatchRequest", "read_batch"]

@@ -140,6 +140,3 @@ def _number(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"/scale needs a number, got {text!r}")
     return number
-
-
-__all__ = ["HELP", "Chat"]

@@ -18,8 +18,7 @@ from app.settings import ClientSettings
 from app.terminal.batch import CONCURRENCY, Batch
 from app.terminal.chat import Chat
 from app.terminal.lens import lens as show_lens
-from app.terminal.own_server import own_server
-from app.terminal.server import JsonObject, Server
+from app.terminal.server import JsonObject, Server, own_server
 from app.terminal.steering import Steering, SteeringRequest
 from app.terminal.steering import steer as show_steered
 from app.terminal.stored import KINDS, Kind, add, best_layer, export, show, train
@@ -300,5 +299,3 @@ def _print_made(kind: Kind, made: JsonObject) -> None:
 
 for _kind in KINDS:
     COMMANDS.add_typer(_stored(_kind), name=_kind.plural)
-
-__all__ = ["COMMANDS", "given_options"]

@@ -137,6 +137,3 @@ def heat(probability: float) -> Style:
         bgcolor=Color.from_rgb(*ground),
         bold=probability >= 0.5,
     )
-
-
-__all__ = ["heat", "lens", "print_lens"]

@@ -125,6 +125,3 @@ async def steer(server: Server, request: SteeringRequest, title: str, console: C
     console.print(shown.draw(console.width))
     console.print(shown.summary())
     return shown.texts[1]
-
-
-__all__ = ["Comparison", "Steering", "SteeringRequest", "steer"]

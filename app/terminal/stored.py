@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from api_schemas.names import NAME_RULE, Reference
+from api_schemas.fields import NAME_RULE, Reference
 from app.terminal.server import JsonObject, Server
 from app.terminal.text_display import plain
 
@@ -326,17 +326,3 @@ def _span(layers: list[int]) -> str:
     if len(layers) > 1 and layers == list(range(layers[0], layers[-1] + 1)):
         return f"{layers[0]}:{layers[-1] + 1}"
     return ", ".join(map(str, layers))
-
-
-__all__ = [
-    "DICTIONARIES",
-    "KINDS",
-    "PRESETS",
-    "VECTORS",
-    "Kind",
-    "add",
-    "best_layer",
-    "export",
-    "show",
-    "train",
-]

@@ -64,6 +64,3 @@ def _append(text: Text, pieces: list[str], style: str) -> None:
         word = piece.lstrip()
         text.append(piece.removesuffix(word))
         text.append(word, style)
-
-
-__all__ = ["MARK", "plain", "visible", "with_differences"]

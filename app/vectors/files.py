@@ -1,29 +1,46 @@
 """Vector files, read as untrusted input: the first bytes determine the format, and no pickle is ever loaded.
 
 A file is limited to the size of the model's largest vector in float64 plus overhead, so readers hold it in
-memory. Every size in a header is checked against the data before anything is allocated. Runs in a thread.
+memory. Every size in a header is checked against the data before anything is allocated. Files and the body of
+``POST /v1/vectors`` (numbers in JSON, or a file in a form) are read in a thread. Nothing is stored here.
 """
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import hashlib
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from starlette.requests import Request
 
-from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.excerpt import clip
-from api_schemas.fields import Items, Number
-from api_schemas.vectors import Training, Vector
-from app.body_json import exceeds_depth, parse_object
-from app.errors import problem_text, validated
-from app.forms import FILE
-from app.storage.vector_rows import VectorRows
-from app.tensor_files import Tensors, is_safetensors, read_safetensors, refuse_pickle
+from api_schemas.errors import ApiError, ErrorCode, clip
+from api_schemas.fields import Items, Number, RequestLimits, StoredName, Strict
+from api_schemas.tensors import TensorInput, VectorName
+from api_schemas.vectors import NewVector, Training, Vector
+from app.formats.json_bodies import exceeds_depth, parse_object
+from app.formats.uploads import (
+    FILE,
+    FORM_TYPE,
+    Tensors,
+    is_safetensors,
+    read_form,
+    read_safetensors,
+    refuse_pickle,
+)
+from app.http.bodies import BodyLimits, check_media_type, read_bytes, read_object
+from app.http.errors import problem_text, validated
+from app.storage.vectors import VectorRows
 from app.vectors import gguf_file, npz_file
+from app.vectors.rows import ModelShape, rows_of
+from nnsight_engine.core.dtypes import floats_from_bytes
+from nnsight_engine.plans.compile.tensors import read_tensor
 
 Format = Literal["safetensors", "npz", "gguf", "json"]
 
@@ -137,4 +154,72 @@ _READERS: Final[tuple[tuple[Callable[[bytes], bool], Format, Callable[[bytes], T
 )
 
 
-__all__ = ["SLACK_BYTES", "Format", "provenance_of", "read_file", "read_provenance"]
+_WIDEST_ITEM_BYTES: Final = 8
+_JSON_ITEM_BYTES: Final = 32
+
+
+class _Form(Strict):
+    name: StoredName
+    at: str | None = None
+    shared: Literal["true", "false"] = "false"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UploadedVector:
+    """An upload, validated against the model; ``has_other_training``: its file has that of other numbers.
+
+    ``sha256`` is None for JSON bodies; ``model`` is empty if the file names none.
+    """
+
+    name: str
+    shared: bool
+    format: Format
+    sha256: str | None
+    rows: VectorRows
+    model: str = ""
+    training: Training | None = None
+    has_other_training: bool = False
+
+
+async def read_upload(request: Request, shape: ModelShape, limits: BodyLimits) -> UploadedVector:
+    """Raise ApiError for an invalid body, ClientDisconnect if the client left before its end."""
+    media_type = request.headers.get("content-type", "").split(";", maxsplit=1)[0].strip().lower()
+    if media_type == FORM_TYPE:
+        limit = min(shape.max_numbers * _WIDEST_ITEM_BYTES + SLACK_BYTES, limits.max_bytes)
+        body = await read_bytes(request, limit, limits.idle_s)
+        content_type = request.headers["content-type"]
+        return await asyncio.to_thread(_read_form, bytes(body), content_type, shape)
+    check_media_type(request, "application/json")
+    limit = min(shape.max_numbers * _JSON_ITEM_BYTES + SLACK_BYTES, limits.max_bytes)
+    value = await read_object(request, BodyLimits(limit, limits.max_depth, limits.idle_s))
+    return await asyncio.to_thread(_read_numbers, value, shape)
+
+
+def _read_numbers(value: dict[str, Any], shape: ModelShape) -> UploadedVector:
+    limits = RequestLimits(max_tensor_bytes=shape.max_numbers * _WIDEST_ITEM_BYTES)
+    new = validated(NewVector, value, limits)
+    if new.vectors is not None:
+        tensors = {name: array_of(tensor, f"vectors.{clip(name)}") for name, tensor in new.vectors.items()}
+        rows = rows_of(tensors, None, shape, "vectors")
+    else:
+        rows = rows_of({"values": array_of(new.values, "values")}, new.at, shape, "values")
+    return UploadedVector(new.name, new.shared, "json", None, rows)
+
+
+def array_of(value: TensorInput | None, param: str) -> npt.NDArray[Any]:
+    """Raise ApiError ``invalid_shape`` if the tensor is a name; ``not_finite``."""
+    if value is None or isinstance(value, VectorName):
+        raise ApiError(ErrorCode.INVALID_SHAPE, "It is made of numbers, or a tensor object.", param)
+    tensor = read_tensor(value, param)
+    return floats_from_bytes(tensor.dtype, tensor.data).reshape(tensor.shape)
+
+
+def _read_form(body: bytes, content_type: str, shape: ModelShape) -> UploadedVector:
+    fields, (name, content) = read_form(body, content_type, _Form.model_fields, "a vector")
+    form = validated(_Form, fields)
+    at = None if not form.at else [part.strip() for part in form.at.split(",")]
+    format_, tensors = read_file(content, name)
+    rows = rows_of(tensors, at, shape, FILE)
+    sha256 = hashlib.sha256(content).hexdigest()
+    provenance = read_provenance(content, rows)
+    return UploadedVector(form.name, form.shared == "true", format_, sha256, rows, *provenance)

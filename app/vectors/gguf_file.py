@@ -15,9 +15,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.excerpt import clip
-from app.tensor_files import Tensors
+from api_schemas.errors import ApiError, ErrorCode, clip
+from app.formats.uploads import Tensors
 from nnsight_engine.core.dtypes import floats_from_bytes
 
 MAGIC: Final = b"GGUF"
@@ -173,6 +172,3 @@ def _scalar_bytes(kind: int) -> int:
 
 def _invalid(message: str) -> ApiError:
     return ApiError(ErrorCode.INVALID_VECTOR_FILE, message, _PARAM)
-
-
-__all__ = ["MAGIC", "read"]

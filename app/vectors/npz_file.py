@@ -16,9 +16,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.excerpt import clip
-from app.tensor_files import Tensors
+from api_schemas.errors import ApiError, ErrorCode, clip
+from app.formats.uploads import Tensors
 
 _PARAM: Final = "file"
 _END: Final = b"PK\x05\x06"
@@ -129,6 +128,3 @@ def _array(content: bytes, name: str) -> npt.NDArray[Any]:
 
 def _invalid(message: str) -> ApiError:
     return ApiError(ErrorCode.INVALID_VECTOR_FILE, message, _PARAM)
-
-
-__all__ = ["read"]

@@ -13,12 +13,11 @@ from typing import Any, Final, Self
 import numpy as np
 import numpy.typing as npt
 
-from api_schemas.capabilities import Capabilities
-from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.excerpt import clip
+from api_schemas.errors import ApiError, ErrorCode, clip
 from api_schemas.points import Point, PointPattern, resolve_layer
-from app.storage.vector_rows import LAYER_PREFIX, Floats, VectorRows, kind_of
-from app.tensor_files import Tensors
+from api_schemas.server import Capabilities
+from app.formats.uploads import Tensors
+from app.storage.vectors import LAYER_PREFIX, Floats, VectorRows, kind_of
 
 RESIDUAL_LEAF: Final = "output"
 """The residual stream after a layer; the default for a tensor whose name has only a layer."""
@@ -170,6 +169,3 @@ def _row(tensor: npt.NDArray[Any], point: Point, width: int, param: str) -> Floa
 
 def _invalid(message: str, param: str) -> ApiError:
     return ApiError(ErrorCode.INVALID_VECTOR_FILE, message, param)
-
-
-__all__ = ["RESIDUAL_LEAF", "ModelShape", "points_of", "rows_of"]

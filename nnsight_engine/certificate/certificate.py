@@ -1,13 +1,148 @@
-"""The result of a check, as data and as JSON."""
+"""The result of a check, as data and as JSON; verdicts judge one engine's values by the other's.
+
+All differences are relative: of a value to its largest element, of a write to the largest movement of a logit
+that it causes in transformers.
+"""
 
 from __future__ import annotations
 
+import enum
+import math
 from collections import Counter
 from typing import Final
 
 import msgspec
+import torch
 
-from nnsight_engine.certificate.verdicts import Bounds, Status, Verdict
+from nnsight_engine.certificate.measurements import Failure, Measurement
+
+_NO_MOVEMENT: Final = 0.1
+"""Part of transformers' movement below which vLLM's is none."""
+_NOISE: Final = 4.0
+"""How often the engines' difference without a write may be in that of movements without meaning anything."""
+_MARGIN: Final = 2.0
+_MOST: Final = 0.3
+
+
+class Status(enum.StrEnum):
+    OK = "ok"
+    DIFFERS = "differs"
+    NOT_COMPARED = "cannot be compared"
+    SILENTLY_WRONG = "silently wrong"
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """The largest relative differences that count as equal.
+
+    Attributes:
+        value: Of values, and of logits without a write.
+        movement: Of the movement of logits by a write, which is a difference of two.
+    """
+
+    value: float
+    movement: float
+
+    @classmethod
+    def of(cls, tolerance: float) -> Bounds:
+        return cls(tolerance, min(10 * tolerance, _MOST))
+
+
+TOLERANCES: Final = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
+"""What vLLM's dtype accounts for; transformers computes in float32."""
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """A status; ``difference`` is relative, None without a number, ``reason`` is empty if all is well."""
+
+    status: Status
+    difference: float | None = None
+    reason: str = ""
+
+
+def judge_value(wanted: Measurement | None, got: Measurement | None, bounds: Bounds) -> Verdict:
+    missing = _missing(wanted, got)
+    if missing is not None:
+        return missing
+    assert isinstance(wanted, torch.Tensor) and isinstance(got, torch.Tensor)  # noqa: PT018, S101 - nothing is missing
+    if wanted.shape != got.shape:
+        return Verdict(Status.DIFFERS, None, f"shape {list(got.shape)} instead of {list(wanted.shape)}")
+    difference = relative(got, wanted)
+    if difference <= bounds.value:
+        return Verdict(Status.OK, difference)
+    return Verdict(Status.DIFFERS, difference, f"differs by {difference:.2g} of the largest value")
+
+
+def judge_movement(
+    wanted: Measurement | None,
+    got: Measurement | None,
+    plain: tuple[torch.Tensor, torch.Tensor],
+    bounds: Bounds,
+) -> Verdict:
+    """Judge logits ``[vocabulary]`` after the same change; ``plain`` are both engines' without it."""
+    missing = _missing(wanted, got)
+    if missing is not None:
+        return missing
+    assert isinstance(wanted, torch.Tensor) and isinstance(got, torch.Tensor)  # noqa: PT018, S101 - nothing is missing
+    if wanted.shape != got.shape:
+        return Verdict(Status.DIFFERS, None, f"logits {list(got.shape)} instead of {list(wanted.shape)}")
+    is_finite = plain[0].isfinite()
+    ours, theirs = (wanted - plain[0])[is_finite], (got - plain[1])[is_finite]
+    effect, apart = _size(ours), _size(theirs - ours)
+    if effect > 0 and apart <= bounds.movement * effect:
+        return Verdict(Status.OK, apart / effect)
+    difference = apart / effect if effect else None
+    if apart <= _NOISE * _size((plain[1] - plain[0])[is_finite]):
+        return Verdict(
+            Status.NOT_COMPARED, difference, "the movements differ no more than the engines do without it"
+        )
+    if _size(theirs) <= _NO_MOVEMENT * effect:
+        return Verdict(Status.SILENTLY_WRONG, difference, "vLLM accepts it, and its logits do not move")
+    return Verdict(Status.DIFFERS, difference, "it moves vLLM's logits otherwise than transformers'")
+
+
+def judge_tokens(wanted: list[int], got: list[int], logits: torch.Tensor, bounds: Bounds) -> Verdict:
+    """Judge a greedy continuation; transformers chose from ``logits``, ``[tokens, vocabulary]``."""
+    first = next((step for step, (a, b) in enumerate(zip(wanted, got, strict=False)) if a != b), None)
+    if first is None:
+        is_same = len(wanted) == len(got)
+        return (
+            Verdict(Status.OK)
+            if is_same
+            else Verdict(Status.DIFFERS, None, f"{len(got)} tokens instead of {len(wanted)}")
+        )
+    row = logits[first]
+    margin = float((row[wanted[first]] - row[got[first]]) / row.abs().max())
+    if margin <= _MARGIN * bounds.value:
+        return Verdict(Status.NOT_COMPARED, margin, f"token {first + 1} of the continuation is nearly a tie")
+    return Verdict(Status.DIFFERS, margin, f"the continuation differs from token {first + 1} on")
+
+
+def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return the largest difference, relative to the largest finite element of ``wanted``."""
+    is_finite = wanted.isfinite()
+    scale = _size(wanted[is_finite]) or 1.0
+    if not torch.equal(wanted[~is_finite], got[~is_finite]):  # masked elements are the same infinity
+        return math.inf
+    return _size(got[is_finite] - wanted[is_finite]) / scale
+
+
+def _size(value: torch.Tensor) -> float:
+    """Return the largest absolute element; infinite if there are NaNs."""
+    largest = float(value.abs().max()) if value.numel() else 0.0
+    return math.inf if math.isnan(largest) else largest
+
+
+def _missing(wanted: Measurement | None, got: Measurement | None) -> Verdict | None:
+    if wanted is None or got is None:
+        where = "vLLM" if got is None else "transformers"
+        return Verdict(Status.NOT_COMPARED, None, f"{where} does not offer the point")
+    if isinstance(wanted, Failure):
+        return Verdict(Status.NOT_COMPARED, None, f"transformers: {wanted.message}")
+    if isinstance(got, Failure):
+        status = Status.NOT_COMPARED if got.is_refusal else Status.DIFFERS
+        return Verdict(status, None, f"vLLM: {got.message}")
+    return None
+
 
 PLAIN: Final = "plain"
 VALUES: Final = ("operations", "trace")

@@ -18,7 +18,7 @@ from types import ModuleType
 from nnsight_engine.compat import children
 from nnsight_engine.compat.finder import OriginalInstalledError, install
 from nnsight_engine.core.config import CONFIG
-from nnsight_engine.tracing.tracebacks import hide_our_frames
+from nnsight_engine.tracing.frames import hide_our_frames
 
 _INTERRUPTED = 130
 _GUARD = re.compile(rb"__name__\s*==\s*['\"]__main__['\"]")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nnsight_engine.serialization.limits import DATA_ONLY, TRUSTED
-from nnsight_engine.serialization.values import decode, encode
+from nnsight_engine.serialization.wire import decode, encode
 
 
 def dumps(value: Any, path: str | os.PathLike[str] | None = None) -> bytes | None:
@@ -36,6 +36,3 @@ def loads(data: bytes | str | os.PathLike[str], *, trusted: bool = False) -> Any
     if not isinstance(data, bytes | bytearray | memoryview):
         data = Path(data).read_bytes()
     return decode(data, policy=TRUSTED if trusted else DATA_ONLY)
-
-
-__all__ = ["dumps", "loads"]

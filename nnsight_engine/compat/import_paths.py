@@ -26,7 +26,7 @@ PATHS: Final = {
         "nnsight_engine.envoys.operations": "OperationEnvoy SourceEnvoy",
     },
     "hooks": {
-        "nnsight_engine.envoys.hooks": "requires_input requires_operation_input"
+        "nnsight_engine.envoys.eproperty": "requires_input requires_operation_input"
         " requires_operation_output requires_output",
     },
     "interleaver": {
@@ -37,23 +37,22 @@ PATHS: Final = {
         f"{_INTERLEAVING}.mediator": "Mediator",
     },
     "serialization": {f"{_COMPAT}.dumps": "dumps loads"},
-    "tracing.backwards": {f"{_TRACERS}.backwards": "BackwardsTracer"},
+    "tracing.backwards": {f"{_TRACERS}.interleaving": "BackwardsTracer"},
     "tracing.base": {
-        "nnsight_engine.tracing.errors": "WithBlockNotFoundError",
+        "nnsight_engine.tracing.source_text": "WithBlockNotFoundError",
         "nnsight_engine.tracing.tracer": "Info Tracer",
     },
     "tracing.editing": {f"{_TRACERS}.editing": "EditingTracer"},
-    "tracing.globals": {f"{_COMPAT}.globals": "Globals", "nnsight_engine.core.saves": "save"},
-    "tracing.invoker": {f"{_TRACERS}.invoker": "Invoker"},
-    "tracing.iterator": {f"{_INTERLEAVING}.iteration": "IteratorTracer"},
+    "tracing.globals": {f"{_COMPAT}.custom_backends": "Globals", "nnsight_engine.core.saves": "save"},
+    "tracing.invoker": {f"{_TRACERS}.interleaving": "Invoker"},
+    "tracing.iterator": {f"{_TRACERS}.steps": "IteratorTracer"},
     "tracing.tracer": {
         "nnsight_engine.envoys.cache": "Cache",
-        f"{_TRACERS}.interleaving": "InterleavingTracer",
-        f"{_TRACERS}.scanning": "ScanningTracer",
+        f"{_TRACERS}.interleaving": "InterleavingTracer ScanningTracer",
         f"{_INTERLEAVING}.barrier": "Barrier",
         "nnsight_engine.tracing.tracer": "Tracer",
     },
-    "tracing.util": {f"{_COMPAT}.exceptions": "ExceptionWrapper wrap_exception"},
+    "tracing.util": {f"{_COMPAT}.custom_backends": "ExceptionWrapper wrap_exception"},
 }
 """Names by the module that defines them, for each path below ``intervention``."""
 

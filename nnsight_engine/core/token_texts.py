@@ -187,5 +187,3 @@ def _show_bytes(error: UnicodeError) -> tuple[str, int]:
 
 
 codecs.register_error(_UNKNOWN_BYTES, _show_bytes)
-
-__all__ = ["MAX_CHARACTERS", "NoSuchTokenError", "TokenTexts", "Tokenizer"]

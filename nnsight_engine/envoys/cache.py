@@ -1,22 +1,63 @@
-"""Caches: copies of the values of many modules, found by the modules' paths."""
+"""Caches: copies of the values of many modules, found by the modules' paths; and their display as HTML."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from typing import TYPE_CHECKING, Any, Final, Self, overload
 
 import torch
 
-from nnsight_engine.core.dtype_conversion import narrowed
-from nnsight_engine.core.read_listener import ReadListener
+from nnsight_engine.core.listeners import ReadListener
+from nnsight_engine.core.tensors import narrowed
 from nnsight_engine.core.trees import map_tensors
-from nnsight_engine.envoys.cache_display import cache_html
 from nnsight_engine.envoys.tree import NOT_THERE, EnvoyTree, at_path
-from nnsight_engine.interleaving.model_state import without_state
+from nnsight_engine.interleaving.batching import without_state
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.interleaving.interleaver import Interleaver
+
+_MAX_ITEMS: Final = 8
+_MAX_CALLS: Final = 16
+
+
+def cache_html(title: str, kept: Mapping[str, Mapping[str, Sequence[Any]]]) -> str:
+    modules = "".join(_module(path, values) for path, values in kept.items())
+    return (
+        '<div style="font-family: monospace; white-space: pre-wrap">'
+        f'<details open><summary>{html.escape(title)}</summary><div style="padding-left: 2em">{modules}</div>'
+        "</details></div>"
+    )
+
+
+def _module(path: str, values: Mapping[str, Sequence[Any]]) -> str:
+    lines = [line for key, calls in values.items() for line in _lines(key, calls)]
+    inner = "".join(f"<div>{html.escape(line)}</div>" for line in lines)
+    return (
+        f"<details><summary>{html.escape(path)}</summary>"
+        f'<div style="padding-left: 2em">{inner}</div></details>'
+    )
+
+
+def _lines(key: str, calls: Sequence[Any]) -> list[str]:
+    if len(calls) == 1:
+        return [f"{key}: {outline(calls[0])}"]
+    shown = [f"{key}, call {number}: {outline(value)}" for number, value in enumerate(calls[:_MAX_CALLS])]
+    more = len(calls) - _MAX_CALLS
+    return [*shown, f"{key}: {more} more calls"] if more > 0 else shown
+
+
+def outline(value: Any) -> str:
+    """Return a short description of a value, tensors by shape: ``(bfloat16[1, 5, 64], None)``."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, tuple | list):
+        items = [outline(one) for one in value[:_MAX_ITEMS]] + ["…"] * (len(value) > _MAX_ITEMS)
+        return f"({', '.join(items)})" if isinstance(value, tuple) else f"[{', '.join(items)}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {outline(one)}" for key, one in value.items()) + "}"
+    return "None" if value is None else type(value).__name__
 
 
 _VALUES: Final = frozenset({"output", "inputs", "input"})

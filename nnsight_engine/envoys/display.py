@@ -1,4 +1,7 @@
-"""Display of an envoy: as text, in a notebook, at <TAB>, and in the error for an unknown name."""
+"""Display of an envoy: as text, in a notebook, at <TAB>, and in the error for an unknown name.
+
+``%load_ext nnsight_engine`` adds completion after an index, for which IPython must trust our classes.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ import difflib
 import html
 import textwrap
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nnsight_engine.envoys.aliases import descend
 from nnsight_engine.envoys.eproperty import eproperty
+from nnsight_engine.envoys.module_options import descend
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
@@ -224,3 +227,20 @@ def _near(name: str, known: set[str]) -> list[str]:
     return difflib.get_close_matches(
         name, sorted(one for one in known if not one.isdecimal()), _MAX_SUGGESTIONS
     )
+
+
+_OURS = ("nnsight_engine",)
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Allow the shell's completer to evaluate attributes and items of envoys."""
+    from IPython.core.guarded_eval import EVALUATION_POLICIES  # noqa: PLC0415 - there if a shell calls this
+
+    completer = shell.Completer
+    known: Any = EVALUATION_POLICIES[completer.evaluation]
+    completer.use_jedi = False  # Jedi would be the only completer used, and it does not evaluate
+    completer.policy_overrides = {
+        **completer.policy_overrides,
+        "allowed_getattr_external": {*known.allowed_getattr_external, _OURS},
+        "allowed_getitem_external": {*known.allowed_getitem_external, _OURS},
+    }

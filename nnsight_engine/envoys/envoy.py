@@ -15,22 +15,29 @@ from typing import Any, ClassVar, Self
 import torch
 
 from nnsight_engine.core.saves import Place
-from nnsight_engine.envoys import own_output
-from nnsight_engine.envoys.aliases import Aliases, Rename, by_alias, check_aliases, check_reached
+from nnsight_engine.envoys import values
 from nnsight_engine.envoys.display import NoSuchModuleError, as_html, as_text, names_of
-from nnsight_engine.envoys.envoy_map import EnvoyMap, check_envoys, envoy_class
 from nnsight_engine.envoys.eproperty import another_models, eproperty
+from nnsight_engine.envoys.module_options import (
+    Aliases,
+    EnvoyMap,
+    Rename,
+    by_alias,
+    check_aliases,
+    check_envoys,
+    check_reached,
+    envoy_class,
+)
 from nnsight_engine.envoys.operations import ForwardSource, SourceEnvoy
-from nnsight_engine.envoys.probes import Probes
-from nnsight_engine.envoys.source.errors import SourceNotAvailableError
-from nnsight_engine.envoys.tracers import backwards
+from nnsight_engine.envoys.source.definition import SourceNotAvailableError
+from nnsight_engine.envoys.tracers import interleaving
 from nnsight_engine.envoys.tracers.editing import Edit, EditingTracer
-from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
-from nnsight_engine.envoys.tracers.scanning import ScanningTracer
+from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer, ScanningTracer
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.envoys.tree import EnvoyTree
 from nnsight_engine.envoys.values import (
     CallValues,
+    Probes,
     named_arguments,
     names_input,
     unknown_arguments_error,
@@ -39,13 +46,13 @@ from nnsight_engine.interleaving.batching import Batchable, Batcher
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.mediator import Mediator
-from nnsight_engine.tracing.tracebacks import for_user, users_line, users_stacklevel
+from nnsight_engine.tracing.frames import for_user, users_line, users_stacklevel
 from nnsight_engine.tracing.tracer import SITES, Backend, Tracer, refuse_statement
 
 _ENVOYS_OWN = frozenset({"path", "interleaver", "interleaving", "interleave", "fake_value"})
 
-backwards.install()
-own_output.install()
+interleaving.install()
+values.install()
 
 _METHODS = (FunctionType, MethodType, BuiltinFunctionType)
 
@@ -97,7 +104,7 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
             module: The module.
             interleaver: The interleaver, shared by the whole tree; a new one by default.
             path: Path of the module.
-            rename: Aliases of modules, see ``aliases``.
+            rename: Aliases of modules, see ``module_options``.
             envoys: Envoy classes of the submodules.
             root: The envoy at the top of the tree; this one by default.
         """

@@ -1,21 +1,80 @@
-"""Properties that wait: reading one requests a value from the running model, assigning one replaces it."""
+"""Properties that wait: reading one requests a value from the running model, assigning one replaces it.
+
+All module calls of a trace are observed (see ``values``), so decorators that declare the source of a value
+cost nothing. An engine's own decorator runs before each request, and must ensure that the value will be
+provided.
+
+While gradients are recorded, torch rejects in-place edits of the results of ``unbind``, ``split`` and similar
+functions, because such a call returns several views at once. A view of the same memory that was created alone
+may be edited.
+"""
 
 from __future__ import annotations
 
+import dis
 import functools
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from nnsight_engine.core.read_listener import ReadListener
-from nnsight_engine.envoys.editable_views import editable
-from nnsight_engine.envoys.help_text import is_for_help
+import torch
+
+from nnsight_engine.core.listeners import ReadListener
+from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.mediator import running
-from nnsight_engine.tracing.tracebacks import for_user, users_line
+from nnsight_engine.tracing.frames import for_user, users_line
 
 if TYPE_CHECKING:
     from nnsight_engine.interleaving.interleaver import Interleaver
+
+T = TypeVar("T")
+
+_creation = torch._C._autograd._get_creation_meta
+_ONE_OF_SEVERAL = torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE
+
+
+def editable(value: T) -> T:
+    """Return ``value`` with each view that torch would not let edit replaced by an editable one.
+
+    Torch rejects edits in place of the results of ``unbind``, ``split`` and others, which a call returns
+    several of at once.
+    """
+    return map_tensors(value, _as_single_view)
+
+
+def _as_single_view(tensor: torch.Tensor) -> torch.Tensor:
+    base = tensor._base
+    if base is None or not tensor.requires_grad or _creation(tensor) != _ONE_OF_SEVERAL:
+        return tensor
+    return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+_LOADS = frozenset({"LOAD_NAME", "LOAD_GLOBAL"})
+_BETWEEN = frozenset({"PRECALL", "CACHE", "KW_NAMES"})
+
+
+def is_for_help(frame: FrameType) -> bool:
+    """Return whether the value that ``frame`` is reading is the only argument of a call of ``help``."""
+    instructions = list(dis.get_instructions(frame.f_code))
+    now = next((at for at, one in enumerate(instructions) if one.offset >= frame.f_lasti), None)
+    if now is None:
+        return False
+    after = now + 1
+    while after < len(instructions) and instructions[after].opname in _BETWEEN:
+        after += 1
+    if after == len(instructions) or instructions[after].opname != "CALL" or instructions[after].arg != 1:
+        return False
+    place = instructions[after].positions
+    return any(
+        one.opname in _LOADS
+        and one.argval == "help"
+        and one.positions is not None
+        and place is not None
+        and (one.positions.lineno, one.positions.col_offset) == (place.lineno, place.col_offset)
+        for one in instructions[:now]
+    )
 
 
 class IEnvoy(Protocol):
@@ -29,8 +88,8 @@ class eproperty:  # noqa: N801 - it is used like property
     """A property whose value comes from the model while it runs.
 
     Decorate a stub with it: the stub's name and docstring become the property's, its body does nothing.
-    Decorators of the stub declare how the model provides the value, for example ``@requires_output`` (see
-    ``hooks``)::
+    Decorators of the stub declare how the model provides the value, for example
+    ``@requires_output``::
 
         class BlockEnvoy(Envoy):
             @eproperty(key="output")
@@ -189,3 +248,31 @@ def another_models(holder: Any) -> ValueError | None:
         "block waits beside a run of that one only. Trace the other model before or after this trace, or in "
         "a `with` statement of its own inside this block, and use the values here."
     )
+
+
+Stub = TypeVar("Stub", bound=Callable[..., Any])
+
+
+def requires_output(stub: Stub) -> Stub:
+    """Declare that the value is the output of the envoy's module."""
+    return _declared(stub)
+
+
+def requires_input(stub: Stub) -> Stub:
+    """Declare that the value is the input of the envoy's module."""
+    return _declared(stub)
+
+
+def requires_operation_output(stub: Stub) -> Stub:
+    """Declare that the value is the return value of an operation inside a forward."""
+    return _declared(stub)
+
+
+def requires_operation_input(stub: Stub) -> Stub:
+    """Declare that the value is the arguments of an operation inside a forward."""
+    return _declared(stub)
+
+
+def _declared(stub: Stub) -> Stub:
+    stub.needs_no_call = True  # type: ignore[attr-defined] # functions take attributes
+    return stub

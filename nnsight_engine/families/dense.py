@@ -8,10 +8,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-from nnsight_engine.core.leaves import KEYS, QUERIES, VALUES
-from nnsight_engine.families.engine_family import EngineFamily
-from nnsight_engine.families.places import Place, apart, block_leaves, frozen, gate_and_up, without
-from nnsight_engine.families.transformers_family import TransformersFamily
+from nnsight_engine.core.model_spec import KEYS, QUERIES, VALUES
+from nnsight_engine.families.layout import (
+    EngineFamily,
+    Place,
+    TransformersFamily,
+    apart,
+    block_leaves,
+    frozen,
+    gate_and_up,
+    without,
+)
 
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 """Projections that transformers keeps apart."""

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Final
 
-from nnsight_engine.core.leaves import (
+from nnsight_engine.core.model_spec import (
     EXPERT_WEIGHTS,
     EXPERTS,
     KEYS,
@@ -26,7 +26,7 @@ from nnsight_engine.families.dense import (
     TRANSFORMERS_LLAMA,
     TRANSFORMERS_LLAMA_LEAVES,
 )
-from nnsight_engine.families.places import Place, frozen, moved, renamed, without
+from nnsight_engine.families.layout import Place, frozen, moved, renamed, without
 
 _LATENT: Final = {LATENT: Place("self_attn.kv_a_layernorm", "output")}
 _REORDERED: Final = frozenset({QUERIES, KEYS})
@@ -39,7 +39,7 @@ def engine_experts(mlp: str, *, gate: str = "gate", has_shared: bool = False) ->
     ``gate`` is the module of the router's logits, below the MLP; ``has_shared``: what shared experts add is a
     value in transformers, too.
     """
-    inner = f"{mlp}.experts.inner"  # modules that ``expert_points`` adds
+    inner = f"{mlp}.experts.inner"  # modules that ``hooks`` adds
     return {
         **LLAMA_LEAVES,
         "mlp.input": Place(mlp, "input"),

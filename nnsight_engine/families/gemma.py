@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-from nnsight_engine.core.leaves import (
+from nnsight_engine.core.model_spec import (
     EXPERT_WEIGHTS,
     EXPERTS,
     KEYS,
@@ -21,7 +21,7 @@ from nnsight_engine.families.dense import (
     TRANSFORMERS_LLAMA,
     TRANSFORMERS_LLAMA_LEAVES,
 )
-from nnsight_engine.families.places import Place, Places, frozen
+from nnsight_engine.families.layout import Place, Places, frozen
 
 _EXPERTS_LAST: Final = ordered(*((leaf, "output") for leaf in (ROUTER, EXPERTS, EXPERT_WEIGHTS, ROUTED)))
 """Experts come beside an MLP, after it."""

@@ -6,11 +6,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Final
 
-from nnsight_engine.core.leaves import KEYS, NEURONS, PATTERN, QUERIES, VALUES
+from nnsight_engine.core.model_spec import KEYS, NEURONS, PATTERN, QUERIES, VALUES
 from nnsight_engine.families.dense import QKV
-from nnsight_engine.families.engine_family import EngineFamily
-from nnsight_engine.families.places import Place, apart, block_leaves, frozen
-from nnsight_engine.families.transformers_family import TransformersFamily
+from nnsight_engine.families.layout import (
+    EngineFamily,
+    Place,
+    TransformersFamily,
+    apart,
+    block_leaves,
+    frozen,
+)
 
 _GPT2_LEAVES: Final = block_leaves(
     # In transformers the attention module returns a tuple, so the output of its projection is used.

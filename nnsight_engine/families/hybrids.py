@@ -9,12 +9,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-from nnsight_engine.core.leaves import MIXER, QUERIES, ROUTER, SHARED, STATE, ordered
+from nnsight_engine.core.model_spec import MIXER, QUERIES, ROUTER, SHARED, STATE, ordered
 from nnsight_engine.families.dense import LLAMA_LEAVES, QKV, TRANSFORMERS_LLAMA, TRANSFORMERS_LLAMA_LEAVES
-from nnsight_engine.families.engine_family import EngineFamily
 from nnsight_engine.families.experts import EXPERT_BLOCKS, ROUTED_LEAVES, engine_experts
-from nnsight_engine.families.places import Place, apart, block_leaves, frozen, gate_and_up, mlp_lacks
-from nnsight_engine.families.transformers_family import TransformersFamily
+from nnsight_engine.families.layout import (
+    EngineFamily,
+    Place,
+    TransformersFamily,
+    apart,
+    block_leaves,
+    frozen,
+    gate_and_up,
+    mlp_lacks,
+)
 
 _FALCON_H1: Final = EngineFamily(
     name="falcon_h1",

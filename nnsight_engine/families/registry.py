@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from nnsight_engine.families import dense, experts, gemma, gpt, hybrids
-from nnsight_engine.families.engine_family import EngineFamily
-from nnsight_engine.families.transformers_family import TransformersFamily
+from nnsight_engine.families.layout import EngineFamily, TransformersFamily
 
 ENGINE_FAMILIES: Final = (*dense.VLLM, *gpt.VLLM, *experts.VLLM, *gemma.VLLM, *hybrids.VLLM)
 """The tables for vLLM."""

@@ -106,4 +106,13 @@ class DictionaryConfig:
         return sum(map(math.prod, self.tensor_shapes.values()))
 
 
-__all__ = ["MAX_FEATURES", "Architecture", "Change", "DictionaryConfig", "Normalization"]
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredDictionary:
+    """A dictionary in a file on this machine; ``output_at`` is ``at``, except for a transcoder."""
+
+    config: DictionaryConfig
+    at: str
+    output_at: str
+    sha256: str
+    path: str
+    dtype: str

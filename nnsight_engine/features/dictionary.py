@@ -262,6 +262,3 @@ def _needed(x: torch.Tensor | None) -> torch.Tensor:
     if x is None:
         raise ValueError("this dictionary needs the values that were encoded: give `x`")
     return x
-
-
-__all__ = ["Dictionary", "Selection"]

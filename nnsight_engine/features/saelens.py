@@ -11,8 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.excerpt import clip, excerpt
+from api_schemas.errors import ApiError, ErrorCode, clip, excerpt
 from nnsight_engine.features.config import MAX_FEATURES, Architecture, DictionaryConfig, Normalization
 
 PARAM: Final = "cfg"
@@ -236,6 +235,3 @@ def _invalid(message: str) -> ApiError:
 
 def _unsupported(message: str) -> ApiError:
     return ApiError(ErrorCode.UNSUPPORTED_DICTIONARY, f"The dictionary's cfg.json: {message}", PARAM)
-
-
-__all__ = ["PARAM", "SaeLensConfig", "model_of", "point_of", "read_config"]

@@ -14,8 +14,7 @@ from typing import Any, Final
 import safetensors
 import torch
 
-from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.excerpt import clip
+from api_schemas.errors import ApiError, ErrorCode, clip
 from nnsight_engine.core.dtypes import LARGEST_WEIGHT
 from nnsight_engine.features.config import DictionaryConfig
 from nnsight_engine.features.dictionary import Dictionary
@@ -159,6 +158,3 @@ def _listed(names: Any) -> str:
 
 def _invalid(message: str) -> ApiError:
     return ApiError(ErrorCode.INVALID_DICTIONARY, message, PARAM)
-
-
-__all__ = ["HEADER_BYTES", "check_weights", "load_dictionary", "refuse_pickle"]

@@ -1,7 +1,7 @@
 """Cooperative call stacks: the model runs on one, each traced block on its own; one runs at a time.
 
 Greenlets provide them within one thread: a hand-over costs a switch rather than two locks, and thread-local
-state is shared with the model (except for grad mode, see ``torch_modes``).
+state is shared with the model (except for grad mode, see ``thread_state``).
 
 **The hazard.** Greenlets share one region of the C stack: the part below a greenlet's first frame is copied
 in and out. The frames *above* that first frame belong to whatever code runs there now. Torch walks the whole

@@ -4,6 +4,8 @@ Providers are points of the model, such as ``model.layers.3.output``; each time 
 a number. ``wanted``, the blocks by the provider that they wait for, is checked first: a point that no block
 asked for costs one dict look-up. Blocks are answered in order of definition, until none waits for the current
 value.
+
+Backends that distribute the model have hooks on a block's direct use of modules, beside the model's run.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from nnsight_engine.core.loop_end import IterationOver
+from nnsight_engine.core.listeners import IterationOver
 from nnsight_engine.interleaving import call_stacks
 from nnsight_engine.interleaving.batching import Batcher, difference, refuse_unpacked
 from nnsight_engine.interleaving.events import (
@@ -26,7 +28,30 @@ from nnsight_engine.interleaving.events import (
 )
 from nnsight_engine.interleaving.gradients import in_backward
 from nnsight_engine.interleaving.mediator import NOTHING, Event, Mediator, Raise, named, warn
-from nnsight_engine.interleaving.module_use import ModuleUse
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ModuleUse:
+    """The hooks that envoys call; this class is for a model in one process."""
+
+    def applied(
+        self,
+        path: str,  # noqa: ARG002 - a hook
+        apply: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        method: str = "",  # noqa: ARG002 - a hook
+    ) -> Any:
+        return apply(*args, **kwargs)
+
+    def called_directly(self, path: str) -> None:
+        """Record a direct call of the module at ``path``, beside ``applied``; a subclass may reject it."""
+
+    def whole_tensor(self, path: str, name: str, value: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - a hook
+        """Return a tensor of the module at ``path``, whole; a subclass may gather its parts."""
+        return value
 
 
 class Watcher(Protocol):

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from greenlet import GreenletExit, getcurrent
 
-from nnsight_engine.core.loop_end import IterationOver
-from nnsight_engine.core.torch_errors import explain
+from nnsight_engine.core.gradients import explain
+from nnsight_engine.core.listeners import IterationOver
 from nnsight_engine.interleaving import call_stacks
 from nnsight_engine.interleaving.batching import BatchGroup
 from nnsight_engine.interleaving.events import (
@@ -30,7 +30,7 @@ from nnsight_engine.interleaving.events import (
     OutOfOrderError,
     StepNotReachedError,
 )
-from nnsight_engine.interleaving.torch_modes import ModeKeeper
+from nnsight_engine.interleaving.thread_state import ModeKeeper
 
 if TYPE_CHECKING:
     from nnsight_engine.interleaving.interleaver import Interleaver
@@ -67,7 +67,7 @@ class StackKind(Protocol):
 
 
 class Modes(Protocol):
-    """Keeps a block's torch modes apart from the model's, see ``torch_modes``."""
+    """Keeps a block's torch modes apart from the model's, see ``thread_state``."""
 
     def enter(self) -> None: ...
 

@@ -196,5 +196,3 @@ def explain(error: NameError, stored: Iterable[Collection[str]]) -> None:
 
 
 _QUOTED: Final = re.compile(r"'(\w+)'")
-
-__all__ = ["Exchange", "Sharer", "exchanges", "explain", "meet"]

@@ -25,10 +25,9 @@ from typing import Any
 import torch
 
 from nnsight_engine.interleaving.call_stacks import Done
-from nnsight_engine.interleaving.cpu_threads import compute_on_one_thread
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.mediator import Mediator, Modes, Raise, named
-from nnsight_engine.interleaving.random_streams import RandomStreams
+from nnsight_engine.interleaving.thread_state import RandomStreams, compute_on_one_thread
 
 _GRACE_S = 0.5
 """Seconds that an interrupted block has for cleaning up."""

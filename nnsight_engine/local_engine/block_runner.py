@@ -1,18 +1,26 @@
 """Execution of a client's blocks and encoding of the outcome: the common part of traces and sessions.
 
 Runs one trace at a time, in a dedicated process: decoding a trace already runs the client's code.
+
+Cancellation of a trace from another thread: an exception at its current line, even if that line blocks.
+
+It uses a signal, because nothing else interrupts a thread that sleeps or reads. The exception is raised in
+the main thread, where traces run, and only between ``begin`` and ``end``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final
 
 from nnsight_engine.core.saves import SAVES
 from nnsight_engine.envoys.tracers.session import Session
-from nnsight_engine.local_engine.errors import TraceCancelledError
 from nnsight_engine.remote_backend.codecs import decode_blocks
 from nnsight_engine.remote_backend.values.received_blocks import (
     SAVED,
@@ -23,12 +31,66 @@ from nnsight_engine.remote_backend.values.received_blocks import (
     outcome_pieces,
 )
 from nnsight_engine.serialization import DecodeError, MessageLimits, ReceivedTrace, encode_error
-from nnsight_engine.tracing.tracebacks import clean
+from nnsight_engine.tracing.frames import clean
 
 if TYPE_CHECKING:
     from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
     from nnsight_engine.serialization.decoding.decoder import Resolve
     from nnsight_engine.tracing.tracer import Tracer
+
+
+class TraceCancelledError(BaseException):
+    """The trace is to end. Not an ``Exception``, so that ``except Exception`` does not catch it."""
+
+
+_SIGNAL: Final = signal.SIGUSR1
+
+
+class Cancelling:
+    def __init__(self) -> None:
+        self._main = threading.main_thread().ident
+        self._number: int | None = None
+        self._num_deferred = 0
+        self._is_due = False
+        signal.signal(_SIGNAL, self._on_signal)
+
+    def begin(self, number: int) -> None:
+        self._is_due = False
+        self._number = number
+
+    def end(self) -> None:
+        self._number = None
+
+    def cancel(self, number: int) -> None:
+        """Cancel a trace, from any thread, if it is the one that runs."""
+        if self._number == number and self._main is not None:
+            signal.pthread_kill(self._main, _SIGNAL)
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Defer cancellation within the context; raise TraceCancelledError at its end instead."""
+        if threading.get_ident() != self._main:
+            yield  # a thread that a block has started is not cancelled
+            return
+        self._num_deferred += 1
+        try:
+            yield
+        finally:
+            self._num_deferred -= 1
+        if self._is_due:
+            self._raise()
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        if self._number is None:
+            return
+        if self._num_deferred:
+            self._is_due = True
+        else:
+            self._raise()
+
+    def _raise(self) -> None:
+        self._is_due = False
+        raise TraceCancelledError("the trace was cancelled")
 
 
 class ReadTrace:
@@ -137,7 +199,7 @@ class BlockRunner(ABC):
 
     def _run_blocks(self, request: TraceRequest, tracer: Tracer, resolve: Resolve) -> bytes:
         head = request.head
-        # The server has checked the codec and its tenant, see ``app.auth.codecs``.
+        # The server has checked the codec and its tenant, see ``app.auth.principal``.
         received = decode_blocks(head.codec, request.blocks, resolve=resolve, trusted=True)
         trace = ReadTrace(head, received)
         SAVES.marked.update({id(value): value for value in (*trace.saved, *received.saved)})
@@ -177,6 +239,3 @@ def run_session(trace: ReadTrace, session: Session) -> None:
     """Run a session's block as plain code; its traces run on the backend of its model."""
     (block,) = trace.invokes
     session.compile_on(block.info)()
-
-
-__all__ = ["BlockRunner", "ReadTrace", "run_session"]

@@ -14,7 +14,7 @@ from nnsight_engine.local_engine.local_part import ClientCall
 from nnsight_engine.local_engine.runner import ModelRunner, TraceableModel
 from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.remote_backend.client.backend import RemoteBackend
-from nnsight_engine.remote_backend.client.transport import Progress
+from nnsight_engine.remote_backend.client.http import Progress
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceRequest
@@ -84,6 +84,3 @@ def _event(status: JobStatus) -> Frame:
 
 def _needs_server(what: str) -> NoReturn:
     raise RemoteError(f"{what} need a server: give its address, remote=")
-
-
-__all__ = ["InProcessBackend"]

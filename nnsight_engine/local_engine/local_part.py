@@ -14,10 +14,10 @@ import torch
 from nnsight_engine.core.closure_cells import UNBOUND, Assignments, content
 from nnsight_engine.core.saves import SAVES
 from nnsight_engine.core.trees import map_tensors
-from nnsight_engine.local_engine.process_channel import LOCAL
+from nnsight_engine.local_engine.trace_process import LOCAL
 from nnsight_engine.remote_backend.errors import LocalBlockError
 from nnsight_engine.remote_backend.frames import FrameKind
-from nnsight_engine.remote_backend.local_messages import (
+from nnsight_engine.remote_backend.sending.local_parts import (
     GIVEN,
     PartRequest,
     names_read,
@@ -179,6 +179,3 @@ def _without_gradients(tensor: torch.Tensor) -> torch.Tensor:
     with torch.enable_grad():
         made: torch.Tensor = _NoGradient.apply(tensor)  # type: ignore[no-untyped-call] # untyped in torch
     return made
-
-
-__all__ = ["ClientCall", "LocalPart", "call_client_through_server"]

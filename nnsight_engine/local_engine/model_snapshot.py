@@ -1,24 +1,274 @@
 """Snapshot of a loaded model, to restore it after each trace.
 
-Changes to Python objects are undone. Changed weights cannot be restored, only detected. ``is_suspect`` is
-cheap and is checked before a trace's answer is sent; ``restore`` reads all weights after it. Neither protects
-against malicious code, which runs in the same process.
+Changes to Python objects are undone: the dicts, lists and sets that are reachable are copied, compared by
+identity, and restored. Changed weights cannot be restored, only detected. ``is_suspect`` is cheap and is
+checked before a trace's answer is sent; ``restore`` reads all weights after it. Neither protects against
+malicious code, which runs in the same process.
+
+Weights are compared by checksums: a second copy would cost as much memory as the model, and torch's version
+counters miss writes through ``.data``. Bytes are summed as 64-bit integers by rows and by columns; swapped
+rows change the order of the row sums. Small tensors that are not weights, such as buffers that a model writes
+itself, are copied and restored.
 """
 
 from __future__ import annotations
 
 import builtins
-from typing import TYPE_CHECKING, Any
+import operator
+from collections.abc import Collection, Iterable, Iterator
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.nn.modules import module as torch_modules
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from nnsight_engine.local_engine.attributes import AttributeSnapshot, Definitions
+from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.local_engine.process_state import ProcessState, renew_globals
-from nnsight_engine.local_engine.tensor_checksums import TensorChecksums
 
 if TYPE_CHECKING:
     from nnsight_engine.modeling.language import LanguageModel
+
+_WORD_BYTES = 8
+_NUM_COLUMNS = 256
+_MAX_KEPT_BYTES = 2**20
+"""The maximum size of a tensor that is copied, so that it can be restored."""
+
+
+class TensorChecksums:
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = [_TensorState(one) for one in tensors]
+        self._summed = [one for one in self._tensors if one.kept is None]
+        self._sums = self._now()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether a weight was written to since the last call, by torch's version counters; cheap."""
+        return sum(one.is_written() for one in self._summed) > 0
+
+    def restore(self) -> bool:
+        """Restore the copied tensors; return False if any content or graph has changed for good."""
+        if not all(one.tensor.is_leaf for one in self._tensors):
+            return False  # it is part of an autograd graph
+        for one in self._tensors:
+            one.restore()
+        now = self._now()
+        return len(now) == len(self._sums) and all(map(torch.equal, now, self._sums))
+
+    def _now(self) -> list[torch.Tensor]:
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        seen: set[int] = set()
+        for known in self._summed:
+            for tensor in _plain(known.tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in seen:  # weights may be tied
+                    seen.add(storage.data_ptr())
+                    by_device.setdefault(tensor.device, []).extend(_sums(storage))
+        return [torch.cat(sums) for sums in by_device.values()]
+
+
+class _TensorState:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._memory = tensor.detach()  # keeps it allocated
+        self._needs_grad = tensor.requires_grad
+        self._version = tensor._version  # noqa: SLF001 - has no public name
+        is_kept = not isinstance(tensor, torch.nn.Parameter) and tensor.nbytes <= _MAX_KEPT_BYTES
+        self.kept = tensor.detach().clone() if is_kept and type(tensor) is torch.Tensor else None
+
+    def is_written(self) -> bool:
+        version, self._version = self._version, self.tensor._version  # noqa: SLF001 - has no public name
+        return version != self._version
+
+    def restore(self) -> None:
+        tensor, memory = self.tensor, self._memory
+        if not _is_same_memory(tensor, memory):
+            tensor.data = memory
+        tensor.requires_grad_(self._needs_grad)
+        tensor.grad = None
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if hooks := getattr(tensor, name, None):
+                hooks.clear()
+        if self.kept is not None and not _is_equal(memory, self.kept):
+            memory.copy_(self.kept)
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+        and one.device == other.device
+    )
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare bytes, since NaN equals nothing."""
+    return torch.equal(
+        one.reshape(-1).contiguous().view(torch.uint8), other.reshape(-1).contiguous().view(torch.uint8)
+    )
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors that own memory: a tensor itself, or the parts of a wrapper subclass."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    names, _ = flatten()
+    for name in names:
+        yield from _plain(getattr(tensor, name))
+
+
+def _sums(storage: torch.UntypedStorage) -> list[torch.Tensor]:
+    data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    num_rows = data.numel() // (_WORD_BYTES * _NUM_COLUMNS)
+    end = num_rows * _WORD_BYTES * _NUM_COLUMNS
+    table = data[:end].view(torch.int64).view(num_rows, _NUM_COLUMNS)
+    return [table.sum(0), table.sum(1), data[end:].to(torch.int64)]
+
+
+_OBJECTS: Final = (
+    torch.Tensor,
+    torch.nn.Module,
+    Envoy,
+    PreTrainedConfig,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+)
+_DEFINITIONS: Final = (FunctionType, BuiltinFunctionType, type, staticmethod, classmethod, property)
+_MADE_LATER: Final = frozenset(
+    {"__annotations__", "__doc__", "__weakref__", "__dict__", "_abc_impl", "__slotnames__"}
+)
+
+
+class AttributeSnapshot:
+    def __init__(self, root: Any) -> None:
+        self.objects: list[Any] = []
+        self.tensors: list[torch.Tensor] = []
+        self._held: list[_Dict | _List | _Set] = []
+        self._kinds: list[tuple[Any, type, dict[str, Any]]] = []
+        self._seen: dict[int, Any] = {}
+        todo = [root]
+        while todo:
+            value = todo.pop()
+            if id(value) not in self._seen:
+                todo.extend(self._note(value))
+
+    def restore(self) -> bool:
+        """Restore the snapshot; return whether anything had changed."""
+        for value, kind, attributes in self._kinds:
+            if type(value) is not kind:
+                object.__setattr__(value, "__class__", kind)
+            if value.__dict__ is not attributes:
+                object.__setattr__(value, "__dict__", attributes)
+        return sum(held.restore() for held in self._held) > 0
+
+    def _note(self, value: Any) -> Iterable[Any]:
+        hanging: list[Any]
+        if isinstance(value, dict):
+            self._held.append(_Dict(value))
+            hanging = [*value.values()]
+        elif isinstance(value, list | set):
+            self._held.append(_List(value) if isinstance(value, list) else _Set(value))
+            hanging = [*value]
+        elif isinstance(value, tuple):
+            hanging = [*value]
+        elif isinstance(value, _OBJECTS):
+            found: list[Any] = self.tensors if isinstance(value, torch.Tensor) else self.objects
+            found.append(value)
+            self._kinds.append((value, type(value), vars(value)))
+            hanging = [vars(value)]
+        else:
+            return ()
+        self._seen[id(value)] = value  # the reference keeps its id valid
+        return hanging
+
+
+class Definitions:
+    """The methods of classes and their bases, and what the modules that define them contain."""
+
+    def __init__(self, classes: Iterable[type], modules: Iterable[ModuleType] = ()) -> None:
+        found = {base for one in classes for base in one.__mro__ if base is not object}
+        self._classes = [(one, dict(vars(one))) for one in found]
+        # Found through a function that the class defines itself, so that no module has to be looked up by
+        # name.
+        spaces = {id(space): space for one in found for space in _namespaces(one)}
+        spaces.update((id(vars(one)), vars(one)) for one in modules)
+        self._spaces = [
+            (space, {name: value for name, value in space.items() if isinstance(value, _DEFINITIONS)})
+            for space in spaces.values()
+        ]
+
+    def restore(self) -> None:
+        """Restore functions and classes; other variables of modules stay as they are."""
+        for one, known in self._classes:
+            now = vars(one)
+            if not (len(now) == len(known) and all(map(operator.is_, now.values(), known.values()))):
+                _restore_class(one, known)
+        for space, known in self._spaces:
+            if not all(map(operator.is_, map(space.get, known), known.values())):
+                space.update(known)
+
+
+def _namespaces(one: type) -> Iterator[dict[str, Any]]:
+    for value in vars(one).values():
+        if isinstance(value, FunctionType) and value.__module__ == one.__module__:
+            yield value.__globals__
+
+
+def _restore_class(one: type, known: dict[str, Any]) -> None:
+    now = dict(vars(one))
+    for name in now.keys() - known.keys() - _MADE_LATER:
+        delattr(one, name)
+    for name, value in known.items():
+        if now.get(name) is not value and name not in _MADE_LATER:
+            setattr(one, name, value)
+
+
+class _Dict:
+    def __init__(self, held: dict[Any, Any]) -> None:
+        self._held = held
+        self._known = dict(held)
+
+    def restore(self) -> bool:
+        held, known = self._held, self._known
+        if _same(held, known) and _same(held.values(), known.values()):
+            return False
+        held.clear()
+        held.update(known)
+        return True
+
+
+class _List:
+    def __init__(self, held: list[Any]) -> None:
+        self._held = held
+        self._known = list(held)
+
+    def restore(self) -> bool:
+        if _same(self._held, self._known):
+            return False
+        self._held[:] = self._known
+        return True
+
+
+class _Set:
+    def __init__(self, held: set[Any]) -> None:
+        self._held = held
+        self._known = frozenset(held)
+
+    def restore(self) -> bool:
+        if self._held == self._known:
+            return False
+        self._held.clear()
+        self._held.update(self._known)
+        return True
+
+
+def _same(one: Collection[Any], other: Collection[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
 
 _PROBES = "_probes"
 
@@ -66,6 +316,3 @@ def _tokens(tokenizer: Any) -> list[Any]:
     states = [None if part is None else part.__getstate__() for part in parts]
     added = {number: str(token) for number, token in backend.get_added_tokens_decoder().items()}
     return [backend.get_vocab_size(), added, states]
-
-
-__all__ = ["ModelSnapshot"]

@@ -12,9 +12,9 @@ import torch
 
 from nnsight_engine.local_engine.block_runner import BlockRunner
 from nnsight_engine.local_engine.local_part import call_client_through_server
-from nnsight_engine.local_engine.process_channel import ProcessOptions
 from nnsight_engine.local_engine.runner import TraceableModel, TraceRunner
 from nnsight_engine.local_engine.serving import ServerRequests, serve
+from nnsight_engine.local_engine.trace_process import ProcessOptions
 
 
 def load(options: ProcessOptions, server_requests: ServerRequests) -> BlockRunner:

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TextIO
 import msgspec
 
 from nnsight_engine.core.config import CONFIG
-from nnsight_engine.core.process_memory import end_before_server
-from nnsight_engine.local_engine.cancelling import Cancelling
-from nnsight_engine.local_engine.errors import TraceCancelledError
-from nnsight_engine.local_engine.process_channel import (
+from nnsight_engine.core.process import end_before_server
+from nnsight_engine.local_engine.block_runner import Cancelling, TraceCancelledError
+from nnsight_engine.local_engine.process_state import ProcessHooks
+from nnsight_engine.local_engine.trace_process import (
     ANSWER,
     CANCEL,
     FAILED,
@@ -37,10 +37,9 @@ from nnsight_engine.local_engine.process_channel import (
     ProcessChannel,
     ProcessOptions,
 )
-from nnsight_engine.local_engine.process_hooks import ProcessHooks
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceRequest
-from nnsight_engine.remote_backend.prints import Prints
+from nnsight_engine.remote_backend.unread_output import Prints
 from nnsight_engine.serialization import DecodeError
 
 if TYPE_CHECKING:
@@ -228,6 +227,3 @@ def _end_with(parent: int) -> None:
     if os.getppid() != parent:
         sys.exit(1)  # the parent has ended in the meantime
     end_before_server()
-
-
-__all__ = ["ServerRequests", "serve"]

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.local_engine.block_runner import BlockRunner, ReadTrace, run_session
-from nnsight_engine.local_engine.process_channel import OUTLINE, TRACE, ProcessOptions
 from nnsight_engine.local_engine.process_state import ProcessState
 from nnsight_engine.local_engine.serving import ServerRequests, serve
+from nnsight_engine.local_engine.trace_process import OUTLINE, TRACE, ProcessOptions
 from nnsight_engine.remote_backend.client.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
@@ -30,7 +30,7 @@ from nnsight_engine.vllm_backend.vllm import VLLM
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
-    from nnsight_engine.remote_backend.client.transport import Progress
+    from nnsight_engine.remote_backend.client.http import Progress
     from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
     from nnsight_engine.serialization.decoding.decoder import Resolve
     from nnsight_engine.tracing.tracer import Tracer

@@ -5,11 +5,11 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from nnsight_engine.envoys.aliases import Rename
 from nnsight_engine.envoys.architectures.architecture import Architecture, architecture_of
 from nnsight_engine.envoys.architectures.points import Points
 from nnsight_engine.envoys.envoy import Envoy, EnvoyMap
-from nnsight_engine.envoys.own_output import with_own_output
+from nnsight_engine.envoys.module_options import Rename
+from nnsight_engine.envoys.values import with_own_output
 
 _STANDARD_NAMES: Final = ("points", "logits", "embed")
 

@@ -8,13 +8,17 @@ nor transformers is imported unless the folder has to be built. The container im
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import platformdirs
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from nnsight_engine.modeling.cached_folder import (
     FolderBuilder,
@@ -23,7 +27,28 @@ from nnsight_engine.modeling.cached_folder import (
     ensure_folder,
     find_fault,
 )
-from nnsight_engine.modeling.progress import console_progress
+
+
+@contextlib.contextmanager
+def console_progress(title: str) -> Iterator[ProgressCallback]:
+    """Draw one bar on standard error for each stage reported to the yielded callback.
+
+    Nothing is drawn before the first report, so a cached result leaves the terminal unchanged.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with contextlib.ExitStack() as stack:
+        bars = Progress(*columns, console=Console(stderr=True))
+        tasks: dict[str, TaskID] = {}
+
+        def report(stage: str, fraction: float) -> None:
+            if not tasks:
+                stack.enter_context(bars)
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(f"{title}: {stage}", total=1.0)
+            bars.update(tasks[stage], completed=fraction)
+
+        yield report
+
 
 logger = logging.getLogger(__name__)
 

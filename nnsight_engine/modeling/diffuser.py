@@ -1,12 +1,16 @@
 """A diffusion pipeline as a single module, so that its models form a tree that can be traced.
 
 Without weights, its components are found through the pipeline's own index, as in diffusers.
+
+After its last denoising step a pipeline still decodes an image. Loops over steps end with that step, so that
+the code after them can read later values; with a pipeline without a callback for steps they end with the run.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Final
 
@@ -102,3 +106,25 @@ def _component(source: str, name: str, entry: Sequence[str | None], options: dic
     if hasattr(found, "config_class") and found.config_class is not None:  # a class of transformers
         return found(found.config_class.from_pretrained(source, **place)).eval()
     return found.from_config(found.load_config(source, **place)).eval()
+
+
+_CALLBACK: Final = "callback_on_step_end"
+_INPUTS: Final = "callback_on_step_end_tensor_inputs"
+
+
+def with_last_step(pipeline: Any, kwargs: dict[str, Any], ended: Callable[[], None]) -> dict[str, Any]:
+    if _CALLBACK not in inspect.signature(type(pipeline).__call__).parameters:
+        return kwargs
+    given = kwargs.get(_CALLBACK)
+
+    def step_ended(pipe: Any, step: int, time: Any, values: dict[str, Any]) -> dict[str, Any]:
+        changed = given(pipe, step, time, values) if given is not None else values
+        if step + 1 == getattr(pipe, "num_timesteps", None):
+            ended()
+        return changed if changed is not None else {}
+
+    chained = {**kwargs, _CALLBACK: step_ended}
+    inputs = getattr(given, "tensor_inputs", None)  # set on diffusers' own callbacks
+    if inputs is not None:
+        chained[_INPUTS] = inputs
+    return chained

@@ -1,4 +1,7 @@
-"""Modules through which generated tokens pass: ``model.generator`` and ``model.generator.streamer``."""
+"""Modules through which generated tokens pass: ``model.generator`` and ``model.generator.streamer``.
+
+They are identity modules, which give a place in the tree to a value that no other module computes.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,12 @@ from typing import Any, Protocol
 
 import torch
 
-from nnsight_engine.modeling.wrapper import WrapperModule
+
+class WrapperModule(torch.nn.Module):
+    """The identity; several positional arguments are returned as a tuple."""
+
+    def forward(self, *args: Any) -> Any:
+        return args[0] if len(args) == 1 else args
 
 
 class Streamer(Protocol):

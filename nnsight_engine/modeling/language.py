@@ -18,8 +18,7 @@ from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.values import named_arguments, unknown_arguments_error
 from nnsight_engine.interleaving.batching import Batcher
 from nnsight_engine.modeling.generator import Generator, TokenFeed, rows_per_input, takes_streamer
-from nnsight_engine.modeling.invokes import join_shared, without_input
-from nnsight_engine.modeling.mixins.generating import GeneratingMixin
+from nnsight_engine.modeling.mixins.meta import GeneratingMixin
 from nnsight_engine.modeling.rows import (
     ROW_INPUTS,
     TOKEN_INPUTS,
@@ -27,8 +26,10 @@ from nnsight_engine.modeling.rows import (
     filled_left,
     filling_of,
     join_rows,
+    join_shared,
     positions,
     read_rows,
+    without_input,
 )
 from nnsight_engine.modeling.spread_rows import SpreadBatcher
 from nnsight_engine.modeling.transformers import TransformersModel

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nnsight_engine.core.dtype_conversion import fitted
+from nnsight_engine.core.tensors import fitted
 from nnsight_engine.core.trees import map_pairs
 from nnsight_engine.interleaving.batching import Batcher, BatchGroup, Loans
 

@@ -12,9 +12,8 @@ from typing import Any, ClassVar, Final
 import torch
 from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
-from nnsight_engine.modeling.invokes import InvokesDifferError, join_shared
 from nnsight_engine.modeling.language import LanguageModel
-from nnsight_engine.modeling.rows import ROW_INPUTS, TOKEN_INPUTS, read_rows
+from nnsight_engine.modeling.rows import ROW_INPUTS, TOKEN_INPUTS, InvokesDifferError, join_shared, read_rows
 
 _MEDIA: Final = ("images", "videos")
 

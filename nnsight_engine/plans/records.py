@@ -16,8 +16,7 @@ import numpy.typing as npt
 from nnsight_engine.core.dtypes import LARGEST
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.plans.request_plan import OperationKind, PlannedOp
-from nnsight_engine.plans.sites import PlannedSite
+from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, PlannedSite
 
 
 class StepRecord(msgspec.Struct, array_like=True):

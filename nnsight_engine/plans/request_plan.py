@@ -1,21 +1,224 @@
 """One request's interventions as the worker receives them; only ``plans.compile`` builds plans.
 
 The worker trusts their structure. Tensors are named by the hash of their content, to be shared by requests.
+Conditions are causal: the state at a position depends on the scores of earlier positions and its own.
+
+Marker tokens divide an answer into its content, its reasoning and its tool calls. A position belongs to the
+part of the token that is sampled from it: the answer's first position is the prompt's last, and a marker's
+own position is the first of the part it begins. The last marker decides.
 """
 
 from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from nnsight_engine.core.leaves import PATTERN, STATE
-from nnsight_engine.plans.answer_parts import PlannedAnswer
-from nnsight_engine.plans.conditions import PlannedCondition, PlannedDetector
-from nnsight_engine.plans.features import PlannedFeatures
-from nnsight_engine.plans.sites import PlannedSite
+from api_schemas.points import ENCODER_BLOCK, point_name
+from nnsight_engine.core.detector import Form, Link
+from nnsight_engine.core.dtypes import ITEM_BYTES
+from nnsight_engine.core.model_spec import PATTERN, STATE, ModelSpec
+from nnsight_engine.core.operator_choices import tap_of
+from nnsight_engine.features.config import DictionaryConfig
+
+
+class PlannedSite(msgspec.Struct, frozen=True, array_like=True):
+    """One place in the model: a leaf name of ``ModelSpec`` and its layer, -1 if it has none."""
+
+    leaf: str
+    layer: int = -1
+
+    def __str__(self) -> str:
+        return point_name(self.leaf, self.layer)
+
+    @property
+    def is_in_encoder(self) -> bool:
+        """Whether it is in the vision encoder, which runs before the step and not in it."""
+        return self.leaf == ENCODER_BLOCK
+
+
+LOGITS: Final = PlannedSite("logits")
+SAMPLES: Final = PlannedSite("samples")
+
+
+def forward_order(site: PlannedSite, spec: ModelSpec) -> tuple[int, int]:
+    """Return a key that is smaller for a site that the forward pass reaches earlier."""
+    tap = tap_of(site.leaf, site.layer)
+    if tap is not None:
+        return 2 * tap, 0
+    leaves = [leaf.name for leaf in spec.leaves]
+    layer = site.layer if site.layer >= 0 else spec.num_layers
+    return 2 * layer + 1, leaves.index(site.leaf)
+
+
+class PlannedDictionary(msgspec.Struct, frozen=True, array_like=True):
+    """``sha256`` is that of the file of its weights, hexadecimal; ``dtype`` is torch's name."""
+
+    sha256: str
+    config: DictionaryConfig
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return self.config.num_values * ITEM_BYTES[self.dtype]
+
+
+class PlannedFeatures(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The features that an operation or a test reads or changes; no ``ids`` for the ``top_k`` most active.
+
+    A write makes ``gain * a + offset`` of ``a``; ``source`` is the site that its dictionary reads, if that is
+    another.
+    """
+
+    dictionary: PlannedDictionary
+    ids: tuple[int, ...] = ()
+    top_k: int = 0
+    gains: tuple[float, ...] = ()
+    offsets: tuple[float, ...] = ()
+    source: PlannedSite | None = None
+
+
+AND: Final = "and"
+OR: Final = "or"
+NOT: Final = "not"
+
+
+class PlannedPart(msgspec.Struct, frozen=True, array_like=True):
+    site: PlannedSite
+    form: Form | None
+    tensors: tuple[tuple[str, str], ...] = ()
+    features: PlannedFeatures | None = None
+
+
+class PlannedDetector(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A detector, see ``core.detector``; its parts are in the order of the forward pass."""
+
+    parts: tuple[PlannedPart, ...]
+    bias: float = 0.0
+    link: Link = Link.IDENTITY
+
+    @property
+    def sites(self) -> tuple[PlannedSite, ...]:
+        return tuple(part.site for part in self.parts)
+
+
+class PlannedTest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A test of a detector's scores.
+
+    It begins to hold where the reduced score, times ``sign``, is above ``threshold`` (also times ``sign``).
+    It holds on while that is above ``threshold - hysteresis``, or for good if it latches. ``over`` says which
+    scores are reduced: of the ``position``, of the ``prompt`` up to it, or of a ``window`` of ``length``
+    positions that ends with it. ``is_next``: it decides for the position after the one that it reads.
+    """
+
+    detector: PlannedDetector
+    threshold: float
+    sign: int = 1
+    over: str = "position"
+    length: int = 1
+    reduce: str = "max"
+    latches: bool = False
+    hysteresis: float = 0.0
+    is_next: bool = False
+
+    @property
+    def has_history(self) -> bool:
+        return self.over != "position" or self.latches or self.hysteresis > 0
+
+    @property
+    def has_slot(self) -> bool:
+        return self.has_history or self.is_next
+
+
+class PlannedCondition(msgspec.Struct, frozen=True):
+    """Tests, joined by ``program``: numbers of tests, ``and``, ``or`` and ``not`` in postfix order."""
+
+    tests: tuple[PlannedTest, ...]
+    program: tuple[int | str, ...]
+
+    @property
+    def has_history(self) -> bool:
+        return any(test.has_history for test in self.tests)
+
+    def last_site(self, spec: ModelSpec) -> PlannedSite:
+        """Return the site that the forward pass reaches last of those that its tests read."""
+        return max(
+            (test.detector.sites[-1] for test in self.tests), key=lambda site: forward_order(site, spec)
+        )
+
+    @property
+    def has_slots(self) -> bool:
+        return any(test.has_slot for test in self.tests)
+
+
+Parts = npt.NDArray[np.int8]
+
+
+class Part(enum.IntEnum):
+    NONE = 0
+    CONTENT = 1
+    REASONING = 2
+    TOOL_CALLS = 3
+
+
+class PlannedAnswer(msgspec.Struct, frozen=True):
+    """``first`` is the part of the prompt's last position; ``begun_by`` is keyed by the marker's token id."""
+
+    first: int
+    begun_by: dict[int, int]
+
+    def scan(self, token_ids: npt.NDArray[np.integer], before: int) -> Parts:
+        """Return the part of each token's position, ``[n]``; ``before`` is that of the one before them."""
+        parts = np.zeros(len(token_ids) + 1, np.int8)
+        parts[0] = before
+        for marker, part in self.begun_by.items():
+            parts[1:][token_ids == marker] = part
+        last: npt.NDArray[np.int64] = np.maximum.accumulate(np.where(parts, np.arange(len(parts)), 0))
+        return parts[last[1:]]
+
+    def parts(self, token_ids: npt.NDArray[np.integer], prompt_len: int) -> Parts:
+        parts = np.zeros(len(token_ids), np.int8)
+        parts[prompt_len - 1 : prompt_len] = self.first
+        parts[prompt_len:] = self.scan(token_ids[prompt_len:], self.first)
+        return parts
+
+
+class AnswerMarkers(msgspec.Struct, frozen=True):
+    """The markers of a served model's answers; those before one of ``turn_ends`` do not count.
+
+    An answer begins with ``first`` if its prompt has no marker; ``missing`` says why a part cannot be told
+    apart.
+    """
+
+    begun_by: dict[int, int] = {}
+    first: int = Part.CONTENT
+    turn_ends: frozenset[int] = frozenset()
+    missing: Mapping[str, str] = {}
+
+    @property
+    def scopes(self) -> list[str]:
+        return [name for part in Part if part and (name := part.name.lower()) not in self.missing]
+
+    def plan(self, prompt_ids: npt.NDArray[np.integer]) -> PlannedAnswer:
+        ends = np.flatnonzero(np.isin(prompt_ids, list(self.turn_ends)))
+        turn = prompt_ids[ends[-1] + 1 :] if len(ends) else prompt_ids
+        planned = PlannedAnswer(self.first, self.begun_by)
+        first = planned.scan(turn, self.first)[-1] if len(turn) else self.first
+        return PlannedAnswer(int(first), self.begun_by)
+
+
+_START: Final = "start the server with --reasoning-parser or --tool-call-parser"
+NO_MARKERS: Final = AnswerMarkers(
+    missing={"content": _START, "reasoning": "start the server with --reasoning-parser",
+             "tool_calls": "start the server with --tool-call-parser"}
+)  # fmt: skip
+"""Of a model whose answers have one part."""
+
 
 PLAN_KEY: Final = "nnsight_engine"
 """Key of the engine's entry in vLLM's ``SamplingParams.extra_args``."""
@@ -60,7 +263,7 @@ class WhereRule(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         phase: ``all``, ``prompt`` (below the prompt's length) or ``generated``.
         positions: Sorted, or None for any; in a vision encoder numbers of rows.
-        part: Part of the answer, see ``answer_parts``; 0 for any or none.
+        part: Part of the answer, see ``Part``; 0 for any or none.
     """
 
     phase: str = "all"
@@ -209,3 +412,20 @@ class CompiledRequest(msgspec.Struct, frozen=True):
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(RequestPlan)
+
+
+Spans = tuple[tuple[int, int], ...]
+"""Half-open ranges of positions, ascending."""
+
+
+class PromptMedia(msgspec.Struct, frozen=True):
+    """The positions of each image in the prompt; marks between an image's parts are none of them.
+
+    ``digest`` is a hash of everything that is no text, also of audio and videos; empty if there is nothing.
+    """
+
+    images: tuple[Spans, ...] = ()
+    digest: str = ""
+
+
+NO_MEDIA = PromptMedia()

@@ -14,10 +14,16 @@ import numpy.typing as npt
 
 from nnsight_engine.core.detector import Form
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.plans.conditions import PlannedDetector
-from nnsight_engine.plans.features import PlannedFeatures
-from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, RequestPlan, TensorData, WhereRule
-from nnsight_engine.plans.sites import LOGITS
+from nnsight_engine.plans.request_plan import (
+    LOGITS,
+    OperationKind,
+    PlannedDetector,
+    PlannedFeatures,
+    PlannedOp,
+    RequestPlan,
+    TensorData,
+    WhereRule,
+)
 from nnsight_engine.plans.where import Mask, by_position, evaluate, generated_is_constant
 
 _LENS: Final = 128

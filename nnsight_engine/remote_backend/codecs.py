@@ -1,4 +1,4 @@
-"""Encodings of blocks: the wire format, or pickle for senders the server trusts (``app.auth.codecs``)."""
+"""Encodings of blocks: the wire format, or pickle for trusted senders (``app.auth.principal``)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nnsight_engine.serialization import (
 )
 from nnsight_engine.serialization.decoding.decoder import Resolve
 from nnsight_engine.serialization.encoding.encoder import Reference
-from nnsight_engine.serialization.values import DEFAULT_LIMITS
+from nnsight_engine.serialization.wire import DEFAULT_LIMITS
 
 Codec = Literal["wire", "cloudpickle"]
 CODECS: Final[tuple[Codec, ...]] = get_args(Codec)
@@ -60,6 +60,3 @@ def decode_blocks(
     if not trusted:
         raise DecodeError("blocks written in 'cloudpickle' are read from trusted senders only: use 'wire'")
     return decode_trace_pickled(data, resolve=resolve, limits=limits)
-
-
-__all__ = ["CODECS", "Codec", "decode_blocks", "encode_blocks"]

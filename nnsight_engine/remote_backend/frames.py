@@ -175,20 +175,3 @@ def _room(num_bytes: int) -> bytearray | memoryview:
         return np.zeros(num_bytes, np.uint8).data
     except MemoryError as error:
         raise DecodeError(f"a frame of {num_bytes:,} bytes is more than there is memory for") from error
-
-
-__all__ = [
-    "ANSWER_HEAD_BYTES",
-    "HEAD_BYTES",
-    "MEDIA_TYPE",
-    "TIER",
-    "Frame",
-    "FrameKind",
-    "FrameReader",
-    "answer_head",
-    "called",
-    "calling",
-    "head_of",
-    "json_frame",
-    "tier_of",
-]

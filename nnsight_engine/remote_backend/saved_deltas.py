@@ -1,6 +1,6 @@
 """Reassembly of a block's saved values from the deltas that are sent while it runs.
 
-A server forwards a worker's deltas (``vllm_backend.traces.deltas``) without decoding them.
+A server forwards a worker's deltas (``vllm_backend.traces.reporting``) without decoding them.
 
 Hazard: a delta may come from a block that runs untrusted code. A malformed one raises ``DecodeError`` and
 changes nothing.
@@ -152,15 +152,3 @@ class OutputReader:
             return StreamedOutput(invoke, message["choices"], message["finished"], saves)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise DecodeError(f"the message holds no output of a trace: {error!r}") from error
-
-
-__all__ = [
-    "MALFORMED",
-    "DeltaReader",
-    "OutputReader",
-    "SavesSoFar",
-    "StreamedOutput",
-    "checked_list",
-    "output_data",
-    "values_by_name",
-]

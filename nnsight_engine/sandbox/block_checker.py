@@ -168,5 +168,3 @@ def _check_name(module: str, name: str) -> bool:
 
 CHECKED: Final = Policy(_check_name, allow_source=True, check=check_syntax)
 """The policy for untrusted code, for a reader inside a sandbox process: it may run anything, see above."""
-
-__all__ = ["CHECKED", "MODULES", "check_syntax", "load_modules"]

@@ -192,6 +192,3 @@ class SandboxSide:
 
     def _exactly(self, num_bytes: int) -> bytes:
         return read_exactly(partial(os.read, self._descriptor), num_bytes)
-
-
-__all__ = ["EngineSide", "Memory", "Part", "SandboxSide", "read_exactly"]

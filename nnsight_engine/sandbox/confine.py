@@ -2,20 +2,224 @@
 
 ``isolate`` is for the zygote once it has loaded everything, ``confine`` for each sandbox; both are
 irreversible.
+
+System calls that are not listed fail with ``EPERM``, in all threads. The listed ones are for computing,
+memory, waiting, and I/O on one descriptor. None opens, names or creates anything: no files, sockets,
+processes, threads or keys. The numbers are the kernel's, from its tables for each architecture
+(``asm/unistd_64.h``, ``asm-generic/unistd.h``). The filter is a classic BPF program (``seccomp(2)``) on
+number, architecture and plain arguments, and cannot be removed.
 """
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
+import errno
 import os
+import platform
 import resource
 import shutil
 import signal
+import struct
 from pathlib import Path
 from typing import Final
 
-from nnsight_engine.sandbox import seccomp
+from nnsight_engine.sandbox.errors import SandboxUnavailableError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SystemCallTable:
+    """The numbers of one architecture.
+
+    Attributes:
+        audit: The kernel's identifier of the architecture (``linux/audit.h``).
+        mmap: Allowed for private memory only.
+        absent: Calls that fail with ``ENOSYS``, so that the C library falls back to others.
+        limit: Calls from this number on belong to another ABI; none of them is allowed.
+    """
+
+    audit: int
+    seccomp: int
+    mmap: int
+    allowed: tuple[int, ...]
+    absent: tuple[int, ...]
+    limit: int
+
+
+_X86_64: Final = {
+    "read": 0,
+    "write": 1,
+    "close": 3,
+    "lseek": 8,
+    "mprotect": 10,
+    "munmap": 11,
+    "brk": 12,
+    "rt_sigaction": 13,
+    "rt_sigprocmask": 14,
+    "rt_sigreturn": 15,
+    "sched_yield": 24,
+    "mremap": 25,
+    "madvise": 28,
+    "nanosleep": 35,
+    "getpid": 39,
+    "exit": 60,
+    "gettimeofday": 96,
+    "getrusage": 98,
+    "getuid": 102,
+    "getgid": 104,
+    "geteuid": 107,
+    "getegid": 108,
+    "sigaltstack": 131,
+    "gettid": 186,
+    "time": 201,
+    "futex": 202,
+    "sched_getaffinity": 204,
+    "restart_syscall": 219,
+    "clock_gettime": 228,
+    "clock_getres": 229,
+    "clock_nanosleep": 230,
+    "exit_group": 231,
+    "set_robust_list": 273,
+    "getcpu": 309,
+    "getrandom": 318,
+    "membarrier": 324,
+    "rseq": 334,
+}
+_AARCH64: Final = {
+    "lseek": 62,
+    "read": 63,
+    "write": 64,
+    "close": 57,
+    "exit": 93,
+    "exit_group": 94,
+    "futex": 98,
+    "set_robust_list": 99,
+    "nanosleep": 101,
+    "clock_gettime": 113,
+    "clock_getres": 114,
+    "clock_nanosleep": 115,
+    "sched_getaffinity": 123,
+    "sched_yield": 124,
+    "restart_syscall": 128,
+    "sigaltstack": 132,
+    "rt_sigaction": 134,
+    "rt_sigprocmask": 135,
+    "rt_sigreturn": 139,
+    "getrusage": 165,
+    "getcpu": 168,
+    "gettimeofday": 169,
+    "getpid": 172,
+    "getuid": 174,
+    "geteuid": 175,
+    "getgid": 176,
+    "getegid": 177,
+    "gettid": 178,
+    "brk": 214,
+    "munmap": 215,
+    "mremap": 216,
+    "mprotect": 226,
+    "madvise": 233,
+    "getrandom": 278,
+    "membarrier": 283,
+    "rseq": 293,
+}
+_CLONE3: Final = 435
+_X32_BIT: Final = 0x40000000
+
+MACHINES: Final = {
+    "x86_64": SystemCallTable(0xC000003E, 317, 9, tuple(_X86_64.values()), (_CLONE3,), _X32_BIT),
+    "aarch64": SystemCallTable(0xC00000B7, 277, 222, tuple(_AARCH64.values()), (_CLONE3,), _X32_BIT),
+}
+"""The known architectures, by ``platform.machine()``."""
+
+
+_LOAD: Final = 0x20
+_JUMP_IF_EQUAL: Final = 0x15
+_JUMP_IF_AT_LEAST: Final = 0x35
+_RETURN: Final = 0x06
+_JUMP_IF_ANY_BIT: Final = 0x45
+_NUMBER_AT, _ARCHITECTURE_AT, _FOURTH_ARGUMENT_AT = 0, 4, 40
+_MAP_SHARED: Final = 1
+_ALLOW: Final = 0x7FFF0000
+_FAIL: Final = 0x00050000
+_KILL: Final = 0x80000000
+_SET_FILTER: Final = 1
+_ALL_THREADS: Final = 1
+_NO_NEW_PRIVILEGES: Final = 38
+_MAX_JUMP: Final = 255
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def forbid_new_privileges() -> None:
+    """Forbid programs that this process runs to gain privileges; a prerequisite of the filter."""
+    check_call(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
+
+
+def check_call(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def machine() -> SystemCallTable:
+    """Return the system call numbers of this machine; SandboxUnavailableError unless it is a known Linux."""
+    found = MACHINES.get(platform.machine()) if platform.system() == "Linux" else None
+    if found is None:
+        raise SandboxUnavailableError(
+            f"code cannot be kept from system calls on {platform.system()} {platform.machine()}: the process "
+            f"sandbox needs Linux on {' or '.join(MACHINES)}. Run the server in such a container, or with "
+            "--sandbox off if all keys belong to people whom you trust with the engine"
+        )
+    return found
+
+
+def install_filter() -> None:
+    """Install the filter for all threads of this process; OSError if the kernel refuses."""
+    here = machine()
+    program = _program(here)
+    buffer = ctypes.create_string_buffer(program, len(program))
+    head = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer)))
+    forbid_new_privileges()
+    result = _libc.syscall(
+        ctypes.c_long(here.seccomp), ctypes.c_uint(_SET_FILTER), ctypes.c_uint(_ALL_THREADS), head
+    )
+    check_call(result, "seccomp")
+
+
+def _program(here: SystemCallTable) -> bytes:
+    """Return the filter: the architecture, the flags of ``mmap``, then one comparison for each listed call.
+
+    Shared mappings could evade the counts of memory: pages stay allocated that the process has dropped.
+    """
+    count = len(here.allowed) + len(here.absent)
+    assert count + 3 < _MAX_JUMP  # noqa: S101 - otherwise jumps would have to be chained
+    # After the comparisons: fail, allow, absent.
+    lines = [
+        _line(_LOAD, k=_ARCHITECTURE_AT),
+        _line(_JUMP_IF_EQUAL, 1, 0, here.audit),
+        _line(_RETURN, k=_KILL),
+        _line(_LOAD, k=_NUMBER_AT),
+        _line(_JUMP_IF_AT_LEAST, count + 3, 0, here.limit),
+        _line(_JUMP_IF_EQUAL, 0, 2, here.mmap),
+        _line(_LOAD, k=_FOURTH_ARGUMENT_AT),
+        _line(_JUMP_IF_ANY_BIT, count, count + 1, _MAP_SHARED),
+    ]
+    for at, number in enumerate(here.allowed):
+        lines.append(_line(_JUMP_IF_EQUAL, count - at, 0, number))
+    for at, number in enumerate(here.absent, len(here.allowed)):
+        lines.append(_line(_JUMP_IF_EQUAL, count - at + 1, 0, number))
+    lines += [
+        _line(_RETURN, k=_FAIL | errno.EPERM),
+        _line(_RETURN, k=_ALLOW),
+        _line(_RETURN, k=_FAIL | errno.ENOSYS),
+    ]
+    return b"".join(lines)
+
+
+def _line(code: int, jump_if: int = 0, jump_else: int = 0, k: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, jump_if, jump_else, k)
+
 
 _NOBODY: Final = 65534
 _NEW_USER: Final = 0x10000000
@@ -32,8 +236,6 @@ _YIELDS: Final = 10
 
 _FIRST_TO_GO: Final = "1000"
 """OOM score adjustment: the kernel kills sandboxes before the engine."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +261,7 @@ def isolate(folder: str) -> list[str]:
 
 
 def _leave_namespaces() -> list[str]:
-    seccomp.check(_libc.prctl(_NOT_DUMPABLE, 0, 0, 0, 0), "prctl")
+    check_call(_libc.prctl(_NOT_DUMPABLE, 0, 0, 0, 0), "prctl")
     if _libc.unshare(_NEW_USER | _NEW_NETWORK | _NEW_IPC | _NEW_MOUNTS | _NEW_NAMES) == 0:
         return []
     if _libc.unshare(_NEW_USER | _NEW_NETWORK) == 0:
@@ -96,7 +298,7 @@ def missing_namespaces() -> list[str]:
 
 
 def die_with_parent() -> None:
-    seccomp.check(_libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0), "prctl")
+    check_call(_libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0), "prctl")
 
 
 def keep_only(descriptors: set[int]) -> None:
@@ -127,14 +329,4 @@ def confine(share: ProcessLimits) -> None:
     for limit, most in limits.items():
         resource.setrlimit(limit, (most, most))
     os.nice(_YIELDS)
-    seccomp.install()
-
-
-__all__ = [
-    "ProcessLimits",
-    "confine",
-    "die_with_parent",
-    "isolate",
-    "keep_only",
-    "missing_namespaces",
-]
+    install_filter()

@@ -42,6 +42,3 @@ class SandboxEndedError(RuntimeError):
     @classmethod
     def broken(cls, why: str) -> SandboxEndedError:
         return cls(f"The sandbox was ended, because it broke the rules: {why}.")
-
-
-__all__ = ["SandboxEndedError", "SandboxUnavailableError"]

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from nnsight_engine.sandbox import seccomp
+from nnsight_engine.sandbox import confine
 from nnsight_engine.sandbox.channel import EngineSide, Memory, read_exactly
 from nnsight_engine.sandbox.errors import SandboxEndedError, SandboxUnavailableError
 from nnsight_engine.sandbox.zygote import FORK, NUMBER, ORDER, READY, REAP
@@ -312,7 +312,7 @@ class ForkServer:
 
     def start(self) -> None:
         """Start the pool on its own thread, once; raises SandboxUnavailableError on unsupported machines."""
-        seccomp.machine()
+        confine.machine()
         _check_kernel()
         if self._keeper is None:
             self._num_ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
@@ -394,6 +394,3 @@ class ForkServer:
             if not self._keeper.is_alive():  # otherwise it may still write to the descriptor
                 os.close(self._num_ready)
                 self._keeper = None
-
-
-__all__ = ["ForkServer", "Sandbox"]

@@ -103,6 +103,3 @@ def _live(
         traceback.print_exc()
     finally:
         os._exit(1)
-
-
-__all__ = ["FORK", "NUMBER", "ORDER", "READY", "REAP", "Child", "fork_children"]

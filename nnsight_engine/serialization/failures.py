@@ -4,7 +4,8 @@ A received traceback entry needs a frame, which a one-line function compiled at 
 opened because a sender gave its name, and no text of another sender with the same file name is shown.
 
 A received error's type is looked up among the loaded types that are known to be safe to instantiate. Any
-other type is replaced by a new type of the same name, derived from its nearest builtin base.
+other type is replaced by a new type of the same name, derived from its nearest builtin base. Installation
+paths are removed from texts that leave a server: clients do not see its file system.
 """
 
 from __future__ import annotations
@@ -13,17 +14,45 @@ import ast
 import builtins
 import itertools
 import linecache
+import os
+import re
+import site
 import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
 from types import CodeType, FunctionType, TracebackType
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
-from nnsight_engine.serialization.errors import DecodeError
-from nnsight_engine.serialization.server_paths import without_server_paths
-from nnsight_engine.serialization.source.source_cache import SOURCE_CACHE
-from nnsight_engine.tracing.sent_files import LinesFrom, SentFile, sent_name
-from nnsight_engine.tracing.tracebacks import is_ours
+from nnsight_engine.serialization.limits import DecodeError
+from nnsight_engine.serialization.source.received_code import SOURCE_CACHE
+from nnsight_engine.tracing.frames import is_ours
+from nnsight_engine.tracing.loaded_code import LinesFrom, SentFile, sent_name
+
+_FOLDERS: Final = ("stdlib", "platstdlib", "purelib", "platlib", "scripts", "data")
+_PACKAGES: Final = Path(__file__).parents[2]
+
+
+@cache
+def _installed() -> re.Pattern[str]:
+    paths = sysconfig.get_paths()
+    folders = {paths[name] for name in _FOLDERS}
+    folders |= {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}
+    folders |= {*site.getsitepackages(), site.getusersitepackages()}
+    folders |= {os.path.dirname(sys.executable), os.path.dirname(os.path.realpath(sys.executable))}
+    folders |= {os.path.realpath(folder) for folder in folders}
+    found = sorted((folder for folder in folders if len(folder) > 1), key=len, reverse=True)
+    own = rf"{re.escape(str(_PACKAGES))}/(?=(?:nnsight_engine|app|api_schemas)/)"
+    others = f"(?:{'|'.join(map(re.escape, found))})/(?:lib/python[\\d.]+/)?(?:site-packages/)?"
+    return re.compile(rf"(?<![\w.-])(?:{others}|{own})")
+
+
+def without_server_paths(text: str) -> str:
+    """Return the text with files of Python and packages named like ``torch/functional.py``."""
+    return _installed().sub("", text) if "/" in text else text
+
 
 _MAX_FRAMES = 64
 _MAX_CHAIN = 8

@@ -23,19 +23,16 @@ import cloudpickle
 import torch
 
 from nnsight_engine.core.closure_cells import UNBOUND, content
-from nnsight_engine.serialization.decoding.blocks import block_of
 from nnsight_engine.serialization.decoding.decoder import Resolve
-from nnsight_engine.serialization.encoding.blocks import written_block
+from nnsight_engine.serialization.decoding.definitions import block_of
+from nnsight_engine.serialization.encoding.definitions import bound_globals, written_block
 from nnsight_engine.serialization.encoding.encoder import Reference
-from nnsight_engine.serialization.encoding.namespaces import bound_globals
-from nnsight_engine.serialization.errors import DecodeError, EncodeError
-from nnsight_engine.serialization.limits import MessageLimits
-from nnsight_engine.serialization.message.tensors import unsendable
+from nnsight_engine.serialization.limits import DecodeError, EncodeError, MessageLimits
+from nnsight_engine.serialization.message import unsendable
 from nnsight_engine.serialization.source.fragments import SourceFragment
 from nnsight_engine.serialization.source.import_resolution import is_importable
-from nnsight_engine.serialization.traces import ReceivedTrace, SentBlock
-from nnsight_engine.serialization.values import DEFAULT_LIMITS, decode, encode
-from nnsight_engine.tracing.sent_files import SentFile
+from nnsight_engine.serialization.wire import DEFAULT_LIMITS, ReceivedTrace, SentBlock, decode, encode
+from nnsight_engine.tracing.loaded_code import SentFile
 from nnsight_engine.tracing.tracer import Info
 
 MAGIC: Final = b"NNSP"
@@ -287,6 +284,3 @@ def _fill_block(info: Info, rest: tuple[Any, ...]) -> None:
     cells, held, globals_ = rest
     _fill(cells, held)
     info.globals_.update(globals_)
-
-
-__all__ = ["MAGIC", "decode_trace_pickled", "encode_trace_pickled"]

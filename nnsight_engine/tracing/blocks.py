@@ -1,8 +1,8 @@
 """Compilation of a ``with`` block to a function, from its syntax tree, with its variables in shared cells.
 
 The tree keeps its file name and line numbers. A block inside a block gets the same cells, as a nested
-function
-does; invokes get copies (see ``interleaving.shared_variables``). These constructs are rewritten:
+function does; invokes get copies (see ``interleaving.shared_variables``). A block from text is compiled as if
+indented in a ``with`` statement: its line 1 becomes line 2. These constructs are rewritten:
 
 ``with EXPR as T: BODY``
     may open a trace whose body must not run here. It becomes ``with bind(lambda: (names), i, EXPR) as T:``
@@ -28,7 +28,7 @@ from types import CellType, CodeType, FunctionType
 from typing import Any, TypeVar
 
 from nnsight_engine.core.gradients import asked_for_gradients
-from nnsight_engine.core.loop_end import IterationOver
+from nnsight_engine.core.listeners import IterationOver
 from nnsight_engine.tracing.block_names import (
     is_bare_super,
     leaving,
@@ -39,9 +39,8 @@ from nnsight_engine.tracing.block_names import (
     stored_in,
 )
 from nnsight_engine.tracing.counted_stores import BIND, OWN, count_stores
-from nnsight_engine.tracing.errors import TraceSyntaxError
-from nnsight_engine.tracing.sent_files import sent_name
-from nnsight_engine.tracing.source_text import SourceText
+from nnsight_engine.tracing.loaded_code import sent_name
+from nnsight_engine.tracing.source_text import SourceText, TraceSyntaxError, parse
 
 DEFERRED = "__nnsight_deferred__"
 OVER = "__nnsight_over__"
@@ -420,3 +419,64 @@ def _about_loop(error: SyntaxError, source: SourceText) -> TraceSyntaxError:
 
 HELPERS: dict[str, CellType] = {OVER: CellType(IterationOver), REQUIRES_GRAD: CellType(asked_for_gradients)}
 """The helpers that need no tracer; ``tracer`` adds ``bind`` and ``deferred``."""
+
+
+NUM_LINES_BEFORE = 1
+"""Number of lines of a block's source that precede the text."""
+_STATEMENT = "with trace:\n"
+_INDENT = "    "
+
+
+def block_of_text(text: str, filename: str, names: frozenset[str]) -> Block:
+    """Compile text as a block whose ``names`` are bound at its start; errors have the text's lines."""
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    tree = _parsed(text, filename)
+    if not tree.body:
+        raise SyntaxError("there are no statements in it", (filename, 1, 1, ""))
+    try:
+        return _compiled(_STATEMENT + _indented(text, tree), filename, names)
+    except SyntaxError as error:
+        error.lineno = max((error.lineno or 1) - NUM_LINES_BEFORE, 1)
+        raise
+    except (RecursionError, MemoryError) as error:
+        raise _too_deep(filename) from error
+
+
+def _compiled(whole: str, filename: str, names: frozenset[str]) -> Block:
+    (statement,) = parse(whole, filename).body
+    assert isinstance(statement, ast.With)  # noqa: S101 - the text begins with it
+    lines = tuple(f"{line}\n" for line in whole.split("\n"))
+    source = SourceText(filename, lines, ast.Module(body=[statement], type_ignores=[]))
+    context = BlockContext(name="trace", class_name=None, first_argument=None, flags=0)
+    return compile_block(Nested(statement, 0), source, names, context)
+
+
+def _parsed(text: str, filename: str) -> ast.Module:
+    try:
+        return parse(text, filename)
+    except (RecursionError, MemoryError) as error:
+        raise _too_deep(filename) from error
+    except SyntaxError as error:
+        if error.lineno is None:  # null bytes
+            error.lineno = 1
+        raise
+
+
+def _too_deep(filename: str) -> SyntaxError:
+    return SyntaxError("its expressions or statements are nested too deeply", (filename, 1, 1, ""))
+
+
+def _indented(text: str, tree: ast.Module) -> str:
+    kept: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and _is_text(node.value)):
+            kept.update(range(node.lineno + 1, (node.end_lineno or node.lineno) + 1))
+    lines = text.split("\n")
+    return "\n".join(
+        line if number in kept or not line.strip() else _INDENT + line
+        for number, line in enumerate(lines, start=1)
+    )
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str | bytes)

@@ -220,6 +220,3 @@ def _at(place: ast.AST, made: Node) -> Node:
         if isinstance(child, ast.stmt | ast.expr) and not hasattr(child, "lineno"):
             ast.copy_location(child, place)
     return made
-
-
-__all__ = ["BIND", "OWN", "count_stores"]

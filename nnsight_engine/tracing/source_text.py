@@ -3,16 +3,28 @@
 The text is cached when the code is first looked up: a later edit of the file must not shift the code that
 runs. Where a name such as ``<string>`` identifies no text, text is accepted only if it compiles to the code
 in question. The caller checks whether a text fits (``loaded_code``), as a file may have been edited between
-its import and the first look-up. Received code carries its text with it (``sent_files``), and no other text
+its import and the first look-up. Received code carries its text with it (``loaded_code``), and no other text
 is used for it.
+
+IPython compiles a cell that begins with ``%%time`` without registering its text. Older interpreters discard
+the text of a statement typed at the prompt, so it is taken from readline's history. The history lacks blank
+and repeated lines, so lines are accepted only if they compile to the same code, positions included.
+
+One thread at a time parses, without garbage collection: CPython 3.11 keeps the depth of the tree in one place
+for all threads; parsing in between, also by a collected object, makes its check fail with a ``SystemError``.
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
+import codeop
 import collections
+import contextlib
 import dataclasses
+import gc
 import importlib.util
+import itertools
 import linecache
 import os
 import stat
@@ -23,11 +35,139 @@ from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Generic, TypeVar, cast
 
-from nnsight_engine.tracing.errors import ChangedSourceError
-from nnsight_engine.tracing.interactive_statements import compiles_to, find_statement
-from nnsight_engine.tracing.parsing import parse
-from nnsight_engine.tracing.sent_files import SentFile
-from nnsight_engine.tracing.timed_cells import find_timed_cell
+from nnsight_engine.tracing.loaded_code import SentFile
+
+_one_at_a_time = threading.RLock()
+
+
+def parse(text: str, filename: str = "<unknown>") -> ast.Module:
+    with _one_at_a_time:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return ast.parse(text, filename)
+        finally:
+            if collects:
+                gc.enable()
+
+
+class WithBlockNotFoundError(Exception):
+    """The ``with`` statement of a trace was not found, or there is none; the message names the place."""
+
+
+class ChangedSourceError(Exception):
+    """A file, or a notebook's cell, has changed since the running code was loaded from it."""
+
+
+class TraceSyntaxError(SyntaxError):
+    """The block contains a statement that cannot be run later, such as ``return`` or ``await``."""
+
+
+_MAX_STATEMENT_LINES = 500
+_FUTURE_FLAGS = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
+# Line starts without indentation that may continue the statement above.
+_CLAUSES = ("else", "elif", "except", "finally", "case", ")", "]", "}")
+
+
+def find_statement(history: Sequence[str], wanted: CodeType) -> str | None:
+    """Return the newest statement in ``history``, oldest first, that compiles to ``wanted`` or around it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings were shown when the statement ran
+        for start in reversed(range(len(history))):
+            if not history[start][:1].strip():
+                continue  # blank or indented: no statement starts here
+            for lines in _statements_from(history, start, wanted):
+                for text in _with_missing_lines(lines, wanted):
+                    if compiles_to(text, wanted, mode="single"):
+                        return text
+    return None
+
+
+def compiles_to(text: str | ast.Module, wanted: CodeType, *, mode: str) -> bool:
+    """Return whether ``wanted`` is, or is inside, the code of ``text``; ``mode`` is that of ``compile``."""
+    flags = wanted.co_flags & _FUTURE_FLAGS | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    try:
+        root = compile(text, wanted.co_filename, mode, flags, dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
+        return False
+    codes = [root]
+    while codes:
+        code = codes.pop()
+        if code == wanted:  # compares names, constants, instructions and positions, but not the file name
+            return True
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return False
+
+
+def _statements_from(history: Sequence[str], start: int, wanted: CodeType) -> Iterator[Sequence[str]]:
+    compiler = codeop.CommandCompiler()
+    compiler.compiler.flags |= wanted.co_flags & _FUTURE_FLAGS | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    for end in range(start + 1, min(len(history), start + _MAX_STATEMENT_LINES) + 1):
+        lines = history[start:end]
+        try:
+            complete = compiler("\n".join(lines) + "\n", wanted.co_filename, "single") is not None
+        except (SyntaxError, ValueError, OverflowError):
+            return
+        if complete:
+            yield lines
+            if end < len(history) and not history[end].startswith((" ", "\t", *_CLAUSES)):
+                return
+
+
+def _with_missing_lines(lines: Sequence[str], wanted: CodeType) -> Iterator[str]:
+    """Yield the statement as recorded, then with lines that readline may have left out."""
+    yield "\n".join(lines) + "\n"
+    num_missing = _last_line(wanted) - len(lines)
+    if 0 < num_missing < _MAX_STATEMENT_LINES:
+        for index, line in itertools.product(range(1, len(lines)), ("", None)):
+            missing = [lines[index - 1] if line is None else line] * num_missing
+            yield "\n".join([*lines[:index], *missing, *lines[index:]]) + "\n"
+        yield "\n".join([*lines, *[lines[-1]] * num_missing]) + "\n"
+
+
+def _last_line(code: CodeType) -> int:
+    own = (end for _, end, _, _ in code.co_positions() if end is not None)
+    nested = (_last_line(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return max(itertools.chain(own, nested), default=0)
+
+
+def find_timed_cell(wanted: CodeType) -> str | None:
+    """Return the body of the newest ``%%time`` cell that compiles to ``wanted`` or to code around it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings were shown when the cell ran
+        for text in _bodies():
+            if compiles_to(text, wanted, mode="exec"):
+                return text
+            # A last expression is compiled separately, so that its value can be shown.
+            try:
+                without_last = parse(text)
+            except (SyntaxError, ValueError):
+                continue
+            del without_last.body[-1:]
+            if compiles_to(without_last, wanted, mode="exec"):
+                return text
+    return None
+
+
+def _bodies() -> Iterator[str]:
+    """Yield the bodies of ``%%time`` cells, newest first, as IPython compiled them."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is None:
+        return
+    for entry in reversed(list(linecache.cache.values())):
+        lines = entry[2] if len(entry) == 4 else []  # a shorter entry is a file that was not read yet
+        if not any("run_cell_magic(" in line for line in lines):
+            continue
+        with contextlib.suppress(SyntaxError, ValueError):
+            for node in ast.walk(parse("".join(lines))):
+                match node:
+                    case ast.Call(
+                        func=ast.Attribute(attr="run_cell_magic"),
+                        args=[ast.Constant(value="time"), _, ast.Constant(value=str(body))],
+                    ):
+                        yield shell.transform_cell(body)
+
 
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")

@@ -17,7 +17,6 @@ from types import CodeType, FrameType
 from typing import Final, Generic, TypeVar
 
 from nnsight_engine.tracing.block_names import mangled, names_in
-from nnsight_engine.tracing.block_skipping import BlockExit
 from nnsight_engine.tracing.blocks import (
     WITH_MARKER,
     Block,
@@ -25,11 +24,15 @@ from nnsight_engine.tracing.blocks import (
     compile_block,
     context_of,
 )
-from nnsight_engine.tracing.errors import ChangedSourceError, TraceSyntaxError, WithBlockNotFoundError
-from nnsight_engine.tracing.frames import is_function, own_names, read_variables
-from nnsight_engine.tracing.loaded_code import matches
-from nnsight_engine.tracing.sent_files import SentFile, sent_name
-from nnsight_engine.tracing.source_text import SourceReader, SourceText
+from nnsight_engine.tracing.frames import BlockExit, is_function, own_names, read_variables
+from nnsight_engine.tracing.loaded_code import SentFile, matches, sent_name
+from nnsight_engine.tracing.source_text import (
+    ChangedSourceError,
+    SourceReader,
+    SourceText,
+    TraceSyntaxError,
+    WithBlockNotFoundError,
+)
 
 _ENTERS = frozenset({"BEFORE_WITH", "SETUP_WITH"})
 _MAX_FRAMES = 8

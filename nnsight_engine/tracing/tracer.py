@@ -12,15 +12,20 @@ from nnsight_engine.core.closure_cells import UNBOUND, Assignments, content, cop
 from nnsight_engine.core.config import CONFIG
 from nnsight_engine.core.object_methods import MountError, mount
 from nnsight_engine.core.saves import SAVES, save
-from nnsight_engine.tracing.block_skipping import BlockSkipped, skip_block
 from nnsight_engine.tracing.blocks import DEFERRED, HELPERS, Block
 from nnsight_engine.tracing.counted_stores import BIND, OWN
-from nnsight_engine.tracing.errors import WithBlockNotFoundError
-from nnsight_engine.tracing.frames import read_variables, write_variables
-from nnsight_engine.tracing.sent_files import sent_name
-from nnsight_engine.tracing.source_text import SourceReader
+from nnsight_engine.tracing.frames import (
+    BlockSkipped,
+    clean,
+    drop_callers,
+    for_user,
+    read_variables,
+    skip_block,
+    write_variables,
+)
+from nnsight_engine.tracing.loaded_code import sent_name
+from nnsight_engine.tracing.source_text import SourceReader, WithBlockNotFoundError
 from nnsight_engine.tracing.trace_sites import TraceSite, TraceSites
-from nnsight_engine.tracing.tracebacks import clean, drop_callers, for_user
 
 SITES = TraceSites(SourceReader())
 """The process's trace sites; code objects are per process, and so is this."""

@@ -7,11 +7,9 @@ it is given, and changes no state of pyplot.
 
 from __future__ import annotations
 
-from nnsight_engine.viz.attention import attention_maps
 from nnsight_engine.viz.drawing import Picture
-from nnsight_engine.viz.lens import lens_map
+from nnsight_engine.viz.maps import attention_maps, lens_map, patching_map
 from nnsight_engine.viz.numbers import VizError
-from nnsight_engine.viz.patching import patching_map
 from nnsight_engine.viz.tables import ResultsTable, results_table
 
 __all__ = [

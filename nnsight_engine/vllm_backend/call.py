@@ -16,14 +16,20 @@ from api_schemas.interventions import FIELD, Intervention, PromptOperations
 from api_schemas.operations import Stop
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.plans.answer_parts import NO_MARKERS, AnswerMarkers
 from nnsight_engine.plans.collect.collector import RequestCollector
 from nnsight_engine.plans.collect.results import CollectedResults
-from nnsight_engine.plans.compile.combined_vectors import CombinedVectors
 from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.compile.scope import TokenOf
-from nnsight_engine.plans.prompt_media import NO_MEDIA, PromptMedia, Spans
-from nnsight_engine.plans.request_plan import PLAN_KEY, CompiledRequest
+from nnsight_engine.plans.compile.tensors import CombinedVectors
+from nnsight_engine.plans.request_plan import (
+    NO_MARKERS,
+    NO_MEDIA,
+    PLAN_KEY,
+    AnswerMarkers,
+    CompiledRequest,
+    PromptMedia,
+    Spans,
+)
 from nnsight_engine.vllm_backend.compat import add_entries
 
 MAX_SENT_BYTES: Final = 128 * 2**20

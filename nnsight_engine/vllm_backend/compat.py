@@ -18,8 +18,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from api_schemas.points import ENCODER_BLOCK, VISION
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
-from nnsight_engine.core.sandbox_choice import PROCESS, check_sandbox
-from nnsight_engine.core.tap_choice import ALL_TAPS, chosen_taps, tap_of
+from nnsight_engine.core.operator_choices import ALL_TAPS, PROCESS, check_sandbox, chosen_taps, tap_of
 from nnsight_engine.plans.records import StepResults
 from nnsight_engine.vllm_backend.cpu_plugin import use_runner_v2
 

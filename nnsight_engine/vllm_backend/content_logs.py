@@ -86,6 +86,3 @@ def redact_content() -> None:
     make = logging.getLogRecordFactory()
     if not isinstance(make, _WithoutContent):
         logging.setLogRecordFactory(_WithoutContent(make))
-
-
-__all__ = ["redact_content"]

@@ -17,9 +17,12 @@ from nnsight_engine.vllm_backend.compat import (
     ray_executor,
 )
 from nnsight_engine.vllm_backend.engines import AsyncEngine, SyncEngine
-from nnsight_engine.vllm_backend.request_tracer import RequestTracer
-from nnsight_engine.vllm_backend.scanning import RequestScanner
-from nnsight_engine.vllm_backend.stream_tracer import StreamBackend, StreamTracer
+from nnsight_engine.vllm_backend.request_tracer import (
+    RequestScanner,
+    RequestTracer,
+    StreamBackend,
+    StreamTracer,
+)
 from nnsight_engine.vllm_backend.unsupported_options import check_supported
 
 _HOSTS: Final[Mapping[str, type[SyncEngine | AsyncEngine]]] = {"sync": SyncEngine, "async": AsyncEngine}

@@ -19,13 +19,11 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 from api_schemas.errors import ApiError
-from nnsight_engine.vllm_backend.adapter_requests import AdapterHolds, check_loaded
-from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
-from nnsight_engine.vllm_backend.prompt_media import cache_media_once_sent
+from nnsight_engine.vllm_backend.outputs import deliver_payloads
+from nnsight_engine.vllm_backend.request_parts import AdapterHolds, cache_media_once_sent, check_loaded
 from nnsight_engine.vllm_backend.rpc_results import answer
-from nnsight_engine.vllm_backend.trace_run import MergedRun
-from nnsight_engine.vllm_backend.traced_requests import TraceRequests, results_of
-from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
+from nnsight_engine.vllm_backend.trace_run import MergedRun, TraceRequests, results_of
+from nnsight_engine.vllm_backend.traces.context import TRACE_KEY
 from nnsight_engine.vllm_backend.tracing_async_llm import TracingAsyncLLM
 
 logger = logging.getLogger(__name__)

@@ -1,19 +1,27 @@
 """vLLM's scheduler with fair sharing: one tenant's flood of requests does not delay others' first tokens.
 
-While some tenants are *heavy* (above their share, see ``sender_usage``) and others *light*, prompts of light
+While some tenants are *heavy* (above their share, see ``SenderUsage``) and others *light*, prompts of light
 tenants are computed in steps of their own, ahead of all others, even by preemption of the last heavy
 requests. All other steps are short. With one tenant, or none, steps are exactly vLLM's, but for requests with
 much work (``StepWork``). Requests whose operations take longer than the model are *costly*: beside other
 tenants they never run ahead of others, and rest after each of their steps for as long as it took.
+
+Engine time used by each tenant (*sender*), and the maximum length of a step while several are active.
+
+A step's seconds are charged in proportion to tokens. With n senders, a level falls by 1/n of the time that
+passes, 1/2 at most. At ``_HEAVY_S`` a sender is *heavy*: one that keeps the engine busy for less than its
+share is not.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
+import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Final, NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,9 +30,221 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from nnsight_engine.plans.request_plan import RequestPlan
+from nnsight_engine.plans.work import MAX_WEIGHTS, WorkByPosition
 from nnsight_engine.vllm_backend.compat import EngineLimits, entry_of, params_of
-from nnsight_engine.vllm_backend.sender_usage import SENDER_KEY, SenderUsage
-from nnsight_engine.vllm_backend.step_work import StepWork
+
+SENDER_KEY: Final = "nnsight_engine_sender"
+"""Key of ``extra_args`` in which the server passes the request's tenant."""
+
+_HEAVY_S: Final = 0.5
+_LIGHT_S: Final = 0.1
+"""Hysteresis: a heavy sender becomes light below this level, so that long and short steps don't alternate."""
+
+_MAX_S: Final = 1.0
+"""Upper limit of a level: a sender that stops flooding an engine is light again soon."""
+
+_FEW_TOKENS: Final = 4
+"""Lower limit of a short step: a step of so few tokens counts as short, however long it takes."""
+_DEFAULT_TOKENS: Final = 8
+_MAX_SHORTEST_TOKENS: Final = 16
+"""The shortest step's duration is measured only on steps of at most this many tokens."""
+_MAX_SAMPLES: Final = 9
+_MIN_SAMPLES: Final = 3
+_STEPS_PER_ESTIMATE: Final = 32
+
+
+class StepTimes:
+    """Recent durations of steps, in size classes that are powers of two of their numbers of tokens."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._seen: dict[int, deque[tuple[float, int]]] = {}
+        self._short = _DEFAULT_TOKENS
+        self._steps_until_estimate = 0
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        size = num_tokens.bit_length()
+        if size not in self._seen:
+            self._seen[size] = deque(maxlen=_MAX_SAMPLES)
+        self._seen[size].append((seconds, num_tokens))
+        self._steps_until_estimate -= 1
+
+    @property
+    def short(self) -> int:
+        if self._steps_until_estimate <= 0:
+            self._short, self._steps_until_estimate = self._estimate(), _STEPS_PER_ESTIMATE
+        return self._short
+
+    def _estimate(self) -> int:
+        known = [
+            # The second-shortest time: other load on the machine makes steps longer, never shorter.
+            (statistics.median(num for _, num in seen), sorted(took for took, _ in seen)[1])
+            for _, seen in sorted(self._seen.items())
+            if len(seen) >= _MIN_SAMPLES
+        ]
+        if not known or known[0][0] > _MAX_SHORTEST_TOKENS:
+            return _DEFAULT_TOKENS
+        limit = known[0][1] * self._factor
+        fits = bisect.bisect_left(known, 1, key=lambda one: int(one[1] > limit))
+        if fits == len(known):
+            return max(_DEFAULT_TOKENS, int(2 * known[-1][0]))  # no step was too long: try a larger one
+        (before, quick), (after, slow) = known[max(fits - 1, 0)], known[fits]
+        between = before + (after - before) * (limit - quick) / (slow - quick) if slow > quick else before
+        return max(_FEW_TOKENS, int(between))
+
+
+class _Sender:
+    """A tenant that sends requests; ``level_s`` is engine time beyond its share, as of ``counted_at``."""
+
+    __slots__ = ("counted_at", "is_heavy", "level_s", "seen_at")
+
+    def __init__(self, moment: float) -> None:
+        self.level_s, self.counted_at, self.seen_at = 0.0, moment, moment
+        self.is_heavy = False
+
+
+class SenderUsage:
+    """The senders of one engine, for ``window_s`` seconds after their last request; 0 turns sharing off."""
+
+    def __init__(
+        self, window_s: float, step_factor: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._window_s = window_s
+        self._clock = clock
+        self._senders: dict[str, _Sender] = {}
+        self.times = StepTimes(step_factor)
+
+    def __len__(self) -> int:
+        return len(self._senders)
+
+    def arrive(self, sender: str) -> None:
+        """Record a request; a request without a sender (on a server without tenants) is ignored."""
+        if not sender or not self._window_s:
+            return
+        known = self._senders.get(sender)
+        if known is None:
+            self._senders[sender] = _Sender(self._clock())
+        else:
+            known.seen_at = self._clock()
+
+    def keep(self, busy: Set[str]) -> None:
+        """Remove senders that have had no request for ``window_s``; those in ``busy`` have some now."""
+        moment = self._clock()
+        for name, sender in list(self._senders.items()):
+            if name in busy:
+                sender.seen_at = moment
+            elif moment - sender.seen_at > self._window_s:
+                del self._senders[name]
+
+    def light_senders(self) -> frozenset[str]:
+        moment = self._clock()
+        for sender in self._senders.values():
+            enough = _LIGHT_S if sender.is_heavy else _HEAVY_S
+            sender.is_heavy = self._level_s(sender, moment) >= enough
+        return frozenset(name for name, sender in self._senders.items() if not sender.is_heavy)
+
+    def charge(self, tokens: Mapping[str, int], seconds: float) -> None:
+        moment, total = self._clock(), sum(tokens.values())
+        for name, num_tokens in tokens.items():
+            if name in self._senders:
+                self._add(self._senders[name], moment, seconds * num_tokens / total)
+
+    def all_to_one(self) -> dict[str, int]:
+        return dict.fromkeys(self._senders, 1)
+
+    def _add(self, sender: _Sender, moment: float, seconds: float) -> None:
+        sender.level_s = min(_MAX_S, self._level_s(sender, moment) + seconds)
+        sender.counted_at = moment
+
+    def _level_s(self, sender: _Sender, moment: float) -> float:
+        passed_s = max(0.0, moment - sender.counted_at)
+        return max(0.0, sender.level_s - passed_s / max(2, len(self._senders)))
+
+
+class StepWork:
+    """Bounds the work of operations in a step, but for one position; requests without any are the next."""
+
+    def __init__(self) -> None:
+        self.limit = 0.0
+        self._of: dict[str, WorkByPosition] = {}
+        self._used: dict[str, float] = {}
+        self._weights = 0.0
+        self._skipped: set[str] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._of
+
+    def add(self, request_id: str, plan: RequestPlan, prompt_ids: Iterable[int]) -> None:
+        """Add a request; one without much work is ignored."""
+        if plan.works:
+            self._of[request_id] = WorkByPosition(plan, prompt_ids)
+
+    def is_costly(self, request_id: str) -> bool:
+        """Return whether a request's operations take longer than the model at some position."""
+        return request_id in self._of and self._of[request_id].most > 1
+
+    def discard(self, request_id: str) -> None:
+        self._of.pop(request_id, None)
+        self._skipped.discard(request_id)
+
+    def begin(self, limit: float) -> None:
+        self.limit = limit
+        self._used.clear()
+        self._weights = 0.0
+        self._skipped.clear()
+
+    def was_skipped(self, request_id: str) -> bool:
+        return request_id in self._skipped
+
+    def fit(self, request_id: str, start: int, num_tokens: int, *, is_whole: bool) -> int:
+        """Return how many of a request's next positions this step computes, and count their work."""
+        own = self._of.get(request_id)
+        if own is None or not num_tokens:
+            return num_tokens
+        left = self.limit - self.used
+        stop = start + num_tokens
+        if self._used and self._weights + own.weights > MAX_WEIGHTS:
+            stop = start
+        elif not is_whole:
+            stop = own.stop_within(start, stop, max(left, 0.0))
+        elif self._used and own.between(start, stop) > left:
+            stop = start
+        if stop == start and not self._used:
+            stop = start + 1
+        if stop == start:
+            self._skipped.add(request_id)
+        else:
+            self._used[request_id] = own.between(start, stop)
+            self._weights += own.weights
+        return stop - start
+
+    def used_by(self, request_id: str) -> float:
+        return self._used.get(request_id, 0.0)
+
+    @property
+    def used(self) -> float:
+        return sum(self._used.values())
+
+    @property
+    def has_costly(self) -> bool:
+        return any(map(self.is_costly, self._used))
+
+    def without_room(self, chunks: Iterable[tuple[str, int, int]], waiting: Iterable[str]) -> set[str]:
+        """Return the waiting requests with much work without room beside the running ``chunks``."""
+        own = [(self._of[name], start, stop) for name, start, stop in chunks if name in self._of]
+        works = (one.between(start, stop) for one, start, stop in own)
+        is_full = any(total >= self.limit for total in itertools.accumulate(works))
+        weights = sum(one.weights for one, _, _ in own)
+        return {
+            name
+            for name in waiting
+            if name in self._of and (is_full or weights + self._of[name].weights > MAX_WEIGHTS)
+        }
+
 
 _STARTABLE: Final = {RequestStatus.WAITING, RequestStatus.PREEMPTED}
 _SENDER_CHECK_S: Final = 0.5
@@ -299,6 +519,3 @@ def _next_chunk(request: Request) -> tuple[str, int, int]:
 def missing(request: Request) -> int:
     """Return how many tokens of a request can be computed, including drafts and one that is being sampled."""
     return int(request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens)
-
-
-__all__ = ["FairScheduler", "missing"]

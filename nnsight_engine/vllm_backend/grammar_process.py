@@ -31,7 +31,7 @@ from vllm.v1.structured_output.backend_outlines import OutlinesBackend
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from vllm.v1.structured_output.request import get_structured_output_key
 
-from nnsight_engine.core.process_memory import address_space_bytes, end_before_server
+from nnsight_engine.core.process import address_space_bytes, end_before_server
 
 READY: Final = b"r"
 FORK: Final = b"f"

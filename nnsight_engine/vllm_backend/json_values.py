@@ -180,6 +180,3 @@ def _scalar(value: Any, known: frozenset[type]) -> Any:
 
 def _text(value: str) -> str:
     return value.encode("utf-8", "backslashreplace").decode()  # a lone surrogate has no UTF-8 encoding
-
-
-__all__ = ["NotPlainError", "SaveBudget", "plain_saves"]

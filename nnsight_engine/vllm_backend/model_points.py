@@ -2,17 +2,23 @@
 
 Invariant: every leaf that ``leaf_specs`` lists can be located on every layer that it names and this rank
 holds, and ``view`` shares memory with the tensor that the module computes with (``mixer.state`` has no view).
+
+States of Mamba-2 mixers are in vLLM's KV cache, one block for each request. Kernels update them in place:
+after a call it is the state after the step's last position; no other exists.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Final, Protocol, cast, get_args
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast, get_args
 
 import torch
+from torch import nn
+from vllm.forward_context import get_forward_context
 
 from api_schemas.operations import AnyOperation, PointOperation
-from nnsight_engine.core.leaves import (
+from nnsight_engine.core.model_spec import (
     EXPERTS,
     HEADS,
     KEYS,
@@ -25,22 +31,79 @@ from nnsight_engine.core.leaves import (
     SHARED,
     STATE,
     VALUES,
+    LeafSpec,
 )
-from nnsight_engine.core.model_spec import LeafSpec
-from nnsight_engine.families.engine_family import EngineFamily
-from nnsight_engine.families.places import Place, leaves_in, parts_of
-from nnsight_engine.families.registry import engine_family
-from nnsight_engine.plans.step.stage import Stage
-from nnsight_engine.vllm_backend.mixer_states import mixer_state_shape
-from nnsight_engine.vllm_backend.model_layout import BlockPoints, ModelLayout
-from nnsight_engine.vllm_backend.unsupported_model import UnsupportedModelError
+from nnsight_engine.families.layout import EngineFamily, Place, leaves_in, parts_of
+from nnsight_engine.families.registry import ENGINE_FAMILIES, engine_family
+from nnsight_engine.plans.step.context import Stage
+from nnsight_engine.vllm_backend.module_tree import BlockPoints, ModelLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
-    from nnsight_engine.vllm_backend.expert_points import InnerExperts
+    from nnsight_engine.vllm_backend.hooks import InnerExperts
+
+
+class Mixer(Protocol):
+    prefix: str
+    kv_cache: tuple[torch.Tensor, ...]
+    num_heads: int
+    head_dim: int
+    ssm_state_size: int
+    use_replayssm: bool
+
+
+def mixer_state_shape(module: nn.Module) -> tuple[int, ...]:
+    """Return heads, head_dim and state_size; empty with ``--use-replayssm``, which keeps an old state."""
+    mixer = cast("Mixer", module)
+    if mixer.use_replayssm:
+        return ()
+    return (mixer.num_heads, mixer.head_dim, mixer.ssm_state_size)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MixerStates:
+    """One mixer's states: a view ``[slots, heads * head_dim * state_size]``, and the slot of each request."""
+
+    held: torch.Tensor
+    slots: torch.Tensor
+
+    @staticmethod
+    def of(module: nn.Module) -> MixerStates:
+        """Return the states of a mixer; to be called before the model's next step."""
+        mixer = cast("Mixer", module)
+        metadata: Any = get_forward_context().attn_metadata
+        step = metadata[mixer.prefix]
+        # The requests that decode come first. With drafts, each has further slots, for the state after each.
+        parts = []
+        if step.num_decodes:
+            parts.append(step.state_indices_tensor_d[: step.num_decodes, 0])
+        if step.num_prefills:
+            parts.append(step.state_indices_tensor_p)
+        held = mixer.kv_cache[1]
+        return MixerStates(held.view(len(held), -1), torch.cat(parts))
+
+    def of_request(self, index: int) -> torch.Tensor:
+        """Return a copy of the state of one of the step's requests, flat."""
+        return self.held.index_select(0, self.slots[index : index + 1])[0]
+
+
+class UnsupportedModelError(Exception):
+    """The loaded model's architecture is in no table, or its modules do not match its table."""
+
+    @classmethod
+    def unknown(cls, class_name: str, architectures: Sequence[str]) -> UnsupportedModelError:
+        supported = [
+            name for family in ENGINE_FAMILIES for name in family.architectures or family.model_classes
+        ]
+        return cls(
+            f"the architecture must be one of {', '.join(supported)}, "
+            f"got {', '.join(architectures) or 'none'} (vLLM class {class_name}); serve another model, "
+            "drop --model-impl transformers if it was given, or drop --points strict"
+        )
+
 
 VALUE_OPERATIONS: Final[tuple[str, ...]] = tuple(
     schema.model_fields["op"].default

@@ -82,6 +82,3 @@ def kill_engine(engine: Any) -> None:
             for one in [*top.children(recursive=True), top]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     one.kill()
-
-
-__all__ = ["end_with_parent", "kill_engine", "uninterrupted"]

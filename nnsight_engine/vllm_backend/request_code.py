@@ -11,13 +11,13 @@ import torch
 
 import nnsight_engine
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.request_traces import MODEL_NAME, TRACER_NAME, Trace
+from api_schemas.operations import MODEL_NAME, TRACER_NAME, Trace
 from api_schemas.tensors import TensorObject
 from nnsight_engine.core.saves import save
-from nnsight_engine.core.tensor_bytes import tensor_from_bytes
+from nnsight_engine.core.tensors import tensor_from_bytes
 from nnsight_engine.remote_backend.values.received_blocks import SAVED
 from nnsight_engine.serialization import EncodeError, SentBlock, encode_trace
-from nnsight_engine.tracing.text_blocks import block_of_text
+from nnsight_engine.tracing.blocks import block_of_text
 from nnsight_engine.tracing.tracer import Info
 
 _ROOT: Final = ("envoy", "model")
@@ -80,6 +80,3 @@ def _refusal(code: str, error: SyntaxError, param: str) -> ApiError:
         f"`{lines[number - 1].strip()[:200]}`.",
         f"{param}.code",
     )
-
-
-__all__ = ["encoded_code", "filename_of"]

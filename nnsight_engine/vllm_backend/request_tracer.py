@@ -1,32 +1,78 @@
-"""Traces whose blocks run in vLLM's workers: encoding into requests, and decoding of their results."""
+"""Traces whose blocks run in vLLM's workers: encoding into requests, and decoding of their results.
+
+A scan returns the shapes of all values without their data, but of a real request, as vLLM needs real tensors.
+The requests of streamed outputs run on the engine's own loop while the caller iterates.
+"""
 
 from __future__ import annotations
 
+import difflib
 import enum
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+from vllm import SamplingParams
+
+from nnsight_engine.core.trees import tensors
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+from nnsight_engine.remote_backend.errors import LostTraceError
+from nnsight_engine.remote_backend.saved_deltas import SavesSoFar
 from nnsight_engine.remote_backend.values.outcomes import (
     Outcome,
     assign_saved,
+    by_name,
     groups_of,
     parts_of,
     raise_first,
     read_outcomes,
     saved_containers,
     wanted_of,
+    warn_of,
 )
 from nnsight_engine.remote_backend.values.received_blocks import SAVED
 from nnsight_engine.serialization import DATA_ONLY, encode_trace
+from nnsight_engine.tracing.tracer import ExecutionBackend, Tracer
+from nnsight_engine.vllm_backend.engines import AsyncEngine
 from nnsight_engine.vllm_backend.prompts import Request
-from nnsight_engine.vllm_backend.sampling import sampling_params
-from nnsight_engine.vllm_backend.traced_requests import TraceRequests
+from nnsight_engine.vllm_backend.trace_run import MergedRun, Output, TraceEvent, TraceRequests
 from nnsight_engine.vllm_backend.traces.caches import HOME_CLASSES
-from nnsight_engine.vllm_backend.traces.entry import TraceEntry
-from nnsight_engine.vllm_backend.traces.points import place_named
-from nnsight_engine.vllm_backend.traces.references import reference_of
+from nnsight_engine.vllm_backend.traces.context import TraceEntry
+from nnsight_engine.vllm_backend.traces.points import place_named, reference_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm import RequestOutput
+
+    from nnsight_engine.vllm_backend.trace_run import TraceHost
+
+_NAMES: Final = tuple(name for name in SamplingParams.__struct_fields__ if not name.startswith("_"))
+
+
+def sampling_params(request: Request, shared: Mapping[str, Any]) -> SamplingParams:
+    """Return a request's sampling parameters as a new object; raise TypeError or VLLMValidationError."""
+    params, named = request.sampling_over(shared)
+    _refuse_unknown(named)
+    if params is None:
+        return SamplingParams(**named)
+    if not isinstance(params, SamplingParams):
+        raise TypeError(
+            f"sampling_params= takes vLLM's SamplingParams, got {type(params).__name__}; give parameters by "
+            "name instead, `temperature=0.0, max_tokens=8`"
+        )
+    # Replacing fields validates the object again, and recomputes the fields derived from them.
+    return msgspec.structs.replace(params.clone(), **named)
+
+
+def _refuse_unknown(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in _NAMES:
+            near = difflib.get_close_matches(name, _NAMES, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(_NAMES)}"
+            raise TypeError(f"vLLM has no sampling parameter {name}; {hint}")
+
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -127,3 +173,89 @@ class SentTrace(TraceRequests):
 
     def assign_saved(self, outcomes: Sequence[Outcome]) -> None:
         assign_saved(self._parts, outcomes)
+
+
+class RequestScanner(RequestTracer):
+    """``with model.scan(prompt):`` on ``VLLM``; afterwards envoys return values without data."""
+
+    def _run_model(self) -> Any:
+        trace = SentTrace(self, Purpose.SCAN)
+        outcomes, outputs = self._send(trace)
+        trace.assign_saved(outcomes)
+        if outcomes:
+            self._leave(outcomes[0].shapes, len(outputs[0].prompt_token_ids or ()))
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def _leave(self, shapes: Mapping[str, Mapping[str, Any]], num_tokens: int) -> None:
+        for path, envoy in self.model.named_modules():
+            envoy._fake.update(shapes.get(path, {}))  # noqa: SLF001 - local scans store theirs there too
+        points = self.model.points
+        layer = shapes.get(str(points.layer(0).path), {})
+        first = next(tensors(layer.get("output")), None)
+        if first is not None:
+            points.scanned = (num_tokens, first.dtype)
+
+
+class StreamTracer(RequestTracer):
+    """``with model.trace(prompt) as tracer:`` on ``VLLM(mode="async")``."""
+
+    sent: SentTrace | None = None
+
+    def _run_model(self) -> None:
+        self.sent = SentTrace(self, streams=True)
+
+
+class StreamBackend(ExecutionBackend):
+    """Prepares a trace when its block is left; a second call, without arguments, streams the outputs."""
+
+    def __init__(self) -> None:
+        self._tracer: StreamTracer | None = None
+
+    def __call__(self, tracer: Tracer | None = None) -> Any:
+        """Prepare the trace; or return an iterator over its outputs, once.
+
+        The outputs are vLLM's, with two more attributes: ``saves``, the values that the request's block has
+        saved up to the tokens of this output, by name, and ``invoke``, the block's number in its trace.
+
+        Raises:
+            ValueError: No trace is prepared, or it has been streamed already.
+        """
+        if tracer is not None:
+            super().__call__(tracer)
+            assert isinstance(tracer, StreamTracer)  # noqa: S101 - VLLM.trace chooses both
+            self._tracer = tracer
+            return None
+        if self._tracer is None or self._tracer.sent is None:
+            raise ValueError(
+                "there is nothing to stream: a trace's outputs can be iterated over once, after its `with` "
+                "block"
+            )
+        sent, self._tracer.sent = self._tracer.sent, None
+        host = self._tracer.model.host
+        assert isinstance(host, AsyncEngine)  # noqa: S101 - as above
+        return host.across(_streamed(host.inner, sent))
+
+
+async def _streamed(engine: TraceHost, sent: SentTrace) -> AsyncGenerator[RequestOutput, None]:
+    saves = SavesSoFar()
+    async with MergedRun(engine, sent) as run:
+        async for event in run:
+            if isinstance(event, Output):
+                index, output = event
+                output.invoke = index
+                if output.finished:
+                    output.saves = _saved(sent, await run.collect(index), {index: run.gathered[index].output})
+                else:
+                    output.saves = saves.of(index, sent.params[index].n)
+                yield output
+            elif isinstance(event, TraceEvent) and event.delta is not None:
+                saves.add(event.block, event.choice, event.delta)
+
+
+def _saved(sent: SentTrace, data: bytes, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
+    outcomes = sent.read(data, outputs)
+    if not outcomes:
+        raise LostTraceError.of(set(outputs))
+    raise_first(outcomes)
+    warn_of(outcomes)
+    return by_name([outcome.saves for outcome in outcomes])

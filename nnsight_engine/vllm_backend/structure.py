@@ -22,7 +22,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.sequence import IntermediateTensors
 
-from nnsight_engine.families.engine_family import EngineFamily
+from nnsight_engine.families.layout import EngineFamily
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

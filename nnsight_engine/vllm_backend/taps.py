@@ -21,7 +21,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from nnsight_engine.plans.step.plan import StepPlan
 
 if TYPE_CHECKING:
-    from nnsight_engine.families.engine_family import EngineFamily
+    from nnsight_engine.families.layout import EngineFamily
     from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 CONTEXT_KEY: Final = "nnsight_engine_step"

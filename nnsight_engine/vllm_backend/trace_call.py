@@ -12,25 +12,23 @@ from api_schemas.errors import ApiError, ErrorCode
 from nnsight_engine.plans.collect.results import CollectedResults, CollectedTrace
 from nnsight_engine.remote_backend.saved_deltas import MALFORMED
 from nnsight_engine.vllm_backend.json_values import NotPlainError
-from nnsight_engine.vllm_backend.prompt_media import media_of
+from nnsight_engine.vllm_backend.request_parts import media_of
 from nnsight_engine.vllm_backend.trace_results import (
     MAX_DELTA_BYTES,
     BlockError,
     ChoiceValues,
     read_results,
 )
-from nnsight_engine.vllm_backend.trace_run import TraceRun
-from nnsight_engine.vllm_backend.traced_requests import TraceRequests
-from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from nnsight_engine.vllm_backend.trace_run import TraceRequests, TraceRun
+from nnsight_engine.vllm_backend.traces.context import TraceEntry
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    from nnsight_engine.plans.prompt_media import Spans
-    from nnsight_engine.remote_backend.backpressure import SlowReaderError
-    from nnsight_engine.vllm_backend.trace_router import TraceEvent
-    from nnsight_engine.vllm_backend.trace_run import FinishedTrace, TraceHost
+    from nnsight_engine.plans.request_plan import Spans
+    from nnsight_engine.remote_backend.unread_output import SlowReaderError
+    from nnsight_engine.vllm_backend.trace_run import FinishedTrace, TraceEvent, TraceHost
 
 _SLOW_BYTES: Final = 2**20
 _MAX_BYTES: Final = 4 * 2**30
@@ -262,6 +260,3 @@ class TraceCall:
         number, index = divmod(choice, num_choices)
         prompt = self.prompts[number]
         return prompt, prompt.choices[index]
-
-
-__all__ = ["TraceCall", "TracedPrompt"]

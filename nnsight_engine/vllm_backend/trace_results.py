@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import torch
 
-from nnsight_engine.core.tensor_bytes import DTYPES, tensor_to_bytes
+from nnsight_engine.core.tensors import DTYPES, tensor_to_bytes
 from nnsight_engine.plans.collect.results import TensorResult
 from nnsight_engine.remote_backend.saved_deltas import DeltaReader, checked_list, values_by_name
 from nnsight_engine.remote_backend.values.outcomes import warnings_of
 from nnsight_engine.serialization import DecodeError, MessageLimits, Policy, decode
-from nnsight_engine.tracing.text_blocks import NUM_LINES_BEFORE
+from nnsight_engine.tracing.blocks import NUM_LINES_BEFORE
 from nnsight_engine.vllm_backend.json_values import NotPlainError, SaveBudget, plain_saves
 
 if TYPE_CHECKING:
-    from nnsight_engine.vllm_backend.trace_router import TraceEvent
+    from nnsight_engine.vllm_backend.trace_run import TraceEvent
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _AS_INT64: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32})

@@ -1,25 +1,171 @@
-"""A trace while it runs; however it ends, its requests are aborted and the workers drop its state."""
+"""A trace while it runs; however it ends, its requests are aborted and the workers drop its state.
+
+Events of running blocks reach their traces just before vLLM processes the outputs.
+"""
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+import copy
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
+import msgspec
 from vllm.sampling_params import RequestOutputKind
 
-from nnsight_engine.remote_backend.backpressure import MAX_BYTES, SlowReaderError, UnreadShare
-from nnsight_engine.vllm_backend.trace_router import TraceEvent, TraceListener
-from nnsight_engine.vllm_backend.traced_requests import GatheredOutput, TraceRequests, results_of
+from nnsight_engine.remote_backend.unread_output import MAX_BYTES, Backpressure, SlowReaderError, UnreadShare
+from nnsight_engine.vllm_backend.fair_scheduler import SENDER_KEY
+from nnsight_engine.vllm_backend.traces.context import TRACE_KEY, TraceEntry
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import TracebackType
 
     from vllm import RequestOutput, SamplingParams
+    from vllm.lora.request import LoRARequest
 
-    from nnsight_engine.vllm_backend.trace_router import TraceRouter
+
+class TraceRequests:
+    """The requests of one trace, one for each block; ``held`` blocks go to the workers ahead of them.
+
+    ``ids`` must be unique: aborting a shared id aborts all of its requests.
+    """
+
+    def __init__(self, key: str, held: bytes | None = None) -> None:
+        self.key = key
+        self.held = held
+        self.prompts: list[dict[str, Any]] = []
+        self.params: list[SamplingParams] = []
+        self.ids: list[str] = []
+        self.adapters: list[LoRARequest | None] = []
+
+    @property
+    def num_requests(self) -> int:
+        return sum(params.n for params in self.params)
+
+    def add(
+        self,
+        prompt: Mapping[str, Any],
+        params: SamplingParams,
+        entry: TraceEntry,
+        *,
+        sender: str = "",
+        request_id: str = "",
+        adapter: LoRARequest | None = None,
+    ) -> None:
+        """Add the next block's request; ``params`` receive the entry, ``request_id`` is its id's prefix."""
+        if adapter is not None:
+            entry = msgspec.structs.replace(entry, adapter=adapter.lora_int_id)
+        params.extra_args = {**(params.extra_args or {}), TRACE_KEY: entry.to_plain()}
+        if sender:
+            params.extra_args[SENDER_KEY] = sender
+        # A block may read and write at any position, so the request must not share the KV cache.
+        params.skip_reading_prefix_cache = True
+        self.params.append(params)
+        self.adapters.append(adapter)
+        self.prompts.append({**prompt, "cache_salt": f"{self.key}{entry.index:x}"})
+        self.ids.append("-".join(filter(None, (request_id, self.key, str(entry.index)))))
+
+
+def results_of(outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
+    """Return the results of requests as plain values, by ``"<block>/<choice>"``."""
+    return {
+        f"{index}/{choice.index}": {
+            "request": f"{index}",
+            "prompt": output.prompt,
+            "prompt_token_ids": list(output.prompt_token_ids or ()),
+            "text": choice.text,
+            "token_ids": list(choice.token_ids),
+            "finish_reason": choice.finish_reason,
+        }
+        for index, output in outputs.items()
+        for choice in output.outputs
+    }
+
+
+class GatheredOutput:
+    """All outputs of a request so far, merged into one with all its choices."""
+
+    output: RequestOutput
+
+    def __init__(self, *, is_delta: bool) -> None:
+        """Create an empty output; with ``is_delta``, each output has only news since the one before."""
+        self._is_delta = is_delta
+        self._choices: dict[int, Any] = {}
+
+    def add(self, output: RequestOutput) -> None:
+        for choice in output.outputs:
+            before = self._choices.get(choice.index)
+            now = copy.copy(choice)
+            if self._is_delta and before is not None:
+                now.text = before.text + choice.text
+                now.token_ids = [*before.token_ids, *choice.token_ids]
+            self._choices[choice.index] = now
+        self.output = copy.copy(output)
+        self.output.outputs = [self._choices[index] for index in sorted(self._choices)]
+
+
+logger = logging.getLogger(__name__)
+
+
+class TraceEvent(NamedTuple):
+    """Newly saved values, None for none, and printed text that a block sent after a step."""
+
+    block: int
+    choice: int
+    delta: bytes | None
+    printed: str
+
+
+class TraceListener(abc.ABC):
+    @abc.abstractmethod
+    def add_event(self, event: TraceEvent) -> None: ...
+
+    @abc.abstractmethod
+    def drop_events(self, error: SlowReaderError) -> None:
+        """Drop the unread events, since they exceed a limit."""
+
+    def on_arrival(self) -> None:  # noqa: B027 - optional
+        """Record that the engine has received one of the trace's requests."""
+
+
+class TraceRouter:
+    def __init__(self, unread: Backpressure | None = None) -> None:
+        self._unread = unread or Backpressure()
+        self._open: dict[str, tuple[TraceListener, UnreadShare]] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, key: str, listener: TraceListener, *, max_bytes: int = MAX_BYTES) -> UnreadShare:
+        """Register a listener, and return its share of unread bytes; the caller must ``close`` it."""
+        share = self._unread.share(listener.drop_events, max_bytes)
+        self._open[key] = listener, share
+        return share
+
+    def close(self, key: str) -> None:
+        """Remove a trace and its share of unread bytes; later events of the trace are dropped."""
+        found = self._open.pop(key, None)
+        if found is not None:
+            found[1].close()
+
+    def note_arrival(self, key: str) -> None:
+        found = self._open.get(key)
+        if found is not None:
+            found[0].on_arrival()
+
+    def deliver(self, payload: Sequence[Any], choice: int) -> None:
+        for key, index, delta, printed in payload:
+            found = self._open.get(key)
+            if found is None:
+                continue
+            try:
+                found[0].add_event(TraceEvent(index, choice, delta, printed))
+            except Exception:  # an error in vLLM's output handler, which calls this, would end the engine
+                logger.exception("an event of a block could not be delivered")
 
 
 class FinishedTrace(NamedTuple):
@@ -243,6 +389,3 @@ class MergedRun(TraceRun):
 
 def _num_bytes(event: TraceEvent) -> int:
     return len(event.delta or b"") + len(event.printed)
-
-
-__all__ = ["FinishedTrace", "MergedRun", "Output", "TraceHost", "TraceRun", "TraceStarted"]

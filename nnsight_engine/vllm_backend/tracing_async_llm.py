@@ -1,4 +1,7 @@
-"""vLLM's asynchronous engine with the requests of traces; several engines with ``--data-parallel-size``."""
+"""vLLM's asynchronous engine with the requests of traces; several engines with ``--data-parallel-size``.
+
+The state of a trace is in the workers of one engine, so all its requests are placed there.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,36 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from api_schemas.errors import ApiError
 from nnsight_engine.core.work_context import current_work
-from nnsight_engine.vllm_backend.adapter_requests import AdapterHolds, check_loaded
-from nnsight_engine.vllm_backend.metering import note_spent
-from nnsight_engine.vllm_backend.prompt_media import cache_media_once_sent
-from nnsight_engine.vllm_backend.rpc_results import PENDING, answer
-from nnsight_engine.vllm_backend.shared_memory_results import SharedMemoryResults
-from nnsight_engine.vllm_backend.trace_placement import TracePlacement
-from nnsight_engine.vllm_backend.trace_router import TraceRouter
-from nnsight_engine.vllm_backend.trace_run import FinishedTrace
-from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
+from nnsight_engine.vllm_backend.outputs import note_spent
+from nnsight_engine.vllm_backend.request_parts import AdapterHolds, cache_media_once_sent, check_loaded
+from nnsight_engine.vllm_backend.rpc_results import PENDING, SharedMemoryResults, answer
+from nnsight_engine.vllm_backend.trace_run import FinishedTrace, TraceRouter
+from nnsight_engine.vllm_backend.traces.context import TRACE_KEY
+
+
+class TracePlacement:
+    def __init__(self, num_engines: int) -> None:
+        self._num_requests = [0] * num_engines
+        self._placed: dict[str, tuple[int, int]] = {}
+        self._next = 0
+
+    def place(self, key: str, num_requests: int, in_flight: Sequence[int]) -> None:
+        """Place a trace on the engine with the fewest requests, by ``in_flight``; equal ones take turns."""
+        num_engines = len(self._num_requests)
+        in_turn = [(self._next + one) % num_engines for one in range(num_engines)]
+        # A request is in one of the counts before it is sent, and in both afterwards.
+        rank = min(in_turn, key=lambda one: max(in_flight[one], self._num_requests[one]))
+        self._next = (rank + 1) % num_engines
+        self._num_requests[rank] += num_requests
+        self._placed[key] = rank, num_requests
+
+    def rank(self, key: str) -> int:
+        return self._placed[key][0]
+
+    def remove(self, key: str) -> None:
+        rank, num_requests = self._placed.pop(key, (0, 0))
+        self._num_requests[rank] -= num_requests
+
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +59,7 @@ _RPC: Final = "collective_rpc"
 
 
 class TracingAsyncLLM(AsyncLLM):
-    """An ``AsyncLLM`` that runs traces; connect ``traces`` to its outputs with ``output_payloads``."""
+    """An ``AsyncLLM`` that runs traces; connect ``traces`` to its outputs with ``outputs``."""
 
     handover: SharedMemoryResults | None = None
 
@@ -217,6 +241,3 @@ class TracingAsyncLLM(AsyncLLM):
     @property
     def num_background(self) -> int:
         return len(self._background)
-
-
-__all__ = ["TracingAsyncLLM"]

@@ -196,6 +196,3 @@ def check_supported(config: VllmConfig) -> None:
             raise UnsupportedOptionError(
                 f"{one.option} is not supported together with interventions: {one.reason}; {one.instead}"
             )
-
-
-__all__ = ["REFUSALS", "Refusal", "check_supported"]

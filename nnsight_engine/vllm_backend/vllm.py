@@ -10,34 +10,30 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.envoys.aliases import Rename, check_reached
 from nnsight_engine.envoys.envoy import Envoy
-from nnsight_engine.envoys.envoy_map import EnvoyMap, check_envoys
+from nnsight_engine.envoys.module_options import EnvoyMap, Rename, check_envoys, check_reached
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.envoys.tracers.session import Session
-from nnsight_engine.remote_backend.client.backend import RemoteBackend
-from nnsight_engine.remote_backend.client.location import Remote, chosen_backend
-from nnsight_engine.remote_backend.identity import name_of
+from nnsight_engine.remote_backend.client.backend import Remote, RemoteBackend, chosen_backend
+from nnsight_engine.remote_backend.messages import name_of
 from nnsight_engine.serialization import restore_error
 from nnsight_engine.tracing.tracer import Backend, refuse_statement
-from nnsight_engine.vllm_backend.client_names import ClientNames
 from nnsight_engine.vllm_backend.edits import Edits, EngineEditingTracer
-from nnsight_engine.vllm_backend.model_outline import OutlineEntry, outlined
+from nnsight_engine.vllm_backend.module_tree import ClientNames, OutlineEntry, outlined
 from nnsight_engine.vllm_backend.prompts import INPUT_NAMES, Request, as_prompt, refuse_function, with_images
 from nnsight_engine.vllm_backend.remote import VLLMDialect, local_tokenizer
 from nnsight_engine.vllm_backend.rpc_results import answer
 from nnsight_engine.vllm_backend.traces.points import EnginePoints, StandardNames
-from nnsight_engine.vllm_backend.versions.check import check_from_environment
+from nnsight_engine.vllm_backend.versions import check_from_environment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nnsight_engine.remote_backend.client.transport import Transport
+    from nnsight_engine.remote_backend.client.http import Transport
     from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.engines import AsyncEngine, SyncEngine
-    from nnsight_engine.vllm_backend.request_tracer import RequestTracer
-    from nnsight_engine.vllm_backend.scanning import RequestScanner
-    from nnsight_engine.vllm_backend.traces.entry import EditEntry
+    from nnsight_engine.vllm_backend.request_tracer import RequestScanner, RequestTracer
+    from nnsight_engine.vllm_backend.traces.context import EditEntry
 
 _MODES = ("sync", "async")
 
@@ -416,6 +412,3 @@ class VLLM(StandardNames):
 def _starting() -> Any:
     """Return the module that starts engines; imported late, since a remote client may not have vLLM."""
     return importlib.import_module("nnsight_engine.vllm_backend.engine_start")
-
-
-__all__ = ["VLLM"]

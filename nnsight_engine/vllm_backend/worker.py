@@ -13,11 +13,9 @@ from vllm.lora.request import LoRARequest
 
 from nnsight_engine.serialization import encode_error
 from nnsight_engine.vllm_backend.compat import platform_worker_class
-from nnsight_engine.vllm_backend.model_outline import OutlineEntry
-from nnsight_engine.vllm_backend.rpc_results import PENDING
-from nnsight_engine.vllm_backend.shared_memory_results import leave
-from nnsight_engine.vllm_backend.steps.cpu_rotary import mend_rotary_embedding
-from nnsight_engine.vllm_backend.steps.cpu_router import mend_router
+from nnsight_engine.vllm_backend.module_tree import OutlineEntry
+from nnsight_engine.vllm_backend.rpc_results import PENDING, leave
+from nnsight_engine.vllm_backend.steps.faults import mend_rotary_embedding, mend_router
 from nnsight_engine.vllm_backend.steps.handler import StepHandler
 from nnsight_engine.vllm_backend.steps.runner import RunnerMixin
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces

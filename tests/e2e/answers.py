@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
-from nnsight_engine.core.tensor_bytes import tensor_from_bytes
+from nnsight_engine.core.tensors import tensor_from_bytes
 from tests.narrow_model import PROMPT
 
 COMPLETIONS = "/v1/completions"

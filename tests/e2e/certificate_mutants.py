@@ -10,12 +10,11 @@ from typing import Any, Final
 import pytest
 from torch import nn
 
+from nnsight_engine.certificate.certificate import Status
 from nnsight_engine.certificate.certify import compare
 from nnsight_engine.certificate.measurements import CheckRequest
-from nnsight_engine.certificate.reference import compute
-from nnsight_engine.certificate.verdicts import Status
-from nnsight_engine.families.engine_family import EngineFamily
-from nnsight_engine.families.places import Place
+from nnsight_engine.certificate.reference_process import compute
+from nnsight_engine.families.layout import EngineFamily, Place
 from nnsight_engine.families.registry import engine_family
 from nnsight_engine.plans.step.instructions import Code, Word
 from nnsight_engine.vllm_backend import model_points

@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from api_schemas.conditions import NamedDetector
 from api_schemas.detectors import DetectorUsed
 from api_schemas.dictionaries import DictionaryUsed, NamedDictionary
-from nnsight_engine.features.config import Architecture, DictionaryConfig, Normalization
-from nnsight_engine.features.stored import StoredDictionary
+from nnsight_engine.features.config import Architecture, DictionaryConfig, Normalization, StoredDictionary
 from tests.condition_reference import inner_tests, random_condition, random_detector
 from tests.e2e.fuzz.world import Json, World
 from tests.unit.features.reference import some_tensors

@@ -21,12 +21,11 @@ from vllm.lora.request import LoRARequest
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.points import MODEL_POINTS
-from nnsight_engine.certificate.certificate import PLAIN, SKIP, VALUES, WRITES, Certificate, Finding
+from nnsight_engine.certificate.certificate import PLAIN, SKIP, VALUES, WRITES, Certificate, Finding, Status
 from nnsight_engine.certificate.certify import compare
 from nnsight_engine.certificate.measurements import CheckRequest
-from nnsight_engine.certificate.reference import compute
-from nnsight_engine.certificate.verdicts import Status
-from nnsight_engine.core.leaves import STATE
+from nnsight_engine.certificate.reference_process import compute
+from nnsight_engine.core.model_spec import STATE
 from nnsight_engine.plans.collect.results import CollectedCapture, CollectedLens, CollectedToken
 from nnsight_engine.vllm_backend.structure import ModelRuns, found_family
 from tests.e2e.engine_kinds import options_of_process

@@ -19,25 +19,22 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
+from api_schemas.fields import RequestLimits
 from api_schemas.interventions import parse_interventions
-from api_schemas.limits import RequestLimits
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.token_texts import TokenTexts
-from nnsight_engine.plans.answer_parts import NO_MARKERS, AnswerMarkers
-from nnsight_engine.plans.collect.assembly import OperationResult
-from nnsight_engine.plans.collect.collector import RequestCollector
+from nnsight_engine.plans.collect.collector import OperationResult, RequestCollector
 from nnsight_engine.plans.collect.results import (
     CollectedCapture,
     CollectedResults,
     CollectedTrace,
 )
 from nnsight_engine.plans.compile.request import compile_request
-from nnsight_engine.plans.request_plan import PLAN_KEY
+from nnsight_engine.plans.request_plan import NO_MARKERS, PLAN_KEY, AnswerMarkers
 from nnsight_engine.vllm_backend.call import prepare_params, salted
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
-from nnsight_engine.vllm_backend.output_payloads import deliver_payloads
-from nnsight_engine.vllm_backend.prompt_media import cache_media_once_sent, media_of
-from nnsight_engine.vllm_backend.result_router import ResultRouter
+from nnsight_engine.vllm_backend.outputs import ResultRouter, deliver_payloads
+from nnsight_engine.vllm_backend.request_parts import cache_media_once_sent, media_of
 from nnsight_engine.vllm_backend.rpc_results import answer
 from tests.e2e.engine_kinds import options_of_process
 from tests.e2e.fuzz.nearness import as_tensor

@@ -15,8 +15,8 @@ import uvicorn
 
 from app.engine.vllm_arguments import parse
 from app.engine.vllm_client import VLLMEngineClient
-from app.listen_socket import listening_socket
 from app.main import create_app, new_store
+from app.server.sockets import listening_socket
 from app.settings import Settings
 from tests.narrow_model import NAME
 
@@ -104,7 +104,7 @@ async def live_server(
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     base_url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     try:
-        await asyncio.wait_for(engine.started.wait(), timeout=180)
+        await asyncio.wait_for(engine.started.wait(), timeout=400)
         async with httpx.AsyncClient(base_url=base_url, timeout=120) as http:
             yield Live(engine, http)
     finally:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from nnsight_engine.core.engine_counts import GRAPH
+from nnsight_engine.core.work_context import GRAPH
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.conditional_requests import ConditionalAuthor, operation_names

@@ -16,7 +16,7 @@ from vllm import SamplingParams
 from vllm.model_executor.models.llama import LlamaMLP
 
 from nnsight_engine import Envoy, LanguageModel, eproperty
-from nnsight_engine.envoys.hooks import requires_output
+from nnsight_engine.envoys.eproperty import requires_output
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.traces import traced_engine

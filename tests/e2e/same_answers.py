@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
-from nnsight_engine.core.tensor_bytes import tensor_from_bytes
+from nnsight_engine.core.tensors import tensor_from_bytes
 from nnsight_engine.plans.collect.results import CollectedFeatures, LensRows
 from tests.e2e.fuzz.judge import ROUNDING
 from tests.e2e.fuzz.player import Answer

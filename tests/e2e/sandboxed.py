@@ -13,8 +13,8 @@ from vllm import RequestOutput
 from nnsight_engine.remote_backend.values.outcomes import Outcome
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
 from nnsight_engine.vllm_backend.rpc_results import answer
-from nnsight_engine.vllm_backend.traced_requests import TraceRequests
-from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from nnsight_engine.vllm_backend.trace_run import TraceRequests
+from nnsight_engine.vllm_backend.traces.context import TraceEntry
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.traces import finished
 from tests.waiting import wait_for

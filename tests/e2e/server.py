@@ -52,7 +52,7 @@ class Server:
         ready_path: str = "/health/ready",
         environment: dict[str, str] | None = None,
         cache_dir: Path | None = None,
-        ready_timeout_s: float = 180.0,
+        ready_timeout_s: float = 400.0,
         stop_timeout_s: float = 30.0,
     ) -> None:
         """Choose a port; nothing runs yet."""

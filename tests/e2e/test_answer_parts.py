@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from vllm.tool_parsers import ToolParserManager
 
-from app.engine.answer_markers import TOOL_MARKERS, find_markers
+from app.engine.answer_parsers import TOOL_MARKERS, find_markers
 from tests.e2e.answers import tensor_of
 from tests.e2e.live import Live, live_server
 from tests.families.checkpoints import CHAT_TEMPLATE, build_tokenizer, write_checkpoint

@@ -230,7 +230,7 @@ def test_a_dead_engine_is_reported_and_all_are_started_again(served: Served) -> 
     kill(engines[1])
     wait_for(lambda: served.trusted.get("/health/ready").status_code == 503)
     assert served.trusted.complete(prompt=PROMPTS[0]).status_code == 503
-    wait_for(lambda: served.trusted.get("/health/ready").is_success, 180)
+    wait_for(lambda: served.trusted.get("/health/ready").is_success, 400)
     assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in engines)
     capture = {"op": "capture", "at": "layers.1.output", "name": "c"}
     first, second = (served.choices(PROMPTS[0], capture, engine=engine) for engine in ENGINES)

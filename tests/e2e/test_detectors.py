@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 
 from app.detectors.files import stored_detector
-from app.training.scores import auroc
+from app.training import auroc
 from nnsight_engine.core.detector import Detector
 from tests.e2e.answers import tensor_of
 from tests.e2e.server import Server

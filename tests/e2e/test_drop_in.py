@@ -15,10 +15,10 @@ import yaml  # type: ignore[import-untyped] # it has no types
 from vllm.config import VllmConfig
 from vllm.usage.usage_lib import UsageContext
 
-from app import serve_command
 from app.cli import main
+from app.commands import serve
 from app.engine.vllm_arguments import engine_arguments
-from app.http_options import HttpOptions, listening_options, log_options
+from app.server.http_options import HttpOptions, listening_options, log_options
 from app.settings import Settings
 from nnsight_engine.vllm_backend.unsupported_options import check_supported
 from tests.families.checkpoints import write_checkpoint
@@ -158,8 +158,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[VllmConfig, argparse.
         check_supported(config)
         found.append((config, args, settings))
 
-    monkeypatch.setattr(serve_command, "_run", start)
-    monkeypatch.setattr(serve_command, "start_logs", lambda _: None)  # they are of the whole process
+    monkeypatch.setattr(serve, "_run", start)
+    monkeypatch.setattr(serve, "start_logs", lambda _: None)  # they are of the whole process
     return found
 
 

@@ -12,7 +12,7 @@ import pytest_asyncio
 import torch
 from openai import AsyncOpenAI
 
-from nnsight_engine.vllm_backend.pausing_async_llm import PauseRefusedError
+from nnsight_engine.vllm_backend.async_engine import PauseRefusedError
 from tests.e2e.answers import tensor_of
 from tests.e2e.harness import random_vector
 from tests.e2e.live import MODEL, Live, live_server

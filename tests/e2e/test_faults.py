@@ -26,7 +26,7 @@ import psutil
 import pytest
 from sqlalchemy.engine import make_url
 
-from app.allowance import Allowance
+from app.limits.allowances import Allowance
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.jobs.store import JobStore

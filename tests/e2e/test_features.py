@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from api_schemas.dictionaries import DictionaryUsed, NamedDictionary
-from nnsight_engine.features.config import Architecture, DictionaryConfig, Normalization
+from nnsight_engine.features.config import Architecture, DictionaryConfig, Normalization, StoredDictionary
 from nnsight_engine.features.dictionary import Dictionary
-from nnsight_engine.features.stored import StoredDictionary
 from nnsight_engine.plans.collect.results import CollectedFeatures, CollectedMarks
 from tests.e2e.engine_kinds import DEFAULT, kind_of_process
 from tests.e2e.harness import Ask, Engine, Reply

@@ -23,18 +23,18 @@ from api_schemas.detectors import DetectorUsed
 from benchmarks.dictionaries import random_dictionary
 from benchmarks.host_waits import finding_waits
 from nnsight_engine.core.detector import Detector, DetectorPart, Form
-from nnsight_engine.plans.answer_parts import AnswerMarkers
-from nnsight_engine.plans.step import collection, host_arena
+from nnsight_engine.plans.request_plan import AnswerMarkers
+from nnsight_engine.plans.step import delivery, host_arena
 from nnsight_engine.plans.step.active import ActiveRequest
 from nnsight_engine.plans.step.builder import StepBuilder
-from nnsight_engine.plans.step.collection import StepCollection
+from nnsight_engine.plans.step.delivery import StepCollection
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.plans.step.registrar import Registrar
 from nnsight_engine.plans.step.table import Segment
 from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.steps.handler import StepHandler
-from nnsight_engine.vllm_backend.steps.known_ids import KnownIds
 from nnsight_engine.vllm_backend.steps.step import Step
+from nnsight_engine.vllm_backend.steps.tokens import KnownIds
 from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
 from tests.e2e.engine_kinds import DEFAULT, kind_of_process
 from tests.e2e.harness import Ask, Engine, random_vector
@@ -349,7 +349,7 @@ INSIDE: Final[dict[str, tuple[Any, str]]] = {
     "in the rows of a step": (Step, "logits_rows"),
     "in a hook": (ModelPoints, "view"),
     "in collecting": (StepCollection, "collect"),
-    "in the end of a step": (collection, "_taken"),
+    "in the end of a step": (delivery, "_taken"),
     "in the end of a request's step": (ActiveRequest, "info"),
 }
 

@@ -12,7 +12,7 @@ from PIL.Image import Image
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.points import VISION
 from nnsight_engine.plans.collect.results import CollectedCapture, CollectedLens, CollectedProbe
-from nnsight_engine.vllm_backend.prompt_media import media_of
+from nnsight_engine.vllm_backend.request_parts import media_of
 from tests.e2e.harness import Ask, Engine, Reply, random_vector, small_engine
 from tests.e2e.seeing_reference import IMAGES, LAYER, NUM_TOKENS, TEXT, Change, SeeingReference
 from tests.families.checkpoints import HIDDEN_SIZE, NUM_LAYERS

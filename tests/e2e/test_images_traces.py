@@ -9,7 +9,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from nnsight_engine.envoys.architectures.errors import UnknownPointError
+from nnsight_engine.envoys.architectures.named_points import UnknownPointError
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.engine_kinds import options_of_process
 from tests.e2e.seeing_reference import IMAGES, LAYER, NUM_TOKENS, TEXT, SeeingReference

@@ -143,7 +143,7 @@ def test_engines_that_are_started_again_have_the_adapters_that_they_had_at_last(
 
     kill(next(one for one in engine_processes(served.server.process.pid) if "EngineCore" in one.name()))
     wait_for(lambda: not is_ready())
-    wait_for(is_ready, 180)
+    wait_for(is_ready, 400)
     for name in NAMES:
         for engine in ENGINES:
             assert served.choice(name, engine=engine)["token_ids"] == expected[name].plain.token_ids

@@ -179,7 +179,7 @@ def test_all_lines_of_the_log_are_json_without_content(client: httpx.Client, ser
     assert (line["route"], line["operations"]) == ("/v1/completions", ["steer"])
     loggers = {str(one["logger"]).partition(".")[0] for one in lines}
     assert {"app", "vllm"} <= loggers
-    (ready,) = [one for one in lines if one["logger"] == "app.serve_command"]
+    (ready,) = [one for one in lines if one["logger"] == "app.commands.serve"]
     assert set(ready) == {"event", "level", "logger", "timestamp", "model", "url"}
     assert ready["event"] == "ready"
     assert "swordfish" not in text

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nnsight_engine import LanguageModel, save
-from nnsight_engine.envoys.architectures.errors import PatternError, PointValueError, UnknownPointError
+from nnsight_engine.envoys.architectures.named_points import PatternError, PointValueError, UnknownPointError
 from nnsight_engine.interleaving.events import MissedProviderError
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.point_blocks import OTHER, PROMPT

@@ -17,15 +17,15 @@ import pytest_asyncio
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.observability import scrape
+from app.observability import metrics
 from nnsight_engine import LanguageModel, save
 from nnsight_engine.remote_backend.client.backend import RemoteBackend
-from nnsight_engine.remote_backend.client.transport import Progress
+from nnsight_engine.remote_backend.client.http import Progress
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, FrameReader
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE, SentInvoke, TraceHead, TraceRequest
 from nnsight_engine.remote_backend.values.outcomes import read_outcomes
-from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
+from nnsight_engine.vllm_backend.traces.context import TRACE_KEY
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.live import MODEL, Live, live_server
 from tests.families.checkpoints import write_checkpoint
@@ -135,7 +135,7 @@ async def test_values_are_those_of_the_model(server: Live, model: VLLM, folder: 
 async def test_answers_and_metrics_say_which_steps_ran_uncompiled(
     server: Live, model: VLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scrape, "_PAUSE_S", 0)
+    monkeypatch.setattr(metrics, "_PAUSE_S", 0)
 
     def run(*, waits: bool) -> Any:
         with model.trace(PROMPT, max_tokens=1, blocking=waits, **GREEDY) as tracer:

@@ -14,7 +14,7 @@ from vllm.model_executor.models.llama import LlamaMLP
 
 from nnsight_engine import LanguageModel, save
 from nnsight_engine.modeling import vllm as modeling_vllm
-from nnsight_engine.vllm_backend.traces.names import Names
+from nnsight_engine.vllm_backend.traces.model import Names
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.renamed_model import GREEDY, LONG, PROMPT, close, local, model, plain_tokens
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nnsight_engine import save
-from nnsight_engine.envoys.source.errors import SourceNotAvailableError
+from nnsight_engine.envoys.source.definition import SourceNotAvailableError
 from nnsight_engine.interleaving.events import MissedProviderError, OutOfOrderError
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.request_tracer import SentTrace

@@ -14,7 +14,7 @@ from nnsight_engine import save
 from nnsight_engine.remote_backend.errors import LostTraceError
 from nnsight_engine.serialization import DecodeError
 from nnsight_engine.vllm_backend.compat import EngineLimits
-from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
+from nnsight_engine.vllm_backend.traces.context import TRACE_KEY
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError, TraceBytesError
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.engine_kinds import DEFAULT, kind_of_process

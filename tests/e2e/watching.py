@@ -16,8 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nnsight_engine.core.trees import tensors
-from nnsight_engine.plans.step.logits_rows import LogitsRows
-from nnsight_engine.plans.step.plan import KernelGroup, SiteWork
+from nnsight_engine.plans.step.plan import KernelGroup, LogitsRows, SiteWork
 from nnsight_engine.plans.step.table import Segment
 from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher

@@ -15,21 +15,19 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from api_schemas.capabilities import Capabilities
 from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.generation import TokenizePrompt, TokenizeRequest
 from api_schemas.interventions import Intervention, PromptOperations
-from api_schemas.tokens import TokenizePrompt, TokenizeRequest
-from app.engine.client import DescribedModel, EngineReply, JsonObject
+from api_schemas.server import Capabilities
+from app.engine.client import DescribedModel, EngineReply, JsonObject, TraceEngine
 from app.engine.responses import choice_json
 from app.engine.served_model import ServedModel
-from app.engine.traces import TraceEngine
-from app.errors import DONE_FRAME
-from app.json_text import json_bytes
-from app.request_context import context_of
+from app.formats.json_text import json_bytes
+from app.http.contexts import context_of
+from app.http.errors import DONE_FRAME
 from app.settings import Settings
 from app.storage.results import ResultStore
-from nnsight_engine.core.engine_counts import EngineCounts
-from nnsight_engine.core.work_context import WorkContext
+from nnsight_engine.core.work_context import EngineCounts, WorkContext
 from tests.fakes.described import DESCRIPTION
 from tests.fakes.results import CAPABILITIES, FINGERPRINT, MODEL, collected
 from tests.fakes.traces import FakeTraceEngine

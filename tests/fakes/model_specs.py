@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Final
 
-from nnsight_engine.core.leaves import PATTERN
-from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
+from nnsight_engine.core.model_spec import PATTERN, LeafSpec, ModelSpec
 from nnsight_engine.families.dense import LLAMA
-from nnsight_engine.families.places import Place
-from nnsight_engine.vllm_backend.model_layout import BlockPoints, ModelLayout
+from nnsight_engine.families.layout import Place
+from nnsight_engine.vllm_backend.module_tree import BlockPoints, ModelLayout
 
 VALUE_OPERATIONS: Final = ("steer", "ablate", "patch", "capture", "probe")
 

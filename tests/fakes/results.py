@@ -9,11 +9,20 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from api_schemas.capabilities import Capabilities
 from api_schemas.interventions import Intervention, Operation
 from api_schemas.operation_names import condition_tests, points_of_names
-from api_schemas.operations import Capture, Detect, Features, Flag, LogitLens, PointOperation, Probe, Stop
-from api_schemas.request_traces import Trace
+from api_schemas.operations import (
+    Capture,
+    Detect,
+    Features,
+    Flag,
+    LogitLens,
+    PointOperation,
+    Probe,
+    Stop,
+    Trace,
+)
+from api_schemas.server import Capabilities
 from nnsight_engine.plans.collect.results import (
     CollectedCapture,
     CollectedFeatures,

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from api_schemas.jobs import JobStatus
-from app.engine.traces import event_frame
+from app.engine.client import event_frame
 from nnsight_engine.core.work_context import current_work
 from nnsight_engine.remote_backend.frames import TIER, Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.stored_responses import StoredResponses
+from app.engine.stored_responses import StoredResponses
 
 num_open: list[None] = []
 """An item for each stream that is open."""

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from nnsight_engine.certificate.certificate import PLAIN, SKIP, VALUES, WRITES, Certificate, Finding
-from nnsight_engine.certificate.verdicts import Status
+from nnsight_engine.certificate.certificate import PLAIN, SKIP, VALUES, WRITES, Certificate, Finding, Status
 from tests.families.checkpoints import FAMILIES, UNTABLED, VARIANTS, write_checkpoint
 
 _PROJECT: Final = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ import torch
 
 import nnsight_engine
 from nnsight_engine import CONFIG, LanguageModel, NNsight
-from nnsight_engine.tracing.errors import WithBlockNotFoundError
+from nnsight_engine.tracing.source_text import WithBlockNotFoundError
 from tests.guide.modules import TinyMLP
 
 OURS = str(Path(nnsight_engine.__file__).parent)

@@ -24,10 +24,10 @@ import httpx
 from rich.console import Console
 
 from app.command_error import CommandError
-from app.serve_command import _run
+from app.commands.serve import _run
 from app.settings import Settings
 from app.storage.results import ResultStore
-from nnsight_engine.core.engine_counts import EngineCounts
+from nnsight_engine.core.work_context import EngineCounts
 from tests.databases import give_tables
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.integration.scripted_traces import ScriptedEngine

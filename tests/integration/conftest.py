@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from api_schemas.keys import Scope
+from api_schemas.administration import Scope
 from app.settings import Settings
-from app.storage.database_folders import job_folder
+from app.storage.database import job_folder
 from tests.fakes.engine import FakeBehaviour
 from tests.integration.scripted_traces import Jobs, ScriptedEngine
 from tests.integration.serving import Application

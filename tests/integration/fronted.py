@@ -18,7 +18,7 @@ from app.replicas.front import create_front
 from app.replicas.options import ModelOptions, ReplicaOptions
 from app.replicas.protocol import ReplicaAddress, Replicas, none_ready
 from app.replicas.relay import REPLICA_HEADER
-from app.replicas.replica_ranking import ranked
+from app.replicas.routing import ranked
 from app.settings import Settings
 from tests.fakes.results import MODEL
 from tests.integration.scripted_traces import ScriptedEngine

@@ -10,8 +10,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from nnsight_engine.remote_backend.client.http import HttpTransport
-from nnsight_engine.remote_backend.client.transport import Progress
+from nnsight_engine.remote_backend.client.http import HttpTransport, Progress
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceRequest

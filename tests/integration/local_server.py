@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from app.context import Context
-from app.engine.local_traces import LocalTraceEngine
+from app.engine.process_engines import LocalTraceEngine
 from app.main import create_app, new_store
 from app.process_environment import environment_for_traces
+from app.routes.context import Context
 from app.settings import Settings
 from nnsight_engine import LanguageModel
-from nnsight_engine.local_engine.process_channel import ProcessOptions
+from nnsight_engine.local_engine.trace_process import ProcessOptions
 from nnsight_engine.remote_backend.client.backend import RemoteBackend
 from tests.fakes.engine import FakeEngineClient
 from tests.fakes.results import MODEL

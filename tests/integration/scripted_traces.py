@@ -11,7 +11,7 @@ import httpx
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import Job, JobStatus
-from app.engine.traces import event_frame
+from app.engine.client import event_frame
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, FrameReader, json_frame
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE, SentInvoke, TraceHead, TraceRequest
 from tests.fakes.results import MODEL

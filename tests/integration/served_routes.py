@@ -14,8 +14,8 @@ from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute, APIWebSocketRoute
 from starlette.routing import Route
 
-from api_schemas.keys import Scope
-from app.context import ANY_CALLER
+from api_schemas.administration import Scope
+from app.routes.context import ANY_CALLER
 from tests.integration import serving
 
 SOCKET: Final = "WS"

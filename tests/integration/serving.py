@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp
 
-from app.auth.given_keys import GivenKeys
-from app.context import Context
-from app.engine.traces import TraceEngine
-from app.http_options import HttpOptions
+from app.auth.secrets import GivenKeys
+from app.engine.client import TraceEngine
 from app.main import create_app, new_store
-from app.server import DrainingServer, server_config
+from app.routes.context import Context
+from app.server.http_options import HttpOptions
+from app.server.uvicorn import DrainingServer, server_config
 from app.settings import Settings
 from tests.databases import give_tables
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient

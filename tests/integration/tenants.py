@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from api_schemas.keys import NewKey, Scope, Tier
+from api_schemas.administration import NewKey, Scope, Tier
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Server

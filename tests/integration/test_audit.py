@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
+from api_schemas.administration import Limits, Scope
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
-from api_schemas.keys import Limits, Scope
-from app.allowance import Allowance
-from app.audit import log as audit_log
+from app import audit as audit_log
 from app.cli import main
+from app.limits.allowances import Allowance
 from app.storage.audit import AuditStore, Wanted
 from app.storage.database import Database
 from app.storage.jobs import leases

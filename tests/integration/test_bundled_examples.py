@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from app.examples.files import ExampleFiles
-from app.examples.storing import ExampleStores, store_examples
+from app.examples.storing import ExampleFiles, ExampleStores, store_examples
 from nnsight_engine.modeling.bundled import bundled_model_path
 from tests.integration.conftest import Serve, Server
 from tests.integration.dictionary_files import CFG, weights

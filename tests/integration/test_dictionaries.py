@@ -18,10 +18,10 @@ import pytest
 import safetensors.numpy
 from starlette.requests import ClientDisconnect
 
-from api_schemas.keys import Scope
+from api_schemas.administration import Scope
 from app.settings import Settings
 from app.storage import dictionary_files
-from app.storage.database_folders import dictionary_folder
+from app.storage.database import dictionary_folder
 from tests.fakes.results import MODEL
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.dictionary_files import CFG, NUM_FEATURES, cfg, numbers, weights

@@ -8,10 +8,10 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from api_schemas.completions import CompletionResponse
+from api_schemas.administration import Scope
 from api_schemas.dictionaries import NamedDictionary
+from api_schemas.generation import CompletionResponse
 from api_schemas.interventions import parse_interventions
-from api_schemas.keys import Scope
 from api_schemas.operation_names import condition_tests
 from api_schemas.operations import Feature, Features, Flag
 from api_schemas.results import FeaturesResult

@@ -17,9 +17,9 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.http.vllm_routes import OF_ONE_ENGINE
 from app.replicas.protocol import ReplicaAddress
 from app.replicas.relay import REPLICA_HEADER
-from app.vllm_routes import OF_ONE_ENGINE
 from tests.fakes.results import MODEL
 from tests.integration.fronted import Some, askers, asking, code_of, fronted, who
 from tests.integration.scripted_traces import HEADERS, trace

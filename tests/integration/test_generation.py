@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from api_schemas.completions import CompletionResponse
 from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.generation import CompletionResponse
 from api_schemas.results import CaptureResult, TensorLink
 from api_schemas.tensors import TensorObject
-from app.services.keep_alive import COMMENT
+from app.services.streaming import COMMENT
 from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.test_training import PULLS, TRAIN

@@ -14,7 +14,7 @@ from typing import Final
 import pytest
 import pytest_asyncio
 
-from app.listen_socket import MAX_HEAD_BYTES
+from app.server.sockets import MAX_HEAD_BYTES
 from tests.integration.command_server import Process, started
 from tests.liveness import Bystanders
 from tests.waiting import wait_for_async

@@ -12,8 +12,8 @@ import uvicorn
 from pydantic import ValidationError
 from starlette.types import Receive, Send
 
-from api_schemas.keys import Scope
-from app.server import server_config
+from api_schemas.administration import Scope
+from app.server.uvicorn import server_config
 from app.settings import Settings
 from app.storage.keys import KeyStore
 from tests.integration.conftest import ErrorCheck, Serve, Server

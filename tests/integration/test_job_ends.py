@@ -14,7 +14,7 @@ from api_schemas.jobs import Job
 from app.admission.rates import Rates
 from app.auth.principal import Principal
 from app.services.jobs import dispatch
-from app.services.jobs.callers import JobCallers
+from app.services.jobs.dispatch import JobCallers
 from app.storage.tables import JobRow
 from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Serve

@@ -13,7 +13,7 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from app.context import Context
+from app.routes.context import Context
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, FrameReader, called, calling, head_of
 from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Server

@@ -13,20 +13,20 @@ import pytest
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobSummary
-from app.allowance import Allowance
-from app.audit.log import AuditLog
+from app.audit import AuditLog
+from app.limits.allowances import Allowance
 from app.services.jobs import run_output, runs
 from app.services.jobs.local_calls import LocalCalls
 from app.services.jobs.runs import Ending, JobRun, JobTools
 from app.services.jobs.slots import JobSlots
-from app.services.traces.service import TraceService
+from app.services.traces import TraceService
 from app.storage.audit import AuditStore
 from app.storage.database import Database
-from app.storage.disk_quota import DiskQuota, sync_folder
 from app.storage.jobs import files
 from app.storage.jobs.files import JOB_BYTES, JobFiles
 from app.storage.jobs.leases import JobEnd, JobLeases
 from app.storage.jobs.store import JobStore, NewJob
+from app.storage.quotas import DiskQuota, sync_folder
 from app.storage.tables import JobRow
 from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import TraceRequest

@@ -10,7 +10,7 @@ import time
 import httpx
 import pytest
 
-from app.lifecycle import Lifecycle, Phase, Restarts
+from app.http.lifecycle import Lifecycle, Phase, Restarts
 from app.main import create_app, new_store
 from app.settings import Settings
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from api_schemas.keys import Limits, Scope
+from api_schemas.administration import Limits, Scope
 from nnsight_engine.remote_backend.messages import SentInvoke
 from tests.integration.conftest import ErrorCheck
 from tests.integration.scripted_traces import HEADERS, message

@@ -24,11 +24,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.auth.given_keys import GivenKeys
+from app.auth.secrets import GivenKeys
 from app.command_error import CommandError
-from app.http_options import HttpOptions, listening_options, log_options
-from app.listen_socket import HeadLimits
 from app.observability import logs
+from app.server.http_options import HttpOptions, listening_options, log_options
+from app.server.sockets import HeadLimits
 from tests.integration.command_server import ARGUMENTS, started
 from tests.integration.serving import Application, listening, port_of
 from tests.integration.test_logs import Log, log

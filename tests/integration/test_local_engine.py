@@ -17,14 +17,12 @@ import pytest
 import torch
 
 from api_schemas.errors import ErrorCode
-from app.allowance import Allowance
-from app.engine import process_job, trace_process_pool
-from nnsight_engine.core.metering import UsageMeter
+from app.engine import trace_process_pool
+from app.limits.allowances import Allowance
 from nnsight_engine.core.saves import save
-from nnsight_engine.core.work_context import WorkContext
+from nnsight_engine.core.work_context import UsageMeter, WorkContext
 from nnsight_engine.modeling.language import LanguageModel
-from nnsight_engine.remote_backend.client.http import HttpTransport
-from nnsight_engine.remote_backend.client.transport import Progress
+from nnsight_engine.remote_backend.client.http import HttpTransport, Progress
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceRequest
@@ -201,7 +199,7 @@ def test_the_time_that_a_trace_holds_the_engine_is_counted(
     served: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meter = UsageMeter("key")
-    monkeypatch.setattr(process_job, "current_work", lambda: WorkContext(meter=meter))
+    monkeypatch.setattr(trace_process_pool, "current_work", lambda: WorkContext(meter=meter))
     model = served.model
     with model.trace(TEXT, backend=served.remote()):
         time.sleep(0.3)
@@ -228,10 +226,10 @@ def capture(served: LocalServer) -> bytes:
 
 KILLED = """
 import asyncio, os, sys
-from app.engine.local_traces import LocalTraceEngine
+from app.engine.process_engines import LocalTraceEngine
 from app.process_environment import environment_for_traces
 from app.settings import Settings
-from nnsight_engine.local_engine.process_channel import ProcessOptions
+from nnsight_engine.local_engine.trace_process import ProcessOptions
 
 async def main():
     engine = LocalTraceEngine(ProcessOptions(model=sys.argv[1]), Settings(), environment_for_traces())

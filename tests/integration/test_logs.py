@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
+from api_schemas.administration import Scope
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.keys import Scope
-from app.audit.records import SAMPLING
-from app.event_loop_watchdog import EventLoopWatchdog
+from app.audit import SAMPLING
+from app.http.contexts import RequestContext
 from app.observability.logs import engine_formatter, start_logs
-from app.request_context import RequestContext
+from app.server.probes import EventLoopWatchdog
 from app.settings import Settings
 from nnsight_engine.core.work_context import current_work
 from nnsight_engine.remote_backend.frames import Frame

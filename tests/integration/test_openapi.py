@@ -25,12 +25,12 @@ from hypothesis.stateful import run_state_machine_as_test
 from schemathesis import CheckFunction, GenerationMode
 from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
-from api_schemas.keys import NewKey, Scope, Tier
+from api_schemas.administration import NewKey, Scope, Tier
 from app.auth.keys import Keys
-from app.openapi_links import LINKS
+from app.http.openapi import LINKS
+from app.http.vllm_routes import EMBEDDINGS, MESSAGES, RESPONSES
 from app.storage.database import Database
 from app.storage.keys import KeyStore
-from app.vllm_routes import EMBEDDINGS, MESSAGES, RESPONSES
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE
 from tests.integration.dictionary_files import cfg, text_weights
 from tests.integration.live import listening

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 
-from api_schemas.keys import Limits, NewKey
+from api_schemas.administration import Limits, NewKey
 from app.auth.keys import Keys
 from app.storage.database import Database
 from app.storage.keys import KeyStore

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from api_schemas.keys import Scope, Tier
+from api_schemas.administration import Scope, Tier
 from api_schemas.presets import MAX_PRESET_BYTES, MAX_PRESETS
-from app.vllm_routes import VLLM_ROUTES
+from app.http.vllm_routes import VLLM_ROUTES
 from tests.fakes.results import MODEL
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.tenants import Tenants

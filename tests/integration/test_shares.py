@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from api_schemas.keys import Limits, Scope
+from api_schemas.administration import Limits, Scope
 from app.services.jobs.service import JobService
-from app.storage.jobs.removal import JobRemoval
-from app.storage.storage_usage import Holder
+from app.storage.jobs.store import JobRemoval
+from app.storage.quotas import Holder
 from tests.integration.conftest import ErrorCheck
 from tests.integration.scripted_traces import HEADERS, Jobs, sent_events, trace
 from tests.integration.tenants import Tenants

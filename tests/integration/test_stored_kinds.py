@@ -12,8 +12,8 @@ import httpx
 import numpy as np
 import pytest
 
+from api_schemas.administration import Scope
 from api_schemas.errors import ErrorCode
-from api_schemas.keys import Scope
 from app.observability import metrics
 from app.storage.detectors import DetectorStore
 from app.storage.vectors import VectorStore

@@ -15,7 +15,7 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from api_schemas.keys import Scope
+from api_schemas.administration import Scope
 from app.auth.secrets import new_secret
 from tests.fakes.results import MODEL
 from tests.integration.conftest import ErrorCheck, Serve

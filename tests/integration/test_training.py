@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from api_schemas.keys import Scope
+from api_schemas.administration import Scope
 from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.tenants import Tenants

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from api_schemas.administration import Limits, Scope
 from api_schemas.errors import ApiError
 from api_schemas.interventions import FIELD
-from api_schemas.keys import Limits, Scope
-from app.json_text import encoded_json
-from app.services.passed_bodies import MAX_OBJECTS, check_body, num_texts
+from app.engine.stored_responses import MAX_OF_TENANT, stores_of_responses
+from app.formats.json_text import encoded_json
+from app.http.vllm_routes import LOAD_ADAPTER, RESPONSES, VLLM_ROUTES
+from app.services.passing_on import MAX_OBJECTS, check_body, num_texts
 from app.storage.audit import AuditStore, Wanted
-from app.stored_responses import MAX_OF_TENANT, stores_of_responses
-from app.vllm_routes import LOAD_ADAPTER, RESPONSES, VLLM_ROUTES
 from nnsight_engine.core.work_context import WorkContext, working_for
 from tests.fakes.results import MODEL
 from tests.fakes.vllm_app import num_open

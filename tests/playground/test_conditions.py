@@ -10,7 +10,7 @@ import httpx
 import pytest
 from playwright.sync_api import Page, Route, expect
 
-from api_schemas.keys import Scope
+from api_schemas.administration import Scope
 from tests.playground.conftest import Open, copied, faults, is_too_wide, link, press, shoot, view_of
 from tests.playground.test_page import STEERED, VECTOR, Playground, playground, serve
 

@@ -18,10 +18,10 @@ import httpx
 import pytest
 from playwright.sync_api import Page, Route, expect
 
+from api_schemas.administration import NewKey, Scope
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.keys import NewKey, Scope
 from app.auth.keys import Keys
-from app.playground.assets import STATIC
+from app.routes.pages import STATIC
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.keys import KeyStore

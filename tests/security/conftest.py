@@ -11,11 +11,11 @@ from typing import Final
 import pytest
 
 from nnsight_engine.families.dense import LLAMA, LLAMA_LEAVES
+from nnsight_engine.sandbox.confine import machine
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.sandbox.forkserver import ForkServer
-from nnsight_engine.sandbox.seccomp import machine
 from nnsight_engine.serialization import encode
-from nnsight_engine.vllm_backend.model_layout import BlockPoints, ModelLayout
+from nnsight_engine.vllm_backend.module_tree import BlockPoints, ModelLayout
 from nnsight_engine.vllm_backend.traces.remote_modules import described
 from tests.security.played import LIMITS, REFUSED, VOCABULARY, WIDTH, Outline
 from tests.security.played_process import World

@@ -18,7 +18,7 @@ from nnsight_engine.core.saves import SAVES, save
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.serialization import TRUSTED, SentBlock, decode_trace, encode_trace
 from nnsight_engine.serialization.limits import Policy
-from nnsight_engine.tracing.text_blocks import block_of_text
+from nnsight_engine.tracing.blocks import block_of_text
 from nnsight_engine.tracing.tracer import Info, Tracer
 from tests.security.attempts import every_attempt
 

@@ -11,16 +11,16 @@ from typing import Any, Final, cast
 
 import torch
 
-from api_schemas.request_traces import Trace
+from api_schemas.operations import Trace
 from nnsight_engine.sandbox.forkserver import ForkServer
 from nnsight_engine.serialization import decode
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.request_code import encoded_code
 from nnsight_engine.vllm_backend.traces.block_adapters import BlockAdapters
-from nnsight_engine.vllm_backend.traces.entry import TraceEntry
-from nnsight_engine.vllm_backend.traces.names import Names
+from nnsight_engine.vllm_backend.traces.context import TraceEntry
+from nnsight_engine.vllm_backend.traces.model import Names
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
-from nnsight_engine.vllm_backend.traces.sandboxed.module_call import ModuleCall
+from nnsight_engine.vllm_backend.traces.sandboxed.module_calls import ModuleCall
 from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 

@@ -18,7 +18,7 @@ import torch
 from nnsight_engine.sandbox.channel import EngineSide, Memory, SandboxSide
 from nnsight_engine.sandbox.errors import SandboxEndedError, SandboxUnavailableError
 from nnsight_engine.vllm_backend.traces.block_adapters import BlockAdapters
-from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from nnsight_engine.vllm_backend.traces.context import TraceEntry
 from nnsight_engine.vllm_backend.traces.messages import Offer, packed
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed import connection as connection_module
@@ -27,7 +27,7 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     ContinueReply,
     read_by_sandbox,
 )
-from nnsight_engine.vllm_backend.traces.sandboxed.module_call import ModuleCall
+from nnsight_engine.vllm_backend.traces.sandboxed.module_calls import ModuleCall
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_session import Opened, SandboxSession
 from nnsight_engine.vllm_backend.traces.sandboxed.wait_budget import WaitBudget
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nnsight_engine.sandbox.channel import SandboxSide
-from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from nnsight_engine.vllm_backend.traces.context import TraceEntry
 from nnsight_engine.vllm_backend.traces.messages import Offer, Tensors, packed, slot_of
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed import sandbox_session as session_module

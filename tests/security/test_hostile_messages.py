@@ -10,7 +10,7 @@ import torch
 from nnsight_engine import NNsight
 from nnsight_engine.sandbox.block_checker import CHECKED
 from nnsight_engine.serialization import DecodeError, SandboxError
-from nnsight_engine.serialization.message.node_kinds import NodeKind
+from nnsight_engine.serialization.message import NodeKind
 from tests.security.host import Small, message_of, run
 from tests.unit.serialization.messages import Writer, piece
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from nnsight_engine.remote_backend.prints import MAX_BYTES
+from nnsight_engine.remote_backend.unread_output import MAX_PRINTED_BYTES
 from nnsight_engine.sandbox.channel import Memory, SandboxSide
 from nnsight_engine.vllm_backend.traces.messages import ValueSlot, packed, slot_of
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
@@ -170,7 +170,7 @@ def test_a_call_with_more_bytes_than_its_arguments_have_is_refused(world: World)
 
 
 def test_what_it_says_last_is_no_longer_than_an_honest_one_s(world: World) -> None:
-    told = packed(Collected("p" * (MAX_BYTES + 1), "f" * 10_000), [b"saved"])
+    told = packed(Collected("p" * (MAX_PRINTED_BYTES + 1), "f" * 10_000), [b"saved"])
     world.begin(replying(packed(ContinueReply([], live=["own"])), told))
     world.arrive()
     while not world.session.has_collected:
@@ -178,7 +178,7 @@ def test_what_it_says_last_is_no_longer_than_an_honest_one_s(world: World) -> No
         world.waiting.wait_for_any([world.session], 1.0)
     (content,), (printed, failure) = world.session.saved()
     assert bytes(cast("memoryview", content)) == b"saved"
-    assert (len(printed), len(failure)) == (MAX_BYTES, 2000)
+    assert (len(printed), len(failure)) == (MAX_PRINTED_BYTES, 2000)
 
 
 def test_memory_is_given_back() -> None:

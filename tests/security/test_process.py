@@ -24,7 +24,7 @@ from nnsight_engine.sandbox import forkserver
 from nnsight_engine.sandbox.confine import missing_namespaces
 from nnsight_engine.sandbox.errors import SandboxEndedError, SandboxUnavailableError
 from nnsight_engine.sandbox.forkserver import ForkServer, Sandbox
-from nnsight_engine.vllm_backend.traces.sandboxed.idle_processes import IdleProcesses
+from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import IdleProcesses
 from tests.security.attempts import Attempt, every_attempt
 from tests.security.attempts.native import DEADLY, NATIVE
 from tests.security.processes import taken

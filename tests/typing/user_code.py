@@ -6,7 +6,7 @@ import torch
 
 import nnsight_engine
 from nnsight_engine import CONFIG, Envoy, LanguageModel, NNsight, eproperty, save
-from nnsight_engine.envoys.hooks import requires_output
+from nnsight_engine.envoys.eproperty import requires_output
 
 
 class BlockEnvoy(Envoy):

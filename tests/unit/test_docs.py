@@ -28,18 +28,17 @@ from api_schemas.operations import (
     Probe,
     Steer,
     Stop,
+    Trace,
+    Where,
 )
 from api_schemas.points import ENCODER_BLOCK, MODEL_POINTS, VISION, PointPattern, point_name
-from api_schemas.request_traces import Trace
 from api_schemas.results import ChoiceInterventions
-from api_schemas.where import Where
 from app.main import create_app, new_store
 from app.settings import Settings
 from nnsight_engine import __version__
-from nnsight_engine.core.leaves import PATTERN, RESIDUAL_LEAVES
+from nnsight_engine.core.model_spec import PATTERN, RESIDUAL_LEAVES
 from nnsight_engine.families.registry import ENGINE_FAMILIES
-from nnsight_engine.plans.answer_parts import AnswerMarkers, Part
-from nnsight_engine.plans.prompt_media import PromptMedia
+from nnsight_engine.plans.request_plan import AnswerMarkers, Part, PromptMedia
 from scripts.drawings import points
 from tests.fakes.engine import FakeEngineClient
 from tests.fakes.model_specs import tiny_spec
@@ -316,8 +315,9 @@ def test_the_readme_names_measured_speeds() -> None:
     )
     assert len(rows) == 7
     for case, in_eager, in_compiled in rows:
-        assert f"\n| {case} | 64 | 16 | {in_eager} |" in eager, case
-        assert f"\n| {case} | 64 | 16 | {in_compiled} |" in compiled, case
+        row = f"\n| {case} | 64 requests, 16 tokens | ours / plain |"
+        assert f"{row} {in_eager} |" in eager, case
+        assert f"{row} {in_compiled} |" in compiled, case
 
 
 def test_the_version_and_what_it_needs_are_the_same_everywhere() -> None:

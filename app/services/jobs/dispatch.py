@@ -2,6 +2,11 @@
 
 Claims are in the database, so servers that share one never run the same job; a dead server's jobs are
 recovered when their leases expire. No job is claimed unless the engine serves, or while the server drains.
+
+A job may wait for hours, or across a restart. Its key and remaining quota are checked when it is about to
+run, whichever process ended the key.
+
+Removal of jobs with their files: expired ones, deleted ones, and files that belong to no job.
 """
 
 from __future__ import annotations
@@ -15,20 +20,125 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.jobs import JobStatus
 from app.admission.counters import Reservation
 from app.admission.estimates import Estimate
-from app.allowance import Allowance
-from app.auth.principal import ANONYMOUS, Principal
-from app.lifecycle import Lifecycle, Phase
-from app.services.jobs.callers import JobCallers, RunOver
-from app.services.jobs.cleanup import JobCleanup
+from app.admission.rates import Rates
+from app.auth.keys import Keys
+from app.auth.principal import ANONYMOUS, Principal, sandbox_of
+from app.http.contexts import RequestContext
+from app.http.lifecycle import Lifecycle, Phase
+from app.limits.allowances import Allowance
 from app.services.jobs.runs import Ending, JobRun, JobTools, record_interrupted
 from app.services.jobs.slots import JobSlot, JobSlots
+from app.settings import Settings
+from app.storage.database import Database
+from app.storage.jobs.files import ORPHAN_S, JobFiles
 from app.storage.jobs.leases import LEASE_S
+from app.storage.jobs.store import JobRemoval, RemovedJobs
+from app.storage.quotas import StoredBytes
 from app.storage.tables import JobRow
 from nnsight_engine.core.work_context import working_for
 
 logger = logging.getLogger(__name__)
+
+_MAX_SWEEP_S: Final = 60.0
+
+
+class JobCleanup:
+    def __init__(self, database: Database, files: JobFiles, *, ttl_s: float) -> None:
+        self._jobs = JobRemoval(database)
+        self._files = files
+        self._interval_s = min(_MAX_SWEEP_S, max(0.05, ttl_s / 4))
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Remove files that belong to no job, count the others, and begin to remove expired jobs."""
+        await self._remove_orphans()
+        await self.count()
+        self._sweeper = asyncio.create_task(self._sweep(), name="jobs-sweep")
+
+    async def stop(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
+
+    async def count(self) -> None:
+        """Update the stored bytes from the database, where other servers write too."""
+        self._files.space.set_stored(await self._jobs.used_bytes())
+
+    async def remove_ended(self, job_id: str) -> None:
+        """Remove a job that its client deleted while it ran, after its end."""
+        await self.remove_files(await self._jobs.remove_ended(job_id))
+
+    async def remove_files(self, gone: RemovedJobs) -> None:
+        await self._files.remove(gone.ids)
+        for holder, num_bytes in gone.freed:
+            self._files.space.free(num_bytes, holder)
+
+    async def _remove_orphans(self) -> None:
+        """Remove the files of servers that died between writing a job's files and inserting its row."""
+        await self._files.remove_others(await self._jobs.known())
+
+    async def _sweep(self) -> None:
+        others_at = time.monotonic()
+        while True:
+            await asyncio.sleep(self._interval_s)
+            try:
+                while (gone := await self._jobs.remove_expired(time.time())).ids:
+                    await self.remove_files(gone)
+                await self.count()
+                if time.monotonic() - others_at > ORPHAN_S:
+                    others_at = time.monotonic()
+                    await self._remove_orphans()
+            except Exception:
+                logger.exception("removing expired jobs failed; retrying")
+
+
+RunOver = Callable[[JobStatus | None], None]
+"""Called when a run is over: with its final status, None if it is to run again."""
+
+
+def _unwatched(_run: RequestContext, _traceparent: str) -> RunOver:
+    return lambda _ended: None
+
+
+class JobCallers:
+    """The keys under which jobs run.
+
+    ``watch`` is called when a run begins, with its context and the queuing request's ``traceparent``; the
+    function that it returns is called when the run is over.
+    """
+
+    def __init__(
+        self,
+        keys: Keys,
+        rates: Rates,
+        stored: StoredBytes,
+        settings: Settings,
+        watch: Callable[[RequestContext, str], RunOver] = _unwatched,
+    ) -> None:
+        self.rates = rates
+        self.watch = watch
+        self._settings = settings
+        self._keys = keys
+        self._stored = stored
+
+    async def of(self, job: JobRow) -> Principal | None:
+        """Return the caller of a job; None if its key has ended without a replacement."""
+        caller = await self._keys.holder(job.key_id)
+        if caller is not None:
+            set_limits(self._stored, caller)
+        return caller
+
+    def sandbox_of(self, caller: Principal) -> str | None:
+        return sandbox_of(self._settings, caller)
+
+
+def set_limits(stored: StoredBytes, caller: Principal) -> None:
+    stored.set_limits(f"key:{caller.key_id}", caller.limits.stored_bytes)
+    stored.set_limits(f"tenant:{caller.tenant}", caller.tenant_limits.stored_bytes)
+
 
 _LOOK_S: Final = 1.0
 _RENEW_S: Final = LEASE_S / 3
@@ -261,6 +371,3 @@ def _key_ended(job: JobRow) -> ApiError:
         f"The key {job.key_id!r}, which sent this job, ended before the job's turn came; run it again with "
         f"another of the tenant's keys, POST /v1/jobs/{job.id}/rerun.",
     )
-
-
-__all__ = ["JobDispatcher"]

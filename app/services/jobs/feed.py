@@ -110,6 +110,3 @@ class JobFeed:
                     # follower whose job was removed is woken to end. One in its first read needs no waking.
                     if follower.num_events not in {_UNREAD, counts.get(job_id, _GONE)}:
                         follower.changed.set()
-
-
-__all__ = ["JobFeed"]

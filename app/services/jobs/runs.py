@@ -22,19 +22,18 @@ import msgspec
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
 from app.admission.estimates import Estimate, of_trace
-from app.audit.log import AuditLog
-from app.audit.records import Record
-from app.errors import internal_error
-from app.request_context import RequestContext
+from app.audit import AuditLog, Record
+from app.http.contexts import RequestContext
+from app.http.errors import internal_error
 from app.services.jobs.local_calls import LocalCalls
 from app.services.jobs.run_output import RunOutput
 from app.services.jobs.slots import JobSlot
-from app.services.traces.service import TraceService
+from app.services.traces import TraceService
 from app.storage.jobs.files import JobFiles
 from app.storage.jobs.leases import MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError
 from app.storage.jobs.states import CANCELLED_MESSAGE
 from app.storage.tables import JobRow
-from nnsight_engine.core.metering import UsageMeter
+from nnsight_engine.core.work_context import UsageMeter
 from nnsight_engine.remote_backend.messages import TraceHead
 from nnsight_engine.serialization import DecodeError
 
@@ -288,6 +287,3 @@ def record_interrupted(jobs: Sequence[JobRow], log: AuditLog) -> None:
     for job in jobs:
         if job.owner and job.started_at is not None:
             log.add(run_record(job, ErrorCode.INTERRUPTED))
-
-
-__all__ = ["Ending", "JobRun", "JobTools", "record_interrupted", "run_record"]

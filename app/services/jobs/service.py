@@ -14,32 +14,82 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.jobs import Job, JobEvent, JobList, JobStatus
-from app.audit.log import AuditLog
+from api_schemas.jobs import Job, JobError, JobEvent, JobList, JobStatus, JobSummary
+from app.audit import AuditLog
 from app.engine.served_model import ServedModel
-from app.lifecycle import Lifecycle
-from app.services.jobs.api_objects import error_frame, job_of, summary_of
-from app.services.jobs.callers import JobCallers
-from app.services.jobs.cleanup import JobCleanup
-from app.services.jobs.dispatch import JobDispatcher
+from app.formats.json_text import printable
+from app.http.errors import error_bytes
+from app.http.lifecycle import Lifecycle
+from app.limits.tenant_budget import TenantBudget
+from app.services.jobs.dispatch import JobCallers, JobCleanup, JobDispatcher
 from app.services.jobs.feed import JobFeed
 from app.services.jobs.local_calls import LocalCalls
 from app.services.jobs.runs import JobTools, record_interrupted
-from app.services.traces.admission import check_still_allowed
-from app.services.traces.service import TraceService
+from app.services.traces import TraceService, check_still_allowed
 from app.settings import Settings
-from app.storage.database import Database
-from app.storage.database_folders import job_folder
-from app.storage.disk_quota import DiskQuota
+from app.storage.database import Database, job_folder
 from app.storage.jobs.files import JOB_BYTES, JobFiles
 from app.storage.jobs.leases import JobLeases
-from app.storage.jobs.removal import RemovedJobs
-from app.storage.jobs.store import Accepted, JobStore, NewJob
+from app.storage.jobs.store import Accepted, JobStore, NewJob, RemovedJobs
 from app.storage.open_files import OpenResult
-from app.storage.storage_usage import Holder, StoredBytes
-from app.tenant_budget import TenantBudget
+from app.storage.quotas import DiskQuota, Holder, StoredBytes
+from app.storage.tables import JobRow
+from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceHead
 from nnsight_engine.serialization import DecodeError
+
+_MAX_NAME_CHARS: Final = 500
+
+
+def summary_of(head: TraceHead) -> JobSummary:
+    return JobSummary(
+        model=_short(head.model),
+        dialect=head.dialect,
+        kind=head.kind,
+        num_blocks=len(head.groups),
+        python=_short(head.python),
+        client=_short(head.client),
+    )
+
+
+def _short(text: str) -> str:
+    return printable(text).replace("\0", "")[:_MAX_NAME_CHARS]
+
+
+def job_of(row: JobRow) -> Job:
+    error = None
+    if row.code is not None:
+        error = JobError(message=row.message or "", code=row.code)
+    return Job(
+        id=row.id,
+        status=JobStatus(row.status),
+        model=row.model,
+        engine=row.engine,
+        request=JobSummary.model_validate(row.head),
+        error=error,
+        created_at=row.created_at,
+        started_at=row.started_at,
+        finished_at=row.finished_at,
+        expires_at=row.expires_at,
+        idempotency_key=row.idempotency_key,
+        request_bytes=row.request_bytes,
+        result_bytes=row.result_bytes,
+        attempt=row.attempt,
+        num_events=row.num_events,
+        reruns=row.reruns,
+        cancel_requested=row.cancel_requested,
+    )
+
+
+def error_frame(row: JobRow) -> bytes:
+    """Return the only frame of a job that has no result: the error that ended it."""
+    try:
+        code = ErrorCode(row.code or "")
+    except ValueError:
+        code = ErrorCode.INTERNAL
+    frame = Frame(FrameKind.ERROR, error_bytes(ApiError(code, row.message or "")))
+    return frame.head() + bytes(frame.data)
+
 
 _ID_BYTES: Final = 24
 
@@ -286,6 +336,3 @@ class JobService:
         self._feed.notify(job_id)
         if self._dispatcher is not None:
             self._dispatcher.cancel(job_id)
-
-
-__all__ = ["JobResult", "JobService", "SubmittedJob"]

@@ -74,6 +74,3 @@ class JobSlot:
         if self._is_held:
             self._is_held = False
             self._slots.release()
-
-
-__all__ = ["JobSlot", "JobSlots"]

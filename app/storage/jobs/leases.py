@@ -278,6 +278,3 @@ def _by_owner(
 ) -> dict[str, float]:
     rows = session.execute(select(JobRow.owner, value).where(*conditions).group_by(JobRow.owner))
     return {row[0]: row[1] for row in rows}
-
-
-__all__ = ["LEASE_S", "MAX_INTERRUPTIONS", "JobEnd", "JobKind", "JobLeases", "LeaseLostError", "kind_of"]

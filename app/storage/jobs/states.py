@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from api_schemas.errors import ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus
-from app.json_text import printable
+from app.formats.json_text import printable
 from app.storage.tables import EventRow, JobRow
 
 EVENT_BYTES: Final = 128

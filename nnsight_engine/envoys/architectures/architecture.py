@@ -1,6 +1,10 @@
 """The standard points of one model and its envoy classes: a family's table resolved against the model.
 
 Invariant: an alias from here never hides an existing name.
+
+A transformers model of no table has its parts by the conventions that such models share: a decoder has a list
+of as many blocks as its config says, then a norm; blocks take the residual stream first and return it, alone
+or first in a tuple.
 """
 
 from __future__ import annotations
@@ -12,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from nnsight_engine.core import leaves as leaf_names
+from nnsight_engine.core import model_spec as leaf_names
 from nnsight_engine.envoys.architectures import views
-from nnsight_engine.envoys.architectures.part_envoys import (
+from nnsight_engine.envoys.architectures.views import (
     AttentionEnvoy,
     GatedMlpEnvoy,
     MlpEnvoy,
@@ -22,14 +26,54 @@ from nnsight_engine.envoys.architectures.part_envoys import (
     SplitMlpLayerEnvoy,
     UpEnvoy,
 )
-from nnsight_engine.envoys.architectures.structure import family_by_structure
-from nnsight_engine.families.places import Part, Place, leaves_in, parts_of, stream_leaves
+from nnsight_engine.families.layout import Part, Place, TransformersFamily, leaves_in, parts_of, stream_leaves
 from nnsight_engine.families.registry import TRANSFORMERS_FAMILIES
-from nnsight_engine.families.transformers_family import TransformersFamily
 
 if TYPE_CHECKING:
-    from nnsight_engine.envoys.aliases import Rename
+    from collections.abc import Iterator
+
     from nnsight_engine.envoys.envoy import Envoy, EnvoyMap
+    from nnsight_engine.envoys.module_options import Rename
+
+_SEVERAL_STREAMS: Final = "altup_projections"
+"""Child of decoders whose blocks pass several streams on at once, as Gemma 3n's do."""
+
+
+def family_by_structure(module: torch.nn.Module) -> TransformersFamily | None:
+    """Return the parts of a ``PreTrainedModel`` that is a decoder; None if its structure is another one."""
+    config: Any = module.config
+    num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    for path, decoder in _containers(module):
+        children = list(decoder.named_children())
+        lists = [
+            index
+            for index, (_, child) in enumerate(children)
+            if isinstance(child, torch.nn.ModuleList) and len(child) == num_layers
+        ]
+        if len(lists) != 1 or hasattr(decoder, _SEVERAL_STREAMS):
+            continue
+        after = children[lists[0] + 1 :]
+        norm = next((name for name, child in after if type(child).__name__.endswith("Norm")), "")
+        return TransformersFamily(
+            model_types=(config.model_type,),
+            bodies=(path,),
+            layers=children[lists[0]][0],
+            norm=norm,
+            embed="",
+            attention="",
+            mlp="",
+            leaves={},
+        )
+    return None
+
+
+def _containers(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    decoder: Any = module.get_decoder() if hasattr(module, "get_decoder") else module  # type: ignore[operator]
+    paths = {id(one): path for path, one in module.named_modules()}
+    for one in (decoder, getattr(module, "base_model", module), module, *module.children()):
+        if id(one) in paths:
+            yield paths[id(one)], one
+
 
 _HEADS_OF_MODELS: Final = ("lm_head", "embed_out")
 _QKV: Final = ("q", "k", "v")

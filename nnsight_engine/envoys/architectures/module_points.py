@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
-from nnsight_engine.core.dtype_conversion import fitted
-from nnsight_engine.envoys.architectures.errors import PointValueError
+from nnsight_engine.core.tensors import fitted
+from nnsight_engine.envoys.architectures.named_points import PointValueError
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.architectures.views import View
     from nnsight_engine.envoys.envoy import Envoy
-    from nnsight_engine.families.places import Side
+    from nnsight_engine.families.layout import Side
     from nnsight_engine.interleaving.mediator import Mediator
 
 

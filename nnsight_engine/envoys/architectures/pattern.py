@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from nnsight_engine.envoys.architectures.errors import PatternError
 from nnsight_engine.envoys.architectures.module_points import check_fits
+from nnsight_engine.envoys.architectures.named_points import PatternError
 from nnsight_engine.envoys.eproperty import eproperty
 from nnsight_engine.envoys.source.rewrite import rewrite
 

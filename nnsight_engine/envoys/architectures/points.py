@@ -1,18 +1,26 @@
 """``model.points``: the standard points of a model, by name.
 
 Names and meanings are the same on every architecture and on the server. Values have ``[batch, tokens]``
-before the shape that ``model.points()`` lists.
+before the shape that ``model.points()`` lists. Recurrent states of mixers are not returned: a transformers
+model updates them in place in its cache.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+import dataclasses
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import torch
 
 from api_schemas.points import ENCODER_BLOCK
-from nnsight_engine.core import leaves as leaf_names
+from nnsight_engine.core import model_spec as leaf_names
 from nnsight_engine.envoys.architectures.architecture import input_width, missing_for
-from nnsight_engine.envoys.architectures.errors import NoStandardPointsError
-from nnsight_engine.envoys.architectures.expert_points import ExpertIdsPoint, ExpertWeightsPoint
+from nnsight_engine.envoys.architectures.expert_points import (
+    ExpertIdsPoint,
+    ExpertWeightsPoint,
+    expert_weights,
+    num_chosen,
+)
 from nnsight_engine.envoys.architectures.module_points import (
     CopiedInputPoint,
     EncoderPoint,
@@ -22,16 +30,65 @@ from nnsight_engine.envoys.architectures.module_points import (
     PointAccess,
     TokenShape,
 )
-from nnsight_engine.envoys.architectures.named_points import EMBED, LOGITS, NORM, NamedPoints
+from nnsight_engine.envoys.architectures.named_points import (
+    EMBED,
+    LOGITS,
+    NORM,
+    NamedPoints,
+    NoStandardPointsError,
+    StateError,
+)
 from nnsight_engine.envoys.architectures.pattern import PatternPoint
-from nnsight_engine.envoys.architectures.routing import expert_weights, num_chosen
-from nnsight_engine.envoys.architectures.state import RunningCache, StatePoint
 from nnsight_engine.envoys.architectures.views import WHOLE
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.architectures.architecture import Architecture
     from nnsight_engine.envoys.envoy import Envoy
-    from nnsight_engine.families.places import Side
+    from nnsight_engine.families.layout import Side
+
+
+class RunningCache:
+    """Records the cache with which the mixers of the running step were called; None without one."""
+
+    def __init__(self) -> None:
+        self.cache: Any = None
+
+    def add(self, provider: str, iteration: int | None, value: Any) -> None:
+        del provider, iteration
+        _, kwargs = value
+        self.cache = kwargs.get("cache_params")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StatePoint:
+    """The state of one mixer after the last token of a step, ``[batch, heads, head_dim, state_size]``."""
+
+    name: str
+    envoy: Envoy
+    running: RunningCache
+    shape: tuple[int, ...]
+
+    def read(self) -> torch.Tensor:
+        """Return a copy of this block's rows once the mixer has returned; StateError without a cache."""
+        _ = self.envoy.output
+        cache = self.running.cache
+        if cache is None:
+            raise StateError(
+                f"{self.name} is kept in the model's cache only, and this run has none; drop use_cache=False"
+            )
+        module: Any = self.envoy._module
+        state: torch.Tensor = cache.layers[module.layer_idx].recurrent_states[0]
+        mediator = self.envoy.interleaver.current
+        group = None if mediator is None else mediator.batch_group
+        batcher = self.envoy.interleaver.batcher
+        if group is not None and not batcher.covers_batch(group):
+            state = state.narrow(0, *group)
+        return state.clone()
+
+    def write(self, value: torch.Tensor) -> NoReturn:
+        del value
+        raise StateError.unwritable(self.name)
+
 
 _PER_HEAD: Final = {leaf_names.QUERIES, leaf_names.KEYS, leaf_names.VALUES, leaf_names.HEADS}
 _PER_NEURON: Final = {"mlp.gate", "mlp.up", leaf_names.NEURONS}

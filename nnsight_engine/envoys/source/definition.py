@@ -2,6 +2,8 @@
 
 Source text is unreliable: a file may have been edited since its import, and import hooks compile something
 else. Invariant: a returned definition compiles to exactly the code that runs; otherwise an error is raised.
+
+The operations of a rewritten function, and their printed form: the whole text, or one in context.
 """
 
 from __future__ import annotations
@@ -12,11 +14,103 @@ import functools
 import inspect
 import itertools
 import tokenize
+from collections.abc import Callable
 from types import CodeType, FunctionType
-from typing import Final, cast
+from typing import Any, Final, cast
 
-from nnsight_engine.envoys.source.errors import SourceNotAvailableError
-from nnsight_engine.tracing.parsing import parse
+from nnsight_engine.tracing.source_text import parse
+
+OperationCall = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Replaces a call expression: receives the operation's name, the callee, its positional and its
+keyword arguments, and returns the expression's value.
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operation:
+    """One call expression of a function, named by its callee and a running number: ``self_c_proj_0``.
+
+    Lines count from 0 at the function's first line: that at which the callee ends, that of the closing
+    parenthesis.
+    """
+
+    name: str
+    line: int
+    end_line: int
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A function whose calls go through an ``OperationCall``; ``operations`` are in the order of evaluation.
+
+    ``function`` is plain even for a bound method; the caller binds it. ``source`` is the text of the function
+    whose body was rewritten, decorators included, dedented.
+    """
+
+    function: FunctionType
+    operations: tuple[Operation, ...]
+    source: str
+    first_line: int
+    filename: str
+
+
+class SourceNotAvailableError(ValueError):
+    """A function's calls cannot be instrumented; the message has the reason and an alternative."""
+
+    def __init__(self, name: str, reason: str, remedy: str) -> None:
+        super().__init__(f"{name} has no operations to offer: {reason}; {remedy}")
+        self.name = name
+        self.reason = reason
+        self.remedy = remedy
+
+
+LINES_BEFORE: Final = 5
+"""Number of lines shown above an operation's line."""
+
+LINES_AFTER: Final = 3
+"""Number of lines shown below it."""
+
+
+def format_source(rewritten: Rewritten) -> str:
+    """Return the function's text with the names of operations at their lines.
+
+    A line's first operation is shown beside its text; further ones have rows with a ``+`` for the number::
+
+        self_c_attn_0 -> 24     query, key, value = self.c_attn(hidden).split(self.size, dim=2)
+        split_0       ->  +
+                         25
+    """
+    lines = rewritten.source.split("\n")
+    names: dict[int, list[str]] = {}
+    for operation in rewritten.operations:
+        names.setdefault(operation.line, []).append(operation.name)
+    name_width = max((len(operation.name) for operation in rewritten.operations), default=0)
+    number_width = len(str(len(lines) - 1))
+    rows: list[str] = []
+    for number, line in enumerate(lines):
+        first, *others = names.get(number, [""])
+        arrow = "->" if first else "  "
+        rows.append(f"{first:<{name_width}} {arrow} {number:>{number_width}} {line}")
+        rows.extend(f"{other:<{name_width}} -> {'+':>{number_width}}" for other in others)
+    return "\n".join(row.rstrip() for row in rows)
+
+
+def format_operation(rewritten: Rewritten, operation: Operation, path: str) -> str:
+    """Return the lines around an operation, its own between ``-->`` and ``<--``."""
+    lines = rewritten.source.split("\n")
+    start = max(0, operation.line - LINES_BEFORE)
+    stop = min(len(lines), operation.line + LINES_AFTER + 1)
+    rows = [f"{path}.{operation.name}:", ""]
+    if start > 0:
+        rows += ["    ....", ""]
+    for number in range(start, stop):
+        marked = number == operation.line
+        rows.append(f"--> {lines[number]} <--" if marked else f"    {lines[number]}")
+    if stop < len(lines):
+        rows.append("    ....")
+    return "\n".join(row.rstrip() for row in rows)
+
 
 _ANNOTATIONS_FLAG: Final = annotations.compiler_flag
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from nnsight_engine.envoys.tracers.steps import IteratorTracer
 from nnsight_engine.interleaving.interleaver import Interleaver
-from nnsight_engine.interleaving.iteration import IteratorTracer
 from nnsight_engine.interleaving.mediator import Mediator
 from nnsight_engine.tracing.tracer import Backend, Info, Tracer
 

@@ -3,35 +3,97 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import CellType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
-from nnsight_engine.core.closure_cells import Assignments, copied
+import torch
+
+from nnsight_engine.core.closure_cells import UNBOUND, Assignments, content, copied
 from nnsight_engine.core.config import CONFIG
+from nnsight_engine.core.gradients import missing_graph_reason
 from nnsight_engine.core.saves import save
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.envoys.cache import Cache, CacheView
-from nnsight_engine.envoys.cache_misses import CacheMisses
-from nnsight_engine.envoys.compiled import explain_missed
 from nnsight_engine.envoys.eproperty import eproperty
-from nnsight_engine.envoys.tracers.invoker import Invoker
-from nnsight_engine.envoys.tracers.steps import StepsTracer
+from nnsight_engine.envoys.missed_values import CacheMisses, explain_missed
+from nnsight_engine.envoys.tracers.steps import Iter, IteratorTracer, StepsTracer
 from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.interleaving.events import MissedProviderError
+from nnsight_engine.interleaving.gradients import GradientSession
 from nnsight_engine.interleaving.interleaver import Interleaver
-from nnsight_engine.interleaving.iteration import Iter, IteratorTracer
 from nnsight_engine.interleaving.mediator import Mediator
 from nnsight_engine.interleaving.shared_variables import Sharer, exchanges, explain
-from nnsight_engine.tracing.tracebacks import for_user, users_stacklevel
-from nnsight_engine.tracing.tracer import Backend, Info, Tracer, compiled
+from nnsight_engine.tracing.frames import for_user, users_stacklevel
+from nnsight_engine.tracing.tracer import SITES, Backend, Info, Tracer, compiled
 
 if TYPE_CHECKING:
     import torch
 
     from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.envoys.tracers.editing import Edit
+
+
+class Invoker(Tracer):
+    """``with tracer.invoke(input):``, defined now and run with the others when the trace's block ends.
+
+    ``own`` has the block's variables, initialized with the surrounding ones, whose ``identities`` change when
+    the surrounding code assigns them between invokes.
+    """
+
+    identities: Mapping[str, Hashable]
+    own: dict[str, CellType]
+    stored: tuple[str, ...]
+    assignments: Assignments
+
+    def __init__(self, parent: InterleavingTracer, *args: Any, **kwargs: Any) -> None:
+        if parent.interleaver.interleaving:
+            raise ValueError(
+                "Cannot invoke during an active model execution / interleaving. Invokes stand side by "
+                "side in a trace without an input of its own: `with model.trace() as tracer:`."
+            )
+        super().__init__(*args, **kwargs)
+        self.parent = parent
+
+    @property
+    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The model's positional and keyword arguments for this input alone: tokenized, not padded."""
+        args, kwargs, _ = self.parent.model._prepare_input(*self.args, **self.kwargs)
+        return args, kwargs
+
+    def compile(self) -> Callable[[], Any]:
+        info = self.info
+        self.stored, self.own = info.block.stored, copied(info.variables)
+        self.identities = {name: self._identity(cell) for name, cell in info.variables.items()}
+        self.assignments = Assignments(self.own)
+        return compiled(info, self.own, assignments=self.assignments)
+
+    def _identity(self, cell: CellType) -> tuple[int, int]:
+        around = self.info.assignments
+        return id(cell), 0 if around is None else around.of(cell)
+
+    def execute(self, function: Callable[[], Any]) -> None:
+        self.parent.invokers.append(self)
+        self.parent.add(function, self.info, self.args, self.kwargs)
+
+    def _run(self) -> None:
+        self._read_variables()
+        self.execute(self.compile())
+
+    def finish(self) -> None:
+        """Assign the block's variables in the surrounding code, unless that code has assigned them since."""
+        for name, cell in self.info.variables.items():
+            if self.assignments[name] and self.identities[name] == self._identity(cell):
+                value = content(self.own[name])
+                if value is not UNBOUND:
+                    cell.cell_contents = value
+                elif content(cell) is not UNBOUND:
+                    del cell.cell_contents
+        self.give_back()
+        self.own.clear()
 
 
 class DefinedInvoke(Sharer, Protocol):
@@ -388,4 +450,67 @@ def run_on_fakes(run: Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]) -
         return run(mode.from_tensor)
 
 
-__all__ = ["InterleavingTracer", "run_on_fakes"]
+class _Recorder:
+    """Stores each module's first values on its envoy, to be read after the scan."""
+
+    def __init__(self, envoys: dict[str, Any]) -> None:
+        self.envoys = envoys
+
+    def add(self, provider: str, iteration: int | None, value: Any) -> None:
+        path, _, key = provider.rpartition(".")
+        if not iteration:
+            self.envoys[path]._fake[key] = value
+
+
+class ScanningTracer(InterleavingTracer):
+    """``with model.scan(input):``; afterwards, envoys return fake values outside a trace."""
+
+    def _run_model(self) -> Any:
+        return run_on_fakes(self._interleave)
+
+    def _on_initialized(self) -> None:
+        envoys = {str(envoy.path): envoy for envoy in self.model._walk()}
+        watched = [f"{path}.{key}" for path in envoys for key in ("input", "output")]
+        self.interleaver.watch(_Recorder(envoys), watched)
+
+
+class BackwardsTracer(Tracer):
+    """A backward pass whose block waits for ``tensor.grad`` and may assign it.
+
+    Gradients arrive in the reverse order of the forward pass and must be requested in that order. A pass
+    inside a trace has its own interleaver: the model is paused meanwhile and provides no values.
+    """
+
+    def __init__(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Prepare ``tensor.backward(*args, **kwargs)``, which runs when the block is left."""
+        super().__init__(*args, **kwargs)
+        self.tensor = tensor
+
+    def execute(self, function: Callable[[], Any]) -> None:
+        """Run pass and block alternately, on this thread; torch's autograd threads have other stacks."""
+        why = missing_graph_reason(self.tensor)
+        if why is not None:
+            raise RuntimeError(f"there is nothing to go back through from this tensor: {why}")
+        mediator = Mediator(function, self.info)
+        interleaver = Interleaver([mediator], self)
+        with GradientSession(interleaver, mediator), torch.autograd.set_multithreading_enabled(mode=False):
+            try:
+                interleaver.run(lambda: _backward(self.tensor, *self.args, **self.kwargs))
+            finally:
+                # otherwise it would keep the block's tensors alive, and with them the graph
+                interleaver.forget()
+
+
+_backward: Callable[..., None] = torch.Tensor.backward
+
+
+@functools.wraps(_backward)
+def _traceable_backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if SITES.feeds_with(sys._getframe(1)):
+        return BackwardsTracer(self, *args, **kwargs)
+    return _backward(self, *args, **kwargs)
+
+
+def install() -> None:
+    """Patch ``torch.Tensor.backward``: ``with tensor.backward():`` opens a trace, other calls do not."""
+    torch.Tensor.backward = _traceable_backward  # type: ignore[method-assign] # the patch is intended

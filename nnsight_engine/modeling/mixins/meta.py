@@ -1,12 +1,14 @@
 """Lazy loading: first the structure, without memory for weights; the weights at the first real run.
 
-Copies made by ``edit()`` share the tree, so one dispatch applies to all of them.
+Copies made by ``edit()`` share the tree, so one dispatch applies to all of them. ``GeneratingMixin`` is for
+models with a method ``generate`` that takes the inputs of a trace, also where it is called outside one.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, Final, Self
 
 import torch
 
@@ -81,3 +83,21 @@ class MetaMixin(LoadableMixin):
         if self._interleaver.current is None:
             self.dispatch()
         return super().__call__(*args, hook=hook, **kwargs)
+
+
+_GENERATE: Final = "generate"
+
+
+class GeneratingMixin(MetaMixin):
+    def _call_method(
+        self, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if name != _GENERATE:
+            return super()._call_method(name, method, args, kwargs)
+        self.dispatch()
+        if self._has_input(args, kwargs):
+            args, kwargs, _ = self._prepare_input(*args, **kwargs)
+        return self._generate(*args, **kwargs)
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError

@@ -9,9 +9,9 @@ from typing import Any, Final
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.modeling.mixins.meta import MetaMixin
-from nnsight_engine.remote_backend.client.location import Remote, chosen_backend
-from nnsight_engine.remote_backend.identity import name_of
-from nnsight_engine.remote_backend.sending.transformers_dialect import TransformersDialect
+from nnsight_engine.remote_backend.client.backend import Remote, chosen_backend
+from nnsight_engine.remote_backend.messages import name_of
+from nnsight_engine.remote_backend.sending.outgoing_trace import TransformersDialect
 from nnsight_engine.tracing.tracer import Backend, refuse_statement
 
 _HERE: Final = "local"

@@ -1,4 +1,7 @@
-"""Compiles one operation; checks over several operations (names, total size) are in ``request``."""
+"""Compiles one operation; checks over several operations (names, total size) are in ``request``.
+
+The numbers of a ``steer`` are brought to the form that kernels take, and checked against the model's dtype.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,7 @@ from typing import Final
 import msgspec
 
 from api_schemas.conditions import When
-from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.excerpt import excerpt
+from api_schemas.errors import ApiError, ErrorCode, excerpt
 from api_schemas.interventions import Operation
 from api_schemas.operations import (
     Ablate,
@@ -25,33 +27,84 @@ from api_schemas.operations import (
     Write,
 )
 from api_schemas.points import ENCODER_BLOCK, VISION
-from nnsight_engine.core.leaves import EXPERTS, PATTERN, ROUTER, STATE
-from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.plans.compile.combined_vectors import CombinedVectors
-from nnsight_engine.plans.compile.conditions import ConditionCompiler
-from nnsight_engine.plans.compile.features import FeatureCompiler
-from nnsight_engine.plans.compile.scope import CompileScope
-from nnsight_engine.plans.compile.sites import leaf_of, resolve_lens_sites, resolve_sites
-from nnsight_engine.plans.compile.steering import with_effect
+from nnsight_engine.core.model_spec import EXPERTS, PATTERN, ROUTER, STATE, ModelSpec
+from nnsight_engine.plans.compile.conditions import ConditionCompiler, FeatureCompiler
+from nnsight_engine.plans.compile.scope import (
+    CompileScope,
+    Named,
+    compile_encoder_rows,
+    compile_where,
+    leaf_of,
+    resolve_lens_sites,
+    resolve_positions,
+    resolve_sites,
+)
 from nnsight_engine.plans.compile.tensors import (
+    CombinedVectors,
+    check_directions,
     check_experts,
     check_float32,
     check_patch,
     check_range,
     check_rows,
+    check_within,
     read_tensor,
     read_weights,
     reorder_rows,
 )
-from nnsight_engine.plans.compile.where_clause import (
-    Named,
-    compile_encoder_rows,
-    compile_where,
-    resolve_positions,
+from nnsight_engine.plans.request_plan import (
+    SAMPLES,
+    OperationKind,
+    PlannedOp,
+    PlannedSite,
+    TensorData,
+    WhereRule,
 )
-from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, TensorData, WhereRule
-from nnsight_engine.plans.sites import SAMPLES, PlannedSite
 from nnsight_engine.plans.where import may_generate
+
+_NEED_DIRECTION: Final = frozenset({"norm_match", "project_out", "clamp", "affine"})
+
+
+def with_effect(planned: PlannedOp, op: Steer, tensor: TensorData, dtype: str, param: str) -> PlannedOp:
+    """Return a planned ``steer`` with its kind and its numbers.
+
+    Raises ``invalid_value`` for a vector without a direction, ``not_finite`` beyond a dtype.
+    """
+    field = f"{param}.{'vector' if op.vectors is None else 'vectors'}"
+    is_subspace = op.mode == "project_out" and op.vectors is not None
+    if op.mode in _NEED_DIRECTION and not is_subspace:
+        check_directions(tensor, op.mode, field)
+    scale = check_float32(1.0 if op.scale is None else op.scale, f"{param}.scale")
+    match op.mode:
+        case "add" | "replace":
+            check_range(tensor, scale, dtype, field if abs(scale) <= 1 else f"{param}.scale")
+            kind = OperationKind(op.mode)
+        case "norm_match":
+            kind = OperationKind.NORM_MATCH
+        case "project_out":
+            kind = OperationKind.SUBSPACE if is_subspace else OperationKind.PROJECT
+        case "clamp" | "affine":
+            return _projected(planned, op, scale, dtype, param)
+    return msgspec.structs.replace(planned, kind=kind, scale=scale)
+
+
+def _projected(planned: PlannedOp, op: Steer, scale: float, dtype: str, param: str) -> PlannedOp:
+    removed, offset = 1.0, scale
+    if op.mode == "affine":
+        removed = 1.0 - check_float32(1.0 if op.gain is None else op.gain, f"{param}.gain")
+        offset = check_within(op.offset or 0.0, dtype, f"{param}.offset")
+    elif op.has_bounds:
+        removed, offset = 0.0, 0.0
+    else:
+        check_within(scale, dtype, f"{param}.scale")
+    low, high = (
+        None if bound is None else check_within(bound, dtype, f"{param}.{field}")
+        for field, bound in (("low", op.low), ("high", op.high))
+    )
+    return msgspec.structs.replace(
+        planned, kind=OperationKind.PROJECT, scale=removed, offset=offset, low=low, high=high
+    )
+
 
 _ENCODER: Final = ENCODER_BLOCK.removesuffix("output")
 _ABLATIONS: Final = {"zero": OperationKind.ZERO, "mean": OperationKind.MEAN, "vector": OperationKind.REPLACE}

@@ -11,29 +11,28 @@ from typing import Final
 
 import msgspec
 
-from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.excerpt import clip
+from api_schemas.errors import ApiError, ErrorCode, clip
 from api_schemas.interventions import FIELD, Intervention, Operation
-from api_schemas.request_traces import Trace
+from api_schemas.operations import Trace
 from nnsight_engine.core.dtypes import ITEM_BYTES
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.plans.answer_parts import NO_MARKERS, AnswerMarkers
-from nnsight_engine.plans.compile.combined_vectors import CombinedVectors
-from nnsight_engine.plans.compile.features import check_labels, num_label_bytes
+from nnsight_engine.plans.compile.conditions import check_labels, num_label_bytes
 from nnsight_engine.plans.compile.operations import OperationCompiler
-from nnsight_engine.plans.compile.scope import CompileScope, TokenOf
-from nnsight_engine.plans.compile.sites import leaf_of
-from nnsight_engine.plans.compile.where_clause import Named
-from nnsight_engine.plans.prompt_media import NO_MEDIA, PromptMedia
+from nnsight_engine.plans.compile.scope import CompileScope, Named, TokenOf, leaf_of
+from nnsight_engine.plans.compile.tensors import CombinedVectors
 from nnsight_engine.plans.records import feature_row_bytes, text_row_bytes
 from nnsight_engine.plans.request_plan import (
+    LOGITS,
+    NO_MARKERS,
+    NO_MEDIA,
+    AnswerMarkers,
     CompiledRequest,
     OperationKind,
     PlannedOp,
+    PromptMedia,
     RequestPlan,
     WhereRule,
 )
-from nnsight_engine.plans.sites import LOGITS
 from nnsight_engine.plans.where import last_position
 from nnsight_engine.plans.work import MAX_WEIGHTS, WorkByPosition, weights_of, works_of
 

@@ -1,23 +1,49 @@
-"""The inputs of one request's compilation; arrays over the prompt are created on first use."""
+"""The inputs of one request's compilation, and what its operations name: sites and positions.
+
+Arrays over the prompt are created on first use. ``at`` becomes sites of this model, no site twice, under any
+name: an operation acts once at a site, and results are keyed by site. ``where`` becomes a rule with absolute
+positions and token ids. A clause that cannot match any position is rejected: it would silently do nothing,
+and an unsteered completion would be taken for a steered one.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.excerpt import excerpt
-from api_schemas.points import ENCODER_BLOCK
-from nnsight_engine.core.model_spec import ModelSpec
+from api_schemas.errors import ApiError, ErrorCode, excerpt
+from api_schemas.operations import Where, WhereClause
+from api_schemas.points import (
+    ENCODER_BLOCK,
+    MODEL_POINTS,
+    LayerSelection,
+    Point,
+    PointPattern,
+    point_name,
+    resolve_layer,
+)
+from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.core.token_texts import NoSuchTokenError
-from nnsight_engine.plans.answer_parts import NO_MARKERS, AnswerMarkers, Part, Parts, PlannedAnswer
-from nnsight_engine.plans.prompt_media import NO_MEDIA, PromptMedia
-from nnsight_engine.plans.request_plan import PlannedImage
+from nnsight_engine.plans.request_plan import (
+    NO_MARKERS,
+    NO_MEDIA,
+    AnswerMarkers,
+    Part,
+    Parts,
+    PlannedAnswer,
+    PlannedImage,
+    PlannedSite,
+    PromptMedia,
+    WhereRule,
+)
+from nnsight_engine.plans.where import Positions, evaluate, may_generate
 
 TokenOf = Callable[[str], int]
 """Maps a text to the id of its single token, see ``core.token_texts``; raises NoSuchTokenError."""
@@ -137,3 +163,279 @@ class CompileScope:
             ) from error
         self._ids_by_text[text] = token_id
         return token_id
+
+
+_EVERYWHERE = WhereRule()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Named:
+    """A rule and the exact number of prompt positions that it matches, with the last of them or -1."""
+
+    rule: WhereRule
+    num_prompt: int
+    last_prompt: int
+
+
+def compile_where(where: Where, scope: CompileScope, param: str) -> Named:
+    """Resolve the clause.
+
+    Raises ``empty_where``, ``contradictory_where``, ``position_out_of_range``, ``unknown_token``,
+    ``unsupported_combination`` or ``invalid_value``.
+    """
+    rule = _clause(where, scope, param)
+    if where.exclude is not None:
+        exclude = _clause(where.exclude, scope, f"{param}.exclude")
+        rule = msgspec.structs.replace(rule, exclude=exclude)
+    if rule == _EVERYWHERE:
+        return Named(rule, scope.prompt_len, scope.prompt_len - 1)
+    named = _named_prompt(rule, scope)
+    if not len(named) and not may_generate(rule, scope.prompt_len, scope.num_positions):
+        raise ApiError(ErrorCode.CONTRADICTORY_WHERE, _contradiction(rule, scope), param)
+    return Named(rule, len(named), int(named[-1]) if len(named) else -1)
+
+
+def compile_encoder_rows(where: Where, scope: CompileScope, param: str) -> Named:
+    """Resolve the clause of an operation in the vision encoder, which may name nothing but images.
+
+    Its rule has the numbers of the rows (patches) as positions, and no row of an answer.
+    """
+    others = (where.positions, where.range, where.tokens, where.scope, where.exclude)
+    if any(one is not None for one in others):
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_COMBINATION,
+            "In the vision encoder rows are patches of an image, which have no position and no token; "
+            "name whole images with `images`.",
+            param,
+        )
+    if where.phase == "generated":
+        raise ApiError(
+            ErrorCode.CONTRADICTORY_WHERE, "No image is generated; leave out `phase`.", f"{param}.phase"
+        )
+    if where.images is not None:
+        _refuse_empty(where.images, f"{param}.images")
+    images = where.images if where.images is not None else [*range(len(scope.media.images))]
+    rows = scope.encoder_rows(images, f"{param}.images")
+    rule = WhereRule(phase="prompt", positions=tuple(sorted(rows)))
+    return Named(rule, len(rows), last_prompt=-1)
+
+
+def resolve_positions(positions: list[int], phase: str, scope: CompileScope, param: str) -> list[int]:
+    """Return absolute positions, in the order given; raise ``position_out_of_range``."""
+    resolved = []
+    for index, position in enumerate(positions):
+        absolute = position + scope.prompt_len if position < 0 else position
+        if absolute < 0 or absolute >= scope.num_positions:
+            raise _out_of_range(position, scope, f"{param}.{index}")
+        if phase == "prompt" and absolute >= scope.prompt_len:
+            raise ApiError(
+                ErrorCode.POSITION_OUT_OF_RANGE,
+                f"With `phase` prompt a position must be below the prompt's {scope.prompt_len} tokens, "
+                f"got {position}.",
+                f"{param}.{index}",
+            )
+        resolved.append(absolute)
+    return resolved
+
+
+def _clause(clause: WhereClause, scope: CompileScope, param: str) -> WhereRule:
+    positions = tokens = None
+    if clause.positions is not None:
+        _refuse_empty(clause.positions, f"{param}.positions")
+        resolved = resolve_positions(clause.positions, clause.phase, scope, f"{param}.positions")
+        positions = tuple(sorted(set(resolved)))
+    if clause.images is not None:
+        _refuse_empty(clause.images, f"{param}.images")
+        seen = set(scope.image_positions(clause.images, f"{param}.images"))
+        positions = tuple(sorted(seen if positions is None else seen & set(positions)))
+    start, stop = (0, None) if clause.range is None else _range(clause.range, scope, f"{param}.range")
+    if clause.tokens is not None:
+        _refuse_empty(clause.tokens, f"{param}.tokens")
+        ids = {scope.token_id(token, f"{param}.tokens.{index}") for index, token in enumerate(clause.tokens)}
+        tokens = tuple(sorted(ids))
+    part = 0 if clause.scope is None else scope.part(clause.scope, f"{param}.scope")
+    return WhereRule(clause.phase, positions, start, stop, tokens, part)
+
+
+def _refuse_empty(items: list[int] | list[str | int], param: str) -> None:
+    if not items:
+        raise ApiError(
+            ErrorCode.EMPTY_WHERE,
+            "An empty list names no position; leave the field out to name every position.",
+            param,
+        )
+
+
+def _range(bounds: tuple[int, int | None], scope: CompileScope, param: str) -> tuple[int, int | None]:
+    start, stop = bounds
+    first = _bound(start, scope, f"{param}.0")
+    if first >= scope.num_positions:
+        raise _out_of_range(start, scope, f"{param}.0")
+    if stop is None:
+        return first, None
+    end = _bound(stop, scope, f"{param}.1")
+    if first >= end:
+        raise ApiError(
+            ErrorCode.EMPTY_WHERE,
+            f"A range [start, stop] ends before its stop and must name a position; [{start}, "
+            f"{excerpt(stop)}] is {first} up to and without {excerpt(end)}, the prompt has "
+            f"{scope.prompt_len} tokens.",
+            param,
+        )
+    # No position lies beyond the model's length; an open end can be decided once for all steps.
+    return first, None if end >= scope.spec.max_model_len else end
+
+
+def _bound(bound: int, scope: CompileScope, param: str) -> int:
+    resolved = bound + scope.prompt_len if bound < 0 else bound
+    if resolved < 0:
+        raise _out_of_range(bound, scope, param)
+    return resolved
+
+
+def _out_of_range(position: int, scope: CompileScope, param: str) -> ApiError:
+    return ApiError(
+        ErrorCode.POSITION_OUT_OF_RANGE,
+        f"Positions of this request run from 0 (or {-scope.prompt_len}, counted from the prompt's end) to "
+        f"{scope.num_positions - 1}, got {excerpt(position)}: {scope.prompt_len} prompt tokens and those "
+        "generated by `max_tokens`, but for the last, which is never fed back to the model.",
+        param,
+    )
+
+
+def _named_prompt(rule: WhereRule, scope: CompileScope) -> Positions:
+    if rule.phase == "generated":
+        return np.empty(0, np.int64)
+    positions = scope.prompt_positions
+    uses_tokens = rule.tokens is not None or (rule.exclude is not None and rule.exclude.tokens is not None)
+    token_ids = scope.prompt_ids if uses_tokens else positions
+    parts = scope.prompt_parts if rule.names_part else None
+    return positions[evaluate(rule, positions, token_ids, scope.prompt_len, parts)]
+
+
+def _contradiction(rule: WhereRule, scope: CompileScope) -> str:
+    num_generated = scope.num_positions - scope.prompt_len
+    if rule.phase == "generated" and num_generated == 0:
+        return (
+            "With `max_tokens` 1, and where texts are embedded, no generated position is ever computed, so "
+            "`phase` generated names nothing; raise `max_tokens`, or name the prompt's last position, -1, "
+            "which the first token comes from."
+        )
+    bare = msgspec.structs.replace(rule, tokens=None)
+    if rule.tokens is not None and len(_named_prompt(bare, scope)):
+        return (
+            "None of these tokens stands at the prompt positions that the other conditions name; "
+            "check the tokens against the prompt's (spaces count), or widen the conditions."
+        )
+    return (
+        f"All conditions must hold together, and none of the request's {scope.prompt_len} prompt and "
+        f"{num_generated} generated positions meets these; drop or widen one of phase, positions, range, "
+        "tokens, images, scope, exclude."
+    )
+
+
+_ALL_LAYERS: Final = "all"
+
+
+def resolve_sites(
+    at: str | list[str], operation: str, spec: ModelSpec, param: str
+) -> tuple[PlannedSite, ...]:
+    """Return the sites in order; raise ``unknown_point``, ``unknown_layer`` or ``unsupported_at_point``."""
+    sites: list[PlannedSite] = []
+    seen: dict[PlannedSite, PlannedSite] = {}
+    texts = [(at, param)] if isinstance(at, str) else [(text, f"{param}.{i}") for i, text in enumerate(at)]
+    for text, path in texts:
+        pattern = PointPattern.parse(text, path)
+        _check_leaf(pattern, text, operation, spec, path)
+        for point in _in_layers(pattern, text, spec, path):
+            site = PlannedSite(point.leaf, point.layer)
+            _refuse_second(site, seen, path)
+            sites.append(site)
+    return tuple(sites)
+
+
+def resolve_lens_sites(layers: str | list[int], spec: ModelSpec, param: str) -> tuple[PlannedSite, ...]:
+    leaf = spec.leaf("output")
+    if leaf is None or "logit_lens" not in leaf.operations:
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_AT_POINT,
+            f"`logit_lens` needs the residual stream and the unembedding, which {spec.name} does not offer; "
+            "GET /v1/capabilities lists the operations of each point.",
+            param,
+        )
+    if isinstance(layers, str):
+        numbers = (
+            range(spec.num_layers)
+            if layers == _ALL_LAYERS
+            else LayerSelection.parse(layers, param).resolve(spec.num_layers, param)
+        )
+        return tuple(PlannedSite("output", layer) for layer in numbers)
+    seen: dict[PlannedSite, PlannedSite] = {}
+    for index, layer in enumerate(layers):
+        path = f"{param}.{index}"
+        _refuse_second(PlannedSite("output", resolve_layer(layer, spec.num_layers, path)), seen, path)
+    return tuple(seen.values())
+
+
+def leaf_of(site: PlannedSite, spec: ModelSpec) -> LeafSpec:
+    leaf = spec.leaf(site.leaf, site.layer)
+    if leaf is None:
+        raise ApiError(ErrorCode.UNKNOWN_POINT, f"{spec.name} has no point {site}.")
+    return leaf
+
+
+def _in_layers(pattern: PointPattern, text: str, spec: ModelSpec, param: str) -> list[Point]:
+    """Return the points of a pattern, in those of its layers that have the leaf; raises if none has."""
+    points = pattern.resolve(spec.num_layers_of(pattern.leaf), param)
+    found = [point for point in points if spec.leaf(point.leaf, point.layer) is not None]
+    if not found:
+        having = ", ".join(str(layer) for layer in spec.layers_of(pattern.leaf))
+        raise ApiError(
+            ErrorCode.UNKNOWN_POINT,
+            f"{spec.name} has no point {excerpt(text)}: its blocks differ, and {pattern.leaf} is in layers "
+            f"{having}.",
+            param,
+        )
+    return found
+
+
+def _check_leaf(pattern: PointPattern, text: str, operation: str, spec: ModelSpec, param: str) -> None:
+    leaf = spec.leaf(pattern.leaf)
+    if leaf is None or (pattern.layers is None) != (pattern.leaf in MODEL_POINTS):
+        raise ApiError(
+            ErrorCode.UNKNOWN_POINT,
+            f"{spec.name} has no point {excerpt(text)}; it has "
+            f"{', '.join(dict.fromkeys(_form(known) for known in spec.leaves))}.",
+            param,
+        )
+    if operation not in leaf.operations:
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_AT_POINT,
+            f"`{operation}` is not possible at {excerpt(text)}, which takes "
+            f"{', '.join(leaf.operations) or 'no operation'}; GET /v1/capabilities lists what each point "
+            "takes.",
+            param,
+        )
+
+
+def _refuse_second(site: PlannedSite, seen: dict[PlannedSite, PlannedSite], param: str) -> None:
+    place = canonical_site(site)
+    first = seen.setdefault(place, site)
+    if first is not site:
+        same = "named twice" if first == site else f"the same place as {first}"
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            f"One operation may name a place once; {site} is {same}. Use a second operation to act twice.",
+            param,
+        )
+
+
+def canonical_site(site: PlannedSite) -> PlannedSite:
+    """Return one canonical site for places with two names: a layer's input is the output before it."""
+    if site.leaf != "input":
+        return site
+    return PlannedSite("embed.output") if site.layer == 0 else PlannedSite("output", site.layer - 1)
+
+
+def _form(leaf: LeafSpec) -> str:
+    return point_name(leaf.name)

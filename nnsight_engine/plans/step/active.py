@@ -11,18 +11,22 @@ from typing import Final
 
 import torch
 
-from nnsight_engine.core.engine_counts import EAGER, GRAPH, TAP
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.plans.conditions import PlannedDetector, PlannedTest
-from nnsight_engine.plans.features import PlannedDictionary, PlannedFeatures
+from nnsight_engine.core.work_context import EAGER, GRAPH, TAP
 from nnsight_engine.plans.records import Failure, StepInfo
-from nnsight_engine.plans.request_plan import PlannedOp, RequestPlan
-from nnsight_engine.plans.step.answer_tracker import AnswerTracker
-from nnsight_engine.plans.step.dictionary_bank import LoadedDictionary
+from nnsight_engine.plans.request_plan import (
+    PlannedDetector,
+    PlannedDictionary,
+    PlannedFeatures,
+    PlannedOp,
+    PlannedTest,
+    RequestPlan,
+)
+from nnsight_engine.plans.step.banks import LoadedDictionary, Slot
+from nnsight_engine.plans.step.context import SiteKey
 from nnsight_engine.plans.step.instructions import Instructions
-from nnsight_engine.plans.step.patterns import PatternState
-from nnsight_engine.plans.step.score_slots import Slot
-from nnsight_engine.plans.step.stage import SiteKey
+from nnsight_engine.plans.step.read_kernels import PatternState
+from nnsight_engine.plans.step.token_masks import AnswerTracker
 
 BankKey = tuple[str, str, float]
 PartTensors = dict[str, torch.Tensor]

@@ -15,41 +15,41 @@ import numpy as np
 import torch
 
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.plans.request_plan import MARKS, OperationKind
-from nnsight_engine.plans.sites import SAMPLES
+from nnsight_engine.plans.request_plan import MARKS, SAMPLES, OperationKind
 from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
-from nnsight_engine.plans.step.answer_tracker import RowParts
 from nnsight_engine.plans.step.condition_planner import (
-    ConditionPlanner,
     DetectorRows,
-    Staged,
+    gate_key,
+    plan_conditions,
+    plan_scores,
+    tests_of,
 )
-from nnsight_engine.plans.step.context import StepContext
-from nnsight_engine.plans.step.feature_reads import plan_feature_reads
+from nnsight_engine.plans.step.context import SiteKey, StepBytes, StepContext
+from nnsight_engine.plans.step.feature_kernels import plan_feature_reads
 from nnsight_engine.plans.step.graph_table import GraphTable
 from nnsight_engine.plans.step.host_arena import to_device
-from nnsight_engine.plans.step.ledger import StepBytes
 from nnsight_engine.plans.step.operation_rows import (
     OperationRows,
+    PlanInProgress,
     named_offsets,
     number_logits_rows,
 )
-from nnsight_engine.plans.step.pattern_planner import PatternPlanner, PatternRows
 from nnsight_engine.plans.step.plan import PlannedSample, Span, StepPlan
-from nnsight_engine.plans.step.read_planner import ReadPlanner, read_key
-from nnsight_engine.plans.step.stage import SiteKey
-from nnsight_engine.plans.step.table import RowArray, TableBuilder, executor_of
-from nnsight_engine.plans.step.token_masks import TokenMasks
-from nnsight_engine.plans.step.write_planner import WritePlanner
+from nnsight_engine.plans.step.planners import (
+    PatternPlanner,
+    PatternRows,
+    plan_reads,
+    plan_writes,
+    read_key,
+)
+from nnsight_engine.plans.step.table import RowArray, executor_of
+from nnsight_engine.plans.step.token_masks import RowParts, TokenMasks
 
 
 class StepBuilder:
     def __init__(self, context: StepContext) -> None:
         self._context = context
         self._patterns = PatternPlanner(context)
-        self._conditions = ConditionPlanner(context)
-        self._writes = WritePlanner(context)
-        self._reads = ReadPlanner(context)
         self._masks = TokenMasks(context.device)
         self._executor = executor_of(context.device, context.dtype)
         self._last: StepPlan | None = None
@@ -148,7 +148,7 @@ class StepBuilder:
             elif active.keys[0] == SAMPLES:
                 _plan_samples(plan, span, active, offsets, mask)
             else:
-                tests += self._conditions.tests_of(span, active, offsets, stages)
+                tests += tests_of(span, active, offsets, stages)
                 work += self._operation_rows(span, active, offsets, mask, stages)
         for item in work:
             # Rows of drafts are charged once they are accepted: limits are those of the results.
@@ -180,7 +180,7 @@ class StepBuilder:
         if active.source is not None:
             source_stage, stages[active.source] = stages[active.source], stages[active.source] + 1
         if active.tests:
-            first = self._conditions.gate_key(active)
+            first = gate_key(active, self._context.spec)
             gate_stage, stages[first] = stages[first], stages[first] + 1
         numbers = tuple(stages[key] for key in active.keys)
         for key in active.keys:
@@ -253,33 +253,21 @@ class StepBuilder:
         }
 
     def _plan_writes_and_reads(
-        self, plan: StepPlan, work: list[OperationRows], tests: list[DetectorRows]
+        self, plan: StepPlan, items: list[OperationRows], tests: list[DetectorRows]
     ) -> None:
-        staged: Staged = defaultdict(list)
-        table = TableBuilder()
-        self._conditions.plan_conditions(plan, tests, work, staged, table)
+        work = PlanInProgress(self._context, plan)
+        plan_conditions(work, tests, items)
         read_groups: dict[Any, list[OperationRows]] = defaultdict(list)
-        for item in work:
+        for item in items:
             # Of an operation that only marks, its gate is all that is read.
             if item.active.op.reads and item.active.op.kind not in MARKS:
                 read_groups[read_key(item)].append(item)
-        self._writes.plan(plan, [item for item in work if not item.active.op.reads], staged, table)
-        for items in read_groups.values():
-            if items[0].active.detector is not None:
-                self._conditions.plan_scores(plan, items, staged, table)
-            else:
-                self._reads.plan(plan, items, staged, table)
+        plan_writes(work, [item for item in items if not item.active.op.reads])
+        for own in read_groups.values():
+            (plan_reads if own[0].active.detector is None else plan_scores)(work, own)
         if self._context.stage.is_last:
             plan.computed = plan_feature_reads(plan.reads)
-        plan.held = table.held
-        others = {key: sorted(order for order, _ in entries) for key, entries in staged.items()}
-        for key, segments in table.segments(
-            others, self._executor, self._context.device, self._context.width
-        ).items():
-            staged[key] += segments
-        for key, entries in staged.items():
-            entries.sort(key=lambda entry: entry[0])
-            plan.groups[key] = [group for _, group in entries]
+        work.finish(self._executor)
 
 
 def _plan_samples(

@@ -17,34 +17,26 @@ import numpy as np
 import torch
 
 from nnsight_engine.core.detector import Form, Link
-from nnsight_engine.plans.conditions import AND, NOT, OR
-from nnsight_engine.plans.features import PlannedFeatures
-from nnsight_engine.plans.sites import forward_order
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.plans.request_plan import AND, NOT, OR, PlannedFeatures, forward_order
 from nnsight_engine.plans.step.active import MLP_OUTPUT, ActiveDetector, ActiveOp, ActiveTest, PartTensors
-from nnsight_engine.plans.step.context import StepContext
+from nnsight_engine.plans.step.context import SiteKey, site_key
 from nnsight_engine.plans.step.feature_kernels import FeatureParts, bounded, union_of
-from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.instructions import AND as AND_WORD
 from nnsight_engine.plans.step.instructions import NOT as NOT_WORD
 from nnsight_engine.plans.step.instructions import OR as OR_WORD
 from nnsight_engine.plans.step.instructions import Code, History, Instructions, Number, Word, Words
-from nnsight_engine.plans.step.operation_rows import OperationRows
+from nnsight_engine.plans.step.operation_rows import OperationRows, PlanInProgress
 from nnsight_engine.plans.step.plan import (
     Kernel,
     KernelGroup,
     MovingWords,
     ReadGroup,
     ReadSlice,
-    SiteWork,
     Span,
-    StepPlan,
 )
-from nnsight_engine.plans.step.programs import addresses, in_order
-from nnsight_engine.plans.step.stage import SiteKey, site_key
-from nnsight_engine.plans.step.table import Block, Member, RowArray, TableBuilder
+from nnsight_engine.plans.step.table import Block, Member, RowArray, TableBuilder, addresses, in_order
 
-Staged = dict[SiteKey, list[tuple[float, SiteWork]]]
-"""Work by site, with its order."""
 _JOIN: Final = Instructions.blank(1, Code.JOIN)
 _PARTS: Final = {
     Form.LINEAR: Instructions.blank(1, Code.DOT),
@@ -86,266 +78,228 @@ class DetectorRows:
         return self.start + len(self.offsets)
 
 
-class ConditionPlanner:
-    def __init__(self, context: StepContext) -> None:
-        self._context = context
+def tests_of(
+    span: Span, active: ActiveOp, offsets: RowArray, stages: dict[SiteKey, int]
+) -> list[DetectorRows]:
+    """Return the rows of an operation's tests, and count their stages."""
+    found = []
+    for number, test in enumerate(active.tests):
+        own = np.arange(span.num_rows) if test.slot is not None else offsets
+        if test.test.has_history and not test.is_started:
+            if span.start:
+                span.request.fail(
+                    "intervention_failed",
+                    f"a condition depends on positions from 0 on, and the first that was computed is "
+                    f"{span.start}; this is a defect of the server, please report it",
+                )
+            test.is_started = True
+        if not len(own):
+            continue
+        numbers = tuple(stages[key] for key in test.detector.keys)
+        for key in test.detector.keys:
+            stages[key] += 1
+        found.append(DetectorRows(span, active, test.detector, own, numbers, number))
+    return found
 
-    def tests_of(
-        self, span: Span, active: ActiveOp, offsets: RowArray, stages: dict[SiteKey, int]
-    ) -> list[DetectorRows]:
-        """Return the rows of an operation's tests, and count their stages."""
-        found = []
-        for number, test in enumerate(active.tests):
-            own = np.arange(span.num_rows) if test.slot is not None else offsets
-            if test.test.has_history and not test.is_started:
-                if span.start:
-                    span.request.fail(
-                        "intervention_failed",
-                        f"a condition depends on positions from 0 on, and the first that was computed is "
-                        f"{span.start}; this is a defect of the server, please report it",
-                    )
-                test.is_started = True
-            if not len(own):
-                continue
-            numbers = tuple(stages[key] for key in test.detector.keys)
-            for key in test.detector.keys:
-                stages[key] += 1
-            found.append(DetectorRows(span, active, test.detector, own, numbers, number))
-        return found
 
-    def plan_conditions(
-        self,
-        plan: StepPlan,
-        tests: list[DetectorRows],
-        work: list[OperationRows],
-        staged: Staged,
-        table: TableBuilder,
-    ) -> None:
-        if not tests:
-            return
-        states = self._plan_tests(plan, tests, staged, table)
-        gated = [item for item in work if item.active.tests]
-        if gated:
-            self._plan_gates(plan, gated, tests, states, table)
+def plan_conditions(work: PlanInProgress, tests: list[DetectorRows], items: list[OperationRows]) -> None:
+    if not tests:
+        return
+    states = _plan_tests(work, tests)
+    gated = [item for item in items if item.active.tests]
+    if gated:
+        _plan_gates(work, gated, tests, states)
 
-    def _plan_tests(
-        self, plan: StepPlan, tests: list[DetectorRows], staged: Staged, table: TableBuilder
-    ) -> torch.Tensor:
-        groups: dict[Any, list[DetectorRows]] = defaultdict(list)
-        for item in tests:
-            groups[_test_key(item)].append(item)
-        states = torch.zeros(
-            sum(len(item.offsets) for item in tests), dtype=torch.bool, device=self._context.device
-        )
-        start = 0
-        for items in groups.values():
-            first = start
-            for item in items:
-                item.start, start = start, start + len(item.offsets)
-            out = states[first:start]
-            parts = self._plan_parts(items, first, len(out), staged, table)
-            order = in_order(items[0].stages[-1], is_last_part=True)
-            if items[0].test.slot is not None:
-                self._add_histories(plan, table, items, parts, out, order)
-            else:
-                self._add_scores(table, Code.TEST, items, parts, out, order)
-        return states
 
-    def plan_scores(
-        self, plan: StepPlan, items: list[OperationRows], staged: Staged, table: TableBuilder
-    ) -> None:
-        rows, start = [], 0
-        slices = []
+def _plan_tests(work: PlanInProgress, tests: list[DetectorRows]) -> torch.Tensor:
+    groups: dict[Any, list[DetectorRows]] = defaultdict(list)
+    for item in tests:
+        groups[_test_key(item)].append(item)
+    states = torch.zeros(
+        sum(len(item.offsets) for item in tests), dtype=torch.bool, device=work.context.device
+    )
+    start = 0
+    for items in groups.values():
+        first = start
         for item in items:
-            detector = item.active.detector
-            if detector is None:
-                raise RuntimeError("the operation has no detector")
-            own = DetectorRows(item.span, item.active, detector, item.offsets, item.stages, start=start)
-            rows.append(own)
-            slices.append(ReadSlice(item.span.request, item.active, start, own.stop, item.offsets))
-            start = own.stop
-        out = torch.empty(start, device=self._context.device)
-        masks = [item.mask for item in items if item.mask is not None]
-        plan.reads.append(
-            ReadGroup([out.unsqueeze(1)], slices, plan.add_mask(torch.cat(masks)) if masks else None)
-        )
-        parts = self._plan_parts(rows, 0, start, staged, table)
-        order = in_order(rows[0].stages[-1], is_last_part=True)
-        self._add_scores(table, Code.SCORE, rows, parts, out, order)
+            item.start, start = start, start + len(item.offsets)
+        out = states[first:start]
+        parts = _plan_parts(work, items, first, len(out))
+        order = in_order(items[0].stages[-1], is_last_part=True)
+        if items[0].test.slot is not None:
+            _add_histories(work, items, parts, out, order)
+        else:
+            _add_scores(work, Code.TEST, items, parts, out, order)
+    return states
 
-    def _plan_gates(
-        self,
-        plan: StepPlan,
-        items: list[OperationRows],
-        tests: list[DetectorRows],
-        states: torch.Tensor,
-        table: TableBuilder,
-    ) -> None:
-        by_test = {(id(one.span), one.active.index, one.number): one for one in tests}
-        gates = torch.zeros(
-            sum(len(item.offsets) for item in items), dtype=torch.bool, device=self._context.device
-        )
-        first_gate, first_state = table.address(gates), table.address(states)
-        programs = [_program(item) for item in items]
-        sizes = [len(item.offsets) * len(program) for item, program in zip(items, programs, strict=True)]
-        words, moves = np.empty(sum(sizes), np.int64), np.zeros(sum(sizes), np.int64)
-        stops = np.cumsum(sizes).tolist()
-        slices, start = [], 0
-        for item, program, size, stop in zip(items, programs, sizes, stops, strict=True):
-            shape = len(item.offsets), len(program)
-            own, own_moves = (part[stop - size : stop].reshape(shape) for part in (words, moves))
-            for place, step in enumerate(program):
-                if isinstance(step, int):
-                    own[:, place], own_moves[:, place] = self._state(table, item, step, by_test, first_state)
-                else:
-                    own[:, place] = _OPERATORS[step]
-            item.gate, item.gate_start = gates, start
-            start += len(item.offsets)
-            slices.append(_slice_of_gate(item, item.gate_start, start))
-        on_device = self._on_device(words)
-        if moves.any():
-            plan.moving.append(MovingWords(on_device, self._on_device(moves)))
-        first_word = table.address(on_device)
-        for item, program, size, stop in zip(items, programs, sizes, stops, strict=True):
-            rows = np.arange(len(item.offsets))
-            own_words: dict[Word, Words | int] = {
-                Word.COUNT: len(program),
-                Word.OPERAND: first_word + (stop - size + rows * len(program)) * words.itemsize,
-                Word.OUT: first_gate + item.gate_start + rows,
-            }
-            if item.mask is not None:
-                own_words[Word.UNITS] = table.address(item.mask) + rows
-            order = [in_order(item.gate_stage)]
-            key = self.gate_key(item.active)
-            table.add(Block(item.member, [key], order, item.rows, _JOIN, own_words))
-        plan.reads.append(ReadGroup([gates.unsqueeze(1)], slices))
 
-    def _state(
-        self,
-        table: TableBuilder,
-        item: OperationRows,
-        number: int,
-        by_test: dict[tuple[int, int, int | None], DetectorRows],
-        first_state: int,
-    ) -> tuple[Words, int]:
-        """Return the addresses of a test's state at each row, and how far they move with each position."""
-        test = item.active.tests[number]
-        if not test.test.is_next:
-            own = by_test[id(item.span), item.active.index, number]
-            return first_state + own.start + np.searchsorted(own.offsets, item.offsets), 0
-        # That of the position before. No row is the first of its request: such tests act on generated ones.
-        if test.slot is None:
-            raise RuntimeError("a test for the next position has no slot")
-        held = test.slot.table.held
-        positions = item.offsets + (item.span.start - 1)
-        return table.address(held[test.slot.row]) + positions, held.itemsize
+def plan_scores(work: PlanInProgress, items: list[OperationRows]) -> None:
+    rows, start = [], 0
+    slices = []
+    for item in items:
+        detector = item.active.detector
+        if detector is None:
+            raise RuntimeError("the operation has no detector")
+        own = DetectorRows(item.span, item.active, detector, item.offsets, item.stages, start=start)
+        rows.append(own)
+        slices.append(ReadSlice(item.span.request, item.active, start, own.stop, item.offsets))
+        start = own.stop
+    out = torch.empty(start, device=work.context.device)
+    work.plan.reads.append(ReadGroup([out.unsqueeze(1)], slices, work.mask_of(items)))
+    parts = _plan_parts(work, rows, 0, start)
+    order = in_order(rows[0].stages[-1], is_last_part=True)
+    _add_scores(work, Code.SCORE, rows, parts, out, order)
 
-    def gate_key(self, active: ActiveOp) -> SiteKey:
-        """Return where an operation's gate runs: behind its tests, before its first site."""
-        now = [own.test.detector.sites[-1] for own in active.tests if not own.test.is_next]
-        sites, choose = (now, max) if now else (active.op.sites, min)
-        return site_key(choose(sites, key=lambda site: forward_order(site, self._context.spec)))
 
-    def _plan_parts(
-        self, items: list[DetectorRows], first: int, num_rows: int, staged: Staged, table: TableBuilder
-    ) -> torch.Tensor:
-        detector = items[0].detector
-        parts = torch.empty(num_rows, len(detector.keys), device=self._context.device)
-        table.address(parts)
-        for place, key in enumerate(detector.keys):
-            order, form = in_order(items[0].stages[place]), detector.planned.parts[place].form
-            if form is not None:
-                to, instruction = addresses(parts, [place]), _PARTS[form]
-                for item in items:
-                    words = _operands(form, item.detector.tensors[place])
-                    words[Word.OUT] = to[:, item.start - first : item.stop - first]
-                    rows = item.offsets + item.span.row
-                    table.add(Block(item.member, [key], [order], rows, instruction, words))
-                continue
-            columns = partial(self._feature_part, place, parts[:, place], first)
-            group = KernelGroup(
-                columns(items), [item.member for item in items], partial(_alone, columns, items)
-            )
-            staged[key].append((order, group))
-        return parts
+def _plan_gates(
+    work: PlanInProgress, items: list[OperationRows], tests: list[DetectorRows], states: torch.Tensor
+) -> None:
+    by_test = {(id(one.span), one.active.index, one.number): one for one in tests}
+    gates = torch.zeros(
+        sum(len(item.offsets) for item in items), dtype=torch.bool, device=work.context.device
+    )
+    first_gate, first_state = work.table.address(gates), work.table.address(states)
+    programs = [_program(item) for item in items]
+    sizes = [len(item.offsets) * len(program) for item, program in zip(items, programs, strict=True)]
+    words, moves = np.empty(sum(sizes), np.int64), np.zeros(sum(sizes), np.int64)
+    stops = np.cumsum(sizes).tolist()
+    slices, start = [], 0
+    for item, program, size, stop in zip(items, programs, sizes, stops, strict=True):
+        shape = len(item.offsets), len(program)
+        own, own_moves = (part[stop - size : stop].reshape(shape) for part in (words, moves))
+        for place, step in enumerate(program):
+            if isinstance(step, int):
+                own[:, place], own_moves[:, place] = _state(work, item, step, by_test, first_state)
+            else:
+                own[:, place] = _OPERATORS[step]
+        item.gate, item.gate_start = gates, start
+        start += len(item.offsets)
+        slices.append(_slice_of_gate(item, item.gate_start, start))
+    on_device = work.on_device(words)
+    if moves.any():
+        work.plan.moving.append(MovingWords(on_device, work.on_device(moves)))
+    first_word = work.table.address(on_device)
+    for item, program, size, stop in zip(items, programs, sizes, stops, strict=True):
+        rows = np.arange(len(item.offsets))
+        own_words: dict[Word, Words | int] = {
+            Word.COUNT: len(program),
+            Word.OPERAND: first_word + (stop - size + rows * len(program)) * words.itemsize,
+            Word.OUT: first_gate + item.gate_start + rows,
+        }
+        if item.mask is not None:
+            own_words[Word.UNITS] = work.table.address(item.mask) + rows
+        order = [in_order(item.gate_stage)]
+        key = gate_key(item.active, work.context.spec)
+        work.table.add(Block(item.member, [key], order, item.rows, _JOIN, own_words))
+    work.plan.reads.append(ReadGroup([gates.unsqueeze(1)], slices))
 
-    def _add_scores(
-        self,
-        table: TableBuilder,
-        code: Code,
-        items: list[DetectorRows],
-        parts: torch.Tensor,
-        out: torch.Tensor,
-        order: int,
-    ) -> None:
-        first = items[0].start
-        to = addresses(out.unsqueeze(1), [0])
-        operands, instructions = self._scored(table, code, items, parts, out)
-        for number, item in enumerate(items):
-            part = slice(item.start - first, item.stop - first)
-            words: dict[Word, Words | int] = {Word.OPERAND: operands[:, part], Word.OUT: to[:, part]}
-            keys, rows = [item.detector.keys[-1]], item.offsets + item.span.row
-            table.add(Block(item.member, keys, [order], rows, instructions.at([number]), words))
 
-    def _add_histories(
-        self,
-        plan: StepPlan,
-        table: TableBuilder,
-        items: list[DetectorRows],
-        parts: torch.Tensor,
-        out: torch.Tensor,
-        order: int,
-    ) -> None:
-        """Add the instructions of tests with slots, one for all rows of each, at the last of them."""
-        first = items[0].start
-        to = addresses(out.unsqueeze(1), [0])[0]
-        operands, instructions = self._scored(table, Code.HISTORY, items, parts, out)
-        records = self._on_device(np.concatenate([_history(table, item) for item in items]))
-        moves = np.zeros((len(items), len(History)), np.int64)
-        moves[:, History.POSITION] = 1
-        plan.moving.append(MovingWords(records, self._on_device(moves.ravel())))
-        first_record = table.address(records)
-        key = items[0].detector.keys[-1]
-        for number, item in enumerate(items):
-            row = item.start - first
-            words: dict[Word, Words | int] = {
-                Word.OPERAND: operands[:, row : row + 1],
-                Word.OUT: int(to[row]),
-                Word.UNITS: first_record + number * len(History) * records.itemsize,
-            }
-            rows = item.offsets[-1:] + item.span.row
-            table.add(Block(item.member, [key], [order], rows, instructions.at([number]), words))
-        if any(len(item.offsets) > 1 for item in items):
-            table.wait(key, order)
+def _state(
+    work: PlanInProgress,
+    item: OperationRows,
+    number: int,
+    by_test: dict[tuple[int, int, int | None], DetectorRows],
+    first_state: int,
+) -> tuple[Words, int]:
+    """Return the addresses of a test's state at each row, and how far they move with each position."""
+    test = item.active.tests[number]
+    if not test.test.is_next:
+        own = by_test[id(item.span), item.active.index, number]
+        return first_state + own.start + np.searchsorted(own.offsets, item.offsets), 0
+    # That of the position before. No row is the first of its request: such tests act on generated ones.
+    if test.slot is None:
+        raise RuntimeError("a test for the next position has no slot")
+    held = test.slot.table.held
+    positions = item.offsets + (item.span.start - 1)
+    return work.table.address(held[test.slot.row]) + positions, held.itemsize
 
-    def _scored(
-        self,
-        table: TableBuilder,
-        code: Code,
-        items: list[DetectorRows],
-        parts: torch.Tensor,
-        out: torch.Tensor,
-    ) -> tuple[Words, Instructions]:
-        table.address(out)
-        own = Instructions.blank(len(items), code)
-        own.words[:, Word.COUNT] = parts.shape[1]
-        own.words[:, Word.DTYPE] = items[0].detector.planned.link is not Link.IDENTITY
-        own.numbers[:, Number.A] = [item.detector.planned.bias for item in items]
-        if code is not Code.SCORE:
-            tests = [item.test.test for item in items]
-            own.numbers[:, Number.B] = [test.sign for test in tests]
-            own.numbers[:, Number.LOW] = [test.threshold for test in tests]
-            own.numbers[:, Number.HIGH] = [test.threshold - test.hysteresis for test in tests]
-        return addresses(parts, [0]), own
 
-    def _feature_part(
-        self, place: int, column: torch.Tensor, first: int, items: list[DetectorRows]
-    ) -> Kernel:
-        rows = self._on_device(np.concatenate([item.offsets + item.span.row for item in items]))
-        return _feature_kernel(rows, items, place, column[items[0].start - first : items[-1].stop - first])
+def gate_key(active: ActiveOp, spec: ModelSpec) -> SiteKey:
+    """Return where an operation's gate runs: behind its tests, before its first site."""
+    now = [own.test.detector.sites[-1] for own in active.tests if not own.test.is_next]
+    sites, choose = (now, max) if now else (active.op.sites, min)
+    return site_key(choose(sites, key=lambda site: forward_order(site, spec)))
 
-    def _on_device(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
-        return to_device(values, self._context.device)
+
+def _plan_parts(work: PlanInProgress, items: list[DetectorRows], first: int, num_rows: int) -> torch.Tensor:
+    detector = items[0].detector
+    parts = torch.empty(num_rows, len(detector.keys), device=work.context.device)
+    work.table.address(parts)
+    for place, key in enumerate(detector.keys):
+        order, form = in_order(items[0].stages[place]), detector.planned.parts[place].form
+        if form is not None:
+            to, instruction = addresses(parts, [place]), _PARTS[form]
+            for item in items:
+                words = _operands(form, item.detector.tensors[place])
+                words[Word.OUT] = to[:, item.start - first : item.stop - first]
+                rows = item.offsets + item.span.row
+                work.table.add(Block(item.member, [key], [order], rows, instruction, words))
+            continue
+        kernel_of = partial(_feature_kernel, work, place, parts[:, place], first)
+        members = [item.member for item in items]
+        group = KernelGroup(kernel_of(items), members, partial(_alone, kernel_of, items))
+        work.staged[key].append((order, group))
+    return parts
+
+
+def _add_scores(
+    work: PlanInProgress,
+    code: Code,
+    items: list[DetectorRows],
+    parts: torch.Tensor,
+    out: torch.Tensor,
+    order: int,
+) -> None:
+    first = items[0].start
+    to = addresses(out.unsqueeze(1), [0])
+    operands, instructions = _scored(work, code, items, parts, out)
+    for number, item in enumerate(items):
+        part = slice(item.start - first, item.stop - first)
+        words: dict[Word, Words | int] = {Word.OPERAND: operands[:, part], Word.OUT: to[:, part]}
+        keys, rows = [item.detector.keys[-1]], item.offsets + item.span.row
+        work.table.add(Block(item.member, keys, [order], rows, instructions.at([number]), words))
+
+
+def _add_histories(
+    work: PlanInProgress, items: list[DetectorRows], parts: torch.Tensor, out: torch.Tensor, order: int
+) -> None:
+    """Add the instructions of tests with slots, one for all rows of each, at the last of them."""
+    first = items[0].start
+    to = addresses(out.unsqueeze(1), [0])[0]
+    operands, instructions = _scored(work, Code.HISTORY, items, parts, out)
+    records = work.on_device(np.concatenate([_history(work.table, item) for item in items]))
+    moves = np.zeros((len(items), len(History)), np.int64)
+    moves[:, History.POSITION] = 1
+    work.plan.moving.append(MovingWords(records, work.on_device(moves.ravel())))
+    first_record = work.table.address(records)
+    key = items[0].detector.keys[-1]
+    for number, item in enumerate(items):
+        row = item.start - first
+        words: dict[Word, Words | int] = {
+            Word.OPERAND: operands[:, row : row + 1],
+            Word.OUT: int(to[row]),
+            Word.UNITS: first_record + number * len(History) * records.itemsize,
+        }
+        rows = item.offsets[-1:] + item.span.row
+        work.table.add(Block(item.member, [key], [order], rows, instructions.at([number]), words))
+    if any(len(item.offsets) > 1 for item in items):
+        work.table.wait(key, order)
+
+
+def _scored(
+    work: PlanInProgress, code: Code, items: list[DetectorRows], parts: torch.Tensor, out: torch.Tensor
+) -> tuple[Words, Instructions]:
+    work.table.address(out)
+    own = Instructions.blank(len(items), code)
+    own.words[:, Word.COUNT] = parts.shape[1]
+    own.words[:, Word.DTYPE] = items[0].detector.planned.link is not Link.IDENTITY
+    own.numbers[:, Number.A] = [item.detector.planned.bias for item in items]
+    if code is not Code.SCORE:
+        tests = [item.test.test for item in items]
+        own.numbers[:, Number.B] = [test.sign for test in tests]
+        own.numbers[:, Number.LOW] = [test.threshold for test in tests]
+        own.numbers[:, Number.HIGH] = [test.threshold - test.hysteresis for test in tests]
+    return addresses(parts, [0]), own
 
 
 def _program(item: OperationRows) -> tuple[int | str, ...]:
@@ -392,7 +346,13 @@ def _history(table: TableBuilder, item: DetectorRows) -> Words:
     return np.asarray(own, np.int64)
 
 
-def _feature_kernel(rows: torch.Tensor, items: list[DetectorRows], place: int, out: torch.Tensor) -> Kernel:
+def _feature_kernel(
+    work: PlanInProgress, place: int, column: torch.Tensor, first: int, items: list[DetectorRows]
+) -> Kernel:
+    """Return a kernel for some of the detectors whose parts have a column, which begins at row ``first``."""
+    rows = work.on_device(np.concatenate([item.offsets + item.span.row for item in items]))
+    out = column[items[0].start - first : items[-1].stop - first]
+
     def features_of(item: DetectorRows) -> PlannedFeatures:
         features = item.detector.planned.parts[place].features
         if features is None:
@@ -408,8 +368,8 @@ def _feature_kernel(rows: torch.Tensor, items: list[DetectorRows], place: int, o
         ids = union_of(planned)
         columns = np.searchsorted(np.asarray(ids), np.asarray([one.ids[0] for one in planned]))
         of_rows = np.repeat(columns, [len(item.offsets) for item in some]).astype(np.int64)
-        column = to_device(of_rows, rows.device).unsqueeze(1)
-        pieces.append((start, start + len(of_rows), loaded.selection(ids), column))
+        own_column = work.on_device(of_rows).unsqueeze(1)
+        pieces.append((start, start + len(of_rows), loaded.selection(ids), own_column))
         start += len(of_rows)
     return FeatureParts(rows, pieces, out)
 

@@ -19,10 +19,10 @@ import torch
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.request_plan import OperationKind
 from nnsight_engine.plans.step.active import ActiveDetector, ActiveOp, ActiveRequest
+from nnsight_engine.plans.step.context import SiteKey
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.instructions import Executor, Number, Word
 from nnsight_engine.plans.step.plan import StepPlan
-from nnsight_engine.plans.step.stage import SiteKey
 from nnsight_engine.plans.step.table import Programs, Segment
 
 logger = logging.getLogger(__name__)

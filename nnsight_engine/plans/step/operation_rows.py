@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from nnsight_engine.plans.request_plan import OperationKind
-from nnsight_engine.plans.sites import LOGITS
+from nnsight_engine.plans.request_plan import LOGITS, OperationKind
 from nnsight_engine.plans.step.active import ActiveOp
-from nnsight_engine.plans.step.answer_tracker import RowParts
+from nnsight_engine.plans.step.context import SiteKey, Stage, StepContext
 from nnsight_engine.plans.step.host_arena import to_device
-from nnsight_engine.plans.step.plan import Span, StepPlan
-from nnsight_engine.plans.step.stage import SiteKey, Stage
-from nnsight_engine.plans.step.table import Member, RowArray
-from nnsight_engine.plans.step.token_masks import may_match, must_match
+from nnsight_engine.plans.step.instructions import Executor
+from nnsight_engine.plans.step.plan import SiteWork, Span, StepPlan
+from nnsight_engine.plans.step.table import Member, RowArray, TableBuilder
+from nnsight_engine.plans.step.token_masks import RowParts, may_match, must_match
 from nnsight_engine.plans.where import evaluate
 
 
@@ -67,6 +67,42 @@ class OperationRows:
 
     def mask_at(self, key: SiteKey) -> torch.Tensor | None:
         return self.logits_mask if key == LOGITS else self.mask
+
+
+class PlanInProgress:
+    """A step while it is planned.
+
+    Attributes:
+        context: The model.
+        plan: Its plan.
+        table: Its instructions.
+        staged: Its other work by site, with its order.
+    """
+
+    def __init__(self, context: StepContext, plan: StepPlan) -> None:
+        self.context, self.plan = context, plan
+        self.table = TableBuilder()
+        self.staged: dict[SiteKey, list[tuple[float, SiteWork]]] = defaultdict(list)
+
+    def on_device(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
+        return to_device(values, self.context.device)
+
+    def mask_of(self, items: Sequence[OperationRows]) -> int | None:
+        """Return the index of the mask of all rows among the plan's masks; None if all are named."""
+        masks = [item.mask for item in items if item.mask is not None]
+        return self.plan.add_mask(torch.cat(masks)) if masks else None
+
+    def finish(self, executor: Executor) -> None:
+        """Put instructions and other work into the plan, in their order at each site."""
+        context = self.context
+        others = {key: sorted(order for order, _ in entries) for key, entries in self.staged.items()}
+        segments = self.table.segments(others, executor, context.device, context.width)
+        for key, own in segments.items():
+            self.staged[key] += own
+        for key, entries in self.staged.items():
+            entries.sort(key=lambda entry: entry[0])
+            self.plan.groups[key] = [group for _, group in entries]
+        self.plan.held = self.table.held
 
 
 def named_offsets(span: Span, active: ActiveOp, parts: RowParts | None) -> tuple[RowArray, bool]:

@@ -1,8 +1,15 @@
 """The interventions of one step, batched over the requests of the step.
 
 A plan is built before the forward pass, run by taps and hooks, and collected before sampling. It records the
-sites that were reached, so that a site which was not (for example in a graph replayed without its taps)
-fails its requests instead of returning an unsteered completion.
+sites that were reached, so that a site which was not (for example in a graph replayed without its taps) fails
+its requests instead of returning an unsteered completion.
+
+A row whose change float16 cannot hold keeps its value and is marked on the device; its request fails when the
+results are delivered, so that no step waits. The other dtypes have the range of float32.
+
+While the same requests decode in the same rows, and none of their operations depends on tokens or positions,
+one plan serves step after step, a *run*, and all is counted for all requests together: no Python work per
+request. A run ends at a different batch, a failed request, or a limit that a request reaches.
 """
 
 from __future__ import annotations
@@ -11,21 +18,130 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from nnsight_engine.plans.sites import PlannedSite
+from nnsight_engine.plans.records import Failure
+from nnsight_engine.plans.request_plan import LOGITS, PlannedSite
 from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
-from nnsight_engine.plans.step.host_arena import HostCopy
-from nnsight_engine.plans.step.ledger import StepBytes
-from nnsight_engine.plans.step.logits_rows import LogitsRows
-from nnsight_engine.plans.step.overflows import Overflows
-from nnsight_engine.plans.step.stage import SiteKey, name_of
+from nnsight_engine.plans.step.context import ByteLedger, SiteKey, StepBytes, name_of
+from nnsight_engine.plans.step.host_arena import HostCopy, to_device
 from nnsight_engine.plans.step.table import Member
+
+RowArray = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(slots=True)
+class LogitsRows:
+    """Source of the logits rows that a plan wants, valid for the engine's ``sample_rows`` (ascending).
+
+    Of the wanted rows, ``own`` are among the engine's logits, at ``sampled``; ``other``, None if there are
+    none, have to be computed from the step's rows ``hidden``.
+    """
+
+    sample_rows: RowArray
+    own: torch.Tensor
+    sampled: torch.Tensor
+    other: torch.Tensor | None
+    hidden: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: RowArray, sample_rows: RowArray, device: torch.device) -> Self:
+        place = np.minimum(np.searchsorted(sample_rows, rows), len(sample_rows) - 1)
+        known = sample_rows[place] == rows
+
+        def index(values: RowArray) -> torch.Tensor:
+            return to_device(values, device)
+
+        return cls(
+            sample_rows=sample_rows.copy(),
+            own=index(np.flatnonzero(known)),
+            sampled=index(place[known]),
+            other=None if known.all() else index(np.flatnonzero(~known)),
+            hidden=index(rows[~known]),
+        )
+
+    def holds(self, sample_rows: RowArray) -> bool:
+        return np.array_equal(self.sample_rows, sample_rows)
+
+    def gather(
+        self,
+        sampled: torch.Tensor,
+        hidden: torch.Tensor,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the wanted rows, computing those not in ``sampled``, ``[requests + drafts, vocabulary]``."""
+        if self.other is None:
+            return sampled.index_select(0, self.sampled)
+        logits = sampled.new_empty(len(self.own) + len(self.other), sampled.shape[1])
+        logits[self.own] = sampled[self.sampled]
+        logits[self.other] = compute_logits(hidden[self.hidden]).to(logits.dtype)
+        return logits
+
+    def put_back(self, logits: torch.Tensor, sampled: torch.Tensor) -> None:
+        sampled[self.sampled] = logits[self.own]
+
+
+_FAILURE: Final = Failure(
+    "not_finite",
+    "what the operation adds is beyond float16, in which the model computes; use a smaller scale, "
+    "or serve the model in bfloat16 or float32",
+)
+
+
+class Segment(NamedTuple):
+    """Flags of neighbouring rows of one request; the first belongs to row ``offset`` of its span."""
+
+    request_id: str
+    start: int
+    stop: int
+    offset: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class Overflows:
+    """Rows at which a change was beyond float16; ``flags`` are ``[rows of the step + rows with logits]``."""
+
+    flags: torch.Tensor
+    segments: list[Segment]
+    num_rows: int
+
+    @classmethod
+    def of(
+        cls, spans: Iterable[Segment], logits_rows: npt.NDArray[np.int64], device: torch.device
+    ) -> Overflows:
+        of_rows = list(spans)
+        num_rows = max(one.stop for one in of_rows)
+        of_logits = [
+            Segment(one.request_id, num_rows + place, num_rows + place + 1, row - one.start)
+            for one in of_rows
+            for place, row in enumerate(logits_rows.tolist())
+            if one.start <= row < one.stop
+        ]
+        flags = torch.zeros(num_rows + len(logits_rows), dtype=torch.bool, device=device)
+        return cls(flags, of_rows + of_logits, num_rows)
+
+    def at(self, key: SiteKey) -> torch.Tensor:
+        return self.flags[self.num_rows :] if key == LOGITS else self.flags[: self.num_rows]
+
+
+def overflow_failures(
+    segments: Sequence[Segment], flags: npt.NDArray[np.bool_], num_kept: Mapping[str, int]
+) -> dict[str, Failure]:
+    """Return the failures of requests of which a row is marked that is no refused draft (``num_kept``)."""
+    if not flags.any():
+        return {}
+    found = {}
+    for request_id, start, stop, offset in segments:
+        kept = min(stop, start + num_kept.get(request_id, stop) - offset)
+        if flags[start : max(start, kept)].any():
+            found[request_id] = _FAILURE
+    return found
+
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +277,7 @@ class PlannedSample(NamedTuple):
     """A capture of ids that are sampled for a request.
 
     ``steps`` are their indices among those that the step yields for the request: several if drafts are
-    accepted; one with a mask, since such a capture takes no drafts (``plans.drafts``).
+    accepted; one with a mask, since such a capture takes no drafts (``plans.where``).
     """
 
     request: ActiveRequest
@@ -309,3 +425,71 @@ class StepPlan:
         self.overflows_before.clear()
         for own in self.overflows:
             own.flags.zero_()
+
+
+class SteadyRun:
+    """The steps that reuse one plan after the step it was built for; counts are since the last settlement.
+
+    ``point_s`` are seconds per point at which a request's operations act.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        request_ids: Sequence[str],
+        positions: npt.NDArray[np.integer],
+        ledger: ByteLedger,
+    ) -> None:
+        self.plan = plan
+        self.num_steps = 0
+        self.point_s = self.delivery_point_s = 0.0
+        self._request_ids = list(request_ids)
+        self._positions = positions.astype(np.int64)
+        self._ledger = ledger
+        self._num_points = self._kept = self._scratch = self._max_steps = 0
+
+    def go_on(self, request_ids: Sequence[str], positions: npt.NDArray[np.integer]) -> bool:
+        """Prepare the plan for the next step (one row per request), or return False if the run ends."""
+        self._positions += 1
+        # Scheduler and worker agree on the run's requests by this comparison alone; no request is inspected.
+        if request_ids != self._request_ids or not np.array_equal(positions, self._positions):
+            return False
+        if not self.num_steps:
+            self._begin()
+        if self.num_steps >= self._max_steps or not self._ledger.reserve_all(self._kept + self._scratch):
+            return False
+        self.num_steps += 1
+        self.plan.reset()
+        return True
+
+    def _begin(self) -> None:
+        plan = self.plan
+        self._num_points = sum(span.request.plan.num_points for span in plan.spans.values())
+        self._kept = sum(reserved.kept for reserved in plan.reserved.values())
+        self._scratch = sum(reserved.scratch for reserved in plan.reserved.values())
+        self._max_steps = min(
+            self._ledger.num_steps(request_id, reserved.kept, reserved.scratch)
+            for request_id, reserved in plan.reserved.items()
+        )
+
+    def count_time(self) -> None:
+        self.point_s += self.plan.take_time() / self._num_points
+
+    def note_delivery(self, seconds: float) -> None:
+        """Add the time that the delivery of a step's results took; may be called from another thread."""
+        self.delivery_point_s += seconds / self._num_points
+
+    def give_back(self) -> None:
+        self._ledger.give_back_all(self._scratch)
+
+    def settle(self, *, is_under_way: bool = False) -> None:
+        """Attribute the run's counts to its requests, without the position of a step that is under way."""
+        num_steps, done = self.num_steps, self.num_steps - is_under_way
+        for request_id, span in self.plan.spans.items() if num_steps else ():
+            request = span.request
+            request.end_position += done
+            request.charged_position += num_steps
+            request.spent_s += (self.point_s + self.delivery_point_s) * request.plan.num_points
+            span.start += num_steps
+            self._ledger.assign(request_id, num_steps * self.plan.reserved[request_id].kept)
+        self.num_steps, self.point_s, self.delivery_point_s = 0, 0.0, 0.0

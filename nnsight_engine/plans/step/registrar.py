@@ -11,12 +11,18 @@ import torch
 
 from nnsight_engine.core.detector import Form
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.core.leaves import EXPERTS
-from nnsight_engine.core.tensor_bytes import tensor_from_bytes
-from nnsight_engine.plans.conditions import PlannedDetector, PlannedTest
-from nnsight_engine.plans.features import PlannedFeatures
-from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, RequestPlan, TensorData
-from nnsight_engine.plans.sites import PlannedSite
+from nnsight_engine.core.model_spec import EXPERTS
+from nnsight_engine.core.tensors import tensor_from_bytes
+from nnsight_engine.plans.request_plan import (
+    OperationKind,
+    PlannedDetector,
+    PlannedFeatures,
+    PlannedOp,
+    PlannedSite,
+    PlannedTest,
+    RequestPlan,
+    TensorData,
+)
 from nnsight_engine.plans.step.active import (
     MLP_OUTPUT,
     Acquired,
@@ -26,13 +32,17 @@ from nnsight_engine.plans.step.active import (
     ActiveTest,
     BankKey,
 )
-from nnsight_engine.plans.step.answer_tracker import AnswerTracker
-from nnsight_engine.plans.step.context import StepContext
-from nnsight_engine.plans.step.dictionary_bank import DictionaryBank, LoadedDictionary
+from nnsight_engine.plans.step.banks import (
+    SLOT_BYTES,
+    DictionaryBank,
+    LoadedDictionary,
+    ScoreSlots,
+    slot_size,
+)
+from nnsight_engine.plans.step.context import StepContext, site_key
 from nnsight_engine.plans.step.host_arena import to_device
-from nnsight_engine.plans.step.programs import ALONG_VECTOR, IN_FLOAT32, own_program
-from nnsight_engine.plans.step.score_slots import SLOT_BYTES, ScoreSlots, slot_size
-from nnsight_engine.plans.step.stage import site_key
+from nnsight_engine.plans.step.table import ALONG_VECTOR, IN_FLOAT32, own_program
+from nnsight_engine.plans.step.token_masks import AnswerTracker
 from nnsight_engine.plans.where import generated_is_constant, last_position
 
 _AS_WIDE: Final = {

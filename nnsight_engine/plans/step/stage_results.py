@@ -13,14 +13,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nnsight_engine.core.engine_counts import EAGER
 from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.core.work_context import EAGER
 from nnsight_engine.plans.records import Failure, width_classes
 from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
+from nnsight_engine.plans.step.context import Stage
 from nnsight_engine.plans.step.host_arena import to_device
-from nnsight_engine.plans.step.overflows import Overflows, Segment
-from nnsight_engine.plans.step.plan import ReadGroup, StepPlan
-from nnsight_engine.plans.step.stage import Stage
+from nnsight_engine.plans.step.plan import Overflows, ReadGroup, Segment, StepPlan
 
 Rows = tuple[str, int, int]
 """A request's id, the index of one of its operations, and the number of rows that it reads."""

@@ -1,7 +1,8 @@
 """Trace requests over HTTP, with one connection pool per process; responses are read as they arrive.
 
 Retried are requests that never reached the server or that it rejected as not ready (503 with a reason),
-reads, and job submissions, which carry an idempotency key; never a trace that may have started.
+reads, and job submissions, which carry an idempotency key; never a trace that may have started. Downloads
+resume where they stopped.
 """
 
 from __future__ import annotations
@@ -15,19 +16,88 @@ import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import httpx
 
 from api_schemas.jobs import JobStatus
 from nnsight_engine.core.config import CONFIG
-from nnsight_engine.remote_backend.client.address import normalized
-from nnsight_engine.remote_backend.client.received_frames import MAX_FRAME_BYTES, Download, frames_of
-from nnsight_engine.remote_backend.client.retry import Retry, without_frames
-from nnsight_engine.remote_backend.client.transport import Progress
+from nnsight_engine.remote_backend.client.connection import Retry, normalized, without_frames
 from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameReader
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceRequest
+from nnsight_engine.serialization import DecodeError
+
+Progress = Callable[[str, int, int], None]
+"""Called with ``"upload"`` or ``"download"``, the number of bytes transferred, and the total number of
+bytes."""
+
+
+class Transport(Protocol):
+    """Sends traces to a server and returns its responses; HTTP is one implementation."""
+
+    @property
+    def name(self) -> str:
+        """The server's name in error messages and logs."""
+
+    def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
+        """Send a trace and yield the response's frames; ``RemoteError`` if refused or not reachable."""
+
+    def stream(self, request: TraceRequest) -> AsyncIterator[Frame]:
+        """Send a trace, and yield the frames of the response as they arrive; see ``run``."""
+
+    def outline(self) -> dict[str, Any]:
+        """Return the server's description of its model, see ``GET /v1/traces/outline``."""
+
+
+MAX_FRAME_BYTES: Final = 16 * 2**30
+_SHOWN_BYTES: Final = 2**20
+"""Smaller frames arrive too quickly for a progress bar."""
+
+
+def frames_of(chunks: Iterator[bytes], progress: Progress | None) -> Iterator[Frame]:
+    reader = FrameReader(MAX_FRAME_BYTES)
+    for chunk in chunks:
+        yield from reader.feed(chunk)
+        _report(reader, progress)
+
+
+class Download:
+    """A frame stream that is downloaded over several connections."""
+
+    def __init__(self) -> None:
+        self.restart("")
+
+    def restart(self, tag: str) -> None:
+        """Start again at the first byte of the version with this entity tag."""
+        self._tag = tag
+        self._reader = FrameReader(MAX_FRAME_BYTES)
+        self._frames: list[Frame] = []
+        self.num_bytes = 0
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of a request for the rest of the version that was begun."""
+        if not self.num_bytes:
+            return {}
+        return {"range": f"bytes={self.num_bytes}-", "if-range": self._tag}
+
+    def take(self, chunk: bytes, progress: Progress | None) -> None:
+        self.num_bytes += len(chunk)
+        self._frames.extend(self._reader.feed(chunk))
+        _report(self._reader, progress)
+
+    def frames(self) -> list[Frame]:
+        """Return the frames of the complete stream; raise a ``DecodeError`` if it ends within a frame."""
+        if not self._reader.is_between:
+            raise DecodeError("the job's result ends within a frame")
+        return self._frames
+
+
+def _report(reader: FrameReader, progress: Progress | None) -> None:
+    pending = reader.pending
+    if progress is not None and pending is not None and pending[1] > _SHOWN_BYTES:
+        progress("download", *pending)
+
 
 _CONNECT_S: Final = 10.0
 _READ_S: Final = 3600.0

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from nnsight_engine.remote_backend.client.http import HttpTransport
 from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
-from nnsight_engine.remote_backend.identity import fingerprint_of_folder, name_of
+from nnsight_engine.remote_backend.messages import fingerprint_of_folder, name_of
 
 
 @dataclasses.dataclass(frozen=True)

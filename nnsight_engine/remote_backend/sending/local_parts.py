@@ -1,7 +1,9 @@
 """Client side of ``with tracer.local():``, parts of a block that run here while the rest runs on a server.
 
-The engine can request only these statements and no other code. A body runs on variables of its own, which
-last for the trace. Variables that nothing else mentions stay here, and need not be serializable.
+The engine can request only these statements and no other code: it identifies one by its position. A body runs
+on variables of its own, which last for the trace. Variables that nothing else mentions stay here, and need
+not be serializable. A value that is returned unchanged is sent as a reference, so that it remains the
+engine's own object. ``docs/remote.md`` specifies the format of the messages.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ import copy
 import dataclasses
 from collections.abc import Mapping, Sequence, Set
 from types import CellType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import msgspec
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -21,15 +24,6 @@ from nnsight_engine.core.saves import SAVES
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.interleaving.shared_variables import exchanges
 from nnsight_engine.remote_backend.errors import LocalBlockError
-from nnsight_engine.remote_backend.local_messages import (
-    GIVEN,
-    PartRequest,
-    PartResult,
-    Place,
-    place_of,
-    plain,
-    read_part_request,
-)
 from nnsight_engine.serialization import DecodeError, decode, encode, encode_error
 from nnsight_engine.tracing.block_names import mangled, names_in
 from nnsight_engine.tracing.blocks import Block, Nested, compile_block
@@ -38,6 +32,89 @@ from nnsight_engine.tracing.tracer import Info, Tracer, compiled
 if TYPE_CHECKING:
     from nnsight_engine.remote_backend.sending.outgoing_trace import Dialect
     from nnsight_engine.remote_backend.values.outcomes import Outcome, SentPart
+
+GIVEN: Final = "given"
+"""First element of the reference to a value that the engine sent."""
+
+T = TypeVar("T")
+Place = tuple[int, int, int]
+"""Position of a statement: line, column, and the number of its items from this one to the last."""
+
+
+class PartRequest(msgspec.Struct, kw_only=True):
+    """A request to run a part of a block.
+
+    Attributes:
+        attempt: Unguessable id of the engine's run of the trace; a restarted server uses another one.
+        turn: Number of requests before this one.
+        names: The variables that its body shares with the block.
+        values: Values of the variables that the body reads, as far as the engine has them.
+    """
+
+    attempt: str
+    turn: int
+    block: int
+    place: Place
+    names: list[str]
+    values: dict[str, Any]
+
+
+class PartResult(msgspec.Struct, kw_only=True):
+    """The result of a part; gradients would have to pass through ``computed``, ``deleted`` are unbound."""
+
+    values: dict[str, Any] = {}
+    saved: list[str] = []
+    computed: list[str] = []
+    deleted: list[str] = []
+    error: dict[str, Any] | None = None
+
+
+def plain(message: PartRequest | PartResult) -> dict[str, Any]:
+    return msgspec.structs.asdict(message)
+
+
+def read_part_request(value: Any) -> PartRequest:
+    return _read(value, PartRequest)
+
+
+def read_part_result(value: Any) -> PartResult:
+    return _read(value, PartResult)
+
+
+def _read(value: Any, kind: type[T]) -> T:
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise DecodeError(f"this is no message about tracer.local(): {error}") from error
+
+
+def place_of(nested: Nested) -> Place:
+    """Return the position of a statement, independent of the nesting level from which it was reached."""
+    return (nested.node.lineno, nested.node.col_offset, len(nested.node.items) - nested.item)
+
+
+def names_read(body: Sequence[ast.stmt], class_name: str | None) -> frozenset[str]:
+    found = names_in(body)
+    stored = {
+        node.id
+        for statement in body
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    used = {
+        node.id
+        for statement in body
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
+    changed = {
+        node.target.id
+        for statement in body
+        for node in ast.walk(statement)
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
+    }
+    return mangled(frozenset(found - (stored - used - changed)), class_name)
+
 
 _Found = Mapping[Place, Nested]
 
@@ -259,6 +336,3 @@ class _Values(TorchFunctionMode):
         if len(found) > 1:
             raise LocalBlockError.without_values()
         return func(*args, **(kwargs or {}))
-
-
-__all__ = ["LocalParts", "local_parts"]

@@ -15,10 +15,8 @@ from typing import Any, Final
 
 import torch
 
-from nnsight_engine.serialization.errors import DecodeError
-from nnsight_engine.serialization.limits import MessageLimits, Policy, is_data_class
-from nnsight_engine.serialization.message.node_kinds import NodeKind
-from nnsight_engine.serialization.message.table import PYTHON_MINOR, NodeTable
+from nnsight_engine.serialization.limits import DecodeError, MessageLimits, Policy, is_data_class
+from nnsight_engine.serialization.message import PYTHON_MINOR, NodeKind, NodeTable
 from nnsight_engine.serialization.source.import_resolution import MOVED
 
 Resolve = Callable[[tuple[str, ...]], Any]

@@ -1,4 +1,4 @@
-"""Makers of functions, classes, modules and cells, for policies that allow source.
+"""Makers of functions, classes, modules, cells and blocks, for policies that allow source.
 
 The code's globals are those of a namespace of this message, because CPython gives code whose globals lack
 ``__builtins__`` the reader's own builtins.
@@ -6,17 +6,18 @@ The code's globals are those of a namespace of this message, because CPython giv
 
 from __future__ import annotations
 
+import ast
 import builtins
 import contextlib
 import sys
 import threading
 from collections.abc import Iterator
 from types import CellType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Final
 
 from nnsight_engine.serialization.decoding.decoder import MISSING, Decoder, Maker
-from nnsight_engine.serialization.errors import DecodeError
-from nnsight_engine.serialization.message.node_kinds import NodeKind
+from nnsight_engine.serialization.limits import Check, DecodeError
+from nnsight_engine.serialization.message import NodeKind
 from nnsight_engine.serialization.source.fragments import (
     FUTURE_FLAGS,
     OURS,
@@ -24,9 +25,14 @@ from nnsight_engine.serialization.source.fragments import (
     SourceFragment,
     compile_class,
     compile_function,
+    statement_at,
 )
 from nnsight_engine.serialization.source.import_resolution import RECEIVED
-from nnsight_engine.serialization.source.received_code import compile_received
+from nnsight_engine.serialization.source.received_code import CodeCache, compile_received, show
+from nnsight_engine.tracing.blocks import Block, BlockContext, Nested, compile_block
+from nnsight_engine.tracing.loaded_code import LinesFrom, SentFile
+from nnsight_engine.tracing.source_text import SourceText
+from nnsight_engine.tracing.tracer import Info
 
 _LONGEST_SHOWN = 200
 _MODULES = threading.RLock()
@@ -234,4 +240,66 @@ CODE_MAKERS: dict[NodeKind, Maker] = {
     NodeKind.METHOD: Maker(_make_method),
     NodeKind.MEMBER: Maker(_make_member),
     NodeKind.SENT_MODULE: Maker(_make_sent_module, num_first=1, fill=_fill_sent_module, partly=True),
+}
+
+
+_CACHE: Final[CodeCache[Block]] = CodeCache(256)
+
+
+def _make_block(decoder: Decoder, _index: int, parts: list[Any]) -> Info:
+    refuse_source(decoder)
+    module, fields, (item, first_argument), names, cells = parts
+    if type(item) is not int or not isinstance(first_argument, str | None):
+        raise DecodeError("the message is broken: a block is not that of a `with` statement")
+    globals_ = globals_of(decoder, module)
+    variables = cells_by_name(names, cells)
+    fragment = fragment_of(decoder, fields)
+    with compiling(decoder, fragment):
+        block = block_of(fragment, item, first_argument, frozenset(variables), decoder.policy.check)
+    return Info(block, variables, None, globals_)
+
+
+def block_of(
+    fragment: SourceFragment,
+    item: int,
+    first_argument: str | None,
+    variables: frozenset[str],
+    check: Check | None = None,
+) -> Block:
+    """Return a statement's compiled block; cached, as it is often sent again with the next request."""
+    block = _CACHE.get(
+        (fragment, item, first_argument, variables, check),
+        fragment.num_characters + len(first_argument or "") + sum(map(len, variables)),
+        lambda: _compiled(fragment, item, first_argument, variables, check),
+    )
+    show(fragment)
+    return block
+
+
+def _compiled(
+    fragment: SourceFragment,
+    item: int,
+    first_argument: str | None,
+    variables: frozenset[str],
+    check: Check | None,
+) -> Block:
+    statement = statement_at(fragment.text, fragment.line, fragment.filename)
+    if not isinstance(statement, ast.With) or not 0 <= item < len(statement.items):
+        raise DecodeError("the message is broken: a block is not that of a `with` statement")
+    lines, tree = LinesFrom(fragment.line, fragment.text), ast.Module(body=[statement], type_ignores=[])
+    file = SentFile(fragment.filename, lines, lambda: tree)
+    if check is not None:
+        check(Nested(statement, item), fragment.filename)
+    context = BlockContext(fragment.name, fragment.class_name, first_argument, fragment.flags & FUTURE_FLAGS)
+    return compile_block(Nested(statement, item), SourceText(file, lines, tree), variables, context)
+
+
+def _fill_block(_decoder: Decoder, value: Info, parts: list[Any]) -> None:
+    names, *values = parts
+    if names is not MISSING:
+        bind_globals(value.globals_, names, values)
+
+
+BLOCK_MAKERS: dict[NodeKind, Maker] = {
+    NodeKind.BLOCK: Maker(_make_block, num_first=5, fill=_fill_block, partly=True)
 }

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from nnsight_engine.serialization.encoding.encoder import Encoder, Writer, fits_in_64_bits
-from nnsight_engine.serialization.message.node_kinds import NodeKind
-from nnsight_engine.serialization.message.tensors import array_bytes, segment_of, unsendable
+from nnsight_engine.serialization.message import NodeKind, array_bytes, segment_of, unsendable
 
 _ARRAY_KINDS = "biufcSUmM"
 

@@ -1,4 +1,9 @@
-"""Writers of code: by name if the other side has it, otherwise as source with its cells and used globals."""
+"""Writers of code: by name if the other side has it, otherwise as source with its cells and used globals.
+
+All functions of one module share one namespace in a message. A global that is not defined here is left out:
+it may be assigned later, or never be reached. A traced block is sent as the whole lines of its ``with``
+statement: nested blocks are compiled from them, at the sender's columns.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +11,26 @@ import ast
 import builtins
 import contextlib
 import dataclasses
+from collections.abc import Iterable, Mapping
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Final, Protocol
 
 import torch
 
-from nnsight_engine.core.closure_cells import content
+from nnsight_engine.core.closure_cells import UNBOUND, content
 from nnsight_engine.serialization.encoding.data import write_attributes
 from nnsight_engine.serialization.encoding.encoder import Encoder, IdentityCache, Writer
-from nnsight_engine.serialization.encoding.namespaces import (
-    MODULE_ATTRIBUTES,
-    bindings,
-    write_cell,
-    write_cells,
-    write_module,
-    write_namespace,
-)
-from nnsight_engine.serialization.message.node_kinds import NodeKind
-from nnsight_engine.serialization.source.code_names import global_names, mentioned_in, nested_code
+from nnsight_engine.serialization.message import NodeKind
 from nnsight_engine.serialization.source.fragments import (
+    WHOLE_LINES,
     SourceFragment,
     compile_class,
     compile_function,
+    global_names,
+    mentioned_in,
     named_bases,
+    nested_code,
+    statement_at,
     type_parameters,
 )
 from nnsight_engine.serialization.source.import_resolution import is_importable, lookup, name_of
@@ -38,6 +40,75 @@ from nnsight_engine.serialization.source.loaded_source import (
     fragment_of_function,
     functions_of,
 )
+from nnsight_engine.tracing.blocks import HELPERS, Block
+from nnsight_engine.tracing.counted_stores import BIND
+from nnsight_engine.tracing.loaded_code import sent_name
+from nnsight_engine.tracing.tracer import Info
+
+MODULE_ATTRIBUTES: Final = frozenset(
+    {"__builtins__", "__cached__", "__doc__", "__file__", "__loader__", "__name__", "__package__", "__spec__"}
+)
+"""Globals that every module has, which are never sent."""
+
+
+def bindings(encoder: Encoder, index: int, globals_: dict[str, Any], names: Iterable[str]) -> list[int]:
+    """Return the nodes of the globals that code uses: one for the tuple of names, then one for each value."""
+    found = bound_globals(globals_, names)
+    values = [encoder.node(value, index, "global `{}`", name) for name, value in found.items()]
+    return [encoder.node(tuple(found), index, ""), *values]
+
+
+def bound_globals(globals_: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return the globals in ``names`` that must be sent; none if the other side has the module."""
+    if is_importable(str(globals_.get("__name__"))):
+        return {}
+    return {name: globals_[name] for name in names if name in globals_ and name not in MODULE_ATTRIBUTES}
+
+
+def write_namespace(encoder: Encoder, index: int, value: dict[str, Any]) -> None:
+    """Write the identity of a module's globals; their values are written by the code that uses them."""
+    name = str(value.get("__name__", "__main__"))
+    file = value.get("__file__")
+    parts = (name, file if isinstance(file, str) else None, is_importable(name))
+    encoder.emit(index, NodeKind.NAMESPACE, [encoder.node(part, index, "") for part in parts])
+
+
+def write_cells(encoder: Encoder, index: int, value: dict[str, CellType]) -> None:
+    encoder.emit(
+        index,
+        NodeKind.TUPLE,
+        [encoder.node(cell, index, "variable `{}`", name) for name, cell in value.items()],
+    )
+
+
+def write_cell(encoder: Encoder, index: int, value: CellType) -> None:
+    held = content(value)
+    encoder.emit(index, NodeKind.CELL, [] if held is UNBOUND else [encoder.node(held, index, "")])
+
+
+def write_module(encoder: Encoder, index: int, value: ModuleType) -> None:
+    if is_importable(value.__name__):
+        encoder.emit(index, NodeKind.MODULE, payload=value.__name__)
+        return
+    children = [encoder.node(vars(value), index, "", writer=write_namespace)]
+    sent: dict[str, int] = {}
+    names = encoder.node(sent, index, "", writer=_write_keys)
+
+    def finish() -> bool:
+        """Send the attributes that any code of the message mentions; others may not be serializable."""
+        new = sorted((encoder.mentioned & vars(value).keys()) - sent.keys() - MODULE_ATTRIBUTES)
+        for name in new:
+            sent[name] = encoder.node(vars(value)[name], index, "attribute `.{}`", name)
+        _write_keys(encoder, names, sent)
+        encoder.emit(index, NodeKind.SENT_MODULE, [children[0], names, *sent.values()])
+        return bool(new)
+
+    encoder.finishers.append(finish)
+
+
+def _write_keys(encoder: Encoder, index: int, value: dict[str, int]) -> None:
+    encoder.emit(index, NodeKind.TUPLE, [encoder.node(name, index, "") for name in value])
+
 
 _OF_A_BODY = frozenset({"__class__", "__classdict__"})
 _OVERLAID = (
@@ -259,3 +330,79 @@ CODE_WRITERS: dict[type, Writer] = {
     CellType: write_cell,
 }
 """The writer for objects of exactly this type. A class has its metaclass's type, see ``objects``."""
+
+
+class _Sent(Protocol):
+    @property
+    def info(self) -> Info: ...
+
+    @property
+    def cells(self) -> Mapping[str, CellType]: ...
+
+    @property
+    def left_out(self) -> frozenset[str]: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WrittenBlock:
+    """The parts of an encoded block that depend on its code; ``item`` is the index of its ``with`` item."""
+
+    fragment: tuple[Any, ...]
+    item: int
+    variables: tuple[str, ...]
+    global_names: tuple[str, ...]
+    mentioned: frozenset[str]
+
+
+_WRITTEN_BLOCKS: IdentityCache[Block, WrittenBlock] = IdentityCache()
+"""Recently written blocks: a loop sends the same block repeatedly."""
+
+
+def write_sent_block(encoder: Encoder, index: int, value: Any) -> None:
+    sent: _Sent = value
+    block, globals_ = sent.info.block, sent.info.globals_
+    written = written_block(block)
+    cells = {name: sent.cells.get(name) or CellType() for name in written.variables}
+    encoder.mentioned |= written.mentioned
+    parts = [
+        encoder.node(globals_, index, "", writer=write_namespace),
+        encoder.node(written.fragment, index, ""),
+        encoder.node((written.item, block.context.first_argument), index, ""),
+        encoder.node(tuple(cells), index, ""),
+        encoder.node(cells, index, "", writer=write_cells),
+    ]
+    names = [name for name in written.global_names if name not in sent.left_out]
+    encoder.emit(index, NodeKind.BLOCK, parts + bindings(encoder, index, globals_, names))
+
+
+def written_block(block: Block) -> WrittenBlock:
+    known = _WRITTEN_BLOCKS.get(block)
+    if known is not None:
+        return known
+    fragment, item = _statement_of(block)
+    written = WrittenBlock(
+        fragment=fragment.parts(),
+        item=item,
+        variables=tuple(_variables_of(block)),
+        global_names=tuple(global_names(block.code)),
+        mentioned=frozenset(mentioned_in(block.code)),
+    )
+    return _WRITTEN_BLOCKS.put(block, written)
+
+
+def _variables_of(block: Block) -> list[str]:
+    helpers = {BIND, *HELPERS}
+    return sorted({*block.code.co_freevars, *block.stored} - helpers)
+
+
+def _statement_of(block: Block) -> tuple[SourceFragment, int]:
+    node, source, context = block.origin.node, block.source, block.context
+    text = "".join(source.lines[node.lineno - 1 : node.end_lineno])
+    fragment = SourceFragment(
+        filename=sent_name(source.filename), text=text, line=node.lineno, column=WHOLE_LINES,
+        name=context.name, qualname=context.name, class_name=context.class_name, flags=context.flags,
+    )  # fmt: skip
+    whole = statement_at(text, node.lineno, source.filename)
+    # A block in `with A, B:` may hold the statement without its first items.
+    num_before = len(whole.items) - len(node.items) if isinstance(whole, ast.With) else 0
+    return fragment, num_before + block.origin.item

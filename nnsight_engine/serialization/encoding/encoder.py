@@ -13,10 +13,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
-from nnsight_engine.serialization.errors import EncodeError
-from nnsight_engine.serialization.limits import MessageLimits
-from nnsight_engine.serialization.message.node_kinds import NodeKind
-from nnsight_engine.serialization.message.table import NodeTable
+from nnsight_engine.serialization.limits import EncodeError, MessageLimits
+from nnsight_engine.serialization.message import NodeKind, NodeTable
 
 Key = TypeVar("Key")
 Found = TypeVar("Found")

@@ -27,7 +27,7 @@ from nnsight_engine.serialization.encoding.data import (
 )
 from nnsight_engine.serialization.encoding.definitions import CODE_WRITERS, write_class
 from nnsight_engine.serialization.encoding.encoder import Encoder, Writer
-from nnsight_engine.serialization.message.node_kinds import NodeKind
+from nnsight_engine.serialization.message import NodeKind
 from nnsight_engine.serialization.source.import_resolution import is_importable, lookup, name_of
 
 _PROTOCOL = 4

@@ -16,20 +16,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
-from nnsight_engine.serialization.source.code_names import nested_codes
 from nnsight_engine.serialization.source.fragments import (
     FUTURE_FLAGS,
     WHOLE_LINES,
     SourceFragment,
     compile_function,
     first_line,
+    nested_codes,
 )
 from nnsight_engine.tracing.block_names import mangled
-from nnsight_engine.tracing.errors import ChangedSourceError
-from nnsight_engine.tracing.loaded_code import defines
-from nnsight_engine.tracing.parsing import parse
-from nnsight_engine.tracing.sent_files import sent_name
-from nnsight_engine.tracing.source_text import SourceText
+from nnsight_engine.tracing.loaded_code import defines, sent_name
+from nnsight_engine.tracing.source_text import ChangedSourceError, SourceText, parse
 from nnsight_engine.tracing.tracer import SITES
 
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef

@@ -6,23 +6,56 @@ workers exist.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
 
-from nnsight_engine.vllm_backend.cpu_kernels import (
-    block_tables,
-    drafts,
-    gumbel,
-    input_batch,
-    logits,
-    logprobs,
-    model_states,
-    rejection,
-)
-from nnsight_engine.vllm_backend.cpu_kernels.launches import CpuKernel
+from nnsight_engine.vllm_backend.cpu_kernels import drafts, input_batch, logits, model_states, sampling
+
+SUPPORTED: Final = types.MappingProxyType({"cp_size": 1, "use_fp64": False, "watermark": False})
+"""Arguments of which functions here have one value alone; the options that set another are refused."""
+
+_GRID: Final = "grid"
+_POINTER: Final = "_ptr"
+
+
+class CpuKernel:
+    """Replaces a kernel by a function of some of its arguments, by name; raise ValueError for others."""
+
+    def __init__(self, name: str, kernel: Callable[..., Any], function: Callable[..., None]) -> None:
+        parameters = inspect.signature(getattr(kernel, "fn", kernel)).parameters
+        self._names: Final = {one: one.removesuffix(_POINTER).lower() for one in parameters}
+        self._wanted: Final = frozenset(inspect.signature(function).parameters)
+        self._name: Final = name
+        self._function: Final = function
+        unknown = self._wanted - set(self._names.values()) - {_GRID}
+        if unknown:
+            raise ValueError(
+                f"vLLM's kernel {name} has the parameters {', '.join(self._names.values())}, but its "
+                f"function for CPUs takes {', '.join(sorted(unknown))}; use the version of vLLM in "
+                "requirements/cpu.txt"
+            )
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *positional: object, **named: object) -> None:
+        # Triton's own options, such as `num_warps`, are not among the names.
+        given = dict(zip(self._names.values(), positional, strict=False))
+        given |= {self._names[name]: value for name, value in named.items() if name in self._names}
+        for name, value in SUPPORTED.items():
+            if given.get(name, value) != value:
+                raise NotImplementedError(
+                    f"vLLM's kernel {self._name} has no function for CPUs with {name} {given[name]}"
+                )
+        given[_GRID] = grid
+        self._function(**{name: value for name, value in given.items() if name in self._wanted})
+
 
 _WORKER: Final = "vllm.v1.worker."
 _THINKING: Final = "gpu.sample.thinking_budget"
@@ -42,10 +75,10 @@ FUNCTIONS: Final[Mapping[str, Callable[..., None]]] = {
     "gpu.input_batch:_post_update_kernel": input_batch.post_update,
     "gpu.input_batch:_post_update_num_computed_tokens_kernel": input_batch.post_update_num_computed_tokens,
     "gpu.input_batch:_expand_idx_mapping_kernel": input_batch.expand_idx_mapping,
-    "gpu.buffer_utils:_apply_write_kernel": block_tables.apply_write,
-    "gpu.block_table:_gather_block_tables_kernel": block_tables.gather_block_tables,
-    "gpu.block_table:_compute_slot_mappings_kernel": block_tables.compute_slot_mappings,
-    "utils:_zero_kv_blocks_kernel": block_tables.zero_kv_blocks,
+    "gpu.buffer_utils:_apply_write_kernel": input_batch.apply_write,
+    "gpu.block_table:_gather_block_tables_kernel": input_batch.gather_block_tables,
+    "gpu.block_table:_compute_slot_mappings_kernel": input_batch.compute_slot_mappings,
+    "utils:_zero_kv_blocks_kernel": input_batch.zero_kv_blocks,
     "gpu.mm.rope:_prepare_rope_positions_kernel": model_states.prepare_rope_positions,
     "gpu.model_states.prompt_embeds:_apply_prompt_embeds_kernel": model_states.apply_prompt_embeds,
     "gpu.model_states.mamba_hybrid:_scatter_num_accepted_kernel": model_states.scatter_num_accepted,
@@ -62,26 +95,26 @@ FUNCTIONS: Final[Mapping[str, Callable[..., None]]] = {
     "gpu.sample.trace_replay:_trace_replay_kernel": logits.replay_trace,
     f"{_THINKING}:_update_committed_marker_cache_kernel": _skip,
     f"{_THINKING}:_thinking_budget_kernel": logits.end_thinking,
-    "gpu.sample.gumbel:_temperature_kernel": gumbel.apply_temperature,
-    "gpu.sample.gumbel:_gumbel_sample_kernel": gumbel.gumbel_sample,
-    "gpu.sample.logprob:_topk_log_softmax_kernel": logprobs.topk_log_softmax,
-    "gpu.sample.logprob:_ranks_kernel": logprobs.ranks,
-    "gpu.sample.logprob:_fill_logprob_token_ids_kernel": logprobs.fill_logprob_token_ids,
-    "gpu.sample.prompt_logprob:_prompt_logprobs_token_ids_kernel": logprobs.prompt_logprobs_token_ids,
-    "gpu.metrics.logits:_num_nans_kernel": logprobs.num_nans,
-    "gpu.sample.output:_compact_sampling_mask_kernel": logprobs.compact_sampling_mask,
+    "gpu.sample.gumbel:_temperature_kernel": sampling.apply_temperature,
+    "gpu.sample.gumbel:_gumbel_sample_kernel": sampling.gumbel_sample,
+    "gpu.sample.logprob:_topk_log_softmax_kernel": logits.topk_log_softmax,
+    "gpu.sample.logprob:_ranks_kernel": logits.ranks,
+    "gpu.sample.logprob:_fill_logprob_token_ids_kernel": logits.fill_logprob_token_ids,
+    "gpu.sample.prompt_logprob:_prompt_logprobs_token_ids_kernel": logits.prompt_logprobs_token_ids,
+    "gpu.metrics.logits:_num_nans_kernel": logits.num_nans,
+    "gpu.sample.output:_compact_sampling_mask_kernel": logits.compact_sampling_mask,
     "gpu.spec_decode.ngram.speculator:_ngram_scan_kernel": drafts.ngram_scan,
     "gpu.spec_decode.ngram.speculator:_ngram_finalize_kernel": drafts.ngram_finalize,
     "gpu.spec_decode.standalone_ar.speculator:_prepare_prefill_inputs_kernel": drafts.prepare_own_prefill,
     f"{_DEPENDENT}:_prepare_prefill_inputs_kernel": drafts.prepare_dependent_prefill,
     f"{_DEPENDENT}:_prepare_decode_inputs_kernel": drafts.prepare_decode_inputs,
     f"{_DEPENDENT}:_update_draft_inputs_kernel": drafts.update_draft_inputs,
-    "gpu.spec_decode.rejection_sampler:_flatten_sampled_kernel": rejection.flatten_sampled,
-    "gpu.spec_decode.rejection_sampler:_gather_draft_sampled_kernel": rejection.gather_draft_sampled,
+    "gpu.spec_decode.rejection_sampler:_flatten_sampled_kernel": sampling.flatten_sampled,
+    "gpu.spec_decode.rejection_sampler:_gather_draft_sampled_kernel": sampling.gather_draft_sampled,
     f"{_UTILS}:_compute_local_logits_stats_kernel": _skip,
-    f"{_UTILS}:_rejection_kernel": rejection.reject,
-    f"{_UTILS}:_resample_kernel": rejection.resample,
-    f"{_UTILS}:_insert_resampled_kernel": rejection.insert_resampled,
+    f"{_UTILS}:_rejection_kernel": sampling.reject,
+    f"{_UTILS}:_resample_kernel": sampling.resample,
+    f"{_UTILS}:_insert_resampled_kernel": sampling.insert_resampled,
 }
 """Functions by the kernel that each replaces, ``module:name``, the module below ``vllm.v1.worker``."""
 

@@ -22,9 +22,9 @@ from vllm.forward_context import get_forward_context
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from nnsight_engine.core.engine_counts import EAGER, GRAPH, PLAIN, TAP, EngineCounts
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.core.tap_choice import NO_TAPS, chosen_taps
+from nnsight_engine.core.operator_choices import NO_TAPS, chosen_taps
+from nnsight_engine.core.work_context import EAGER, GRAPH, PLAIN, TAP, EngineCounts
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.plans.step.graph_table import GraphTable
 from nnsight_engine.plans.step.host_arena import to_device
@@ -40,17 +40,13 @@ from nnsight_engine.vllm_backend.compat import (
     is_single_tenant,
     params_of,
 )
-from nnsight_engine.vllm_backend.expert_points import install_expert_points
-from nnsight_engine.vllm_backend.hooks import hooked, keep_inputs_plain
+from nnsight_engine.vllm_backend.hooks import hooked, install_expert_points, keep_inputs_plain
 from nnsight_engine.vllm_backend.model_points import Blocks, resolve_points
+from nnsight_engine.vllm_backend.steps.faults import add_unembedding_bias, supply_inputs_per_layer
 from nnsight_engine.vllm_backend.steps.graphs import StepGraphs, cut_at_taps
-from nnsight_engine.vllm_backend.steps.inputs_per_layer import supply_inputs_per_layer
-from nnsight_engine.vllm_backend.steps.outcome import StepOutcome
-from nnsight_engine.vllm_backend.steps.stage_transport import take_results, with_results
+from nnsight_engine.vllm_backend.steps.outcome import StepOutcome, TraceReports, take_results, with_results
 from nnsight_engine.vllm_backend.steps.step import Step
-from nnsight_engine.vllm_backend.steps.stop_tokens import StopTokens
-from nnsight_engine.vllm_backend.steps.trace_reports import TraceReports
-from nnsight_engine.vllm_backend.steps.unembedding_bias import add_unembedding_bias
+from nnsight_engine.vllm_backend.steps.tokens import StopTokens
 from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
 from nnsight_engine.vllm_backend.structure import ModelRuns, found_family
 from nnsight_engine.vllm_backend.taps import (
@@ -60,15 +56,15 @@ from nnsight_engine.vllm_backend.taps import (
     install_taps,
     untapped,
 )
-from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
-from nnsight_engine.vllm_backend.traces.module_order import UntappedError
+from nnsight_engine.vllm_backend.traces.context import TRACE_KEY
 from nnsight_engine.vllm_backend.traces.placement import traces_of_worker
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
+from nnsight_engine.vllm_backend.traces.tiers import UntappedError
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
 if TYPE_CHECKING:
-    from nnsight_engine.families.engine_family import EngineFamily
+    from nnsight_engine.families.layout import EngineFamily
 
 _LOG: Final = logging.getLogger(__name__)
 _IMAGE: Final = "image"

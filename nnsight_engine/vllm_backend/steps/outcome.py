@@ -1,15 +1,29 @@
+"""What a step with interventions sends: results and reports with its output, or to the next pipeline stage.
+
+Between stages, results are in two more entries of vLLM's tensors. They are taken out before vLLM's runner
+sees the dictionary, since it expects its own entries only.
+"""
+
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
+import msgspec
+import torch
+from vllm.sequence import IntermediateTensors
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from nnsight_engine.core.engine_counts import EngineCounts
+from nnsight_engine.core.work_context import EngineCounts
 from nnsight_engine.plans.records import StepResults
 from nnsight_engine.plans.step.delivery import Delivery, SampledIds
+from nnsight_engine.plans.step.stage_results import StageResults
 from nnsight_engine.vllm_backend.compat import attach_results
+from nnsight_engine.vllm_backend.traces.peer_traces import PeerTraces
+from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,3 +73,107 @@ def _with_results(output: ModelRunnerOutput, outcome: StepOutcome) -> ModelRunne
     results = outcome.results(output.sampled_token_ids or [], output.req_id_to_index or {})
     attached: ModelRunnerOutput = output if results is None else attach_results(output, results)
     return attached
+
+
+_HEAD: Final = "nnsight_engine_head"
+_VALUES: Final = "nnsight_engine_values"
+_ALIGNMENT: Final = 16
+
+
+class Description(msgspec.Struct, array_like=True):
+    """The results of a stage without its tensors, and the dtype and shape of each of these."""
+
+    results: StageResults
+    tensors: list[tuple[str, tuple[int, ...]]]
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_DECODER: Final = msgspec.msgpack.Decoder(list[Description])
+
+
+def with_results(output: IntermediateTensors, of_stages: Sequence[StageResults]) -> IntermediateTensors:
+    described = [
+        Description(
+            dataclasses.replace(one, tensors=[]),
+            [(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in one.tensors],
+        )
+        for one in of_stages
+    ]
+    tensors = [tensor for one in of_stages for tensor in one.tensors]
+    # A new object: with CUDA graphs, the output of all steps is the same one. Tensors only, and few: vLLM
+    # transfers no more on a CPU.
+    head = torch.frombuffer(bytearray(_ENCODER.encode(described)), dtype=torch.uint8)
+    added = {_HEAD: head, _VALUES: _joined(tensors)} if tensors else {_HEAD: head}
+    return IntermediateTensors({**output.tensors, **added})
+
+
+def take_results(received: IntermediateTensors | None) -> list[StageResults]:
+    """Remove and return the results that ``with_results`` has added; none on the first stage."""
+    head = None if received is None else received.tensors.pop(_HEAD, None)
+    if received is None or head is None:
+        return []
+    values, start, found = received.tensors.pop(_VALUES, None), 0, []
+    for described in _DECODER.decode(head.numpy().tobytes()):
+        for name, shape in described.tensors:
+            dtype: torch.dtype = getattr(torch, name)
+            stop = start + math.prod(shape) * dtype.itemsize
+            described.results.tensors.append(values[start:stop].view(dtype).view(shape))
+            start = _aligned(stop)
+        found.append(described.results)
+    return found
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    num_bytes = sum(_aligned(tensor.numel() * tensor.itemsize) for tensor in tensors)
+    joined = torch.empty(num_bytes, dtype=torch.uint8, device=tensors[0].device)
+    start = 0
+    for tensor in tensors:
+        stop = start + tensor.numel() * tensor.itemsize
+        joined[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        start = _aligned(stop)
+    return joined
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+_IDLE_S: Final = 0.02
+"""Seconds that a step without tokens waits for blocks; new requests may arrive meanwhile."""
+
+
+class TraceReports:
+    """Ends steps for traces, and reports what the scheduler has to know."""
+
+    def __init__(self, traces: WorkerTraces | PeerTraces) -> None:
+        self._traces = traces
+        self._waiting: frozenset[str] = frozenset()
+        self._throttled: frozenset[str] = frozenset()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there are traces, or a throttled tenant of which the scheduler must hear again."""
+        return bool(not self._traces.idle or self._throttled)
+
+    def end_step(self) -> StepResults | None:
+        if not self.is_due:
+            return None
+        traces = self._traces
+        undone = list(traces.undone)
+        ended, reports = traces.end(), traces.reports()
+        waiting, throttled = traces.waiting, traces.throttled
+        is_known = waiting == self._waiting and throttled == self._throttled
+        if is_known and not (ended or reports or undone):
+            return None
+        self._waiting, self._throttled = waiting, throttled
+        return StepResults(
+            {}, {}, {}, ended=ended, reports=reports, undone=undone, waiting=waiting, throttled=throttled
+        )
+
+    def end_idle_step(self, *, is_alone: bool) -> StepResults | None:
+        """End a step without tokens; if it is alone, there is time to wait for blocks. None without news."""
+        if not self.is_due:
+            return None
+        if is_alone:
+            self._traces.wait_for_any(_IDLE_S)
+        return self.end_step()

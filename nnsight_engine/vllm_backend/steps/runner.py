@@ -10,16 +10,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nnsight_engine.core.engine_counts import PLAIN
+from nnsight_engine.core.work_context import PLAIN
 from nnsight_engine.plans.step.graph_table import GraphTable
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.vllm_backend.compat import attach_results, is_alone
 from nnsight_engine.vllm_backend.steps.adapters import AdaptersMixin
 from nnsight_engine.vllm_backend.steps.handler import StepHandler
-from nnsight_engine.vllm_backend.steps.known_ids import KnownIds
 from nnsight_engine.vllm_backend.steps.outcome import with_outcome
-from nnsight_engine.vllm_backend.steps.replayed_samples import ReplayedSamples
 from nnsight_engine.vllm_backend.steps.step import Step
+from nnsight_engine.vllm_backend.steps.tokens import KnownIds, ReplayedSamples
 
 
 def step_of(batch: Any, known_ids: KnownIds, *, is_repeatable: bool) -> Step:

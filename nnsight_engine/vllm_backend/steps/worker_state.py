@@ -17,20 +17,23 @@ import torch
 
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.core.tensor_bytes import DTYPES
+from nnsight_engine.core.tensors import DTYPES
 from nnsight_engine.plans.records import Failure
-from nnsight_engine.plans.sites import LOGITS, PlannedSite
+from nnsight_engine.plans.request_plan import LOGITS, PlannedSite
 from nnsight_engine.plans.step.active import ActiveRequest
+from nnsight_engine.plans.step.banks import FailsAnywhere, is_failure
 from nnsight_engine.plans.step.builder import StepBuilder
-from nnsight_engine.plans.step.collection import StepCollection, run_delivery, step_delivery
-from nnsight_engine.plans.step.context import StepContext
-from nnsight_engine.plans.step.delivery import Delivery, RefusedDelivery
-from nnsight_engine.plans.step.dictionary_bank import FailsAnywhere, is_failure
+from nnsight_engine.plans.step.context import ByteLedger, StepContext
+from nnsight_engine.plans.step.delivery import (
+    Delivery,
+    RefusedDelivery,
+    StepCollection,
+    run_delivery,
+    step_delivery,
+)
 from nnsight_engine.plans.step.graph_table import GraphTable, instructions_per_row
 from nnsight_engine.plans.step.host_arena import HostArena, HostCopy
-from nnsight_engine.plans.step.ledger import ByteLedger
-from nnsight_engine.plans.step.logits_rows import LogitsRows
-from nnsight_engine.plans.step.plan import Span, StepPlan
+from nnsight_engine.plans.step.plan import LogitsRows, Span, SteadyRun, StepPlan
 from nnsight_engine.plans.step.registrar import Registrar
 from nnsight_engine.plans.step.stage_results import (
     StageResults,
@@ -38,9 +41,7 @@ from nnsight_engine.plans.step.stage_results import (
     results_of_stage,
     with_silent_stages,
 )
-from nnsight_engine.plans.step.steady_run import SteadyRun
-from nnsight_engine.vllm_backend.attention_hooks import attention_form
-from nnsight_engine.vllm_backend.hooks import hooked_encoder
+from nnsight_engine.vllm_backend.hooks import attention_form, hooked_encoder
 from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.steps.step import Step
 

@@ -67,6 +67,3 @@ def block_adapters(model: nn.Module) -> BlockAdapters:
     """Return those of a loaded model; without effect if it takes no adapters."""
     found: BlockAdapters | None = getattr(getattr(model, "lora_manager", None), "block_adapters", None)
     return BlockAdapters() if found is None else found
-
-
-__all__ = ["NO_ADAPTER", "NO_SLOT", "BlockAdapters", "block_adapters"]

@@ -2,7 +2,8 @@
 
 Filled on the model's side, after all blocks have had a value, with positions that are computed for the first
 time. The chunks of a prompt are concatenated per module, so a cache has whole values, or its request an
-error.
+error. A scan is an ordinary request of which only shapes are kept, since vLLM's kernels run on real values
+only.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from nnsight_engine.core import leaves as leaf_names
+from nnsight_engine.core import model_spec as leaf_names
 from nnsight_engine.core.trees import map_pairs, map_tensors
 from nnsight_engine.envoys.architectures.named_points import PointGroup
 from nnsight_engine.envoys.cache import Cache, CacheView, Entry
-from nnsight_engine.vllm_backend.traces.chunks import joined
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
 from nnsight_engine.vllm_backend.traces.memory_accounting import CACHES, MemoryAccount
 from nnsight_engine.vllm_backend.traces.points import ATTENTION_INPUT, Layers, Part
+from nnsight_engine.vllm_backend.traces.spans import joined
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.envoys.tree import EnvoyTree
-    from nnsight_engine.families.engine_family import EngineFamily
+    from nnsight_engine.families.layout import EngineFamily
+    from nnsight_engine.vllm_backend.traces.model import WorkerModel
+    from nnsight_engine.vllm_backend.traces.request import TracedRequest
 
 
 class RequestCache(Cache):
@@ -194,3 +197,32 @@ HOME_CLASSES: Final = (Cache, RequestCache, CacheView, EngineCacheView, Entry)
 """Classes that may be sent to the client beside plain data: they hold data and nothing else."""
 
 _NORM: Final = "norm"
+
+
+_KEYS = ("input", "output")
+
+
+def scanned(request: TracedRequest, model: WorkerModel) -> RequestCache:
+    """Return a cache that records the shapes of all values that a request's rows pass."""
+    cache = RequestCache(device="meta")
+    names = [f"{path}.{key}" for path, _ in model.named_modules() for key in _KEYS]
+    request.watch(cache, [name for name in names if request.dispatcher.refusal(name) is None])
+    return cache
+
+
+def first_values(cache: RequestCache) -> dict[str, dict[str, Any]]:
+    """Return the first value of each module, by path and side; objects that are not data are left out."""
+    return {
+        path: {key: _data_of(values[0]) for key, values in entry.values.items()}
+        for path, entry in cache.entries.items()
+    }
+
+
+def _data_of(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_data_of, value))
+    if isinstance(value, list):
+        return [*map(_data_of, value)]
+    if isinstance(value, dict):
+        return {name: _data_of(item) for name, item in value.items()}
+    return value if isinstance(value, torch.Tensor | int | float | str | bool | None) else None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from nnsight_engine.core.saves import SAVES
-from nnsight_engine.interleaving.iteration import IteratorTracer
+from nnsight_engine.envoys.tracers.steps import IteratorTracer
 from nnsight_engine.serialization import TRUSTED, DecodeError, Policy, decode_trace
 from nnsight_engine.tracing.tracer import Info, compiled
 from nnsight_engine.vllm_backend.traces.errors import EditLimitError, UnknownEditError
@@ -24,7 +24,7 @@ from nnsight_engine.vllm_backend.traces.points_edits import EditMediator
 
 if TYPE_CHECKING:
     from nnsight_engine.interleaving.threads import ThreadMediator, Threads
-    from nnsight_engine.vllm_backend.traces.entry import EditEntry, TraceEntry
+    from nnsight_engine.vllm_backend.traces.context import EditEntry, TraceEntry
     from nnsight_engine.vllm_backend.traces.model import WorkerModel
 
 

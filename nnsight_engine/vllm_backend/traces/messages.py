@@ -16,11 +16,11 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 import torch
 
-from nnsight_engine.core.tensor_bytes import flat_bytes
+from nnsight_engine.core.tensors import flat_bytes
 from nnsight_engine.sandbox.errors import SandboxEndedError
 from nnsight_engine.serialization import decode
-from nnsight_engine.serialization.message.table import Piece
-from nnsight_engine.serialization.values import encode_pieces
+from nnsight_engine.serialization.message import Piece
+from nnsight_engine.serialization.wire import encode_pieces
 from nnsight_engine.vllm_backend.traces.row_payloads import RowsPlaceholder
 
 _LENGTH: Final = struct.Struct("<I")

@@ -1,27 +1,41 @@
-"""The tree of envoys over the worker's model, for blocks that arrive with requests."""
+"""The tree of envoys over the worker's model, for blocks that arrive with requests.
+
+``rename=`` and ``envoys=`` of a client are sent once, after the engine has started, and the tree is rebuilt
+with them taking precedence. The classes exist in the worker only, where the modules are.
+
+Some models call attention kernels by their ``forward``, which module probes do not see; vLLM's Transformers
+backend does so. So ``forward`` is replaced on the instance while the model runs in a traced step.
+
+vLLM's unembedding cannot be called: its weights may be sharded over ranks, its rows are padded, and
+``forward`` raises. ``model.lm_head(hidden)`` in a block computes logits of a value of the block's own. With
+tied weights the same module also embeds tokens, when it is called with token ids.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from threading import get_ident
 from typing import Any, Final
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from nnsight_engine.envoys.architectures.part_envoys import AttentionEnvoy, GatedMlpEnvoy, MlpEnvoy, UpEnvoy
-from nnsight_engine.envoys.envoy import Envoy
-from nnsight_engine.envoys.probes import Probes
+from nnsight_engine.envoys.architectures.views import AttentionEnvoy, GatedMlpEnvoy, MlpEnvoy, UpEnvoy
+from nnsight_engine.envoys.envoy import Envoy, EnvoyMap
+from nnsight_engine.envoys.module_options import Rename
+from nnsight_engine.envoys.values import Probes
+from nnsight_engine.serialization import TRUSTED, DecodeError, decode
 from nnsight_engine.vllm_backend.model_points import ModelPoints
+from nnsight_engine.vllm_backend.module_tree import ClientNames
 from nnsight_engine.vllm_backend.traces.errors import NestedTraceError, SandboxedError
-from nnsight_engine.vllm_backend.traces.names import Names, add_vocabulary
 from nnsight_engine.vllm_backend.traces.points import SAMPLES, StandardNames
-from nnsight_engine.vllm_backend.traces.points_kernels import KernelProbes
-from nnsight_engine.vllm_backend.traces.points_unembedding import VocabularyEnvoy
 from nnsight_engine.vllm_backend.traces.points_worker import WorkerPoints
 from nnsight_engine.vllm_backend.traces.remote_modules import (
     RemoteModule,
@@ -31,6 +45,90 @@ from nnsight_engine.vllm_backend.traces.remote_modules import (
     spanning_paths,
 )
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
+
+
+class KernelProbes:
+    """Offers the arguments of kernel calls as ``<path>.input``."""
+
+    def __init__(self, kernels: Iterable[tuple[torch.nn.Module, str]], dispatcher: TraceDispatcher) -> None:
+        self._kernels = list(kernels)
+        self._dispatcher = dispatcher
+
+    def install(self) -> None:
+        for module, path in self._kernels:
+            vars(module)["forward"] = self._probe(f"{path}.input", module.forward)
+
+    def remove(self) -> None:
+        for module, _ in self._kernels:
+            del vars(module)["forward"]
+
+    def _probe(self, provider: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        dispatcher = self._dispatcher
+
+        def attend(*args: Any, **kwargs: Any) -> Any:
+            if get_ident() == dispatcher.listener:
+                args, kwargs = dispatcher.provide(provider, (args, kwargs))
+            return forward(*args, **kwargs)
+
+        return attend
+
+
+class VocabularyEnvoy(Envoy):
+    """The envoy of vLLM's embedding or unembedding."""
+
+    def _apply_to_values(self, *args: Any, **kwargs: Any) -> Any:
+        """Unembed ``[..., hidden]``, without scales and soft caps of the model's logits, or embed tokens."""
+        first = args[0] if len(args) == 1 and not kwargs else None
+        if not (isinstance(first, torch.Tensor) and first.is_floating_point()):
+            return super()._apply_to_values(*args, **kwargs)
+        module: Any = self._module
+        logits = module.quant_method.apply(module, first, bias=getattr(module, "bias", None))
+        if module.tp_size > 1:
+            logits = tensor_model_parallel_all_gather(logits)
+        return logits[..., : module.org_vocab_size]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Names(ClientNames):
+    @staticmethod
+    def read(data: bytes) -> Names:
+        """Decode the output of ``write``; this runs bodies of classes sent as source. Raises DecodeError."""
+        plain = decode(data, policy=TRUSTED)
+        if not isinstance(plain, dict) or not isinstance(plain.get("rename"), dict):
+            raise DecodeError("the message holds no names")
+        envoys = plain.get("envoys")
+        return Names(plain["rename"], dict(envoys) if isinstance(envoys, list) else envoys)
+
+    def rename_over(self, ours: Mapping[str, str] | None) -> Rename:
+        """Return all additional names; where both sides define one, the client's takes precedence."""
+        given: dict[str, list[str]] = {
+            path: [names] if isinstance(names, str) else list(names)
+            for path, names in (self.rename or {}).items()
+        }
+        taken = {name.removeprefix(".") for names in given.values() for name in names}
+        for path, name in (ours or {}).items():
+            if name not in taken:
+                given.setdefault(path, []).append(name)
+        return given
+
+    def envoys_over(self, ours: Mapping[type[torch.nn.Module], type[Envoy]]) -> EnvoyMap:
+        """Return all envoy classes; ours only for modules that the client's do not cover."""
+        envoys = self.envoys
+        given: Mapping[type[torch.nn.Module] | str, type[Envoy]]
+        given = {torch.nn.Module: envoys} if isinstance(envoys, type) else envoys or {}
+        missing: dict[type[torch.nn.Module] | str, type[Envoy]] = {
+            kind: envoy for kind, envoy in ours.items() if not any(base in given for base in kind.__mro__)
+        }
+        return {**missing, **given}
+
+
+def add_vocabulary(model: Envoy) -> None:
+    """Mix ``VocabularyEnvoy`` into a client's classes for the vocabulary; vLLM's module is not callable."""
+    for envoy in model.modules(lambda one: isinstance(one._module, VocabParallelEmbedding)):  # noqa: SLF001 - an envoy of ours
+        kind = type(envoy)
+        if not issubclass(kind, VocabularyEnvoy):
+            object.__setattr__(envoy, "__class__", type(kind.__name__, (kind, VocabularyEnvoy), {}))
+
 
 _NONE: Final[Mapping[str, torch.nn.Module]] = types.MappingProxyType({})
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nnsight_engine.serialization.message.table import Piece
-from nnsight_engine.vllm_backend.model_outline import OutlineEntry
+from nnsight_engine.envoys.architectures.named_points import LOGITS
+from nnsight_engine.serialization.message import Piece
+from nnsight_engine.vllm_backend.module_tree import OutlineEntry
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
-from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES
+from nnsight_engine.vllm_backend.traces.points import SAMPLES
 from nnsight_engine.vllm_backend.traces.reporting import Report
 from nnsight_engine.vllm_backend.traces.step_facts import KnownRequests, StepFacts
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher

@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING
 
 from nnsight_engine.vllm_backend.traces.peer_traces import PeerTraces
 from nnsight_engine.vllm_backend.traces.ranks import Ranks
-from nnsight_engine.vllm_backend.traces.stages.early_stage import EarlyStageTraces
-from nnsight_engine.vllm_backend.traces.stages.last_stage import LastStageTraces
-from nnsight_engine.vllm_backend.traces.stages.links import StageLink, num_stages, own_stage
-from nnsight_engine.vllm_backend.traces.tp_follower import TpFollowerTraces
-from nnsight_engine.vllm_backend.traces.tp_leader import TpLeaderTraces
+from nnsight_engine.vllm_backend.traces.stages import (
+    EarlyStageTraces,
+    LastStageTraces,
+    StageLink,
+    num_stages,
+    own_stage,
+)
+from nnsight_engine.vllm_backend.traces.tensor_parallel import TpFollowerTraces, TpLeaderTraces
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 vLLM's own modules keep their own values: a block of Llama returns ``(hidden, residual)``. The standard names
 are the same on every architecture and on ``LanguageModel``, with single tensors ``[tokens, ...]`` of the
 block's own request. In the worker a point reads and writes values (``points_worker``). On the client it has
-no value: the names are for code in blocks, and are sent as references.
+no value: the names are for code in blocks, and are sent as references to objects in the worker.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, overload
 
 import torch
 
-from nnsight_engine.core import leaves as leaf_names
+from nnsight_engine.core import model_spec as leaf_names
 from nnsight_engine.core.model_spec import leaf_at
-from nnsight_engine.envoys.architectures.errors import UnknownPointError
 from nnsight_engine.envoys.architectures.named_points import (
     EMBED,
     LOGITS,
@@ -24,11 +23,15 @@ from nnsight_engine.envoys.architectures.named_points import (
     NamedPoints,
     PartList,
     PointGroup,
+    UnknownPointError,
 )
 from nnsight_engine.envoys.envoy import Envoy
-from nnsight_engine.envoys.own_output import with_own_output
-from nnsight_engine.modeling.wrapper import WrapperModule
-from nnsight_engine.vllm_backend.model_layout import ModelLayout
+from nnsight_engine.envoys.values import with_own_output
+from nnsight_engine.interleaving.barrier import Barrier
+from nnsight_engine.modeling.generator import WrapperModule
+from nnsight_engine.serialization import EncodeError
+from nnsight_engine.tracing.tracer import Tracer
+from nnsight_engine.vllm_backend.module_tree import ModelLayout
 
 if TYPE_CHECKING:
     from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
@@ -389,14 +392,21 @@ def _layer(prefix: str) -> int | None:
     return int(rest) if first == _LAYERS and rest.isdecimal() else None
 
 
-__all__ = [
-    "LOGITS",
-    "SAMPLES",
-    "EnginePoints",
-    "Layers",
-    "Part",
-    "StandardNames",
-    "place_named",
-    "place_of",
-    "standard_name",
-]
+def reference_of(value: Any, model: Envoy, barriers: list[Barrier]) -> tuple[str, ...] | None:
+    """Return the reference of an object that is looked up in the worker; None for objects that are sent.
+
+    EncodeError if the object is a module of another model, which the worker does not have.
+    """
+    if isinstance(value, Envoy) and value._root is not model._root:  # noqa: SLF001 - envoys of ours
+        raise EncodeError(
+            f"the block uses {value.path} of another model than the one it traces; the engine has that one "
+            "alone. Save the other model's values in a trace of its own, and use them here"
+        )
+    place = place_of(value)
+    if place is not None:
+        return place
+    if isinstance(value, Tracer):
+        return ("tracer",)
+    if isinstance(value, Barrier):
+        return ("barrier", str(barriers.index(value)), str(value.participants))
+    return None

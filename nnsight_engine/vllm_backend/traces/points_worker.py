@@ -3,36 +3,161 @@
 Points are views of the copies that a block receives (see ``rows``): an edit of a view is written back. The
 residual stream of most families is the sum of two tensors. Only if the block has edited the sum does it
 replace the pair, as ``(stream, zeros)``; a stream that was only read leaves the model's values unchanged, bit
-by bit.
+by bit. Recurrent states are read where vLLM keeps them, right after the mixer's call.
+
+vLLM never computes attention probabilities, so they are computed beside its attention, in float32 (see
+``plans.step.read_kernels``). Queries and keys are intercepted at the kernel's input, after rotary embedding
+and per-head norms. Earlier keys are only in the engine's KV cache, so if a block reads a layer's pattern from
+the prompt on, the layer's keys are stored until it ends.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Final
+import weakref
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 
-from nnsight_engine.core import leaves as leaf_names
-from nnsight_engine.core.leaves import RESIDUAL_LEAVES
-from nnsight_engine.envoys.architectures.errors import PointValueError
+from nnsight_engine.core import model_spec as leaf_names
+from nnsight_engine.core.errors import InterventionError
+from nnsight_engine.core.model_spec import RESIDUAL_LEAVES
 from nnsight_engine.envoys.architectures.module_points import ModulePoint, PointAccess
-from nnsight_engine.envoys.architectures.named_points import EMBED, LOGITS, NORM
+from nnsight_engine.envoys.architectures.named_points import (
+    EMBED,
+    LOGITS,
+    NORM,
+    PatternError,
+    PointValueError,
+    StateError,
+)
 from nnsight_engine.envoys.architectures.views import WHOLE, View
 from nnsight_engine.envoys.envoy import Envoy
-from nnsight_engine.families.places import Place
-from nnsight_engine.modeling.wrapper import WrapperModule
+from nnsight_engine.families.layout import Place
+from nnsight_engine.interleaving.mediator import Mediator
+from nnsight_engine.modeling.generator import WrapperModule
+from nnsight_engine.plans.step.read_kernels import AttentionKeyStore, ComputePattern
+from nnsight_engine.vllm_backend.hooks import attention_form
+from nnsight_engine.vllm_backend.model_points import MixerStates
 from nnsight_engine.vllm_backend.traces.points import ATTENTION_INPUT, NORM_INPUT, EnginePoints, Part
 from nnsight_engine.vllm_backend.traces.points_edits import PointEdit
-from nnsight_engine.vllm_backend.traces.points_pattern import WorkerPatternPoint
-from nnsight_engine.vllm_backend.traces.points_state import WorkerStatePoint
 from nnsight_engine.vllm_backend.traces.rows import zeros_of
 
 if TYPE_CHECKING:
-    from nnsight_engine.families.engine_family import EngineFamily
-    from nnsight_engine.families.places import Side
+    from nnsight_engine.envoys.envoy import Envoy
+    from nnsight_engine.families.layout import EngineFamily, Side
     from nnsight_engine.vllm_backend.model_points import ModelPoints
     from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkerStatePoint:
+    """The state of one mixer after the last position of a step, ``[heads, head_dim, state_size]``.
+
+    ``output`` is the module that returns ``mixer.output``, so that both points can be read in either order.
+    """
+
+    name: str
+    mixer: Envoy
+    output: Envoy
+    shape: tuple[int, ...]
+
+    def read(self) -> torch.Tensor:
+        """Wait until the mixer has run, and return a copy; StateError if it runs in another process."""
+        module: Any = self.mixer._module  # noqa: SLF001 - an envoy of ours
+        if not hasattr(module, "kv_cache"):
+            raise StateError(
+                f"{self.name} stays in the worker of the layer, and this block runs in another process, of "
+                "a sandbox or another pipeline stage. Read it with a `capture` operation, or ask the "
+                "operator for a key of the tier 'trusted' on an engine without stages"
+            )
+        _ = self.output.output
+        mediator = self.output.interleaver.current
+        assert mediator is not None  # noqa: S101 - it has just been answered
+        request: Any = mediator.interleaver
+        with torch.inference_mode(mode=False):  # blocks run outside of it, and may edit the copy
+            state = MixerStates.of(module).of_request(request.index).view(self.shape)
+        request.memory.give(state.nbytes)
+        return state
+
+    def write(self, value: torch.Tensor) -> NoReturn:
+        """Raise StateError: states cannot be written."""
+        del value
+        raise StateError.unwritable(self.name)
+
+
+class WorkerPatternPoint:
+    """The attention probabilities of one layer, ``[heads, tokens, keys]``; read only."""
+
+    def __init__(self, name: str, kernel: Envoy, num_heads: tuple[int, int], shape: tuple[int, ...]) -> None:
+        self.name = name
+        self.shape = shape
+        self._kernel = kernel
+        # Not the module's own numbers, which are those of one rank.
+        self._num_heads, self._num_kv_heads = num_heads
+        self._kept: weakref.WeakKeyDictionary[Mediator, AttentionKeyStore] = weakref.WeakKeyDictionary()
+
+    def read(self) -> torch.Tensor:
+        """Wait for the queries and the keys, and return the probabilities.
+
+        PatternError if the attention cannot be recomputed on this rank, the layer shares another layer's
+        keys, or keys of earlier steps were not stored.
+        """
+        module: Any = self._kernel._module  # noqa: SLF001 - an envoy of ours
+        args, kwargs = self._kernel.inputs
+        query, key = (*args, kwargs.get("query"), kwargs.get("key"))[:2]
+        try:
+            form = attention_form(module)
+        except InterventionError as error:
+            raise PatternError(f"{self.name}: {error.message}") from error
+        if form.slopes is not None and len(form.slopes) < self._num_heads:
+            raise PatternError(f"{self.name}: each rank has the position biases of its own heads only")
+        if key is None:
+            raise PatternError(f"{self.name}: the layer shares another layer's keys")
+        queries = query.reshape(-1, self._num_heads, module.head_size)
+        keys = key.reshape(-1, self._num_kv_heads, module.head_size)
+        mediator = self._kernel.interleaver.current
+        assert mediator is not None  # noqa: S101 - it has just been answered
+        start = self._start(mediator, len(queries))
+        store = self._store(mediator, start, keys)
+        rows = torch.arange(len(queries), device=query.device)
+        stop = start + len(queries)
+        out = torch.zeros(len(queries), self._num_heads, stop, dtype=torch.float32, device=query.device)
+        positions = list(range(start, stop))
+        ComputePattern(store, form, rows, rows + start, positions, out).run(queries, None)
+        return out.transpose(0, 1)
+
+    def write(self, value: torch.Tensor) -> NoReturn:
+        """Raise PatternError: probabilities cannot be written."""
+        del value
+        raise PatternError(
+            f"{self.name} cannot be written: vLLM's attention never forms the probabilities, they are "
+            "computed beside it. Write attn.q, attn.k or attn.v before it, or attn.heads behind it"
+        )
+
+    def _start(self, mediator: Mediator, num_rows: int) -> int:
+        """Return the position of the first row; a prompt in chunks is given whole at its last chunk."""
+        request: Any = mediator.interleaver
+        stop: int = request.done + request.batcher.group[1]
+        return stop - num_rows
+
+    def _store(self, mediator: Mediator, start: int, keys: torch.Tensor) -> AttentionKeyStore:
+        stop = start + len(keys)
+        store = self._kept.get(mediator)
+        before = 0 if store is None else store.capacity
+        if start and (store is None or store.num_keys < start):
+            raise PatternError(
+                f"{self.name}: a generated token attends to all positions before it, and the keys of those "
+                "were not kept. Read the pattern in every step, from the prompt on"
+            )
+        if store is None:
+            store = self._kept[mediator] = AttentionKeyStore(keys.new_empty(2 * stop, *keys.shape[1:]))
+        elif store.capacity < stop:
+            store.move_to(keys.new_empty(2 * stop, *keys.shape[1:]))
+        store.put(start, keys)
+        request: Any = mediator.interleaver
+        request.memory.keep("keys", (store.capacity - before) * keys[:1].nbytes)
+        return store
 
 
 _FIRST_LAYER: Final = "layers.0"

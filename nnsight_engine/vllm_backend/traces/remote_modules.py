@@ -16,7 +16,7 @@ import torch
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from nnsight_engine.envoys.envoy import Envoy
-from nnsight_engine.vllm_backend.model_outline import description_of
+from nnsight_engine.vllm_backend.module_tree import description_of
 from nnsight_engine.vllm_backend.traces.errors import StageError
 
 Description = tuple[str, str, str, str, str, dict[str, Any], list[str], int]

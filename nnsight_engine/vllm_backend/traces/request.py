@@ -22,13 +22,12 @@ from nnsight_engine.interleaving.events import Events, StepNotReachedError
 from nnsight_engine.interleaving.interleaver import Interleaver, Watcher
 from nnsight_engine.interleaving.mediator import Mediator, Raise
 from nnsight_engine.vllm_backend.traces.caches import RequestCaches
-from nnsight_engine.vllm_backend.traces.chunks import PromptChunks
 from nnsight_engine.vllm_backend.traces.memory_accounting import MemoryAccount
-from nnsight_engine.vllm_backend.traces.replayed_writes import ReplayedWrites
 from nnsight_engine.vllm_backend.traces.rows import FlatBatcher
+from nnsight_engine.vllm_backend.traces.spans import PromptChunks, ReplayedWrites
 
 if TYPE_CHECKING:
-    from nnsight_engine.envoys.cache_misses import CacheMisses
+    from nnsight_engine.envoys.missed_values import CacheMisses
     from nnsight_engine.interleaving.threads import ThreadMediator
     from nnsight_engine.vllm_backend.traces.caches import RequestCache
     from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nnsight_engine.core.dtype_conversion import fitted
+from nnsight_engine.core.tensors import fitted
 from nnsight_engine.core.trees import map_tensors, tensors
 from nnsight_engine.interleaving.batching import Batcher, BatchGroup, Loans, check_written
 

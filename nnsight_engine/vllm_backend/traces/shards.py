@@ -31,9 +31,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from nnsight_engine.core.leaves import LATENT, MIXER
+from nnsight_engine.core.model_spec import LATENT, MIXER
 from nnsight_engine.core.trees import map_tensors
-from nnsight_engine.vllm_backend.expert_points import ExpertChoice, InnerValue
+from nnsight_engine.vllm_backend.hooks import ExpertChoice, InnerValue
 from nnsight_engine.vllm_backend.model_points import base_module
 from nnsight_engine.vllm_backend.traces.errors import SpreadModuleError
 
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from nnsight_engine.vllm_backend.model_layout import BlockPoints
     from nnsight_engine.vllm_backend.model_points import ModelPoints
+    from nnsight_engine.vllm_backend.module_tree import BlockPoints
 
 _ACTIVATIONS: Final = (
     "vllm.model_executor.layers.activation",

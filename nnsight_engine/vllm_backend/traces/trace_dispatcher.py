@@ -3,7 +3,7 @@
 Towards the model and the tree of envoys it represents all participants, as the interleaver does for a single
 trace: the probes of ``envoys`` offer it each module's values, and it gives the waiting requests their rows,
 in the order in which they arrived. Within a step one block runs at a time in this process, across all
-requests.
+requests. A participant's blocks may also run in another process.
 """
 
 from __future__ import annotations
@@ -12,23 +12,22 @@ import logging
 import sys
 import threading
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
 from nnsight_engine.core.trees import map_tensors, tensors
+from nnsight_engine.interleaving.interleaver import ModuleUse
 from nnsight_engine.interleaving.mediator import Mediator
-from nnsight_engine.interleaving.module_use import ModuleUse
 from nnsight_engine.vllm_backend.traces.errors import SeveralStreamsError
-from nnsight_engine.vllm_backend.traces.module_order import UntappedError
 from nnsight_engine.vllm_backend.traces.rows import RowSpan
+from nnsight_engine.vllm_backend.traces.tiers import UntappedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from nnsight_engine.envoys.envoy import Envoy
-    from nnsight_engine.vllm_backend.traces.module_order import ModuleOrder
-    from nnsight_engine.vllm_backend.traces.participant import Participant
+    from nnsight_engine.vllm_backend.traces.tiers import ModuleOrder
 
 logger = logging.getLogger(__name__)
 
@@ -319,3 +318,41 @@ class TraceDispatcher(ModuleUse):
         if current is None or current.interleaver is None:
             raise AttributeError(f"no block is running, so there is no {name!r}", name=name, obj=self)
         return getattr(current.interleaver, name)
+
+
+class Participant(Protocol):
+    """A ``TracedRequest``, or the ``SandboxSession`` of a sandbox process, as the dispatcher sees it."""
+
+    needed_modules: bool
+    needs_modules: bool
+
+    @property
+    def order(self) -> int: ...
+
+    @property
+    def in_step(self) -> bool: ...
+
+    @property
+    def partial(self) -> bool:
+        """Whether the step computes a chunk of the prompt that does not reach its end."""
+
+    def uses(self, provider: str) -> bool:
+        """Return whether it has any use for the value that the model has reached."""
+
+    def arrive(self, provider: str) -> None:
+        """Apply changes of an earlier run of these rows, before the value is offered to any block."""
+
+    def is_due(self, provider: str) -> bool:
+        """Return whether the value is to be offered to it now."""
+
+    def serve(self, provider: str) -> None:
+        """Offer it the value; its changes replace the value of the dispatcher's place."""
+
+    def leave(self, provider: str) -> None:
+        """Close the value: later changes no longer reach the model."""
+
+    def watch_pass(self, provider: str) -> None:
+        """Record the value as all blocks have left it."""
+
+    def refuse(self, provider: str, error: BaseException) -> None:
+        """Raise an error in the blocks that have a use for a value that cannot be provided."""

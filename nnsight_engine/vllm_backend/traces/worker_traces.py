@@ -17,30 +17,27 @@ import msgspec
 import torch
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts
 
-from nnsight_engine.core.sandbox_choice import PROCESS
-from nnsight_engine.envoys.architectures.named_points import EMBED
+from nnsight_engine.core.operator_choices import PROCESS
+from nnsight_engine.envoys.architectures.named_points import EMBED, LOGITS
 from nnsight_engine.interleaving.threads import Threads
 from nnsight_engine.serialization import TRUSTED, Policy
-from nnsight_engine.serialization.message.table import Piece
-from nnsight_engine.vllm_backend.model_outline import OutlineEntry, outline_of
+from nnsight_engine.serialization.message import Piece
 from nnsight_engine.vllm_backend.model_points import base_module
+from nnsight_engine.vllm_backend.module_tree import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.traces.block_adapters import block_adapters
+from nnsight_engine.vllm_backend.traces.caches import scanned
+from nnsight_engine.vllm_backend.traces.context import TraceEntry
 from nnsight_engine.vllm_backend.traces.edits import EditStore
-from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.memory_accounting import MemoryAccount
-from nnsight_engine.vllm_backend.traces.model import WorkerModel
-from nnsight_engine.vllm_backend.traces.module_order import ModuleOrder
-from nnsight_engine.vllm_backend.traces.names import Names
-from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES
+from nnsight_engine.vllm_backend.traces.model import Names, WorkerModel
+from nnsight_engine.vllm_backend.traces.points import SAMPLES
 from nnsight_engine.vllm_backend.traces.remote_modules import Description, described
 from nnsight_engine.vllm_backend.traces.reporting import Report, Reporting
 from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
-from nnsight_engine.vllm_backend.traces.sandboxed.module_policy import CallableModules
-from nnsight_engine.vllm_backend.traces.sandboxed.provisioning import open_sandbox_pool
-from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
-from nnsight_engine.vllm_backend.traces.scans import scanned
+from nnsight_engine.vllm_backend.traces.sandboxed.module_calls import CallableModules
+from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool, open_sandbox_pool
 from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
-from nnsight_engine.vllm_backend.traces.tier_predictor import TierPredictor
+from nnsight_engine.vllm_backend.traces.tiers import ModuleOrder, TierPredictor
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 from nnsight_engine.vllm_backend.traces.trace_store import TraceStore
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from nnsight_engine.modeling.bundled import bundled_model_path
-from nnsight_engine.plans.answer_parts import AnswerMarkers
+from nnsight_engine.plans.request_plan import AnswerMarkers
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.fuzz import wording
 from tests.e2e.fuzz.caching import cache_faults

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from nnsight_engine.plans.answer_parts import AnswerMarkers
+from nnsight_engine.plans.request_plan import AnswerMarkers
 from tests.e2e.fuzz import wording
 from tests.e2e.fuzz.vectors import numbers
 from tests.families.edits import place

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.plans.collect.assembly import OperationResult
+from nnsight_engine.plans.collect.collector import OperationResult
 from nnsight_engine.plans.collect.results import (
     CollectedCapture,
     CollectedFeatures,

@@ -15,13 +15,13 @@ from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 
 from nnsight_engine.core.dtypes import ITEM_BYTES
 from nnsight_engine.plans import where
-from nnsight_engine.plans.collect import assembly
+from nnsight_engine.plans.collect import collector
 from nnsight_engine.plans.request_plan import OperationKind
-from nnsight_engine.plans.step import builder, operation_rows, programs, registrar
-from nnsight_engine.plans.step.answer_tracker import AnswerTracker
+from nnsight_engine.plans.step import builder, operation_rows, registrar, table
+from nnsight_engine.plans.step.delivery import LensReader
 from nnsight_engine.plans.step.instructions import Code, Execute, Executor, Number, Word
-from nnsight_engine.plans.step.lens import LensReader
 from nnsight_engine.plans.step.table import TableBuilder
+from nnsight_engine.plans.step.token_masks import AnswerTracker
 from nnsight_engine.vllm_backend import call
 from tests.e2e import harness
 
@@ -82,7 +82,7 @@ def _skip_a_row(patch: Patch) -> None:
 
 def _wrong_scale(patch: Patch) -> None:
     """A write is a tenth too strong."""
-    right, held = programs.own_program, list[torch.Tensor]()
+    right, held = table.own_program, list[torch.Tensor]()
 
     def own_program(op: Any, tensor: Any, units: Any) -> Any:
         if op.kind is OperationKind.NORM_MATCH:
@@ -170,7 +170,7 @@ def _clients_share_a_salt(patch: Patch) -> None:
 
 def _narrow_patterns(patch: Patch) -> None:
     """A part's patterns lack what its last position attends to itself."""
-    right = assembly.captured_patterns
+    right = collector.captured_patterns
 
     def captured(op: Any, records: Any, **options: Any) -> Any:
         points = right(op, records, **options)
@@ -180,7 +180,7 @@ def _narrow_patterns(patch: Patch) -> None:
             points[point] = dataclasses.replace(result, data=values.tobytes())
         return points
 
-    patch.setattr(assembly, "captured_patterns", captured)
+    patch.setattr(collector, "captured_patterns", captured)
 
 
 def _prompt_logprobs_of_the_row_before(patch: Patch) -> None:

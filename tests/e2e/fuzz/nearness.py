@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from nnsight_engine.core.tensor_bytes import tensor_from_bytes
+from nnsight_engine.core.tensors import tensor_from_bytes
 from nnsight_engine.plans.collect.results import CollectedToken, TensorResult
 
 

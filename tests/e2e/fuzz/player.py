@@ -15,8 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 from api_schemas.errors import ApiError
 from nnsight_engine.core.dtypes import ITEM_BYTES
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.plans.collect.assembly import OperationResult
-from nnsight_engine.plans.collect.collector import RequestCollector
+from nnsight_engine.plans.collect.collector import OperationResult, RequestCollector
 from nnsight_engine.plans.collect.results import (
     CollectedCapture,
     CollectedFeatures,

@@ -7,7 +7,7 @@ from typing import Any, Final, cast
 import torch
 
 from nnsight_engine import save
-from nnsight_engine.core.tensor_bytes import tensor_to_bytes
+from nnsight_engine.core.tensors import tensor_to_bytes
 from nnsight_engine.plans.collect.results import CollectedCapture, CollectedResults, TensorResult
 from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError

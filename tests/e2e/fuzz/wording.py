@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nnsight_engine.plans.answer_parts import AnswerMarkers, Part
+from nnsight_engine.plans.request_plan import AnswerMarkers, Part
 
 Encode = Callable[[str], list[int]]
 """Token ids of a text, without special tokens."""

@@ -7,7 +7,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.plans.answer_parts import NO_MARKERS, AnswerMarkers
+from nnsight_engine.plans.request_plan import NO_MARKERS, AnswerMarkers
 
 if TYPE_CHECKING:
     from tests.e2e.fuzz.expected import Twin

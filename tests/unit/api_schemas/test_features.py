@@ -16,8 +16,7 @@ from api_schemas.operation_names import (
     points_of_names,
 )
 from api_schemas.operations import Feature, Features, Flag, Steer
-from nnsight_engine.features.config import Architecture, DictionaryConfig
-from nnsight_engine.features.stored import StoredDictionary
+from nnsight_engine.features.config import Architecture, DictionaryConfig, StoredDictionary
 
 READ = {"op": "features", "dictionary": "sae"}
 SET = {"feature": 7, "value": 1.5}

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from api_schemas.completions import CompletionRequest, CompletionResponse
 from api_schemas.conditions import inner_tests
 from api_schemas.detectors import DetectorName
 from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.generation import CompletionRequest, CompletionResponse
 from api_schemas.interventions import OPERATIONS, RequestLimits, parse_interventions
 from api_schemas.operations import (
     Capture,

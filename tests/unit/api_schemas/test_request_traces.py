@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.fields import RequestLimits
 from api_schemas.interventions import parse_interventions
-from api_schemas.limits import RequestLimits
-from api_schemas.request_traces import Trace
+from api_schemas.operations import Trace
 from api_schemas.tensors import TensorObject
 
 TENSOR = {"dtype": "float32", "shape": [1], "data": "AACAPw==", "encoding": "base64"}

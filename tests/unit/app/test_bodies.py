@@ -21,12 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.errors import ApiError, ErrorCode
-from app import body_process, forms
-from app.allowance import Allowance
-from app.body_fields import FieldLimits, checked
-from app.body_json import exceeds_depth, parse_object
-from app.json_text import json_text
-from app.large_bodies import LargeBodyReader
+from app.formats import uploads
+from app.formats.json_bodies import FieldLimits, checked, exceeds_depth, parse_object
+from app.formats.json_text import json_text
+from app.http import body_process
+from app.http.large_bodies import LargeBodyReader
+from app.limits.allowances import Allowance
 from app.process_environment import environment_for_traces
 from tests.child_processes import children_running
 from tests.waiting import wait_for_async
@@ -169,7 +169,7 @@ FILE = '--x\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n
 
 
 def parts_of(body: bytes, content_type: str) -> tuple[dict[str, str], tuple[str, bytes]]:
-    return forms.read_form(body, content_type, ("name", "at", "shared"), "a vector")
+    return uploads.read_form(body, content_type, ("name", "at", "shared"), "a vector")
 
 
 def field(name: str, value: str) -> str:

@@ -22,19 +22,18 @@ from pydantic import ValidationError
 from rich.console import Console
 
 import nnsight_engine
+from api_schemas.administration import Key, NewKey
 from api_schemas.interventions import parse_interventions
-from api_schemas.keys import Key, NewKey
 from api_schemas.operations import LogitLens, Steer
-from app import serve_command, start_checks
 from app.auth.keys import Keys
 from app.auth.secrets import Secret
 from app.cli import main
 from app.command_error import CommandError
-from app.model_argument import split_model
+from app.commands import serve, start_checks
+from app.commands.serve import _announce, _check_sandbox
+from app.commands.start_checks import Start, check_callers, split_model
 from app.process_environment import environment_for_traces
-from app.serve_command import _announce, _check_sandbox
 from app.settings import Settings
-from app.start_checks import Start, check_callers
 from app.storage.database import Database
 from app.storage.tables import AuditRow
 from nnsight_engine.modeling.bundled import bundled_model_folder
@@ -268,7 +267,7 @@ def test_without_keys_it_does_not_listen_to_other_machines(own_data: Path) -> No
 def test_it_does_not_start_where_sandboxes_lack_namespaces_that_they_are_to_have(
     options: dict[str, Any], missing: list[str], refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.serve_command.missing_namespaces", lambda: missing)
+    monkeypatch.setattr("app.commands.serve.missing_namespaces", lambda: missing)
     if not refused:
         _check_sandbox(Settings(**options))
         return
@@ -452,7 +451,7 @@ def test_a_mistake_is_one_line_before_anything_slow_is_imported(
 
 def test_own_options_become_settings_and_others_reach_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Start] = []
-    monkeypatch.setattr(serve_command, "run", runs.append)
+    monkeypatch.setattr(serve, "run", runs.append)
     monkeypatch.setattr(start_checks, "check_model", lambda *_: None)
     vllm = [
         "--dtype",
@@ -511,7 +510,7 @@ def test_an_option_without_its_value_says_so(
 
 
 CYCLE = """
-from nnsight_engine.core.garbage_collection import uncollected
+from nnsight_engine.core.process import uncollected
 
 class Cycle:
     def __init__(self) -> None:

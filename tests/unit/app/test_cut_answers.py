@@ -20,7 +20,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.parser import ParserManager
 from vllm.sampling_params import SamplingParams
 
-from app.engine.cut_answers import mend_chat, mend_messages, mend_responses
+from app.engine.answer_parsers import mend_chat, mend_messages, mend_responses
 from nnsight_engine import bundled_model_path
 
 TOKENIZER: Final = AutoTokenizer.from_pretrained(bundled_model_path())

@@ -17,11 +17,10 @@ from sqlalchemy import insert, inspect, select, text, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import Session
 
+from api_schemas.administration import NewKey
 from api_schemas.errors import ApiError
-from api_schemas.keys import NewKey
 from app.auth.keys import Keys
-from app.storage.database import FILE_NAME, Database, DatabaseError, migrations
-from app.storage.engines import location_of
+from app.storage.database import FILE_NAME, Database, DatabaseError, location_of, migrations
 from app.storage.keys import KeyStore
 from app.storage.tables import Base, EventRow, TenantRow
 from tests.databases import Postgres

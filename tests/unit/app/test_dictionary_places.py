@@ -6,9 +6,9 @@ from typing import Any, Final
 
 import pytest
 
-from api_schemas.capabilities import Capabilities
 from api_schemas.errors import ApiError
-from app.dictionaries.places import places_of
+from api_schemas.server import Capabilities
+from app.dictionaries.names import places_of
 from nnsight_engine.features.saelens import SaeLensConfig, read_config
 from tests.fakes.results import CAPABILITIES
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from api_schemas.errors import ApiError
-from app.engine.engine_watchdog import stalled
 from app.engine.served_model import ServedModel
+from app.engine.vllm_client import stalled
 from nnsight_engine.remote_backend.messages import TraceHead
 
 MODEL = ServedModel(("smol", "smol-2"), "org/smol", "shape")

@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from app.forwarded import as_x_forwarded
-from app.listen_socket import listening_socket
-from app.storage import process_folders
-from app.storage.process_folders import claim_memory_folder, claim_socket_folder
+from app.server.sockets import as_x_forwarded, listening_socket
+from app.storage import open_files
+from app.storage.open_files import claim_memory_folder, claim_socket_folder
 
 
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(process_folders, "_MEMORY", tmp_path)
+    monkeypatch.setattr(open_files, "_MEMORY", tmp_path)
     return tmp_path
 
 
@@ -50,7 +49,7 @@ def test_a_link_in_its_place_is_not_followed(memory: Path) -> None:
 
 
 def test_no_such_file_system_is_no_error(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_folders, "_MEMORY", memory / "none")
+    monkeypatch.setattr(open_files, "_MEMORY", memory / "none")
     assert claim_memory_folder() is None
 
 

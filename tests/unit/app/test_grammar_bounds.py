@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from api_schemas.errors import ApiError
-from app.engine.grammar_bounds import GrammarBounds
+from app.engine.grammars import GrammarBounds
 
 BOUNDS = GrammarBounds(max_bytes=4096, max_repeats=100, max_alternatives=10, max_nesting=8)
 LONG = GrammarBounds(max_bytes=2**18, max_repeats=100, max_alternatives=2**18, max_nesting=2**18)

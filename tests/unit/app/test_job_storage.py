@@ -12,14 +12,13 @@ import pytest
 from sqlalchemy import update
 
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
-from app.allowance import Allowance
+from app.limits.allowances import Allowance
 from app.services.jobs import feed as job_feed
 from app.services.jobs.feed import JobFeed
 from app.storage.database import Database
 from app.storage.jobs import leases
 from app.storage.jobs.leases import LEASE_S, MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError
-from app.storage.jobs.removal import JobRemoval
-from app.storage.jobs.store import EventPage, JobStore, NewJob
+from app.storage.jobs.store import EventPage, JobRemoval, JobStore, NewJob
 from app.storage.tables import JobRow
 from tests.waiting import wait_for_async
 

@@ -23,7 +23,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.exceptions import VLLMClientError, VLLMUnprocessableEntityError, VLLMValidationError
 
 from app.engine.media import GuardedMediaConnector
-from app.media_parts import num_media_characters
+from app.formats.json_bodies import num_media_characters
 from app.process_environment import set_engine_defaults
 
 SIZE = (3, 2)

@@ -20,9 +20,9 @@ from api_schemas.dictionaries import DictionaryUsed, NamedDictionary
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.operations import Features
 from api_schemas.results import ChoiceInterventions
-from app import json_text
-from app.allowance import Allowance
 from app.engine.responses import choice_json
+from app.formats import json_text
+from app.limits.allowances import Allowance
 from app.settings import Settings
 from app.storage.results import ResultStore
 from nnsight_engine.core.work_context import WorkContext

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load
 
 from api_schemas.errors import ApiError
-from app.allowance import Allowance
+from app.limits.allowances import Allowance
 from app.storage.results import ResultStore
 from nnsight_engine.plans.collect.results import TensorResult
 from tests.waiting import wait_for_async

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
 from app.engine.intervening_app import InterveningApp
-from app.request_context import begin_context
+from app.http.contexts import begin_context
 from app.services.streaming import ClosingStream, first_event
 
 

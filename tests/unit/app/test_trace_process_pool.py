@@ -13,17 +13,14 @@ import pytest
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
 from app.engine import trace_process_pool
-from app.engine.local_traces import LocalTraceEngine
-from app.engine.process_job import ProcessJob
-from app.engine.session_traces import SessionTraces
-from app.engine.trace_process_pool import TraceProcesses
-from app.engine.traces import TraceEngine
+from app.engine.client import TraceEngine
+from app.engine.process_engines import LocalTraceEngine, SessionTraces
+from app.engine.trace_process_pool import ProcessJob, TraceProcesses
 from app.settings import Settings
-from nnsight_engine.local_engine.process_channel import LOCAL, OUTLINE, READY, ProcessOptions
-from nnsight_engine.local_engine.trace_process import TraceProcess
-from nnsight_engine.remote_backend.backpressure import Backpressure
+from nnsight_engine.local_engine.trace_process import LOCAL, OUTLINE, READY, ProcessOptions, TraceProcess
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
+from nnsight_engine.remote_backend.unread_output import Backpressure
 
 REQUEST = TraceRequest(TraceHead(model="m", dialect="transformers"), [b"blocks"])
 REQUEST.sandbox_of = None

@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from app.detectors.fitting import FittedDetector, Recipe, fit
-from app.detectors.mlp import fit_mlp
-from app.training.scores import auroc, best_cut, roc, thinned
-from app.training.split import NothingToLearnError, split
-from app.vectors.fitting import Fitted, Method
-from app.vectors.fitting import fit as fit_row
+from app.detectors.fitting import FittedDetector, Recipe, fit, fit_mlp
+from app.training import NothingToLearnError, auroc, best_cut, roc, split, thinned
+from app.vectors.training import Fitted, Method
+from app.vectors.training import fit as fit_row
 from nnsight_engine.core.detector import Detector, DetectorPart, Form
 
 METHODS: list[Method] = ["mean_difference", "pca", "logistic"]

@@ -13,14 +13,20 @@ from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from api_schemas.errors import ApiError
+from app.commands.serve import _with_options_of_files
 from app.engine.adapters import check_adapter_request
-from app.engine.recorded_parser import RECORD
 from app.engine.vllm_arguments import model_of_file, parse
-from app.engine.vllm_options import HANDLED_HERE, REFUSED, TO_ENGINE, refuse_ignored, refuse_with_replicas
-from app.serve_command import _with_options_of_files
+from app.engine.vllm_options import (
+    HANDLED_HERE,
+    RECORD,
+    REFUSED,
+    TO_ENGINE,
+    refuse_ignored,
+    refuse_with_replicas,
+)
 from app.settings import Settings
 from nnsight_engine.core.errors import UnsupportedOptionError
-from nnsight_engine.vllm_backend.versions.check import is_tested_version
+from nnsight_engine.vllm_backend.versions import is_tested_version
 from tests.unit.app.vllm_option_record import recorded
 
 

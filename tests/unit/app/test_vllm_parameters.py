@@ -28,12 +28,20 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from api_schemas.errors import ApiError
 from app.engine.vllm_app import VLLMApp
-from app.engine.vllm_errors import cause_of, raise_stream_errors, translated
+from app.engine.vllm_errors import (
+    ADVICE,
+    TOO_LARGE,
+    Refusals,
+    RefusedError,
+    cause_of,
+    corrected,
+    raise_stream_errors,
+    translated,
+)
 from app.engine.vllm_options import HANDLED_HERE, TO_ENGINE
-from app.engine.vllm_refusals import ADVICE, TOO_LARGE, Refusals, RefusedError, corrected
 from app.engine.vllm_requests import read_request, started_stream
-from app.engine.vllm_sampling import sampling_params
-from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
+from app.engine.vllm_traces import sampling_params
+from nnsight_engine.vllm_backend.traces.context import TRACE_KEY
 from tests.e2e.odd_requests import BODIES, CHAT, COMPLETIONS, ODD
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from app.engine.recorded_parser import RECORD
+from app.engine.vllm_options import RECORD
 
 
 def recorded() -> list[dict[str, Any]]:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from nnsight_engine.certificate.measurements import CertificateError, CheckRequest, Reference
-from nnsight_engine.certificate.reference import compute
-from nnsight_engine.certificate.reference_process import compute_apart
+from nnsight_engine.certificate.reference_process import compute, compute_apart
 from tests.families.checkpoints import write_checkpoint
 
 

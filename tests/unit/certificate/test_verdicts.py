@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from api_schemas.errors import ApiError, ErrorCode
-from nnsight_engine.certificate.measurements import Failure, all_measured, measured
-from nnsight_engine.certificate.verdicts import (
+from nnsight_engine.certificate.certificate import (
     TOLERANCES,
     Bounds,
     Status,
@@ -18,6 +17,7 @@ from nnsight_engine.certificate.verdicts import (
     judge_tokens,
     judge_value,
 )
+from nnsight_engine.certificate.measurements import Failure, all_measured, measured
 from nnsight_engine.core.errors import InterventionError
 
 FP32 = Bounds.of(TOLERANCES["float32"])

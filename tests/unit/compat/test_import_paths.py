@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from nnsight_engine import NNsight, save
-from nnsight_engine.compat.exceptions import ExceptionWrapper
-from nnsight_engine.compat.globals import Globals
+from nnsight_engine.compat.custom_backends import ExceptionWrapper, Globals
 
 X = torch.ones(1, 5)
 

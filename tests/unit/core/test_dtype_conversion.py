@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from nnsight_engine import NNsight
-from nnsight_engine.core.dtype_conversion import fitted, narrowed
 from nnsight_engine.core.dtypes import LARGEST
-from nnsight_engine.core.tensor_bytes import DTYPES
+from nnsight_engine.core.tensors import DTYPES, fitted, narrowed
 from nnsight_engine.interleaving.batching import Batcher
 from nnsight_engine.modeling.spread_rows import SpreadBatcher
 from nnsight_engine.vllm_backend.traces.rows import FlatBatcher, RowSpan

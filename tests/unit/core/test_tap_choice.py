@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nnsight_engine.core.errors import UnsupportedOptionError
-from nnsight_engine.core.tap_choice import check_taps, chosen_taps
+from nnsight_engine.core.operator_choices import check_taps, chosen_taps
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from nnsight_engine.envoys.envoy import Envoy
-from nnsight_engine.envoys.eproperty import eproperty
-from nnsight_engine.envoys.hooks import requires_output
+from nnsight_engine.envoys.eproperty import eproperty, requires_output
 from nnsight_engine.modeling.base import NNsight
 
 

@@ -11,10 +11,9 @@ from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 
 import nnsight_engine
-from nnsight_engine.envoys.cache_display import cache_html
+from nnsight_engine.envoys.cache import cache_html
 from nnsight_engine.envoys.envoy import Envoy
-from nnsight_engine.envoys.eproperty import eproperty
-from nnsight_engine.envoys.hooks import requires_output
+from nnsight_engine.envoys.eproperty import eproperty, requires_output
 from nnsight_engine.modeling.base import NNsight
 from tests.small_models import tiny_gpt2, tiny_llama
 

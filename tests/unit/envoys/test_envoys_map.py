@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nnsight_engine import Envoy, NNsight, eproperty
-from nnsight_engine.envoys.hooks import requires_output
+from nnsight_engine.envoys.eproperty import requires_output
 
 
 class Attention(torch.nn.Module):

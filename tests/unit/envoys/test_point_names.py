@@ -11,8 +11,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 from nnsight_engine.core.saves import save
 from nnsight_engine.envoys.architectures.architecture import architecture_of
-from nnsight_engine.envoys.architectures.errors import NoStandardPointsError, PatternError
-from nnsight_engine.envoys.architectures.part_envoys import AttentionEnvoy
+from nnsight_engine.envoys.architectures.named_points import NoStandardPointsError, PatternError
+from nnsight_engine.envoys.architectures.views import AttentionEnvoy
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.modeling.base import NNsight
 from nnsight_engine.modeling.language import LanguageModel

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nnsight_engine.envoys.architectures.errors import PatternError
+from nnsight_engine.envoys.architectures.named_points import PatternError
 from nnsight_engine.modeling.base import NNsight
 from tests.families.checkpoints import NUM_LAYERS, write_checkpoint
 from tests.families.moves import move, moved, points_of_a_layer

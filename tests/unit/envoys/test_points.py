@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from api_schemas.points import MODEL_POINTS, VISION
-from nnsight_engine.core.leaves import EXPERTS, PATTERN, RESIDUAL_LEAVES, STATE
+from nnsight_engine.core.model_spec import EXPERTS, PATTERN, RESIDUAL_LEAVES, STATE
 from nnsight_engine.core.saves import save
-from nnsight_engine.envoys.architectures.errors import PointValueError, UnknownPointError
-from nnsight_engine.envoys.architectures.routing import expert_weights
+from nnsight_engine.envoys.architectures.expert_points import expert_weights
+from nnsight_engine.envoys.architectures.named_points import PointValueError, UnknownPointError
 from nnsight_engine.families.registry import ENGINE_FAMILIES
 from nnsight_engine.interleaving.events import OutOfOrderError
 from nnsight_engine.modeling.base import NNsight

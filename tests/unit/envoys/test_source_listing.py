@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_engine.envoys.source.errors import SourceNotAvailableError
-from nnsight_engine.envoys.source.listing import format_operation, format_source
-from nnsight_engine.envoys.source.operations import Rewritten
+from nnsight_engine.envoys.source.definition import (
+    Rewritten,
+    SourceNotAvailableError,
+    format_operation,
+    format_source,
+)
 from nnsight_engine.envoys.source.rewrite import rewrite
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from nnsight_engine.envoys.source.operations import Rewritten
+from nnsight_engine.envoys.source.definition import Rewritten
 from nnsight_engine.envoys.source.rewrite import rewrite
 from tests.small_models import tiny_gpt2, tiny_llama
 

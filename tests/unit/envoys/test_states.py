@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nnsight_engine import LanguageModel, save
-from nnsight_engine.envoys.architectures.errors import StateError
+from nnsight_engine.envoys.architectures.named_points import StateError
 from tests.families.checkpoints import write_checkpoint
 from tests.families.reference import load_reference_model, reference_states
 

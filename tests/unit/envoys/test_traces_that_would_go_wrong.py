@@ -12,7 +12,7 @@ import torch
 
 from nnsight_engine import NNsight, save
 from nnsight_engine.interleaving.events import MissedProviderError
-from nnsight_engine.tracing.errors import TraceSyntaxError
+from nnsight_engine.tracing.source_text import TraceSyntaxError
 from tests.hook_reference import recorded
 from tests.small_models import Rows
 

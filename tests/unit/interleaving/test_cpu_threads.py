@@ -7,7 +7,7 @@ from typing import Any
 
 _PROGRAM = """
 import json, os, threading, torch
-from nnsight_engine.interleaving.cpu_threads import compute_on_one_thread
+from nnsight_engine.interleaving.thread_state import compute_on_one_thread
 from nnsight_engine.interleaving.threads import Threads
 
 KERNELS = {

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nnsight_engine.core.loop_end import IterationOver
-from nnsight_engine.interleaving.iteration import Iter, IteratorTracer, Steps
+from nnsight_engine.core.listeners import IterationOver
+from nnsight_engine.envoys.tracers.steps import Iter, IteratorTracer, Steps
 from nnsight_engine.interleaving.mediator import Mediator
 
 if TYPE_CHECKING:

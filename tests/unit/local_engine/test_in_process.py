@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from nnsight_engine import LanguageModel, save
-from nnsight_engine.remote_backend.client.backend import RemoteBackend
-from nnsight_engine.remote_backend.client.location import chosen_backend
+from nnsight_engine.remote_backend.client.backend import RemoteBackend, chosen_backend
 from nnsight_engine.serialization import EncodeError
 from tests.families.checkpoints import write_checkpoint
 

@@ -11,9 +11,8 @@ from typing import Any, Final
 import pytest
 import torch
 
-from nnsight_engine.local_engine.model_snapshot import ModelSnapshot
+from nnsight_engine.local_engine.model_snapshot import ModelSnapshot, TensorChecksums
 from nnsight_engine.local_engine.runner import TraceRunner
-from nnsight_engine.local_engine.tensor_checksums import TensorChecksums
 from nnsight_engine.modeling.language import LanguageModel
 from tests.unit.local_engine.bench import TEXT, Bench
 

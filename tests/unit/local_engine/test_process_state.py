@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from nnsight_engine.local_engine.process_hooks import ProcessHooks
-from nnsight_engine.local_engine.process_state import ProcessState
+from nnsight_engine.local_engine.process_state import ProcessHooks, ProcessState
 
 LOGGER = logging.getLogger("nnsight_engine.local_engine")
 

@@ -17,10 +17,9 @@ from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.remote_backend.client.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import LocalBlockError, RemoteError
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
-from nnsight_engine.remote_backend.sending.outgoing_trace import Inputs
-from nnsight_engine.remote_backend.sending.transformers_dialect import TransformersDialect
+from nnsight_engine.remote_backend.sending.outgoing_trace import Inputs, TransformersDialect
 from nnsight_engine.serialization import DecodeError, EncodeError, encode, encode_trace
-from nnsight_engine.vllm_backend.traces.tracer import BlockTracer
+from nnsight_engine.vllm_backend.traces.context import BlockTracer
 from tests.transports import InProcess
 from tests.unit.local_engine.bench import OTHER, TEXT, Bench
 

@@ -13,7 +13,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from nnsight_engine.core.saves import save
 from nnsight_engine.modeling.diffusion import DiffusionModel, generators
-from nnsight_engine.modeling.invokes import InvokesDifferError
+from nnsight_engine.modeling.rows import InvokesDifferError
 from tests.hook_reference import edited, recorded
 
 diffusers = pytest.importorskip("diffusers")

@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from nnsight_engine.core.saves import save
-from nnsight_engine.modeling.invokes import InvokesDifferError
 from nnsight_engine.modeling.language import LanguageModel
+from nnsight_engine.modeling.rows import InvokesDifferError
 from tests.families.checkpoints import build_tokenizer
 from tests.unit.modeling.conftest import LONG, SHORT, Pair
 

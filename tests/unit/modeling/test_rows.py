@@ -9,8 +9,14 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nnsight_engine.modeling.invokes import InvokesDifferError
-from nnsight_engine.modeling.rows import Filling, filling_of, join_rows, positions, read_rows
+from nnsight_engine.modeling.rows import (
+    Filling,
+    InvokesDifferError,
+    filling_of,
+    join_rows,
+    positions,
+    read_rows,
+)
 from tests.families.checkpoints import build_tokenizer
 
 LEFT = Filling(token=9, side="left")

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from nnsight_engine.envoys.architectures.errors import PointValueError, UnknownPointError
-from nnsight_engine.modeling.invokes import InvokesDifferError
+from nnsight_engine.envoys.architectures.named_points import PointValueError, UnknownPointError
+from nnsight_engine.modeling.rows import InvokesDifferError
 from nnsight_engine.modeling.vision_language import VisionLanguageModel
 from tests.families.seeing import IMAGE_TOKEN, picture, write_idefics3
 

@@ -11,10 +11,14 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import parse_interventions
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.token_texts import NoSuchTokenError
-from nnsight_engine.plans.answer_parts import NO_MARKERS, AnswerMarkers
 from nnsight_engine.plans.compile.request import compile_request
-from nnsight_engine.plans.prompt_media import NO_MEDIA, PromptMedia
-from nnsight_engine.plans.request_plan import CompiledRequest
+from nnsight_engine.plans.request_plan import (
+    NO_MARKERS,
+    NO_MEDIA,
+    AnswerMarkers,
+    CompiledRequest,
+    PromptMedia,
+)
 
 
 def token_of(text: str) -> int:

@@ -10,9 +10,8 @@ import numpy as np
 from safetensors.torch import save_file
 
 from api_schemas.dictionaries import DictionaryUsed, NamedDictionary
-from nnsight_engine.features.config import Architecture, Normalization
+from nnsight_engine.features.config import Architecture, Normalization, StoredDictionary
 from nnsight_engine.features.dictionary import Dictionary
-from nnsight_engine.features.stored import StoredDictionary
 from tests.unit.features.reference import Reference, some_config, some_tensors
 from tests.unit.plans.toy_engine import LAYERS, WIDTH
 

@@ -12,17 +12,18 @@ import pytest
 
 from api_schemas.interventions import PromptOperations, parse_interventions
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
-from nnsight_engine.plans.compile.combined_vectors import CombinedVectors
 from nnsight_engine.plans.compile.request import compile_request
-from nnsight_engine.plans.drafts import takes_drafts
-from nnsight_engine.plans.prompt_media import NO_MEDIA, PromptMedia
+from nnsight_engine.plans.compile.tensors import CombinedVectors
 from nnsight_engine.plans.request_plan import (
+    NO_MEDIA,
     CompiledRequest,
     OperationKind,
     PlannedImage,
+    PromptMedia,
     RequestPlan,
     WhereRule,
 )
+from nnsight_engine.plans.where import takes_drafts
 from tests.fakes.model_specs import VALUE_OPERATIONS, tiny_spec
 from tests.unit.plans import compiling
 from tests.unit.plans.compiling import captured_bytes, token_of

@@ -11,7 +11,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import parse_interventions
 from api_schemas.tensors import TensorObject
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
-from nnsight_engine.plans.compile import combined_vectors
+from nnsight_engine.plans.compile import tensors
 from tests.fakes.model_specs import VALUE_OPERATIONS, tiny_spec
 from tests.unit.plans.compiling import compiled
 
@@ -344,7 +344,7 @@ def test_a_request_cannot_have_millions_of_strings_tokenized() -> None:
 
 
 def test_the_vectors_of_a_request_have_a_limit_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(combined_vectors, "MAX_BYTES", 4 * 8 * 9)
+    monkeypatch.setattr(tensors, "MAX_BYTES", 4 * 8 * 9)
     stack = SEVERAL | {"at": "layers.*.output", "vectors": [{"vector": [VECTOR] * 4}, {"vector": VECTOR}]}
     error = refused(SEVERAL, stack)
     assert (error.code, error.param) == (ErrorCode.TENSOR_TOO_LARGE, "interventions.1.vectors")

@@ -20,10 +20,9 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.features.config import Architecture
 from nnsight_engine.features.dictionary import Dictionary, Selection
 from nnsight_engine.plans.compile import request
-from nnsight_engine.plans.features import PlannedDictionary, PlannedFeatures
-from nnsight_engine.plans.request_plan import CompiledRequest
-from nnsight_engine.plans.step import dictionary_bank, feature_kernels, feature_reads
-from nnsight_engine.plans.step.dictionary_bank import DictionaryBank
+from nnsight_engine.plans.request_plan import CompiledRequest, PlannedDictionary, PlannedFeatures
+from nnsight_engine.plans.step import banks, feature_kernels
+from nnsight_engine.plans.step.banks import DictionaryBank
 from tests.unit.plans import compiling, test_conditions
 from tests.unit.plans.dictionaries import Known, named_dictionary, some_dictionary
 from tests.unit.plans.toy_engine import SPEC, WIDTH, Life, ToyEngine
@@ -76,7 +75,7 @@ def test_selections_are_kept_as_long_as_they_are_small_and_used(tmp_path: Path) 
     one = loaded.selection((1, 2))
     assert loaded.selection((1, 2)) is one
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dictionary_bank, "_SELECTION_BYTES", 3 * 4 * 2 * WIDTH)
+        patch.setattr(banks, "_SELECTION_BYTES", 3 * 4 * 2 * WIDTH)
         loaded.selection((3,))
         assert loaded.selection((1, 2)) is one
         loaded.selection((4,))
@@ -137,14 +136,14 @@ def test_a_failing_product_fails_its_own_request(known: Known, monkeypatch: pyte
         name: Life([*PROMPT], len(PROMPT), 4, compiled(read | {"features": [feature]}))
         for name, feature in (("good", 1), ("bad", 2))
     }
-    read_features = feature_reads.GivenFeatures.read
+    read_features = feature_kernels.GivenFeatures.read
 
-    def failing(self: feature_reads.GivenFeatures) -> feature_reads.Parts:
+    def failing(self: feature_kernels.GivenFeatures) -> feature_kernels.Parts:
         if any(2 in group.slices[0].active.features.ids for group in self.groups):
             raise RuntimeError("out of memory")
         return read_features(self)
 
-    monkeypatch.setattr(feature_reads.GivenFeatures, "read", failing)
+    monkeypatch.setattr(feature_kernels.GivenFeatures, "read", failing)
     ToyEngine(random.Random(1)).run(lives)
     failures = [life.active.failure for life in lives.values() if life.active is not None]
     assert failures[0] is None

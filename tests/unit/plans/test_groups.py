@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, RequestPlan
-from nnsight_engine.plans.sites import PlannedSite
+from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, PlannedSite, RequestPlan
 from nnsight_engine.plans.step.active import Acquired, ActiveOp, ActiveRequest
+from nnsight_engine.plans.step.banks import ScoreSlots
 from nnsight_engine.plans.step.plan import KernelGroup, StepPlan
-from nnsight_engine.plans.step.score_slots import ScoreSlots
 from nnsight_engine.plans.step.table import Member, Programs, Segment
 
 

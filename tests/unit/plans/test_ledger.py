@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.plans.step.ledger import ByteLedger
+from nnsight_engine.plans.step.context import ByteLedger
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nnsight_engine.plans.step.lens import ROWS_AT_ONCE, LensReader
+from nnsight_engine.plans.step.delivery import ROWS_AT_ONCE, LensReader
 
 VOCABULARY = 97
 TARGETS = (3, 3, 96)

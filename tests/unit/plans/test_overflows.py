@@ -13,11 +13,10 @@ import torch
 from api_schemas.errors import ApiError
 from nnsight_engine.core.dtypes import LARGEST
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.core.tensor_bytes import DTYPES
+from nnsight_engine.core.tensors import DTYPES
 from nnsight_engine.plans.collect.results import CollectedCapture
-from nnsight_engine.plans.step.collection import run_delivery, step_delivery
-from nnsight_engine.plans.step.plan import Span
-from nnsight_engine.plans.step.steady_run import SteadyRun
+from nnsight_engine.plans.step.delivery import run_delivery, step_delivery
+from nnsight_engine.plans.step.plan import Span, SteadyRun
 from tests.e2e.fuzz.nearness import as_tensor
 from tests.unit.plans import compiling
 from tests.unit.plans.toy_engine import LAYERS, WIDTH, Life, ToyEngine

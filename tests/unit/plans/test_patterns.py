@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from nnsight_engine.plans.collect.results import CollectedCapture
-from nnsight_engine.plans.request_plan import CompiledRequest
-from nnsight_engine.plans.sites import PlannedSite
-from nnsight_engine.plans.step.patterns import AttentionForm, AttentionKeyStore, ComputePattern
+from nnsight_engine.plans.request_plan import CompiledRequest, PlannedSite
 from nnsight_engine.plans.step.plan import Span
+from nnsight_engine.plans.step.read_kernels import AttentionForm, AttentionKeyStore, ComputePattern
 from tests.fakes.model_specs import tiny_spec
 from tests.unit.plans import compiling
 from tests.unit.plans.compiling import captured_bytes

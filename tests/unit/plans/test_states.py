@@ -11,10 +11,9 @@ import torch
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import LeafSpec
 from nnsight_engine.plans.collect.results import CollectedCapture
-from nnsight_engine.plans.drafts import takes_drafts
-from nnsight_engine.plans.request_plan import CompiledRequest
-from nnsight_engine.plans.sites import PlannedSite
+from nnsight_engine.plans.request_plan import CompiledRequest, PlannedSite
 from nnsight_engine.plans.step.plan import Span
+from nnsight_engine.plans.where import takes_drafts
 from tests.fakes.model_specs import tiny_spec
 from tests.unit.plans.compiling import compiled
 from tests.unit.plans.toy_engine import StepEngine

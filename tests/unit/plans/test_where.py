@@ -11,12 +11,10 @@ import pytest
 import torch
 
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.where import Where
-from nnsight_engine.plans.answer_parts import AnswerMarkers, Part, Parts, PlannedAnswer
-from nnsight_engine.plans.compile.scope import CompileScope
-from nnsight_engine.plans.compile.where_clause import Named, compile_where
-from nnsight_engine.plans.request_plan import WhereRule
-from nnsight_engine.plans.step.answer_tracker import AnswerTracker
+from api_schemas.operations import Where
+from nnsight_engine.plans.compile.scope import CompileScope, Named, compile_where
+from nnsight_engine.plans.request_plan import AnswerMarkers, Part, Parts, PlannedAnswer, WhereRule
+from nnsight_engine.plans.step.token_masks import AnswerTracker
 from nnsight_engine.plans.where import evaluate, generated_is_constant, last_position
 from tests.e2e.fuzz import wording
 from tests.e2e.fuzz.clauses import Clauses

@@ -15,26 +15,21 @@ import numpy as np
 import torch
 
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.core.tensor_bytes import DTYPES
-from nnsight_engine.plans.answer_parts import AnswerMarkers
+from nnsight_engine.core.tensors import DTYPES
 from nnsight_engine.plans.collect.collector import RequestCollector
 from nnsight_engine.plans.collect.outbox import Outbox
 from nnsight_engine.plans.collect.results import CollectedResults
 from nnsight_engine.plans.records import Failure, Payload
-from nnsight_engine.plans.request_plan import CompiledRequest, RequestPlan
-from nnsight_engine.plans.sites import LOGITS, PlannedSite
+from nnsight_engine.plans.request_plan import LOGITS, AnswerMarkers, CompiledRequest, PlannedSite, RequestPlan
 from nnsight_engine.plans.step.active import ActiveRequest
 from nnsight_engine.plans.step.builder import StepBuilder
-from nnsight_engine.plans.step.collection import StepCollection, step_delivery
-from nnsight_engine.plans.step.context import StepContext
+from nnsight_engine.plans.step.context import ByteLedger, StepContext, site_key
+from nnsight_engine.plans.step.delivery import StepCollection, step_delivery
 from nnsight_engine.plans.step.graph_table import instructions_per_row
 from nnsight_engine.plans.step.host_arena import HostArena
-from nnsight_engine.plans.step.ledger import ByteLedger
-from nnsight_engine.plans.step.logits_rows import LogitsRows
-from nnsight_engine.plans.step.patterns import AttentionForm
-from nnsight_engine.plans.step.plan import Span, StepPlan
+from nnsight_engine.plans.step.plan import LogitsRows, Span, StepPlan
+from nnsight_engine.plans.step.read_kernels import AttentionForm
 from nnsight_engine.plans.step.registrar import Registrar
-from nnsight_engine.plans.step.stage import site_key
 from nnsight_engine.plans.step.table import Segment
 from tests.e2e.fuzz.expected import Twin
 from tests.e2e.fuzz.world import World

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from nnsight_engine.core.config import CONFIG
-from nnsight_engine.remote_backend.client.address import normalized
+from nnsight_engine.remote_backend.client.connection import normalized
 from nnsight_engine.remote_backend.client.http import HttpTransport
 from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
@@ -139,9 +139,9 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nnsight_engine.remote_backend.client.retry._FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr("nnsight_engine.remote_backend.client.retry._CONTACT_S", 0.1)
-    monkeypatch.setattr("nnsight_engine.remote_backend.client.retry._PATIENCE_S", 0.5)
+    monkeypatch.setattr("nnsight_engine.remote_backend.client.connection._FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("nnsight_engine.remote_backend.client.connection._CONTACT_S", 0.1)
+    monkeypatch.setattr("nnsight_engine.remote_backend.client.connection._PATIENCE_S", 0.5)
 
 
 def transport(server: Server) -> HttpTransport:
@@ -178,7 +178,7 @@ def test_a_server_that_starts_is_waited_for(server: Server, run: Run, code: str)
 def test_a_server_that_is_not_there_yet_is_tried_to_be_reached(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nnsight_engine.remote_backend.client.retry._CONTACT_S", 30)
+    monkeypatch.setattr("nnsight_engine.remote_backend.client.connection._CONTACT_S", 30)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
@@ -291,7 +291,7 @@ def test_no_pause_and_no_status_request_outlasts_the_callers_deadline(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for limit in ("_FIRST_PAUSE_S", "_MAX_PAUSE_S", "_PATIENCE_S"):  # longer than a test may take
-        monkeypatch.setattr(f"nnsight_engine.remote_backend.client.retry.{limit}", 10_000)
+        monkeypatch.setattr(f"nnsight_engine.remote_backend.client.connection.{limit}", 10_000)
     server.status = "RUNNING"
     with pytest.raises(TimeoutError, match="goes on"):
         list(transport(server).events("j", after=4, end=time.monotonic() + 0.5))

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoTokenizer, Gemma4TextConfig, LlamaConfi
 from nnsight_engine import LanguageModel, bundled_model_path
 from nnsight_engine.modeling.bundled import BUNDLED_MODEL_NAME
 from nnsight_engine.remote_backend.client.status import ModelStatus
-from nnsight_engine.remote_backend.identity import fingerprint_of
+from nnsight_engine.remote_backend.messages import fingerprint_of
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ import torch
 
 from nnsight_engine.sandbox.block_checker import CHECKED
 from nnsight_engine.serialization import MessageLimits, Policy, decode
-from nnsight_engine.serialization.message.node_kinds import NodeKind
-from nnsight_engine.serialization.message.table import NodeTable, pack
+from nnsight_engine.serialization.message import NodeKind, NodeTable, pack
 
 Node = tuple[NodeKind, list[int], Any]
 

@@ -28,7 +28,7 @@ from nnsight_engine.serialization import (
     restore_error,
     unregister_by_value,
 )
-from nnsight_engine.serialization.source.source_cache import SOURCE_CACHE
+from nnsight_engine.serialization.source.received_code import SOURCE_CACHE
 
 SCALE = 3
 NOTES: list[str] = []

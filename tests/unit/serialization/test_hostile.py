@@ -29,8 +29,7 @@ from nnsight_engine.serialization import (
     decode,
     encode,
 )
-from nnsight_engine.serialization.message.node_kinds import NodeKind
-from nnsight_engine.serialization.message.table import MAGIC, VERSION
+from nnsight_engine.serialization.message import MAGIC, VERSION, NodeKind
 from tests.unit.serialization.messages import Node, message
 
 HEAD = struct.Struct("<4sBBBxIIIIIIQQ")

@@ -9,8 +9,7 @@ import tracemalloc
 import pytest
 
 from nnsight_engine.serialization import TRUSTED, DecodeError, decode
-from nnsight_engine.serialization.source.received_code import CodeCache
-from nnsight_engine.serialization.source.source_cache import SourceCache
+from nnsight_engine.serialization.source.received_code import CodeCache, SourceCache
 from tests.unit.serialization.messages import Writer, piece
 
 

@@ -17,7 +17,7 @@ import torch
 import nnsight_engine
 from nnsight_engine.sandbox.block_checker import CHECKED
 from nnsight_engine.serialization import TRUSTED, Policy, encode_error
-from nnsight_engine.serialization.server_paths import without_server_paths
+from nnsight_engine.serialization.failures import without_server_paths
 from tests.security.host import Small, message_of, run
 
 FOLDERS = {

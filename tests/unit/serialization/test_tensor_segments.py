@@ -11,10 +11,10 @@ import safetensors.torch
 import torch
 
 from nnsight_engine.serialization import DecodeError, decode, encode
-from nnsight_engine.serialization.message.tensor_segments import DTYPES, read_segments, write_segments
+from nnsight_engine.serialization.message import SENT_DTYPES, read_segments, write_segments
 
 TENSORS = {
-    **{str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES},
+    **{str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in SENT_DTYPES},
     "scalar": torch.tensor(2.5),
 }
 

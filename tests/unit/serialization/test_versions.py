@@ -28,8 +28,7 @@ from nnsight_engine.serialization import (
     encode,
     encode_trace,
 )
-from nnsight_engine.serialization.message.node_kinds import NodeKind
-from nnsight_engine.serialization.message.table import NodeTable, pack
+from nnsight_engine.serialization.message import NodeKind, NodeTable, pack
 from nnsight_engine.tracing.tracer import Tracer
 from tests.unit.serialization.recording import Recorder
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nnsight_engine.core.saves import save
-from nnsight_engine.tracing.errors import TraceSyntaxError, WithBlockNotFoundError
+from nnsight_engine.tracing.source_text import TraceSyntaxError, WithBlockNotFoundError
 from nnsight_engine.tracing.tracer import SITES, Tracer
 
 GLOBAL: Any = 1

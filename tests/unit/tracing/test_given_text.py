@@ -10,7 +10,7 @@ import pytest
 
 from nnsight_engine.core.closure_cells import UNBOUND, content
 from nnsight_engine.serialization import SentBlock, decode_trace, encode_trace
-from nnsight_engine.tracing.text_blocks import NUM_LINES_BEFORE, block_of_text
+from nnsight_engine.tracing.blocks import NUM_LINES_BEFORE, block_of_text
 from nnsight_engine.tracing.tracer import Info, Tracer
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from nnsight_engine.core.saves import save
 from nnsight_engine.serialization import TRUSTED, EncodeError, decode, encode
-from nnsight_engine.tracing.errors import WithBlockNotFoundError
+from nnsight_engine.tracing.source_text import WithBlockNotFoundError
 from nnsight_engine.tracing.tracer import Tracer
 
 TEXT = """\

@@ -7,7 +7,7 @@ import copy
 import linecache
 from pathlib import Path
 
-from nnsight_engine.tracing.sent_files import LinesFrom, SentFile, sent_name
+from nnsight_engine.tracing.loaded_code import LinesFrom, SentFile, sent_name
 from nnsight_engine.tracing.source_text import SourceReader
 
 _TEXT = "def f():\n    return [g for g in ()]\nclass A:\n    def h(self): pass\n"

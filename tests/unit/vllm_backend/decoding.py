@@ -16,8 +16,8 @@ from nnsight_engine.plans.collect.outbox import Outbox
 from nnsight_engine.plans.records import Payload, StepResults
 from nnsight_engine.plans.request_plan import CompiledRequest
 from nnsight_engine.plans.step.plan import StepPlan
-from nnsight_engine.vllm_backend.model_layout import ModelLayout
 from nnsight_engine.vllm_backend.model_points import ModelPoints
+from nnsight_engine.vllm_backend.module_tree import ModelLayout
 from nnsight_engine.vllm_backend.steps.step import Step
 from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
 from tests.fakes.model_specs import tiny_spec

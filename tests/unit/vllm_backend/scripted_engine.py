@@ -9,11 +9,9 @@ from typing import Any
 
 from vllm import SamplingParams
 
-from nnsight_engine.remote_backend.backpressure import Backpressure
-from nnsight_engine.vllm_backend.trace_router import TraceRouter
-from nnsight_engine.vllm_backend.trace_run import FinishedTrace, MergedRun
-from nnsight_engine.vllm_backend.traced_requests import TraceRequests
-from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY, TraceEntry
+from nnsight_engine.remote_backend.unread_output import Backpressure
+from nnsight_engine.vllm_backend.trace_run import FinishedTrace, MergedRun, TraceRequests, TraceRouter
+from nnsight_engine.vllm_backend.traces.context import TRACE_KEY, TraceEntry
 
 
 class Engine:

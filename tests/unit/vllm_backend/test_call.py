@@ -7,7 +7,7 @@ from vllm import SamplingParams
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import parse_interventions
-from nnsight_engine.plans.prompt_media import NO_MEDIA
+from nnsight_engine.plans.request_plan import NO_MEDIA
 from nnsight_engine.vllm_backend import call
 from nnsight_engine.vllm_backend.call import InterventionCall
 from tests.fakes.model_specs import tiny_spec

@@ -10,8 +10,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-from nnsight_engine.vllm_backend.steps.cpu_rotary import rotate
-from nnsight_engine.vllm_backend.steps.cpu_router import choose
+from nnsight_engine.vllm_backend.steps.faults import choose, rotate
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 12, 4, 2, 32
 EXPERTS, TOP_K = 8, 3

@@ -18,10 +18,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 from nnsight_engine.modeling.bundled import bundled_model_path
 from nnsight_engine.plans.records import StepResults
 from nnsight_engine.vllm_backend.compat import EngineLimits, attach_results, engine_options, is_single_tenant
+from nnsight_engine.vllm_backend.fair_scheduler import SENDER_KEY
 from nnsight_engine.vllm_backend.scheduler import InterventionScheduler
-from nnsight_engine.vllm_backend.sender_usage import SENDER_KEY
-from nnsight_engine.vllm_backend.steps.replayed_samples import ReplayedSamples
-from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY, TraceEntry
+from nnsight_engine.vllm_backend.steps.tokens import ReplayedSamples
+from nnsight_engine.vllm_backend.traces.context import TRACE_KEY, TraceEntry
 
 _BLOCK = 16
 _NUM_BLOCKS = 64

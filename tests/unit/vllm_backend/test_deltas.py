@@ -13,13 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnsight_engine.remote_backend.prints import Prints
 from nnsight_engine.remote_backend.saved_deltas import DeltaReader
+from nnsight_engine.remote_backend.unread_output import Prints
 from nnsight_engine.serialization import EncodeError, encode
-from nnsight_engine.vllm_backend.traces.deltas import Deltas
-from nnsight_engine.vllm_backend.traces.entry import TraceEntry
-from nnsight_engine.vllm_backend.traces.prints import BlockStdout
-from nnsight_engine.vllm_backend.traces.reporting import Reporting
+from nnsight_engine.vllm_backend.traces.context import TraceEntry
+from nnsight_engine.vllm_backend.traces.reporting import BlockStdout, Deltas, Reporting
 
 
 def told(news: Deltas, saves: dict[str, Any], known: DeltaReader) -> int:
@@ -103,7 +101,7 @@ def test_what_could_not_be_sent_comes_whole_or_not_at_all(monkeypatch: pytest.Mo
             raise EncodeError("too much")
         return data
 
-    monkeypatch.setattr("nnsight_engine.vllm_backend.traces.deltas.encode", limited)
+    monkeypatch.setattr("nnsight_engine.vllm_backend.traces.reporting.encode", limited)
     news, known = Deltas(), DeltaReader()
     rows: list[Any] = [1]
     later: list[list[Any]] = [[2], [torch.zeros(1000)], [3], [4]]

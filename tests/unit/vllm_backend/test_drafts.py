@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from nnsight_engine.plans.drafts import takes_drafts
 from nnsight_engine.plans.request_plan import WhereRule
 from nnsight_engine.plans.step.token_masks import TokenMasks, may_match, must_match
-from nnsight_engine.plans.where import evaluate
+from nnsight_engine.plans.where import evaluate, takes_drafts
 from tests.unit.vllm_backend.decoding import VOCAB, Rows, Worker, compiled
 
 CAPTURE: dict[str, Any] = {"op": "capture", "at": "layers.0.output", "name": "n"}

@@ -14,9 +14,9 @@ from vllm import SamplingParams
 from nnsight_engine.vllm_backend import engine_start
 from nnsight_engine.vllm_backend.edits import EditBook, Edits, EngineEdit
 from nnsight_engine.vllm_backend.engines import AsyncEngine
-from nnsight_engine.vllm_backend.traced_requests import TraceRequests
+from nnsight_engine.vllm_backend.trace_run import TraceRequests
+from nnsight_engine.vllm_backend.traces.context import TraceEntry
 from nnsight_engine.vllm_backend.traces.edits import digest_of
-from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.unit.vllm_backend.scripted_engine import Engine
 from tests.waiting import wait_for

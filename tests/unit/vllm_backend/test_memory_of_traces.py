@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nnsight_engine.core.tensor_bytes import flat_bytes
+from nnsight_engine.core.tensors import flat_bytes
 from nnsight_engine.interleaving.batching import Batcher
 from nnsight_engine.interleaving.threads import Threads
 from nnsight_engine.serialization import decode, encode
@@ -16,7 +16,7 @@ from nnsight_engine.vllm_backend.traces.errors import TraceBytesError
 from nnsight_engine.vllm_backend.traces.memory_accounting import MemoryAccount, num_bytes
 from nnsight_engine.vllm_backend.traces.messages import slot_of
 from nnsight_engine.vllm_backend.traces.rows import FlatBatcher, RowSpan, zeros_of
-from nnsight_engine.vllm_backend.traces.trace_end import TraceEnd
+from nnsight_engine.vllm_backend.traces.trace_store import TraceEnd
 
 HUGE = 2**40
 LARGE: dict[str, Any] = {

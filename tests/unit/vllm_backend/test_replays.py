@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from nnsight_engine.core.engine_counts import PLAIN, EngineCounts
+from nnsight_engine.core.work_context import PLAIN, EngineCounts
 from nnsight_engine.plans.step.graph_table import GraphTable
 from nnsight_engine.vllm_backend.steps.handler import StepHandler
 from tests.unit.plans.test_graph_table import CPU, NUM_ROWS, TAPS, WIDTH, executor, plan_of

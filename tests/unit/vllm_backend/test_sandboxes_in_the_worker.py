@@ -10,17 +10,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from api_schemas.request_traces import Trace
+from api_schemas.operations import Trace
 from nnsight_engine.interleaving.call_stacks import Done
 from nnsight_engine.interleaving.threads import Threads, TimeBudgetError
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.request_code import encoded_code
+from nnsight_engine.vllm_backend.traces.context import TraceEntry
 from nnsight_engine.vllm_backend.traces.edits import EditStore
-from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.reporting import Reporting
-from nnsight_engine.vllm_backend.traces.sandboxed.changes import Changes
+from nnsight_engine.vllm_backend.traces.sandboxed.offered_values import Changes
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_main import WaitingThreads
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher

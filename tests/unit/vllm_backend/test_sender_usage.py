@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nnsight_engine.vllm_backend.sender_usage import SenderUsage, StepTimes
+from nnsight_engine.vllm_backend.fair_scheduler import SenderUsage, StepTimes
 
 
 class Clock:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nnsight_engine.vllm_backend.shared_memory_results import LARGE_BYTES, SharedMemoryResults, leave
+from nnsight_engine.vllm_backend.rpc_results import LARGE_BYTES, SharedMemoryResults, leave
 
 KEY = "trace-7f"
 PIECES: list[bytes | memoryview] = [b"head", memoryview(b"\x01\x02" * LARGE_BYTES), b"", b"tail"]

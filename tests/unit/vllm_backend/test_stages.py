@@ -13,17 +13,15 @@ import torch
 from vllm.sequence import IntermediateTensors
 
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.core.tensor_bytes import DTYPES
+from nnsight_engine.core.tensors import DTYPES
 from nnsight_engine.plans.records import StepResults
 from nnsight_engine.plans.step.active import ActiveRequest
 from nnsight_engine.plans.step.builder import StepBuilder
-from nnsight_engine.plans.step.collection import StepCollection, step_delivery
-from nnsight_engine.plans.step.context import StepContext
-from nnsight_engine.plans.step.ledger import ByteLedger
-from nnsight_engine.plans.step.patterns import AttentionForm
+from nnsight_engine.plans.step.context import WHOLE, ByteLedger, Stage, StepContext
+from nnsight_engine.plans.step.delivery import StepCollection, step_delivery
 from nnsight_engine.plans.step.plan import Span, StepPlan
+from nnsight_engine.plans.step.read_kernels import AttentionForm
 from nnsight_engine.plans.step.registrar import Registrar
-from nnsight_engine.plans.step.stage import WHOLE, Stage
 from nnsight_engine.plans.step.stage_results import (
     StageResults,
     add_results,
@@ -31,7 +29,7 @@ from nnsight_engine.plans.step.stage_results import (
     with_silent_stages,
 )
 from nnsight_engine.serialization import decode, encode
-from nnsight_engine.vllm_backend.steps.stage_transport import take_results, with_results
+from nnsight_engine.vllm_backend.steps.outcome import take_results, with_results
 from nnsight_engine.vllm_backend.traces.errors import StageError
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.row_payloads import (

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from nnsight_engine.core.engine_counts import EAGER
+from nnsight_engine.core.work_context import EAGER
 from nnsight_engine.plans.records import Failure, Payload, StepResults
 from nnsight_engine.plans.request_plan import CompiledRequest
 from nnsight_engine.plans.step.plan import StepPlan

@@ -7,10 +7,9 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, RequestPlan, WhereRule
-from nnsight_engine.plans.sites import PlannedSite
+from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, PlannedSite, RequestPlan, WhereRule
 from nnsight_engine.plans.work import MAX_WEIGHTS
-from nnsight_engine.vllm_backend.step_work import StepWork
+from nnsight_engine.vllm_backend.fair_scheduler import StepWork
 
 LIMIT = 8.0
 SITES = (PlannedSite("output", 0),)

@@ -15,14 +15,13 @@ from vllm import SamplingParams
 
 from api_schemas.errors import ApiError, ErrorCode
 from nnsight_engine.plans.collect.results import CollectedTrace
-from nnsight_engine.remote_backend.backpressure import Backpressure
+from nnsight_engine.remote_backend.unread_output import Backpressure
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.serialization import encode
 from nnsight_engine.serialization.failures import encode_error
 from nnsight_engine.vllm_backend.trace_call import TraceCall, TracedPrompt
 from nnsight_engine.vllm_backend.trace_results import BlockError
-from nnsight_engine.vllm_backend.trace_router import TraceRouter
-from nnsight_engine.vllm_backend.trace_run import FinishedTrace
+from nnsight_engine.vllm_backend.trace_run import FinishedTrace, TraceRouter
 from tests.unit.vllm_backend.scripted_engine import Engine
 
 

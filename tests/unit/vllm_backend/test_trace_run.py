@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from nnsight_engine.remote_backend.backpressure import SlowReaderError
-from nnsight_engine.vllm_backend.trace_placement import TracePlacement
-from nnsight_engine.vllm_backend.trace_router import TraceEvent
-from nnsight_engine.vllm_backend.trace_run import MergedRun, Output, TraceRun
-from nnsight_engine.vllm_backend.traced_requests import TraceRequests
+from nnsight_engine.remote_backend.unread_output import SlowReaderError
+from nnsight_engine.vllm_backend.trace_run import MergedRun, Output, TraceEvent, TraceRequests, TraceRun
+from nnsight_engine.vllm_backend.tracing_async_llm import TracePlacement
 from tests.unit.vllm_backend.scripted_engine import Engine
 
 

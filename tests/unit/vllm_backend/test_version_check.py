@@ -11,10 +11,9 @@ import pytest
 from app.cli import main
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.modeling.vllm import VLLM
+from nnsight_engine.vllm_backend import versions
 from nnsight_engine.vllm_backend.steps.vllm_names import USED_NAMES
-from nnsight_engine.vllm_backend.versions import check
-from nnsight_engine.vllm_backend.versions.check import VersionCheck, check_version
-from nnsight_engine.vllm_backend.versions.sources import VLLMSources
+from nnsight_engine.vllm_backend.versions import VersionCheck, VLLMSources, check_version
 from tests.unit.vllm_backend.vllm_copies import changed_copy, installed_folder
 
 Change = tuple[str, str, str]
@@ -41,7 +40,7 @@ def few_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare few names: a comparison of all takes a second, and is made in ``test_vllm_names``."""
     names = [one for one in USED_NAMES if one.owners[0] in OWNERS]
     # The order in which they are compared is not the order of the message.
-    monkeypatch.setattr(check, "USED_NAMES", sorted(names, key=lambda one: one.owners))
+    monkeypatch.setattr(versions, "USED_NAMES", sorted(names, key=lambda one: one.owners))
 
 
 def _copy(folder: Path, version: str, *changes: Change) -> VLLMSources:
@@ -54,7 +53,7 @@ def _copy(folder: Path, version: str, *changes: Change) -> VLLMSources:
 def test_the_installed_version_is_known_and_is_not_compared(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(check, "differences", None)
+    monkeypatch.setattr(versions, "differences", None)
     check_version("strict")
     assert not caplog.records
 
@@ -115,7 +114,7 @@ def test_serve_stops_before_vllm_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sources = _copy(tmp_path, "0.40.0", OVERRIDDEN)
-    monkeypatch.setattr(check, "_installed", lambda: sources)
+    monkeypatch.setattr(versions, "_installed", lambda: sources)
     assert main(["serve", "some/model", "--vllm-version-check", "auto"]) == 1
     message = capsys.readouterr().err
     assert f"nnsight-engine: vLLM 0.40.0 {NOT_KNOWN}" in message
@@ -126,7 +125,7 @@ def test_serve_stops_before_vllm_is_imported(
 
 def test_a_local_engine_reads_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = _copy(tmp_path, "0.40.0", READ)
-    monkeypatch.setattr(check, "_installed", lambda: sources)
+    monkeypatch.setattr(versions, "_installed", lambda: sources)
     model = VLLM("some/model")
     monkeypatch.setenv("NNSIGHT_ENGINE_VLLM_VERSION_CHECK", "strict")
     with pytest.raises(UnsupportedOptionError, match="total_num_scheduled_tokens"):

@@ -20,12 +20,11 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.families.dense import LLAMA, LLAMA_LEAVES
-from nnsight_engine.families.places import Place
+from nnsight_engine.families.layout import Place
 from nnsight_engine.modeling.bundled import bundled_model_path
-from nnsight_engine.vllm_backend.attention_hooks import attention_form
-from nnsight_engine.vllm_backend.hooks import keep_inputs_plain
-from nnsight_engine.vllm_backend.model_layout import BlockPoints
+from nnsight_engine.vllm_backend.hooks import attention_form, keep_inputs_plain
 from nnsight_engine.vllm_backend.model_points import ModelPoints
+from nnsight_engine.vllm_backend.module_tree import BlockPoints
 
 
 def test_attention_patterns_are_computed_as_vllm_attends_or_refused() -> None:

@@ -18,9 +18,13 @@ import pytest
 import app.engine
 import nnsight_engine.vllm_backend
 from nnsight_engine.vllm_backend.steps.vllm_names import USED_NAMES, UsedNames
-from nnsight_engine.vllm_backend.versions.check import COMPARED_VERSIONS, KNOWN_VERSIONS
-from nnsight_engine.vllm_backend.versions.differences import differences, signature_changes
-from nnsight_engine.vllm_backend.versions.sources import VLLMSources
+from nnsight_engine.vllm_backend.versions import (
+    COMPARED_VERSIONS,
+    KNOWN_VERSIONS,
+    VLLMSources,
+    differences,
+    signature_changes,
+)
 from tests.unit.vllm_backend.vllm_copies import changed_copy, installed_folder
 from tests.unit.vllm_backend.vllm_record import COMMAND, FOLDER, record, unpacked
 

@@ -16,7 +16,7 @@ import pytest
 import app.engine
 import nnsight_engine.vllm_backend
 from nnsight_engine.vllm_backend.steps.vllm_names import USED_NAMES
-from nnsight_engine.vllm_backend.versions.sources import SourceName, VLLMSources
+from nnsight_engine.vllm_backend.versions import SourceName, VLLMSources
 from tests.unit.vllm_backend.vllm_copies import installed_folder
 
 NAMED: Final = {

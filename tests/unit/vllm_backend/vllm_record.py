@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from nnsight_engine.vllm_backend.steps.vllm_names import USED_NAMES, UsedNames
-from nnsight_engine.vllm_backend.versions.sources import SourceName, VLLMSources, is_abstract
+from nnsight_engine.vllm_backend.versions import SourceName, VLLMSources, is_abstract
 
 FOLDER: Final = Path(__file__).parent / "vllm_records"
 COMMAND: Final = "python -m tests.unit.vllm_backend.vllm_record"

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.sandbox.errors import SandboxEndedError
 from nnsight_engine.serialization import encode_error
-from nnsight_engine.serialization.message.table import Piece
-from nnsight_engine.serialization.values import encode_pieces
+from nnsight_engine.serialization.message import Piece
+from nnsight_engine.serialization.wire import encode_pieces
 from nnsight_engine.vllm_backend.traces.block_adapters import NO_ADAPTER
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.messages import CallResult, Tensors, ValueSlot, packed
@@ -33,9 +33,8 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
 
 if TYPE_CHECKING:
     from nnsight_engine.sandbox.forkserver import Sandbox
-    from nnsight_engine.vllm_backend.traces.sandboxed.module_call import ModuleCall
-    from nnsight_engine.vllm_backend.traces.sandboxed.module_policy import CallableModules
-    from nnsight_engine.vllm_backend.traces.sandboxed.process_source import ProcessSource
+    from nnsight_engine.vllm_backend.traces.sandboxed.module_calls import CallableModules, ModuleCall
+    from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import ProcessSource
     from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 logger = logging.getLogger(__name__)
@@ -343,6 +342,3 @@ class SandboxConnection:
 
 
 def _nothing(reply: ContinueReply | Collected) -> None: ...
-
-
-__all__ = ["SandboxConnection"]

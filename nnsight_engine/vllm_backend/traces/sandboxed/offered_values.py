@@ -1,6 +1,9 @@
 """Values that the worker offers to a sandbox process, and the changes that the process makes to them.
 
 The process gets and changes only the rows of its own requests; its changes are hostile until checked here.
+They are stored for the case that the step is run again, since the process is asked only once. The size of its
+answers is up to the untrusted code, so no more is stored than one message may hold, and a step in which more
+was changed cannot be run again.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import torch
 
 from nnsight_engine.core.trees import tensors
 from nnsight_engine.sandbox.errors import SandboxEndedError
-from nnsight_engine.serialization.message.table import Piece
+from nnsight_engine.serialization.message import Piece
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.messages import Tensors, ValueSlot, packed_value
 from nnsight_engine.vllm_backend.traces.row_payloads import RowPayloads, RowStore
@@ -71,4 +74,23 @@ def _changed(
     return changed
 
 
-__all__ = ["packed_rows", "put_changes"]
+class Changes:
+    """Slots and bytes by place; none are kept (``is_too_much``) over the limit or after a repeated place."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.by_place: dict[str, tuple[Sequence[ValueSlot], memoryview]] = {}
+        self.is_too_much = False
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+
+    def keep(self, place: str, slots: Sequence[ValueSlot], content: memoryview) -> None:
+        self._num_bytes += len(content)
+        self.is_too_much = self.is_too_much or self._num_bytes > self._max_bytes or place in self.by_place
+        if self.is_too_much:
+            self.by_place.clear()
+        else:
+            self.by_place[place] = (slots, content)
+
+    def clear(self) -> None:
+        self.by_place.clear()
+        self.is_too_much, self._num_bytes = False, 0

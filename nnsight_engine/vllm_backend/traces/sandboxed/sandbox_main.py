@@ -3,23 +3,33 @@
 ``SandboxTraces`` is the counterpart of ``WorkerTraces``: the worker offers it values and calls modules for
 it, as pipeline stages do (see ``stages``). The process has no weights, and only the rows of this trace's
 requests.
+
+A process in which a trace has left something behind (another default dtype, a replaced function of torch) is
+not used again. A hostile block can deceive this, and then disturbs its own tenant only, as a process is never
+given to another one.
 """
 
 from __future__ import annotations
 
 import logging
+import operator
+import random
+import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.interleaving.call_stacks import Done
 from nnsight_engine.interleaving.threads import ThreadMediator, Threads, ThreadStack
-from nnsight_engine.sandbox.block_checker import CHECKED
+from nnsight_engine.sandbox.block_checker import CHECKED, MODULES
 from nnsight_engine.sandbox.channel import SandboxSide
 from nnsight_engine.serialization import decode, restore_error
 from nnsight_engine.vllm_backend.compat import EngineLimits
@@ -35,12 +45,10 @@ from nnsight_engine.vllm_backend.traces.messages import (
     slot_of,
     unpacked_value,
 )
-from nnsight_engine.vllm_backend.traces.model import WorkerModel
-from nnsight_engine.vllm_backend.traces.names import Names
+from nnsight_engine.vllm_backend.traces.model import Names, WorkerModel
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.row_payloads import RemoteStageValue, RowPayloads
 from nnsight_engine.vllm_backend.traces.rows import plain
-from nnsight_engine.vllm_backend.traces.sandboxed.leftovers import Leftovers, thread_settings
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     Argument,
     BeginRequests,
@@ -56,8 +64,63 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
 )
 from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
-from nnsight_engine.vllm_backend.traces.trace_end import TraceEnd
+from nnsight_engine.vllm_backend.traces.trace_store import TraceEnd
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
+
+_CLASSES: Final = (torch.Tensor, torch.nn.Module)
+
+
+class Leftovers:
+    """Compares the state that blocks can reach with what it was when this object was made."""
+
+    def __init__(self) -> None:
+        self._names = [name for name in ("builtins", *MODULES) if name in sys.modules]
+        self._before = [dict(namespace) for namespace in self._namespaces()]
+        self._settings = _settings()
+
+    def exist(self) -> bool:
+        if self._settings != _settings():
+            return True
+        pairs = zip(self._before, self._namespaces(), strict=True)
+        return not all(
+            len(before) == len(now) and all(map(operator.is_, before.values(), now.values()))
+            for before, now in pairs
+        )
+
+    def _namespaces(self) -> list[Any]:
+        return [vars(owner) for owner in (*(sys.modules[name] for name in self._names), *_CLASSES)]
+
+    @staticmethod
+    def draw_anew() -> None:
+        """Seed the generators that traces share; torch's is seeded for each block."""
+        random.seed()
+        np.random.seed()  # the state of old code, which has no generator of its own
+
+
+def thread_settings() -> tuple[Any, ...]:
+    """Return the settings that torch and numpy have for the calling thread only."""
+    return (
+        torch.get_default_device(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch._C._len_torch_function_stack(),  # noqa: SLF001 - there is no public way to count them
+        len(_get_current_dispatch_mode_stack()),
+        np.geterr(),
+        sys.gettrace(),
+        sys.getprofile(),
+    )
+
+
+def _settings() -> tuple[Any, ...]:
+    return (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
+        vars(torch._tensor_str.PRINT_OPTS).copy(),  # noqa: SLF001 - there is no public way to read them
+        sys.getrecursionlimit(),
+        list(warnings.filters),
+    )
+
 
 logger = logging.getLogger(__name__)
 
@@ -350,6 +413,3 @@ def _argument(path: str, value: Any, body: list[memoryview], max_bytes: int) -> 
         plain_value: Argument = value
         return plain_value
     raise SandboxedError.argument(path, f"a {type(value).__name__}")
-
-
-__all__ = ["SandboxTraces", "WaitingThreads", "WorkerValue"]

@@ -1,27 +1,142 @@
+"""A worker's sandbox processes: the setup of their fork server, and the process that a trace gets.
+
+A trace gets an idle process of its tenant, stopped since its last trace, or a new one; nothing here waits.
+Reuse is faster, and state that a block may have left in a process can only reach blocks of its own tenant.
+"""
+
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from nnsight_engine.core.engine_counts import SANDBOX_EVENTS
+from nnsight_engine.core.work_context import SANDBOX_EVENTS
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
-from nnsight_engine.serialization.message.table import Piece
-from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from nnsight_engine.sandbox.forkserver import ForkServer, Sandbox
+from nnsight_engine.serialization import encode
+from nnsight_engine.serialization.message import Piece
+from nnsight_engine.vllm_backend.traces.context import TraceEntry
 from nnsight_engine.vllm_backend.traces.reporting import Report
-from nnsight_engine.vllm_backend.traces.sandboxed.idle_processes import IdleProcesses
-from nnsight_engine.vllm_backend.traces.sandboxed.process_source import ProcessSource
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_session import Opened, SandboxSession
 from nnsight_engine.vllm_backend.traces.sandboxed.wait_budget import WaitBudget
 
 if TYPE_CHECKING:
     from nnsight_engine.sandbox.forkserver import ForkServer
     from nnsight_engine.vllm_backend.compat import EngineLimits
+    from nnsight_engine.vllm_backend.model_points import ModelPoints
+    from nnsight_engine.vllm_backend.traces.remote_modules import Description
     from nnsight_engine.vllm_backend.traces.request import TraceSpan
-    from nnsight_engine.vllm_backend.traces.sandboxed.module_policy import CallableModules
+    from nnsight_engine.vllm_backend.traces.sandboxed.module_calls import CallableModules
     from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
+
+_MAX_PARKED: Final = 8
+_MAX_USES: Final = 64
+_MAX_GROWN_BYTES: Final = 128 * 2**20
+_MAX_CPU_SHARE: Final = 0.1
+"""Maximum share of a process's lifetime CPU seconds that may be used when it is parked for another trace."""
+
+
+class IdleProcesses:
+    """The idle processes of all tenants; ``cpu_s`` limits the CPU seconds of a process's life."""
+
+    def __init__(self, cpu_s: float) -> None:
+        self._max_cpu_s = _MAX_CPU_SHARE * cpu_s
+        self._by_process: OrderedDict[int, tuple[str, Sandbox]] = OrderedDict()
+
+    def put(self, tenant: str, sandbox: Sandbox) -> None:
+        """Park a process whose trace has ended, or end it if it is too large or has been used too much."""
+        sandbox.num_uses += 1
+        try:
+            sandbox.pause()
+            sandbox.side.forget()  # the memory of messages is shared, and counts as the process's too
+            is_reusable = (
+                sandbox.num_uses < _MAX_USES
+                and sandbox.grown_bytes() <= _MAX_GROWN_BYTES
+                and sandbox.cpu_s() <= self._max_cpu_s
+            )
+        except OSError:
+            is_reusable = False  # it has died
+        if not is_reusable:
+            sandbox.end()
+            return
+        self._by_process[sandbox.process] = (tenant, sandbox)
+        while len(self._by_process) > _MAX_PARKED:
+            self._by_process.popitem(last=False)[1][1].end()
+
+    def take(self, tenant: str) -> Sandbox | None:
+        own = [process for process, (owner, _) in self._by_process.items() if owner == tenant]
+        for process in reversed(own):
+            _, sandbox = self._by_process.pop(process)
+            with contextlib.suppress(OSError):
+                if sandbox.side.has_nothing_unread():
+                    sandbox.resume()
+                    return sandbox
+            sandbox.end()  # it has died, or sent an unsolicited message
+        return None
+
+
+class ProcessSource:
+    def __init__(
+        self, tenant: str, idle: IdleProcesses, server: ForkServer, on_take: Callable[[], None]
+    ) -> None:
+        self._tenant = tenant
+        self._idle = idle
+        self._server = server
+        self._on_take = on_take
+
+    def take(self) -> Sandbox | None:
+        sandbox = self._idle.take(self._tenant) or self._server.take()
+        if sandbox is not None:
+            self._on_take()
+        return sandbox
+
+    def fileno(self) -> int:
+        return self._server.fileno()
+
+    def error(self) -> SandboxUnavailableError:
+        return self._server.error or SandboxUnavailableError(
+            "no sandbox was ready in time: send the request again"
+        )
+
+
+_ZYGOTE: Final = "nnsight_engine.vllm_backend.traces.sandboxed.zygote"
+_NUM_SPARE: Final = 4
+
+
+def open_sandbox_pool(
+    sandboxes: SandboxPool,
+    served: CallableModules,
+    modules: Sequence[Description],
+    points: ModelPoints,
+    limits: EngineLimits,
+) -> None:
+    """Start the fork server for a worker's sandboxed traces, without waiting for it."""
+    half_bytes = limits.sandbox_message_bytes
+    setup = {
+        "call_bytes": served.call_bytes,
+        "modules": list(modules),
+        "layout": points.layout.to_plain(),
+        "sizes": {
+            "hidden_size": points.hidden_size,
+            "vocab_size": points.vocab_size,
+            "tensor_parallel_size": points.tensor_parallel_size,
+        },
+        "limits": dataclasses.asdict(limits),
+        "entry": served.entry,
+        "refused": sorted(served.refused),
+    }
+    command = [sys.executable, "-m", _ZYGOTE]
+    server = ForkServer(
+        command, encode(setup), half_bytes, _NUM_SPARE, needs_namespaces=limits.sandbox_needs_namespaces
+    )
+    server.start()
+    sandboxes.open(server, served, half_bytes)
 
 
 class SandboxPool:
@@ -239,6 +354,3 @@ class SandboxPool:
             if session.tenant == tenant and not session.connection.has_process:
                 session.connection.pump()
                 return
-
-
-__all__ = ["SandboxPool"]

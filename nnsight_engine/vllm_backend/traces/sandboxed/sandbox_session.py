@@ -1,7 +1,8 @@
 """The worker's side of one sandboxed trace: offers its process the model's values that the blocks want.
 
 A session represents all requests of one trace, since these share variables. A process that dies or violates
-the protocol is ended, and its requests fail.
+the protocol is ended, and its requests fail. So is one that reports values not requested, or prints without
+end: it would fill the engine's memory.
 
 A process that does not answer within the step's budget is *deferred*: the step continues without its
 requests, whose rows of that step are discarded. Once it has answered, the rows are computed again: its
@@ -11,20 +12,19 @@ takes part normally. So a block sees each value once, as if the step had waited.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from nnsight_engine.remote_backend.prints import MAX_BYTES
+from nnsight_engine.remote_backend.unread_output import MAX_PRINTED_BYTES
 from nnsight_engine.remote_backend.values.received_blocks import failure_of, outcome_of
 from nnsight_engine.sandbox.errors import SandboxEndedError
 from nnsight_engine.serialization import encode, encode_error
-from nnsight_engine.serialization.message.table import Piece
-from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from nnsight_engine.serialization.message import Piece
+from nnsight_engine.vllm_backend.traces.context import TraceEntry
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.messages import End, InvalidValue, PassedPlaces, ValueSlot
 from nnsight_engine.vllm_backend.traces.reporting import Report
 from nnsight_engine.vllm_backend.traces.row_payloads import RowPayloads
-from nnsight_engine.vllm_backend.traces.sandboxed.changes import Changes
 from nnsight_engine.vllm_backend.traces.sandboxed.connection import SandboxConnection
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     BeginRequests,
@@ -32,17 +32,49 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     Collected,
     ContinueReply,
     OfferRows,
+    SandboxReply,
     StepMessage,
 )
-from nnsight_engine.vllm_backend.traces.sandboxed.offered_values import packed_rows, put_changes
-from nnsight_engine.vllm_backend.traces.sandboxed.session_reports import SessionReports
+from nnsight_engine.vllm_backend.traces.sandboxed.offered_values import Changes, packed_rows, put_changes
 
 if TYPE_CHECKING:
     from nnsight_engine.sandbox.forkserver import ForkServer, Sandbox
     from nnsight_engine.vllm_backend.traces.request import TraceSpan
-    from nnsight_engine.vllm_backend.traces.sandboxed.module_policy import CallableModules
-    from nnsight_engine.vllm_backend.traces.sandboxed.process_source import ProcessSource
+    from nnsight_engine.vllm_backend.traces.sandboxed.module_calls import CallableModules
+    from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import ProcessSource
     from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
+
+
+class SessionReports:
+    def __init__(self, entries: Mapping[str, TraceEntry]) -> None:
+        self.over: set[str] = set()
+        self._entries = entries
+        self._reports: dict[str, Report] = {}
+        self._num_printed = 0
+
+    def note(self, ended: Collection[str], replies: Sequence[SandboxReply]) -> None:
+        """Record a step's reports; SandboxEndedError if the process reports what was not requested."""
+        self.over.update(ended)
+        for reply in replies:
+            entry = self._entries.get(reply.request_id)
+            self._num_printed += len(reply.printed)
+            if self._num_printed > 2 * MAX_PRINTED_BYTES:  # an unmodified process stops at half of that
+                raise SandboxEndedError.broken("it printed without end")
+            if entry is None:
+                continue
+            if not _is_wanted(reply, entry):  # nothing would ever read it
+                raise SandboxEndedError.broken("it reported what nobody asked for")
+            self._reports[reply.request_id] = (entry.key, entry.index, reply.data, reply.printed)
+
+    def take(self) -> tuple[list[str], dict[str, Report]]:
+        over, self.over = self.over, set()
+        reports, self._reports = self._reports, {}
+        return list(over), reports
+
+
+def _is_wanted(reply: SandboxReply, entry: TraceEntry) -> bool:
+    return (entry.streams or reply.data is None) and (entry.prints or not reply.printed)
+
 
 _MAX_FAILURE_CHARS: Final = 2000
 _MAX_MISFITS: Final = 500
@@ -325,7 +357,7 @@ class SandboxSession:
         head, self._collected = self._collected, None
         if head is not None:
             content, self.connection.content = self.connection.content, memoryview(b"")
-            return [content], (head.printed[:MAX_BYTES], head.failure[:_MAX_FAILURE_CHARS])
+            return [content], (head.printed[:MAX_PRINTED_BYTES], head.failure[:_MAX_FAILURE_CHARS])
         error_data = encode_error(self.error or SandboxEndedError.gone())
         blocks = [
             outcome_of(entry.index, {}, error_data, choice=entry.choice_of(name))
@@ -442,6 +474,3 @@ class SandboxSession:
         """Do nothing: copies and caches are handled in the process."""
 
     watch_pass = leave
-
-
-__all__ = ["Opened", "SandboxSession"]

@@ -182,6 +182,3 @@ def _ready(sandboxes: Sequence[SandboxSession], wait_s: float) -> list[SandboxSe
         poll.register(descriptor, select.POLLIN)
     ready = poll.poll(wait_s * 1000)
     return [session for descriptor, _ in ready for session in by_descriptor[descriptor]]
-
-
-__all__ = ["WaitBudget"]

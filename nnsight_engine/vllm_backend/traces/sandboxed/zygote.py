@@ -1,4 +1,9 @@
-"""The zygote process of a worker: it has loaded vLLM's classes and the model's outline, but no weights."""
+"""The zygote process of a worker: it has loaded vLLM's classes and the model's outline, but no weights.
+
+Every sandbox process runs a small trace before it is confined, the warmup: first uses are slow, or need
+files. A fork copies memory page by page when Python writes, even to objects that it only reads: here no
+request waits.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +12,73 @@ import socket
 import sys
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from api_schemas.operations import Trace
 from nnsight_engine.sandbox.block_checker import load_modules
 from nnsight_engine.sandbox.channel import read_exactly
 from nnsight_engine.sandbox.confine import ProcessLimits
 from nnsight_engine.sandbox.zygote import NUMBER, fork_children
 from nnsight_engine.serialization import decode
 from nnsight_engine.vllm_backend.compat import EngineLimits
-from nnsight_engine.vllm_backend.model_layout import ModelLayout
 from nnsight_engine.vllm_backend.model_points import ModelPoints
+from nnsight_engine.vllm_backend.module_tree import ModelLayout
+from nnsight_engine.vllm_backend.request_code import encoded_code
+from nnsight_engine.vllm_backend.traces.context import TraceEntry
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
-from nnsight_engine.vllm_backend.traces.model import WorkerModel
-from nnsight_engine.vllm_backend.traces.names import Names
+from nnsight_engine.vllm_backend.traces.messages import End, PassedPlaces, packed_value
+from nnsight_engine.vllm_backend.traces.model import Names, WorkerModel
 from nnsight_engine.vllm_backend.traces.remote_modules import RemoteModuleEnvoy, tree
+from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
+    BeginRequests,
+    Collect,
+    OfferRows,
+    StepMessage,
+)
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_main import SandboxTraces
-from nnsight_engine.vllm_backend.traces.sandboxed.warmup import Warmup
+
+_CODE: Final = """
+first = model.layers[0].output.save()
+model.layers[0].output[:] *= 2
+last = model.layers[-1].output[-1].float().softmax(-1).topk(2).values.sum().save()
+print("ready", first.shape)
+"""
+_KEY: Final = "rehearsal"
+_REQUEST: Final = "rehearsal-0"
+_ROWS: Final = 2
+_MAX_OFFERS: Final = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Warmup:
+    """The prepared trace; ``value`` is a layer's output, of zeros, in the form that the model returns."""
+
+    entry: dict[str, Any]
+    value: Any
+
+    @staticmethod
+    def of(points: ModelPoints) -> Warmup:
+        data = encoded_code(Trace(op="trace", code=_CODE), "rehearsal")
+        entry = TraceEntry(_KEY, 0, 1, data, [{}], streams=True, prints=True, sandbox_of=None)
+        rows = torch.zeros(_ROWS, points.hidden_size, dtype=torch.bfloat16)
+        whole = rows[None] if points.family.is_batched else rows
+        return Warmup(entry.to_plain(), (whole, whole) if points.returns_residual else whole)
+
+    def run(self, traces: SandboxTraces) -> None:
+        traces.answer(BeginRequests([(_REQUEST, self.entry)]), memoryview(b""))
+        traces.answer(StepMessage([(_REQUEST, _ROWS, 0, True)], [], PassedPlaces()), memoryview(b""))
+        for _ in range(_MAX_OFFERS):
+            wanted = next(iter(traces.dispatcher.wanted), None)
+            if wanted is None:
+                break
+            slots, is_tuple, body = packed_value(self.value)
+            offer = OfferRows(wanted, PassedPlaces(), slots, is_tuple)
+            traces.answer(offer, memoryview(b"".join(body)))
+        else:
+            traces.answer(End(PassedPlaces()), memoryview(b""))
+        traces.answer(Collect(_KEY, {}, []), memoryview(b""))
 
 
 class SandboxEnvoy(RemoteModuleEnvoy):

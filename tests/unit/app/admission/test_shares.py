@@ -14,14 +14,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.admission.fair_queue import FairQueue
-from app.admission.slot_pool import Slot, SlotPool
-from app.allowance import Allowance, part_of
-from app.received_bytes import ReceivedBytes
+from app.admission.slot_pool import FairQueue, Slot, SlotPool
+from app.limits.allowances import Allowance, ReceivedBytes, part_of
+from app.limits.tenant_budget import TenantBudget
 from app.settings import Settings
-from app.storage.disk_quota import DiskQuota
-from app.storage.storage_usage import Holder
-from app.tenant_budget import TenantBudget
+from app.storage.quotas import DiskQuota, Holder
 
 SHARES = st.integers(1, 1000).map(lambda thousandths: thousandths / 1000)
 TOTALS = st.integers(0, 2**48)

@@ -10,16 +10,14 @@ import argon2
 import pytest
 from sqlalchemy import Engine, event
 
+from api_schemas.administration import CreatedKey, Limits, NewKey
 from api_schemas.errors import ApiError
-from api_schemas.keys import CreatedKey, Limits, NewKey
 from app.auth import keys as keys_module
-from app.auth import lookups as lookups_module
+from app.auth import keys as lookups_module
 from app.auth import secrets
-from app.auth.keys import Keys
-from app.auth.login_throttle import LoginThrottle
-from app.auth.lookups import Lookups
+from app.auth.keys import Keys, LoginThrottle, Lookups
 from app.auth.secrets import new_secret
-from app.refusals import ThrottledError
+from app.limits.allowances import ThrottledError
 from app.storage.database import Database
 from app.storage.keys import KeyStore
 from app.storage.tables import KeyRow

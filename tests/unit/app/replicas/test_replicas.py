@@ -15,11 +15,10 @@ from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import ServeDeploySchema
 
 from app.replicas.application import build, deployment_name, num_cores_of, resources_of, scaling_of
-from app.replicas.metrics_merge import merged
 from app.replicas.options import ModelOptions, ReplicaOptions
 from app.replicas.replica import cores_of
-from app.replicas.replica_ranking import key_of, ranked
-from app.replicas.request_route import RequestRoute, of_body, owner_of, split_path
+from app.replicas.replica_queries import merged
+from app.replicas.routing import RequestRoute, key_of, of_body, owner_of, ranked, split_path
 
 DEPLOY = Path(__file__).resolve().parents[4] / "deploy"
 

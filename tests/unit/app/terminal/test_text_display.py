@@ -85,7 +85,7 @@ def test_a_lens_fits_the_terminal(width: int) -> None:
 def test_commands_start_without_torch_vllm_and_the_server() -> None:
     program = (
         "import sys, app.cli\n"
-        "print({'torch', 'vllm', 'fastapi', 'numpy', 'app.serve_command', 'app.main'} & set(sys.modules))"
+        "print({'torch', 'vllm', 'fastapi', 'numpy', 'app.commands.serve', 'app.main'} & set(sys.modules))"
     )
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert answer.stdout == "set()\n"

@@ -13,8 +13,7 @@ import triton
 import vllm
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
-from nnsight_engine.vllm_backend.cpu_kernels.install import FUNCTIONS, allow_v2
-from nnsight_engine.vllm_backend.cpu_kernels.launches import CpuKernel
+from nnsight_engine.vllm_backend.cpu_kernels.install import FUNCTIONS, CpuKernel, allow_v2
 from nnsight_engine.vllm_backend.unsupported_options import REFUSALS
 
 WORKER = Path(vllm.__file__).parent / "v1/worker"

@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.sample.gumbel import apply_temperature, gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import gather_draft_sampled
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
-from nnsight_engine.vllm_backend.cpu_kernels.gumbel import gumbel_noise, uniform
+from nnsight_engine.vllm_backend.cpu_kernels.sampling import gumbel_noise, uniform
 
 CHI2_7_999 = 24.3
 """What a sum of squares with seven degrees of freedom exceeds once in a thousand draws."""

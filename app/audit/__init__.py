@@ -1,1 +1,0 @@
-"""The audit log: which caller ran or changed something, for administrators to read."""

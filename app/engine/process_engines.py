@@ -1,0 +1,203 @@
+"""Engines for traces in processes: a ``LanguageModel``, for what vLLM cannot run, and sessions on vLLM.
+
+The code around a session's traces must run neither in this process nor in vLLM's workers. So it runs in a
+process without a model, and its traces run in vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.jobs import JobStatus
+from app.engine.client import TraceEngine
+from app.engine.trace_process_pool import ProcessJob, RequestTasks, TraceProcesses
+from app.http.errors import error_bytes, internal_error
+from app.settings import Settings
+from nnsight_engine.local_engine.trace_process import (
+    LOCAL,
+    OUTLINE,
+    TRACE,
+    ProcessEndedError,
+    ProcessOptions,
+    TraceProcess,
+)
+from nnsight_engine.remote_backend.errors import LocalBlockError
+from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
+from nnsight_engine.remote_backend.messages import TraceRequest
+from nnsight_engine.serialization import DecodeError
+
+logger = logging.getLogger(__name__)
+
+
+class LocalTraceEngine(TraceProcesses):
+    name = queue = "local"
+    purpose = "the local engine"
+    starts_ahead = True
+
+    def __init__(self, options: ProcessOptions, settings: Settings, environment: Mapping[str, str]) -> None:
+        super().__init__("nnsight_engine.local_engine.process", options, settings, environment)
+        self._timeout_s = settings.local_block_timeout_s
+        self._requests = RequestTasks()
+
+    async def serve_request(self, child: TraceProcess, message: dict[str, Any], job: ProcessJob) -> None:
+        """Have the trace's client run a part of its block, in a task of its own while the process is read."""
+        if LOCAL not in message:
+            await super().serve_request(child, message, job)
+            return
+        if not await self._requests.is_free(job):
+            raise DecodeError("a trace sent a second call to its client before the first was answered")
+        kind, data = await child.frame()
+        if kind is not FrameKind.RESULT:
+            raise DecodeError("a trace announced a call to its client and sent none")
+        self._requests.start(job, self._call_client(child, data, job))
+
+    async def ended(self, job: ProcessJob) -> None:
+        await self._requests.cancel(job)
+
+    async def _call_client(
+        self, child: TraceProcess, data: bytes | bytearray | memoryview, job: ProcessJob
+    ) -> None:
+        with contextlib.suppress(ProcessEndedError):
+            await child.answer(await self._answer(data, job))
+
+    async def _answer(self, data: bytes | bytearray | memoryview, job: ProcessJob) -> Frame:
+        if job.request.call_client is None:
+            return _unsupported(LocalBlockError.unreachable())
+        try:
+            return Frame(FrameKind.RESULT, await job.request.call_client(data))
+        except TimeoutError:
+            return _unsupported(LocalBlockError.unanswered(self._timeout_s))
+        except Exception:
+            logger.exception("a call to a trace's client failed")
+            return Frame(FrameKind.ERROR, error_bytes(internal_error()))
+
+
+def _unsupported(error: LocalBlockError) -> Frame:
+    return Frame(FrameKind.ERROR, error_bytes(ApiError(ErrorCode.UNSUPPORTED_COMBINATION, str(error))))
+
+
+Outline = Callable[[], Awaitable[dict[str, Any]]]
+_PASSED_ON = frozenset({FrameKind.OUTPUTS, FrameKind.RESULT})
+
+
+class SessionTraces(TraceProcesses):
+    name = "vllm"
+    queue = "sessions"
+    purpose = "a session's process"
+    are_engines = False
+
+    def __init__(
+        self,
+        engine: TraceEngine,
+        outline: Outline,
+        options: ProcessOptions,
+        settings: Settings,
+        environment: Mapping[str, str],
+    ) -> None:
+        super().__init__(
+            "nnsight_engine.local_engine.session_process",
+            options,
+            settings,
+            environment,
+            num_processes=settings.session_processes,
+        )
+        self._engine = engine
+        self._outline = outline
+        self._requests = RequestTasks()
+
+    def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
+        """Run a session in a process, or a trace on the engine; see ``TraceEngine``."""
+        run = super().run_trace if request.head.kind == "session" else self._engine.run_trace
+        return run(request, job_id)
+
+    async def serve_request(self, child: TraceProcess, message: dict[str, Any], job: ProcessJob) -> None:
+        """Serve a session's request in a task of its own: run a trace, or describe the model."""
+        if not await self._requests.is_free(job):
+            raise DecodeError("a session sent a second request before the first was answered")
+        if TRACE in message:
+            kind, data = await child.frame()
+            if kind is not FrameKind.RESULT:
+                raise DecodeError("a session announced a trace and sent none")
+            # This task reads the process for no request in particular; the trace's usage, tier and spans
+            # belong to the job's context.
+            self._requests.start(job, self._trace(child, data, job), job.context.copy())
+        elif OUTLINE in message:
+            self._requests.start(job, self._describe(child))
+        else:
+            await super().serve_request(child, message, job)
+
+    async def ended(self, job: ProcessJob) -> None:
+        await self._requests.cancel(job)
+
+    async def _trace(
+        self, child: TraceProcess, data: bytes | bytearray | memoryview, job: ProcessJob
+    ) -> None:
+        with contextlib.suppress(ProcessEndedError):
+            try:
+                request = await asyncio.to_thread(TraceRequest.from_bytes, data)  # untrusted input
+                _check(request)
+                # The block's process knows the model's own name only, not an adapter that the session names.
+                session = job.request.head
+                request.head = msgspec.structs.replace(
+                    request.head,
+                    model=session.model,
+                    revision=session.revision,
+                    fingerprint=session.fingerprint,
+                )
+                request.tenant = job.request.tenant
+                request.sandbox_of = job.request.sandbox_of
+                frames = self._engine.run_trace(request, f"session-{secrets.token_hex(16)}")
+                async with contextlib.aclosing(frames):
+                    async for frame in frames:
+                        await self._forward(child, frame, job)
+            except DecodeError as error:
+                await child.answer(_refusal(ApiError(ErrorCode.INVALID_TRACE, str(error))))
+            except ApiError as error:
+                await child.answer(_refusal(error))
+            except ProcessEndedError:
+                raise
+            except Exception:
+                logger.exception("a session's trace failed")
+                await child.answer(_refusal(internal_error()))
+
+    async def _forward(self, child: TraceProcess, frame: Frame, job: ProcessJob) -> None:
+        if frame.kind in _PASSED_ON:
+            await child.answer(frame)
+        elif frame.kind is FrameKind.EVENT and (event := frame.json())["status"] == JobStatus.LOG:
+            job.notify(JobStatus.LOG, event.get("message"))
+
+    async def _describe(self, child: TraceProcess) -> None:
+        with contextlib.suppress(ProcessEndedError):
+            try:
+                await child.answer(json_frame(FrameKind.EVENT, await self._outline()))
+            except ApiError as error:
+                await child.answer(_refusal(error))
+            except ProcessEndedError:
+                raise
+            except Exception:
+                logger.exception("describing the model to a session failed")
+                await child.answer(_refusal(internal_error()))
+
+
+def _check(request: TraceRequest) -> None:
+    """Raise DecodeError unless the request is a trace for vLLM in the ``wire`` codec.
+
+    No key was checked for the right to use another codec, so only the one that needs no right is accepted.
+    """
+    head = request.head
+    if (head.kind, head.dialect, head.codec) != ("trace", "vllm", "wire"):
+        raise DecodeError(
+            "a session on vLLM runs traces of VLLM that are written as 'wire', and nothing else"
+        )
+
+
+def _refusal(error: ApiError) -> Frame:
+    return Frame(FrameKind.ERROR, error_bytes(error))

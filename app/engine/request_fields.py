@@ -1,0 +1,69 @@
+"""Fields that are changed for vLLM: the cache salt that keeps tenants apart, and the model's name.
+
+No tenant reuses or detects what another one sent. Answers have the name that the client sent, with its
+preset.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import AsyncGenerator
+from typing import Any, Final
+
+from app.auth.principal import Principal
+from app.engine.client import JsonObject
+from app.formats.json_bodies import content_parts
+from app.formats.json_text import json_text
+from app.http.errors import DONE_FRAME
+
+
+def salt_of(body: JsonObject, caller: Principal) -> str:
+    if body.get("cache_salt"):
+        return "client"
+    return "tenant" if caller.has_key else "none"
+
+
+def isolate_cache(body: JsonObject, caller: Principal) -> None:
+    """Set the cache salt, so that timing does not reveal whether another tenant sent a prompt.
+
+    The ids by which clients name images, to send them once, are the tenant's own likewise.
+    """
+    if not caller.has_key:
+        return
+    salt = body.get("cache_salt")
+    if salt is None or (salt and isinstance(salt, str)):  # vLLM refuses other values
+        body["cache_salt"] = _own(salt or "", caller)
+    for part in content_parts(body):
+        if part.get("uuid") is not None:
+            part["uuid"] = _own(str(part["uuid"]), caller)
+
+
+def _own(name: str, caller: Principal) -> str:
+    # Unambiguous, since no tenant's name has a colon; hashed, since vLLM limits the salt's length.
+    return hashlib.sha256(f"{caller.tenant}:{name}".encode()).hexdigest()
+
+
+_MODEL: Final = "model"
+_DATA: Final = "data: "
+_HOLDERS: Final = ("response", "message")
+"""Objects of events that have the name: those of responses and of messages."""
+
+
+def with_model(body: dict[str, Any], model: str | None) -> dict[str, Any]:
+    if model is None:
+        return body
+    found = {name: with_model(body[name], model) for name in _HOLDERS if isinstance(body.get(name), dict)}
+    return body | found | ({_MODEL: model} if _MODEL in body else {})
+
+
+async def events_with_model(source: AsyncGenerator[str, None], model: str) -> AsyncGenerator[str, None]:
+    try:
+        async for event in source:
+            if event.startswith(_DATA) and event != DONE_FRAME:
+                body = with_model(json.loads(event.removeprefix(_DATA)), model)
+                yield f"{_DATA}{json_text(body)}\n\n"
+            else:
+                yield event
+    finally:
+        await source.aclose()

@@ -1,0 +1,213 @@
+"""The gate in front of the routes: rejects requests while not ready, counts them, handles escaped errors.
+
+``BaseHTTPMiddleware`` would cost a task group per request and hide disconnects from the routes below.
+
+While the server has no keys and admits local callers, ``Host`` and ``Origin`` are checked on every route. A
+page in a local browser can make a name of its own resolve to this machine (DNS rebinding), so the host name
+of a request must be one of this machine's, and other origins are rejected. With keys, the key alone
+authorizes a request.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Awaitable, Callable, Collection
+from typing import Final, NamedTuple
+
+from starlette.requests import ClientDisconnect, HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api_schemas.errors import ApiError, ErrorCode, excerpt
+from app.addresses import is_loopback
+from app.admission.rates import Admitted
+from app.http.contexts import context_of
+from app.http.errors import error_response, internal_error, refuse
+from app.http.lifecycle import Lifecycle, Phase
+from app.http.vllm_routes import OUTSIDE_V1
+from app.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+API_PREFIX: Final = "/v1/"
+RESULTS_PREFIX: Final = "/v1/results/"
+STATUS_PATH: Final = "/v1/status"
+JOBS_PATH: Final = "/v1/jobs"
+_EVENTS: Final = "/events"
+_RERUN: Final = "/rerun"
+_TRY_AGAIN_LATER: Final = 1013
+
+
+class GateMiddleware:
+    """Admits API requests while the server can serve them, and counts them until their last byte.
+
+    ``request_timeout_s`` applies to POST requests only.
+    """
+
+    def __init__(self, app: ASGIApp, lifecycle: Lifecycle, request_timeout_s: float) -> None:
+        self._app = app
+        self._lifecycle = lifecycle
+        self._request_timeout_s = request_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in {"http", "websocket"}:
+            await self._app(scope, receive, send)
+            return
+        path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
+        if path == STATUS_PATH or not (path.startswith(API_PREFIX) or path in OUTSIDE_V1):
+            await self._answer(scope, receive, send)
+            return
+        refusal = self._refusal(path, scope.get("method", "GET"))
+        if refusal is not None:
+            await refuse(refusal, scope, receive, send, code=_TRY_AGAIN_LATER)
+            return
+        if path.startswith(JOBS_PATH) and path.endswith(_EVENTS):
+            # A client that follows a job is not counted, or the drain would wait for it while it waits for
+            # the job; it reconnects to the next server.
+            await self._answer(scope, receive, send)
+            return
+        deadline = context_of(scope).deadline
+        with self._lifecycle.serving(deadline):
+            if scope.get("method") == "POST":  # other methods only look things up or fetch stored content
+                deadline.limit(self._request_timeout_s)
+            await self._answer(scope, receive, send)
+
+    def _refusal(self, path: str, method: str) -> ApiError | None:
+        # Jobs outlive engines: job requests that start no work are served in every phase.
+        if f"{path}/".startswith(f"{JOBS_PATH}/"):
+            begins_work = method == "POST" and (path == JOBS_PATH or path.endswith(_RERUN))
+            return self._lifecycle.refusal() if begins_work else None
+        # A result outlives its request: a client served just before the drain may still fetch it.
+        if path.startswith(RESULTS_PREFIX) and self._lifecycle.phase is not Phase.STARTING:
+            return None
+        return self._lifecycle.refusal()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context, has_started = context_of(scope), False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                _add_headers(message, context.admitted)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        except ClientDisconnect:
+            logger.info("client disconnected: %s %s", scope.get("method", "WEBSOCKET"), scope["path"])
+        except Exception:
+            # After the status was sent, no error can be reported; the server closes the connection.
+            if has_started or scope["type"] == "websocket":
+                raise
+            logger.exception("unhandled error: %s %s", scope["method"], scope["path"])
+            await error_response(internal_error())(scope, receive, send)
+        finally:
+            if context.admitted is not None:
+                context.admitted.release()
+            if context.intake is not None:
+                context.intake.close()
+
+
+def _add_headers(start: Message, admitted: Admitted | None) -> None:
+    if admitted is not None:
+        sent = [(name.encode(), value.encode()) for name, value in admitted.headers.items()]
+        start["headers"] = [*start.get("headers", []), *sent]
+
+
+_AUTHORITY: Final = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?", re.ASCII | re.IGNORECASE)
+_ORIGIN: Final = re.compile(r"https?://(.+)", re.ASCII | re.IGNORECASE)
+_DEFAULT_PORTS: Final = {"80", "443"}
+_CONNECTIONS: Final = {"http", "websocket"}
+_POLICY_VIOLATION: Final = 1008
+
+
+class Authority(NamedTuple):
+    """A host, in lower case and IPv6 without brackets, and its port, empty for a default one."""
+
+    name: str
+    port: str
+
+
+class HostMiddleware:
+    """Rejects foreign host names and origins without keys; asks for these only before it rejects."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        are_keys_required: Callable[[], Awaitable[bool]],
+        allowed_origins: Collection[str] = (),
+    ) -> None:
+        self._app = app
+        self._allowed_origins = allowed_origins
+        # Without keys the server listens on loopback only; other host names are checked only there.
+        self._checks_name = is_loopback(settings.host)
+        self._own = {name.strip().lower() for name in settings.allowed_hosts.split(",")} - {""}
+        self._are_keys_required = are_keys_required
+        self._has_keys = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in _CONNECTIONS:
+            refusal = self._refusal(HTTPConnection(scope))
+            if refusal is not None and not await self._requires_keys():
+                await refuse(refusal, scope, receive, send, code=_POLICY_VIOLATION)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, connection: HTTPConnection) -> ApiError | None:
+        # A request without a Host header does not come from a browser.
+        if self._checks_name and "host" in connection.headers and not self._is_own(host_of(connection)):
+            return ApiError(
+                ErrorCode.HOST_NOT_ALLOWED,
+                "A server without keys accepts only host names of its own machine, and this request has the "
+                f"Host {excerpt(connection.headers.get('host'))}: use http://localhost, or ask the operator "
+                "to add it to allowed_hosts (NNSIGHT_ENGINE_ALLOWED_HOSTS) or to create keys.",
+            )
+        is_allowed = connection.headers.get("origin") in self._allowed_origins
+        if not is_allowed and is_cross_origin(connection):
+            return ApiError(
+                ErrorCode.ORIGIN_NOT_ALLOWED,
+                "A server without keys rejects requests from pages of other origins, and this request has "
+                f"the Origin {excerpt(connection.headers.get('origin'))}: open the page from this server, "
+                "call it from outside a browser, or ask the operator for --allowed-origins or for keys.",
+            )
+        return None
+
+    def _is_own(self, host: Authority | None) -> bool:
+        return host is not None and (is_loopback(host.name) or host.name in self._own)
+
+    async def _requires_keys(self) -> bool:
+        if not self._has_keys:  # once keys exist, that does not change
+            try:
+                self._has_keys = await self._are_keys_required()
+            except Exception:
+                logger.exception(
+                    "the keys could not be read: the request is refused as on a server without keys"
+                )
+        return self._has_keys
+
+
+def host_of(connection: HTTPConnection) -> Authority | None:
+    """Return the host in the request's ``Host`` header; None if it is malformed, missing or repeated."""
+    given = connection.headers.getlist("host")
+    return _authority(given[0]) if len(given) == 1 else None
+
+
+def is_cross_origin(connection: HTTPConnection) -> bool:
+    """Return whether the ``Origin`` header is malformed or names another host or port than ``Host``."""
+    given = connection.headers.getlist("origin")
+    if not given:
+        return False
+    origin = _ORIGIN.fullmatch(given[0])
+    page = None if origin is None or len(given) > 1 else _authority(origin[1])
+    return page is None or page != host_of(connection)
+
+
+def _authority(text: str) -> Authority | None:
+    """Return the host and port; None for anything else, including user information (``127.0.0.1@evil``)."""
+    found = _AUTHORITY.fullmatch(text)
+    if found is None:
+        return None
+    name, port = found[1].lower().strip("[]"), (found[2] or "").lstrip("0")
+    return Authority(name, "" if port in _DEFAULT_PORTS else port)

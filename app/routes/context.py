@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Final
+
+from fastapi import Depends, Security
+from fastapi.openapi.models import HTTPBearer as BearerModel
+from fastapi.security import SecurityScopes
+from fastapi.security.base import SecurityBase
+from starlette.requests import HTTPConnection
+
+from api_schemas.administration import Scope
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.presets import HEADER
+from app.admission.rates import Rates
+from app.audit import AuditLog
+from app.auth.keys import Keys
+from app.auth.principal import Principal
+from app.detectors.service import DetectorService
+from app.detectors.training import DetectorTrainer
+from app.dictionaries.service import DictionaryService
+from app.engine.client import EngineClient
+from app.engine.trace_process_pool import TraceProcesses
+from app.http.contexts import RequestContext, context_of
+from app.http.gate import is_cross_origin
+from app.http.large_bodies import LargeBodyReader
+from app.http.lifecycle import Lifecycle
+from app.http.vllm_routes import WORKING
+from app.limits.allowances import ReceivedBytes
+from app.observability.metrics import Metrics, Scrape
+from app.observability.tracing import Tracing
+from app.services.jobs.dispatch import set_limits
+from app.services.jobs.service import JobService
+from app.services.presets import PresetService
+from app.services.traces import TraceService
+from app.settings import Settings
+from app.storage.database import Database
+from app.storage.results import ResultStore
+from app.vectors.service import VectorService
+from app.vectors.training import Trainer
+
+_RUN_AT_ONCE: Final = {
+    "/v1/completions", "/v1/chat/completions", "/v1/traces", "/v1/vectors/train",
+    "/v1/detectors/train", *WORKING,
+}  # fmt: skip
+"""Routes that count against the limit on concurrency."""
+_WITHOUT_PRESETS: Final = frozenset({"/v1/traces", "/v1/vectors/train", "/v1/detectors/train", "/v1/jobs"})
+"""Routes that run the model as it is; a header with a preset would be ignored there."""
+_FREE: Final = frozenset({Scope.INTERVENTIONS, Scope.CODE})
+"""The scopes of routes that intervene, or change what does: not for keys that are limited to presets."""
+_READS: Final = frozenset({"GET", "HEAD"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Context:
+    """The components of one server, reached through the application and never through a global."""
+
+    settings: Settings
+    engine: EngineClient
+    store: ResultStore
+    lifecycle: Lifecycle
+    traces: TraceService
+    jobs: JobService
+    database: Database
+    keys: Keys
+    rates: Rates
+    log: AuditLog
+    vectors: VectorService
+    dictionaries: DictionaryService
+    presets: PresetService
+    trainer: Trainer
+    detectors: DetectorService
+    detector_trainer: DetectorTrainer
+    receiving: ReceivedBytes
+    bodies: LargeBodyReader
+    metrics: Metrics
+    scrape: Scrape
+    tracing: Tracing | None
+    processes: Sequence[TraceProcesses] = ()
+
+
+async def _context_of(connection: HTTPConnection) -> Context:
+    context: Context = connection.app.state.context
+    return context
+
+
+async def _request_of(connection: HTTPConnection) -> RequestContext:
+    return context_of(connection.scope)
+
+
+class _BearerKey(SecurityBase):
+    """Documents in the OpenAPI document how a key is sent; ``auth.keys`` evaluates it."""
+
+    def __init__(self) -> None:
+        self.model = BearerModel(description="A key: `nnsight-engine keys create`. None on a server without.")
+        self.scheme_name = "key"
+
+    async def __call__(self, connection: HTTPConnection) -> str | None:
+        return connection.headers.get("authorization")
+
+
+async def caller_of(
+    connection: HTTPConnection,
+    scopes: SecurityScopes,
+    authorization: Annotated[str | None, Security(_BearerKey())],
+) -> Principal:
+    """Authenticate the caller of a request, check its scopes and admit the request; a dependency."""
+    context: Context = connection.app.state.context
+    if connection.scope["type"] == "websocket":
+        _check_origin(connection)
+    address = "" if connection.client is None else connection.client.host
+    principal = await context.keys.principal(authorization, address)
+    request = context_of(connection.scope)
+    request.identify(principal, connection)
+    principal.check(*map(Scope, scopes.scopes))
+    if not _FREE.isdisjoint(scopes.scopes) and connection.scope.get("method") not in _READS:
+        principal.check_free(f"the route {connection.scope['route'].path}")
+    if request.intake is not None:  # a route's further scopes are checked by further calls
+        return principal
+    route = connection.scope["route"].path
+    if (
+        route in _WITHOUT_PRESETS
+        and connection.scope.get("method") == "POST"
+        and HEADER in connection.headers
+    ):
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_COMBINATION, f"{route} takes no presets; leave out the header.", HEADER
+        )
+    request.intake, request.bodies = context.receiving.intake(principal.tenant), context.bodies
+    if principal.has_key:
+        works = route in _RUN_AT_ONCE
+        set_limits(context.store.stored, principal)
+        request.admitted = await context.rates.admit(principal, request.meter, works=works)
+    return principal
+
+
+def _check_origin(connection: HTTPConnection) -> None:
+    """Reject WebSockets from pages of other origins, with or without a key: browsers do not."""
+    if is_cross_origin(connection):
+        raise ApiError(ErrorCode.ORIGIN_NOT_ALLOWED, "Cross-origin WebSocket connections are not allowed.")
+
+
+Served = Annotated[Context, Depends(_context_of)]
+"""A route's parameter that receives the server's components."""
+Asked = Annotated[RequestContext, Depends(_request_of)]
+"""A route's parameter that receives the request's context."""
+ANY_CALLER: Final = Security(caller_of)
+"""A route's dependency: a key with any scope, if the server has keys. The following ones require scopes."""
+COMPLETER: Final = Security(caller_of, scopes=[Scope.COMPLETIONS])
+INTERVENER: Final = Security(caller_of, scopes=[Scope.INTERVENTIONS])
+TRAINER: Final = Security(caller_of, scopes=[Scope.INTERVENTIONS, Scope.COMPLETIONS])
+CODER: Final = Security(caller_of, scopes=[Scope.CODE])
+MONITOR: Final = Security(caller_of, scopes=[Scope.METRICS])
+ADMIN: Final = Security(caller_of, scopes=[Scope.ADMIN])
+Caller = Annotated[Principal, ANY_CALLER]
+"""A route's parameter that receives the caller, as do the following ones."""
+Completer = Annotated[Principal, COMPLETER]
+Intervener = Annotated[Principal, INTERVENER]
+Trains = Annotated[Principal, TRAINER]
+Coder = Annotated[Principal, CODER]

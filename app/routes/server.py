@@ -1,0 +1,150 @@
+"""The server's probes (ours, and those of vLLM's server), status, metrics, models and capabilities.
+
+Probes, status and metrics are answered in every phase.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.responses import Response
+
+from api_schemas.administration import Scope
+from api_schemas.server import Capabilities, ModelStatus, ServerStatus
+from app.auth.principal import Principal
+from app.http.lifecycle import Phase
+from app.http.openapi import METRICS_ANSWERS, error_responses
+from app.routes.context import ANY_CALLER, MONITOR, Caller, Context, Served
+from app.services.model_list import model_of
+from nnsight_engine import __version__
+
+health_router = APIRouter(tags=["health"])
+
+
+@health_router.get(
+    "/health/live",
+    summary="Liveness: whether the process should keep running",
+    responses=error_responses(503),
+)
+async def live(context: Served) -> dict[str, str]:
+    """200 from process start, also while the model loads and while draining; 503 once the engine is dead."""
+    phase = context.lifecycle.phase
+    refusal = context.lifecycle.refusal()
+    if phase is Phase.DEAD and refusal is not None:
+        raise refusal
+    return {"status": phase}
+
+
+@health_router.get(
+    "/health/ready", summary="Readiness: whether the server accepts requests", responses=error_responses(503)
+)
+async def ready(context: Served) -> dict[str, str]:
+    """200 while requests are served; 503 with the reason otherwise."""
+    refusal = context.lifecycle.refusal()
+    if refusal is not None:
+        raise refusal
+    return {"status": context.lifecycle.phase}
+
+
+@health_router.get(
+    "/health",
+    summary="Readiness, as vLLM's server reports it",
+    response_class=Response,
+    responses=error_responses(503),
+)
+@health_router.get(
+    "/ping",
+    summary="Readiness, as SageMaker asks for it",
+    response_class=Response,
+    responses=error_responses(503),
+)
+@health_router.post("/ping", include_in_schema=False)
+async def health(context: Served) -> Response:
+    """200 without content while requests are served; 503 with the reason otherwise."""
+    await ready(context)
+    return Response()
+
+
+status_router = APIRouter(tags=["health"])
+
+
+@status_router.get("/v1/status", summary="Server status and models")
+async def get_status(context: Served, caller: Caller) -> ServerStatus:
+    """Returns the phase, the models, their trace engines, and the caller's running and queued requests."""
+    phase, served = context.lifecycle.phase, context.engine.served()
+    model = ModelStatus(
+        name=served.names[0],
+        names=list(served.all_names),
+        fingerprint=served.fingerprint,
+        running=phase is Phase.READY,
+        engines=context.traces.names,
+    )
+    in_flight, queued = await _counts(context, caller)
+    return ServerStatus(
+        phase=phase,
+        version=__version__,
+        python=platform.python_version(),
+        models=[model],
+        in_flight=in_flight,
+        queued=queued,
+    )
+
+
+async def _counts(context: Context, caller: Principal) -> tuple[int, int]:
+    """Return the running and queued requests: a tenant's own; all for administrators or without keys."""
+    if not caller.has_key or Scope.ADMIN in caller.scopes:
+        waiting = sum(one.num_waiting for one in context.processes)
+        return context.lifecycle.num_in_flight, await context.jobs.num_waiting() + waiting
+    tenant = caller.tenant
+    running = context.rates.num_running(tenant) + context.jobs.num_running_of(tenant)
+    waiting = sum(one.num_waiting_of(tenant) for one in context.processes)
+    return running, await context.jobs.num_waiting(tenant) + waiting
+
+
+metrics_router = APIRouter(tags=["health"])
+
+
+@metrics_router.get(
+    "/metrics",
+    dependencies=[MONITOR],
+    summary="The engine's numbers, in Prometheus' format",
+    response_class=Response,
+    responses=METRICS_ANSWERS,
+)
+async def get_metrics(context: Served) -> Response:
+    """This server's metrics, listed in docs/monitoring.md, and vLLM's own."""
+    return Response(await context.scrape.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
+models_router = APIRouter(tags=["openai"])
+
+
+@models_router.get("/v1/models", summary="List the models served", responses=error_responses(503))
+async def list_models(context: Served, caller: Caller) -> dict[str, Any]:
+    """OpenAI's list of models, as vLLM returns it, and those that name a preset of the caller's."""
+    return await context.presets.add_models(await context.engine.models(), caller)
+
+
+@models_router.get(
+    "/v1/models/{model:path}", summary="A model of the list", responses=error_responses(404, 503)
+)
+async def get_model(model: str, context: Served, caller: Caller) -> dict[str, Any]:
+    """OpenAI's object for a model, as the list has it; of an organisation, too, ``org/model``."""
+    listed = await list_models(context, caller)
+    return model_of(listed, model) if model else listed  # `/v1/models/` is the list
+
+
+capabilities_router = APIRouter(tags=["interventions"], dependencies=[ANY_CALLER])
+
+
+@capabilities_router.get(
+    "/v1/capabilities",
+    summary="List the points and operations for interventions",
+    responses=error_responses(503),
+)
+async def get_capabilities(context: Served) -> Capabilities:
+    """The points of this model with their shapes, the operations and the limits."""
+    return context.engine.capabilities()

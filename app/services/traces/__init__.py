@@ -1,1 +1,0 @@
-"""Traces: which are admitted, which engine runs them, and their answers over HTTP."""

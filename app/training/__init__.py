@@ -1,1 +1,0 @@
-"""Trainings from labelled prompts: what those of vectors and of detectors share."""

@@ -1,0 +1,424 @@
+"""Plans a step's operations: writes as instructions and kernels, reads into shared buffers, and patterns.
+
+Invariant: until a request's last capture of attention patterns, each key store receives the keys of every row
+that the request computes, captured or not, before that step's patterns are computed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from nnsight_engine.core.errors import InterventionError
+from nnsight_engine.core.model_spec import PATTERN
+from nnsight_engine.plans.records import leaf_width, may_overflow, width_classes
+from nnsight_engine.plans.request_plan import OperationKind, PlannedSite
+from nnsight_engine.plans.step.active import ActiveOp
+from nnsight_engine.plans.step.condition_planner import detector_key
+from nnsight_engine.plans.step.context import SiteKey, StepContext
+from nnsight_engine.plans.step.feature_kernels import ChangedRows, bounded, changes_of
+from nnsight_engine.plans.step.host_arena import to_device
+from nnsight_engine.plans.step.instructions import Code, Instructions, Word, Words
+from nnsight_engine.plans.step.operation_rows import OperationRows, PlanInProgress, mean_rows, with_rows_alike
+from nnsight_engine.plans.step.plan import (
+    Kernel,
+    KernelGroup,
+    Overflows,
+    PatternRead,
+    ReadGroup,
+    ReadSlice,
+    Segment,
+    Span,
+    StepPlan,
+)
+from nnsight_engine.plans.step.read_kernels import AttentionKeyStore, ComputePattern, GatherStates, StoreKeys
+from nnsight_engine.plans.step.table import (
+    NARROWED_KINDS,
+    WITH_FACTORS,
+    Block,
+    Member,
+    RowArray,
+    addresses,
+    in_order,
+    patch_bytes,
+    reads,
+)
+from nnsight_engine.plans.where import last_position
+
+
+class PatternRows(NamedTuple):
+    active: ActiveOp
+    offsets: RowArray
+    mask: torch.Tensor | None
+
+
+class PatternPlanner:
+    def __init__(self, context: StepContext) -> None:
+        self._context = context
+
+    def plan(self, plan: StepPlan, span: Span, captures: Sequence[PatternRows]) -> bool:
+        """Add a request's pattern captures to a step, or mark the request failed and return False."""
+        open_until = self._open_until(span, captures)
+        self._free(span, open_until)
+        try:
+            for layer, stop in open_until.items():
+                self._plan_keys(plan, span, layer, stop)
+            for rows in captures:
+                if len(rows.offsets):
+                    self._plan_rows(plan, span, rows)
+        except InterventionError as error:
+            span.request.fail(error.code, error.message)
+            return False
+        return True
+
+    def _open_until(self, span: Span, captures: Sequence[PatternRows]) -> dict[int, int]:
+        """Return, for each layer that still captures, one past the last position that may be captured."""
+        found: dict[int, int] = {}
+        for active in (rows.active for rows in captures):
+            last = last_position(active.op.where, span.request.plan.prompt_len)
+            if last is not None and span.request.end_position > last:
+                continue
+            stop = self._context.spec.max_model_len if last is None else last + 1
+            for site in filter(self._context.stage.has, active.op.sites):
+                found[site.layer] = max(found.get(site.layer, 0), stop)
+        return found
+
+    def _free(self, span: Span, open_until: dict[int, int]) -> None:
+        stores = span.request.patterns.stores
+        for layer in [layer for layer in stores if layer not in open_until]:
+            num_bytes = self._key_bytes(layer, stores.pop(layer).capacity)
+            self._context.ledger.give_back(span.request.request_id, num_bytes)
+
+    def _plan_keys(self, plan: StepPlan, span: Span, layer: int, open_until: int) -> None:
+        stop = min(span.stop, open_until)
+        if stop <= span.start:
+            return
+        store = self._store(span, layer, stop, open_until)
+        kernel = StoreKeys(store, span.start, span.row, span.row + stop - span.start)
+        owner = next(op for op in span.request.ops if PlannedSite(PATTERN, layer) in op.op.sites)
+        self._add_group(plan, kernel, Member(span.request, owner), PlannedSite(PATTERN, layer))
+
+    def _store(self, span: Span, layer: int, stop: int, open_until: int) -> AttentionKeyStore:
+        request = span.request
+        store = request.patterns.stores.get(layer)
+        if store is not None and store.capacity >= stop:
+            return store
+        # A prompt's length is known in advance; for generated positions the capacity doubles.
+        wanted = request.plan.prompt_len if store is None else 2 * store.capacity
+        capacity = max(stop, min(wanted, open_until))
+        context = self._context
+        context.ledger.reserve(request.request_id, self._key_bytes(layer, capacity))
+        keys = torch.empty(capacity, *self._key_shape(layer), dtype=context.dtype, device=context.device)
+        if store is None:
+            store = request.patterns.stores[layer] = AttentionKeyStore(keys)
+        else:
+            old_bytes = self._key_bytes(layer, store.capacity)
+            store.move_to(keys)
+            context.ledger.give_back(request.request_id, old_bytes)
+        return store
+
+    def _plan_rows(self, plan: StepPlan, span: Span, captured: PatternRows) -> None:
+        active, offsets, mask = captured
+        positions = (offsets + span.start).tolist()
+        num_heads, device = active.widths[0], self._context.device
+        dtype = self._context.capture_dtype(active.op)
+        row_bytes = len(active.op.sites) * num_heads * dtype.itemsize
+        self._reserve_rows(span, active, len(offsets), positions[-1] + 1, row_bytes)
+        held = [
+            (index, site, self._context.form_of(site.layer))
+            for index, site in enumerate(active.op.sites)
+            if self._context.stage.has(site)
+        ]
+        out = torch.zeros(
+            len(active.op.sites),
+            len(offsets),
+            num_heads,
+            positions[-1] + 1,
+            dtype=dtype,
+            device=device,
+        )
+        rows = to_device(offsets + span.row, device)
+        at = to_device(offsets + span.start, device)
+        for index, site, form in held:
+            store = span.request.patterns.stores[site.layer]
+            kernel = ComputePattern(store, form, rows, at, positions, out[index])
+            self._add_group(plan, kernel, Member(span.request, active), site)
+        index_of_mask = None if mask is None else plan.add_mask(mask)
+        plan.patterns.append(PatternRead(span.request, active, positions, out, index_of_mask))
+
+    def _reserve_rows(
+        self, span: Span, active: ActiveOp, num_rows: int, num_keys: int, row_bytes: int
+    ) -> None:
+        """Reserve the growth of the result tensor, in which every row is as long as the last."""
+        shapes = span.request.patterns.shapes
+        held_rows, held_keys = shapes.get(active.index, (0, 0))
+        rows = held_rows + num_rows if active.op.reduce == "none" else 1
+        growth = rows * num_keys - held_rows * held_keys
+        self._context.ledger.reserve(span.request.request_id, growth * row_bytes)
+        shapes[active.index] = (rows, num_keys)
+
+    @staticmethod
+    def _add_group(plan: StepPlan, kernel: Kernel, member: Member, site: PlannedSite) -> None:
+        plan.groups.setdefault(site, []).append(KernelGroup(kernel, [member]))
+
+    def _key_shape(self, layer: int) -> tuple[int, ...]:
+        leaf = self._context.spec.leaf("attn.k", layer)
+        if leaf is None:
+            raise InterventionError("unknown_point", "attention patterns need attn.k, which the model lacks")
+        return leaf.shape
+
+    def _key_bytes(self, layer: int, num_positions: int) -> int:
+        num_heads, head_dim = self._key_shape(layer)
+        return num_positions * num_heads * head_dim * self._context.dtype.itemsize
+
+
+def read_key(item: OperationRows) -> Any:
+    op = item.active.op
+    form = (op.kind, item.mask is not None, item.active.keys, item.stages)
+    if op.kind is OperationKind.FEATURES:
+        return (*form, op.features)
+    if op.kind is OperationKind.LENS:
+        return (*form, op.top_k, op.targets)
+    if op.kind is OperationKind.PROBE:
+        return form
+    if item.active.detector is not None:
+        return (*form, *detector_key(item.active.detector))
+    # A run stores every step of an unreduced read and a single row of a reduced one.
+    return (*form, op.dtype, op.reduce)
+
+
+def plan_reads(work: PlanInProgress, items: list[OperationRows]) -> None:
+    op, stage = items[0].active.op, work.context.stage
+    if not (stage.is_last or any(map(stage.has, items[0].active.keys))):
+        return
+    num_rows = sum(len(item.offsets) for item in items)
+    group = ReadGroup([], [], work.mask_of(items))
+    start = 0
+    for item in items:
+        stop = start + len(item.offsets)
+        group.slices.append(ReadSlice(item.span.request, item.active, start, stop, item.offsets))
+        start = stop
+    overflows = None
+    if may_overflow(op, work.context.spec):
+        overflows = torch.empty(num_rows, len(op.sites), dtype=torch.bool, device=work.context.device)
+    for indices in width_classes(op, work.context.spec):
+        width = leaf_width(op.sites[indices[0]], work.context.spec)
+        shape = (
+            (num_rows, len(indices)) if op.kind is OperationKind.PROBE else (num_rows, len(indices), width)
+        )
+        buffer = torch.empty(shape, dtype=work.context.buffer_dtype(op), device=work.context.device)
+        group.buffers.append(buffer)
+        keys = [items[0].active.keys[index] for index in indices]
+        # An earlier stage sends the values of its own sites.
+        for places, held in with_rows_alike(keys, stage):
+            sites = [indices[place] for place in places]
+            if op.captures_states:
+                _read_states(work, items, list(zip(places, sites, strict=True)), buffer, overflows)
+            else:
+                _add_reads(work, group, items, held, (sites, places), buffer, overflows)
+    if overflows is not None:
+        group.buffers.append(overflows)
+    work.plan.reads.append(group)
+
+
+def _add_reads(
+    work: PlanInProgress,
+    group: ReadGroup,
+    items: list[OperationRows],
+    keys: list[SiteKey],
+    columns: tuple[list[int], list[int]],
+    buffer: torch.Tensor,
+    overflows: torch.Tensor | None,
+) -> None:
+    """Add the instructions; ``columns`` are the sites' indices, and their places in the buffer."""
+    sites, places = columns
+    order = [in_order(items[0].stages[site]) for site in sites]
+    work.table.address(buffer)
+    to = addresses(buffer, places)
+    flags = None
+    if overflows is not None:
+        work.table.address(overflows)
+        flags = addresses(overflows, sites)
+    own = reads(buffer.dtype, len(sites))
+    for item, piece in zip(items, group.slices, strict=True):
+        part = slice(piece.start, piece.stop)
+        words: dict[Word, Words | int] = {Word.OUT: to[:, part]}
+        if flags is not None:
+            words[Word.OVERFLOW] = flags[:, part]
+        # Of a probe, the vector is its own.
+        program = item.active.program
+        instructions = own if program is None else program.at(sites)
+        work.table.add(Block(item.member, keys, order, item.rows_at(keys[0]), instructions, words))
+
+
+def _read_states(
+    work: PlanInProgress,
+    items: list[OperationRows],
+    places: list[tuple[int, int]],
+    buffer: torch.Tensor,
+    overflows: torch.Tensor | None,
+) -> None:
+    rows = work.on_device(np.concatenate([item.rows for item in items]))
+    for place, site in places:
+        flags = None if overflows is None else overflows[:, site]
+        kernel = GatherStates(rows, buffer[:, place], flags)
+        group = KernelGroup(kernel, [item.member for item in items])
+        work.staged[items[0].active.keys[site]].append((in_order(items[0].stages[site]), group))
+
+
+_CHANGE: Final = Instructions.blank(1, Code.CHANGE)
+
+
+def plan_writes(work: PlanInProgress, items: list[OperationRows]) -> None:
+    groups: dict[Any, list[ChangedRows]] = defaultdict(list)
+    overflows = _overflows(work, items)
+    for item in items:
+        active, kind = item.active, item.active.op.kind
+        if active.program is not None:
+            _add_writes(work, item, active.program, overflows if kind in NARROWED_KINDS else None)
+        elif kind is OperationKind.MEAN:
+            _plan_mean(work, item)
+        else:
+            for index, key in enumerate(active.keys):
+                if work.context.stage.has(key) and len(item.rows_at(key)):
+                    inputs = None if active.source is None else _plan_source(work, item)
+                    form = (active.features.dictionary, active.features.source)
+                    one = ChangedRows(item, key, inputs)
+                    groups[(key, item.stages[index], *form)].append(one)
+    for (_, stage, *_), several in groups.items():
+        for part in bounded(several, lambda one: one.features, lambda one: len(one.rows)):
+            _plan_changes(work, part, stage, overflows)
+
+
+def _plan_changes(
+    work: PlanInProgress,
+    several: list[ChangedRows],
+    stage: int,
+    overflows: Overflows | None,
+) -> None:
+    key = several[0].key
+    sizes = [len(one.rows) for one in several]
+    # Zeros: what a kernel that raises has left is added.
+    out = torch.zeros(sum(sizes), work.context.width(key), device=work.context.device)
+    pieces = list(out.split(sizes))
+    kernel = changes_of(several, out)
+    members = [one.item.member for one in several]
+    group = KernelGroup(kernel, members, lambda one: changes_of(several[one : one + 1], pieces[one]))
+    work.staged[key].append((in_order(stage), group))
+    for one, piece in zip(several, pieces, strict=True):
+        work.table.address(piece)
+        columns: dict[Word, Words | int] = {Word.OPERAND: addresses(piece.unsqueeze(1), [0])}
+        order = [in_order(stage, is_last_part=True)]
+        _add_write(work, one.item, [key], order, _CHANGE, columns, overflows)
+
+
+def _plan_mean(work: PlanInProgress, item: OperationRows) -> None:
+    """Plan to set rows to a mean over the prompt, which the step takes that has all of it."""
+    active, request = item.active, item.span.request
+    program = Instructions.blank(len(active.keys), Code.SET)
+    if active.units is not None:
+        program.words[:, Word.UNITS] = active.units.data_ptr()
+        program.words[:, Word.COUNT] = len(active.units)
+    for index, key in enumerate(active.keys):
+        if not (work.context.stage.has(key) and len(item.rows_at(key))):
+            continue
+        place = (active.index, index)
+        mean = request.means.get(place)
+        if mean is None:
+            source = item.rows if active.op.is_in_encoder else mean_rows(item, key)
+            if source is None:
+                request.fail(
+                    "prompt_was_chunked",
+                    "mean ablation needs the whole prompt in one step, and this engine splits it, by "
+                    "--long-prefill-token-threshold or for a draft model's rows; raise "
+                    "--max-num-batched-tokens",
+                )
+                return
+            mean = torch.empty(active.widths[index], device=work.context.device)
+            work.plan.means.append((request, place, mean))
+            own = Instructions.blank(1, Code.MEAN)
+            own.words[0, Word.UNITS] = work.table.address(work.on_device(source))
+            own.words[0, Word.COUNT], own.words[0, Word.OUT] = len(source), work.table.address(mean)
+            order = in_order(item.stages[index])
+            work.table.add(Block(item.member, [key], [order], item.rows_at(key)[-1:], own, {}))
+            work.table.wait(key, order)
+        program.words[index, Word.OPERAND] = work.table.address(mean)
+    _add_writes(work, item, program, None, is_last_part=True)
+
+
+def _add_writes(
+    work: PlanInProgress,
+    item: OperationRows,
+    program: Instructions,
+    overflows: Overflows | None,
+    *,
+    is_last_part: bool = False,
+) -> None:
+    active = item.active
+    for indices, keys in with_rows_alike(active.keys, work.context.stage):
+        rows = item.rows_at(keys[0])
+        if not len(rows):
+            continue
+        own = program.at(indices)
+        columns: dict[Word, Words | int] = {}
+        if active.op.kind in WITH_FACTORS:
+            # Sites follow each other, so all of them may use the same.
+            count = max(1, int(own.words[0, Word.COUNT]))
+            factors = torch.empty(len(rows), count, device=work.context.device)
+            columns[Word.OUT] = work.table.address(factors) + np.arange(len(rows)) * count * factors.itemsize
+        if active.op.kind is OperationKind.PATCH:
+            positions = np.searchsorted(
+                np.asarray(active.op.where.positions, np.int64),
+                item.offsets_at(keys[0]) + item.span.start,
+            )
+            columns[Word.OPERAND] = own.words[:, Word.OPERAND, None] + positions * patch_bytes(active)
+        order = [in_order(item.stages[index], is_last_part=is_last_part) for index in indices]
+        _add_write(work, item, keys, order, own, columns, overflows)
+
+
+def _add_write(
+    work: PlanInProgress,
+    item: OperationRows,
+    keys: list[SiteKey],
+    order: list[int],
+    program: Instructions,
+    columns: dict[Word, Words | int],
+    overflows: Overflows | None,
+) -> None:
+    rows, gate, mask = item.rows_at(keys[0]), item.gate_at(keys[0]), item.mask_at(keys[0])
+    if gate is not None:
+        columns[Word.GATE] = work.table.address(gate[0]) + gate[1]
+    elif mask is not None:
+        columns[Word.GATE] = work.table.address(mask) + np.arange(len(rows))
+    if overflows is not None:
+        columns[Word.OVERFLOW] = work.table.address(overflows.at(keys[0])) + rows
+    work.table.add(Block(item.member, keys, order, rows, program, columns))
+
+
+def _overflows(work: PlanInProgress, items: list[OperationRows]) -> Overflows | None:
+    items = [item for item in items if item.active.op.kind in NARROWED_KINDS]
+    if work.context.dtype is not torch.float16 or not items:
+        return None
+    spans = {id(item.span): item.span for item in items}.values()
+    segments = [Segment(span.request.request_id, span.row, span.row + span.num_rows) for span in spans]
+    overflows = Overflows.of(segments, work.plan.logits_rows, work.context.device)
+    work.plan.overflows.append(overflows)
+    return overflows
+
+
+def _plan_source(work: PlanInProgress, item: OperationRows) -> torch.Tensor:
+    """Plan the read of the values on which a write elsewhere depends; return them, ``[rows, width]``."""
+    source, key = item.active.features.source, item.active.source
+    if source is None or key is None:
+        raise RuntimeError("the operation reads where it writes")
+    width = leaf_width(source, work.context.spec)
+    values = torch.empty(len(item.rows), width, device=work.context.device)
+    work.table.address(values)
+    to = {Word.OUT: addresses(values.unsqueeze(1), [0])}
+    member, order = Member(item.span.request, item.active), [in_order(item.source_stage)]
+    work.table.add(Block(member, [key], order, item.rows, reads(values.dtype, 1), to))
+    return values

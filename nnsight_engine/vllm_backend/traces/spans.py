@@ -1,0 +1,193 @@
+"""A request's rows in steps: prompts in chunks, and positions that are computed again.
+
+A block expects the whole prompt at once. Of a prompt in chunks, the first place that the block requests is
+gathered: each chunk's rows are stored, and the last chunk completes the value; a value assigned there is
+applied chunk by chunk. By then the earlier chunks have passed all other places, so a request for another
+place, or an edit of the gathered value, is a ``ChunkedPromptError``.
+
+After a preemption the block does not run again for positions that it has seen; its stored writes are
+replayed, or the rebuilt keys and values would be wrong.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from nnsight_engine.core.trees import map_pairs, map_tensors, tensors
+from nnsight_engine.interleaving.events import Events
+from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
+from nnsight_engine.vllm_backend.traces.memory_accounting import num_bytes
+
+if TYPE_CHECKING:
+    from nnsight_engine.interleaving.mediator import Mediator
+    from nnsight_engine.vllm_backend.traces.request import TracedRequest
+
+
+class PromptChunks:
+    """The gathered values of one prompt's chunks; ``num_passed`` counts them, and is 0 after the last."""
+
+    def __init__(self, request: TracedRequest) -> None:
+        self.num_passed = 0
+        self._request = request
+        self._gathered: dict[tuple[Mediator, str], list[Any]] = {}
+        self._given: list[tuple[Any, list[tuple[int, int]]]] = []
+        self._whole: set[tuple[Mediator, str]] = set()
+
+    def clear(self) -> None:
+        self.num_passed = 0
+        self._request.memory.keep("chunks", -num_bytes(self._gathered.values()))
+        self._gathered.clear()
+        self._whole.clear()
+
+    def serve_part(self, provider: str) -> None:
+        """Gather rows for reads, or apply this chunk's share of writes; the blocks continue to wait."""
+        request, batcher = self._request, self._request.batcher
+        for mediator in request.due(provider):
+            kind, _, _, more = mediator.waiting or (None, None, None, None)
+            gathered = self._gathered.setdefault((mediator, provider), [])
+            if len(gathered) != self.num_passed:
+                continue  # an earlier chunk has passed this place; the last chunk raises it in the block
+            gathered.append(batcher.narrow(batcher.group))
+            request.memory.keep("chunks", num_bytes(gathered[-1:]))
+            if kind is Events.SWAP:
+                batcher.swap(batcher.group, self._share_of(more))
+
+    def serve_last(self, provider: str) -> None:
+        request, batcher = self._request, self._request.batcher
+        mediator = request.due(provider)[0]
+        place = (mediator, provider)
+        kind, _, _, more = mediator.waiting or (None, None, None, None)
+        gathered = self._gathered.get(place, ())
+        if len(gathered) != self.num_passed:
+            mediator.fail(ChunkedPromptError.reading(provider, self.num_passed + 1))
+        elif kind is Events.SWAP and place not in self._whole:
+            request.memory.keep("chunks", -num_bytes(self._gathered.pop(place)))
+            self._swap_last(mediator, more)
+        elif kind is Events.VALUE:
+            whole = batcher.narrow(batcher.group)
+            for part in reversed(gathered):
+                whole = map_pairs(part, whole, joined)
+            self._whole.add(place)
+            self._given.append((whole, _versions(whole)))
+            mediator.respond(whole)
+        else:
+            mediator.fail(ChunkedPromptError.writing(provider, self.num_passed + 1))
+
+    def leave(self, provider: str) -> None:
+        """When the model continues, raise ChunkedPromptError if the block has edited a gathered value."""
+        given, self._given = self._given, []
+        for whole, before in given:
+            self._request.memory.give(num_bytes([whole]))
+            if _versions(whole) != before:
+                raise ChunkedPromptError.writing(provider, self.num_passed + 1)
+
+    def _swap_last(self, mediator: Mediator, value: Any) -> None:
+        batcher = self._request.batcher
+        try:
+            batcher.swap(batcher.group, self._share_of(value, is_last=True))
+        except ValueError as error:
+            mediator.fail(error)
+        else:
+            mediator.respond()
+
+    def _share_of(self, value: Any, *, is_last: bool = False) -> Any:
+        batcher = self._request.batcher
+        start, stop = self._request.start, self._request.start + self._request.num_new
+
+        def share(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+            axis = batcher.axis(whole)
+            if axis is None or part.ndim <= axis:
+                return part
+            if is_last and part.shape[axis] != stop:
+                raise ValueError(
+                    f"this request's prompt has {stop} positions, so the value must have as many rows, got a "
+                    f"tensor of shape {tuple(part.shape)}"
+                )
+            return part[(slice(None),) * axis + (slice(start, stop),)]
+
+        return map_pairs(batcher.current_value, value, share)
+
+
+def joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    if first.ndim != second.ndim or not first.ndim:
+        return first
+    axis = 1 if first.ndim > 1 and first.shape[0] == 1 and second.shape[0] == 1 else 0
+    with torch.inference_mode(mode=False):
+        return torch.cat([first, second], dim=axis)
+
+
+def _versions(value: Any) -> list[tuple[int, int]]:
+    return [(id(tensor), tensor._version) for tensor in tensors(value)]  # noqa: SLF001 - has no public name
+
+
+_WRITES: Final = "writes"
+"""Name of the writes' account in ``MemoryAccount``."""
+
+
+class ReplayedWrites:
+    def __init__(self, request: TracedRequest) -> None:
+        self._request = request
+        self._written: dict[str, list[tuple[int, Any]]] = {}
+        self._again: tuple[int, int, int] | None = None
+
+    def begin(self, row: int, start: int, num_rows: int) -> None:
+        """Begin a step that recomputes ``num_rows`` positions from ``start`` on, in rows from ``row`` on."""
+        self._again = (row, start, num_rows) if num_rows else None
+        for provider in self._written if num_rows else ():
+            self._request.dispatcher.want(provider, self._request)
+
+    def end(self) -> None:
+        if self._again is not None:
+            self._again = None
+            for provider in self._written:
+                self._request.release(provider)
+
+    def clear(self) -> None:
+        """Drop all writes: no position will be computed again."""
+        self._written.clear()
+        self._request.memory.release_account(_WRITES)
+
+    def has_use_for(self, provider: str) -> bool:
+        return self._again is not None and provider in self._written
+
+    def put_back(self, provider: str) -> None:
+        if self._again is None or provider not in self._written:
+            return
+        row, start, num_rows = self._again
+        batcher = self._request.batcher
+        value = batcher.current_value
+        for position, rows in self._written[provider]:
+            value = self._with(value, rows, row + position - start, start, num_rows, position)
+        batcher.current_value = value
+
+    def _with(self, value: Any, rows: Any, row: int, start: int, num_rows: int, position: int) -> Any:
+        def again(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+            axis = self._request.batcher.axis(whole)
+            if axis is None:
+                return whole
+            first = max(start - position, 0)
+            length = min(part.shape[axis], start + num_rows - position) - first
+            if length <= 0:
+                return whole
+            written = whole.clone()
+            written.narrow(axis, row + first, length).copy_(part.narrow(axis, first, length))
+            return written
+
+        return map_pairs(value, rows, again)
+
+    def note(self, provider: str) -> None:
+        request, batcher = self._request, self._request.batcher
+        first, num_rows = batcher.group
+
+        def kept(tensor: torch.Tensor) -> torch.Tensor:
+            axis = batcher.axis(tensor)
+            return tensor if axis is None else tensor.narrow(axis, first, num_rows).clone()
+
+        entries = self._written.setdefault(provider, [])
+        if entries and entries[-1][0] == request.start:
+            request.memory.keep(_WRITES, -num_bytes([entries.pop()[1]]))
+        written = map_tensors(batcher.current_value, kept)
+        entries.append((request.start, written))
+        request.memory.keep(_WRITES, num_bytes([written]))

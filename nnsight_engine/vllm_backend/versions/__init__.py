@@ -1,1 +1,0 @@
-"""The versions of vLLM that this project works with; imports neither vLLM nor torch."""
