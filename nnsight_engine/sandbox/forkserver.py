@@ -31,7 +31,7 @@ from nnsight_engine.sandbox.zygote import FORK, NUMBER, ORDER, READY, REAP
 
 logger = logging.getLogger(__name__)
 
-_START_S: Final = 120.0
+_START_S: Final = 300.0
 """Seconds for the zygote to load its modules."""
 _FORK_S: Final = 10.0
 _FOLDER: Final = "nnsight-engine-sandbox-"
