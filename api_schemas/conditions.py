@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from api_schemas.detectors import DetectorName, DetectorUsed
 from api_schemas.dictionaries import DictionaryName, FeatureName, NamedDictionary
 from api_schemas.errors import ErrorCode
-from api_schemas.fields import Integer, Items, Number, PointText, Strict
+from api_schemas.fields import Integer, Items, Number, PointText, Strict, field_error
 from api_schemas.tensors import TensorInput
 
 MAX_TESTS: Final = 16
@@ -217,6 +217,4 @@ def points_of(name: DetectorName | DictionaryName | None) -> list[str]:
 
 
 def _error(message: str, field: str) -> PydanticCustomError:
-    return PydanticCustomError(
-        ErrorCode.INVALID_VALUE.value, "{message}", {"message": message, "field": field}
-    )
+    return field_error(ErrorCode.INVALID_VALUE, message, field)

@@ -257,14 +257,14 @@ class _Repr(reprlib.Repr):
 
 
 def excerpt(value: object) -> str:
-    return _encodable(_Repr().repr(value))
+    return printable(_Repr().repr(value))
 
 
 def clip(text: str) -> str:
     """Return the text without quotes, shortened if it is long."""
-    return _encodable(text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…")
+    return printable(text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…")
 
 
-def _encodable(text: str) -> str:
-    # A lone surrogate would make the response impossible to encode.
+def printable(text: str) -> str:
+    """Return the text with lone surrogates escaped, which could not be encoded."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

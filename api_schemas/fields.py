@@ -87,6 +87,12 @@ class Strict(BaseModel):
         return value
 
 
+def field_error(code: ErrorCode, message: str, field: str = "") -> PydanticCustomError:
+    """Return the error of a validator; ``field`` is below the model that is validated, empty for itself."""
+    # Passed through the context, because pydantic treats braces in the message itself as a template.
+    return PydanticCustomError(code.value, "{message}", {"message": message, "field": field})
+
+
 NAME_PATTERN: Final = r"[a-z0-9][a-z0-9._-]{0,63}"
 """The allowed names."""
 NAME_RULE: Final = (

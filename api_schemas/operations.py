@@ -21,7 +21,7 @@ from api_schemas.conditions import Condition, NamedDetector
 from api_schemas.detectors import DetectorName
 from api_schemas.dictionaries import DictionaryName, FeatureName, NamedDictionary
 from api_schemas.errors import ErrorCode
-from api_schemas.fields import At, Integer, Items, Layers, Name, Number, Strict, Token
+from api_schemas.fields import At, Integer, Items, Layers, Name, Number, Strict, Token, field_error
 from api_schemas.tensors import TensorInput, TensorObject
 
 
@@ -71,7 +71,7 @@ _NUMBERS_OF_MODES: Final = {"gain": "affine", "offset": "affine", "low": "clamp"
 
 
 def _invalid(message: str, field: str, code: ErrorCode = ErrorCode.INVALID_SHAPE) -> PydanticCustomError:
-    return PydanticCustomError(code.value, "{message}", {"message": message, "field": field})
+    return field_error(code, message, field)
 
 
 def _check_once(features: list[tuple[str, int | str]]) -> None:
@@ -417,28 +417,21 @@ class Trace(Strict):
     def _check_names(cls, variables: dict[str, Any]) -> dict[str, Any]:
         for name in variables:
             if not name.isidentifier() or keyword.iskeyword(name) or name in {MODEL_NAME, TRACER_NAME}:
-                raise PydanticCustomError(
-                    ErrorCode.INVALID_VALUE.value,
+                raise field_error(
+                    ErrorCode.INVALID_VALUE,
                     "`variables` must be named as Python's variables are, and neither `model` nor `tracer`",
-                    {"field": ""},
                 )
         return variables
 
     @model_validator(mode="after")
     def _check_code(self) -> Self:
         if (self.code is None) == (self.block is None):
-            raise PydanticCustomError(
-                ErrorCode.INVALID_SHAPE.value,
-                "`trace` needs `code` or `block`, and not both",
-                {"field": "code"},
-            )
+            raise _invalid("`trace` needs `code` or `block`, and not both", "code")
         if self.block is not None:
             self._data = _decoded(self.block)
             if self.variables:
-                raise PydanticCustomError(
-                    ErrorCode.INVALID_SHAPE.value,
-                    "a `block` brings its variables itself; `variables` belong to `code`",
-                    {"field": "variables"},
+                raise _invalid(
+                    "a `block` brings its variables itself; `variables` belong to `code`", "variables"
                 )
         return self
 
@@ -447,8 +440,5 @@ def _decoded(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (ValueError, binascii.Error) as error:
-        raise PydanticCustomError(
-            ErrorCode.WRONG_ENCODING.value,
-            "`block` must be base64 with padding (RFC 4648), and it is not",
-            {"field": "block"},
-        ) from error
+        message = "`block` must be base64 with padding (RFC 4648), and it is not"
+        raise _invalid(message, "block", ErrorCode.WRONG_ENCODING) from error

@@ -20,10 +20,18 @@ from pydantic import (
     ValidationInfo,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from api_schemas.errors import ErrorCode
-from api_schemas.fields import DEFAULT_LIMITS, Integer, Items, NameOrText, Number, RequestLimits, Strict
+from api_schemas.fields import (
+    DEFAULT_LIMITS,
+    Integer,
+    Items,
+    NameOrText,
+    Number,
+    RequestLimits,
+    Strict,
+    field_error,
+)
 
 DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 """Bytes of one item of each dtype in requests and responses."""
@@ -70,14 +78,14 @@ class TensorObject(Strict):
         try:
             raw = base64.b64decode(self.data, validate=True)
         except (ValueError, binascii.Error) as error:
-            raise _error(
+            raise field_error(
                 ErrorCode.WRONG_ENCODING,
                 f"`data` must be base64 with padding (RFC 4648), and it is not: {error}. Encode the "
                 "little-endian bytes of the tensor",
                 "data",
             ) from error
         if len(raw) != expected:
-            raise _error(
+            raise field_error(
                 ErrorCode.WRONG_ENCODING,
                 f"`data` must hold {expected} bytes for {self.dtype} of shape {self.shape}, got {len(raw)}",
                 "data",
@@ -126,16 +134,11 @@ class NamedTensor(TensorObject):
 def _check_size(num_bytes: int, info: ValidationInfo) -> None:
     limits = info.context if isinstance(info.context, RequestLimits) else DEFAULT_LIMITS
     if num_bytes > limits.max_tensor_bytes:
-        raise _error(
+        raise field_error(
             ErrorCode.TENSOR_TOO_LARGE,
             f"A tensor may have {limits.max_tensor_bytes} bytes, got {num_bytes}; send fewer rows, or a "
             "smaller dtype",
         )
-
-
-def _error(code: ErrorCode, message: str, field: str = "") -> PydanticCustomError:
-    # Passed through the context, because pydantic treats braces in the message itself as a template.
-    return PydanticCustomError(code.value, "{message}", {"message": message, "field": field})
 
 
 def _kind(value: Any) -> str:
@@ -161,7 +164,7 @@ def _check(value: Any, info: ValidationInfo) -> Any:
         shape = _shape_of(value)
         _check_size(math.prod(shape) * _LIST_ITEM_BYTES, info)
     elif isinstance(value, TensorObject) and value.dtype not in INPUT_DTYPES:
-        raise _error(
+        raise field_error(
             ErrorCode.WRONG_DTYPE,
             f"A tensor's `dtype` must be one of {', '.join(INPUT_DTYPES)}, got {value.dtype}",
             "dtype",
@@ -175,7 +178,7 @@ def _shape_of(value: list[Any]) -> list[int]:
     while rows and isinstance(rows[0], list):
         length = len(rows[0])
         if any(len(row) != length for row in rows):
-            raise _error(
+            raise field_error(
                 ErrorCode.INVALID_SHAPE, f"Rows of a list must have one length, got {length} and others"
             )
         shape.append(length)

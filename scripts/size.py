@@ -1,7 +1,7 @@
 """Count the project's size: lines by folder, and the files that run for one request.
 
-    python scripts/size.py             # lines and files of each folder, and of everything
-    python scripts/size.py --journeys  # serves the bundled model, and profiles one request of each kind
+    python -m scripts.size             # lines and files of each folder, and of everything
+    python -m scripts.size --journeys  # serves the bundled model, and profiles one request of each kind
 
 A journey is the set of our files of which a function runs while the request does, in the server's, the
 engine's and the client's process. Processes of sandboxes cannot write, so theirs are missing.
@@ -11,31 +11,48 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from benchmarks.servers import served
+
 PROJECT = Path(__file__).resolve().parents[1]
 PACKAGES = ("api_schemas", "app", "nnsight_engine")
 COLUMNS = ("code", "docstrings", "blank", "imports", "comments", "all", "files", "classes")
-TRACED = """
+CLIENT = """
+import json, pathlib, time, urllib.request
 from nnsight_engine import BUNDLED_MODEL_NAME, VLLM
-model = VLLM(BUNDLED_MODEL_NAME, remote={url!r})
-{begin}
+url, on = {url!r}, pathlib.Path({control!r}) / "on"
+model = VLLM(BUNDLED_MODEL_NAME, remote=url)
+
+def complete(**fields):
+    data = json.dumps({{"prompt": "The", "max_tokens": 3, **fields}}).encode()
+    request = urllib.request.Request(url + "/v1/completions", data, {{"Content-Type": "application/json"}})
+    urllib.request.urlopen(request).read()
+
+def run():
+{code}
+
+run()
+on.touch()
+time.sleep(0.5)
+run()
+time.sleep(0.3)
+on.unlink()
+time.sleep(0.5)
 """
-JOURNEYS: dict[str, dict[str, object]] = {
-    "plain": {},
-    "steered": {"interventions": [{"op": "steer", "at": "layers.3.output", "vector": [0.1] * 576}]},
-}
-CLIENTS = {
+JOURNEYS = {
+    "plain": "complete()",
+    "steered": """
+steer = {"op": "steer", "at": "layers.3.output", "vector": [0.1] * 576}
+complete(interventions=[steer])
+""",
     "traced": """
 with model.trace("The", max_tokens=3):
     saved = model.logits.output.save()
@@ -147,79 +164,20 @@ def _row(name: str, sizes: Counter[str]) -> str:
 def journeys() -> dict[str, set[str]]:
     """Return the files that run for each kind of request; every request is sent once before, unrecorded."""
     with tempfile.TemporaryDirectory() as folder:
-        control = Path(folder)
-        (control / "sitecustomize.py").write_text(PROFILER.format(project=f"{PROJECT}/", control=folder))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        url = f"http://127.0.0.1:{port}"
-        path = os.pathsep.join([folder, str(PROJECT)])
-        env = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "NNSIGHT_ENGINE_DATA_DIR": folder}
-        command = [sys.executable, "-m", "app", "serve", "--port", str(port)]
-        server = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: S603
-        try:
-            _wait(url, server)
-            found = {name: _of_body(url, control, body) for name, body in JOURNEYS.items()}
-            return found | {name: _of_client(url, control, env, code) for name, code in CLIENTS.items()}
-        finally:
-            server.terminate()
-            server.wait(60)
+        profiler = PROFILER.format(project=f"{PROJECT}/", control=folder)
+        Path(folder, "sitecustomize.py").write_text(profiler, encoding="utf-8")
+        variables = {"PYTHONPATH": os.pathsep.join([folder, str(PROJECT)]), "HF_HUB_OFFLINE": "1"}
+        with served([], variables) as url:
+            return {name: _journey(url, Path(folder), variables, code) for name, code in JOURNEYS.items()}
 
 
-def _wait(url: str, server: subprocess.Popen[bytes]) -> None:
-    while True:
-        try:
-            urllib.request.urlopen(f"{url}/health/ready", timeout=5)  # noqa: S310 - of this machine
-        except OSError:
-            if server.poll() is not None:
-                raise RuntimeError("the server has ended") from None
-            time.sleep(1)
-        else:
-            return
-
-
-def _of_body(url: str, control: Path, body: dict[str, object]) -> set[str]:
-    data = json.dumps({"prompt": "The", "max_tokens": 3, **body}).encode()
-
-    def send() -> None:
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{url}/v1/completions", data, headers)  # noqa: S310 - as above
-        with urllib.request.urlopen(request) as answer:  # noqa: S310
-            answer.read()
-
-    send()
-    _switch(control, is_on=True)
-    send()
-    return _switch(control, is_on=False)
-
-
-def _of_client(url: str, control: Path, env: dict[str, str], code: str) -> set[str]:
-    begin = f"import pathlib, time\ndef run():{code.replace(chr(10), chr(10) + '    ')}\nrun()"
+def _journey(url: str, control: Path, variables: dict[str, str], code: str) -> set[str]:
     script = control / "client.py"
-    marks = f"pathlib.Path({str(control / 'on')!r}).touch(); time.sleep(0.5)\nrun()\ntime.sleep(0.3)"
-    ends = f"pathlib.Path({str(control / 'on')!r}).unlink(); time.sleep(0.5)"
-    script.write_text("\n".join([TRACED.format(url=url, begin=begin), marks, ends]))
+    own = textwrap.indent(code, "    ")
+    script.write_text(CLIENT.format(url=url, control=str(control), code=own), encoding="utf-8")
     for old in control.glob("*.files"):
         old.unlink()
-    subprocess.run([sys.executable, str(script)], env=env, check=True, timeout=300)  # noqa: S603
-    return _collected(control)
-
-
-def _switch(control: Path, *, is_on: bool) -> set[str]:
-    """Begin to record, or end it and return the files."""
-    if is_on:
-        for old in control.glob("*.files"):
-            old.unlink()
-        (control / "on").touch()
-        time.sleep(0.5)
-        return set()
-    time.sleep(0.3)
-    (control / "on").unlink()
-    time.sleep(0.5)
-    return _collected(control)
-
-
-def _collected(control: Path) -> set[str]:
+    subprocess.run([sys.executable, str(script)], env=os.environ | variables, check=True, timeout=300)  # noqa: S603
     names = {line for path in control.glob("*.files") for line in path.read_text().splitlines()}
     packages = tuple(f"{PROJECT}/{package}/" for package in PACKAGES)
     return {name for name in names if name.startswith(packages)}

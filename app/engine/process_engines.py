@@ -77,11 +77,11 @@ class LocalTraceEngine(TraceProcesses):
             return _unsupported(LocalBlockError.unanswered(self._timeout_s))
         except Exception:
             logger.exception("a call to a trace's client failed")
-            return Frame(FrameKind.ERROR, error_bytes(internal_error()))
+            return _refusal(internal_error())
 
 
 def _unsupported(error: LocalBlockError) -> Frame:
-    return Frame(FrameKind.ERROR, error_bytes(ApiError(ErrorCode.UNSUPPORTED_COMBINATION, str(error))))
+    return _refusal(ApiError(ErrorCode.UNSUPPORTED_COMBINATION, str(error)))
 
 
 Outline = Callable[[], Awaitable[dict[str, Any]]]

@@ -10,6 +10,8 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
+from api_schemas.errors import printable
+
 _PIECE_ITEMS: Final = 2000
 """Numbers, or objects of one, that are made and serialized before other requests have their turn: some ms."""
 
@@ -34,10 +36,6 @@ class Rows:
 
 _AT_ONCE: Final = 128 * 1024
 """Characters that are encoded before the event loop runs again."""
-
-
-def printable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def json_text(value: Any, default: Callable[[Any], Any] | None = None) -> str:

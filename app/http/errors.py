@@ -15,10 +15,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from api_schemas.errors import ApiError, ErrorCode, clip
+from api_schemas.errors import ApiError, ErrorCode, clip, printable
 from api_schemas.fields import RequestLimits
 from api_schemas.interventions import path_in
-from app.formats.json_text import printable
 from app.http.contexts import note_error
 from app.http.vllm_routes import MESSAGES
 from app.limits.allowances import ThrottledError

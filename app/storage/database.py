@@ -36,8 +36,7 @@ from sqlalchemy.exc import (
 )
 from sqlalchemy.orm import Session
 
-from api_schemas.errors import ApiError, ErrorCode
-from app.formats.json_text import printable
+from api_schemas.errors import ApiError, ErrorCode, printable
 from app.settings import Settings
 
 WRITES: Final = "nnsight_engine_writes"

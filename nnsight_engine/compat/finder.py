@@ -18,7 +18,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from nnsight_engine.compat import first_of_output
-from nnsight_engine.core.listeners import ReadListener
+from nnsight_engine.core.read_listener import ReadListener
 
 OLD, OURS = "nnsight", "nnsight_engine"
 

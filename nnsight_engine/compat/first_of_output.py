@@ -13,7 +13,7 @@ import warnings
 from types import CodeType, FrameType
 from typing import Any, Final
 
-from nnsight_engine.core.listeners import ReadListener
+from nnsight_engine.core.read_listener import ReadListener
 
 _BLOCK: Final = "GradientCheckpointingLayer"
 """The base class of all blocks of transformers."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, overload
 
 import torch
 
-from nnsight_engine.core.listeners import ReadListener
+from nnsight_engine.core.read_listener import ReadListener
 from nnsight_engine.core.tensors import narrowed
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.envoys.tree import NOT_THERE, EnvoyTree, at_path

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
-from nnsight_engine.core.listeners import ReadListener
+from nnsight_engine.core.read_listener import ReadListener
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.mediator import running

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nnsight_engine.core.listeners import IterationOver
+from nnsight_engine.core.errors import IterationOver
 from nnsight_engine.interleaving import call_stacks
 from nnsight_engine.interleaving.batching import Batcher, difference, refuse_unpacked
 from nnsight_engine.interleaving.events import (

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from greenlet import GreenletExit, getcurrent
 
+from nnsight_engine.core.errors import IterationOver
 from nnsight_engine.core.gradients import explain
-from nnsight_engine.core.listeners import IterationOver
 from nnsight_engine.interleaving import call_stacks
 from nnsight_engine.interleaving.batching import BatchGroup
 from nnsight_engine.interleaving.events import (

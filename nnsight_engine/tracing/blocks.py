@@ -27,8 +27,8 @@ from functools import partial
 from types import CellType, CodeType, FunctionType
 from typing import Any, TypeVar
 
+from nnsight_engine.core.errors import IterationOver
 from nnsight_engine.core.gradients import asked_for_gradients
-from nnsight_engine.core.listeners import IterationOver
 from nnsight_engine.tracing.block_names import (
     is_bare_super,
     leaving,
@@ -40,7 +40,7 @@ from nnsight_engine.tracing.block_names import (
 )
 from nnsight_engine.tracing.counted_stores import BIND, OWN, count_stores
 from nnsight_engine.tracing.loaded_code import sent_name
-from nnsight_engine.tracing.source_text import SourceText, TraceSyntaxError, parse
+from nnsight_engine.tracing.source_text import SourceText, TraceSyntaxError, parameters, parse
 
 DEFERRED = "__nnsight_deferred__"
 OVER = "__nnsight_over__"
@@ -223,19 +223,14 @@ def _wrapped(
     """Nest the block in a function that owns its shared names, so that the compiler makes them cells."""
     if stored:
         statements = [ast.Nonlocal(names=stored), *statements]
-    block = ast.FunctionDef(name="__nnsight_block__", args=_arguments([]), body=statements, decorator_list=[])
+    block = ast.FunctionDef(name="__nnsight_block__", args=parameters([]), body=statements, decorator_list=[])
     owner = ast.FunctionDef(
-        name=_OUTER, args=_arguments([*_HELPERS, *cells]), body=[block], decorator_list=[]
+        name=_OUTER, args=parameters([*_HELPERS, *cells]), body=[block], decorator_list=[]
     )
     top: ast.stmt = owner
     if class_name is not None:
         top = ast.ClassDef(name=class_name, bases=[], keywords=[], body=[owner], decorator_list=[])
     return ast.Module(body=[top], type_ignores=[])
-
-
-def _arguments(names: list[str]) -> ast.arguments:
-    arguments = [ast.arg(arg=name) for name in names]
-    return ast.arguments(posonlyargs=[], args=arguments, kwonlyargs=[], kw_defaults=[], defaults=[])
 
 
 def _inner_code(code: CodeType) -> CodeType:
@@ -273,7 +268,7 @@ class _Rewriter(ast.NodeTransformer):
         original = node.items[item]
         names = sorted(names_in(nested.body))
         capture = ast.Lambda(
-            args=_arguments([]),
+            args=parameters([]),
             body=ast.Tuple(elts=[ast.Name(id=name, ctx=ast.Load()) for name in names], ctx=ast.Load()),
         )
         bound = ast.Call(

@@ -51,6 +51,12 @@ def parse(text: str, filename: str = "<unknown>") -> ast.Module:
                 gc.enable()
 
 
+def parameters(names: Sequence[str]) -> ast.arguments:
+    """Return the parameters of a function, all positional and required."""
+    arguments = [ast.arg(arg=name) for name in names]
+    return ast.arguments(posonlyargs=[], args=arguments, kwonlyargs=[], kw_defaults=[], defaults=[])
+
+
 class WithBlockNotFoundError(Exception):
     """The ``with`` statement of a trace was not found, or there is none; the message names the place."""
 

@@ -254,8 +254,7 @@ class JobDispatcher:
             is_begun = True
         except Exception:
             # Kept, its lease would expire, and the job would end as interrupted without having run.
-            self._held_until[job.key_id] = time.monotonic() + _MAX_HOLD_S
-            await self._tools.leases.put_back(job)
+            await self._hold(job, _MAX_HOLD_S)
             raise
         finally:
             if not is_begun:
@@ -295,9 +294,13 @@ class JobDispatcher:
         wait_s = await self._callers.rates.wait_s(caller)
         if wait_s:
             # Asked again before the wait is over, since limits may change.
-            self._held_until[job.key_id] = time.monotonic() + min(wait_s, _MAX_HOLD_S)
-            await self._tools.leases.put_back(job)
+            await self._hold(job, min(wait_s, _MAX_HOLD_S))
         return bool(wait_s)
+
+    async def _hold(self, job: JobRow, seconds: float) -> None:
+        """Put a job back, and claim none of its key for a while."""
+        self._held_until[job.key_id] = time.monotonic() + seconds
+        await self._tools.leases.put_back(job)
 
     def _may_begin(self) -> bool:
         return not self._is_stopping and self._lifecycle.phase is Phase.READY

@@ -13,11 +13,10 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Final
 
-from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.errors import ApiError, ErrorCode, printable
 from api_schemas.jobs import Job, JobError, JobEvent, JobList, JobStatus, JobSummary
 from app.audit import AuditLog
 from app.engine.served_model import ServedModel
-from app.formats.json_text import printable
 from app.http.errors import error_bytes
 from app.http.lifecycle import Lifecycle
 from app.limits.tenant_budget import TenantBudget

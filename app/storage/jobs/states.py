@@ -9,9 +9,8 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, insert, select, update
 from sqlalchemy.orm import Session
 
-from api_schemas.errors import ErrorCode
+from api_schemas.errors import ErrorCode, printable
 from api_schemas.jobs import JobEvent, JobStatus
-from app.formats.json_text import printable
 from app.storage.tables import EventRow, JobRow
 
 EVENT_BYTES: Final = 128

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from nnsight_engine.core.listeners import IterationOver
+from nnsight_engine.core.errors import IterationOver
 from nnsight_engine.interleaving.events import MissedProviderError
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.tracing.block_names import mangled

@@ -17,7 +17,7 @@ from typing import Any
 
 from nnsight_engine.serialization.limits import Check
 from nnsight_engine.tracing.loaded_code import sent_name
-from nnsight_engine.tracing.source_text import parse
+from nnsight_engine.tracing.source_text import parameters, parse
 
 _READS_GLOBAL = frozenset(
     {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"}
@@ -159,7 +159,7 @@ def compile_class(fragment: SourceFragment, variables: Sequence[str], check: Che
         body.insert(0, ast.Nonlocal(names=[node.name]))
     elif "<locals>" not in fragment.qualname:
         body.insert(0, ast.Global(names=[node.name]))
-    maker = ast.FunctionDef(name=_MAKER, args=_arguments([]), body=body, decorator_list=[])
+    maker = ast.FunctionDef(name=_MAKER, args=parameters([]), body=body, decorator_list=[])
     code = _only(_compiled([maker], fragment, variables), _MAKER)
     return _renamed(code, nested_code(code, node.name).co_qualname, fragment.qualname)
 
@@ -258,7 +258,7 @@ def _leave_values_out(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
 
 
 def _compiled(body: list[ast.stmt], fragment: SourceFragment, variables: Sequence[str]) -> CodeType:
-    owner = ast.FunctionDef(name=_OWNER, args=_arguments(variables), body=body, decorator_list=[])
+    owner = ast.FunctionDef(name=_OWNER, args=parameters(variables), body=body, decorator_list=[])
     top: ast.stmt = owner
     if fragment.class_name is not None:
         top = ast.ClassDef(name=fragment.class_name, bases=[], keywords=[], body=[owner], decorator_list=[])
@@ -271,11 +271,6 @@ def _compiled(body: list[ast.stmt], fragment: SourceFragment, variables: Sequenc
         tree, fragment.filename, "exec", flags=fragment.flags & FUTURE_FLAGS, dont_inherit=True
     )
     return _only(code if fragment.class_name is None else _only(code, fragment.class_name), _OWNER)
-
-
-def _arguments(names: Sequence[str]) -> ast.arguments:
-    arguments = [ast.arg(arg=name) for name in names]
-    return ast.arguments(posonlyargs=[], args=arguments, kwonlyargs=[], kw_defaults=[], defaults=[])
 
 
 def _only(code: CodeType, name: str) -> CodeType:

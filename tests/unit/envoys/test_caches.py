@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nnsight_engine import NNsight
-from nnsight_engine.core.listeners import ReadListener
+from nnsight_engine.core.read_listener import ReadListener
 from nnsight_engine.envoys.cache import Entry
 from tests.small_models import tiny_gpt2
 

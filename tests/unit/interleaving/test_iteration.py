@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nnsight_engine.core.listeners import IterationOver
+from nnsight_engine.core.errors import IterationOver
 from nnsight_engine.envoys.tracers.steps import Iter, IteratorTracer, Steps
 from nnsight_engine.interleaving.mediator import Mediator
 
