@@ -1,6 +1,6 @@
 """Errors of requests: stable codes, their HTTP statuses, and OpenAI's error format.
 
-Clients branch on ``code``; the message is for people. ``STATUS`` is the only table from code to HTTP status.
+Clients branch on ``code``; the message is for people. ``ErrorCode`` is the only table of codes and statuses.
 Messages quote JSON values of requests as short texts, which must be valid UTF-8.
 """
 
@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import enum
 import reprlib
-from typing import Final
+from typing import Final, Self
 
 from pydantic import BaseModel
 
 
 class ErrorCode(enum.StrEnum):
-    """Stable codes of ``error.code``."""
+    """Stable codes of ``error.code``, each with its HTTP status, which is 400 where none is given."""
 
-    INVALID_SHAPE = "invalid_shape"
+    status: int
+
+    def __new__(cls, code: str, status: int = 400) -> Self:
+        """Return a member; its value is the code."""
+        member = str.__new__(cls, code)
+        member._value_ = code
+        member.status = status
+        return member
+
+    INVALID_SHAPE = "invalid_shape", 422
     INVALID_JSON = "invalid_json"
     JSON_TOO_DEEP = "json_too_deep"
-    BODY_TOO_LARGE = "body_too_large"
+    BODY_TOO_LARGE = "body_too_large", 413
     TENSOR_TOO_LARGE = "tensor_too_large"
     UNKNOWN_OPERATION = "unknown_operation"
     UNKNOWN_POINT = "unknown_point"
@@ -43,147 +52,80 @@ class ErrorCode(enum.StrEnum):
     TOO_MANY_OPERATIONS = "too_many_operations"
     CAPTURE_TOO_LARGE = "capture_too_large"
     TOO_MUCH_WORK = "too_much_work"
-    ENGINE_CAPTURE_FULL = "engine_capture_full"
-    PROMPT_WAS_CHUNKED = "prompt_was_chunked"
-    INTERVENTION_FAILED = "intervention_failed"
-    CODEC_NOT_ALLOWED = "codec_not_allowed"
+    ENGINE_CAPTURE_FULL = "engine_capture_full", 503
+    PROMPT_WAS_CHUNKED = "prompt_was_chunked", 503
+    INTERVENTION_FAILED = "intervention_failed", 500
+    CODEC_NOT_ALLOWED = "codec_not_allowed", 403
     INVALID_TRACE = "invalid_trace"
     TRACE_FAILED = "trace_failed"
-    CODE_NOT_ALLOWED = "code_not_allowed"
-    HOST_NOT_ALLOWED = "host_not_allowed"
-    ORIGIN_NOT_ALLOWED = "origin_not_allowed"
-    NO_KEY = "missing_api_key"
-    INVALID_KEY = "invalid_api_key"
-    MISSING_SCOPE = "missing_scope"
-    KEY_NOT_FOUND = "key_not_found"
-    KEY_ENDED = "key_ended"
-    SANDBOX_MISSING = "sandbox_missing"
-    QUEUE_FULL = "queue_full"
-    RATE_LIMITED = "rate_limit_exceeded"
+    CODE_NOT_ALLOWED = "code_not_allowed", 403
+    HOST_NOT_ALLOWED = "host_not_allowed", 403
+    ORIGIN_NOT_ALLOWED = "origin_not_allowed", 403
+    NO_KEY = "missing_api_key", 401
+    INVALID_KEY = "invalid_api_key", 401
+    MISSING_SCOPE = "missing_scope", 403
+    KEY_NOT_FOUND = "key_not_found", 404
+    KEY_ENDED = "key_ended", 409
+    SANDBOX_MISSING = "sandbox_missing", 403
+    QUEUE_FULL = "queue_full", 429
+    RATE_LIMITED = "rate_limit_exceeded", 429
     BEYOND_LIMIT = "request_beyond_limit"
-    STORED_BYTES_FULL = "stored_bytes_full"
-    UPLOAD_TIMED_OUT = "upload_timed_out"
-    HEAD_TOO_LARGE = "head_too_large"
-    TENANT_NOT_FOUND = "tenant_not_found"
-    TRACE_TIMED_OUT = "trace_timed_out"
-    TRACE_PROCESS_ENDED = "trace_process_ended"
-    LOCAL_ENGINE_FAILED = "local_engine_failed"
-    JOB_STORE_FULL = "job_store_full"
-    JOB_NOT_FOUND = "job_not_found"
-    JOB_NOT_FINISHED = "job_not_finished"
-    JOB_NOT_RERUNNABLE = "job_not_rerunnable"
-    JOB_CANCELLED = "job_cancelled"
-    IDEMPOTENCY_CONFLICT = "idempotency_conflict"
+    STORED_BYTES_FULL = "stored_bytes_full", 403
+    UPLOAD_TIMED_OUT = "upload_timed_out", 408
+    HEAD_TOO_LARGE = "head_too_large", 431
+    TENANT_NOT_FOUND = "tenant_not_found", 404
+    TRACE_TIMED_OUT = "trace_timed_out", 504
+    TRACE_PROCESS_ENDED = "trace_process_ended", 500
+    LOCAL_ENGINE_FAILED = "local_engine_failed", 503
+    JOB_STORE_FULL = "job_store_full", 503
+    JOB_NOT_FOUND = "job_not_found", 404
+    JOB_NOT_FINISHED = "job_not_finished", 409
+    JOB_NOT_RERUNNABLE = "job_not_rerunnable", 409
+    JOB_CANCELLED = "job_cancelled", 409
+    IDEMPOTENCY_CONFLICT = "idempotency_conflict", 409
     BLOCK_FAILED = "block_failed"
-    INTERRUPTED = "interrupted"
-    RANGE_NOT_SATISFIABLE = "range_not_satisfiable"
-    RESULT_NOT_FOUND = "result_not_found"
-    VECTOR_NOT_FOUND = "vector_not_found"
+    INTERRUPTED = "interrupted", 500
+    RANGE_NOT_SATISFIABLE = "range_not_satisfiable", 416
+    RESULT_NOT_FOUND = "result_not_found", 404
+    VECTOR_NOT_FOUND = "vector_not_found", 404
     VECTOR_MISMATCH = "vector_mismatch"
-    VECTOR_NAME_TAKEN = "vector_name_taken"
-    VECTOR_STORE_FULL = "vector_store_full"
-    DETECTOR_NOT_FOUND = "detector_not_found"
+    VECTOR_NAME_TAKEN = "vector_name_taken", 409
+    VECTOR_STORE_FULL = "vector_store_full", 503
+    DETECTOR_NOT_FOUND = "detector_not_found", 404
     DETECTOR_MISMATCH = "detector_mismatch"
-    DETECTOR_NAME_TAKEN = "detector_name_taken"
+    DETECTOR_NAME_TAKEN = "detector_name_taken", 409
     INVALID_DETECTOR = "invalid_detector"
-    PRESET_NOT_FOUND = "preset_not_found"
-    PRESET_NOT_ALLOWED = "preset_not_allowed"
-    PRESET_NAME_TAKEN = "preset_name_taken"
-    PRESET_STORE_FULL = "preset_store_full"
+    PRESET_NOT_FOUND = "preset_not_found", 404
+    PRESET_NOT_ALLOWED = "preset_not_allowed", 403
+    PRESET_NAME_TAKEN = "preset_name_taken", 409
+    PRESET_STORE_FULL = "preset_store_full", 503
     INVALID_VECTOR_FILE = "invalid_vector_file"
-    UNSUPPORTED_FORMAT = "unsupported_vector_format"
-    DICTIONARY_NOT_FOUND = "dictionary_not_found"
+    UNSUPPORTED_FORMAT = "unsupported_vector_format", 415
+    DICTIONARY_NOT_FOUND = "dictionary_not_found", 404
     DICTIONARY_MISMATCH = "dictionary_mismatch"
-    DICTIONARY_NAME_TAKEN = "dictionary_name_taken"
-    DICTIONARY_STORE_FULL = "dictionary_store_full"
+    DICTIONARY_NAME_TAKEN = "dictionary_name_taken", 409
+    DICTIONARY_STORE_FULL = "dictionary_store_full", 503
     INVALID_DICTIONARY = "invalid_dictionary"
     INVALID_LABELS = "invalid_labels"
-    UNSUPPORTED_DICTIONARY = "unsupported_dictionary"
-    DICTIONARY_MEMORY_FULL = "dictionary_memory_full"
-    HUB_NOT_ALLOWED = "hub_not_allowed"
-    HUB_UNAVAILABLE = "hub_unavailable"
+    UNSUPPORTED_DICTIONARY = "unsupported_dictionary", 415
+    DICTIONARY_MEMORY_FULL = "dictionary_memory_full", 503
+    HUB_NOT_ALLOWED = "hub_not_allowed", 403
+    HUB_UNAVAILABLE = "hub_unavailable", 503
     TRAINING_FAILED = "training_failed"
-    MODEL_NOT_FOUND = "model_not_found"
-    NOT_FOUND = "not_found"
-    METHOD_NOT_ALLOWED = "method_not_allowed"
+    MODEL_NOT_FOUND = "model_not_found", 404
+    NOT_FOUND = "not_found", 404
+    METHOD_NOT_ALLOWED = "method_not_allowed", 405
     BAD_REQUEST = "bad_request"
-    STARTING = "starting"
-    DRAINING = "draining"
-    ENGINE_DEAD = "engine_dead"
-    ENGINE_RESTARTING = "engine_restarting"
-    ENGINE_PAUSED = "engine_paused"
-    REPLICA_LOST = "replica_lost"
-    REQUEST_TIMED_OUT = "request_timed_out"
-    DATABASE_UNAVAILABLE = "database_unavailable"
-    INTERNAL = "internal_error"
+    STARTING = "starting", 503
+    DRAINING = "draining", 503
+    ENGINE_DEAD = "engine_dead", 503
+    ENGINE_RESTARTING = "engine_restarting", 503
+    ENGINE_PAUSED = "engine_paused", 503
+    REPLICA_LOST = "replica_lost", 503
+    REQUEST_TIMED_OUT = "request_timed_out", 504
+    DATABASE_UNAVAILABLE = "database_unavailable", 503
+    INTERNAL = "internal_error", 500
 
-
-STATUS: Final[dict[ErrorCode, int]] = {
-    ErrorCode.INVALID_SHAPE: 422,
-    ErrorCode.BODY_TOO_LARGE: 413,
-    ErrorCode.CAPTURE_TOO_LARGE: 400,
-    ErrorCode.CODEC_NOT_ALLOWED: 403,
-    ErrorCode.CODE_NOT_ALLOWED: 403,
-    ErrorCode.HOST_NOT_ALLOWED: 403,
-    ErrorCode.ORIGIN_NOT_ALLOWED: 403,
-    ErrorCode.NO_KEY: 401,
-    ErrorCode.INVALID_KEY: 401,
-    ErrorCode.MISSING_SCOPE: 403,
-    ErrorCode.KEY_NOT_FOUND: 404,
-    ErrorCode.KEY_ENDED: 409,
-    ErrorCode.SANDBOX_MISSING: 403,
-    ErrorCode.QUEUE_FULL: 429,
-    ErrorCode.RATE_LIMITED: 429,
-    ErrorCode.STORED_BYTES_FULL: 403,
-    ErrorCode.UPLOAD_TIMED_OUT: 408,
-    ErrorCode.HEAD_TOO_LARGE: 431,
-    ErrorCode.TENANT_NOT_FOUND: 404,
-    ErrorCode.TRACE_TIMED_OUT: 504,
-    ErrorCode.TRACE_PROCESS_ENDED: 500,
-    ErrorCode.LOCAL_ENGINE_FAILED: 503,
-    ErrorCode.JOB_STORE_FULL: 503,
-    ErrorCode.JOB_NOT_FOUND: 404,
-    ErrorCode.JOB_NOT_FINISHED: 409,
-    ErrorCode.JOB_NOT_RERUNNABLE: 409,
-    ErrorCode.JOB_CANCELLED: 409,
-    ErrorCode.IDEMPOTENCY_CONFLICT: 409,
-    ErrorCode.INTERRUPTED: 500,
-    ErrorCode.RANGE_NOT_SATISFIABLE: 416,
-    ErrorCode.RESULT_NOT_FOUND: 404,
-    ErrorCode.VECTOR_NOT_FOUND: 404,
-    ErrorCode.VECTOR_NAME_TAKEN: 409,
-    ErrorCode.VECTOR_STORE_FULL: 503,
-    ErrorCode.DETECTOR_NOT_FOUND: 404,
-    ErrorCode.DETECTOR_NAME_TAKEN: 409,
-    ErrorCode.PRESET_NOT_FOUND: 404,
-    ErrorCode.PRESET_NOT_ALLOWED: 403,
-    ErrorCode.PRESET_NAME_TAKEN: 409,
-    ErrorCode.PRESET_STORE_FULL: 503,
-    ErrorCode.UNSUPPORTED_FORMAT: 415,
-    ErrorCode.DICTIONARY_NOT_FOUND: 404,
-    ErrorCode.DICTIONARY_NAME_TAKEN: 409,
-    ErrorCode.DICTIONARY_STORE_FULL: 503,
-    ErrorCode.UNSUPPORTED_DICTIONARY: 415,
-    ErrorCode.HUB_NOT_ALLOWED: 403,
-    ErrorCode.HUB_UNAVAILABLE: 503,
-    ErrorCode.MODEL_NOT_FOUND: 404,
-    ErrorCode.NOT_FOUND: 404,
-    ErrorCode.METHOD_NOT_ALLOWED: 405,
-    ErrorCode.STARTING: 503,
-    ErrorCode.DRAINING: 503,
-    ErrorCode.ENGINE_DEAD: 503,
-    ErrorCode.ENGINE_RESTARTING: 503,
-    ErrorCode.ENGINE_PAUSED: 503,
-    ErrorCode.REPLICA_LOST: 503,
-    ErrorCode.REQUEST_TIMED_OUT: 504,
-    ErrorCode.DATABASE_UNAVAILABLE: 503,
-    ErrorCode.ENGINE_CAPTURE_FULL: 503,
-    ErrorCode.DICTIONARY_MEMORY_FULL: 503,
-    ErrorCode.PROMPT_WAS_CHUNKED: 503,
-    ErrorCode.INTERVENTION_FAILED: 500,
-    ErrorCode.INTERNAL: 500,
-}
-"""HTTP status of each code; 400 for codes that are not listed."""
 
 _TYPES: Final = {
     401: "authentication_error",
@@ -229,7 +171,7 @@ class ApiError(Exception):
 
     @property
     def status(self) -> int:
-        return STATUS.get(self.code, 400)
+        return self.code.status
 
     def body(self) -> ErrorResponse:
         kind = _TYPES.get(self.status, "invalid_request_error")

@@ -8,7 +8,7 @@ here.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, Tag
 
@@ -41,30 +41,6 @@ class CompletionRequest(BaseModel):
         default=None, description="Operations on the model's values, applied in this order."
     )
     preset: PresetNames | None = Field(default=None, description=PRESET_FIELD)
-
-
-class CompletionChoice(BaseModel):
-    """One answer."""
-
-    model_config = ConfigDict(extra="allow")
-
-    index: int
-    text: str
-    finish_reason: str | None = None
-    interventions: ChoiceInterventions | None = None
-
-
-class CompletionResponse(BaseModel):
-    """The answer of ``POST /v1/completions``, and the form of each chunk of its stream."""
-
-    model_config = ConfigDict(extra="allow")
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: dict[str, Any] | None = None
 
 
 class ChatMessage(BaseModel):
@@ -105,31 +81,6 @@ class ChatCompletionRequest(BaseModel):
         "tokens of the rendered chat template.",
     )
     preset: PresetNames | None = Field(default=None, description=PRESET_FIELD)
-
-
-class ChatChoice(BaseModel):
-    """One answer: ``message`` when whole, ``delta`` in a stream."""
-
-    model_config = ConfigDict(extra="allow")
-
-    index: int
-    message: ChatMessage | None = None
-    delta: dict[str, Any] | None = None
-    finish_reason: str | None = None
-    interventions: ChoiceInterventions | None = None
-
-
-class ChatCompletionResponse(BaseModel):
-    """The answer of ``POST /v1/chat/completions``, and the form of each chunk of its stream."""
-
-    model_config = ConfigDict(extra="allow")
-
-    id: str
-    object: Literal["chat.completion", "chat.completion.chunk"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: dict[str, Any] | None = None
 
 
 _OPERATIONS = "Operations on the model's values, applied in this order. Positions count in the tokens of the "

@@ -132,14 +132,6 @@ def serve(  # noqa: PLR0913 - one argument for each option
             "off, which starts faster.",
         ),
     ] = None,
-    vllm_version_check: Annotated[
-        str | None,
-        _option(
-            "auto|strict|warn|off",
-            "What happens with a version of vLLM that is not known: auto (the default: it is refused if a "
-            "method that the engine overrides has changed), strict, warn or off.",
-        ),
-    ] = None,
     local_engine: Annotated[
         bool,
         typer.Option(
@@ -181,7 +173,6 @@ def serve(  # noqa: PLR0913 - one argument for each option
                 taps=taps,
                 points=points,
                 intervention_graphs=intervention_graphs,
-                vllm_version_check=vllm_version_check,
                 local_engine=local_engine or None,
                 local_engine_device=local_engine_device,
                 local_engine_dtype=local_engine_dtype,

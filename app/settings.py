@@ -18,7 +18,6 @@ from api_schemas.fields import RequestLimits
 from app.addresses import check_proxies
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.operator_choices import ALL_TAPS, check_sandbox
-from nnsight_engine.vllm_backend.versions import VersionCheck
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
@@ -192,12 +191,6 @@ class Settings(BaseSettings):
         default="any",
         description="Models that have points: `any` decoder, whose residual stream is found by its "
         "structure if there is no table for it; or `strict`: those with a table.",
-    )
-    vllm_version_check: VersionCheck = Field(
-        default="auto",
-        description="What happens with a version of vLLM that is not known. `auto`: it is refused if a name "
-        "that the engine overrides has changed; `strict`: if any name that it uses has changed; `warn`: it "
-        "is used with a warning; `off`: it is used.",
     )
     max_capture_bytes_per_request: int = Field(
         default=256 * MIB, ge=0, description="Most captured bytes that one request may hold in the engine."

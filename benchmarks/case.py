@@ -96,10 +96,14 @@ def difference(variant: str, baseline: str, unit: str = "µs", target: float | N
 
 
 def total(
-    name: str, weights: Mapping[str, float], scale: float = 1.0, target: float | None = None
+    name: str,
+    weights: Mapping[str, float],
+    scale: float = 1.0,
+    target: float | None = None,
+    bound: str = "",
 ) -> Measure:
     """Return a weighted sum of sides."""
-    return Measure(name, partial(_total, weights, scale), target)
+    return Measure(name, partial(_total, weights, scale), target, bound=bound)
 
 
 def slope(sizes: Sequence[int], target: float, bound: str = "") -> Measure:

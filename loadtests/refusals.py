@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Final
 
-from api_schemas.errors import STATUS, ErrorCode
+from api_schemas.errors import ErrorCode
 
 Answer = tuple[int, str]
 """A status and an error code; vLLM's own errors have their status as code."""
 
 
 def _ours(code: ErrorCode) -> Answer:
-    return STATUS.get(code, HTTPStatus.BAD_REQUEST), code
+    return code.status, code
 
 
 def _vllms(status: HTTPStatus) -> Answer:

@@ -5,7 +5,8 @@ request is over; a used-up minute admits none. Concurrent requests would exceed 
 each reserves the tokens that it asks for and releases the rest. Usage beyond a minute's quota is carried
 over, so that later requests wait accordingly.
 
-``GateMiddleware`` sends the headers of an admitted request, and releases it after the response's last byte.
+``RequestMiddleware`` sends the headers of an admitted request, and releases it after the last byte of its
+response.
 """
 
 from __future__ import annotations

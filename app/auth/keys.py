@@ -17,15 +17,13 @@ import ipaddress
 import logging
 import math
 import time
-import weakref
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Generic, TypeVar
 
 from api_schemas.administration import CreatedKey, Key, Limits, NewKey, Scope, Tenant, Tier
 from api_schemas.errors import ApiError, ErrorCode
 from app.auth.principal import ANONYMOUS, Principal
-from app.auth.secrets import GivenKeys, Secret, bearer, hashed, is_slow, matches, new_secret, parsed
+from app.auth.secrets import GivenKeys, Secret, bearer, hashed, matches, new_secret, parsed
 from app.limits.allowances import ThrottledError
 from app.storage.keys import KeyStore, is_open, key_from_row
 from app.storage.tables import KeyRow
@@ -116,18 +114,15 @@ logger = logging.getLogger(__name__)
 
 _CACHE_TTL_S: Final = 10.0
 _MAX_KNOWN: Final = 10_000
-_MAX_CONCURRENT_HASHES: Final = 2
-_MAX_WAITING: Final = 200
 _USE_RESOLUTION_S: Final = 60.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _CachedCheck:
-    """A cached check: ``principal`` is None for an invalid key, ``kept`` is the hash that the key matched."""
+    """A cached check; ``principal`` is None for an invalid key."""
 
     principal: Principal | None
     until: float
-    kept: str = ""
 
 
 _INVALID: Final = _CachedCheck(None, 0.0)
@@ -143,14 +138,8 @@ class Keys:
         self._has_keys = False
         self._looked_until = 0.0
         self._guesses = LoginThrottle()
-        # For keys stored with a slow hash. A dedicated pool, since hashing continues after its request is
-        # cancelled.
-        self._hashing = ThreadPoolExecutor(_MAX_CONCURRENT_HASHES, thread_name_prefix="keys")
-        self._num_waiting = 0
         # The hash that nonexistent keys are compared with, for equal timing.
         self._dummy_hash = hashed(new_secret())
-        # Each lock lives as long as a task holds or awaits it.
-        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._notes: set[asyncio.Task[None]] = set()
 
     async def are_required(self) -> bool:
@@ -204,7 +193,7 @@ class Keys:
         known = self._known.get(digest)
         if known is None or time.monotonic() >= known.until:
             generation = self._generation
-            known = await self._checked(secret, _holder(known))
+            known = await self._checked(secret)
             if generation == self._generation:  # otherwise the key may have been revoked meanwhile
                 self._remember(digest, known)
         if known.principal is None:
@@ -219,11 +208,10 @@ class Keys:
                 self._known.clear()
         self._known[digest] = known
 
-    async def _checked(self, secret: Secret, before: _CachedCheck | None) -> _CachedCheck:
+    async def _checked(self, secret: Secret) -> _CachedCheck:
         until = time.monotonic() + _CACHE_TTL_S
         found = await self._lookups.find(secret.id)
-        kept = self._dummy_hash if found is None else found[0].hash
-        is_right = (before is not None and before.kept == kept) or await self._matches(secret, kept)
+        is_right = matches(secret, self._dummy_hash if found is None else found[0].hash)
         moment = time.time()
         if found is None or not is_right or not is_open(found[0], moment):
             return _CachedCheck(None, until)
@@ -231,10 +219,10 @@ class Keys:
         if row.expires_at is not None:
             until = min(until, time.monotonic() + row.expires_at - moment)
         if row.last_used_at is None or row.last_used_at < moment - _USE_RESOLUTION_S:
-            task = asyncio.create_task(self._note_use(row.id, hashed(secret) if is_slow(kept) else None))
+            task = asyncio.create_task(self._note_use(row.id))
             self._notes.add(task)
             task.add_done_callback(self._notes.discard)
-        return _CachedCheck(_principal(row, tenant_limits), until, row.hash)
+        return _CachedCheck(_principal(row, tenant_limits), until)
 
     async def holder(self, key_id: str) -> Principal | None:
         """Return the caller for which work of a key, or of none (empty), continues.
@@ -249,38 +237,15 @@ class Keys:
         found = await self._store.valid_successor(key_id)
         return None if found is None else _principal(*found)
 
-    async def _matches(self, secret: Secret, kept: str) -> bool:
-        if not is_slow(kept):
-            return matches(secret, kept)
-        # One check at a time per id, so that guesses at one key do not delay the checks of others.
-        turn = self._turns.get(secret.id) or asyncio.Lock()
-        self._turns[secret.id] = turn
-        async with turn:
-            return await self._matches_slowly(secret, kept)
-
-    async def _matches_slowly(self, secret: Secret, kept: str) -> bool:
-        if self._num_waiting >= _MAX_WAITING:
-            raise ThrottledError(
-                "Too many unknown keys are waiting to be checked; send this request again.",
-                {"Retry-After": "1"},
-            )
-        self._num_waiting += 1
+    async def _note_use(self, key_id: str) -> None:
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._hashing, matches, secret, kept)
-        finally:
-            self._num_waiting -= 1
-
-    async def _note_use(self, key_id: str, kept: str | None) -> None:
-        try:
-            await self._store.note_use(key_id, kept)
+            await self._store.note_use(key_id)
         except Exception:
             logger.exception("recording the use of key %s in the database failed", key_id)
 
     async def close(self) -> None:
         """Finish pending writes; the database must still be open."""
         await asyncio.gather(*self._notes, return_exceptions=True)
-        self._hashing.shutdown(wait=False)
 
     # Keys themselves.
 
@@ -307,7 +272,7 @@ class Keys:
         found = await self._lookups.find(secret.id)
         if found is None:
             return None
-        if not await self._matches(secret, found[0].hash):
+        if not matches(secret, found[0].hash):
             raise ApiError(
                 ErrorCode.INVALID_KEY,
                 f"The id {secret.id} belongs to a key with another secret; generate a new key.",
@@ -338,8 +303,7 @@ class Keys:
     async def limit(self, tenant: str, limits: Limits) -> Tenant:
         changed = await self._store.limit(tenant, limits)
         self._generation += 1
-        # Expired entries are read again from the database, but valid keys are not hashed again.
-        self._known = {digest: dataclasses.replace(one, until=0.0) for digest, one in self._known.items()}
+        self._known.clear()
         return changed
 
     def _expire_cached(self, key_id: str) -> None:
@@ -349,10 +313,6 @@ class Keys:
             for digest, known in self._known.items()
             if known.principal is None or known.principal.key_id != key_id
         }
-
-
-def _holder(known: _CachedCheck | None) -> _CachedCheck | None:
-    return known if known is not None and known.principal is not None else None
 
 
 def _principal(row: KeyRow, tenant_limits: Limits) -> Principal:

@@ -1,8 +1,8 @@
 """The text of keys, ``nns_<id>_<secret>``, and their hashes; and keys that are given at the start.
 
 The id is not secret. The secret has 256 random bits, so its SHA-256 is stored; a slow hash would let guesses
-consume CPU time and delay valid keys. Keys with Argon2id of older versions are hashed again at their next
-use. Keys of ``--api-key`` and ``VLLM_API_KEY`` have no rows in the database.
+consume CPU time and delay valid keys. Keys of ``--api-key`` and ``VLLM_API_KEY`` have no rows in the
+database.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ import secrets
 from collections.abc import Sequence
 from typing import Final
 
-from argon2 import PasswordHasher
-from argon2.exceptions import InvalidHashError, VerificationError
-
 from api_schemas.administration import Limits, Scope, Tier
 from app.auth.principal import Principal
 
@@ -26,7 +23,6 @@ _KEPT: Final = "sha256:"
 _ID_BYTES: Final = 8
 _SECRET_BYTES: Final = 32
 _FORM: Final = re.compile(r"nns_([0-9a-f]{16})_([0-9A-Za-z_-]{43})")
-_HASHER: Final = PasswordHasher(time_cost=1, memory_cost=8 * 1024, parallelism=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -56,19 +52,9 @@ def hashed(secret: Secret) -> str:
     return _KEPT + hashlib.sha256(secret.text.encode()).hexdigest()
 
 
-def is_slow(kept: str) -> bool:
-    """Return whether comparing a key with this hash takes milliseconds."""
-    return not kept.startswith(_KEPT)
-
-
 def matches(secret: Secret, kept: str) -> bool:
     """Return whether the hash is that of this key; takes the same time in either case."""
-    if not is_slow(kept):
-        return hmac.compare_digest(hashed(secret), kept)
-    try:
-        return _HASHER.verify(kept, secret.text)
-    except (VerificationError, InvalidHashError):
-        return False
+    return hmac.compare_digest(hashed(secret), kept)
 
 
 GIVEN_ID: Final = "api-key"

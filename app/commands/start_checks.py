@@ -37,8 +37,7 @@ from app.storage.database import DatabaseError
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.operator_choices import ALL_TAPS, check_taps, chosen_taps
 from nnsight_engine.modeling.bundled import bundled_model_folder
-from nnsight_engine.vllm_backend.cpu_plugin import check_runner
-from nnsight_engine.vllm_backend.versions import check_version, is_tested_version
+from nnsight_engine.vllm_backend.cpu_plugin import check_vllm
 
 CONFIG = "--config"
 
@@ -210,8 +209,7 @@ def check_start(options: ServeOptions, own: Iterable[str] = ()) -> Start:
                 "serve needs vLLM: pip install 'nnsight-engine[cpu]', or [gpu] on a machine with GPUs"
             )
         if not options.replicas:
-            check_version(settings.vllm_version_check)
-            check_runner()
+            check_vllm()
         start = Start(options, settings, model, arguments)
         if CONFIG in arguments:  # vLLM's parser reads the model and the address from it
             _check_file(arguments[arguments.index(CONFIG) + 1])
@@ -225,8 +223,8 @@ def check_start(options: ServeOptions, own: Iterable[str] = ()) -> Start:
 def check_arguments(model: str, arguments: Sequence[str], own: Iterable[str] = ()) -> None:
     """Check the model and vLLM's options of a command that starts no server; raises CommandError."""
     try:
-        check_runner()
-        args = parse_recorded(arguments, own, is_complete=is_tested_version())
+        check_vllm()
+        args = parse_recorded(arguments, own)
         check_model(model, args, ALL_TAPS)
     except UnsupportedOptionError as error:
         raise CommandError(str(error)) from error
@@ -234,7 +232,7 @@ def check_arguments(model: str, arguments: Sequence[str], own: Iterable[str] = (
 
 def _check_all(start: Start, own: Iterable[str]) -> None:
     settings = start.settings
-    args = parse_recorded(start.arguments, own, is_complete=is_tested_version())
+    args = parse_recorded(start.arguments, own)
     if not all((name or "").strip() for name in args.served_model_name or ()):
         raise CommandError("--served-model-name must not be empty")
     given = GivenKeys(args.api_key or [key for key in [vllm_key()] if key])

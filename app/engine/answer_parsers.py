@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import pydantic_core
@@ -147,15 +147,8 @@ def mend_chat(serving: Any, tools: str) -> None:
 
         parser = more.get("parser")
         if parser is not None:
-            parse = parser.parse
             texts = iter(last)  # vLLM parses them one after another
-
-            def parsed(text: str, asked: Any, **options: Any) -> _Parsed:
-                is_cut = next(texts).finish_reason == _LENGTH
-                found: _Parsed = parse(text, asked, **options)
-                return _as_streamed(found, parser, tools, text, asked) if is_cut else found
-
-            parser.parse = parsed
+            _mend(parser, tools, lambda: next(texts).finish_reason == _LENGTH)
         answer = await create(request, watched(), *args, **more)
         cut = {one.index for one in last if one.finish_reason == _LENGTH}
         for choice in getattr(answer, "choices", ()):
@@ -186,12 +179,7 @@ def mend_responses(serving: Any, tools: str) -> None:
 
     def items(request: Any, output: Any, tokenizer: Any, parser: Parser | None = None) -> Any:
         if parser is not None and output.finish_reason == _LENGTH:
-            parse = parser.parse
-
-            def parsed(text: str, asked: Any, **options: Any) -> _Parsed:
-                return _as_streamed(parse(text, asked, **options), parser, tools, text, asked)
-
-            parser.parse = parsed  # a parser is one answer's
+            _mend(parser, tools, lambda: True)  # a parser is one answer's
         return make(request, output, tokenizer, parser=parser)
 
     async def events(*args: Any, **more: Any) -> AsyncIterator[Any]:
@@ -204,6 +192,17 @@ def mend_responses(serving: Any, tools: str) -> None:
 
     serving._make_response_output_items = items  # noqa: SLF001 - no other
     serving.responses_stream_generator = events
+
+
+def _mend(parser: Any, tools: str, is_cut: Callable[[], bool]) -> None:
+    parse = parser.parse
+
+    def parsed(text: str, asked: Any, **options: Any) -> _Parsed:
+        mends = is_cut()
+        found: _Parsed = parse(text, asked, **options)
+        return _as_streamed(found, parser, tools, text, asked) if mends else found
+
+    parser.parse = parsed
 
 
 def _as_streamed(found: _Parsed, parser: Parser, tools: str, text: str, request: Any) -> _Parsed:

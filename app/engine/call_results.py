@@ -6,13 +6,14 @@ import dataclasses
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from api_schemas.errors import ApiError
 from api_schemas.interventions import FIELD
 from app.engine.client import JsonObject
 from app.engine.responses import Decode, choice_json
+from app.engine.vllm_errors import Refusals
 from app.formats.json_text import json_bytes
 from app.http.contexts import RequestContext
 from app.http.errors import DONE_FRAME
@@ -79,7 +80,8 @@ class CallResults:
 
 
 async def with_results(
-    frames: AsyncIterator[str],
+    frames: AsyncGenerator[str, None],
+    refusals: Refusals,
     engine: InterventionAsyncLLM,
     results: CallResults,
     model: str,
@@ -90,23 +92,24 @@ async def with_results(
     ended: set[int] = set()
     chunk: JsonObject = {}
     try:
-        async for frame in frames:
-            if frame == DONE_FRAME:
-                async for last in _unsent(ended, chunk, results, model, is_chat=is_chat):
-                    yield last
-                yield frame
-                continue
-            chunk = json.loads(frame.removeprefix("data: "))
-            yield await _frame(chunk, results)
-            choices = chunk.get("choices", ())
-            ended |= {one["index"] for one in choices if one.get("finish_reason") is not None}
+        with refusals:
+            async for frame in frames:
+                if frame == DONE_FRAME:
+                    async for last in _unsent(ended, chunk, results, model, is_chat=is_chat):
+                        yield last
+                    yield frame
+                    continue
+                chunk = json.loads(frame.removeprefix("data: "))
+                yield await _frame(chunk, results)
+                choices = chunk.get("choices", ())
+                ended |= {one["index"] for one in choices if one.get("finish_reason") is not None}
     except ApiError as error:
         if call.failure is not None:
             raise call.failure from error
         raise
     finally:
         try:
-            await frames.aclose()  # type: ignore[attr-defined]  # vLLM's streams are generators
+            await frames.aclose()
         finally:
             engine.close_call(call)  # another one may serve by now
 

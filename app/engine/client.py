@@ -62,7 +62,6 @@ class EngineReply:
 
     body: JsonObject | None = None
     stream: AsyncIterator[str] | None = None
-    headers: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ item of ``data`` has the field.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from http import HTTPStatus
 from typing import Any, Final
@@ -36,25 +37,25 @@ _ERRORS: Final = frozenset({"error", "response.failed"})
 _CHOICE: Final = 0
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class InterveningApp:
-    def __init__(self, app: ASGIApp, engine: InterventionAsyncLLM, results: CallResults) -> None:
-        self._app = app
-        self._engine = engine
-        self._results = results
+    app: ASGIApp
+    engine: InterventionAsyncLLM
+    results: CallResults
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raise ApiError if the call failed; also where the application answers with an error of its own."""
-        call, answer = self._results.call, _Answer(send, self._results)
+        call, answer = self.results.call, _Answer(send, self.results)
         try:
             with carrying(call):
-                await self._app(scope, receive, answer.send)
+                await self.app(scope, receive, answer.send)
         except Exception as error:
             if call.failure is not None:
                 raise call.failure from error
             raise
         finally:
             answer.close()
-            self._engine.close_call(call)
+            self.engine.close_call(call)
 
 
 class _Answer:

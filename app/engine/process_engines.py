@@ -11,6 +11,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ import msgspec
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
 from app.engine.client import TraceEngine
-from app.engine.trace_process_pool import ProcessJob, RequestTasks, TraceProcesses
+from app.engine.trace_process_pool import ProcessJob, TraceProcesses
 from app.http.errors import error_bytes, internal_error
 from app.settings import Settings
 from nnsight_engine.local_engine.trace_process import (
@@ -36,6 +37,8 @@ from nnsight_engine.serialization import DecodeError
 
 logger = logging.getLogger(__name__)
 
+Data = bytes | bytearray | memoryview
+
 
 class LocalTraceEngine(TraceProcesses):
     name = queue = "local"
@@ -45,43 +48,30 @@ class LocalTraceEngine(TraceProcesses):
     def __init__(self, options: ProcessOptions, settings: Settings, environment: Mapping[str, str]) -> None:
         super().__init__("nnsight_engine.local_engine.process", options, settings, environment)
         self._timeout_s = settings.local_block_timeout_s
-        self._requests = RequestTasks()
 
     async def serve_request(self, child: TraceProcess, message: dict[str, Any], job: ProcessJob) -> None:
-        """Have the trace's client run a part of its block, in a task of its own while the process is read."""
+        """Have the trace's client run a part of its block."""
         if LOCAL not in message:
             await super().serve_request(child, message, job)
             return
-        if not await self._requests.is_free(job):
-            raise DecodeError("a trace sent a second call to its client before the first was answered")
-        kind, data = await child.frame()
-        if kind is not FrameKind.RESULT:
-            raise DecodeError("a trace announced a call to its client and sent none")
-        self._requests.start(job, self._call_client(child, data, job))
+        await job.wait_answered()
+        data = await _announced(child, "a call to its client")
+        job.serve(_answering(child, partial(self._call_client, child, data, job)))
 
-    async def ended(self, job: ProcessJob) -> None:
-        await self._requests.cancel(job)
-
-    async def _call_client(
-        self, child: TraceProcess, data: bytes | bytearray | memoryview, job: ProcessJob
-    ) -> None:
-        with contextlib.suppress(ProcessEndedError):
-            await child.answer(await self._answer(data, job))
-
-    async def _answer(self, data: bytes | bytearray | memoryview, job: ProcessJob) -> Frame:
+    async def _call_client(self, child: TraceProcess, data: Data, job: ProcessJob) -> None:
         if job.request.call_client is None:
-            return _unsupported(LocalBlockError.unreachable())
-        try:
-            return Frame(FrameKind.RESULT, await job.request.call_client(data))
-        except TimeoutError:
-            return _unsupported(LocalBlockError.unanswered(self._timeout_s))
-        except Exception:
-            logger.exception("a call to a trace's client failed")
-            return _refusal(internal_error())
+            raise _unsupported(LocalBlockError.unreachable())
+        # The answer counts as received until the process has it.
+        async with contextlib.AsyncExitStack() as received:
+            try:
+                answer = await received.enter_async_context(job.request.call_client(data))
+            except TimeoutError as error:
+                raise _unsupported(LocalBlockError.unanswered(self._timeout_s)) from error
+            await child.answer(Frame(FrameKind.RESULT, answer))
 
 
-def _unsupported(error: LocalBlockError) -> Frame:
-    return _refusal(ApiError(ErrorCode.UNSUPPORTED_COMBINATION, str(error)))
+def _unsupported(error: LocalBlockError) -> ApiError:
+    return ApiError(ErrorCode.UNSUPPORTED_COMBINATION, str(error))
 
 
 Outline = Callable[[], Awaitable[dict[str, Any]]]
@@ -111,7 +101,6 @@ class SessionTraces(TraceProcesses):
         )
         self._engine = engine
         self._outline = outline
-        self._requests = RequestTasks()
 
     def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
         """Run a session in a process, or a trace on the engine; see ``TraceEngine``."""
@@ -119,72 +108,63 @@ class SessionTraces(TraceProcesses):
         return run(request, job_id)
 
     async def serve_request(self, child: TraceProcess, message: dict[str, Any], job: ProcessJob) -> None:
-        """Serve a session's request in a task of its own: run a trace, or describe the model."""
-        if not await self._requests.is_free(job):
-            raise DecodeError("a session sent a second request before the first was answered")
+        """Run a trace of the session, or describe the model to it."""
+        await job.wait_answered()
         if TRACE in message:
-            kind, data = await child.frame()
-            if kind is not FrameKind.RESULT:
-                raise DecodeError("a session announced a trace and sent none")
+            data = await _announced(child, "a trace")
             # This task reads the process for no request in particular; the trace's usage, tier and spans
             # belong to the job's context.
-            self._requests.start(job, self._trace(child, data, job), job.context.copy())
+            job.serve(_answering(child, partial(self._trace, child, data, job)), job.context.copy())
         elif OUTLINE in message:
-            self._requests.start(job, self._describe(child))
+            job.serve(_answering(child, self._describe))
         else:
             await super().serve_request(child, message, job)
 
-    async def ended(self, job: ProcessJob) -> None:
-        await self._requests.cancel(job)
+    async def _trace(self, child: TraceProcess, data: Data, job: ProcessJob) -> None:
+        request = await asyncio.to_thread(TraceRequest.from_bytes, data)  # untrusted input
+        _check(request)
+        # The block's process knows the model's own name only, not an adapter that the session names.
+        session = job.request.head
+        request.head = msgspec.structs.replace(
+            request.head, model=session.model, revision=session.revision, fingerprint=session.fingerprint
+        )
+        request.tenant = job.request.tenant
+        request.sandbox_of = job.request.sandbox_of
+        frames = self._engine.run_trace(request, f"session-{secrets.token_hex(16)}")
+        async with contextlib.aclosing(frames):
+            async for frame in frames:
+                if frame.kind in _PASSED_ON:
+                    await child.answer(frame)
+                elif frame.kind is FrameKind.EVENT and (event := frame.json())["status"] == JobStatus.LOG:
+                    job.notify(JobStatus.LOG, event.get("message"))
 
-    async def _trace(
-        self, child: TraceProcess, data: bytes | bytearray | memoryview, job: ProcessJob
-    ) -> None:
-        with contextlib.suppress(ProcessEndedError):
-            try:
-                request = await asyncio.to_thread(TraceRequest.from_bytes, data)  # untrusted input
-                _check(request)
-                # The block's process knows the model's own name only, not an adapter that the session names.
-                session = job.request.head
-                request.head = msgspec.structs.replace(
-                    request.head,
-                    model=session.model,
-                    revision=session.revision,
-                    fingerprint=session.fingerprint,
-                )
-                request.tenant = job.request.tenant
-                request.sandbox_of = job.request.sandbox_of
-                frames = self._engine.run_trace(request, f"session-{secrets.token_hex(16)}")
-                async with contextlib.aclosing(frames):
-                    async for frame in frames:
-                        await self._forward(child, frame, job)
-            except DecodeError as error:
-                await child.answer(_refusal(ApiError(ErrorCode.INVALID_TRACE, str(error))))
-            except ApiError as error:
-                await child.answer(_refusal(error))
-            except ProcessEndedError:
-                raise
-            except Exception:
-                logger.exception("a session's trace failed")
-                await child.answer(_refusal(internal_error()))
+    async def _describe(self) -> Frame:
+        return json_frame(FrameKind.EVENT, await self._outline())
 
-    async def _forward(self, child: TraceProcess, frame: Frame, job: ProcessJob) -> None:
-        if frame.kind in _PASSED_ON:
-            await child.answer(frame)
-        elif frame.kind is FrameKind.EVENT and (event := frame.json())["status"] == JobStatus.LOG:
-            job.notify(JobStatus.LOG, event.get("message"))
 
-    async def _describe(self, child: TraceProcess) -> None:
-        with contextlib.suppress(ProcessEndedError):
-            try:
-                await child.answer(json_frame(FrameKind.EVENT, await self._outline()))
-            except ApiError as error:
-                await child.answer(_refusal(error))
-            except ProcessEndedError:
-                raise
-            except Exception:
-                logger.exception("describing the model to a session failed")
-                await child.answer(_refusal(internal_error()))
+async def _announced(child: TraceProcess, what: str) -> Data:
+    kind, data = await child.frame()
+    if kind is not FrameKind.RESULT:
+        raise DecodeError(f"a trace process announced {what} and sent none")
+    return data
+
+
+async def _answering(child: TraceProcess, request: Callable[[], Awaitable[Frame | None]]) -> None:
+    """Send what a request returns, None if it has sent its answer itself, or the error that it raises."""
+    with contextlib.suppress(ProcessEndedError):
+        try:
+            answer = await request()
+        except ProcessEndedError:
+            raise
+        except DecodeError as error:
+            answer = _refusal(ApiError(ErrorCode.INVALID_TRACE, str(error)))
+        except ApiError as error:
+            answer = _refusal(error)
+        except Exception:
+            logger.exception("a request of a trace's process failed")
+            answer = _refusal(internal_error())
+        if answer is not None:
+            await child.answer(answer)
 
 
 def _check(request: TraceRequest) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncGenerator
 from typing import Any, Final
 
 from app.auth.principal import Principal
@@ -57,13 +56,8 @@ def with_model(body: dict[str, Any], model: str | None) -> dict[str, Any]:
     return body | found | ({_MODEL: model} if _MODEL in body else {})
 
 
-async def events_with_model(source: AsyncGenerator[str, None], model: str) -> AsyncGenerator[str, None]:
-    try:
-        async for event in source:
-            if event.startswith(_DATA) and event != DONE_FRAME:
-                body = with_model(json.loads(event.removeprefix(_DATA)), model)
-                yield f"{_DATA}{json_text(body)}\n\n"
-            else:
-                yield event
-    finally:
-        await source.aclose()
+def event_with_model(event: str, model: str) -> str:
+    if not event.startswith(_DATA) or event == DONE_FRAME:
+        return event
+    body = with_model(json.loads(event.removeprefix(_DATA)), model)
+    return f"{_DATA}{json_text(body)}\n\n"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -123,41 +123,30 @@ async def choice_json(
         inline: Whether tensors and numbers stay in the answer, however large.
         base_path: The prefix of ``/v1`` in the server's URLs (ASGI's ``root_path``).
     """
-    large = _by_key(collected.results)
-    num_bytes = sum(len(tensor.data) for tensor in large.values())
     arrays = {result.name: _arrays_of(result) for result in collected.results}
-    work.meter.captured_bytes += num_bytes + sum(map(_num_bytes, arrays.values()))
+    work.meter.captured_bytes += sum(map(_num_bytes, arrays.values()))
     text_bytes = sum(_text_bytes(result, arrays[result.name]) for result in collected.results)
     has_large_text = text_bytes > settings.inline_json_bytes and not inline
-    if inline or num_bytes <= settings.inline_tensor_bytes:
-        large = {}
-    tensors = numbers = None
-    far: dict[str, TensorResult] = {}
-    if large or has_large_text:
-        far = {
-            _file_key(name, place): _tensor_of(array)
-            for name, own in arrays.items()
-            for place, array in own.items()
-            if has_large_text
-        }
-        stored = await store.put(large | far, work.tenant, work.meter.key_id)
-        # Rounded down: the file exists at least as long as the answer says.
-        file = _Stored(f"{base_path}/v1/results/{stored.id}", math.floor(stored.expires_at))
-        tensors, numbers = file if large else None, file if far else None
-    labels = LabelBudget(settings.max_capture_bytes_per_request)
+    tensors, numbers, labels = _Places(), _Places(), LabelBudget(settings.max_capture_bytes_per_request)
     answer: dict[str, Any] = {"results": {}}
     for result in collected.results:
-        if numbers is not None and (own := arrays[result.name]):
-            links = {
-                place: numbers.reference(result.name, place, far[_file_key(result.name, place)])
-                for place in own
-            }
+        if has_large_text and (own := arrays[result.name]):
+            links = {at: numbers.add(result.name, at, _tensor_of(array)) for at, array in own.items()}
             found = _linked_json(result, links)
         elif isinstance(result, CollectedFeatures):
             found = await features_json(result, operations, labels)
         else:
-            found = _result_json(result, tensors or _Inline(), decode)
+            found = _result_json(result, tensors, decode)
         answer["results"][result.name] = found
+    num_bytes = sum(len(tensor.data) for tensor, _ in tensors.values())
+    work.meter.captured_bytes += num_bytes
+    if inline or num_bytes <= settings.inline_tensor_bytes:
+        tensors.embed()
+    if in_file := {**tensors, **numbers}:
+        file = await store.put(
+            {key: tensor for key, (tensor, _) in in_file.items()}, work.tenant, work.meter.key_id
+        )
+        _link(in_file, f"{base_path}/v1/results/{file.id}", file.expires_at)
     if collected.final:
         work.note_tier(collected.tier)
     if collected.final and collected.is_code:
@@ -237,68 +226,33 @@ def _linked_json(result: CollectedResult, links: dict[str, Any]) -> dict[str, An
     return {"type": kind, "positions": result.positions, field: empty, "tensors": links}  # type: ignore[union-attr]  # no trace's
 
 
-class _Inline:
-    def reference(self, name: str, place: str, tensor: TensorResult) -> dict[str, Any]:
-        del name, place
-        return {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data": base64.b64encode(tensor.data).decode("ascii"),
-            "encoding": "base64",
-        }
+class _Places(dict[str, tuple[TensorResult, dict[str, Any]]]):
+    """Tensors by their keys in a file, each with its object in the answer, which is filled in last."""
+
+    def add(self, name: str, path: str, tensor: TensorResult) -> dict[str, Any]:
+        key = f"{_escaped(name)}/{path}"
+        if key in self:
+            raise ApiError(
+                ErrorCode.TRACE_FAILED,
+                f"Each saved tensor needs a path of its own in the answer, and two have {clip(key)!r}: a "
+                "number and its digits are the same key in JSON. Use different keys.",
+            )
+        self[key] = tensor, {}
+        return self[key][1]
+
+    def embed(self) -> None:
+        for tensor, place in self.values():
+            place["dtype"], place["shape"] = tensor.dtype, list(tensor.shape)
+            place["data"] = base64.b64encode(tensor.data).decode("ascii")
+            place["encoding"] = "base64"
+        self.clear()
 
 
-class _Stored(_Inline):
-    def __init__(self, url: str, expires_at: int) -> None:
-        self._url = url
-        self._expires_at = expires_at
-
-    def reference(self, name: str, place: str, tensor: TensorResult) -> dict[str, Any]:
-        return {
-            "url": self._url,
-            "format": "safetensors",
-            "key": _file_key(name, place),
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "expires_at": self._expires_at,
-        }
-
-
-def _by_key(results: Sequence[CollectedResult]) -> dict[str, TensorResult]:
-    found: dict[str, TensorResult] = {}
-    for result in results:
-        for place, tensor in _tensors_of(result):
-            key = _file_key(result.name, place)
-            if key in found:
-                raise ApiError(
-                    ErrorCode.TRACE_FAILED,
-                    f"Each saved tensor needs a path of its own in the answer, and two have {clip(key)!r}: a "
-                    "number and its digits are the same key in JSON. Use different keys.",
-                )
-            found[key] = tensor
-    return found
-
-
-def _file_key(name: str, place: str) -> str:
-    return f"{_escaped(name)}/{place}"
-
-
-def _tensors_of(result: CollectedResult) -> Iterator[tuple[str, TensorResult]]:
-    if isinstance(result, CollectedCapture):
-        for point, tensor in result.points.items():
-            yield _escaped(point), tensor
-    if isinstance(result, CollectedTrace):
-        for name, value in result.saves.items():
-            yield from _tensors_in(value, _escaped(name))
-        for name, value in result.grown.items():
-            yield from _tensors_in(value, _below(_GROWN, name))
-
-
-def _tensors_in(value: Any, place: str) -> Iterator[tuple[str, TensorResult]]:
-    if isinstance(value, TensorResult):
-        yield place, value
-    for key, item in _items(value):
-        yield from _tensors_in(item, _below(place, key))
+def _link(places: Mapping[str, tuple[TensorResult, dict[str, Any]]], url: str, expires_at: float) -> None:
+    for key, (tensor, place) in places.items():
+        place["url"], place["format"], place["key"] = url, "safetensors", key
+        place["dtype"], place["shape"] = tensor.dtype, list(tensor.shape)
+        place["expires_at"] = math.floor(expires_at)  # the file exists at least as long as the answer says
 
 
 def _below(place: str, key: object) -> str:
@@ -310,13 +264,7 @@ def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _items(value: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(value, dict):
-        return value.items()
-    return enumerate(value) if isinstance(value, list) else ()
-
-
-def _result_json(result: _Plain, tensors: _Inline, decode: Decode) -> dict[str, Any]:
+def _result_json(result: _Plain, tensors: _Places, decode: Decode) -> dict[str, Any]:
     if isinstance(result, CollectedCapture):
         return _capture_json(result, tensors)
     if isinstance(result, CollectedTrace):
@@ -347,12 +295,12 @@ def _lens_rows(rows: LensRows, decode: Decode) -> Rows:
     return Rows(len(rows.ids), rows.ids.shape[1] + len(rows.targets), made)
 
 
-def _capture_json(capture: CollectedCapture, tensors: _Inline) -> dict[str, Any]:
+def _capture_json(capture: CollectedCapture, tensors: _Places) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "type": "capture",
         "positions": capture.positions,
         "points": {
-            point: tensors.reference(capture.name, _escaped(point), tensor)
+            point: tensors.add(capture.name, _escaped(point), tensor)
             for point, tensor in capture.points.items()
         },
     }
@@ -361,10 +309,10 @@ def _capture_json(capture: CollectedCapture, tensors: _Inline) -> dict[str, Any]
     return answer
 
 
-def _trace_json(result: CollectedTrace, tensors: _Inline) -> dict[str, Any]:
+def _trace_json(result: CollectedTrace, tensors: _Places) -> dict[str, Any]:
     def plain(value: Any, place: str) -> Any:
         if isinstance(value, TensorResult):
-            return tensors.reference(result.name, place, value)
+            return tensors.add(result.name, place, value)
         if isinstance(value, dict):
             return {key: plain(item, _below(place, key)) for key, item in value.items()}
         if isinstance(value, list):

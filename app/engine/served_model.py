@@ -6,7 +6,8 @@ import dataclasses
 import math
 import posixpath
 import re
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from api_schemas.errors import ApiError, ErrorCode, clip
 from api_schemas.points import PointPattern, point_name
@@ -16,6 +17,7 @@ from app.settings import Settings
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.remote_backend.messages import TraceHead
 
+MODELS: Final = "/v1/models"
 _DEFAULT_REVISION: Final = "main"
 _CACHED: Final = re.compile(r"models--(?P<owner>[^/]+)--(?P<name>[^/]+?)(/|$)")
 """A repository's folder in the cache of Hugging Face."""
@@ -184,4 +186,17 @@ def _point(leaf: LeafSpec) -> PointCapability:
         tier=leaf.tier,
         operations=list(leaf.operations),
         layers=None if leaf.layers is None else list(leaf.layers),
+    )
+
+
+def model_of(listed: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a model of the caller's list; raises ApiError ``model_not_found``."""
+    for card in listed["data"]:
+        if card["id"] == name:
+            found: dict[str, Any] = card
+            return found
+    raise ApiError(
+        ErrorCode.MODEL_NOT_FOUND,
+        f"The model {clip(name)!r} does not exist, or is not yours; GET {MODELS} lists the names.",
+        "model",
     )

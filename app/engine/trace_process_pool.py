@@ -39,6 +39,9 @@ from nnsight_engine.serialization import DecodeError
 _MAX_UNREAD_BYTES: Final = 16 * 2**20
 """Unread events of one trace."""
 
+_ANSWERED_S: Final = 5.0
+"""How long a request of a process may take to return after its answer was sent."""
+
 
 class ProcessJob:
     """A trace that is queued or running.
@@ -64,6 +67,7 @@ class ProcessJob:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self.meter is not None:
             self.meter.expect(self.over)
+        self._request: asyncio.Task[None] | None = None
         self._share = unread.share(self._drop, _MAX_UNREAD_BYTES)
 
     def notify(self, status: JobStatus, message: str | None = None) -> None:
@@ -86,6 +90,26 @@ class ProcessJob:
         """Record that it uses no resources any more; idempotent."""
         if not self.over.done():
             self.over.set_result(None)
+
+    async def wait_answered(self) -> None:
+        """Raise DecodeError if the last request of its process is not over.
+
+        The process may have its answer, and send the next one, before the task that sent it has returned.
+        """
+        request = self._request
+        if request is not None and not request.done():
+            await asyncio.wait({request}, timeout=_ANSWERED_S)
+            if not request.done():
+                raise DecodeError("a trace process sent a second request before the first was answered")
+
+    def serve(self, request: Coroutine[Any, Any, None], context: contextvars.Context | None = None) -> None:
+        """Carry out a request of its process in a task of its own, while the process is read."""
+        self._request = asyncio.create_task(request, context=context)
+
+    async def end_request(self) -> None:
+        if self._request is not None:
+            self._request.cancel()
+            await asyncio.gather(self._request, return_exceptions=True)
 
     def _drop(self, error: SlowReaderError) -> None:
         """Cancel the trace, discard its unread frames and leave the reason for the next read."""
@@ -235,9 +259,6 @@ class TraceProcesses:
         del child, job
         raise DecodeError(f"a trace process sent an unknown request: {', '.join(message)}")
 
-    async def ended(self, job: ProcessJob) -> None:
-        """Release the resources that a trace has requested; called however the trace ended."""
-
 
 class _ProcessSlot:
     def __init__(self, traces: TraceProcesses) -> None:
@@ -335,18 +356,15 @@ class _ProcessSlot:
         """Run a trace, on a second process if the first had ended before the trace began."""
         if job.cancelled.is_set():
             return
-        try:
-            await self._serve_in(await self._ready(), job)
-        except ProcessEndedError as error:
-            await self.drop()
-            if job.has_begun or job.cancelled.is_set():
-                raise self._ended(job, error) from error
+        for is_last in (False, True):
             try:
-                # The first process ended before the trace began.
                 await self._serve_in(await self._ready(), job)
-            except ProcessEndedError as again:
+            except ProcessEndedError as error:
                 await self.drop()
-                raise self._ended(job, again) from again
+                if is_last or job.has_begun or job.cancelled.is_set():
+                    raise self._ended(job, error) from error
+            else:
+                return
 
     async def _serve_in(self, child: TraceProcess, job: ProcessJob) -> None:
         self._num_runs += 1
@@ -370,7 +388,7 @@ class _ProcessSlot:
                 watch.cancel()
                 await asyncio.gather(watch, return_exceptions=True)
             finally:
-                await self._traces.ended(job)
+                await job.end_request()
 
     async def _watch(self, child: TraceProcess, job: ProcessJob, number: int) -> None:
         """Cancel a trace that nothing waits for or that exceeded its time, then kill the process."""
@@ -447,33 +465,3 @@ async def _receive_status(child: TraceProcess) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise DecodeError("the first message of a trace process must be an object")
     return message
-
-
-_ANSWERED_S: Final = 5.0
-"""How long a request may take to return after its answer was sent."""
-
-
-class RequestTasks:
-    def __init__(self) -> None:
-        self._tasks: dict[ProcessJob, asyncio.Task[None]] = {}
-
-    async def is_free(self, job: ProcessJob) -> bool:
-        """Return whether the job's last request is over.
-
-        The process may have its answer, and send the next one, before the task that sent it has returned.
-        """
-        task = self._tasks.get(job)
-        if task is not None and not task.done():
-            await asyncio.wait({task}, timeout=_ANSWERED_S)
-        return task is None or task.done()
-
-    def start(
-        self, job: ProcessJob, request: Coroutine[Any, Any, None], context: contextvars.Context | None = None
-    ) -> None:
-        self._tasks[job] = asyncio.create_task(request, context=context)
-
-    async def cancel(self, job: ProcessJob) -> None:
-        task = self._tasks.pop(job, None)
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Mapping, MutableMapping
@@ -221,34 +220,26 @@ async def counted(answering: Awaitable[EngineReply], state: State) -> EngineRepl
     """Return the reply; the request counts until it is complete or its stream is closed."""
     if not state.enable_server_load_tracking:
         return await answering
-    load = _Load(state)
+    state.server_load_metrics += 1
+    stream: _CountedStream | None = None
     try:
         reply = await answering
-    except BaseException:
-        load.end()
-        raise
-    if reply.stream is None:
-        load.end()
+        if reply.stream is not None:
+            reply.stream = stream = _CountedStream(reply.stream, state)
         return reply
-    return dataclasses.replace(reply, stream=_CountedStream(reply.stream, load))
+    finally:
+        if stream is None:
+            _uncount(state)
 
 
-class _Load:
-    def __init__(self, state: State) -> None:
-        self._state = state
-        self._counts = True
-        state.server_load_metrics += 1
-
-    def end(self) -> None:
-        if self._counts:
-            self._counts = False
-            self._state.server_load_metrics = max(0, self._state.server_load_metrics - 1)
+def _uncount(state: State) -> None:
+    state.server_load_metrics = max(0, state.server_load_metrics - 1)  # vLLM sets it to 0 with a new engine
 
 
 class _CountedStream:
-    def __init__(self, stream: AsyncIterator[str], load: _Load) -> None:
+    def __init__(self, stream: AsyncIterator[str], state: State) -> None:
         self._stream = stream
-        self._load = load
+        self._state: State | None = state
 
     def __aiter__(self) -> _CountedStream:
         return self
@@ -257,7 +248,9 @@ class _CountedStream:
         return await anext(self._stream)
 
     async def aclose(self) -> None:
-        self._load.end()
+        state, self._state = self._state, None
+        if state is not None:
+            _uncount(state)
         aclose = getattr(self._stream, "aclose", None)
         if aclose is not None:
             await aclose()

@@ -10,7 +10,7 @@ from typing import Final, NoReturn
 import torch
 from pydantic import ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args  # there in all versions
+from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import validate_api_server_args
 from vllm.exceptions import VLLMClientError
 from vllm.platforms import current_platform

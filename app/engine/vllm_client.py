@@ -48,7 +48,7 @@ from app.engine.served_model import ServedModel, describe
 from app.engine.vllm_app import BackgroundApp, VLLMApp, counted
 from app.engine.vllm_arguments import engine_arguments, message_of
 from app.engine.vllm_errors import Refusals, RefusedError, raised, translating_engine_death
-from app.engine.vllm_requests import ids_of, started_stream, texts_of, tokenize_request
+from app.engine.vllm_requests import ids_of, refusing, texts_of, tokenize_request
 from app.engine.vllm_traces import VLLMTraceEngine
 from app.http.contexts import context_of
 from app.limits.tenant_budget import TenantBudget
@@ -120,6 +120,7 @@ class VLLMEngineClient:
         self._memory: ProcessFolder | None = None
         self._sockets: ProcessFolder | None = None
         self._is_ready = False
+        self._fingerprint = ""
         self._loading: asyncio.Task[InterventionAsyncLLM] | None = None
         self._described: DescribedModel | None = None
         self._capabilities: Capabilities | None = None
@@ -165,6 +166,7 @@ class VLLMEngineClient:
         # A thread cannot be cancelled: `close` waits for it, so that no engine is left running.
         self._loading = asyncio.create_task(asyncio.to_thread(self._load))
         self._engine = await asyncio.shield(self._loading)
+        self._fingerprint = fingerprint_of(self._engine.vllm_config.model_config.hf_config)
         async with asyncio.timeout(_WARM_UP_S):
             await self._engine.describe()
             self._memory = claim_memory_folder()
@@ -248,7 +250,7 @@ class VLLMEngineClient:
         if loading is None:
             return
         (engine,) = await asyncio.gather(loading, return_exceptions=True)
-        self._engine = None
+        self._engine, self._fingerprint = None, ""
         if not isinstance(engine, BaseException):
             if engine.output_handler is not None:
                 # It would mistake the engine's orderly shutdown for its death.
@@ -270,12 +272,10 @@ class VLLMEngineClient:
 
     def served(self) -> ServedModel:
         names = self._args.served_model_name or [self._args.model]
-        config = None if self._engine is None else self._engine.vllm_config.model_config.hf_config
-        fingerprint = "" if config is None else fingerprint_of(config)
         return ServedModel(
             tuple(names),
             self._args.model,
-            fingerprint,
+            self._fingerprint,
             self._args.revision or "",
             tuple(self._vllm_app.adapters),
         )
@@ -322,10 +322,7 @@ class VLLMEngineClient:
         inline: bool = False,
     ) -> EngineReply:
         serve = self._vllm_app.serving("openai_serving_completion").create_completion
-        if interventions:
-            answering = self._intervene(CompletionRequest, serve, body, interventions, http, inline=inline)
-        else:
-            answering = self._plain(CompletionRequest, serve, body, http)
+        answering = self._generate(CompletionRequest, serve, body, interventions, http, inline=inline)
         return await counted(answering, self._vllm_app.state)
 
     async def chat(
@@ -337,12 +334,7 @@ class VLLMEngineClient:
         inline: bool = False,
     ) -> EngineReply:
         serve = self._vllm_app.serving("openai_serving_chat").create_chat_completion
-        if interventions:
-            answering = self._intervene(
-                ChatCompletionRequest, serve, body, interventions, http, inline=inline
-            )
-        else:
-            answering = self._plain(ChatCompletionRequest, serve, body, http)
+        answering = self._generate(ChatCompletionRequest, serve, body, interventions, http, inline=inline)
         return await counted(answering, self._vllm_app.state)
 
     async def vllm_app(
@@ -374,18 +366,7 @@ class VLLMEngineClient:
         tokens = [{"id": token_id, "text": text} for token_id, text in zip(ids, texts, strict=True)]
         return EngineReply(body={"model": self.served().names[0], "tokens": tokens})
 
-    async def _plain(self, model: type[Any], serve: Serve, body: JsonObject, http: Request) -> EngineReply:
-        request = await self._read(model, body, http)
-        refusals = Refusals(body, model.model_fields)
-        answer = await self._serve(serve, request, http, refusals)
-        if hasattr(answer, "model_dump"):
-            return EngineReply(body=answer.model_dump())
-        return EngineReply(stream=await started_stream(answer, refusals))
-
-    async def _read(self, model: type[Any], body: JsonObject, http: Request) -> Any:
-        return await read_accepted(model, body, self._grammars.accept, context_of(http.scope).tenant)
-
-    async def _intervene(
+    async def _generate(
         self,
         model: type[Any],
         serve: Serve,
@@ -395,7 +376,13 @@ class VLLMEngineClient:
         *,
         inline: bool,
     ) -> EngineReply:
-        request = await self._read(model, body, http)
+        request = await read_accepted(model, body, self._grammars.accept, context_of(http.scope).tenant)
+        refusals = Refusals(body, model.model_fields)
+        if not interventions:
+            answer = await self._serve(serve, request, http, refusals)
+            if hasattr(answer, "model_dump"):
+                return EngineReply(body=answer.model_dump())
+            return EngineReply(stream=refusing(answer, refusals))
         if getattr(request, "use_beam_search", False):
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
@@ -405,18 +392,21 @@ class VLLMEngineClient:
         engine = self.engine
         call = await self._call(interventions, http, streams=bool(request.stream))
         results = self._results(call, request.n or 1, http, inline=inline)
-        refusals = Refusals(body, model.model_fields)
         streams = False
         try:
             with carrying(call):
                 answer = await self._serve(serve, request, http, refusals)
             if not hasattr(answer, "model_dump"):
-                frames = await started_stream(answer, refusals)
                 streams = True
                 name = request.model or self.served().names[0]
                 return EngineReply(
                     stream=with_results(
-                        frames, engine, results, name, is_chat=isinstance(request, ChatCompletionRequest)
+                        answer,
+                        refusals,
+                        engine,
+                        results,
+                        name,
+                        is_chat=isinstance(request, ChatCompletionRequest),
                     )
                 )
             found = answer.model_dump()
@@ -459,7 +449,7 @@ class VLLMEngineClient:
     async def _serve(self, serve: Serve, request: Any, http: Request, refusals: Refusals) -> Any:
         with refusals:
             try:
-                answer = await serve(request, self._as_vllm(http))
+                answer = await serve(request, Request({**http.scope, "app": self._vllm_app}, http.receive))
             except ApiError:
                 raise
             except Exception as error:
@@ -479,6 +469,3 @@ class VLLMEngineClient:
             base_path=str(http.scope.get("root_path", "")),
             inline=inline,
         )
-
-    def _as_vllm(self, http: Request) -> Request:
-        return Request({**http.scope, "app": self._vllm_app}, http.receive)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
@@ -75,38 +75,14 @@ def _check(request: Any) -> None:
         )
 
 
-async def started_stream(frames: AsyncGenerator[str, None], refusals: Refusals) -> AsyncIterator[str]:
-    """Return vLLM's stream once its first event has arrived; vLLM validates much only then (ApiError)."""
+async def refusing(frames: AsyncGenerator[str, None], refusals: Refusals) -> AsyncGenerator[str, None]:
+    """Yield the events of vLLM's stream; vLLM validates much only with the first one (ApiError)."""
     try:
         with refusals:
-            first = await anext(frames, None)
-    except BaseException:
+            async for frame in frames:
+                yield frame
+    finally:
         await frames.aclose()
-        raise
-    return _StartedStream(first, frames, refusals)
-
-
-class _StartedStream:
-    """A stream whose first event was read.
-
-    Not a generator: closing one that never started would not run its ``finally``, and leave the rest open.
-    """
-
-    def __init__(self, first: str | None, rest: AsyncGenerator[str, None], refusals: Refusals) -> None:
-        self._first = first
-        self._rest = rest
-        self._refusals = refusals
-
-    def __aiter__(self) -> _StartedStream:
-        return self
-
-    async def __anext__(self) -> str:
-        first, self._first = self._first, None
-        with self._refusals:
-            return await anext(self._rest) if first is None else first
-
-    async def aclose(self) -> None:
-        await self._rest.aclose()
 
 
 @functools.cache

@@ -25,16 +25,17 @@ from api_schemas.errors import ApiError
 from api_schemas.fields import StoredName
 from api_schemas.vectors import Training
 from app.auth.principal import ANONYMOUS, Principal
-from app.detectors.files import read_file as read_detector
-from app.detectors.service import DetectorService
-from app.dictionaries.service import DictionaryService
+from app.catalog.detector_files import new_version
+from app.catalog.detector_files import read_file as read_detector
+from app.catalog.detectors import Detectors
+from app.catalog.dictionaries import Dictionaries
+from app.catalog.rows import rows_of
+from app.catalog.vector_files import read_file as read_vector
+from app.catalog.vectors import Vectors
 from app.engine.client import EngineClient
 from app.formats.uploads import FILE
 from app.settings import Settings
 from app.storage.versions import NameUsedError
-from app.vectors.files import read_file as read_vector
-from app.vectors.rows import rows_of
-from app.vectors.service import VectorService
 from nnsight_engine.modeling.bundled import is_bundled_model
 
 
@@ -88,9 +89,9 @@ _OWNER: Final[Principal] = dataclasses.replace(ANONYMOUS, scopes=frozenset(Scope
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExampleStores:
-    vectors: VectorService
-    detectors: DetectorService
-    dictionaries: DictionaryService
+    vectors: Vectors
+    detectors: Detectors
+    dictionaries: Dictionaries
 
 
 async def store_examples(
@@ -132,13 +133,24 @@ async def _once(name: str, adding: Awaitable[object]) -> None:
         logger.info("the example %s is stored", name)
 
 
-async def _add_vector(vectors: VectorService, example: ExampleVector, content: bytes) -> None:
+async def _add_vector(vectors: Vectors, example: ExampleVector, content: bytes) -> None:
     _, tensors = await asyncio.to_thread(read_vector, content, "")
     rows = rows_of(tensors, None, vectors.shape, FILE)
-    await vectors.add_first(example.name, rows, example.training, _OWNER)
+    new = rows.new_version(example.name, "trained", shared=True, training=example.training, is_first=True)
+    await vectors.add(new, _OWNER)
 
 
-async def _add_detector(detectors: DetectorService, example: ExampleDetector, content: bytes) -> None:
+async def _add_detector(detectors: Detectors, example: ExampleDetector, content: bytes) -> None:
     spec, max_bytes = detectors.spec, detectors.max_bytes
     detector, calibration = await asyncio.to_thread(read_detector, content, "", None, spec, max_bytes)
-    await detectors.add_first(example.name, detector, calibration, example.training, _OWNER)
+    new = await asyncio.to_thread(
+        new_version,
+        detector,
+        calibration,
+        example.name,
+        "trained",
+        shared=True,
+        training=example.training,
+        is_first=True,
+    )
+    await detectors.add(new, _OWNER)

@@ -1,6 +1,6 @@
 """The context of a request, or of a job's run: sender, rights, deadline and ids, in the ASGI scope.
 
-The outermost middleware creates one; each layer completes the fields that it learns.
+The middleware of ``gate`` creates one; each layer completes the fields that it learns.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from starlette.requests import HTTPConnection
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from app.admission.rates import Admitted
 from app.audit import Record
@@ -18,7 +18,7 @@ from app.auth.principal import Principal
 from app.http.deadlines import RequestDeadline
 from app.http.large_bodies import LargeBodyReader
 from app.limits.allowances import Intake
-from nnsight_engine.core.work_context import WorkContext, working_for
+from nnsight_engine.core.work_context import WorkContext
 
 KEY: Final = "nnsight_engine.request"
 """The context's key in the scope."""
@@ -29,7 +29,8 @@ class RequestContext(WorkContext):
     """Must be created inside the running event loop.
 
     ``principal``, ``intake`` and ``bodies`` are None before authentication, ``admitted`` if nothing is
-    counted. ``sent_model`` is the name as it was sent, for the answer, if it names a preset.
+    counted. ``sent_model`` is the name as it was sent, for the answer, if it names a preset. ``is_answered``
+    becomes true with the last byte of the response.
     """
 
     record: Record
@@ -39,6 +40,7 @@ class RequestContext(WorkContext):
     intake: Intake | None = None
     bodies: LargeBodyReader | None = None
     sent_model: str | None = None
+    is_answered: bool = False
 
     def identify(self, caller: Principal, connection: HTTPConnection) -> None:
         self.principal, self.tenant = caller, caller.tenant
@@ -77,24 +79,3 @@ def note_error(scope: Scope, code: str) -> None:
     context: RequestContext | None = scope.get(KEY)
     if context is not None:
         context.record.error = code
-
-
-class RequestContextMiddleware:
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in {"http", "websocket"}:
-            await self._app(scope, receive, send)
-            return
-        _accept_other_header(scope)
-        with working_for(begin_context(scope)):
-            await self._app(scope, receive, send)
-
-
-def _accept_other_header(scope: Scope) -> None:
-    """Accept a key in the header that Anthropic's clients send it in."""
-    headers = dict(scope.get("headers", ()))
-    if b"x-api-key" in headers and b"authorization" not in headers:
-        bearer = (b"authorization", b"Bearer " + headers[b"x-api-key"])
-        scope["headers"] = [*scope["headers"], bearer]

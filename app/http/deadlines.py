@@ -81,22 +81,37 @@ async def while_connected(
 
     The request's body must have been read: other messages are discarded.
     """
+    return (await begin(receive, work, deadline)).result()
+
+
+async def begin(
+    receive: Receive,
+    work: Coroutine[Any, Any, T],
+    deadline: RequestDeadline | None = None,
+    patience_s: float | None = None,
+) -> asyncio.Task[T]:
+    """Do so until ``work`` is done or ``patience_s`` is over, and return its task; raises its error."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(disconnected(receive))
     waited_for: list[asyncio.Future[Any]] = [working, watching]
     if deadline is not None:
         waited_for.append(deadline.reached)
+    is_kept = False
     try:
-        await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
+        done, _ = await asyncio.wait(waited_for, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        is_kept = not done or working in done
+        if working in done:
+            working.result()  # raises its error
+        if is_kept:
+            return working
         if deadline is not None and deadline.error is not None:
             raise deadline.error
         raise ClientDisconnect
     finally:
-        working.cancel()
         watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        if not is_kept:
+            working.cancel()
+        await asyncio.gather(watching, *([] if is_kept else [working]), return_exceptions=True)
 
 
 async def disconnected(receive: Receive) -> None:

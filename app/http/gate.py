@@ -1,18 +1,24 @@
-"""The gate in front of the routes: rejects requests while not ready, counts them, handles escaped errors.
+"""Surrounds each request, in one middleware: context and record, hosts and origins, admission, errors.
 
 ``BaseHTTPMiddleware`` would cost a task group per request and hide disconnects from the routes below.
 
 While the server has no keys and admits local callers, ``Host`` and ``Origin`` are checked on every route. A
 page in a local browser can make a name of its own resolve to this machine (DNS rebinding), so the host name
 of a request must be one of this machine's, and other origins are rejected. With keys, the key alone
-authorizes a request.
+authorizes a request. Starlette's ``TrustedHostMiddleware`` is no substitute: it takes ``127.0.0.1:x@evil``
+for ``127.0.0.1``, refuses IPv6 addresses, and does not look at origins.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import re
-from collections.abc import Awaitable, Callable, Collection
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager
+from http import HTTPStatus
 from typing import Final, NamedTuple
 
 from starlette.requests import ClientDisconnect, HTTPConnection
@@ -20,12 +26,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_schemas.errors import ApiError, ErrorCode, excerpt
 from app.addresses import is_loopback
-from app.admission.rates import Admitted
-from app.http.contexts import context_of
+from app.http.contexts import RequestContext, begin_context
 from app.http.errors import error_response, internal_error, refuse
 from app.http.lifecycle import Lifecycle, Phase
 from app.http.vllm_routes import OUTSIDE_V1
 from app.settings import Settings
+from nnsight_engine.core.work_context import working_for
 
 logger = logging.getLogger(__name__)
 
@@ -35,73 +41,90 @@ STATUS_PATH: Final = "/v1/status"
 JOBS_PATH: Final = "/v1/jobs"
 _EVENTS: Final = "/events"
 _RERUN: Final = "/rerun"
+_CONNECTIONS: Final = {"http", "websocket"}
+_POLICY_VIOLATION: Final = 1008
 _TRY_AGAIN_LATER: Final = 1013
+_STARTS: Final = {"http.response.start", "websocket.http.response.start"}
+_SOCKET_ANSWERS: Final = {
+    "websocket.accept": HTTPStatus.SWITCHING_PROTOCOLS,
+    "websocket.close": HTTPStatus.FORBIDDEN,
+    "websocket.http.response.body": HTTPStatus.FORBIDDEN,
+}
+"""The status of responses whose messages contain none."""
+
+Headers = Sequence[tuple[bytes, bytes]]
+Recording = Callable[[Scope, RequestContext], AbstractAsyncContextManager[Headers]]
+"""Surrounds one request; the value of its block are headers for the response."""
 
 
-class GateMiddleware:
+@contextlib.asynccontextmanager
+async def unrecorded(_scope: Scope, _context: RequestContext) -> AsyncIterator[Headers]:
+    yield ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestMiddleware:
     """Admits API requests while the server can serve them, and counts them until their last byte.
 
-    ``request_timeout_s`` applies to POST requests only.
+    ``request_timeout_s`` applies to POST requests only; ``hosts`` is None where every name is accepted.
     """
 
-    def __init__(self, app: ASGIApp, lifecycle: Lifecycle, request_timeout_s: float) -> None:
-        self._app = app
-        self._lifecycle = lifecycle
-        self._request_timeout_s = request_timeout_s
+    app: ASGIApp
+    lifecycle: Lifecycle
+    request_timeout_s: float
+    hosts: HostRules | None
+    recording: Recording = unrecorded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in {"http", "websocket"}:
-            await self._app(scope, receive, send)
+        if scope["type"] not in _CONNECTIONS:
+            await self.app(scope, receive, send)
             return
-        path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
-        if path == STATUS_PATH or not (path.startswith(API_PREFIX) or path in OUTSIDE_V1):
-            await self._answer(scope, receive, send)
-            return
-        refusal = self._refusal(path, scope.get("method", "GET"))
+        _accept_other_header(scope)
+        context = begin_context(scope)
+        with working_for(context):
+            async with self.recording(scope, context) as headers:
+                await self._admit(scope, context, _Exchange(context, receive, send, headers))
+
+    async def _admit(self, scope: Scope, context: RequestContext, exchange: _Exchange) -> None:
+        path, method = str(scope["path"]).removeprefix(scope.get("root_path", "")), scope.get("method", "GET")
+        refusal = None if self.hosts is None else await self.hosts.refusal(HTTPConnection(scope))
         if refusal is not None:
-            await refuse(refusal, scope, receive, send, code=_TRY_AGAIN_LATER)
-            return
-        if path.startswith(JOBS_PATH) and path.endswith(_EVENTS):
+            await refuse(refusal, scope, exchange.receive, exchange.send, code=_POLICY_VIOLATION)
+        elif path == STATUS_PATH or not (path.startswith(API_PREFIX) or path in OUTSIDE_V1):
+            await self._answer(scope, context, exchange)
+        elif (refusal := self._refusal(path, method)) is not None:
+            await refuse(refusal, scope, exchange.receive, exchange.send, code=_TRY_AGAIN_LATER)
+        elif path.startswith(JOBS_PATH) and path.endswith(_EVENTS):
             # A client that follows a job is not counted, or the drain would wait for it while it waits for
             # the job; it reconnects to the next server.
-            await self._answer(scope, receive, send)
-            return
-        deadline = context_of(scope).deadline
-        with self._lifecycle.serving(deadline):
-            if scope.get("method") == "POST":  # other methods only look things up or fetch stored content
-                deadline.limit(self._request_timeout_s)
-            await self._answer(scope, receive, send)
+            await self._answer(scope, context, exchange)
+        else:
+            with self.lifecycle.serving(context.deadline):
+                if method == "POST":  # other methods only look things up or fetch stored content
+                    context.deadline.limit(self.request_timeout_s)
+                await self._answer(scope, context, exchange)
 
     def _refusal(self, path: str, method: str) -> ApiError | None:
         # Jobs outlive engines: job requests that start no work are served in every phase.
         if f"{path}/".startswith(f"{JOBS_PATH}/"):
             begins_work = method == "POST" and (path == JOBS_PATH or path.endswith(_RERUN))
-            return self._lifecycle.refusal() if begins_work else None
+            return self.lifecycle.refusal() if begins_work else None
         # A result outlives its request: a client served just before the drain may still fetch it.
-        if path.startswith(RESULTS_PREFIX) and self._lifecycle.phase is not Phase.STARTING:
+        if path.startswith(RESULTS_PREFIX) and self.lifecycle.phase is not Phase.STARTING:
             return None
-        return self._lifecycle.refusal()
+        return self.lifecycle.refusal()
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context, has_started = context_of(scope), False
-
-        async def watched_send(message: Message) -> None:
-            nonlocal has_started
-            if message["type"] == "http.response.start":
-                has_started = True
-                _add_headers(message, context.admitted)
-            await send(message)
-
+    async def _answer(self, scope: Scope, context: RequestContext, exchange: _Exchange) -> None:
         try:
-            await self._app(scope, receive, watched_send)
+            await self.app(scope, exchange.receive, exchange.send)
         except ClientDisconnect:
             logger.info("client disconnected: %s %s", scope.get("method", "WEBSOCKET"), scope["path"])
         except Exception:
             # After the status was sent, no error can be reported; the server closes the connection.
-            if has_started or scope["type"] == "websocket":
+            if context.record.status is not None or scope["type"] == "websocket":
                 raise
             logger.exception("unhandled error: %s %s", scope["method"], scope["path"])
-            await error_response(internal_error())(scope, receive, send)
+            await error_response(internal_error())(scope, exchange.receive, exchange.send)
         finally:
             if context.admitted is not None:
                 context.admitted.release()
@@ -109,17 +132,50 @@ class GateMiddleware:
                 context.intake.close()
 
 
-def _add_headers(start: Message, admitted: Admitted | None) -> None:
-    if admitted is not None:
-        sent = [(name.encode(), value.encode()) for name, value in admitted.headers.items()]
-        start["headers"] = [*start.get("headers", []), *sent]
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Exchange:
+    """The messages of one request, which its record counts."""
+
+    context: RequestContext
+    inner_receive: Receive
+    inner_send: Send
+    headers: Headers
+
+    async def receive(self) -> Message:
+        message = await self.inner_receive()
+        if message["type"] == "http.request":
+            record = self.context.record
+            record.request_bytes += len(message.get("body", b""))
+            record.begun_s = time.perf_counter()
+        return message
+
+    async def send(self, message: Message) -> None:
+        kind, context = message["type"], self.context
+        if kind == "http.response.body":
+            context.record.response_bytes += len(message.get("body", b""))
+            context.is_answered = not message.get("more_body", False)
+        elif kind in _STARTS:
+            context.record.status = message["status"]
+            limits = {} if context.admitted is None else context.admitted.headers
+            sent = [(name.encode(), value.encode()) for name, value in limits.items()]
+            message["headers"] = [*message.get("headers", ()), *self.headers, *sent]
+        elif kind in _SOCKET_ANSWERS:
+            context.record.status = context.record.status or _SOCKET_ANSWERS[kind]
+            context.is_answered = True
+        await self.inner_send(message)
+
+
+def _accept_other_header(scope: Scope) -> None:
+    """Accept a key in the header that Anthropic's clients send it in."""
+    headers = dict(scope.get("headers", ()))
+    if b"x-api-key" in headers and b"authorization" not in headers:
+        bearer = (b"authorization", b"Bearer " + headers[b"x-api-key"])
+        scope["headers"] = [*scope["headers"], bearer]
 
 
 _AUTHORITY: Final = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?", re.ASCII | re.IGNORECASE)
 _ORIGIN: Final = re.compile(r"https?://(.+)", re.ASCII | re.IGNORECASE)
 _DEFAULT_PORTS: Final = {"80", "443"}
-_CONNECTIONS: Final = {"http", "websocket"}
-_POLICY_VIOLATION: Final = 1008
 
 
 class Authority(NamedTuple):
@@ -129,17 +185,15 @@ class Authority(NamedTuple):
     port: str
 
 
-class HostMiddleware:
-    """Rejects foreign host names and origins without keys; asks for these only before it rejects."""
+class HostRules:
+    """Which hosts and origins a server without keys accepts; asks for keys only before it rejects."""
 
     def __init__(
         self,
-        app: ASGIApp,
         settings: Settings,
         are_keys_required: Callable[[], Awaitable[bool]],
         allowed_origins: Collection[str] = (),
     ) -> None:
-        self._app = app
         self._allowed_origins = allowed_origins
         # Without keys the server listens on loopback only; other host names are checked only there.
         self._checks_name = is_loopback(settings.host)
@@ -147,13 +201,9 @@ class HostMiddleware:
         self._are_keys_required = are_keys_required
         self._has_keys = False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in _CONNECTIONS:
-            refusal = self._refusal(HTTPConnection(scope))
-            if refusal is not None and not await self._requires_keys():
-                await refuse(refusal, scope, receive, send, code=_POLICY_VIOLATION)
-                return
-        await self._app(scope, receive, send)
+    async def refusal(self, connection: HTTPConnection) -> ApiError | None:
+        refusal = self._refusal(connection)
+        return None if refusal is None or await self._requires_keys() else refusal
 
     def _refusal(self, connection: HTTPConnection) -> ApiError | None:
         # A request without a Host header does not come from a browser.

@@ -146,13 +146,6 @@ class Lifecycle:
         self._is_draining = True
         self._given_up.set()
 
-    async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until nothing is in flight; return False if that takes longer than ``timeout_s``."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        return self._idle.is_set()
-
     async def drain(self, drain_timeout_s: float) -> None:
         """Reject new work, wait for requests in flight, and end them after the timeout.
 

@@ -12,99 +12,71 @@ from typing import Annotated, Any, Final
 from fastapi import FastAPI, Query
 from pydantic import BaseModel
 
-from api_schemas.administration import Limits, NewKey, Rotation
-from api_schemas.detectors import DetectorUpload, NewDetector
-from api_schemas.dictionaries import DictionaryFromHub, DictionaryUpload
 from api_schemas.errors import ErrorResponse
 from api_schemas.fields import NAME_PATTERN
 from api_schemas.generation import (
     ChatCompletionRequest,
     CompletionRequest,
-    EmbeddingsRequest,
-    EmbeddingsResponse,
-    MessagesRequest,
-    MessagesResponse,
-    ResponsesRequest,
-    ResponsesResponse,
-    TokenizeRequest,
 )
 from api_schemas.jobs import JobEvent
-from api_schemas.presets import NewPreset
-from api_schemas.training import DetectorTrainingEvent, DetectorTrainingRequest
-from api_schemas.vectors import NewVector, TrainingEvent, TrainingRequest, VectorUpload
 from nnsight_engine.remote_backend.frames import MEDIA_TYPE as FRAMES_TYPE
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE as TRACE_TYPE
 
 Links = Mapping[str, Mapping[str, str]]
 """Parameters by target route (``METHOD /path``); each is a runtime expression on the response."""
 
-_JOB: Final = {"job_id": "$response.body#/id"}
-_JOBS: Final[Links] = {
-    "GET /v1/jobs/{job_id}": _JOB,
-    "GET /v1/jobs/{job_id}/events": _JOB,
-    "GET /v1/jobs/{job_id}/result": _JOB,
-    "POST /v1/jobs/{job_id}/cancel": _JOB,
-    "POST /v1/jobs/{job_id}/rerun": _JOB,
-    "DELETE /v1/jobs/{job_id}": _JOB,
-}
-_KEY: Final = {"key_id": "$response.body#/id"}
+_ID: Final = "$response.body#/id"
 _TENANT: Final = {"tenant": "$response.body#/tenant"}
+_JOBS: Final[Links] = {
+    route: {"job_id": _ID}
+    for route in (
+        "GET /v1/jobs/{job_id}", "GET /v1/jobs/{job_id}/events", "GET /v1/jobs/{job_id}/result",
+        "POST /v1/jobs/{job_id}/cancel", "POST /v1/jobs/{job_id}/rerun", "DELETE /v1/jobs/{job_id}",
+    )
+}  # fmt: skip
 _KEYS: Final[Links] = {
-    "POST /v1/admin/keys/{key_id}/rotate": _KEY,
-    "DELETE /v1/admin/keys/{key_id}": _KEY,
+    "POST /v1/admin/keys/{key_id}/rotate": {"key_id": _ID},
+    "DELETE /v1/admin/keys/{key_id}": {"key_id": _ID},
     "GET /v1/admin/keys": _TENANT,
     "PUT /v1/admin/tenants/{tenant}/limits": _TENANT,
 }
-_VECTOR: Final = {"vector_id": "$response.body#/id"}
-_VECTORS: Final[Links] = {
-    "GET /v1/vectors/{vector_id}": _VECTOR,
-    "GET /v1/vectors/{vector_id}/content": _VECTOR,
-    "DELETE /v1/vectors/{vector_id}": _VECTOR,
-    "GET /v1/vectors": {"name": "$response.body#/name", "after": "$response.body#/id"},
-}
-_DETECTOR: Final = {"detector_id": "$response.body#/id"}
-_DETECTORS: Final[Links] = {
-    "GET /v1/detectors/{detector_id}": _DETECTOR,
-    "GET /v1/detectors/{detector_id}/content": _DETECTOR,
-    "DELETE /v1/detectors/{detector_id}": _DETECTOR,
-    "GET /v1/detectors": {"name": "$response.body#/name", "after": "$response.body#/id"},
-}
-_DICTIONARY: Final = {"dictionary_id": "$response.body#/id"}
-_DICTIONARIES: Final[Links] = {
-    "GET /v1/dictionaries/{dictionary_id}": _DICTIONARY,
-    "GET /v1/dictionaries/{dictionary_id}/content": _DICTIONARY,
-    "GET /v1/dictionaries/{dictionary_id}/config": _DICTIONARY,
-    "GET /v1/dictionaries/{dictionary_id}/features": _DICTIONARY,
-    "PUT /v1/dictionaries/{dictionary_id}/labels": _DICTIONARY,
-    "DELETE /v1/dictionaries/{dictionary_id}": _DICTIONARY,
-    "GET /v1/dictionaries": {"name": "$response.body#/name", "after": "$response.body#/id"},
-}
-_PRESET: Final = {"preset": "$response.body#/name"}
-_PRESETS: Final[Links] = {
-    "GET /v1/presets/{preset}": _PRESET,
-    "DELETE /v1/presets/{preset}": _PRESET,
-    "GET /v1/presets": {"name": "$response.body#/name", "after": "$response.body#/id"},
-}
+
+
+def _stored(kind: str, parameter: str, *parts: str, field: str = "id") -> Links:
+    """Return the links of a stored thing to itself, to ``parts`` of it (``METHOD /PART``), to its list."""
+    routes = [one.partition(" ") for one in ("GET ", "DELETE ", *parts)]
+    own = {parameter: f"$response.body#/{field}"}
+    return {
+        **{f"{method} /v1/{kind}/{{{parameter}}}{part}": own for method, _, part in routes},
+        f"GET /v1/{kind}": {"name": "$response.body#/name", "after": _ID},
+    }
+
+
+_VECTORS: Final = _stored("vectors", "vector_id", "GET /content")
+_DETECTORS: Final = _stored("detectors", "detector_id", "GET /content")
+_DICTIONARIES: Final = _stored(
+    "dictionaries", "dictionary_id", "GET /content", "GET /config", "GET /features", "PUT /labels"
+)
+_PRESETS: Final = _stored("presets", "preset", field="name")
 LINKS: Final[Mapping[tuple[str, int], Links]] = {
     ("POST /v1/jobs", 200): _JOBS,
     ("POST /v1/jobs", 202): _JOBS,
     ("POST /v1/jobs/{job_id}/cancel", 200): _JOBS,
     ("POST /v1/jobs/{job_id}/rerun", 202): _JOBS,
-    ("GET /v1/jobs", 200): {"GET /v1/jobs": {"after": "$response.body#/last_id"}},
     ("POST /v1/vectors", 201): _VECTORS,
     ("POST /v1/vectors/train", 201): _VECTORS,
-    ("GET /v1/vectors", 200): {"GET /v1/vectors": {"after": "$response.body#/last_id"}},
     ("POST /v1/detectors", 201): _DETECTORS,
     ("POST /v1/detectors/train", 201): _DETECTORS,
-    ("GET /v1/detectors", 200): {"GET /v1/detectors": {"after": "$response.body#/last_id"}},
     ("POST /v1/dictionaries", 201): _DICTIONARIES,
-    ("GET /v1/dictionaries", 200): {"GET /v1/dictionaries": {"after": "$response.body#/last_id"}},
     ("POST /v1/presets", 201): _PRESETS,
     ("PUT /v1/presets", 200): _PRESETS,
     ("PUT /v1/presets", 201): _PRESETS,
-    ("GET /v1/presets", 200): {"GET /v1/presets": {"after": "$response.body#/last_id"}},
     ("POST /v1/admin/keys", 201): _KEYS,
     ("POST /v1/admin/keys/{key_id}/rotate", 201): _KEYS,
+    **{
+        (f"GET /v1/{kind}", 200): {f"GET /v1/{kind}": {"after": "$response.body#/last_id"}}
+        for kind in ("jobs", "vectors", "detectors", "dictionaries", "presets")
+    },
 }
 """The links of each response, by source route and status."""
 
@@ -126,36 +98,13 @@ def _operation(paths: dict[str, dict[str, dict[str, Any]]], route: str) -> dict[
 EVENTS_TYPE: Final = "text/event-stream"
 SAFETENSORS_TYPE: Final = "application/safetensors"
 _REF: Final = "#/components/schemas/{model}"
-_DOCUMENTED: Final[tuple[type[BaseModel], ...]] = (
-    CompletionRequest,
-    ChatCompletionRequest,
-    ResponsesRequest,
-    ResponsesResponse,
-    MessagesRequest,
-    MessagesResponse,
-    EmbeddingsRequest,
-    EmbeddingsResponse,
-    ErrorResponse,
-    JobEvent,
-    NewKey,
-    Rotation,
-    Limits,
-    NewVector,
-    NewPreset,
-    VectorUpload,
-    DictionaryUpload,
-    DictionaryFromHub,
-    TrainingRequest,
-    TrainingEvent,
-    NewDetector,
-    DetectorUpload,
-    DetectorTrainingRequest,
-    DetectorTrainingEvent,
-    TokenizeRequest,
-)
+_documented: dict[str, type[BaseModel]] = {}
+"""The models to which routes only refer; filled as the modules of routes are imported."""
 
 
 def schema_of(model: type[BaseModel]) -> dict[str, Any]:
+    """Return a reference to a model, which becomes part of the document."""
+    _documented[model.__name__] = model
     return {"$ref": _REF.format(model=model.__name__)}
 
 
@@ -246,10 +195,10 @@ class DocumentedApp(FastAPI):
         if self.openapi_schema is None:
             schema = super().openapi()
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
-            for model in _DOCUMENTED:
+            for name, model in _documented.items():
                 described = model.model_json_schema(ref_template=_REF)
                 schemas.update(described.pop("$defs", {}))
-                schemas[model.__name__] = described
+                schemas[name] = described
             for operations in schema["paths"].values():
                 for operation in operations.values():
                     _correct(operation)
@@ -260,7 +209,7 @@ class DocumentedApp(FastAPI):
 
 
 def _documented_error(status: int) -> dict[str, Any]:
-    schema = {"$ref": _REF.format(model=ErrorResponse.__name__)}
+    schema = schema_of(ErrorResponse)
     return {"description": _MEANINGS[status], "content": {"application/json": {"schema": schema}}}
 
 

@@ -36,7 +36,7 @@ from prometheus_client import (
     multiprocess,
 )
 
-from api_schemas.errors import STATUS, ErrorCode
+from api_schemas.errors import ErrorCode
 from api_schemas.interventions import OPERATIONS
 from api_schemas.jobs import JobStatus
 from app.audit import CODE, Record
@@ -353,7 +353,7 @@ def outcome_of(record: Record) -> str:
     status = record.status or 0
     # An error in the middle of a stream, after the success status was sent.
     if 0 < status < 400 and record.error in _CODES:
-        status = STATUS.get(ErrorCode(record.error), 400)
+        status = ErrorCode(record.error).status
     if status in _BUSY and record.error != ErrorCode.ENGINE_DEAD:
         return "busy"
     if not status or status >= 500 or (record.error and status < 400):

@@ -21,11 +21,12 @@ from starlette.websockets import WebSocket
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.presets import split_model
+from app.engine.served_model import MODELS
 from app.http.bodies import THREAD_BYTES
-from app.http.contexts import RequestContextMiddleware, context_of
+from app.http.contexts import context_of
 from app.http.deadlines import while_connected
 from app.http.errors import error_response, install_error_handlers
-from app.http.gate import GateMiddleware, HostMiddleware
+from app.http.gate import HostRules, RequestMiddleware
 from app.http.lifecycle import Lifecycle, Phase, Startable
 from app.http.vllm_routes import OF_ONE_ENGINE
 from app.limits.allowances import ReceivedBytes
@@ -37,12 +38,13 @@ from app.replicas.relay import ForwardedRequest, NotAcceptedError, Relay, is_buf
 from app.replicas.replica_queries import ReplicaQueries
 from app.replicas.routing import RequestRoute, of_body, owner_of, split_path
 from app.server.probes import READY
-from app.services.model_list import MODELS
 from app.settings import Settings
 
 _UNVERIFIED_BYTES: Final = 1024 * 1024
 """Size of the part of a body that is buffered before a replica has accepted its sender."""
 _EVENTS: Final = "/events"
+_MODEL: Final = "nnsight_engine.model"
+"""The key of the scope for the model that a path names."""
 _TRUE: Final = {"1", "on", "t", "true", "y", "yes"}
 """Values that pydantic parses as true in a query."""
 
@@ -76,7 +78,7 @@ class Front:
             await self._socket(WebSocket(scope, receive, send))
             return
         request = Request(scope, receive)
-        path, named = scope["path"], context_of(scope).record.model
+        path, named = scope["path"], scope.get(_MODEL, "")
         answer: Response | None = None
         if path == "/metrics":
             answer = await self._queries.metrics(request)
@@ -198,7 +200,7 @@ class Front:
             await reject(websocket, error_response(error))
 
     async def _forward_socket(self, websocket: WebSocket, path: str) -> None:
-        replicas = self._of(context_of(websocket.scope).record.model)
+        replicas = self._of(websocket.scope.get(_MODEL, ""))
         is_local = websocket.query_params.get("local", "").lower() in _TRUE and path.endswith(_EVENTS)
         tried: set[str] = set()
         answer: Response | None = None
@@ -251,12 +253,14 @@ def create_front(
         await (front if refusal is None else error_response(refusal))(scope, receive, send)
 
     app = Starlette(routes=[Route("/health/live", live), Mount("/", app=ready)], lifespan=lifespan)
-    app.state.context = FrontContext(settings, lifecycle)
-    app.add_middleware(GateMiddleware, lifecycle=lifecycle, request_timeout_s=settings.request_timeout_s)
+    app.state.components = FrontContext(settings, lifecycle)
+    app.add_middleware(
+        RequestMiddleware,
+        lifecycle=lifecycle,
+        request_timeout_s=settings.request_timeout_s,
+        hosts=None if are_keys_required is None else HostRules(settings, are_keys_required),
+    )
     app.add_middleware(_ModelInPath, options=options)
-    if are_keys_required is not None:
-        app.add_middleware(HostMiddleware, settings=settings, are_keys_required=are_keys_required)
-    app.add_middleware(RequestContextMiddleware)
     install_error_handlers(app)
     return app
 
@@ -276,7 +280,7 @@ class _ModelInPath:
             if path != whole:
                 scope = {**scope, "root_path": "", "path": path, "raw_path": path.encode()}
             if model:
-                context_of(scope).record.model = model
+                scope[_MODEL] = model
         await self._app(scope, receive, send)
 
 

@@ -18,10 +18,10 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from app.engine.served_model import MODELS, model_of
 from app.replicas.options import ModelOptions
 from app.replicas.protocol import ReplicaAddress, Replicas, none_ready
 from app.replicas.relay import Relay, ReplicaAnswer
-from app.services.model_list import MODELS, model_of
 
 _HEADER: Final = re.compile(r"# (?:HELP|TYPE) (\S+)")
 _SAMPLE: Final = re.compile(r"([a-zA-Z_:][\w:]*)(\{?)")

@@ -21,22 +21,22 @@ from api_schemas.administration import (
     TenantList,
 )
 from app.audit import changed
+from app.components import Components
 from app.http.bodies import BodyLimits, read_object
 from app.http.errors import validated
 from app.http.openapi import error_responses, json_body
-from app.routes.context import ADMIN, Asked, Context, Served
+from app.routes.context import ADMIN, Asked, Served
 from app.storage.audit import AuditStore, Wanted
 
 T = TypeVar("T", bound=BaseModel)
 
 _MAX_BODY_BYTES: Final = 64 * 1024
 
-keys_router = APIRouter(prefix="/v1/admin/keys", tags=["keys"], dependencies=[ADMIN])
-tenants_router = APIRouter(prefix="/v1/admin/tenants", tags=["keys"], dependencies=[ADMIN])
+router = APIRouter(prefix="/v1/admin", tags=["keys"], dependencies=[ADMIN])
 
 
-@keys_router.post(
-    "",
+@router.post(
+    "/keys",
     status_code=201,
     summary="Make a key",
     openapi_extra=json_body(NewKey),
@@ -50,7 +50,7 @@ async def create_key(request: Request, response: Response, context: Served, aske
     return created
 
 
-@keys_router.get("", summary="List keys, the newest first")
+@router.get("/keys", summary="List keys, the newest first")
 async def list_keys(
     context: Served,
     tenant: Annotated[str | None, Query(max_length=MAX_NAME, description="Only this tenant's.")] = None,
@@ -59,8 +59,8 @@ async def list_keys(
     return KeyList(data=await context.keys.page(tenant))
 
 
-@keys_router.post(
-    "/{key_id}/rotate",
+@router.post(
+    "/keys/{key_id}/rotate",
     status_code=201,
     summary="Replace a key by another of the same rights",
     openapi_extra=json_body(Rotation),
@@ -77,20 +77,20 @@ async def rotate_key(
     return created
 
 
-@keys_router.delete("/{key_id}", summary="Revoke a key", responses=error_responses(404))
+@router.delete("/keys/{key_id}", summary="Revoke a key", responses=error_responses(404))
 async def revoke_key(key_id: str, context: Served) -> Key:
     """The key is refused from now on; lists still include it."""
     return await context.keys.revoke(key_id)
 
 
-@tenants_router.get("", summary="List tenants, by name")
+@router.get("/tenants", summary="List tenants, by name")
 async def list_tenants(context: Served) -> TenantList:
     """Every tenant that has, or had, a key."""
     return TenantList(data=await context.keys.tenants())
 
 
-@tenants_router.put(
-    "/{tenant}/limits",
+@router.put(
+    "/tenants/{tenant}/limits",
     summary="Limit all keys of a tenant together",
     openapi_extra=json_body(Limits),
     responses=error_responses(400, 404, 413, 422),
@@ -102,7 +102,7 @@ async def limit_tenant(tenant: str, request: Request, context: Served, asked: As
     return limited
 
 
-async def _read(request: Request, context: Context, model: type[T]) -> T:
+async def _read(request: Request, context: Components, model: type[T]) -> T:
     """Read and validate a body of limited size, after the caller's key was checked.
 
     A body that is declared as a route's parameter would be read by FastAPI before the key is checked.
@@ -112,14 +112,12 @@ async def _read(request: Request, context: Context, model: type[T]) -> T:
     return validated(model, await read_object(request, limits))
 
 
-audit_router = APIRouter(prefix="/v1/admin/audit", tags=["keys"], dependencies=[ADMIN])
-
 _MAX_PAGE: Final = 1000
 _MAX_NUMBER: Final = 2**63 - 1
 Time = Annotated[float | None, Query(allow_inf_nan=False, description="In seconds since 1970.")]
 
 
-@audit_router.get("", summary="Who ran what, the newest first")
+@router.get("/audit", summary="Who ran what, the newest first")
 async def get_audit(
     context: Served,
     tenant: Annotated[

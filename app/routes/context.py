@@ -1,7 +1,7 @@
+"""Parameters of routes: the server's components, the request's context, its caller, who is admitted."""
+
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from typing import Annotated, Final
 
 from fastapi import Depends, Security
@@ -13,32 +13,12 @@ from starlette.requests import HTTPConnection
 from api_schemas.administration import Scope
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.presets import HEADER
-from app.admission.rates import Rates
-from app.audit import AuditLog
-from app.auth.keys import Keys
 from app.auth.principal import Principal
-from app.detectors.service import DetectorService
-from app.detectors.training import DetectorTrainer
-from app.dictionaries.service import DictionaryService
-from app.engine.client import EngineClient
-from app.engine.trace_process_pool import TraceProcesses
+from app.components import Components
 from app.http.contexts import RequestContext, context_of
 from app.http.gate import is_cross_origin
-from app.http.large_bodies import LargeBodyReader
-from app.http.lifecycle import Lifecycle
 from app.http.vllm_routes import WORKING
-from app.limits.allowances import ReceivedBytes
-from app.observability.metrics import Metrics, Scrape
-from app.observability.tracing import Tracing
-from app.services.jobs.dispatch import set_limits
-from app.services.jobs.service import JobService
-from app.services.presets import PresetService
-from app.services.traces import TraceService
-from app.settings import Settings
-from app.storage.database import Database
-from app.storage.results import ResultStore
-from app.vectors.service import VectorService
-from app.vectors.training import Trainer
+from app.services.jobs.runner import set_limits
 
 _RUN_AT_ONCE: Final = {
     "/v1/completions", "/v1/chat/completions", "/v1/traces", "/v1/vectors/train",
@@ -52,37 +32,9 @@ _FREE: Final = frozenset({Scope.INTERVENTIONS, Scope.CODE})
 _READS: Final = frozenset({"GET", "HEAD"})
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Context:
-    """The components of one server, reached through the application and never through a global."""
-
-    settings: Settings
-    engine: EngineClient
-    store: ResultStore
-    lifecycle: Lifecycle
-    traces: TraceService
-    jobs: JobService
-    database: Database
-    keys: Keys
-    rates: Rates
-    log: AuditLog
-    vectors: VectorService
-    dictionaries: DictionaryService
-    presets: PresetService
-    trainer: Trainer
-    detectors: DetectorService
-    detector_trainer: DetectorTrainer
-    receiving: ReceivedBytes
-    bodies: LargeBodyReader
-    metrics: Metrics
-    scrape: Scrape
-    tracing: Tracing | None
-    processes: Sequence[TraceProcesses] = ()
-
-
-async def _context_of(connection: HTTPConnection) -> Context:
-    context: Context = connection.app.state.context
-    return context
+async def _components_of(connection: HTTPConnection) -> Components:
+    components: Components = connection.app.state.components
+    return components
 
 
 async def _request_of(connection: HTTPConnection) -> RequestContext:
@@ -106,11 +58,11 @@ async def caller_of(
     authorization: Annotated[str | None, Security(_BearerKey())],
 ) -> Principal:
     """Authenticate the caller of a request, check its scopes and admit the request; a dependency."""
-    context: Context = connection.app.state.context
+    components: Components = connection.app.state.components
     if connection.scope["type"] == "websocket":
         _check_origin(connection)
     address = "" if connection.client is None else connection.client.host
-    principal = await context.keys.principal(authorization, address)
+    principal = await components.keys.principal(authorization, address)
     request = context_of(connection.scope)
     request.identify(principal, connection)
     principal.check(*map(Scope, scopes.scopes))
@@ -127,11 +79,11 @@ async def caller_of(
         raise ApiError(
             ErrorCode.UNSUPPORTED_COMBINATION, f"{route} takes no presets; leave out the header.", HEADER
         )
-    request.intake, request.bodies = context.receiving.intake(principal.tenant), context.bodies
+    request.intake, request.bodies = components.receiving.intake(principal.tenant), components.bodies
     if principal.has_key:
         works = route in _RUN_AT_ONCE
-        set_limits(context.store.stored, principal)
-        request.admitted = await context.rates.admit(principal, request.meter, works=works)
+        set_limits(components.store.stored, principal)
+        request.admitted = await components.rates.admit(principal, request.meter, works=works)
     return principal
 
 
@@ -141,7 +93,7 @@ def _check_origin(connection: HTTPConnection) -> None:
         raise ApiError(ErrorCode.ORIGIN_NOT_ALLOWED, "Cross-origin WebSocket connections are not allowed.")
 
 
-Served = Annotated[Context, Depends(_context_of)]
+Served = Annotated[Components, Depends(_components_of)]
 """A route's parameter that receives the server's components."""
 Asked = Annotated[RequestContext, Depends(_request_of)]
 """A route's parameter that receives the request's context."""

@@ -4,37 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api_schemas.dictionaries import (
-    Dictionary,
-    DictionaryFromHub,
-    DictionaryList,
-    DictionaryUpload,
-    FeatureList,
-)
-from app.dictionaries.form import CSV_TYPE
-from app.formats.uploads import FORM_TYPE
-from app.http.openapi import (
-    BINARY,
-    SAFETENSORS_TYPE,
-    AfterId,
-    OfName,
-    PageLimit,
-    Strict,
-    error_responses,
-    json_body,
-    schema_of,
-)
+from api_schemas.dictionaries import Dictionary, DictionaryFromHub, DictionaryUpload, FeatureList
+from app.catalog.dictionaries import Dictionaries
+from app.catalog.dictionary_form import CSV_TYPE
+from app.http.openapi import SAFETENSORS_TYPE, PageLimit, Strict, error_responses
+from app.routes.catalog import FILE_ANSWER, routes_of, upload_body
 from app.routes.context import Intervener, Served
 from app.services.downloads import download
 
-router = APIRouter(prefix="/v1/dictionaries", tags=["dictionaries"])
+router: Final = routes_of(
+    Dictionaries.kind, "Returns the dictionary's points, its architecture and its sizes."
+)
 
-_UPLOAD: Final = json_body(DictionaryFromHub)
-_UPLOAD["requestBody"]["content"][FORM_TYPE] = {"schema": schema_of(DictionaryUpload)}
 _LABELS: Final[dict[str, Any]] = {
     "requestBody": {
         "required": True,
@@ -62,7 +47,7 @@ _Words = Annotated[str, Query(max_length=256, description="Words that all occur 
     "",
     status_code=201,
     summary="Keep a dictionary",
-    openapi_extra=_UPLOAD,
+    openapi_extra=upload_body(DictionaryFromHub, DictionaryUpload),
     responses=error_responses(400, 403, 404, 408, 409, 413, 415, 422, 429, 503),
 )
 async def create_dictionary(
@@ -74,31 +59,13 @@ async def create_dictionary(
     return await context.dictionaries.create(request, caller, strict=strict)
 
 
-@router.get("", summary="List dictionaries, the newest first", responses=error_responses(404, 503))
-async def list_dictionaries(
-    context: Served,
-    caller: Intervener,
-    limit: PageLimit = 20,
-    after: AfterId = None,
-    name: OfName = None,
-) -> DictionaryList:
-    """The caller's own dictionaries and shared ones; pass a page's `last_id` as `after` for the next."""
-    return await context.dictionaries.page(caller.tenant, name=name, after=after, limit=limit)
-
-
-@router.get("/{dictionary_id}", summary="Describe a dictionary", responses=error_responses(404, 503))
-async def get_dictionary(dictionary_id: str, context: Served, caller: Intervener) -> Dictionary:
-    """Returns the dictionary's points, its architecture and its sizes."""
-    return await context.dictionaries.get(dictionary_id, caller.tenant)
-
-
 @router.get(
     "/{dictionary_id}/content",
     summary="Fetch a dictionary's weights as a safetensors file",
     response_class=Response,
     responses={
-        200: {"description": "A safetensors file.", "content": {SAFETENSORS_TYPE: {"schema": BINARY}}},
-        206: {"description": "The requested range of it.", "content": {SAFETENSORS_TYPE: {"schema": BINARY}}},
+        200: FILE_ANSWER,
+        206: {**FILE_ANSWER, "description": "The requested range of it."},
         **error_responses(404, 416, 429, 500, 503),
     },
 )
@@ -127,7 +94,7 @@ async def get_dictionary_content(
 )
 async def get_dictionary_config(dictionary_id: str, context: Served, caller: Intervener) -> Response:
     """The `cfg.json` that was uploaded."""
-    cfg = await context.dictionaries.cfg(dictionary_id, caller.tenant)
+    cfg = await context.dictionaries.content(dictionary_id, caller.tenant)
     return Response(cfg, media_type="application/json", headers={"Cache-Control": "private, no-store"})
 
 
@@ -160,11 +127,3 @@ async def list_features(
 async def put_labels(request: Request, dictionary_id: str, context: Served, caller: Intervener) -> Dictionary:
     """Labels by id, as JSON or CSV. Those of shared dictionaries need the scope `admin`."""
     return await context.dictionaries.set_labels(request, dictionary_id, caller)
-
-
-@router.delete(
-    "/{dictionary_id}", status_code=204, summary="Remove a dictionary", responses=error_responses(404, 503)
-)
-async def delete_dictionary(dictionary_id: str, context: Served, caller: Intervener) -> None:
-    """Running requests go on; the version number is not reused. Shared ones need the scope `admin`."""
-    await context.dictionaries.remove(dictionary_id, caller)

@@ -22,11 +22,12 @@ from app.routes.context import Completer, Intervener, Served
 from app.services.generation import generate
 from app.services.streaming import ClosingStream
 
-chat_router = APIRouter(tags=["openai"])
+router = APIRouter()
 
 
-@chat_router.post(
+@router.post(
     "/v1/chat/completions",
+    tags=["openai"],
     summary="Answer a conversation, with interventions",
     openapi_extra=CHAT_BODY,
     responses=GENERATION_ANSWERS,
@@ -36,11 +37,9 @@ async def create_chat_completion(request: Request, context: Served, caller: Comp
     return await generate(context, request, caller, context.engine.chat)
 
 
-completions_router = APIRouter(tags=["openai"])
-
-
-@completions_router.post(
+@router.post(
     "/v1/completions",
+    tags=["openai"],
     summary="Complete a prompt, with interventions",
     openapi_extra=COMPLETION_BODY,
     responses=GENERATION_ANSWERS,
@@ -50,11 +49,9 @@ async def create_completion(request: Request, context: Served, caller: Completer
     return await generate(context, request, caller, context.engine.completions)
 
 
-tokenize_router = APIRouter(tags=["interventions"])
-
-
-@tokenize_router.post(
+@router.post(
     "/v1/tokenize",
+    tags=["interventions"],
     summary="Tokenize a text; interventions count positions in these tokens",
     openapi_extra=json_body(TokenizeRequest),
     responses={
@@ -70,14 +67,12 @@ async def tokenize(request: Request, context: Served, caller: Completer) -> Resp
     limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
     wanted = validated(TokenizeRequest, await read_object(request, limits))
     reply = await context.engine.tokenize(wanted, request)
-    return Response(await json_bytes(reply.body), headers=reply.headers, media_type="application/json")
+    return Response(await json_bytes(reply.body), media_type="application/json")
 
 
-results_router = APIRouter(tags=["interventions"])
-
-
-@results_router.get(
+@router.get(
     "/v1/results/{result_id}",
+    tags=["interventions"],
     summary="Fetch captured tensors as a safetensors file",
     response_class=Response,
     responses={

@@ -22,11 +22,12 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import Job, JobEvent, JobList, JobStatus
 from app.admission.rates import Quota
 from app.auth.principal import Principal, check_code_allowed
+from app.components import Components
 from app.http.bodies import stream_bytes
 from app.http.contexts import RequestContext
 from app.http.errors import RETRY_AFTER_S, error_response
 from app.http.openapi import BINARY, EVENTS_TYPE, JOB_EVENTS, TRACE_BODY, AfterId, PageLimit, error_responses
-from app.routes.context import Asked, Coder, Context, Served
+from app.routes.context import Asked, Coder, Served
 from app.services.downloads import download
 from app.services.jobs.local_calls import LocalAnswers
 from app.services.traces import check_head, check_sender
@@ -81,15 +82,15 @@ async def create_job(
     await check_quotas(asked)
     settings = context.settings
     body = stream_bytes(request, settings.max_trace_request_bytes, settings.upload_idle_timeout_s)
-    check = functools.partial(check_head, context.settings, caller, context.engine.served())
+    check = functools.partial(check_head, settings, caller, context.engine.served())
     holder = Holder(caller.tenant, caller.key_id)
-    submitted = await context.jobs.submit(
+    job, is_new = await context.jobs.submit(
         body, check=check, key=key, holder=holder, reruns=rerun, traceparent=asked.traceparent
     )
-    asked.record.subject, asked.record.model = submitted.job.id, submitted.job.model
-    response.status_code = 202 if submitted.is_new else 200
-    response.headers["Location"] = f"/v1/jobs/{submitted.job.id}"
-    return submitted.job
+    asked.record.subject, asked.record.model = job.id, job.model
+    response.status_code = 202 if is_new else 200
+    response.headers["Location"] = f"/v1/jobs/{job.id}"
+    return job
 
 
 async def check_quotas(asked: RequestContext) -> None:
@@ -160,15 +161,15 @@ async def rerun_job(job_id: str, context: Served, asked: Asked, caller: Coder) -
 async def get_job_result(job_id: str, request: Request, context: Served, caller: Coder) -> Response:
     """A job without a result answers with the `ERROR` frame that says why. `Range` resumes a download."""
     try:
-        result = await context.jobs.result(job_id, caller.tenant)
+        tag, result = await context.jobs.result(job_id, caller.tenant)
     except ApiError as error:
         if error.code is ErrorCode.JOB_NOT_FINISHED:
             return error_response(error, {"Retry-After": str(RETRY_AFTER_S)})
         raise
-    if result.file is None:
-        return Response(result.frame, media_type=FRAMES_TYPE, headers={"ETag": result.tag})
+    if isinstance(result, bytes):
+        return Response(result, media_type=FRAMES_TYPE, headers={"ETag": tag})
     stall_s = context.settings.client_stall_timeout_s
-    return await download(request, result.file, media_type=FRAMES_TYPE, tag=result.tag, stall_s=stall_s)
+    return await download(request, result, media_type=FRAMES_TYPE, tag=tag, stall_s=stall_s)
 
 
 events_router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -248,16 +249,16 @@ async def _follow(
     websocket: WebSocket,
     job_id: str,
     events: AsyncGenerator[JobEvent, None],
-    context: Context,
+    context: Components,
     caller: Principal,
     *,
     local: bool,
 ) -> None:
     await websocket.accept()
     sending = asyncio.create_task(_send_events(websocket, events), name=f"job-events-{job_id}")
-    calls = context.jobs.local_calls
-    intake = context.receiving.intake(caller.tenant)
-    answers = LocalAnswers(calls, job_id, intake, context.settings.max_trace_request_bytes)
+    calls = context.jobs.calls
+    new_intake = functools.partial(context.receiving.intake, caller.tenant)
+    answers = LocalAnswers(calls, job_id, new_intake, context.settings.max_trace_request_bytes)
     listening = asyncio.create_task(_listen(websocket, answers if local else None))
     tasks = [sending, listening]
     if local:
@@ -293,7 +294,7 @@ async def _sent(events: AsyncGenerator[JobEvent, None]) -> AsyncGenerator[Server
             yield ServerSentEvent(event.model_dump_json(exclude_none=True), id=str(event.id))
 
 
-async def _is_over(context: Context, job_id: str, owner: str) -> bool:
+async def _is_over(context: Components, job_id: str, owner: str) -> bool:
     """Return whether a job has ended; False if it was removed, or if its server stopped."""
     try:
         return (await context.jobs.get(job_id, owner)).status.is_final
@@ -311,7 +312,7 @@ async def _send_calls(websocket: WebSocket, frames: AsyncGenerator[Frame, None])
     async with contextlib.aclosing(frames):
         async for frame in frames:
             for piece in frame.pieces():
-                await websocket.send_bytes(piece)
+                await websocket.send_bytes(bytes(piece))
 
 
 async def _listen(websocket: WebSocket, answers: LocalAnswers | None) -> int | None:

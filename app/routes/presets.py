@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from starlette.requests import Request
 
-from api_schemas.presets import NewPreset, PresetContent, PresetList
-from app.http.openapi import AfterId, OfName, PageLimit, error_responses, json_body
+from api_schemas.presets import NewPreset, PresetContent
+from app.catalog.presets import Presets
+from app.http.openapi import error_responses, json_body
+from app.routes.catalog import list_of
 from app.routes.context import Asked, Intervener, Served
 
-router = APIRouter(prefix="/v1/presets", tags=["presets"])
+router: Final = list_of(Presets.kind)
 
 _MADE: Final[dict[int | str, dict[str, Any]]] = error_responses(400, 403, 404, 409, 413, 422, 503)
 
@@ -50,18 +52,6 @@ async def put_preset(
     return preset
 
 
-@router.get("", summary="List presets, the newest first", responses=error_responses(404, 503))
-async def list_presets(
-    context: Served,
-    caller: Intervener,
-    limit: PageLimit = 20,
-    after: AfterId = None,
-    name: OfName = None,
-) -> PresetList:
-    """The caller's own presets and shared ones; pass a page's `last_id` as `after` for the next."""
-    return await context.presets.page(caller.tenant, name=name, after=after, limit=limit)
-
-
 @router.get("/{preset}", summary="Describe a preset", responses=error_responses(404, 503))
 async def get_preset(preset: str, context: Served, caller: Intervener) -> PresetContent:
     """`calm` is the newest version, `calm@3` a specific one. Returns its operations too."""
@@ -71,4 +61,5 @@ async def get_preset(preset: str, context: Served, caller: Intervener) -> Preset
 @router.delete("/{preset}", status_code=204, summary="Remove a preset", responses=error_responses(404, 503))
 async def delete_preset(preset: str, context: Served, asked: Asked, caller: Intervener) -> None:
     """One version, the newest of a name alone; its number is not reused. Shared ones need `admin`."""
-    asked.record.subject = str(await context.presets.remove(preset, caller))
+    removed = await context.presets.remove(preset, caller)
+    asked.record.subject = f"{removed.name}@{removed.version}"

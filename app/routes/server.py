@@ -15,17 +15,20 @@ from starlette.responses import Response
 from api_schemas.administration import Scope
 from api_schemas.server import Capabilities, ModelStatus, ServerStatus
 from app.auth.principal import Principal
+from app.components import Components
+from app.engine.served_model import model_of
 from app.http.lifecycle import Phase
 from app.http.openapi import METRICS_ANSWERS, error_responses
-from app.routes.context import ANY_CALLER, MONITOR, Caller, Context, Served
-from app.services.model_list import model_of
+from app.routes.context import ANY_CALLER, MONITOR, Caller, Served
+from app.services.presets import add_presets
 from nnsight_engine import __version__
 
-health_router = APIRouter(tags=["health"])
+router = APIRouter()
 
 
-@health_router.get(
+@router.get(
     "/health/live",
+    tags=["health"],
     summary="Liveness: whether the process should keep running",
     responses=error_responses(503),
 )
@@ -38,8 +41,11 @@ async def live(context: Served) -> dict[str, str]:
     return {"status": phase}
 
 
-@health_router.get(
-    "/health/ready", summary="Readiness: whether the server accepts requests", responses=error_responses(503)
+@router.get(
+    "/health/ready",
+    tags=["health"],
+    summary="Readiness: whether the server accepts requests",
+    responses=error_responses(503),
 )
 async def ready(context: Served) -> dict[str, str]:
     """200 while requests are served; 503 with the reason otherwise."""
@@ -49,29 +55,28 @@ async def ready(context: Served) -> dict[str, str]:
     return {"status": context.lifecycle.phase}
 
 
-@health_router.get(
+@router.get(
     "/health",
+    tags=["health"],
     summary="Readiness, as vLLM's server reports it",
     response_class=Response,
     responses=error_responses(503),
 )
-@health_router.get(
+@router.get(
     "/ping",
+    tags=["health"],
     summary="Readiness, as SageMaker asks for it",
     response_class=Response,
     responses=error_responses(503),
 )
-@health_router.post("/ping", include_in_schema=False)
+@router.post("/ping", tags=["health"], include_in_schema=False)
 async def health(context: Served) -> Response:
     """200 without content while requests are served; 503 with the reason otherwise."""
     await ready(context)
     return Response()
 
 
-status_router = APIRouter(tags=["health"])
-
-
-@status_router.get("/v1/status", summary="Server status and models")
+@router.get("/v1/status", tags=["health"], summary="Server status and models")
 async def get_status(context: Served, caller: Caller) -> ServerStatus:
     """Returns the phase, the models, their trace engines, and the caller's running and queued requests."""
     phase, served = context.lifecycle.phase, context.engine.served()
@@ -93,22 +98,20 @@ async def get_status(context: Served, caller: Caller) -> ServerStatus:
     )
 
 
-async def _counts(context: Context, caller: Principal) -> tuple[int, int]:
+async def _counts(context: Components, caller: Principal) -> tuple[int, int]:
     """Return the running and queued requests: a tenant's own; all for administrators or without keys."""
     if not caller.has_key or Scope.ADMIN in caller.scopes:
         waiting = sum(one.num_waiting for one in context.processes)
         return context.lifecycle.num_in_flight, await context.jobs.num_waiting() + waiting
     tenant = caller.tenant
-    running = context.rates.num_running(tenant) + context.jobs.num_running_of(tenant)
+    running = context.rates.num_running(tenant) + context.jobs.runner.num_running(tenant)
     waiting = sum(one.num_waiting_of(tenant) for one in context.processes)
     return running, await context.jobs.num_waiting(tenant) + waiting
 
 
-metrics_router = APIRouter(tags=["health"])
-
-
-@metrics_router.get(
+@router.get(
     "/metrics",
+    tags=["health"],
     dependencies=[MONITOR],
     summary="The engine's numbers, in Prometheus' format",
     response_class=Response,
@@ -119,17 +122,17 @@ async def get_metrics(context: Served) -> Response:
     return Response(await context.scrape.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
-models_router = APIRouter(tags=["openai"])
-
-
-@models_router.get("/v1/models", summary="List the models served", responses=error_responses(503))
+@router.get("/v1/models", tags=["openai"], summary="List the models served", responses=error_responses(503))
 async def list_models(context: Served, caller: Caller) -> dict[str, Any]:
     """OpenAI's list of models, as vLLM returns it, and those that name a preset of the caller's."""
-    return await context.presets.add_models(await context.engine.models(), caller)
+    return await add_presets(await context.engine.models(), context.presets, caller)
 
 
-@models_router.get(
-    "/v1/models/{model:path}", summary="A model of the list", responses=error_responses(404, 503)
+@router.get(
+    "/v1/models/{model:path}",
+    tags=["openai"],
+    summary="A model of the list",
+    responses=error_responses(404, 503),
 )
 async def get_model(model: str, context: Served, caller: Caller) -> dict[str, Any]:
     """OpenAI's object for a model, as the list has it; of an organisation, too, ``org/model``."""
@@ -137,11 +140,10 @@ async def get_model(model: str, context: Served, caller: Caller) -> dict[str, An
     return model_of(listed, model) if model else listed  # `/v1/models/` is the list
 
 
-capabilities_router = APIRouter(tags=["interventions"], dependencies=[ANY_CALLER])
-
-
-@capabilities_router.get(
+@router.get(
     "/v1/capabilities",
+    tags=["interventions"],
+    dependencies=[ANY_CALLER],
     summary="List the points and operations for interventions",
     responses=error_responses(503),
 )

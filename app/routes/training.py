@@ -1,37 +1,33 @@
-"""The answer of a training, of a vector or of a detector: its result, or a stream of its progress."""
+"""The route of a training, of a vector or of a detector: its result, or a stream of its progress."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
+from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api_schemas.fields import Listed
 from api_schemas.training import LabelledPrompts, TrainingProgress
 from app.admission.estimates import of_training
 from app.admission.rates import INTERVENING
 from app.auth.principal import Principal
+from app.catalog.training import Report, TrainingQueue
+from app.components import Components
 from app.http.bodies import BodyLimits, read_object
 from app.http.contexts import RequestContext
-from app.http.deadlines import while_connected
+from app.http.deadlines import begin, while_connected
 from app.http.errors import DONE_FRAME, validated
-from app.http.openapi import EVENTS_TYPE
-from app.routes.context import Context
-from app.services.streaming import (
-    COMMENT,
-    Begun,
-    ClosingStream,
-    LateStream,
-    events,
-    first_event,
-    last_events,
-    within,
-)
-from app.training import Report
+from app.http.openapi import EVENTS_TYPE, error_responses, json_body, json_events
+from app.routes.catalog import catalog_of
+from app.routes.context import Asked, Served, Trains
+from app.services.streaming import begun, event_stream
+from app.storage.versions import Kind
 
 ResultT = TypeVar("ResultT")
 
@@ -58,12 +54,48 @@ def _frame(event: BaseModel) -> str:
 
 
 WantedT = TypeVar("WantedT", bound=LabelledPrompts)
-T = TypeVar("T", bound=BaseModel)
+T = TypeVar("T", bound=Listed)
+Train = Callable[[TrainingQueue, Any, WantedT, Request, Principal, Report], Coroutine[Any, Any, T]]
+
+
+def add_training_route(
+    router: APIRouter,
+    kind: Kind[T],
+    wanted: type[WantedT],
+    event: type[BaseModel],
+    train: Train[WantedT, T],
+    *,
+    summary: str,
+    description: str,
+) -> None:
+    """Add the route that trains one; ``event`` is that of its stream, with the result in the last."""
+
+    @router.post(
+        "/train",
+        name=f"train_{kind.name}",
+        status_code=201,
+        summary=summary,
+        description=description,
+        openapi_extra=json_body(wanted),
+        responses={
+            200: {
+                "description": f"With `stream`: progress events, then the {kind.name}; ends with `[DONE]`.",
+                "content": {EVENTS_TYPE: {"schema": json_events(event, last="[DONE]")}},
+            },
+            201: {"model": kind.shown, "description": f"The {kind.name}."},
+            **error_responses(400, 404, 409, 413, 422, 429, 500, 503),
+        },
+        response_model=None,
+    )
+    async def train_thing(request: Request, context: Served, asked: Asked, caller: Trains) -> Response:
+        run = functools.partial(train, context.trainings, catalog_of(context, kind))
+        last = lambda made: event.model_validate({"type": kind.name, kind.name: made})  # noqa: E731
+        return await training_answer(request, context, asked, caller, wanted, run, last)
 
 
 async def training_answer(
     request: Request,
-    context: Context,
+    context: Components,
     asked: RequestContext,
     caller: Principal,
     wanted_type: type[WantedT],
@@ -89,21 +121,8 @@ async def training_answer(
     if not wanted.stream:
         made = await while_connected(request.receive, run(lambda _: None), deadline)
         return Response(made.model_dump_json(), 201, media_type="application/json")
-    source = training_events(run, last)
     # An error before the first event gets its own HTTP status, unless the training waits for long.
-    begun = await while_connected(
-        request.receive, within(_begun(source), settings.sse_keep_alive_s), deadline
+    beginning = await begin(
+        request.receive, begun(training_events(run, last)), deadline, settings.sse_keep_alive_s or None
     )
-    stream = LateStream(begun) if isinstance(begun, asyncio.Task) else source
-    return ClosingStream(
-        events(COMMENT if isinstance(begun, asyncio.Task) else begun.first, stream, asked),
-        media_type=EVENTS_TYPE,
-        on_close=stream.aclose,
-        stall_s=settings.client_stall_timeout_s,
-        final_event=last_events,
-        keep_alive_s=settings.sse_keep_alive_s,
-    )
-
-
-async def _begun(source: AsyncIterator[str]) -> Begun:
-    return Begun(await first_event(source), source)
+    return event_stream(beginning, asked, settings)

@@ -27,6 +27,7 @@ from api_schemas.generation import (
 )
 from api_schemas.interventions import FIELD, Intervention
 from app.admission.estimates import of_text
+from app.components import Components
 from app.engine.client import JsonObject
 from app.formats.json_bodies import num_media_characters
 from app.formats.json_text import encoded_json
@@ -44,9 +45,10 @@ from app.http.vllm_routes import (
     VLLM_ROUTES,
     VLLMRoute,
 )
-from app.routes.context import Context, Served, caller_of
+from app.routes.context import Served, caller_of
 from app.services.operations import isolate, take_operations, with_values
 from app.services.passing_on import PassedOn, check_body, check_in_background, is_in_background, num_texts
+from app.services.presets import drop_presets
 from app.services.streaming import last_events
 
 router = APIRouter(tags=["vllm"])
@@ -94,14 +96,14 @@ def _check_whole(request: Request) -> None:
         )
 
 
-async def _fields(route: VLLMRoute, request: Request, context: Context) -> JsonObject:
+async def _fields(route: VLLMRoute, request: Request, context: Components) -> JsonObject:
     settings = context.settings
     limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
     fields = await read_object(request, limits)
     max_model_len = context.engine.capabilities().sizes.max_model_len
     check_body(route, fields, max_model_len, settings.max_choices)
     if not route.runs:
-        context.presets.drop_from_model(fields)
+        drop_presets(fields, context.engine.served())
     context.engine.check_passed_body(route.path, fields)
     if route.path in {LOAD_ADAPTER, UNLOAD_ADAPTER}:
         context_of(request.scope).record.subject = clip(str(fields.get("lora_name", "")))
@@ -109,7 +111,7 @@ async def _fields(route: VLLMRoute, request: Request, context: Context) -> JsonO
 
 
 async def _prepared(
-    route: VLLMRoute, fields: JsonObject, request: Request, context: Context
+    route: VLLMRoute, fields: JsonObject, request: Request, context: Components
 ) -> tuple[tuple[Intervention, ...], bytes]:
     """Return a request's interventions, and its body without them; raises ApiError if it is not accepted."""
     asked = context_of(request.scope)

@@ -32,6 +32,7 @@ from uvicorn.server import ServerState
 from app.http.errors import error_response
 from app.http.lifecycle import Lifecycle, Phase
 from app.observability.metrics import Metrics
+from app.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +42,10 @@ _MIN_STALL_S: Final = 1.0
 _MAX_FRAMES: Final = 12
 
 
-class StallCounter(Protocol):
-    def count_stall(self, seconds: float, *, is_new: bool) -> None:
-        """Count a new stall, or the continuation of a stall that is already counted."""
-
-
 class EventLoopWatchdog:
     """Watches the event loop of the thread that constructs it."""
 
-    def __init__(self, counted: StallCounter | None) -> None:
+    def __init__(self, counted: Metrics | None) -> None:
         self._counted = counted
         self._thread = threading.get_ident()
         self._lock = threading.Lock()
@@ -116,40 +112,39 @@ _NO_RESOURCES: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _CALLER: Final = {b"authorization", b"host", b"origin"}
 """Headers that identify an admitted caller of metrics."""
 
-MakeProtocol = Callable[[], asyncio.Protocol]
+
+class Probed(Protocol):
+    """The application's components that a server needs."""
+
+    @property
+    def settings(self) -> Settings: ...
+
+    @property
+    def lifecycle(self) -> Lifecycle: ...
+
+    @property
+    def metrics(self) -> Metrics | None:
+        """This process's metrics; None if it only exposes those of other processes."""
 
 
 class ProbeServer:
-    """Has the interface of asyncio's servers that uvicorn uses; made in the main loop.
-
-    ``metrics`` are exposed by the thread while that is blocked, None if only the main loop can. ``make``
-    creates a connection's protocol there. ``head_s`` bounds a client's silence.
-    """
+    """Has the interface of asyncio's servers that uvicorn uses; made in the main loop of ``server``."""
 
     def __init__(
-        self,
-        sock: socket.socket,
-        config: uvicorn.Config,
-        make: MakeProtocol,
-        watch: EventLoopWatchdog,
-        lifecycle: Lifecycle,
-        metrics: Metrics | None,
-        head_s: float,
-        default_headers: Callable[[], list[tuple[bytes, bytes]]],
+        self, sock: socket.socket, server: uvicorn.Server, watch: EventLoopWatchdog, probed: Probed
     ) -> None:
+        config = server.config
         sock.listen(config.backlog)
         sock.setblocking(False)  # noqa: FBT003 - the library's
         self.sockets = (sock,)
         self._sock = sock
-        self._server = config
+        self._server = server
         self._main = asyncio.get_running_loop()
-        self._make = make
         self._watch = watch
-        self._head_s = head_s
-        self._default_headers = default_headers
+        self._head_s = probed.settings.upload_idle_timeout_s
         self._handing: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
-        answers = _Answers(config.loaded_app, self._main, watch, lifecycle, metrics)
+        answers = _Answers(config.loaded_app, self._main, watch, probed)
         self._config = uvicorn.Config(
             answers, http=config.http, ws="none", lifespan="off", interface="asgi3", log_config=None,
             access_log=False, proxy_headers=False, timeout_keep_alive=config.timeout_keep_alive,
@@ -226,18 +221,19 @@ class ProbeServer:
         except BaseException:
             connection.close()
             raise
-        if self._server.ssl is None and first.startswith(_FIRST_BYTES):
+        if self._server.config.ssl is None and first.startswith(_FIRST_BYTES):
             with contextlib.suppress(OSError):
                 await self._loop.connect_accepted_socket(self._probe_protocol, connection)
         else:
             self._main.call_soon_threadsafe(self._hand_over, connection)
 
     def _probe_protocol(self) -> asyncio.Protocol:
-        self._state.default_headers = self._default_headers()
-        protocol: asyncio.Protocol = self._config.http_protocol_class(
-            config=self._config, server_state=self._state, app_state={}, _loop=self._loop  # type: ignore[call-arg]  # uvicorn's
-        )  # fmt: skip
-        return protocol
+        self._state.default_headers = self._server.server_state.default_headers
+        return _protocol(self._config, self._state, {}, self._loop)
+
+    def _main_protocol(self) -> asyncio.Protocol:
+        server = self._server
+        return _protocol(server.config, server.server_state, server.lifespan.state, self._main)
 
     def _hand_over(self, connection: socket.socket) -> None:
         task = self._main.create_task(self._connect(connection))
@@ -246,11 +242,20 @@ class ProbeServer:
 
     async def _connect(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError):  # the client has disconnected
-            secure = self._server.ssl
+            secure = self._server.config.ssl
             limit_s = None if secure is None else self._head_s
             await self._main.connect_accepted_socket(
-                self._make, connection, ssl=secure, ssl_handshake_timeout=limit_s
+                self._main_protocol, connection, ssl=secure, ssl_handshake_timeout=limit_s
             )
+
+
+def _protocol(
+    config: uvicorn.Config, state: ServerState, app_state: dict[str, Any], loop: asyncio.AbstractEventLoop
+) -> asyncio.Protocol:
+    protocol: asyncio.Protocol = config.http_protocol_class(
+        config=config, server_state=state, app_state=app_state, _loop=loop  # type: ignore[call-arg]  # uvicorn's
+    )  # fmt: skip
+    return protocol
 
 
 async def _readable(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
@@ -273,14 +278,13 @@ class _Answers:
         app: ASGIApp,
         main: asyncio.AbstractEventLoop,
         watch: EventLoopWatchdog,
-        lifecycle: Lifecycle,
-        metrics: Metrics | None,
+        probed: Probed,
     ) -> None:
         self._app = app
         self._main = main
         self._watch = watch
-        self._lifecycle = lifecycle
-        self._metrics = metrics
+        self._lifecycle = probed.lifecycle
+        self._metrics = probed.metrics
         self._admitted_at: dict[bytes, float] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

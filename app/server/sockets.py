@@ -11,12 +11,12 @@ import asyncio
 import dataclasses
 import re
 import socket
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from api_schemas.errors import STATUS, ApiError, ErrorCode
+from api_schemas.errors import ApiError, ErrorCode
 from app.http.errors import error_bytes
 
 _FOR: Final = b"x-forwarded-for"
@@ -79,10 +79,6 @@ probes.
 """
 
 
-class Settable(Protocol):
-    def setsockopt(self, level: int, name: int, value: int, /) -> None: ...
-
-
 def listening_socket(config: uvicorn.Config, *, stall_s: float = 60.0) -> socket.socket:
     """Bind the address of ``config``, with TCP_NODELAY set on all connections.
 
@@ -99,7 +95,7 @@ def listening_socket(config: uvicorn.Config, *, stall_s: float = 60.0) -> socket
     return sock
 
 
-def detect_lost_peer(sock: Settable, *, stall_s: float = 60.0) -> None:
+def detect_lost_peer(sock: socket.socket, *, stall_s: float = 60.0) -> None:
     """Let the kernel close connections whose peer vanished; those of a listening socket inherit it."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in {**_KEEP_ALIVE, "TCP_USER_TIMEOUT": round(stall_s * _MS)}.items():
@@ -174,7 +170,7 @@ class _HeadLimitedProtocol(HttpToolsProtocol):
             return
         body = error_bytes(ApiError(ErrorCode.HEAD_TOO_LARGE, message))
         head = (
-            f"HTTP/1.1 {STATUS[ErrorCode.HEAD_TOO_LARGE]} Request Header Fields Too Large\r\n"
+            f"HTTP/1.1 {ErrorCode.HEAD_TOO_LARGE.status} Request Header Fields Too Large\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode("ascii") + body)

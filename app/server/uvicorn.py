@@ -12,14 +12,13 @@ import signal
 import socket
 import ssl
 from types import FrameType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from app.http.lifecycle import Lifecycle, Phase
-from app.observability.metrics import Metrics
-from app.server.probes import EventLoopWatchdog, ProbeServer
+from app.server.probes import EventLoopWatchdog, Probed, ProbeServer
 from app.server.sockets import HeadLimits, listening_socket, protocol_with_head_limits
 from app.settings import Settings
 
@@ -31,35 +30,23 @@ _CLOSE_S: Final = 5
 _MAX_SOCKET_MESSAGE_BYTES: Final = 2 * 2**20
 
 
-class Drained(Protocol):
-    @property
-    def settings(self) -> Settings: ...
-
-    @property
-    def lifecycle(self) -> Lifecycle: ...
-
-    @property
-    def metrics(self) -> Metrics | None:
-        """This process's metrics; None if it only exposes those of other processes."""
-
-
 class DrainingServer(uvicorn.Server):
     @property
-    def _context(self) -> Drained:
+    def _components(self) -> Probed:
         app: Any = self.config.app
-        context: Drained = app.state.context
-        return context
+        components: Probed = app.state.components
+        return components
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Reject new work; at the second signal stop waiting, and restore the default handler for a third."""
-        lifecycle = self._context.lifecycle
+        lifecycle = self._components.lifecycle
         if self._captured_signals:
             logger.warning("ending requests and engine; a third signal ends the process at once")
             self.force_exit = True
             lifecycle.give_up()
             signal.signal(sig, signal.SIG_DFL)
         else:
-            awaited = _awaited(lifecycle, self._context.settings.drain_timeout_s)
+            awaited = _awaited(lifecycle, self._components.settings.drain_timeout_s)
             logger.warning("shutting down: %s; a second signal ends this sooner", awaited)
         lifecycle.begin_drain()
         super().handle_exit(sig, frame)
@@ -68,32 +55,21 @@ class DrainingServer(uvicorn.Server):
         """Start the application, and accept connections on a thread that answers probes itself."""
         await super().startup(sockets=[])
         if sockets is None:
-            sockets = [listening_socket(self.config, stall_s=self._context.settings.client_stall_timeout_s)]
-        context = self._context
-        watch = EventLoopWatchdog(context.metrics)
+            sockets = [
+                listening_socket(self.config, stall_s=self._components.settings.client_stall_timeout_s)
+            ]
+        watch = EventLoopWatchdog(self._components.metrics)
         self._beating = asyncio.create_task(watch.beat(), name="loop-watch")
-        self.servers: list[Any] = [
-            ProbeServer(
-                sock, self.config, self._protocol, watch, context.lifecycle, context.metrics,
-                context.settings.upload_idle_timeout_s, lambda: self.server_state.default_headers,
-            )
-            for sock in sockets
-        ]  # fmt: skip
+        self.servers: list[Any] = [ProbeServer(sock, self, watch, self._components) for sock in sockets]
         for server in self.servers:
             server.start()
-
-    def _protocol(self) -> asyncio.Protocol:
-        protocol: asyncio.Protocol = self.config.http_protocol_class(
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state  # type: ignore[call-arg]  # uvicorn's
-        )  # fmt: skip
-        return protocol
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shut down like uvicorn, but only after draining.
 
         uvicorn would close its port first, so that late clients and ``/health/ready`` would get no response.
         """
-        await self._context.lifecycle.drain(self._context.settings.drain_timeout_s)
+        await self._components.lifecycle.drain(self._components.settings.drain_timeout_s)
         await super().shutdown(sockets)
         if self.force_exit:  # uvicorn skips it then, and with it the end of the engine's processes
             await self.lifespan.shutdown()

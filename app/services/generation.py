@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 from collections.abc import Awaitable, Callable
 from itertools import chain
 from typing import TYPE_CHECKING, Final
@@ -16,27 +14,17 @@ from api_schemas.interventions import Intervention
 from app.admission.estimates import check_choices, num_choices, num_prompts, of_body
 from app.auth.principal import Principal
 from app.engine.client import EngineReply, JsonObject
-from app.engine.request_fields import events_with_model, with_model
+from app.engine.request_fields import event_with_model, with_model
 from app.formats.json_text import json_bytes
 from app.http.bodies import BodyLimits, read_object
 from app.http.contexts import context_of
-from app.http.deadlines import while_connected
+from app.http.deadlines import begin
 from app.observability.metrics import TokenTimes
 from app.services.operations import check_spelling, isolate, take_operations, with_values
-from app.services.streaming import (
-    COMMENT,
-    Begun,
-    ClosingStream,
-    LateStream,
-    close_stream,
-    events,
-    first_event,
-    last_events,
-    within,
-)
+from app.services.streaming import Begun, begun, event_stream
 
 if TYPE_CHECKING:
-    from app.routes.context import Context
+    from app.components import Components
 
 _PROMPT: Final = "prompt"
 _TRUNCATE: Final = "truncate_prompt_tokens"
@@ -47,12 +35,7 @@ Generate = Callable[[JsonObject, tuple[Intervention, ...], Request], Awaitable[E
 """``EngineClient.completions`` or ``EngineClient.chat``."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Started(Begun):
-    reply: EngineReply
-
-
-async def generate(context: Context, request: Request, caller: Principal, call: Generate) -> Response:
+async def generate(context: Components, request: Request, caller: Principal, call: Generate) -> Response:
     """Return the response; raises ApiError, or ClientDisconnect after the engine's work was cancelled."""
     settings, asked = context.settings, context_of(request.scope)
     limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
@@ -67,35 +50,27 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
         await asked.admitted.reserve(of_body(body))
     interventions = await with_values(interventions, request, context, caller)
     isolate(interventions, body, request, caller)
-    answer = call(body, interventions, request)
     times = TokenTimes(context.metrics, asked.record, num_choices(body)) if body.get("stream") else None
     # A stream that has to wait may begin with a comment; what vLLM does not take as a stream may not.
     patience_s = settings.sse_keep_alive_s if body.get("stream") is True else 0
-    started = await while_connected(request.receive, within(_start(answer), patience_s), asked.deadline)
-    if isinstance(started, asyncio.Task):
-        late = LateStream(started)
-        started = _Started(COMMENT, late, EngineReply(stream=late))
-    elif started.first is not None and times is not None:
-        times.record_event(started.first)
-    reply = started.reply
-    if reply.stream is None:
-        content = await json_bytes(with_model(reply.body or {}, asked.sent_model))
-        return Response(content, headers=reply.headers, media_type="application/json")
-    stream = reply.stream
-
-    async def on_close() -> None:
-        await close_stream(stream)
-
-    sent = events(started.first, stream, asked, *([] if times is None else [times.record_event]))
-    return ClosingStream(
-        sent if asked.sent_model is None else events_with_model(sent, asked.sent_model),
-        media_type="text/event-stream",
-        headers=reply.headers,
-        on_close=on_close,
-        stall_s=settings.client_stall_timeout_s,
-        final_event=last_events,
-        keep_alive_s=settings.sse_keep_alive_s,
+    beginning = await begin(
+        request.receive, _begun(call(body, interventions, request)), asked.deadline, patience_s or None
     )
+    if beginning.done() and (whole := beginning.result().body) is not None:
+        content = await json_bytes(with_model(whole, asked.sent_model))
+        return Response(content, media_type="application/json")
+
+    def passed(event: str) -> str:
+        if times is not None:
+            times.record_event(event)
+        return event if asked.sent_model is None else event_with_model(event, asked.sent_model)
+
+    return event_stream(beginning, asked, settings, passed)
+
+
+async def _begun(answer: Awaitable[EngineReply]) -> Begun:
+    reply = await answer
+    return Begun(body=reply.body) if reply.stream is None else await begun(reply.stream)
 
 
 def _check_prompts(body: JsonObject, max_model_len: int) -> None:
@@ -119,11 +94,3 @@ def _check_prompts(body: JsonObject, max_model_len: int) -> None:
             f"or {_TRUNCATE}.",
             _PROMPT,
         )
-
-
-async def _start(call: Awaitable[EngineReply]) -> _Started:
-    reply = await call
-    if reply.stream is None:
-        return _Started(None, None, reply)
-    # The first event is awaited so that an error before it gets its own HTTP status.
-    return _Started(await first_event(reply.stream), reply.stream, reply)

@@ -21,14 +21,15 @@ from api_schemas.operations import Trace, Write
 from api_schemas.presets import FIELD as PRESET
 from app.admission.rates import INTERVENING
 from app.auth.principal import Principal, check_code_allowed
+from app.catalog.names import StoredNames
 from app.engine.client import JsonObject
 from app.engine.request_fields import isolate_cache, salt_of
 from app.http.bodies import THREAD_BYTES
 from app.http.contexts import context_of
-from app.services.stored_names import StoredNames
+from app.services.presets import expand_presets
 
 if TYPE_CHECKING:
-    from app.routes.context import Context
+    from app.components import Components
 
 _WRITES: Final = (*get_args(Write), Trace)
 _LEAVES_CHOICE: Final = (None, "auto", "none")
@@ -36,20 +37,20 @@ _LEAVES_CHOICE: Final = (None, "auto", "none")
 
 
 async def take_operations(
-    body: JsonObject, count: int, request: Request, context: Context, caller: Principal
+    body: JsonObject, count: int, request: Request, context: Components, caller: Principal
 ) -> tuple[Intervention, ...]:
     """Take a request's operations, and those of its presets, out of the body; raises ApiError.
 
     ``model`` of the body becomes a name of the model alone; ``count`` is the number of prompts.
     """
-    await context.presets.expand(request, body)
+    await expand_presets(body, request, context)
     raw, asked = body.pop(FIELD, None), context_of(request.scope)
     if raw:
         # Checked before parsing, whose duration is up to the sender.
         caller.check(Scope.INTERVENTIONS)
         if asked.admitted is not None:
             await asked.admitted.check(*INTERVENING)
-    operations = await _parsed(raw, count, request, context.settings.request_limits)
+    operations = () if raw is None else await _parsed(raw, count, request, context.settings.request_limits)
     _check_scopes(operations, body)
     asked.record.note_operations(body, operations)
     if any(isinstance(operation, Trace) for operation in operations):
@@ -58,13 +59,15 @@ async def take_operations(
 
 
 async def with_values(
-    operations: tuple[Intervention, ...], request: Request, context: Context, caller: Principal
+    operations: tuple[Intervention, ...], request: Request, context: Components, caller: Principal
 ) -> tuple[Intervention, ...]:
     """Replace names by their values; raises ApiError if there is nothing of a name."""
+    if not operations:
+        return operations
     names = StoredNames(context.vectors, context.detectors, context.dictionaries, caller.tenant)
     found = await names.resolved(operations)
-    for kind, name, shared in names.used.values():
-        context_of(request.scope).record.note_named(kind, name, shared=shared)
+    for kind, row in names.used.values():
+        context_of(request.scope).record.note_named(kind.name, row.name, shared=row.shared)
     return found
 
 
@@ -98,8 +101,6 @@ def _check_scopes(operations: tuple[Intervention, ...], body: JsonObject) -> Non
 async def _parsed(
     raw: object, count: int, request: Request, limits: RequestLimits
 ) -> tuple[Intervention, ...]:
-    if not raw:
-        return parse_interventions(raw)
     declared = request.headers.get("content-length", "")
     is_small = declared.isdecimal() and int(declared[:20]) < THREAD_BYTES
     if is_small and not context_of(request.scope).presets:

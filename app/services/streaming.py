@@ -10,116 +10,26 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
-from typing import Any, Final, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Final
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.engine.client import JsonObject
 from app.http.contexts import RequestContext, context_of, note_error
 from app.http.deadlines import RequestDeadline, while_connected
 from app.http.errors import DONE_FRAME, error_frame, internal_error
+from app.settings import Settings
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 COMMENT: Final = ": keep-alive\n\n"
 _MESSAGE: Final[Message] = {"type": "http.response.body", "body": COMMENT.encode(), "more_body": True}
 _EVENTS: Final = b"text/event-stream"
 _END_OF_EVENT: Final = b"\n\n"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Begun:
-    """A stream that has begun; ``first`` is None if it has no event."""
-
-    first: str | None
-    rest: AsyncIterator[str] | None
-
-
-class KeepAlive:
-    """Sends the messages of one response, and a comment after each interval without any."""
-
-    def __init__(self, send: Send, interval_s: float) -> None:
-        self._send = send
-        self._interval_s = interval_s
-        self._turn = asyncio.Lock()
-        self._num_sent = 0
-        self._is_between_events = True
-        self._commenting: asyncio.Task[None] | None = None
-
-    async def send(self, message: Message) -> None:
-        async with self._turn:
-            await self._send(message)
-        self._num_sent += 1
-        if message["type"] == "http.response.start":
-            kind = dict(message.get("headers", ())).get(b"content-type", b"")
-            if kind.startswith(_EVENTS):
-                self._commenting = asyncio.create_task(self._comment(), name="keep-alive")
-        elif not message.get("more_body", False):
-            self.close()
-        elif self._commenting is not None:
-            self._is_between_events = message["body"].endswith(_END_OF_EVENT)
-
-    def close(self) -> None:
-        if self._commenting is not None:
-            self._commenting.cancel()
-
-    async def _comment(self) -> None:
-        while True:
-            num_seen = self._num_sent
-            await asyncio.sleep(self._interval_s)
-            async with self._turn:
-                if num_seen == self._num_sent and self._is_between_events:
-                    try:
-                        await self._send(_MESSAGE)
-                    except Exception:  # the client has left, as the stream will notice
-                        logger.debug("a comment was not sent", exc_info=True)
-                        return
-
-
-async def within(work: Coroutine[Any, Any, T], time_s: float) -> T | asyncio.Task[T]:
-    """Return the result of ``work``, or its task if it takes longer; no limit if ``time_s`` is 0."""
-    task = asyncio.create_task(work)
-    try:
-        await asyncio.wait({task}, timeout=time_s or None)
-    except BaseException:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        raise
-    return task.result() if task.done() else task
-
-
-class LateStream:
-    """A stream that has not begun yet; closing it cancels its beginning."""
-
-    def __init__(self, beginning: asyncio.Task[Begun]) -> None:
-        self._beginning = beginning
-        self._has_begun = False
-
-    def __aiter__(self) -> LateStream:
-        return self
-
-    async def __anext__(self) -> str:
-        begun = await self._beginning
-        if begun.first is None or begun.rest is None:
-            raise StopAsyncIteration
-        if not self._has_begun:
-            self._has_begun = True
-            return begun.first
-        return await anext(begun.rest)
-
-    async def aclose(self) -> None:
-        self._beginning.cancel()
-        (begun,) = await asyncio.gather(self._beginning, return_exceptions=True)
-        aclose = getattr(getattr(begun, "rest", None), "aclose", None)
-        if aclose is not None:
-            await aclose()
-
-
 _FINAL_EVENT_S: Final = 2.0
 _LOOKS: Final = 2
 """The number of intervals into which the stall timeout is divided."""
@@ -188,21 +98,23 @@ class ClosingStream(StreamingResponse):
 
 
 class Sending:
-    """Sends the messages of one response and detects a client that reads nothing (``is_stalled``).
+    """Sends one response: adds comments to idle events, and detects a client that reads nothing.
 
-    A timeout for each token would be most of our overhead on a stream: one timer polls the progress instead.
+    A timeout for each token would be most of our overhead on a stream: timers poll the progress instead.
     """
 
     def __init__(
         self, send: Send, deadline: RequestDeadline, stall_s: float | None, keep_alive_s: float = 0.0
     ) -> None:
-        self._keep_alive = KeepAlive(send, keep_alive_s) if keep_alive_s else None
-        self._send = send if self._keep_alive is None else self._keep_alive.send
+        self._send = send
         self._deadline = deadline
         self._pause_s = 0.0 if stall_s is None else stall_s / _LOOKS
+        self._keep_alive_s = keep_alive_s
         self._is_sending = False
+        self._is_between_events = True
         self._num_sent = self._num_seen = self._num_looks = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self._comment: asyncio.Task[None] | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         self.has_started = False
         self.is_stalled = False
         if self._pause_s:
@@ -211,18 +123,53 @@ class Sending:
     async def send(self, message: Message) -> None:
         """Send a message; waits while the client has not read the earlier ones."""
         self._is_sending = True
+        if self._comment is not None:
+            await asyncio.wait({self._comment})
         await self._send(message)
         self._is_sending, self.has_started = False, True
         self._num_sent += 1
+        if self._keep_alive_s:
+            self._note(message)
 
     def close(self) -> None:
-        if self._keep_alive is not None:
-            self._keep_alive.close()
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in self._timers.values():
+            timer.cancel()
+        if self._comment is not None:
+            self._comment.cancel()
+
+    def _note(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            if dict(message.get("headers", ())).get(b"content-type", b"").startswith(_EVENTS):
+                self._wait_idle()
+        elif message.get("more_body", False):
+            self._is_between_events = message["body"].endswith(_END_OF_EVENT)
+        else:
+            self._keep_alive_s = 0.0
+
+    def _wait_idle(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timers["comment"] = loop.call_later(self._keep_alive_s, self._keep_alive, self._num_sent)
+
+    def _keep_alive(self, num_seen: int) -> None:
+        if not self._keep_alive_s:
+            return
+        if num_seen == self._num_sent and self._is_between_events and not self._is_sending:
+            self._comment = asyncio.create_task(self._send_comment(), name="keep-alive")
+        else:
+            self._wait_idle()
+
+    async def _send_comment(self) -> None:
+        try:
+            await self._send(_MESSAGE)
+        except Exception:  # the client has left, as the stream will notice
+            logger.debug("a comment was not sent", exc_info=True)
+        else:
+            self._wait_idle()
+        self._comment = None
 
     def _wait(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._pause_s, self._check_progress)
+        loop = asyncio.get_running_loop()
+        self._timers["stall"] = loop.call_later(self._pause_s, self._check_progress)
 
     def _check_progress(self) -> None:
         moves = not self._is_sending or self._num_sent != self._num_seen
@@ -245,47 +192,80 @@ async def send_final(last: bytes, send: Send) -> None:
         raise ClientDisconnect from error
 
 
-async def first_event(stream: AsyncIterator[str]) -> str | None:
-    """Return the stream's first event, or None if it is empty; closes the stream on an error."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Begun:
+    """An answer that has begun: a whole ``body``, or a stream, whose ``first`` is None if it has no event."""
+
+    first: str | None = None
+    rest: AsyncIterator[str] | None = None
+    body: JsonObject | None = None
+
+
+async def begun(stream: AsyncIterator[str]) -> Begun:
+    """Wait for the first event, so that an error before it gets its own HTTP status."""
     try:
-        return await anext(stream, None)
+        return Begun(await anext(stream, None), stream)
     except BaseException:
-        await close_stream(stream)
+        await _close(stream)
         raise
 
 
-async def events(
-    first: str | None,
-    stream: AsyncIterator[str],
-    context: RequestContext,
-    saw: Callable[[str], None] = lambda _: None,
-) -> AsyncGenerator[str, None]:
-    """Yield ``first`` and the rest of the stream; turn an error into its last two events.
+def event_stream(
+    beginning: asyncio.Task[Begun],
+    asked: RequestContext,
+    settings: Settings,
+    passed: Callable[[str], str] = lambda event: event,
+) -> ClosingStream:
+    """Return the response for a stream, which starts with a comment if it has not begun yet.
 
-    ``saw`` is called with each event before it is yielded, except ``first``.
+    ``passed`` returns what is sent for an event. After an error two more events follow.
     """
+
+    async def close() -> None:
+        beginning.cancel()
+        (found,) = await asyncio.gather(beginning, return_exceptions=True)
+        if isinstance(found, Begun) and found.rest is not None:
+            await _close(found.rest)
+
+    return ClosingStream(
+        _events(beginning, asked, passed, close),
+        media_type="text/event-stream",
+        on_close=close,
+        stall_s=settings.client_stall_timeout_s,
+        final_event=last_events,
+        keep_alive_s=settings.sse_keep_alive_s,
+    )
+
+
+async def _events(
+    beginning: asyncio.Task[Begun],
+    asked: RequestContext,
+    passed: Callable[[str], str],
+    close: Callable[[], Awaitable[None]],
+) -> AsyncGenerator[str, None]:
     try:
-        if first is not None:
-            yield first
-            async for event in stream:
-                saw(event)
-                yield event
+        if not beginning.done():
+            yield COMMENT
+        stream = await beginning
+        if stream.first is not None and stream.rest is not None:
+            yield passed(stream.first)
+            async for event in stream.rest:
+                yield passed(event)
     except ApiError as error:
         logger.info("stream ended with %s: %s", error.code, error.message)
-        context.record.error = error.code
+        asked.record.error = error.code
         yield error_frame(error)
         yield DONE_FRAME
     except Exception:
         logger.exception("unhandled error in a stream")
-        context.record.error = ErrorCode.INTERNAL
+        asked.record.error = ErrorCode.INTERNAL
         yield error_frame(internal_error())
         yield DONE_FRAME
     finally:
-        await close_stream(stream)
+        await close()
 
 
-async def close_stream(stream: AsyncIterator[str]) -> None:
-    """Close a stream if it has ``aclose``; idempotent."""
+async def _close(stream: AsyncIterator[str]) -> None:
     aclose = getattr(stream, "aclose", None)
     if aclose is not None:
         await aclose()

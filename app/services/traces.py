@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from starlette.requests import Request
@@ -42,7 +42,7 @@ from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 from nnsight_engine.serialization import DecodeError
 
 if TYPE_CHECKING:
-    from app.routes.context import Context
+    from app.components import Components
 
 
 def check_sender(settings: Settings, http: Request, caller: Principal) -> None:
@@ -156,14 +156,10 @@ def _unable(name: str, able: str) -> ApiError:
     return ApiError(ErrorCode.UNSUPPORTED_COMBINATION, message, "engine")
 
 
-_PIECE_BYTES: Final = 2**20
-"""The maximum size of one write: the server applies backpressure in between, and never copies a whole result.
-"""
-
 Frames = AsyncGenerator[Frame, None]
 
 
-async def answer_trace(context: Context, http: Request, caller: Principal) -> Response:
+async def answer_trace(context: Components, http: Request, caller: Principal) -> Response:
     """Return the response, whose body lasts until the trace has ended; raises ApiError, ClientDisconnect."""
     asked = context_of(http.scope)
     request = await read_trace(context, http, caller)
@@ -183,11 +179,11 @@ async def answer_trace(context: Context, http: Request, caller: Principal) -> Re
         },
         on_close=frames.aclose,
         stall_s=context.settings.client_stall_timeout_s,
-        final_event=_last_frame,
+        final_event=last_frame,
     )
 
 
-async def read_trace(context: Context, http: Request, caller: Principal) -> TraceRequest:
+async def read_trace(context: Components, http: Request, caller: Principal) -> TraceRequest:
     """Return an accepted trace; raises ApiError, or ClientDisconnect before the end of the body."""
     check_sender(context.settings, http, caller)
     asked = context_of(http.scope)
@@ -232,16 +228,16 @@ async def _answer(
     try:
         async with contextlib.aclosing(_completed(opened, frames, asked)) as completed:
             async for frame in completed:
-                for piece in pieces(frame):
+                for piece in frame.pieces():
                     yield piece
     except ApiError as error:
         logger.info("a trace ended with %s: %s", error.code, error.message)
         asked.record.error = error.code
-        yield _last_frame(error)
+        yield last_frame(error)
     except Exception:
         logger.exception("unhandled error in a trace")
         asked.record.error = ErrorCode.INTERNAL
-        yield _last_frame(internal_error())
+        yield last_frame(internal_error())
     finally:
         await frames.aclose()
 
@@ -265,16 +261,6 @@ async def _completed(opened: list[Frame], frames: Frames, asked: RequestContext)
     raise internal_error()
 
 
-def _last_frame(error: ApiError) -> bytes:
-    return b"".join(pieces(Frame(FrameKind.ERROR, error_bytes(error))))
-
-
-def pieces(frame: Frame) -> Iterator[bytes | memoryview]:
-    """Yield a frame's bytes in pieces that are each written at once."""
-    data = memoryview(frame.data)
-    if len(data) < _PIECE_BYTES:
-        yield b"".join((frame.head(), data))
-        return
-    yield frame.head()
-    for start in range(0, len(data), _PIECE_BYTES):
-        yield data[start : start + _PIECE_BYTES]
+def last_frame(error: ApiError) -> bytes:
+    """Return the only or last frame of a trace that ends with an error of the server."""
+    return b"".join(Frame(FrameKind.ERROR, error_bytes(error)).pieces())

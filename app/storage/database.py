@@ -280,7 +280,7 @@ class Database:
             except (SQLAlchemyError, CommandError, ImportError) as error:
                 raise DatabaseError(
                     f"the database {self._place()} cannot be used: {error}. NNSIGHT_ENGINE_DATABASE_URL says "
-                    "where it is; where a newer version of nnsight-engine made it, start that one, or set "
+                    "where it is; where another version of nnsight-engine made it, start that one, or set "
                     "NNSIGHT_ENGINE_DATA_DIR to another folder."
                 ) from error
 

@@ -166,10 +166,8 @@ class KeyStore:
         found = await self._database.read(lambda session: session.scalar(select(func.count(KeyRow.id))))
         return bool(found)
 
-    async def note_use(self, key_id: str, kept: str | None = None) -> None:
-        """Record that a key was used now; ``kept`` is a new hash to store, or None."""
-        new: dict[str, Any] = {"last_used_at": time.time()} | ({} if kept is None else {"hash": kept})
-        change = update(KeyRow).where(KeyRow.id == key_id).values(**new)
+    async def note_use(self, key_id: str) -> None:
+        change = update(KeyRow).where(KeyRow.id == key_id).values(last_used_at=time.time())
         await self._database.write(lambda session: session.execute(change))
 
 

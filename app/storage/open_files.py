@@ -161,8 +161,13 @@ class ProcessFolder:
         os.close(self.lock)
 
 
-def claim_folder(directory: Path) -> ProcessFolder:
-    """Create and lock a folder, and remove folders whose lock is free."""
+def new_folder_name() -> str:
+    """Return a name that no other process ever has."""
+    return f"{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def claim_folder(directory: Path, name: str | None = None) -> ProcessFolder:
+    """Create and lock a folder, and remove folders whose lock is free; ``name``: of ``new_folder_name``."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     dead = set()
     with _locked(directory / LOCK_NAME):
@@ -171,7 +176,7 @@ def claim_folder(directory: Path) -> ProcessFolder:
                 logger.info("removing files of a dead process: %s", other)
                 shutil.rmtree(other, ignore_errors=True)
                 dead.add(other.name)
-        folder = directory / f"{os.getpid()}-{secrets.token_hex(8)}"
+        folder = directory / (name or new_folder_name())
         folder.mkdir(mode=0o700)
         lock = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -21,7 +21,7 @@ from sqlalchemy import (
     Text,
     UniqueConstraint,
 )
-from sqlalchemy.orm import DeclarativeBase, Mapped, declared_attr, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from app.storage.quotas import Holder
 
@@ -42,6 +42,10 @@ class Base(DeclarativeBase):
     type_annotation_map: ClassVar[dict[Any, Any]] = {float: Double()}
 
 
+JOB_BYTES: Final = 8 * 1024
+"""The space of a job beside its files and events: a folder, disk blocks, rows."""
+
+
 class JobRow(Base):
     """A job.
 
@@ -60,7 +64,7 @@ class JobRow(Base):
         attempt: The number of attempts, including the current one.
         num_interruptions: How often a server or its engine died while it held the job.
         reruns: Whether it is requeued automatically after the server died while it ran.
-        removed: Whether it is hidden from clients, to be removed after its end.
+        removed: Whether it is hidden from clients, and expires when it ends.
         lease_until: By the holder's clock; other servers only compare it with its previous value.
         traceparent: W3C, of the request that last submitted or reran it.
     """
@@ -108,6 +112,18 @@ class JobRow(Base):
     @property
     def holder(self) -> Holder:
         return Holder(self.owner, self.key_id)
+
+    @property
+    def request(self) -> dict[str, Any]:
+        return self.head
+
+    @property
+    def error(self) -> dict[str, str] | None:
+        return None if self.code is None else {"code": self.code, "message": self.message or ""}
+
+    @property
+    def num_bytes(self) -> int:
+        return self.request_bytes + (self.result_bytes or 0) + self.event_bytes + JOB_BYTES
 
 
 class EventRow(Base):
@@ -197,8 +213,9 @@ class StoredNameRow(Base):
     Once ``shared``, it refers to this tenant's versions for all tenants that never used the name themselves.
     """
 
-    __abstract__ = True
+    __tablename__ = "stored_names"
 
+    kind: Mapped[str] = mapped_column(String(16), primary_key=True)
     tenant: Mapped[str] = mapped_column(String(64), primary_key=True)
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
     versions: Mapped[int] = mapped_column(default=0)
@@ -206,11 +223,22 @@ class StoredNameRow(Base):
 
 
 class VersionRow(Base):
-    """A version of a name, which never changes; ``data`` is loaded only on access."""
+    """A version of a name, see ``storage.versions``; ``data`` is loaded only where it is asked for.
 
-    __abstract__ = True
+    ``head`` and ``data`` are what ``app.catalog`` makes of its kind. ``num_bytes`` includes the labels of a
+    dictionary, the only part of a version that can change, and its weights, whose file ``sha256`` names.
+    """
+
+    __tablename__ = "stored_versions"
+    __table_args__ = (
+        UniqueConstraint("kind", "tenant", "name", "version"),
+        Index(None, "kind", "name", "shared"),
+        Index(None, "kind", "number"),
+        {"sqlite_autoincrement": True},
+    )
 
     number: Mapped[int] = mapped_column(_COUNTER, primary_key=True, autoincrement=True)
+    kind: Mapped[str] = mapped_column(String(16))
     id: Mapped[str] = mapped_column(String(64), unique=True)
     tenant: Mapped[str] = mapped_column(String(64))
     name: Mapped[str] = mapped_column(String(64))
@@ -220,71 +248,8 @@ class VersionRow(Base):
     sha256: Mapped[str] = mapped_column(String(64))
     num_bytes: Mapped[int] = mapped_column(BigInteger)
     created_at: Mapped[float]
-    data: Mapped[bytes] = mapped_column(LargeBinary, deferred=True)
-
-    @declared_attr.directive
-    @classmethod
-    def __table_args__(cls) -> tuple[Any, ...]:
-        return (
-            UniqueConstraint("tenant", "name", "version"),
-            Index(None, "name", "shared"),
-            {"sqlite_autoincrement": True},
-        )
-
-
-class VectorNameRow(StoredNameRow):
-    __tablename__ = "vector_names"
-
-
-class VectorRow(VersionRow):
-    """``data`` is rows, ``[layers, width]``, float32 and little-endian; ``layers`` are ascending."""
-
-    __tablename__ = "vectors"
-
-    leaf: Mapped[str] = mapped_column(String(128))
-    layers: Mapped[list[int]] = mapped_column(JSON)
-    width: Mapped[int]
-    format: Mapped[str] = mapped_column(String(16))
-    source_sha256: Mapped[str | None] = mapped_column(String(64))
-    training: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
-
-
-class DetectorNameRow(StoredNameRow):
-    __tablename__ = "detector_names"
-
-
-class DetectorRow(VersionRow):
-    """``data`` is its file, see ``app.detectors.files``; ``head`` is its description in that file."""
-
-    __tablename__ = "detectors"
-
     head: Mapped[dict[str, Any]] = mapped_column(JSON)
-    format: Mapped[str] = mapped_column(String(16))
-    source_sha256: Mapped[str | None] = mapped_column(String(64))
-    training: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
-
-
-class DictionaryNameRow(StoredNameRow):
-    __tablename__ = "dictionary_names"
-
-
-class DictionaryRow(VersionRow):
-    """``data`` is its ``cfg.json`` as received; ``sha256``, of the weights, names their file.
-
-    ``num_bytes`` includes its labels, the only part that can change. ``output_at`` is a transcoder's.
-    """
-
-    __tablename__ = "dictionaries"
-
-    at: Mapped[str] = mapped_column(String(128))
-    output_at: Mapped[str | None] = mapped_column(String(128))
-    architecture: Mapped[str] = mapped_column(String(32))
-    input_width: Mapped[int]
-    output_width: Mapped[int]
-    num_features: Mapped[int]
-    dtype: Mapped[str] = mapped_column(String(16))
-    weights_bytes: Mapped[int] = mapped_column(BigInteger)
-    num_labels: Mapped[int] = mapped_column(default=0)
+    data: Mapped[bytes] = mapped_column(LargeBinary, deferred=True)
 
 
 class FeatureLabelRow(Base):
@@ -294,21 +259,8 @@ class FeatureLabelRow(Base):
     __table_args__ = (Index(None, "dictionary", "text"),)
 
     dictionary: Mapped[int] = mapped_column(
-        _COUNTER, ForeignKey("dictionaries.number", ondelete="CASCADE"), primary_key=True
+        _COUNTER, ForeignKey("stored_versions.number", ondelete="CASCADE"), primary_key=True
     )
     feature: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     text: Mapped[str] = mapped_column(String(500))
     folded: Mapped[str] = mapped_column(Text)
-
-
-class PresetNameRow(StoredNameRow):
-    __tablename__ = "preset_names"
-
-
-class PresetRow(VersionRow):
-    """``data`` is its operations as JSON, ``operations`` their kinds, each once."""
-
-    __tablename__ = "presets"
-
-    description: Mapped[str] = mapped_column(Text)
-    operations: Mapped[list[str]] = mapped_column(JSON)

@@ -99,7 +99,7 @@ KINDS: Final = (VECTORS, DETECTORS, DICTIONARIES, PRESETS)
 
 
 async def show(server: Server, kind: Kind, name: str | None, console: Console) -> None:
-    found = await _versions(server, kind, name)
+    found = await _listed(server, kind.route, **({} if name is None else {"name": name}))
     columns = [Column(one, overflow="fold") for one in (*kind.columns, "shared")]
     table = Table(
         Column("name", no_wrap=True), *columns, Column("created", no_wrap=True), box=None, pad_edge=False
@@ -163,7 +163,8 @@ async def export(server: Server, kind: Kind, name: str, target: Path | None) -> 
         with _new(target) as file:
             await server.download(f"{path}/content", file)
         return target
-    labels = await _labels(server, path)
+    features = await _listed(server, f"{path}/features")
+    labels = {str(one["id"]): one["label"] for one in features}
     with _files(target):
         target.mkdir(parents=True)
     for file_name, part in ((_WEIGHTS, "content"), (_CFG, "config")):
@@ -182,11 +183,11 @@ async def best_layer(server: Server, vector: str) -> str:
     return str((found["training"] or {}).get("best_layer", layers[len(layers) // 2]))
 
 
-async def _versions(server: Server, kind: Kind, name: str | None) -> list[JsonObject]:
+async def _listed(server: Server, path: str, **query: str | int) -> list[JsonObject]:
+    """Return all pages of a list."""
     found: list[JsonObject] = []
-    query: dict[str, str | int] = {"limit": _PAGE, **({} if name is None else {"name": name})}
     while True:
-        page = await server.get(kind.route, **query)
+        page = await server.get(path, limit=_PAGE, **query)
         found += page["data"]
         if not page["has_more"]:
             return found
@@ -194,7 +195,7 @@ async def _versions(server: Server, kind: Kind, name: str | None) -> list[JsonOb
 
 
 async def _find(server: Server, kind: Kind, reference: Reference) -> JsonObject:
-    found = await _versions(server, kind, reference.name)
+    found = await _listed(server, kind.route, name=reference.name)
     own = [one for one in found if one["own"]] or found
     for one in own:
         if reference.version in {None, one["version"]}:
@@ -202,17 +203,6 @@ async def _find(server: Server, kind: Kind, reference: Reference) -> JsonObject:
     raise ValueError(
         f"{server.url} has no {kind.singular} {reference}; `nnsight-engine {kind.plural} list` lists them"
     )
-
-
-async def _labels(server: Server, path: str) -> dict[str, str]:
-    labels: dict[str, str] = {}
-    query: dict[str, str | int] = {"limit": _PAGE}
-    while True:
-        page = await server.get(f"{path}/features", **query)
-        labels |= {str(one["id"]): one["label"] for one in page["data"]}
-        if not page["has_more"]:
-            return labels
-        query["after"] = page["last_id"]
 
 
 async def _preset_file(server: Server, name: str) -> JsonObject:
@@ -251,7 +241,7 @@ async def _part(server: Server, kind: Kind, reference: Reference | None, part: J
     """Return what a preset names, by its numbers; store it if the server does not have it."""
     if reference is None:
         raise ValueError("the file names something that is no name")
-    for one in await _versions(server, kind, reference.name):
+    for one in await _listed(server, kind.route, name=reference.name):
         if one["sha256"] == part["sha256"]:
             return one
     if part.get("content") is None:

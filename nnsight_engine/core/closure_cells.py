@@ -19,10 +19,7 @@ def content(cell: CellType) -> Any:
 
 
 def copied(cells: Mapping[str, CellType]) -> dict[str, CellType]:
-    try:
-        return {name: CellType(cell.cell_contents) for name, cell in cells.items()}
-    except ValueError:  # one of them is unbound
-        return {name: _copied(cell) for name, cell in cells.items()}
+    return {name: _copied(cell) for name, cell in cells.items()}
 
 
 _TOTAL: Final = 0

@@ -96,9 +96,9 @@ def mount(name: str, function: Method, *, when: Condition = always) -> None:
             f"perhaps by another library that does the same; {_NEXT_STEP}"
         )
     getattr(_Probe(), name, None)  # so that a stale attribute cache is detected below
-    _set(object, "__dir__", _list_value)
-    _set(type, "__dir__", _list_class)
-    _set(object, name, _Mounted(name, function, when))
+    _set_in_class(object, "__dir__", _list_value)
+    _set_in_class(type, "__dir__", _list_class)
+    _set_in_class(object, name, _Mounted(name, function, when))
     if getattr(getattr(_Probe(), name, None), "__func__", None) is not function:
         unmount(name)
         raise MountError(
@@ -113,11 +113,11 @@ def unmount(name: str) -> None:
     del namespace[name]
     _forget_lookups(object)
     if not _mounted_names():
-        _set(object, "__dir__", _dir_of_value)
-        _set(type, "__dir__", _dir_of_class)
+        _set_in_class(object, "__dir__", _dir_of_value)
+        _set_in_class(type, "__dir__", _dir_of_class)
 
 
-def _set(cls: type, name: str, value: object) -> None:
+def _set_in_class(cls: type, name: str, value: object) -> None:
     _namespace_of(cls)[sys.intern(name)] = value
     _forget_lookups(cls)
 

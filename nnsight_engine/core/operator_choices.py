@@ -15,16 +15,10 @@ PROCESS: Final = "process"
 """Each trace runs in a process of its own."""
 OFF: Final = "off"
 """Code runs in the engine, like that of trusted keys."""
-_REMOVED: Final = "restricted"
 
 
 def check_sandbox(value: str) -> None:
     """Raise UnsupportedOptionError unless the choice is ``process`` or ``off``."""
-    if value == _REMOVED:
-        raise UnsupportedOptionError(
-            f"the sandbox {_REMOVED!r} was removed, because only a process is a boundary: use {PROCESS!r}, "
-            f"or {OFF!r} if all keys belong to people whom you trust with the engine"
-        )
     if value not in {PROCESS, OFF}:
         raise UnsupportedOptionError(f"the sandbox is {PROCESS!r} or {OFF!r}, got {value!r}")
 

@@ -68,9 +68,6 @@ class UsageMeter:
             await asyncio.wait(self._late, timeout=_LATE_S)
 
 
-_EAGER: Final = "eager"
-
-
 @dataclasses.dataclass(slots=True, kw_only=True)
 class WorkContext:
     """A request, or a run of a job, as the engine knows it.
@@ -91,7 +88,7 @@ class WorkContext:
 
     def note_tier(self, tier: str) -> None:
         """Record how steps ran; ``eager`` takes precedence over ``tap``."""
-        if self.tier != _EAGER:
+        if self.tier != EAGER:
             self.tier = tier
 
 

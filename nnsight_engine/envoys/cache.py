@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
-from typing import TYPE_CHECKING, Any, Final, Self, overload
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 
@@ -65,11 +65,7 @@ _OPTIONS: Final = {"output": "include_output", "input": "include_inputs"}
 
 
 class Entry:
-    """Values of one module: the list of its calls, one for each step of a generation.
-
-    ``entry[2].output`` is the output of the third call. ``entry.output`` is the value itself if the module
-    was called once, otherwise a list.
-    """
+    """Values of one module, of all its calls: one for each step of a generation."""
 
     _index: _Index | None = None
 
@@ -83,33 +79,10 @@ class Entry:
         self.numbers.setdefault(key, []).append(number)
         self._index = None
 
-    def __len__(self) -> int:
-        return len(self._calls())
-
-    def __iter__(self) -> Iterator[Entry]:
-        return (self._at(number) for number in self._calls())
-
-    @overload
-    def __getitem__(self, call: int) -> Entry: ...
-
-    @overload
-    def __getitem__(self, call: slice) -> list[Entry]: ...
-
-    def __getitem__(self, call: int | slice) -> Entry | list[Entry]:
-        """Return the values of one call, or a list for a slice; IndexError if there was no such call."""
-        calls = self._calls()
-        if isinstance(call, slice):
-            return [self._at(number) for number in calls[call]]
-        try:
-            number = calls[call]
-        except IndexError:
-            raise IndexError(f"the cache has {len(calls)} calls of this module, got {call}") from None
-        return self._at(number)
-
     def _calls(self) -> list[Any]:
         return self._indexed().calls
 
-    def _at(self, number: Any) -> Entry:
+    def _of_call(self, number: Any) -> Entry:
         one = Entry()
         for key, place in self._indexed().places.get(number, {}).items():
             one.add(key, number, self.values[key][place])
@@ -266,7 +239,7 @@ class CacheView(Mapping[str, "CacheView"]):
                 f"the cache has no value for {self._path or 'its root'}: the module was not requested, or "
                 "was not called after the cache was created"
             )
-        return entry if self._call is None else entry._at(self._call)
+        return entry if self._call is None else entry._of_call(self._call)
 
     def __getitem__(self, key: Any) -> Any:
         """Return a place by its path, a child by its key or number, or a call by its number.
@@ -295,7 +268,7 @@ class CacheView(Mapping[str, "CacheView"]):
 
     def _at_path(self, path: str) -> Self:
         if path in self._cache.entries:
-            return type(self)(self._cache, path, self._found(path))
+            return type(self)(self._cache, path, self._envoy_at(path))
         here: Any = self
         try:
             for part in path.split("."):
@@ -314,7 +287,7 @@ class CacheView(Mapping[str, "CacheView"]):
         is_child = isinstance(self._envoy, EnvoyTree) and name in self._envoy._names
         return self[name if is_child else int(name)]
 
-    def _found(self, path: str) -> Any:
+    def _envoy_at(self, path: str) -> Any:
         tree = self._tree()
         try:
             return None if tree is None else at_path(tree, path)
@@ -408,7 +381,7 @@ class CacheView(Mapping[str, "CacheView"]):
     def _kept(self) -> dict[str, CacheView]:
         prefix = f"{self._path}."
         return {
-            path: type(self)(self._cache, path, self._found(path))
+            path: type(self)(self._cache, path, self._envoy_at(path))
             for path in self._cache.entries
             if not self._path or f"{path}.".startswith(prefix)
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import sys
 import warnings
@@ -29,15 +28,14 @@ from nnsight_engine.envoys.module_options import (
     envoy_class,
 )
 from nnsight_engine.envoys.operations import ForwardSource, SourceEnvoy
+from nnsight_engine.envoys.probes import Probes
 from nnsight_engine.envoys.source.definition import SourceNotAvailableError
 from nnsight_engine.envoys.tracers import interleaving
 from nnsight_engine.envoys.tracers.editing import Edit, EditingTracer
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer, ScanningTracer
-from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.envoys.tree import EnvoyTree
 from nnsight_engine.envoys.values import (
     CallValues,
-    Probes,
     named_arguments,
     names_input,
     unknown_arguments_error,
@@ -47,7 +45,7 @@ from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.mediator import Mediator
 from nnsight_engine.tracing.frames import for_user, users_line, users_stacklevel
-from nnsight_engine.tracing.tracer import SITES, Backend, Tracer, refuse_statement
+from nnsight_engine.tracing.tracer import SITES, Backend, Session, Tracer, refuse_statement
 
 _ENVOYS_OWN = frozenset({"path", "interleaver", "interleaving", "interleave", "fake_value"})
 
@@ -161,12 +159,11 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         Modules inside it do not run either, so their values cannot be read. With several invokes, every
         one must skip it.
         """
-        interleaver = self._interleaver
         mediator = self._running("skip")
+        interleaver = mediator.interleaver or self._interleaver
         provider = f"{self.path}.input"
         mediator.send_event(Events.SKIP, provider, interleaver.call_number(provider), value)
-        if mediator.interleaver is not None:
-            mediator.interleaver.suspect(f"{self.path} was skipped {users_line()}")
+        interleaver.suspect(f"{self.path} was skipped {users_line()}")
 
     def next(self, step: int = 1) -> Self:
         """Move this block's requests on to the next call of each module (the next generated token).
@@ -511,8 +508,9 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
                 return self.trace(*args, fn=self._traced(name, method), **kwargs)
             interleaver = self._interleaver
             if interleaver.current is not None:
-                own = functools.partial(self._call_own, name, method)
-                return interleaver.applied(str(self.path), own, args, kwargs, name)
+                return interleaver.applied(
+                    str(self.path), lambda *a, **k: self._call_method(name, method, a, k), args, kwargs, name
+                )
             interleaver.called_directly(str(self.path))
             return self._with_edits(lambda: self._call_method(name, method, args, kwargs))
 
@@ -522,9 +520,6 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
     def _traced(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         ours = getattr(type(self), f"__nnsight_{name}__", None)
         return MethodType(ours, self) if ours is not None else method
-
-    def _call_own(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._call_method(name, method, args, kwargs)
 
     def _call_method(
         self,

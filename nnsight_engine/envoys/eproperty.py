@@ -176,7 +176,7 @@ class eproperty:  # noqa: N801 - it is used like property
         provider = self._providers.get(getattr(holder, "path", None)) or self.provider(holder)
         number = mediator.iteration if self.iterate else None
         if number is None and self.iterate:
-            number = interleaver.call_number(provider)
+            number = (mediator.interleaver or interleaver).call_number(provider)
         value = mediator.send_event(Events.VALUE, provider, number)
         if self._preprocess is not None:
             value = editable(self._preprocess(holder, value))
@@ -208,7 +208,7 @@ class eproperty:  # noqa: N801 - it is used like property
         if self._postprocess is not None:
             value = self._postprocess(holder, value)
         provider = self.provider(holder)
-        number = interleaver.call_number(provider) if self.iterate else None
+        number = (mediator.interleaver or interleaver).call_number(provider) if self.iterate else None
         changed = mediator.send_event(Events.SWAP, provider, number, value)
         if changed and mediator.interleaver is not None:
             mediator.interleaver.suspect(f"{provider} was assigned {users_line()}: {changed}")

@@ -69,7 +69,7 @@ class CacheMisses:
         self._early = {(path, key) for path, key in self._requested if self._has_run(path, key)}
 
     def _has_run(self, path: str, key: str) -> bool:
-        return self._interleaver.calls.get(f"{path}.{key}", 0) > 0
+        return self._interleaver.num_calls(f"{path}.{key}") > 0
 
     def warning(self) -> str | None:
         """Return a warning that names missing values and the reasons, or None; called after the run."""

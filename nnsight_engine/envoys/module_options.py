@@ -181,14 +181,16 @@ def envoy_class(
         return envoys
     ends = [key for key in envoys if isinstance(key, str) and ends_with(path, key, aliases)]
     if ends:
-        return envoys[max(ends, key=_num_parts)]
+        return envoys[max(ends, key=lambda end: len(_parts(end)))]
     return next((envoys[base] for base in type(module).__mro__ if base in envoys), default)
 
 
 def check_envoys(envoys: Any, base: type[Envoy]) -> None:
     """Raise TypeError unless it is a subclass of ``base``, or a mapping to such by class or end of path."""
     items = list(envoys.items()) if isinstance(envoys, Mapping) else [(object, envoys)]
-    if envoys is None or all(_is_key(key) and _is_class(value, base) for key, value in items):
+    if envoys is None or all(
+        _is_key(key) and isinstance(value, type) and issubclass(value, base) for key, value in items
+    ):
         return
     raise TypeError(
         "envoys= takes a subclass of Envoy, or a mapping from classes of modules or ends of paths to such "
@@ -197,12 +199,4 @@ def check_envoys(envoys: Any, base: type[Envoy]) -> None:
 
 
 def _is_key(key: Any) -> bool:
-    return isinstance(key, type) or (isinstance(key, str) and all(key.removeprefix(".").split(".")))
-
-
-def _is_class(value: Any, base: type) -> bool:
-    return isinstance(value, type) and issubclass(value, base)
-
-
-def _num_parts(path: str) -> int:
-    return path.removeprefix(".").count(".")
+    return isinstance(key, type) or (isinstance(key, str) and all(_parts(key)))

@@ -129,7 +129,7 @@ class OperationEnvoy(CallValues, Place):
         if mediator is None:
             return self._looked_up()
         provider = f"{self.path}.fn"
-        number = self.interleaver.call_number(provider)
+        number = (mediator.interleaver or self.interleaver).call_number(provider)
         inner = self._known_as(mediator.send_event(Events.VALUE, provider, number))
         inner.count_from(self.interleaver.calls.get(f"{self.path}.input", 0))
         return inner
@@ -169,14 +169,14 @@ class SourceEnvoy(Place):
         self.interleaver: Interleaver = model._interleaver
         self.original = function
         self.inner: dict[str, SourceEnvoy] = {}
-        self.rewritten: Rewritten = rewrite(function, self._call, path)
+        self.rewritten: Rewritten = rewrite(function, self._run_operation, path)
         self.operations = {
             operation.name: OperationEnvoy(operation, self) for operation in self.rewritten.operations
         }
 
     def rebind(self, function: Callable[..., Any]) -> None:
         """Rewrite another function of the same kind in its place; calls that both make keep their envoys."""
-        rewritten = rewrite(function, self._call, self.path)
+        rewritten = rewrite(function, self._run_operation, self.path)
         before, self.original, self.rewritten = self.operations, function, rewritten
         self.operations = {}
         for operation in rewritten.operations:
@@ -195,12 +195,9 @@ class SourceEnvoy(Place):
     @property
     def function(self) -> Callable[..., Any]:
         """The rewritten function, bound to the same object as the original."""
-        bound_to = getattr(self.original, "__self__", None)
-        return (
-            MethodType(self.rewritten.function, bound_to) if bound_to is not None else self.rewritten.function
-        )
+        return self.bound_like(self.original)
 
-    def _call(
+    def _run_operation(
         self, name: str, callee: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         interleaver = self.interleaver

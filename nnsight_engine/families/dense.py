@@ -8,32 +8,21 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-from nnsight_engine.core.model_spec import KEYS, QUERIES, VALUES
-from nnsight_engine.families.layout import (
-    EngineFamily,
-    Place,
-    TransformersFamily,
-    apart,
-    block_leaves,
-    frozen,
-    gate_and_up,
-    without,
-)
+from nnsight_engine.families.layout import EngineFamily, TransformersFamily, attention_leaves, mlp_leaves
 
-QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+QKV: Final = ("q_proj", "k_proj", "v_proj")
 """Projections that transformers keeps apart."""
 
-LLAMA_LEAVES: Final = frozen(
-    block_leaves(
-        attention="self_attn",
-        qkv="self_attn.qkv_proj",
-        out="self_attn.o_proj",
-        mlp="mlp",
-        up="mlp.gate_up_proj",
-        down="mlp.down_proj",
-    )
-    | gate_and_up("mlp.gate_up_proj")
-)
+ATTENTION: Final = attention_leaves("self_attn", qkv="qkv_proj", out="o_proj")
+# Attention modules of transformers return (output, weights), so the output of the projection is used instead.
+_TUPLE_ATTENTION: Final = attention_leaves("self_attn", qkv="qkv_proj", out="o_proj", ends_at_out=True)
+TRANSFORMERS_ATTENTION: Final = attention_leaves("self_attn", qkv=QKV, out="o_proj", ends_at_out=True)
+_FUSED_MLP: Final = mlp_leaves("mlp", gate_up="gate_up_proj", down="down_proj")
+_UNGATED_MLP: Final = mlp_leaves("mlp", up="up_proj", down="down_proj")
+_PHI_MLP: Final = mlp_leaves("mlp", up="fc1", down="fc2")
+_STARCODER2_MLP: Final = mlp_leaves("mlp", up="c_fc", down="c_proj")
+
+LLAMA_LEAVES: Final = ATTENTION | _FUSED_MLP
 LLAMA: Final = EngineFamily(
     name="llama",
     model_classes=(
@@ -56,9 +45,6 @@ LLAMA: Final = EngineFamily(
     returns_residual=True,
 )
 
-# Attention modules of transformers return (output, weights), so the output of the projection is used instead.
-_ATTENTION_OUTPUT: Final = {"attn.output": Place("self_attn.o_proj", "output")}
-
 # vLLM 0.32 has no implementation of these. Its Transformers backend runs transformers' modules with vLLM's
 # linear layers, and fuses projections that transformers keeps apart.
 _TRANSFORMERS_BACKEND: Final = EngineFamily(
@@ -76,35 +62,10 @@ _TRANSFORMERS_BACKEND: Final = EngineFamily(
     ),
     layers="model.layers",
     final_norm="model.norm",
-    leaves=frozen({**LLAMA_LEAVES, **_ATTENTION_OUTPUT}),
+    leaves=_TUPLE_ATTENTION | _FUSED_MLP,
     kernel="self_attn.attn",
     is_batched=True,
     is_kernel_bare=True,
-)
-
-_UNGATED_LEAVES: Final = block_leaves(
-    attention="self_attn",
-    qkv="self_attn.qkv_proj",
-    out="self_attn.o_proj",
-    mlp="mlp",
-    up="mlp.up_proj",
-    down="mlp.down_proj",
-)
-_PHI_LEAVES: Final = block_leaves(
-    attention="self_attn.dense",
-    qkv="self_attn.qkv_proj",
-    out="self_attn.dense",
-    mlp="mlp",
-    up="mlp.fc1",
-    down="mlp.fc2",
-)
-_STARCODER2_LEAVES: Final = block_leaves(
-    attention="self_attn.o_proj",
-    qkv="self_attn.qkv_proj",
-    out="self_attn.o_proj",
-    mlp="mlp",
-    up="mlp.c_fc",
-    down="mlp.c_proj",
 )
 
 VLLM: Final = (
@@ -127,7 +88,7 @@ VLLM: Final = (
         LLAMA,
         name="nemotron",
         model_classes=("NemotronForCausalLM", "ApertusForCausalLM"),
-        leaves=frozen(_UNGATED_LEAVES),
+        leaves=ATTENTION | _UNGATED_MLP,
     ),
     dataclasses.replace(
         LLAMA,
@@ -143,50 +104,31 @@ VLLM: Final = (
         _TRANSFORMERS_BACKEND,
         name="arcee",
         architectures=("ArceeForCausalLM",),
-        leaves=frozen(_UNGATED_LEAVES | _ATTENTION_OUTPUT),
+        leaves=_TUPLE_ATTENTION | _UNGATED_MLP,
     ),
     dataclasses.replace(
         _TRANSFORMERS_BACKEND,
         name="phi",
         architectures=("PhiForCausalLM",),
         final_norm="model.final_layernorm",
-        leaves=frozen(_PHI_LEAVES),
+        leaves=attention_leaves("self_attn", qkv="qkv_proj", out="dense", ends_at_out=True) | _PHI_MLP,
     ),
     dataclasses.replace(
         _TRANSFORMERS_BACKEND,
         name="starcoder2",
         architectures=("Starcoder2ForCausalLM",),
-        leaves=frozen(_STARCODER2_LEAVES),
+        leaves=_TUPLE_ATTENTION | _STARCODER2_MLP,
     ),
 )
 """The layouts in vLLM."""
 
-TRANSFORMERS_LLAMA_LEAVES: Final = frozen(
-    block_leaves(
-        # The attention module returns a tuple, so the output of its projection is used.
-        attention="self_attn.o_proj",
-        qkv=QKV,
-        out="self_attn.o_proj",
-        mlp="mlp",
-        up="mlp.up_proj",
-        down="mlp.down_proj",
-    )
-    | {"mlp.gate": Place("mlp.gate_proj", "output")}
+TRANSFORMERS_LLAMA_LEAVES: Final = TRANSFORMERS_ATTENTION | mlp_leaves(
+    "mlp", gate="gate_proj", up="up_proj", down="down_proj"
 )
 TRANSFORMERS_LLAMA: Final = TransformersFamily(
     model_types=(
-        *(
-            "llama",
-            "mistral",
-            "ministral",
-            "ministral3",
-            "qwen2",
-            "qwen3",
-            "gemma",
-            "gemma2",
-            "gemma3_text",
-            "gemma3",
-        ),
+        *("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3"),
+        *("gemma", "gemma2", "gemma3_text", "gemma3"),
         *("cohere", "cohere2", "ernie4_5", "hunyuan_v1_dense", "olmo", "seed_oss", "smollm3", "stablelm"),
     ),
     bodies=("model", "model.language_model", ""),
@@ -198,27 +140,11 @@ TRANSFORMERS_LLAMA: Final = TransformersFamily(
     leaves=TRANSFORMERS_LLAMA_LEAVES,
 )
 
-_PHI3_LEAVES: Final = frozen(
-    block_leaves(
-        attention="self_attn.o_proj",
-        qkv="self_attn.qkv_proj",
-        out="self_attn.o_proj",
-        mlp="mlp",
-        up="mlp.gate_up_proj",
-        down="mlp.down_proj",
-    )
-    | gate_and_up("mlp.gate_up_proj")
-)
-
 TRANSFORMERS: Final = (
     TRANSFORMERS_LLAMA,
-    dataclasses.replace(TRANSFORMERS_LLAMA, model_types=("phi3",), leaves=_PHI3_LEAVES),
+    dataclasses.replace(TRANSFORMERS_LLAMA, model_types=("phi3",), leaves=_TUPLE_ATTENTION | _FUSED_MLP),
     dataclasses.replace(
-        TRANSFORMERS_LLAMA,
-        model_types=("glm", "glm4"),
-        leaves=frozen(
-            {**_PHI3_LEAVES, **{leaf: TRANSFORMERS_LLAMA_LEAVES[leaf] for leaf in (QUERIES, KEYS, VALUES)}}
-        ),
+        TRANSFORMERS_LLAMA, model_types=("glm", "glm4"), leaves=TRANSFORMERS_ATTENTION | _FUSED_MLP
     ),
     dataclasses.replace(TRANSFORMERS_LLAMA, model_types=("exaone4", "olmo2", "olmo3"), has_norms_last=True),
     dataclasses.replace(TRANSFORMERS_LLAMA, model_types=("granite",), embed=""),  # it scales embeddings
@@ -232,20 +158,20 @@ TRANSFORMERS: Final = (
     dataclasses.replace(
         TRANSFORMERS_LLAMA,
         model_types=("nemotron", "apertus", "arcee"),
-        leaves=frozen(without({"mlp.gate"}, TRANSFORMERS_LLAMA_LEAVES)),
+        leaves=TRANSFORMERS_ATTENTION | _UNGATED_MLP,
     ),
     dataclasses.replace(
         TRANSFORMERS_LLAMA,
         model_types=("phi",),
         norm="final_layernorm",
         embed="",  # in training mode, dropout follows the embedding
-        leaves=frozen(apart(_PHI_LEAVES, QKV)),
+        leaves=attention_leaves("self_attn", qkv=QKV, out="dense", ends_at_out=True) | _PHI_MLP,
     ),
     dataclasses.replace(
         TRANSFORMERS_LLAMA,
         model_types=("starcoder2",),
         embed="",  # likewise
-        leaves=frozen(apart(_STARCODER2_LEAVES, QKV)),
+        leaves=TRANSFORMERS_ATTENTION | _STARCODER2_MLP,
     ),
 )
 """The layouts in transformers."""

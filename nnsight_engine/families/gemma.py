@@ -21,7 +21,7 @@ from nnsight_engine.families.dense import (
     TRANSFORMERS_LLAMA,
     TRANSFORMERS_LLAMA_LEAVES,
 )
-from nnsight_engine.families.layout import Place, Places, frozen
+from nnsight_engine.families.layout import Place, Places
 
 _EXPERTS_LAST: Final = ordered(*((leaf, "output") for leaf in (ROUTER, EXPERTS, EXPERT_WEIGHTS, ROUTED)))
 """Experts come beside an MLP, after it."""
@@ -35,15 +35,13 @@ VLLM: Final = (
         LLAMA,
         name="gemma4",
         model_classes=("Gemma4ForCausalLM",),
-        leaves=frozen(
-            {
-                **_LEAVES,
-                ROUTER: Place("router.proj", "output"),
-                EXPERTS: Place("experts.inner.ids", "output"),
-                EXPERT_WEIGHTS: Place("experts.inner.weights", "output"),
-                ROUTED: Place("experts.inner.routed", "output"),
-            }
-        ),
+        leaves={
+            **_LEAVES,
+            ROUTER: Place("router.proj", "output"),
+            EXPERTS: Place("experts.inner.ids", "output"),
+            EXPERT_WEIGHTS: Place("experts.inner.weights", "output"),
+            ROUTED: Place("experts.inner.routed", "output"),
+        },
         order=_EXPERTS_LAST,
         returns_residual=False,
         returns_none=True,
@@ -52,7 +50,7 @@ VLLM: Final = (
         LLAMA,
         name="gemma3n",
         model_classes=("Gemma3nForCausalLM",),
-        leaves=frozen(_LEAVES),
+        leaves=_LEAVES,
         has_stream=False,  # there are several, and attention and the MLP read and write mixtures of them
         returns_residual=False,
     ),
@@ -64,24 +62,22 @@ TRANSFORMERS: Final = (
         TRANSFORMERS_LLAMA,
         model_types=("gemma4_text", "gemma4"),
         embed="",  # the inputs per layer are computed from its output, too
-        leaves=frozen(
-            {
-                **TRANSFORMERS_LLAMA_LEAVES,
-                # Without a projection of values, that of keys gives both, and only the norms tell them apart.
-                KEYS: (
-                    Place("self_attn.k_norm", "input", lacks="self_attn.v_proj"),
-                    TRANSFORMERS_LLAMA_LEAVES[KEYS],
-                ),
-                VALUES: (
-                    Place("self_attn.v_norm", "input", lacks="self_attn.v_proj"),
-                    TRANSFORMERS_LLAMA_LEAVES[VALUES],
-                ),
-                ROUTER: Place("router.proj", "output"),
-                EXPERTS: Place("router", "output", "ids"),
-                EXPERT_WEIGHTS: Place("router", "output", "weights"),
-                ROUTED: Place("experts", "output"),
-            }
-        ),
+        leaves={
+            **TRANSFORMERS_LLAMA_LEAVES,
+            # Without a projection of values, that of keys gives both, and only the norms tell them apart.
+            KEYS: (
+                Place("self_attn.k_norm", "input", lacks="self_attn.v_proj"),
+                TRANSFORMERS_LLAMA_LEAVES[KEYS],
+            ),
+            VALUES: (
+                Place("self_attn.v_norm", "input", lacks="self_attn.v_proj"),
+                TRANSFORMERS_LLAMA_LEAVES[VALUES],
+            ),
+            ROUTER: Place("router.proj", "output"),
+            EXPERTS: Place("router", "output", "ids"),
+            EXPERT_WEIGHTS: Place("router", "output", "weights"),
+            ROUTED: Place("experts", "output"),
+        },
         order=_EXPERTS_LAST,
         flattened=frozenset({ROUTER, EXPERTS, EXPERT_WEIGHTS, ROUTED}),
         routes_probabilities=True,

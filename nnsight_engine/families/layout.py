@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from nnsight_engine.core.model_spec import HEADS, KEYS, NEURONS, ORDER, QUERIES, VALUES
 
@@ -68,82 +67,53 @@ def stream_leaves() -> dict[str, Place]:
     return {"input": Place("", "input"), "output": Place("", "output")}
 
 
-def block_leaves(
-    *,
-    attention: str,
-    qkv: str | tuple[str, str, str],
-    out: str,
-    mlp: str | tuple[str, str],
-    up: str,
-    down: str,
+def attention_leaves(
+    module: str, *, qkv: str | tuple[str, str, str], out: str, ends_at_out: bool = False
 ) -> dict[str, Place]:
-    """Return the leaves of a block whose attention and MLP are called with one tensor.
+    """Return the leaves of attention; paths are below its module.
 
-    ``qkv`` may be a single fused projection. ``mlp`` is the MLP, or the first and the last of its modules;
-    ``up`` its first projection, or the second of a gated MLP.
+    ``qkv`` is a single fused projection, or three. ``ends_at_out``: ``attn.output`` is what ``out`` returns,
+    where the module returns a tuple or something else.
     """
-    first, last = (mlp, mlp) if isinstance(mlp, str) else mlp
-    q, k, v = (
-        (Place(qkv, "output", "q"), Place(qkv, "output", "k"), Place(qkv, "output", "v"))
-        if isinstance(qkv, str)
-        else (Place(path, "output") for path in qkv)
-    )
+    if isinstance(qkv, str):
+        projected = {
+            QUERIES: Place(f"{module}.{qkv}", "output", "q"),
+            KEYS: Place(f"{module}.{qkv}", "output", "k"),
+            VALUES: Place(f"{module}.{qkv}", "output", "v"),
+        }
+    else:
+        paths = zip((QUERIES, KEYS, VALUES), qkv, strict=True)
+        projected = {leaf: Place(f"{module}.{path}", "output") for leaf, path in paths}
+    end = f"{module}.{out}"
     return {
-        "attn.output": Place(attention, "output"),
-        QUERIES: q,
-        KEYS: k,
-        VALUES: v,
-        HEADS: Place(out, "input"),
-        "mlp.input": Place(first, "input"),
-        "mlp.output": Place(last, "output"),
-        "mlp.up": Place(up, "output"),
-        NEURONS: Place(down, "input"),
+        "attn.output": Place(end if ends_at_out else module, "output"),
+        **projected,
+        HEADS: Place(end, "input"),
     }
 
 
-def gate_and_up(path: str) -> dict[str, Place]:
-    """Return the leaves of an MLP's projection that returns the gate, then the other input of its product."""
-    return {"mlp.gate": Place(path, "output", "gate"), "mlp.up": Place(path, "output", "up")}
+def mlp_leaves(
+    module: str, *, down: str, up: str = "", gate: str = "", gate_up: str = "", lacks: str = ""
+) -> dict[str, Place]:
+    """Return the leaves of an MLP; paths are below its module, or below the block if that is empty.
 
-
-_QKV: Final = (QUERIES, KEYS, VALUES)
-
-P = TypeVar("P", Place, Place | tuple[Place, ...])
-
-
-def apart(leaves: Mapping[str, Place], qkv: tuple[str, str, str]) -> dict[str, Place]:
-    return {**leaves, **{leaf: Place(path, "output") for leaf, path in zip(_QKV, qkv, strict=True)}}
-
-
-def frozen(places: Mapping[str, P]) -> Mapping[str, P]:
-    return types.MappingProxyType(dict(places))
+    ``gate_up``: a projection that returns the gate, then the other input of its product. ``lacks``: see
+    ``Place``.
+    """
+    prefix = f"{module}." if module else ""
+    leaves = {
+        "mlp.input": Place(module or up, "input"),
+        "mlp.output": Place(module or down, "output"),
+        "mlp.up": Place(prefix + (gate_up or up), "output", "up" if gate_up else ""),
+        NEURONS: Place(prefix + down, "input"),
+    }
+    if gate or gate_up:
+        leaves["mlp.gate"] = Place(prefix + (gate_up or gate), "output", "gate" if gate_up else "")
+    return {leaf: dataclasses.replace(place, lacks=lacks) for leaf, place in leaves.items()}
 
 
 def without(names: Collection[str], leaves: Mapping[str, Place]) -> dict[str, Place]:
     return {leaf: place for leaf, place in leaves.items() if leaf not in names}
-
-
-def renamed(leaves: Mapping[str, Place], names: Mapping[str, str]) -> dict[str, Place]:
-    """Return leaves whose modules are below children of the block by other names."""
-    found = {}
-    for leaf, place in leaves.items():
-        first, dot, rest = place.path.partition(".")
-        found[leaf] = dataclasses.replace(place, path=f"{names.get(first, first)}{dot}{rest}")
-    return found
-
-
-def moved(leaves: Mapping[str, Place], paths: Mapping[str, str]) -> dict[str, Place]:
-    return {
-        leaf: dataclasses.replace(place, path=paths.get(place.path, place.path))
-        for leaf, place in leaves.items()
-    }
-
-
-def mlp_lacks(leaves: Mapping[str, Place], module: str) -> dict[str, Place]:
-    return {
-        leaf: dataclasses.replace(place, lacks=module) if leaf.startswith("mlp.") else place
-        for leaf, place in leaves.items()
-    }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

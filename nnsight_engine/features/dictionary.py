@@ -90,10 +90,6 @@ class Dictionary:
         """Return the activations ``[rows, num_features]`` of values ``[rows, input_width]``."""
         return self._encoder.activations(self._scaled(x).values)
 
-    def encode_selected(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return the activations ``[rows, ids]`` of features ``[ids]``, int64; TOPK computes all others."""
-        return Selection(self, ids).activations(x)
-
     def top(self, x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ids and activations, ``[rows, k]``, the largest first; inactive ones have no order."""
         if not 0 < k <= self.config.num_features:

@@ -23,7 +23,7 @@ from nnsight_engine.core.trees import map_pairs, map_tensors, tensors
 
 def holds_state(value: object) -> bool:
     """Return whether an object is a cache, such as ``DynamicCache``, ``StaticCache`` or ``MambaCache``."""
-    return hasattr(value, "__dict__") and _is_one(type(value), "Cache")
+    return hasattr(value, "__dict__") and _has_base_called(type(value), "Cache")
 
 
 def without_state(leaf: Any) -> Any:
@@ -57,10 +57,12 @@ def state_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _is_part(value: object) -> bool:
-    return hasattr(value, "__dict__") and (_is_one(type(value), "Cache") or _is_one(type(value), "Layer"))
+    return hasattr(value, "__dict__") and (
+        _has_base_called(type(value), "Cache") or _has_base_called(type(value), "Layer")
+    )
 
 
-def _is_one(kind: type, name: str) -> bool:
+def _has_base_called(kind: type, name: str) -> bool:
     """Match a class, or a base, by the end of its name, as many models have own caches; never a module."""
     return not issubclass(kind, torch.nn.Module | type) and any(
         base.__name__.endswith(name) for base in kind.__mro__
@@ -280,12 +282,11 @@ class Batcher:
             self.current_value = value
             return
         assert group is not None  # noqa: S101 - an empty invoke sees all
-        own = group
         states = {id(part): whole for part, whole, _ in self.loans.states} if self.loans is not None else {}
         if states:  # the model keeps its own cache object, whose tensors have the in-place edits already
             value = map_tensors(value, lambda tensor: tensor, lambda leaf: states.get(id(leaf), leaf))
         self.current_value = map_pairs(
-            self.current_value, value, lambda whole, part: self._replaced(own, whole, part)
+            self.current_value, value, lambda whole, part: self._replaced(group, whole, part)
         )
 
     def _replaced(self, group: BatchGroup, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

@@ -60,30 +60,30 @@ class _Idle(OrderedDict[int, list[greenlet]]):
     """
 
     def at(self, address: int) -> list[greenlet]:
-        own = self.get(address)
-        if own is None:
-            own = self[address] = []
+        stacks = self.get(address)
+        if stacks is None:
+            stacks = self[address] = []
         else:
             self.move_to_end(address)
-        return own
+        return stacks
 
-    def trim(self, own: list[greenlet]) -> None:
-        while len(own) > _MAX_IDLE:
-            _end(own.pop())
+    def trim(self, stacks: list[greenlet]) -> None:
+        while len(stacks) > _MAX_IDLE:
+            _end_stack(stacks.pop())
         while len(self) > _MAX_ADDRESSES:
             for stack in self.popitem(last=False)[1]:
-                _end(stack)
+                _end_stack(stack)
 
     def __del__(self) -> None:
         """End all idle stacks when the thread ends; otherwise greenlet would keep them forever."""
         if sys.is_finalizing():
             return
-        for own in self.values():
-            for stack in own:
-                _end(stack)
+        for stacks in self.values():
+            for stack in stacks:
+                _end_stack(stack)
 
 
-def _end(stack: greenlet) -> None:
+def _end_stack(stack: greenlet) -> None:
     stack.parent = getcurrent()
     stack.switch([])
 
@@ -194,7 +194,7 @@ def _hub(thread: _Thread, hub: greenlet, body: Callable[[], Any]) -> Done:
 
 def take() -> Stack:
     waiting = _local.thread.waiting
-    stack = waiting.pop() if waiting else greenlet(_work)
+    stack = waiting.pop() if waiting else greenlet(_run_jobs)
     stack.gr_context = contextvars.copy_context()
     return stack
 
@@ -222,7 +222,7 @@ def resume(stack: Stack, payload: Any) -> Any:
     return stack.switch(payload)
 
 
-def _work(box: list[Callable[[], Any]]) -> None:
+def _run_jobs(box: list[Callable[[], Any]]) -> None:
     """Run one job after the other; no reference to a job is kept while waiting for the next one.
 
     C code keeps references to a stack's first argument, and to the object that it hands over while it waits.

@@ -131,7 +131,7 @@ class Interleaver(ModuleUse):
     def _run(self, function: Callable[[], Any]) -> Any:
         try:
             with self:
-                result = self._call(function)
+                result = self._call_model(function)
                 self.end_steps()
                 result = self.handle("result", result)
                 self.check_dangling_mediators()
@@ -142,7 +142,7 @@ class Interleaver(ModuleUse):
             raise self.error
         return None
 
-    def _call(self, function: Callable[[], Any]) -> Any:
+    def _call_model(self, function: Callable[[], Any]) -> Any:
         try:
             return function()
         except Exception as error:
@@ -218,7 +218,7 @@ class Interleaver(ModuleUse):
             more.arrive(mediator)
         elif kind is _STEP:
             return False if self.loops_over else NOTHING
-        elif iteration is not None and (self.over or iteration < self.calls.get(provider, 0)):
+        elif iteration is not None and (self.over or iteration < self.num_calls(provider)):
             return self._too_late(mediator, event)
         else:
             waiting = self.wanted.get(provider)
@@ -243,7 +243,7 @@ class Interleaver(ModuleUse):
         if not self.over or self.clock is not None or not mediator.loops or not mediator.loops[-1].open_ended:
             return False
         number = event[2] or 0
-        return bool(number) and number == self.calls.get(event[1], 0) and number >= self.step
+        return bool(number) and number == self.num_calls(event[1]) and number >= self.step
 
     def watch(self, watcher: Watcher, providers: Iterable[str]) -> None:
         """Call ``watcher`` with the values of these providers from now on, after the blocks were served."""
@@ -274,6 +274,9 @@ class Interleaver(ModuleUse):
         providing = self.providing
         if providing is not None and providing[0] == provider and providing[1] is not None:
             return providing[1]
+        return self.num_calls(provider)
+
+    def num_calls(self, provider: str) -> int:
         return self.calls.get(provider, 0)
 
     def foreign_request_error(self, requester: str) -> ValueError:
@@ -426,7 +429,7 @@ class Interleaver(ModuleUse):
         if kind is Events.BARRIER:
             return MissedProviderError(more.unmet())
         requester = named(provider, iteration)
-        calls = self.calls.get(provider, 0)
+        calls = self.num_calls(provider)
         if iteration is not None and iteration < calls:
             return OutOfOrderError(
                 f"Value was missed for {requester}. Did you call an Envoy out of order? The model has "

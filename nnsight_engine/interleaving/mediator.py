@@ -155,7 +155,7 @@ class Mediator:
         self.interleaver = interleaver
         self.worker = self.runs_on.take()
         self._modes = self._new_modes()
-        answer = self._run_block(self.runs_on.start, self._work)
+        answer = self._run_block(self.runs_on.start, self._run_intervention)
         if answer is not NOTHING:
             self.respond(answer)
 
@@ -227,7 +227,7 @@ class Mediator:
         self.waiting = event  # type: ignore[assignment] # type() narrows less than isinstance(), which is slow
         return interleaver.queue(self)
 
-    def _work(self) -> None:
+    def _run_intervention(self) -> None:
         try:
             self.intervention()
         except (Cancelation, GreenletExit):
@@ -290,8 +290,8 @@ class Mediator:
 def running() -> Mediator | None:
     """Return the mediator of the block that the calling code runs in, found by its frame: only errors ask."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the frame that asks
-    work = Mediator._work.__code__  # noqa: SLF001 - of this module
-    while frame is not None and frame.f_code is not work:
+    code = Mediator._run_intervention.__code__  # noqa: SLF001 - of this module
+    while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     mediator: Mediator | None = frame.f_locals["self"] if frame is not None else None
     return mediator

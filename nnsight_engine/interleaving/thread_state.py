@@ -81,7 +81,7 @@ class ModeKeeper:
         if _is_inference() is not block[1]:
             self._entered = torch.inference_mode(block[1])
             self._entered.__enter__()
-        _set(block)
+        _set_modes(block)
 
     def _leave_slowly(self) -> None:
         self._block = current()
@@ -92,12 +92,12 @@ class ModeKeeper:
         if _is_inference() is not model[1]:
             self._left = torch.inference_mode(model[1])
             self._left.__enter__()
-        _set(model)
+        _set_modes(model)
         if self._left is None and not self._block[1] and not self._block[2]:
             self._block = None
 
 
-def _set(modes: Modes) -> None:
+def _set_modes(modes: Modes) -> None:
     if modes[2] or _is_autocast():
         for device, enabled, dtype in modes[2] or [(one, False, None) for one in _DEVICES]:
             torch.set_autocast_enabled(device, enabled)

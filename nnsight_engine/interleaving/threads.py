@@ -60,12 +60,13 @@ class _ModelThreadCall:
 
 
 class ThreadStack:
-    """A thread for one job, and the hand-over of control between it and the thread that resumes it.
+    """A thread for one job, and the hand-over of control between it and its caller, which resumes it.
 
-    ``left_s``: seconds that the job may still run in this step; the driver of the steps resets it.
+    One of the two runs: releasing ``_to_job`` or ``_to_caller`` passes control, with the payload. ``left_s``:
+    seconds that the job may still run in this step; the driver of the steps resets it.
     """
 
-    __slots__ = ("_given", "_handed", "_stream", "_there", "_thread", "abandoned", "budget_s", "left_s")
+    __slots__ = ("_payload", "_stream", "_thread", "_to_caller", "_to_job", "abandoned", "budget_s", "left_s")
 
     grace_s = _GRACE_S
     """Seconds for an interrupted job to come back before it is abandoned; -1 to wait for it however long."""
@@ -73,12 +74,12 @@ class ThreadStack:
     def __init__(self, budget_s: float) -> None:
         self.budget_s = self.left_s = budget_s
         self.abandoned = False
-        self._given: Any = None
+        self._payload: Any = None
         self._stream: torch.cuda.Stream | None = None
-        self._handed = allocate_lock()
-        self._there = allocate_lock()
-        self._handed.acquire()
-        self._there.acquire()
+        self._to_job = allocate_lock()
+        self._to_caller = allocate_lock()
+        self._to_job.acquire()
+        self._to_caller.acquire()
         self._thread: threading.Thread | None = None
 
     def prepare(self) -> None:
@@ -92,19 +93,22 @@ class ThreadStack:
         return self.resume(job)
 
     def resume(self, payload: Any) -> Any:
-        self._given = payload
+        self._payload = payload
         # Each thread has a current stream of its own, and work on it would not be ordered with the model's.
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-        self._handed.release()
-        return self._wait()
+        self._to_job.release()
+        if not self._wait_for_control():
+            return Done(error=self._interrupt())
+        event, self._payload = self._payload, None
+        return event
 
     def hand_over(self, event: Any) -> Any:
-        self._give(event)
-        self._take_over()
+        self._hand_to_caller(event)
+        self._await_control()
         if self.abandoned:
             raise SystemExit
-        given, self._given = self._given, None
-        return given
+        answer, self._payload = self._payload, None
+        return answer
 
     def is_current(self) -> bool:
         return self._thread is not None and self._thread.ident == threading.get_ident()
@@ -112,31 +116,25 @@ class ThreadStack:
     def _run(self) -> None:
         torch.set_grad_enabled(False)
         compute_on_one_thread()
-        self._take_over()
-        job, self._given = self._given, None
+        self._await_control()
+        job, self._payload = self._payload, None
         try:
             done = Done(job())
         except BaseException as error:  # noqa: BLE001 - raised by the caller that gave the job
             done = Done(error=error)
-        self._give(done)
+        self._hand_to_caller(done)
 
-    def _take_over(self) -> None:
+    def _await_control(self) -> None:
         """Wait for control, and use the same device stream as the thread that handed over."""
-        self._handed.acquire()
+        self._to_job.acquire()
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
 
-    def _give(self, event: Any) -> None:
+    def _hand_to_caller(self, event: Any) -> None:
         if self.abandoned:
             raise SystemExit
-        self._given = event
-        self._there.release()
-
-    def _wait(self) -> Any:
-        if not self._wait_for_control():
-            return Done(error=self._interrupted())
-        given, self._given = self._given, None
-        return given
+        self._payload = event
+        self._to_caller.release()
 
     @staticmethod
     def clock() -> float:
@@ -144,24 +142,25 @@ class ThreadStack:
 
     def _wait_for_control(self) -> bool:
         begin = self.clock()
-        came = self._there.acquire(timeout=max(self.left_s, 0.0))
+        came = self._to_caller.acquire(timeout=max(self.left_s, 0.0))
         self.left_s -= self.clock() - begin
         return came
 
-    def _interrupted(self) -> TimeBudgetError:
+    def _interrupt(self) -> TimeBudgetError:
+        """Raise an error in the job and wait for it; afterwards it never gets control again, only its end."""
         message = (
             f"The block ran longer than {self.budget_s:g} s within one step of the engine, which others "
             "share. Save less, compute after the trace, or raise the engine's time budget."
         )
         assert self._thread is not None  # noqa: S101 - it has started
         _raise_in(self._thread, TimeBudgetError)
-        came_back = self._there.acquire(timeout=self.grace_s)
+        came_back = self._to_caller.acquire(timeout=self.grace_s)
         self.abandoned = True
         if not came_back:
-            _take_back(self._thread)
-        # It may have made, or make now, another request: it is resumed, and ends.
-        self._handed.release()
-        self._given = None
+            _withdraw_error(self._thread)
+        # It may have made, or make now, another request: it is resumed, and ends (see ``hand_over``).
+        self._to_job.release()
+        self._payload = None
         return TimeBudgetError(message)
 
 
@@ -174,7 +173,7 @@ def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
     _set_async_exc(ctypes.c_ulong(thread.ident), ctypes.py_object(error))
 
 
-def _take_back(thread: threading.Thread) -> None:
+def _withdraw_error(thread: threading.Thread) -> None:
     """Withdraw an error that was not raised yet, because the thread is blocked outside of Python.
 
     A pending error keeps a flag set for all threads; on Python 3.11 a function called while a trace function
@@ -224,10 +223,10 @@ class Threads:
         return stack
 
     def start(self, stack: ThreadStack, job: Callable[[], Any]) -> Any:
-        return _after_calls(stack, stack.start(job))
+        return _serve_calls(stack, stack.start(job))
 
     def resume(self, stack: ThreadStack, payload: Any) -> Any:
-        return _after_calls(stack, stack.resume(payload))
+        return _serve_calls(stack, stack.resume(payload))
 
     def run(self, job: Callable[[], Any]) -> Any:
         """Return the result of a job without hand-overs; its BaseException becomes a RuntimeError."""
@@ -257,7 +256,7 @@ def _do_nothing() -> None:
     """End an idle thread: the job of threads that are no longer needed."""
 
 
-def _after_calls(stack: ThreadStack, event: Any) -> Any:
+def _serve_calls(stack: ThreadStack, event: Any) -> Any:
     while type(event) is _ModelThreadCall:
         begin = stack.clock()
         answer = event.answer()
@@ -284,8 +283,16 @@ class ThreadMediator(Mediator):
 
     __slots__ = ("_random", "runs_on", "spent_s")
 
-    def __init__(self, intervention: Callable[[], Any], info: Any, threads: Threads, *, seed: int) -> None:
-        super().__init__(intervention, info)
+    def __init__(
+        self,
+        intervention: Callable[[], Any],
+        info: Any,
+        threads: Threads,
+        *,
+        seed: int,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(intervention, info, name)
         self.runs_on = threads  # type: ignore[misc] # one per engine; the base class has one for all
         self._random = RandomStreams(seed)
         self.spent_s = 0.0

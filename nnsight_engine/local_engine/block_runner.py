@@ -1,26 +1,16 @@
 """Execution of a client's blocks and encoding of the outcome: the common part of traces and sessions.
 
 Runs one trace at a time, in a dedicated process: decoding a trace already runs the client's code.
-
-Cancellation of a trace from another thread: an exception at its current line, even if that line blocks.
-
-It uses a signal, because nothing else interrupts a thread that sleeps or reads. The exception is raised in
-the main thread, where traces run, and only between ``begin`` and ``end``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.core.saves import SAVES
-from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.remote_backend.codecs import decode_blocks
 from nnsight_engine.remote_backend.values.received_blocks import (
     SAVED,
@@ -32,65 +22,16 @@ from nnsight_engine.remote_backend.values.received_blocks import (
 )
 from nnsight_engine.serialization import DecodeError, MessageLimits, ReceivedTrace, encode_error
 from nnsight_engine.tracing.frames import clean
+from nnsight_engine.tracing.tracer import Session
 
 if TYPE_CHECKING:
     from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
-    from nnsight_engine.serialization.decoding.decoder import Resolve
+    from nnsight_engine.serialization.graph import Resolve
     from nnsight_engine.tracing.tracer import Tracer
 
 
 class TraceCancelledError(BaseException):
     """The trace is to end. Not an ``Exception``, so that ``except Exception`` does not catch it."""
-
-
-_SIGNAL: Final = signal.SIGUSR1
-
-
-class Cancelling:
-    def __init__(self) -> None:
-        self._main = threading.main_thread().ident
-        self._number: int | None = None
-        self._num_deferred = 0
-        self._is_due = False
-        signal.signal(_SIGNAL, self._on_signal)
-
-    def begin(self, number: int) -> None:
-        self._is_due = False
-        self._number = number
-
-    def end(self) -> None:
-        self._number = None
-
-    def cancel(self, number: int) -> None:
-        """Cancel a trace, from any thread, if it is the one that runs."""
-        if self._number == number and self._main is not None:
-            signal.pthread_kill(self._main, _SIGNAL)
-
-    @contextlib.contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Defer cancellation within the context; raise TraceCancelledError at its end instead."""
-        if threading.get_ident() != self._main:
-            yield  # a thread that a block has started is not cancelled
-            return
-        self._num_deferred += 1
-        try:
-            yield
-        finally:
-            self._num_deferred -= 1
-        if self._is_due:
-            self._raise()
-
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        if self._number is None:
-            return
-        if self._num_deferred:
-            self._is_due = True
-        else:
-            self._raise()
-
-    def _raise(self) -> None:
-        self._is_due = False
-        raise TraceCancelledError("the trace was cancelled")
 
 
 class ReadTrace:
@@ -126,26 +67,23 @@ def _inputs(shared: Mapping[str, Any], num_invokes: int) -> list[tuple[tuple[Any
 
 
 class BlockRunner(ABC):
-    """Runs traces, one after the other; subclasses define ``model`` and ``tracer`` of the blocks."""
+    """Runs traces, one after the other; subclasses define the model and the tracer of the blocks.
+
+    ``failure`` is the error message of the last trace, empty if it had no error; ``needs_replacement``:
+    whether no further trace may run here.
+    """
 
     def __init__(
         self, *, max_result_bytes: int = MessageLimits().max_bytes, compresses: bool = False
     ) -> None:
         self.failure = ""
-        """The error message of the last trace; empty if it had no error."""
+        self.needs_replacement = False
         self._limits = MessageLimits(max_bytes=max_result_bytes)
         self._compresses = compresses
 
-    @property
-    def needs_replacement(self) -> bool:
-        """Whether no further trace may run here."""
-        return False
-
     @abstractmethod
-    def _tracer(self, head: TraceHead) -> Tracer: ...
-
-    @abstractmethod
-    def _resolver(self, tracer: Tracer) -> Resolve: ...
+    def _prepared(self, request: TraceRequest) -> AbstractContextManager[tuple[Tracer, Resolve]]:
+        """Return a context in which a request's blocks can run, with their tracer and their references."""
 
     @abstractmethod
     def _execute(self, trace: ReadTrace, tracer: Tracer) -> None: ...
@@ -164,15 +102,17 @@ class BlockRunner(ABC):
     def settle(self) -> bool:
         """Undo the changes of the last trace; return False if no further trace may run here.
 
-        The caller sends the answer first, so that only the next trace waits. ``run`` calls it if nobody did.
+        The caller sends the answer first, so that only the next trace waits.
         """
         return not self.needs_replacement
 
     def run(self, request: TraceRequest) -> bytes:
         """Run a trace's blocks and return the encoded outcome, see ``outcomes``; raises DecodeError."""
+        self.failure = ""
         SAVES.enter()
         try:
-            return self._run(request)
+            with self._prepared(request) as (tracer, resolve):
+                return self._run_blocks(request, tracer, resolve)
         finally:
             SAVES.exit()
             self._clean_up()
@@ -182,20 +122,6 @@ class BlockRunner(ABC):
         while SAVES.depth:
             SAVES.exit()
         self._clean_up()
-
-    def _run(self, request: TraceRequest) -> bytes:
-        self.failure = ""
-        tracer = self._tracer(request.head)
-        resolve = self._resolver(tracer)
-        with self._prepared(request, resolve):
-            return self._run_blocks(request, tracer, resolve)
-
-    def _prepared(
-        self,
-        request: TraceRequest,  # noqa: ARG002 - for subclasses that prepare something
-        resolve: Resolve,  # noqa: ARG002 - likewise
-    ) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def _run_blocks(self, request: TraceRequest, tracer: Tracer, resolve: Resolve) -> bytes:
         head = request.head

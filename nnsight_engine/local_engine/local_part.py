@@ -20,10 +20,11 @@ from nnsight_engine.remote_backend.frames import FrameKind
 from nnsight_engine.remote_backend.sending.local_parts import (
     GIVEN,
     PartRequest,
+    PartResult,
     names_read,
     place_of,
     plain,
-    read_part_result,
+    read_part,
 )
 from nnsight_engine.remote_backend.sending.outgoing_trace import refused
 from nnsight_engine.remote_backend.values.object_references import ObjectReferences
@@ -34,7 +35,7 @@ from nnsight_engine.tracing.tracer import Tracer
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.local_engine.serving import ServerRequests
-    from nnsight_engine.serialization.decoding.decoder import Resolve
+    from nnsight_engine.serialization.graph import Resolve
 
 ClientCall = Callable[[bytes], bytes | bytearray | memoryview]
 """Sends a request to the client and returns the answer; raises LocalBlockError if there is none."""
@@ -105,7 +106,7 @@ class LocalPart(Tracer):
         decoded = decode(
             data, resolve=self._resolver(values), policy=TRUSTED, device=self._model.device or "cpu"
         )
-        done = read_part_result(decoded)
+        done = read_part(decoded, PartResult)
         if done.error is not None:
             raise restore_error(done.error)
         has_gradients = any(map(_has_gradients, values.values()))

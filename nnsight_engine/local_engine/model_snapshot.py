@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import builtins
 import operator
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,7 +24,6 @@ from torch.nn.modules import module as torch_modules
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from nnsight_engine.envoys.envoy import Envoy
-from nnsight_engine.local_engine.process_state import ProcessState, renew_globals
 
 if TYPE_CHECKING:
     from nnsight_engine.modeling.language import LanguageModel
@@ -147,14 +146,14 @@ class AttributeSnapshot:
     def __init__(self, root: Any) -> None:
         self.objects: list[Any] = []
         self.tensors: list[torch.Tensor] = []
-        self._held: list[_Dict | _List | _Set] = []
+        self._containers: list[_Container] = []
         self._kinds: list[tuple[Any, type, dict[str, Any]]] = []
         self._seen: dict[int, Any] = {}
         todo = [root]
         while todo:
             value = todo.pop()
             if id(value) not in self._seen:
-                todo.extend(self._note(value))
+                todo.extend(self._record(value))
 
     def restore(self) -> bool:
         """Restore the snapshot; return whether anything had changed."""
@@ -163,27 +162,24 @@ class AttributeSnapshot:
                 object.__setattr__(value, "__class__", kind)
             if value.__dict__ is not attributes:
                 object.__setattr__(value, "__dict__", attributes)
-        return sum(held.restore() for held in self._held) > 0
+        return sum(container.restore() for container in self._containers) > 0
 
-    def _note(self, value: Any) -> Iterable[Any]:
-        hanging: list[Any]
-        if isinstance(value, dict):
-            self._held.append(_Dict(value))
-            hanging = [*value.values()]
-        elif isinstance(value, list | set):
-            self._held.append(_List(value) if isinstance(value, list) else _Set(value))
-            hanging = [*value]
+    def _record(self, value: Any) -> Iterable[Any]:
+        below: list[Any]
+        if isinstance(value, dict | list | set):
+            self._containers.append(_Container(value))
+            below = [*(value.values() if isinstance(value, dict) else value)]
         elif isinstance(value, tuple):
-            hanging = [*value]
+            below = [*value]
         elif isinstance(value, _OBJECTS):
-            found: list[Any] = self.tensors if isinstance(value, torch.Tensor) else self.objects
-            found.append(value)
+            of_kind: list[Any] = self.tensors if isinstance(value, torch.Tensor) else self.objects
+            of_kind.append(value)
             self._kinds.append((value, type(value), vars(value)))
-            hanging = [vars(value)]
+            below = [vars(value)]
         else:
             return ()
         self._seen[id(value)] = value  # the reference keeps its id valid
-        return hanging
+        return below
 
 
 class Definitions:
@@ -227,43 +223,25 @@ def _restore_class(one: type, known: dict[str, Any]) -> None:
             setattr(one, name, value)
 
 
-class _Dict:
-    def __init__(self, held: dict[Any, Any]) -> None:
-        self._held = held
-        self._known = dict(held)
+class _Container:
+    """A dict, a list or a set, and what it held."""
+
+    def __init__(self, container: dict[Any, Any] | list[Any] | set[Any]) -> None:
+        self._container = container
+        kind = next(kind for kind in (dict, list, set) if isinstance(container, kind))
+        self._content: Any = kind(container)
 
     def restore(self) -> bool:
-        held, known = self._held, self._known
-        if _same(held, known) and _same(held.values(), known.values()):
-            return False
-        held.clear()
-        held.update(known)
-        return True
-
-
-class _List:
-    def __init__(self, held: list[Any]) -> None:
-        self._held = held
-        self._known = list(held)
-
-    def restore(self) -> bool:
-        if _same(self._held, self._known):
-            return False
-        self._held[:] = self._known
-        return True
-
-
-class _Set:
-    def __init__(self, held: set[Any]) -> None:
-        self._held = held
-        self._known = frozenset(held)
-
-    def restore(self) -> bool:
-        if self._held == self._known:
-            return False
-        self._held.clear()
-        self._held.update(self._known)
-        return True
+        """Restore the content; return whether it had changed."""
+        container, content = self._container, self._content
+        is_same = container == content if isinstance(container, set) else _same(container, content)
+        if isinstance(container, dict):
+            is_same = is_same and _same(container.values(), content.values())
+        if not is_same:
+            container.clear()
+            add: Callable[[Any], None] = container.extend if isinstance(container, list) else container.update
+            add(content)
+        return not is_same
 
 
 def _same(one: Collection[Any], other: Collection[Any]) -> bool:
@@ -285,18 +263,13 @@ class ModelSnapshot:
         )
         self._contents = TensorChecksums(self._attributes.tensors)
         self._tokens = _tokens(model.tokenizer)
-        self._surroundings = ProcessState()
 
     @property
     def is_suspect(self) -> bool:
         return self._contents.is_written
 
-    def begin(self) -> None:
-        renew_globals()
-
     def restore(self) -> bool:
         """Undo the changes of a trace; return False if something cannot be undone."""
-        is_alone = self._surroundings.restore()
         self._definitions.restore()
         model = self._model
         model._drop_inspection_state()  # noqa: SLF001 - an envoy of ours
@@ -304,7 +277,7 @@ class ModelSnapshot:
         probes, attributes[_PROBES] = attributes[_PROBES], None
         if not self._attributes.restore():
             attributes[_PROBES] = probes  # expensive to compute, and the tree has not changed
-        return self._contents.restore() and _tokens(model.tokenizer) == self._tokens and is_alone
+        return self._contents.restore() and _tokens(model.tokenizer) == self._tokens
 
 
 def _tokens(tokenizer: Any) -> list[Any]:

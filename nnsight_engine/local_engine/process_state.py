@@ -26,6 +26,7 @@ from nnsight_engine.core.process import set_environment
 
 _JOIN_S: Final = 0.1
 """Seconds that a thread which a block has left behind has for ending."""
+_LoggerState = tuple[int, list[Any], list[Any], bool, bool]
 
 
 def _working_directory() -> str:
@@ -35,7 +36,73 @@ def _working_directory() -> str:
         return ""
 
 
-_SETTINGS: Final[tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...]] = (
+def _set_warning_filters(filters: list[Any]) -> None:
+    warnings.resetwarnings()
+    warnings.filters[:] = filters  # type: ignore[index] # typed as a sequence, but it is a list
+
+
+def _state_of(logger: logging.Logger) -> _LoggerState:
+    return logger.level, [*logger.handlers], [*logger.filters], logger.propagate, logger.disabled
+
+
+def _loggers() -> dict[logging.Logger, _LoggerState]:
+    named = [one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)]
+    return {one: _state_of(one) for one in (logging.root, *named)}
+
+
+def _identities(state: _LoggerState) -> tuple[Any, ...]:
+    level, handlers, filters, propagate, disabled = state
+    return level, [*map(id, handlers)], [*map(id, filters)], propagate, disabled
+
+
+def _set_loggers(loggers: dict[logging.Logger, _LoggerState]) -> None:
+    for logger, state in loggers.items():
+        if _identities(_state_of(logger)) != _identities(state):
+            level, handlers, filters, logger.propagate, logger.disabled = state
+            logger.setLevel(level)
+            logger.handlers[:], logger.filters[:] = handlers, filters
+
+
+def _signal_handlers() -> dict[int, Any]:
+    return {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+
+def _set_signal_handlers(handlers: dict[int, Any]) -> None:
+    now = _signal_handlers()
+    for number, handler in handlers.items():
+        if now[number] is not handler:
+            if handler is None:
+                raise OSError(f"the handler of signal {number} was C code's, and is lost")
+            signal.signal(number, handler)
+
+
+_TIMERS: Final = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+_HOOKS: Final = (
+    *(
+        (sys, name)
+        for name in (
+            "stdin", "stdout", "stderr", "excepthook", "unraisablehook", "displayhook", "breakpointhook",
+        )
+    ),
+    (threading, "excepthook"),
+    (warnings, "showwarning"),
+    (warnings, "formatwarning"),
+)  # fmt: skip
+_Settings = tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...]
+_OBJECTS: Final[_Settings] = (
+    (_signal_handlers, _set_signal_handlers),
+    (
+        functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, ()),
+        functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK),
+    ),
+    (sys.gettrace, sys.settrace),
+    (sys.getprofile, sys.setprofile),
+    (lambda: list(sys.path), lambda path: sys.path.__setitem__(slice(None), path)),
+    (lambda: list(warnings.filters), _set_warning_filters),
+    (_loggers, _set_loggers),
+)
+"""Settings that are always written: a block's objects could claim to be equal to what was there."""
+_SETTINGS: Final[_Settings] = (
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
@@ -43,31 +110,43 @@ _SETTINGS: Final[tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...]] = (
     (lambda: torch.is_autocast_enabled("cpu"), lambda value: torch.set_autocast_enabled("cpu", value)),
     (lambda: torch.is_autocast_enabled("cuda"), lambda value: torch.set_autocast_enabled("cuda", value)),
     (lambda: torch.backends.cudnn.allow_tf32, functools.partial(setattr, torch.backends.cudnn, "allow_tf32")),
-    (sys.gettrace, sys.settrace),
-    (sys.getprofile, sys.setprofile),
     (sys.getrecursionlimit, sys.setrecursionlimit),
     (_working_directory, os.chdir),
     (lambda: dict(os.environ), set_environment),
-    (lambda: list(sys.path), functools.partial(sys.path.__setitem__, slice(None))),
+    (lambda: logging.root.manager.disable, logging.disable),
 )  # fmt: skip
+"""How each setting is read and written."""
+
+
+def _restored(settings: _Settings, before: list[Any], *, always: bool) -> bool:
+    """Write each setting, or only those that have changed; return False if one could not be."""
+    is_complete = True
+    for (read, write), value in zip(settings, before, strict=True):
+        try:
+            if always or read() != value:
+                write(value)
+        except (OSError, RecursionError):
+            is_complete = False
+    return is_complete
 
 
 class ProcessState:
     def __init__(self) -> None:
-        self._known = [get() for get, _ in _SETTINGS]
+        self._hooks = [getattr(owner, name) for owner, name in _HOOKS]
+        self._objects = [read() for read, _ in _OBJECTS]
+        self._settings = [read() for read, _ in _SETTINGS]
         self._threads = _thread_ids()
 
     def restore(self) -> bool:
         """Restore the settings; return False if one cannot be, or if there are new threads."""
+        for timer in _TIMERS:
+            signal.setitimer(timer, 0)
+        for (owner, name), hook in zip(_HOOKS, self._hooks, strict=True):
+            setattr(owner, name, hook)
         renew_globals()
-        is_complete = True
-        for (get, put), known in zip(_SETTINGS, self._known, strict=True):
-            try:
-                if get() != known:
-                    put(known)
-            except (OSError, RecursionError):
-                is_complete = False
-        return not self._remaining_threads() and is_complete
+        objects = _restored(_OBJECTS, self._objects, always=True)
+        settings = _restored(_SETTINGS, self._settings, always=False)
+        return not self._remaining_threads() and objects and settings
 
     def _remaining_threads(self) -> set[int]:
         left = _thread_ids() - self._threads
@@ -82,81 +161,10 @@ def _thread_ids() -> set[int]:
 
 
 def renew_globals() -> None:
+    """Give the next trace the defaults of torch, and random numbers of its own."""
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
     torch.set_grad_enabled(mode=True)
     torch.seed()
     random.seed()
     np.random.seed()
-
-
-_ATTRIBUTES: Final = (
-    *(
-        (sys, name)
-        for name in (
-            "stdin", "stdout", "stderr", "excepthook", "unraisablehook", "displayhook", "breakpointhook",
-        )
-    ),
-    (threading, "excepthook"),
-    (warnings, "showwarning"),
-    (warnings, "formatwarning"),
-)  # fmt: skip
-_TIMERS: Final = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-_MISSING: Final = object()
-_LoggerState = tuple[int, list[Any], list[Any], bool, bool]
-
-
-class ProcessHooks:
-    def __init__(self) -> None:
-        self._attributes = [getattr(owner, name) for owner, name in _ATTRIBUTES]
-        self._filters = list(warnings.filters)
-        self._disabled = logging.root.manager.disable
-        self._loggers = {logger: _state_of(logger) for logger in _loggers()}
-        self._handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-        self._blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-
-    def restore(self) -> bool:
-        """Restore everything; return False if a signal handler of C code was replaced, which is lost."""
-        for timer in _TIMERS:
-            signal.setitimer(timer, 0)
-        is_complete = self._restore_signals()
-        for (owner, name), known in zip(_ATTRIBUTES, self._attributes, strict=True):
-            if getattr(owner, name, _MISSING) is not known:
-                setattr(owner, name, known)
-        if list(warnings.filters) != self._filters:
-            warnings.resetwarnings()
-            warnings.filters[:] = self._filters  # type: ignore[index] # typed as a sequence, but it is a list
-        if logging.root.manager.disable != self._disabled:
-            logging.disable(self._disabled)
-        for logger, known in self._loggers.items():
-            if _state_of(logger) != known:
-                _put_state(logger, known)
-        return is_complete
-
-    def _restore_signals(self) -> bool:
-        is_complete = True
-        for number, known in self._handlers.items():
-            if signal.getsignal(number) is known:
-                continue
-            if known is None:
-                is_complete = False
-            else:
-                signal.signal(number, known)
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
-        return is_complete
-
-
-def _loggers() -> list[logging.Logger]:
-    known = [one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)]
-    return [logging.root, *known]
-
-
-def _state_of(logger: logging.Logger) -> _LoggerState:
-    return logger.level, [*logger.handlers], [*logger.filters], logger.propagate, logger.disabled
-
-
-def _put_state(logger: logging.Logger, state: _LoggerState) -> None:
-    level, handlers, filters, propagate, disabled = state
-    logger.setLevel(level)
-    logger.handlers[:], logger.filters[:] = handlers, filters
-    logger.propagate, logger.disabled = propagate, disabled

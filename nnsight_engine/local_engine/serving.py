@@ -5,6 +5,7 @@ The process ends when its server has ended, for whatever reason.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import io
@@ -17,27 +18,28 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TextIO
 
 import msgspec
 
 from nnsight_engine.core.config import CONFIG
 from nnsight_engine.core.process import end_before_server
-from nnsight_engine.local_engine.block_runner import Cancelling, TraceCancelledError
-from nnsight_engine.local_engine.process_state import ProcessHooks
+from nnsight_engine.local_engine.block_runner import TraceCancelledError
+from nnsight_engine.local_engine.process_state import ProcessState, renew_globals
 from nnsight_engine.local_engine.trace_process import (
     ANSWER,
     CANCEL,
     FAILED,
     KIND,
+    MAX_FRAME_BYTES,
     READY,
     RUN,
     WORN,
-    ProcessChannel,
     ProcessOptions,
 )
-from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
+from nnsight_engine.remote_backend.frames import Frame, FrameKind, FrameReader, head_of, json_frame
 from nnsight_engine.remote_backend.messages import TraceRequest
 from nnsight_engine.remote_backend.unread_output import Prints
 from nnsight_engine.serialization import DecodeError
@@ -48,6 +50,85 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG: Final = 1
+_CANCEL_SIGNAL: Final = signal.SIGUSR1
+
+
+class _ServerChannel:
+    """The process's end of the socket, which is in blocking mode."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._lock = threading.Lock()
+
+    def send(self, frame: Frame, data: bytes = b"") -> None:
+        """Send a frame, and ``data``, if any, as the next one; atomic, callable from any thread."""
+        with self._lock:
+            self._socket.sendall(frame.head())
+            self._socket.sendall(frame.data)
+            if data:
+                self._socket.sendall(head_of(FrameKind.RESULT, len(data)))
+                self._socket.sendall(data)
+
+    def frames(self) -> Iterator[Frame]:
+        reader = FrameReader(MAX_FRAME_BYTES)
+        with contextlib.suppress(ConnectionError):
+            while num_bytes := self._socket.recv_into(reader.room()):
+                frame = reader.took(num_bytes)
+                if frame is not None:
+                    yield frame
+
+
+class _Cancelling:
+    """Cancels a trace from another thread: an exception at its current line, even if that line blocks.
+
+    It uses a signal, because nothing else interrupts a thread that sleeps or reads. The exception is raised
+    in the main thread, where traces run, and only between ``begin`` and ``end``.
+    """
+
+    def __init__(self) -> None:
+        self._main = threading.main_thread().ident
+        self._number: int | None = None
+        self._num_deferred = 0
+        self._is_due = False
+        signal.signal(_CANCEL_SIGNAL, self._on_signal)
+
+    def begin(self, number: int) -> None:
+        self._is_due = False
+        self._number = number
+
+    def end(self) -> None:
+        self._number = None
+
+    def cancel(self, number: int) -> None:
+        """Cancel a trace, from any thread, if it is the one that runs."""
+        if self._number == number and self._main is not None:
+            signal.pthread_kill(self._main, _CANCEL_SIGNAL)
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Defer cancellation within the context; raise TraceCancelledError at its end instead."""
+        if threading.get_ident() != self._main:
+            yield  # a thread that a block has started is not cancelled
+            return
+        self._num_deferred += 1
+        try:
+            yield
+        finally:
+            self._num_deferred -= 1
+        if self._is_due:
+            self._raise()
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        if self._number is None:
+            return
+        if self._num_deferred:
+            self._is_due = True
+        else:
+            self._raise()
+
+    def _raise(self) -> None:
+        self._is_due = False
+        raise TraceCancelledError("the trace was cancelled")
 
 
 class ServerRequests:
@@ -77,22 +158,22 @@ def serve(arguments: list[str], load: Callable[[ProcessOptions, ServerRequests],
     # The configuration of the user who runs the server must not affect clients.
     CONFIG.APP.DEBUG = CONFIG.APP.REMOTE_LOGGING = False
     CONFIG.APP.CROSS_INVOKER = CONFIG.APP.PYMOUNT = True
-    serving = _Serving(ProcessChannel(sock))
+    serving = _Serving(_ServerChannel(sock))
     threading.Thread(target=serving.listen, name="listener", daemon=True).start()
     serving.run(lambda: load(options, serving.server_requests))
 
 
 class _Serving:
-    def __init__(self, link: ProcessChannel) -> None:
-        self._link = link
-        self._cancelling = Cancelling()
+    def __init__(self, channel: _ServerChannel) -> None:
+        self._channel = channel
+        self._cancelling = _Cancelling()
         self._traces: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self.server_requests = ServerRequests(self._send)
 
     def listen(self) -> None:
         """Handle the server's messages, on its own thread; kill the process group when it ends."""
         try:
-            frames = self._link.frames()
+            frames = self._channel.frames()
             for frame in frames:
                 message = frame.json()
                 if RUN in message:
@@ -116,7 +197,8 @@ class _Serving:
         sys.breakpointhook = _refuse_breakpoint
         sys.stdout = stdout = _TraceStdout(sys.stdout, self._log)
         warnings.showwarning = _print_warning
-        hooks = ProcessHooks()
+        state = ProcessState()
+        renew_globals()
         self._send({READY: True})
         while True:
             number, data = self._traces.get()
@@ -131,10 +213,13 @@ class _Serving:
                 self._log(
                     "[the trace has changed the model's weights, which are reloaded for the next traces]"
                 )
-            self._link.send(answer)
+            self._channel.send(answer)
             del answer
             # From here on only the next trace waits.
-            is_fit = runner.settle() and hooks.restore()
+            is_fit = state.restore() and runner.settle()
+            gc.collect()  # errors and blocks form reference cycles, which hold activations
+            # Finalizers that ran just now may have set anything again.
+            is_fit = is_fit and state.restore()
             self._send({READY: True} if is_fit else {WORN: True})
             if not is_fit:
                 return
@@ -163,7 +248,7 @@ class _Serving:
 
     def _send(self, message: dict[str, Any], data: bytes = b"") -> None:
         with self._cancelling.deferred():
-            self._link.send(json_frame(FrameKind.EVENT, message), data)
+            self._channel.send(json_frame(FrameKind.EVENT, message), data)
 
 
 def _refuse_breakpoint(*_args: Any, **_kwargs: Any) -> NoReturn:

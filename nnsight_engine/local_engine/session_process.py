@@ -6,7 +6,7 @@ block all requests. Each trace is sent over the socket to the server, which runs
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import sys
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any, Final
@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from transformers import AutoTokenizer
 
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.local_engine.block_runner import BlockRunner, ReadTrace, run_session
-from nnsight_engine.local_engine.process_state import ProcessState
 from nnsight_engine.local_engine.serving import ServerRequests, serve
 from nnsight_engine.local_engine.trace_process import OUTLINE, TRACE, ProcessOptions
 from nnsight_engine.remote_backend.client.backend import RemoteBackend
@@ -24,15 +22,15 @@ from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.sending.outgoing_trace import refused
 from nnsight_engine.serialization import DecodeError
-from nnsight_engine.tracing.tracer import refuse_statement
+from nnsight_engine.tracing.tracer import Session, refuse_statement
 from nnsight_engine.vllm_backend.traces.points import place_named, place_of
 from nnsight_engine.vllm_backend.vllm import VLLM
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
     from nnsight_engine.remote_backend.client.http import Progress
-    from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
-    from nnsight_engine.serialization.decoding.decoder import Resolve
+    from nnsight_engine.remote_backend.messages import TraceRequest
+    from nnsight_engine.serialization.graph import Resolve
     from nnsight_engine.tracing.tracer import Tracer
 
 _LAST: Final = frozenset({FrameKind.RESULT, FrameKind.ERROR})
@@ -100,48 +98,31 @@ class SessionRunner(BlockRunner):
         super().__init__(max_result_bytes=options.max_result_bytes, compresses=options.compresses)
         self._transport = transport
         self._options = options
-        self._model: SessionModel | None = None
-        self._surroundings = ProcessState()
-        self._is_alone = True
 
-    @property
-    def needs_replacement(self) -> bool:
-        return not self._is_alone
-
-    def settle(self) -> bool:
-        self._is_alone = self._is_alone and self._surroundings.restore()
-        gc.collect()
-        return self._is_alone
-
-    def _tracer(self, head: TraceHead) -> Tracer:
-        if head.kind != "session":
+    @contextlib.contextmanager
+    def _prepared(self, request: TraceRequest) -> Iterator[tuple[Tracer, Resolve]]:
+        if request.head.kind != "session":
             raise DecodeError("this process runs sessions, and the message is a trace")
         options = self._options
         # A new model for each session, since it holds the session's edits and names.
-        self._model = SessionModel(
-            self._transport, options.model, trust_remote_code=options.trust_remote_code
-        )
-        return Session(self._model)
-
-    def _resolver(self, tracer: Tracer) -> Resolve:
-        model = self._model
-        assert model is not None  # noqa: S101 - the session has begun
+        model = SessionModel(self._transport, options.model, trust_remote_code=options.trust_remote_code)
+        session = Session(model)
 
         def resolve(reference: tuple[str, ...]) -> Any:
             kind, *rest = reference
-            return tracer if kind == "tracer" else place_named(model, kind, *rest)
+            return session if kind == "tracer" else place_named(model, kind, *rest)
 
-        return resolve
+        yield session, resolve
 
     def _reference(self, value: Any) -> tuple[str, ...] | None:
         return place_of(value)
 
     def _execute(self, trace: ReadTrace, tracer: Tracer) -> None:
-        assert isinstance(tracer, Session)  # noqa: S101 - created by _tracer
+        assert isinstance(tracer, Session)  # noqa: S101 - created by _prepared
         run_session(trace, tracer)
 
     def _clean_up(self) -> None:
-        self._model = None
+        """Do nothing: a session's model ends with it."""
 
 
 def load(options: ProcessOptions, server_requests: ServerRequests) -> BlockRunner:

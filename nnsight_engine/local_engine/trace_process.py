@@ -21,8 +21,7 @@ import os
 import signal
 import socket
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -45,7 +44,7 @@ KIND: Final = "kind"
 MAX_FRAME_BYTES: Final = MessageLimits().max_bytes + 64 * 2**20
 """The largest message, plus a trace's header before it."""
 
-BUFFER_BYTES: Final = 4 * 2**20
+_BUFFER_BYTES: Final = 4 * 2**20
 """Size of the kernel's socket buffers, in each direction."""
 
 
@@ -68,37 +67,6 @@ class ProcessOptions(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int = 0
     max_result_bytes: int = MessageLimits().max_bytes
     compresses: bool = False
-
-
-class ProcessChannel:
-    """The process's end of the socket, which is in blocking mode."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        self._lock = threading.Lock()
-
-    def send(self, frame: Frame, data: bytes = b"") -> None:
-        """Send a frame, and ``data``, if any, as the next one; atomic, callable from any thread."""
-        with self._lock:
-            self._socket.sendall(frame.head())
-            self._socket.sendall(frame.data)
-            if data:
-                self._socket.sendall(head_of(FrameKind.RESULT, len(data)))
-                self._socket.sendall(data)
-
-    def frames(self) -> Iterator[Frame]:
-        reader = FrameReader(MAX_FRAME_BYTES)
-        with contextlib.suppress(ConnectionError):
-            while num_bytes := self._socket.recv_into(reader.room()):
-                frame = reader.took(num_bytes)
-                if frame is not None:
-                    yield frame
-
-
-def widen(sock: socket.socket) -> None:
-    """Enlarge the kernel's socket buffers, for fewer context switches on either side."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
 
 
 _MAX_WAITING = 256
@@ -147,8 +115,9 @@ class TraceProcess:
     ) -> TraceProcess:
         """Start ``python -m module`` with options for JSON and an ``environment`` that is complete."""
         ours, theirs = socket.socketpair()
-        for sock in (ours, theirs):
-            widen(sock)
+        for sock in (ours, theirs):  # fewer context switches on either side
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
         ours.settimeout(0)
         try:
             with theirs:

@@ -16,6 +16,8 @@ from typing import Any, Final
 
 import torch
 
+from nnsight_engine.modeling.huggingface import class_of
+
 DENOISERS: Final = ("unet", "transformer", "prior", "decoder")
 """The names that pipelines use for the model that runs once per step, the most common ones first."""
 
@@ -64,25 +66,13 @@ class Diffuser(torch.nn.Module):
         return self.pipeline(*args, **kwargs)
 
 
-def pipeline_class(given: type | str) -> Any:
-    if not isinstance(given, str):
-        return given
-    found = getattr(diffusers(), given, None)
-    if found is None:
-        raise ValueError(
-            "automodel must be a class, or the name of one in diffusers such as DiffusionPipeline, "
-            f"got {given!r}"
-        )
-    return found
-
-
 def pipeline_without_weights(
     source: str, automodel: Any, hub_options: dict[str, Any], given: dict[str, Any]
 ) -> Any:
     """Return a pipeline without weights; None in ``given`` leaves a component out."""
     index: dict[str, Any] = automodel.load_config(source, **hub_options)
     if automodel is diffusers().DiffusionPipeline:
-        automodel = pipeline_class(index["_class_name"])
+        automodel = class_of(index["_class_name"], diffusers(), "DiffusionPipeline")
     components: dict[str, Any] = {}
     for name, entry in index.items():
         if name in given:

@@ -10,13 +10,12 @@ from nnsight_engine.interleaving.batching import Batcher
 from nnsight_engine.modeling.diffuser import (
     Diffuser,
     diffusers,
-    pipeline_class,
     pipeline_without_weights,
     with_last_step,
 )
-from nnsight_engine.modeling.huggingface import HuggingFaceModel
+from nnsight_engine.modeling.huggingface import HuggingFaceModel, class_of
 from nnsight_engine.modeling.mixins.meta import GeneratingMixin
-from nnsight_engine.modeling.rows import InvokesDifferError, join_shared, without_input
+from nnsight_engine.modeling.rows import join_shared, without_input
 from nnsight_engine.modeling.spread_rows import SpreadBatcher
 
 Prepared: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -49,9 +48,9 @@ def as_lists(kwargs: dict[str, Any], num_rows: int) -> dict[str, Any]:
 
 
 def join_arguments(first: Prepared, second: Prepared) -> Prepared:
-    """Join the arguments of two invokes by their rows; InvokesDifferError if they are incompatible."""
+    """Join the arguments of two invokes by their rows; ValueError if they are incompatible."""
     if len(first[0]) != len(second[0]):
-        raise InvokesDifferError(
+        raise ValueError(
             f"each invoke must have as many arguments without a name, got {len(first[0])} "
             f"and {len(second[0])}"
         )
@@ -98,7 +97,7 @@ def _join_rows(name: str, first: dict[str, Any], second: dict[str, Any], nums: t
         return before + after
     if isinstance(before, list | tuple) and isinstance(after, list | tuple):
         return [*before, *after]
-    raise InvokesDifferError(
+    raise ValueError(
         f"every invoke must have {name}, and tensors of one shape, got {_described(before)} "
         f"and {_described(after)}"
     )
@@ -137,18 +136,15 @@ class DiffusionModel(GeneratingMixin, HuggingFaceModel):
             ImportError: diffusers is not installed.
             ValueError: diffusers has no class of that name.
         """
-        self.automodel = pipeline_class(automodel or type(self).default_automodel)
+        self.automodel = class_of(automodel or type(self).default_automodel, diffusers(), "DiffusionPipeline")
         if isinstance(source, diffusers().DiffusionPipeline):
             source = Diffuser(source)
-        if "torch_dtype" in kwargs:  # the former name, deprecated by diffusers
-            kwargs["dtype"] = kwargs.pop("torch_dtype")
         super().__init__(source, *args, **kwargs)
         if isinstance(source, Diffuser):
             self.repo_id = str(source.pipeline.name_or_path or "") or None
 
     def _load(self, source: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        revision = {} if self.revision is None else {"revision": self.revision}
-        return Diffuser(self.automodel.from_pretrained(source, *args, **kwargs, **revision))
+        return Diffuser(self.automodel.from_pretrained(source, *args, **kwargs, **self._revision_option()))
 
     def _load_meta(self, source: Any, **kwargs: Any) -> torch.nn.Module:
         pipeline = pipeline_without_weights(source, self.automodel, self._hub_options(kwargs), kwargs)

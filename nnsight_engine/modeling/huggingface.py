@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 import platformdirs
@@ -103,6 +104,8 @@ class HuggingFaceModel(RemoteableMixin):
             source = str(source)
         self.repo_id = source if isinstance(source, str) else _name_of(source)
         self.revision = revision
+        if "torch_dtype" in kwargs:  # the former name, deprecated by the libraries
+            kwargs["dtype"] = kwargs.pop("torch_dtype")
         super().__init__(source, *args, **kwargs)
 
     def export_edits(
@@ -154,8 +157,10 @@ class HuggingFaceModel(RemoteableMixin):
         return self.repo_id.strip(os.sep)
 
     def _hub_options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        options = {name: kwargs[name] for name in _HUB_OPTIONS if name in kwargs}
-        return options if self.revision is None else {**options, "revision": self.revision}
+        return {name: kwargs[name] for name in _HUB_OPTIONS if name in kwargs} | self._revision_option()
+
+    def _revision_option(self) -> dict[str, str]:
+        return {} if self.revision is None else {"revision": self.revision}
 
 
 _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "subfolder", "token", "trust_remote_code")
@@ -164,3 +169,16 @@ _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "subfolder", 
 def _name_of(source: torch.nn.Module | Any) -> str | None:
     config = getattr(source, "config", source)
     return getattr(config, "name_or_path", None) or None
+
+
+def class_of(automodel: type | str, library: ModuleType, example: str) -> Any:
+    """Return the class that loads a model, given or by its name in a library; ValueError without one."""
+    if not isinstance(automodel, str):
+        return automodel
+    kind = getattr(library, automodel, None)
+    if kind is None:
+        raise ValueError(
+            f"automodel must be a class, or the name of one in {library.__name__} such as {example}, "
+            f"got {automodel!r}"
+        )
+    return kind

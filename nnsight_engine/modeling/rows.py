@@ -16,16 +16,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 
-class InvokesDifferError(ValueError):
-    pass
-
-
 def join_shared(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the whole run; InvokesDifferError if a later invoke changes one."""
+    """Return the arguments of the whole run; ValueError if a later invoke changes one."""
     for name, value in second.items():
         if name not in first or not _same(first[name], value):
             so_far = repr(first[name]) if name in first else "not given"
-            raise InvokesDifferError(
+            raise ValueError(
                 f"{name} applies to all invokes together, which share one run: it was {so_far}, and this "
                 f"invoke has {value!r}. Pass it to the trace, or to the first invoke only, or use two traces."
             )
@@ -187,7 +183,7 @@ def _no_tokens_error(name: str, value: Any) -> TypeError:
 
 
 def join_rows(filling: Filling, first: Rows, second: Rows) -> Rows:
-    """Return the rows of both, padded to the longest; InvokesDifferError if an argument has no default."""
+    """Return the rows of both, padded to the longest; ValueError if an argument has no default."""
     joined: Rows = {}
     for name in {**first, **second}:
         parts = [rows[name] if name in rows else _default(name, rows) for rows in (first, second)]
@@ -201,7 +197,7 @@ def _default(name: str, rows: Rows) -> torch.Tensor:
         return positions(mask)
     if name in {"labels", "token_type_ids", "mm_token_type_ids"}:
         return torch.full_like(mask, _FILLED_WITH[name], dtype=torch.long)
-    raise InvokesDifferError(f"one invoke has {name} and another has not; give it to all of them or to none")
+    raise ValueError(f"one invoke has {name} and another has not; give it to all of them or to none")
 
 
 def counts_positions(module: torch.nn.Module) -> bool:

@@ -6,7 +6,7 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
-from nnsight_engine.modeling.huggingface import HuggingFaceModel
+from nnsight_engine.modeling.huggingface import HuggingFaceModel, class_of
 
 
 class TransformersModel(HuggingFaceModel):
@@ -30,15 +30,17 @@ class TransformersModel(HuggingFaceModel):
         Raises:
             ValueError: transformers has no class of that name.
         """
-        self.automodel = _automodel(automodel or type(self).default_automodel)
-        if "torch_dtype" in kwargs:  # the former name, deprecated by transformers
-            kwargs["dtype"] = kwargs.pop("torch_dtype")
+        self.automodel = class_of(
+            automodel or type(self).default_automodel, transformers, "AutoModelForCausalLM"
+        )
         super().__init__(source, *args, **kwargs)
 
     def _load(self, source: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         if isinstance(source, PreTrainedConfig):
             return self._from_config(source, kwargs)
-        module: torch.nn.Module = self.automodel.from_pretrained(source, *args, **kwargs, **self._revision())
+        module: torch.nn.Module = self.automodel.from_pretrained(
+            source, *args, **kwargs, **self._revision_option()
+        )
         return module
 
     def _load_meta(self, source: Any, **kwargs: Any) -> torch.nn.Module:
@@ -48,7 +50,7 @@ class TransformersModel(HuggingFaceModel):
         if not isinstance(config, PreTrainedConfig):
             place = source if config is None else config
             config, _ = AutoConfig.from_pretrained(  # nosec B615 # the user's choice
-                place, return_unused_kwargs=True, **kwargs, **self._revision()
+                place, return_unused_kwargs=True, **kwargs, **self._revision_option()
             )
         return self._from_config(config, kwargs)
 
@@ -57,18 +59,3 @@ class TransformersModel(HuggingFaceModel):
         options = {name: kwargs[name] for name in known if name in kwargs and kwargs[name] != "auto"}
         module: torch.nn.Module = self.automodel.from_config(config, **options)
         return module.eval()
-
-    def _revision(self) -> dict[str, str]:
-        return {} if self.revision is None else {"revision": self.revision}
-
-
-def _automodel(given: type | str) -> Any:
-    if not isinstance(given, str):
-        return given
-    found = getattr(transformers, given, None)
-    if found is None:
-        raise ValueError(
-            "automodel must be a class, or the name of one in transformers such as AutoModelForCausalLM, "
-            f"got {given!r}"
-        )
-    return found

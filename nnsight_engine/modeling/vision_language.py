@@ -13,7 +13,7 @@ import torch
 from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
 from nnsight_engine.modeling.language import LanguageModel
-from nnsight_engine.modeling.rows import ROW_INPUTS, TOKEN_INPUTS, InvokesDifferError, join_shared, read_rows
+from nnsight_engine.modeling.rows import ROW_INPUTS, TOKEN_INPUTS, join_shared, read_rows
 
 _MEDIA: Final = ("images", "videos")
 
@@ -105,7 +105,7 @@ def _concatenated(name: str, features: list[Any]) -> Any:
     if isinstance(first, list):
         return [*first, *second]
     if first.shape[1:] != second.shape[1:]:
-        raise InvokesDifferError(
+        raise ValueError(
             f"{name} of all invokes must have one shape, got {tuple(first.shape)} and {tuple(second.shape)}; "
             "resize the images, or trace apart"
         )

@@ -88,17 +88,22 @@ OR: Final = "or"
 NOT: Final = "not"
 
 
-class PlannedPart(msgspec.Struct, frozen=True, array_like=True):
+class ScorePart(msgspec.Struct, frozen=True, array_like=True):
+    """``form`` is of ``core.detector``, with its tensors; None for the activation of a feature."""
+
     site: PlannedSite
     form: Form | None
     tensors: tuple[tuple[str, str], ...] = ()
     features: PlannedFeatures | None = None
 
 
-class PlannedDetector(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A detector, see ``core.detector``; its parts are in the order of the forward pass."""
+class PlannedScore(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A number per position: of a detector, an inline probe or a feature; ``core.detector`` defines the sum.
 
-    parts: tuple[PlannedPart, ...]
+    Its parts are in the order of the forward pass.
+    """
+
+    parts: tuple[ScorePart, ...]
     bias: float = 0.0
     link: Link = Link.IDENTITY
 
@@ -108,7 +113,7 @@ class PlannedDetector(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PlannedTest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A test of a detector's scores.
+    """A test of scores.
 
     It begins to hold where the reduced score, times ``sign``, is above ``threshold`` (also times ``sign``).
     It holds on while that is above ``threshold - hysteresis``, or for good if it latches. ``over`` says which
@@ -116,7 +121,7 @@ class PlannedTest(msgspec.Struct, frozen=True, omit_defaults=True):
     positions that ends with it. ``is_next``: it decides for the position after the one that it reads.
     """
 
-    detector: PlannedDetector
+    score: PlannedScore
     threshold: float
     sign: int = 1
     over: str = "position"
@@ -147,9 +152,7 @@ class PlannedCondition(msgspec.Struct, frozen=True):
 
     def last_site(self, spec: ModelSpec) -> PlannedSite:
         """Return the site that the forward pass reaches last of those that its tests read."""
-        return max(
-            (test.detector.sites[-1] for test in self.tests), key=lambda site: forward_order(site, spec)
-        )
+        return max((test.score.sites[-1] for test in self.tests), key=lambda site: forward_order(site, spec))
 
     @property
     def has_slots(self) -> bool:
@@ -327,7 +330,7 @@ class PlannedOp(msgspec.Struct, frozen=True, omit_defaults=True):
     bias: float = 0.0
     top_k: int = 0
     targets: tuple[int, ...] = ()
-    detector: PlannedDetector | None = None
+    score: PlannedScore | None = None
     features: PlannedFeatures | None = None
     when: PlannedCondition | None = None
 
@@ -386,7 +389,7 @@ class RequestPlan(msgspec.Struct, frozen=True):
     def num_points(self) -> int:
         """Number of points at which its operations and their tests act or read; at least one."""
         tests = (test for op in self.ops if op.when is not None for test in op.when.tests)
-        return max(1, sum(len(op.sites) for op in self.ops) + sum(len(test.detector.parts) for test in tests))
+        return max(1, sum(len(op.sites) for op in self.ops) + sum(len(test.score.parts) for test in tests))
 
     @property
     def needs_whole_prompt(self) -> bool:

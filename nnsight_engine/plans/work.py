@@ -17,9 +17,9 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.request_plan import (
     LOGITS,
     OperationKind,
-    PlannedDetector,
     PlannedFeatures,
     PlannedOp,
+    PlannedScore,
     RequestPlan,
     TensorData,
     WhereRule,
@@ -72,10 +72,10 @@ def _products(op: PlannedOp, tensors: dict[str, TensorData], spec: ModelSpec, nu
             total += num_positions * sum(leaf.width for leaf in queries if leaf is not None)
         case _:
             pass
-    if op.detector is not None:
-        total += _detector(op.detector, tensors)
+    if op.score is not None:
+        total += _score(op.score, tensors)
     if op.when is not None:
-        total += sum(_detector(test.detector, tensors) for test in op.when.tests)
+        total += sum(_score(test.score, tensors) for test in op.when.tests)
     return total
 
 
@@ -83,8 +83,8 @@ def weights_of(ops: Iterable[PlannedOp], tensors: dict[str, TensorData], spec: M
     """Return how many weights of dictionaries and detectors a step reads, divided by those of the model."""
     total = 0
     for op in ops:
-        tests = () if op.when is None else (test.detector for test in op.when.tests)
-        total += sum(_detector(one, tensors, sort=0) for one in (op.detector, *tests) if one is not None)
+        tests = () if op.when is None else (test.score for test in op.when.tests)
+        total += sum(_score(one, tensors, sort=0) for one in (op.score, *tests) if one is not None)
         total += 0 if op.features is None else _features(op.features, sort=0)
     return total / spec.forward_work
 
@@ -96,9 +96,9 @@ def _features(features: PlannedFeatures, *, sort: int = _SORT) -> int:
     return num_read * (config.input_width + num_sorts * sort) + len(features.gains) * config.output_width
 
 
-def _detector(detector: PlannedDetector, tensors: dict[str, TensorData], *, sort: int = _SORT) -> int:
+def _score(score: PlannedScore, tensors: dict[str, TensorData], *, sort: int = _SORT) -> int:
     total = 0
-    for part in detector.parts:
+    for part in score.parts:
         if part.features is not None:
             total += _features(part.features, sort=sort)
         elif part.form is Form.MLP:

@@ -17,8 +17,7 @@ from nnsight_engine.serialization import (
     encode_trace,
     encode_trace_pickled,
 )
-from nnsight_engine.serialization.decoding.decoder import Resolve
-from nnsight_engine.serialization.encoding.encoder import Reference
+from nnsight_engine.serialization.graph import Reference, Resolve
 from nnsight_engine.serialization.wire import DEFAULT_LIMITS
 
 Codec = Literal["wire", "cloudpickle"]

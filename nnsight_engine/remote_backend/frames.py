@@ -48,12 +48,15 @@ class Frame(NamedTuple):
     def head(self) -> bytes:
         return head_of(self.kind, len(self.data))
 
-    def pieces(self) -> Iterator[bytes]:
-        """Yield the frame in small pieces, for use as WebSocket messages."""
-        yield self.head()
+    def pieces(self) -> Iterator[bytes | memoryview]:
+        """Yield the frame in pieces that are each written at once, and copied only if they are small."""
         view = memoryview(self.data)
+        if len(view) < _SMALL_BYTES:
+            yield b"".join((self.head(), view))
+            return
+        yield self.head()
         for start in range(0, len(view), _SMALL_BYTES):
-            yield bytes(view[start : start + _SMALL_BYTES])
+            yield view[start : start + _SMALL_BYTES]
 
     def json(self) -> Any:
         try:

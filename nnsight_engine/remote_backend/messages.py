@@ -9,7 +9,8 @@ import hashlib
 import json
 import platform
 import struct
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -31,7 +32,9 @@ _MAX_PIECES_BYTES: Final = 4 * 2**20
 """Limit for all of these pieces together."""
 _MAX_ITEMS: Final = 4096
 """Limit for the number of blocks, of requests, of wanted names, and of parts in one trace."""
-ClientCall = Callable[[bytes | bytearray | memoryview], Awaitable[bytes | bytearray | memoryview]]
+ClientCall = Callable[
+    [bytes | bytearray | memoryview], AbstractAsyncContextManager[bytes | bytearray | memoryview]
+]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -129,8 +132,8 @@ class TraceRequest:
         parts: The blocks, then edits.
         sender: The sender, for fair scheduling between senders.
         tenant: The tenant whose share of the engine is used; empty if the engine is not shared.
-        call_client: Has the client run a part of a block: takes and returns bytes, or raises TimeoutError.
-            None if the client cannot be called.
+        call_client: Has the client run a part of a block: takes bytes, and gives those of the answer for the
+            length of a block, or raises TimeoutError. None if the client cannot be called.
         sandbox_of: The tenant in whose sandbox the code runs; None if the sender is trusted. There is no
             default: a server that has not set it cannot run the trace.
         may_exceed_queue: Whether the request waits for its turn however many of its sender's are waiting.

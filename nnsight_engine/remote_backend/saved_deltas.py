@@ -11,10 +11,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, Final
 
 from nnsight_engine.remote_backend.values.outcomes import by_name
 from nnsight_engine.serialization import DATA_ONLY, DecodeError, MessageLimits, Policy, decode, encode
+from nnsight_engine.serialization.wire import DEFAULT_LIMITS
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +24,6 @@ MALFORMED: Final = (
     DecodeError, LookupError, TypeError, ValueError, AttributeError, RecursionError, MemoryError,
 )  # fmt: skip
 """Exceptions that reading a malformed message may raise."""
-
-_DEFAULT_LIMITS: Final = MessageLimits()
 
 
 class DeltaReader:
@@ -33,7 +33,7 @@ class DeltaReader:
     since then of which earlier items were taken.
     """
 
-    def __init__(self, policy: Policy = DATA_ONLY, limits: MessageLimits = _DEFAULT_LIMITS) -> None:
+    def __init__(self, policy: Policy = DATA_ONLY, limits: MessageLimits = DEFAULT_LIMITS) -> None:
         self._policy = policy
         self._limits = limits
         self._known: set[str] = set()
@@ -107,11 +107,18 @@ class SavesSoFar:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StreamedOutput:
-    """One output of a request, see ``RemoteStreamedOutput``."""
+class RemoteStreamedOutput:
+    """One output of a request as it arrives: the fields of vLLM's outputs, and the saved values of its block.
+
+    Attributes:
+        invoke: Index of the block in its trace.
+        outputs: The choices in this output, with ``index``, ``text``, ``token_ids``, ``finish_reason``.
+        finished: Whether the request has ended.
+        saves: The values that the block has saved so far, by name.
+    """
 
     invoke: int
-    choices: list[dict[str, Any]]
+    outputs: list[SimpleNamespace]
     finished: bool
     saves: dict[str, Any]
 
@@ -142,13 +149,14 @@ class OutputReader:
     def __init__(self) -> None:
         self._saves = SavesSoFar()
 
-    def read(self, data: bytes | bytearray | memoryview) -> StreamedOutput:
+    def read(self, data: bytes | bytearray | memoryview) -> RemoteStreamedOutput:
         message = decode(data)
         try:
             invoke = message["invoke"]
             for choice, delta in message["news"]:
                 self._saves.add(invoke, choice, delta)
             saves = self._saves.of(invoke, message["num_choices"])
-            return StreamedOutput(invoke, message["choices"], message["finished"], saves)
+            choices = [SimpleNamespace(**choice) for choice in message["choices"]]
+            return RemoteStreamedOutput(invoke, choices, message["finished"], saves)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise DecodeError(f"the message holds no output of a trace: {error!r}") from error

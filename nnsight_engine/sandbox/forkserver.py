@@ -33,7 +33,9 @@ logger = logging.getLogger(__name__)
 
 _START_S: Final = 300.0
 """Seconds for the zygote to load its modules."""
-_FORK_S: Final = 10.0
+_FORK_S: Final = 60.0
+"""Long, for a busy machine: all processes end with the one that forks them, if that is given up."""
+_CLOSE_S: Final = 10.0
 _FOLDER: Final = "nnsight-engine-sandbox-"
 _CPU_CLOCK: Final = 2
 """Turns a process id into the id of its CPU clock, see ``clock_getcpuclockid``."""
@@ -390,7 +392,7 @@ class ForkServer:
         self._closed = True
         self._wanted.set()
         if self._keeper is not None:
-            self._keeper.join(_FORK_S)
+            self._keeper.join(_CLOSE_S)
             if not self._keeper.is_alive():  # otherwise it may still write to the descriptor
                 os.close(self._num_ready)
                 self._keeper = None

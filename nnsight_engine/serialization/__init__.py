@@ -3,7 +3,9 @@
 No format here runs code from its input without the reader's consent, except ``trusted``, which uses pickle.
 """
 
+from nnsight_engine.serialization.blocks import SentBlock
 from nnsight_engine.serialization.failures import encode_error, restore_error
+from nnsight_engine.serialization.graph import Reference, Resolve
 from nnsight_engine.serialization.limits import (
     DATA_ONLY,
     TRUSTED,
@@ -17,7 +19,6 @@ from nnsight_engine.serialization.source.import_resolution import register_by_va
 from nnsight_engine.serialization.trusted import decode_trace_pickled, encode_trace_pickled
 from nnsight_engine.serialization.wire import (
     ReceivedTrace,
-    SentBlock,
     decode,
     decode_trace,
     encode,
@@ -32,6 +33,8 @@ __all__ = [
     "MessageLimits",
     "Policy",
     "ReceivedTrace",
+    "Reference",
+    "Resolve",
     "SandboxError",
     "SentBlock",
     "decode",

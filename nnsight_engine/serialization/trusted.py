@@ -23,15 +23,14 @@ import cloudpickle
 import torch
 
 from nnsight_engine.core.closure_cells import UNBOUND, content
-from nnsight_engine.serialization.decoding.decoder import Resolve
-from nnsight_engine.serialization.decoding.definitions import block_of
-from nnsight_engine.serialization.encoding.definitions import bound_globals, written_block
-from nnsight_engine.serialization.encoding.encoder import Reference
+from nnsight_engine.serialization.blocks import SentBlock, block_of, block_source
+from nnsight_engine.serialization.data import unsendable
+from nnsight_engine.serialization.graph import Reference, Resolve
 from nnsight_engine.serialization.limits import DecodeError, EncodeError, MessageLimits
-from nnsight_engine.serialization.message import unsendable
+from nnsight_engine.serialization.scopes import bound_globals
 from nnsight_engine.serialization.source.fragments import SourceFragment
 from nnsight_engine.serialization.source.import_resolution import is_importable
-from nnsight_engine.serialization.wire import DEFAULT_LIMITS, ReceivedTrace, SentBlock, decode, encode
+from nnsight_engine.serialization.wire import DEFAULT_LIMITS, ReceivedTrace, decode, encode
 from nnsight_engine.tracing.loaded_code import SentFile
 from nnsight_engine.tracing.tracer import Info
 
@@ -182,17 +181,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
         return make, (*args, cells or None), rest, None, None, _fill_function
 
     def _block(self, sent: SentBlock) -> tuple[Any, ...]:
-        written = written_block(sent.info.block)
+        source = block_source(sent.info.block)
         first_argument, globals_ = sent.info.block.context.first_argument, sent.info.globals_
-        cells = {name: self._shell(sent.cells.get(name) or CellType()) for name in written.variables}
+        cells = {name: self._shell(cell) for name, cell in sent.variables(source.variables).items()}
         module, namespace = str(globals_.get("__name__", "__main__")), None
         if not is_importable(module):
             # Shared with the module's functions, to which cloudpickle gives the same namespace.
             namespace = self.globals_ref.setdefault(id(globals_), {})
             if not namespace:
                 namespace.update({key: globals_[key] for key in _OF_A_NAMESPACE if key in globals_})
-        place = (written.fragment, written.item, first_argument)
-        names = [name for name in written.global_names if name not in sent.left_out]
+        place = (source.fragment, source.item, first_argument)
+        names = [name for name in source.global_names if name not in sent.left_out]
         rest = (tuple(cells.values()), _held(cells.values()), bound_globals(globals_, names))
         return _block, (module, namespace, place, cells), rest, None, None, _fill_block
 

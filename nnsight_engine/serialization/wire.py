@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from types import CellType
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from nnsight_engine.serialization.decoding.data import DATA_MAKERS
-from nnsight_engine.serialization.decoding.decoder import Decoder, Resolve
-from nnsight_engine.serialization.decoding.definitions import BLOCK_MAKERS, CODE_MAKERS
-from nnsight_engine.serialization.encoding.definitions import write_sent_block
-from nnsight_engine.serialization.encoding.encoder import Encoder, Reference
-from nnsight_engine.serialization.encoding.objects import write
+from nnsight_engine.serialization.blocks import BLOCK_KINDS, SentBlock
+from nnsight_engine.serialization.data import DATA_KINDS, write_items, write_pairs
+from nnsight_engine.serialization.definitions import DEFINITION_KINDS
+from nnsight_engine.serialization.graph import Decoder, Encoder, Kind, Reference, Resolve, Writer, Written
 from nnsight_engine.serialization.limits import (
     DATA_ONLY,
     TRUSTED,
@@ -28,11 +25,24 @@ from nnsight_engine.serialization.limits import (
     Policy,
 )
 from nnsight_engine.serialization.message import NodeKind, Piece, pack, unpack
+from nnsight_engine.serialization.objects import OBJECT_KINDS, SPECIAL_WRITERS, write_object
+from nnsight_engine.serialization.scopes import SCOPE_KINDS
 from nnsight_engine.tracing.tracer import Info
 
-DEFAULT_LIMITS = MessageLimits()
-_MAKERS = {**DATA_MAKERS, **CODE_MAKERS, **BLOCK_MAKERS}
-_HOST = torch.device("cpu")
+DEFAULT_LIMITS: Final = MessageLimits()
+KINDS: Final[tuple[Kind, ...]] = tuple(
+    sorted(
+        (*DATA_KINDS, *OBJECT_KINDS, *SCOPE_KINDS, *DEFINITION_KINDS, *BLOCK_KINDS),
+        key=lambda kind: kind.number,
+    )
+)
+"""Every kind of node, at its number."""
+_BY_TYPE: Final[dict[type, Writer]] = {
+    **{one: kind.write for kind in KINDS if kind.write is not None for one in kind.types},
+    **SPECIAL_WRITERS,
+}
+_BY_BASE: Final = [(kind.bases, kind.write) for kind in KINDS if kind.write is not None and kind.bases]
+_HOST: Final = torch.device("cpu")
 
 
 def encode(
@@ -64,9 +74,9 @@ def encode_pieces(
     compress: bool = False,
 ) -> list[Piece]:
     """Return the message of ``encode`` as pieces; tensor pieces share the tensors' memory without a copy."""
-    encoder = new_encoder(reference, limits)
-    root = encoder.node(value, -1, "")
-    return finished(encoder, root, compress=compress)
+    encoder = Encoder(_write, reference, limits)
+    encoder.node(value)
+    return _packed(encoder, compress=compress)
 
 
 def decode(
@@ -88,33 +98,25 @@ def decode(
         DecodeError: It is no message, exceeds a limit, or needs something that the policy refuses.
     """
     table = unpack(data, limits)
-    decoder = Decoder(
-        table, _MAKERS, resolve=resolve, policy=policy, limits=limits, device=torch.device(device)
-    )
-    return decoder.value(table.root)
+    where = torch.device(device)
+    return Decoder(table, KINDS, resolve=resolve, policy=policy, limits=limits, device=where).value()
 
 
-def new_encoder(reference: Reference | None, limits: MessageLimits) -> Encoder:
-    return Encoder(write, reference, limits)
+def _write(encoder: Encoder, value: Any) -> Written:
+    writer = _BY_TYPE.get(type(value))
+    if writer is None:
+        writer = next((write for bases, write in _BY_BASE if isinstance(value, bases)), write_object)
+    return writer(encoder, value)
 
 
-def finished(encoder: Encoder, root: int, *, compress: bool = False) -> list[Piece]:
+def _packed(encoder: Encoder, *, compress: bool) -> list[Piece]:
     try:
-        encoder.run()
+        table = encoder.table()
     except EncodeError:
         raise
     except (Exception, RecursionError) as error:
         raise EncodeError(f"the value cannot be sent: {type(error).__name__}: {error}") from error
-    return pack(encoder.table(root), encoder.limits, compress=compress)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SentBlock:
-    """A block to send; a variable that ``cells`` lacks starts unbound, globals ``left_out`` are not sent."""
-
-    info: Info
-    cells: Mapping[str, CellType]
-    left_out: frozenset[str] = frozenset()
+    return pack(table, encoder.limits, compress=compress)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,17 +141,33 @@ def encode_trace(
 
     ``saved`` are the ids of marked objects, such as ``SAVES.marked``. For the rest see ``encode``.
     """
-    encoder = new_encoder(reference, limits)
-    parts: list[Any] = [list(blocks), dict(shared or {}), list[Any]()]
-    root = encoder.node(parts, -1, "", writer=_write_trace)
-    marks = encoder.node(parts[2], root, "", writer=_write_marks)
+    encoder = Encoder(_write, reference, limits)
+    parts = (list(blocks), dict(shared or {}), list[Any]())
+    encoder.node(parts, writer=_write_trace)
+    marks = encoder.node(parts[2], writer=_write_marks)
 
     def finish() -> bool:
-        encoder.emit(marks, NodeKind.LIST, sorted(set(encoder.numbers_of(saved)) - {marks}))
+        encoder.emit(marks, NodeKind.LIST, sorted(encoder.numbers_of(saved) - {marks}))
         return False
 
-    encoder.finishers.append(finish)
-    return b"".join(finished(encoder, root, compress=compress))
+    encoder.at_the_end(finish)
+    return b"".join(_packed(encoder, compress=compress))
+
+
+_write_blocks: Final = write_items(NodeKind.LIST, "block {}")
+_write_shared: Final = write_pairs("shared value `{}`", str)
+
+
+def _write_trace(encoder: Encoder, value: tuple[list[Any], dict[str, Any], list[Any]]) -> Written:
+    writers = (_write_blocks, _write_shared, _write_marks)
+    return NodeKind.LIST, [
+        encoder.node(part, writer=write) for part, write in zip(value, writers, strict=True)
+    ]
+
+
+def _write_marks(_encoder: Encoder, _value: list[Any]) -> Written:
+    """Write nothing: the marks are known when every object is."""
+    return NodeKind.LIST, ()
 
 
 def decode_trace(
@@ -162,48 +180,10 @@ def decode_trace(
 ) -> ReceivedTrace:
     """Return the compiled blocks; decoding runs code: class bodies and constructors of imported classes."""
     parts = decode(data, resolve=resolve, policy=policy, limits=limits, device=device)
-    if not isinstance(parts, list) or len(parts) != 3:
+    kinds = (list, dict, list)
+    if not (isinstance(parts, list) and len(parts) == len(kinds) and all(map(isinstance, parts, kinds))):
         raise DecodeError("the message holds a value, not a trace")
     blocks, shared, saved = parts
-    if not (isinstance(blocks, list) and isinstance(shared, dict) and isinstance(saved, list)):
-        raise DecodeError("the message holds a value, not a trace")
     if not all(isinstance(block, Info) for block in blocks):
         raise DecodeError("the message holds a block that is none")
     return ReceivedTrace(blocks, shared, saved)
-
-
-def _write_trace(encoder: Encoder, index: int, value: list[Any]) -> None:
-    blocks, shared, saved = value
-    encoder.emit(
-        index,
-        NodeKind.LIST,
-        [
-            encoder.node(blocks, index, "", writer=_write_blocks),
-            encoder.node(shared, index, "", writer=_write_shared),
-            encoder.node(saved, index, "", writer=_write_marks),
-        ],
-    )
-
-
-def _write_blocks(encoder: Encoder, index: int, value: list[SentBlock]) -> None:
-    encoder.emit(
-        index,
-        NodeKind.LIST,
-        [
-            encoder.node(block, index, "block {}", at, writer=write_sent_block)
-            for at, block in enumerate(value)
-        ],
-    )
-
-
-def _write_shared(encoder: Encoder, index: int, value: dict[str, Any]) -> None:
-    children = [
-        node
-        for name, item in value.items()
-        for node in (encoder.node(name, index, ""), encoder.node(item, index, "shared value `{}`", name))
-    ]
-    encoder.emit(index, NodeKind.DICT, children)
-
-
-def _write_marks(_encoder: Encoder, _index: int, _value: list[Any]) -> None:
-    """Write nothing: the marks are written by the finisher, when every object is known."""

@@ -138,7 +138,7 @@ class _Scope(ast.NodeVisitor):
             for argument in (*node.bases, *node.keywords):
                 self.visit(argument)
         else:
-            self._arguments(node.args)
+            self.generic_visit(node.args)
         inner = _scan(node.body)
         own = inner.stored - inner.nonlocal_
         if isinstance(node, ast.ClassDef):
@@ -149,11 +149,8 @@ class _Scope(ast.NodeVisitor):
 
     visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _definition  # noqa: N815 - ast's names
 
-    def _arguments(self, arguments: ast.arguments) -> None:
-        self.generic_visit(arguments)
-
     def visit_Lambda(self, node: ast.Lambda) -> None:
-        self._arguments(node.args)
+        self.generic_visit(node.args)
 
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> None:
         for child in ast.walk(node):

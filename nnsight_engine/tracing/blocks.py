@@ -18,14 +18,13 @@ indented in a ``with`` statement: its line 1 becomes line 2. These constructs ar
 """
 
 from __future__ import annotations
-import __future__
 
 import ast
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import CellType, CodeType, FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 from nnsight_engine.core.errors import IterationOver
 from nnsight_engine.core.gradients import asked_for_gradients
@@ -38,9 +37,20 @@ from nnsight_engine.tracing.block_names import (
     names_outside,
     stored_in,
 )
-from nnsight_engine.tracing.counted_stores import BIND, OWN, count_stores
-from nnsight_engine.tracing.loaded_code import sent_name
-from nnsight_engine.tracing.source_text import SourceText, TraceSyntaxError, parameters, parse
+from nnsight_engine.tracing.counted_stores import (
+    BIND,
+    OWN,
+    attribute,
+    call,
+    capture_of,
+    count_stores,
+    load,
+    located,
+    store,
+    visited,
+)
+from nnsight_engine.tracing.loaded_code import FUTURE_FLAGS, sent_name
+from nnsight_engine.tracing.source_text import SourceText, parameters, parse
 
 DEFERRED = "__nnsight_deferred__"
 OVER = "__nnsight_over__"
@@ -49,8 +59,6 @@ _HELPERS = (BIND, DEFERRED, OVER, OWN, REQUIRES_GRAD)
 WITH_MARKER = "__nnsight_with_"
 """Prefix of the name that holds the context of a rewritten ``with`` statement."""
 _OUTER = "__nnsight_scope__"
-Node = TypeVar("Node", bound=ast.AST)
-_FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,7 +115,7 @@ class Block:
         try:
             cells = [variables[name] for name in code.co_freevars]
         except KeyError:
-            cells = [variables.get(name) or _other(name, helpers) for name in code.co_freevars]
+            cells = [variables.get(name) or _helper_cell(name, helpers) for name in code.co_freevars]
         return FunctionType(code, globals_, code.co_name, None, tuple(cells))
 
     def counting(self) -> Block:
@@ -136,7 +144,7 @@ _COUNTING = -1
 """Key of ``Block.compiled`` for the counting variant of the block itself."""
 
 
-def _other(name: str, helpers: Mapping[str, CellType]) -> CellType:
+def _helper_cell(name: str, helpers: Mapping[str, CellType]) -> CellType:
     cell = HELPERS.get(name) or helpers.get(name)
     return cell if cell is not None else CellType()
 
@@ -165,7 +173,7 @@ def context_of(code: CodeType) -> BlockContext:
         name=code.co_name,
         class_name=None if holder == "<locals>" else holder,
         first_argument=code.co_varnames[0] if code.co_argcount else None,
-        flags=code.co_flags & _FUTURE,
+        flags=code.co_flags & FUTURE_FLAGS,
     )
 
 
@@ -180,7 +188,7 @@ def compile_block(
     """Compile a statement's block; ``shared`` names and those it assigns are shared with its surroundings.
 
     Raises:
-        TraceSyntaxError: A ``return``, ``yield``, ``await``, ``break`` or ``continue`` would leave the block.
+        SyntaxError: A ``return``, ``yield``, ``await``, ``break`` or ``continue`` would leave the block.
     """
     body = origin.body
     _refuse_leaving(body, source)
@@ -188,7 +196,7 @@ def compile_block(
     stored = mangled(written, context.class_name)
     cells = sorted(shared | stored)
     rewriter = _Rewriter(context)
-    statements = rewriter.rewrite(body)
+    statements = visited(rewriter, body)
     if counts:
         statements = count_stores(statements, written, partial(mangled_name, context.class_name))
     tree = _wrapped(statements, cells, sorted(stored), context.class_name)
@@ -248,9 +256,6 @@ class _Rewriter(ast.NodeTransformer):
         self.nested: list[Nested] = []
         self.loops = 0
 
-    def rewrite(self, body: Sequence[ast.stmt]) -> list[ast.stmt]:
-        return [statement for node in body for statement in _as_list(self.visit(node))]
-
     def generic_visit(self, node: ast.AST) -> ast.AST:
         """Visit a copy, because nested blocks are compiled from the same tree later."""
         return super().generic_visit(_copy_node(node))
@@ -263,103 +268,62 @@ class _Rewriter(ast.NodeTransformer):
         nested = Nested(node, item)
         self.nested.append(nested)
         last = item + 1 == len(node.items)
-        inner = self.rewrite(node.body) if last else [self._with_item(node, item + 1)]
+        inner = visited(self, node.body) if last else [self._with_item(node, item + 1)]
         marker = f"{WITH_MARKER}{index}__"
         original = node.items[item]
-        names = sorted(names_in(nested.body))
-        capture = ast.Lambda(
-            args=parameters([]),
-            body=ast.Tuple(elts=[ast.Name(id=name, ctx=ast.Load()) for name in names], ctx=ast.Load()),
-        )
-        bound = ast.Call(
-            func=ast.Name(id=BIND, ctx=ast.Load()),
-            args=[capture, ast.Constant(value=index), self.visit(original.context_expr)],
-            keywords=[],
-        )
+        capture = capture_of(sorted(names_in(nested.body)))
+        bound = call(load(BIND), capture, ast.Constant(value=index), self.visit(original.context_expr))
         target = original.optional_vars
-        entered = ast.With(
-            items=[
-                ast.withitem(
-                    context_expr=ast.NamedExpr(target=ast.Name(id=marker, ctx=ast.Store()), value=bound),
-                    optional_vars=self.visit(target) if target is not None else None,
-                )
-            ],
-            body=[
-                ast.If(
-                    test=ast.UnaryOp(
-                        op=ast.Not(),
-                        operand=ast.Call(
-                            func=ast.Name(id=DEFERRED, ctx=ast.Load()),
-                            args=[ast.Name(id=marker, ctx=ast.Load())],
-                            keywords=[],
-                        ),
-                    ),
-                    body=inner,
-                    orelse=[],
-                )
-            ],
+        entered = ast.withitem(
+            context_expr=ast.NamedExpr(target=store(marker), value=bound),
+            optional_vars=self.visit(target) if target is not None else None,
         )
-        return _located(entered, node)
+        runs_here = ast.UnaryOp(op=ast.Not(), operand=call(load(DEFERRED), load(marker)))
+        body: list[ast.stmt] = [ast.If(test=runs_here, body=inner, orelse=[])]
+        return located(ast.With(items=[entered], body=body), node)
 
     def visit_For(self, node: ast.For) -> list[ast.stmt]:
         number = self.loops
         self.loops += 1
         loop, error = f"__nnsight_loop_{number}__", f"__nnsight_over_{number}__"
-        remember = ast.Assign(targets=[ast.Name(id=loop, ctx=ast.Store())], value=self.visit(node.iter))
+        remember = ast.Assign(targets=[store(loop)], value=self.visit(node.iter))
         again = ast.For(
             target=self.visit(node.target),
-            iter=ast.Name(id=loop, ctx=ast.Load()),
-            body=self.rewrite(node.body),
-            orelse=self.rewrite(node.orelse),
+            iter=load(loop),
+            body=visited(self, node.body),
+            orelse=visited(self, node.orelse),
         )
-        mine = ast.Compare(
-            left=ast.Attribute(value=ast.Name(id=error, ctx=ast.Load()), attr="loop", ctx=ast.Load()),
-            ops=[ast.IsNot()],
-            comparators=[ast.Name(id=loop, ctx=ast.Load())],
-        )
-        handler = ast.ExceptHandler(
-            type=ast.Name(id=OVER, ctx=ast.Load()),
-            name=error,
-            body=[ast.If(test=mine, body=[ast.Raise()], orelse=[]), *self.rewrite(node.orelse)],
-        )
-        guarded = ast.Try(body=[_located(again, node)], handlers=[handler], orelse=[], finalbody=[])
-        both: list[ast.stmt] = [_located(remember, node.iter), _located(guarded, node)]
-        return both
+        is_others = ast.Compare(left=attribute(error, "loop"), ops=[ast.IsNot()], comparators=[load(loop)])
+        reraise = ast.If(test=is_others, body=[ast.Raise()], orelse=[])
+        handler = ast.ExceptHandler(type=load(OVER), name=error, body=[reraise, *visited(self, node.orelse)])
+        guarded = ast.Try(body=[located(again, node)], handlers=[handler], orelse=[], finalbody=[])
+        return [located(remember, node.iter), located(guarded, node)]
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         if node.attr != "requires_grad" or not isinstance(node.ctx, ast.Store):
             return self.generic_visit(node)
-        owner = ast.Call(
-            func=ast.Name(id=REQUIRES_GRAD, ctx=ast.Load()), args=[self.visit(node.value)], keywords=[]
-        )
-        return _located(ast.Attribute(value=owner, attr=node.attr, ctx=ast.Store()), node)
+        owner = call(load(REQUIRES_GRAD), self.visit(node.value))
+        return located(ast.Attribute(value=owner, attr=node.attr, ctx=ast.Store()), node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """Write out the arguments of ``super()``: the block's function has no first argument."""
-        visited = self.generic_visit(node)
+        copied = self.generic_visit(node)
         first = self.context.first_argument
-        if isinstance(visited, ast.Call) and is_bare_super(visited) and first is not None:
-            visited.args = [ast.Name(id="__class__", ctx=ast.Load()), ast.Name(id=first, ctx=ast.Load())]
-            return _located(visited, node)
-        return visited
+        if isinstance(copied, ast.Call) and is_bare_super(copied) and first is not None:
+            copied.args = [load("__class__"), load(first)]
+            return located(copied, node)
+        return copied
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         """Drop the annotation of a name: it is never evaluated, and not allowed on a ``nonlocal`` name."""
         if not isinstance(node.target, ast.Name):
             return self.generic_visit(node)
         if node.value is None:
-            return _located(ast.Pass(), node)
-        return _located(ast.Assign(targets=[self.visit(node.target)], value=self.visit(node.value)), node)
+            return located(ast.Pass(), node)
+        return located(ast.Assign(targets=[self.visit(node.target)], value=self.visit(node.value)), node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         """Rewrite the body of a function defined in the block, but not ``super()`` in it."""
-        return self._inner_scope(node)
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        """Return a class unchanged: a class scope cannot provide cells."""
-        return node
-
-    def _inner_scope(self, node: ast.FunctionDef) -> ast.AST:
         outer = self.context
         self.context = dataclasses.replace(outer, first_argument=None)
         try:
@@ -367,49 +331,43 @@ class _Rewriter(ast.NodeTransformer):
         finally:
             self.context = outer
 
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        """Return a class unchanged: a class scope cannot provide cells."""
+        return node
+
 
 def _copy_node(node: ast.AST) -> ast.AST:
-    copied = type(node)(**{field: _copy_list(value) for field, value in ast.iter_fields(node)})
-    return ast.copy_location(copied, node)
-
-
-def _copy_list(value: Any) -> Any:
-    return list(value) if isinstance(value, list) else value
-
-
-def _as_list(node: Any) -> list[Any]:
-    return node if isinstance(node, list) else [node]
-
-
-def _located(node: Node, original: ast.AST) -> Node:
-    for child in ast.walk(node):
-        if isinstance(child, (ast.stmt, ast.expr, ast.excepthandler)) and not hasattr(child, "lineno"):
-            ast.copy_location(child, original)
-    return node
+    fields = {name: [*value] if isinstance(value, list) else value for name, value in ast.iter_fields(node)}
+    return ast.copy_location(type(node)(**fields), node)
 
 
 def _refuse_leaving(body: Sequence[ast.stmt], source: SourceText) -> None:
     for node in leaving(body):
         what = type(node).__name__.lower()
-        line = getattr(node, "lineno", 1)
-        text = source.lines[line - 1] if line <= len(source.lines) else ""
-        raise TraceSyntaxError(
+        raise _syntax_error(
             f"`{what}` is not allowed in a traced block, which runs as a separate function while the model "
             "runs; save the value in the block and use it afterwards",
-            (sent_name(source.filename), line, getattr(node, "col_offset", 0) + 1, text),
+            source,
+            getattr(node, "lineno", 1),
+            getattr(node, "col_offset", 0) + 1,
         )
 
 
-def _about_loop(error: SyntaxError, source: SourceText) -> TraceSyntaxError:
+def _about_loop(error: SyntaxError, source: SourceText) -> SyntaxError:
     what = "continue" if "continue" in str(error) else "break"
-    line = error.lineno or 1
-    text = source.lines[line - 1] if line <= len(source.lines) else ""
-    return TraceSyntaxError(
+    return _syntax_error(
         f"`{what}` cannot refer to a loop around a traced block, which runs as a separate function while the "
         f"model runs. Save a flag in the block and check it afterwards: `done = save(True)` in the block, "
         f"`if done: {what}` below it",
-        (sent_name(source.filename), line, error.offset, text),
+        source,
+        error.lineno or 1,
+        error.offset,
     )
+
+
+def _syntax_error(message: str, source: SourceText, line: int, column: int | None) -> SyntaxError:
+    text = source.lines[line - 1] if line <= len(source.lines) else ""
+    return SyntaxError(message, (sent_name(source.filename), line, column, text))
 
 
 HELPERS: dict[str, CellType] = {OVER: CellType(IterationOver), REQUIRES_GRAD: CellType(asked_for_gradients)}
@@ -464,14 +422,12 @@ def _too_deep(filename: str) -> SyntaxError:
 def _indented(text: str, tree: ast.Module) -> str:
     kept: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and _is_text(node.value)):
+        if isinstance(node, ast.JoinedStr) or (
+            isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
+        ):
             kept.update(range(node.lineno + 1, (node.end_lineno or node.lineno) + 1))
     lines = text.split("\n")
     return "\n".join(
         line if number in kept or not line.strip() else _INDENT + line
         for number, line in enumerate(lines, start=1)
     )
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str | bytes)

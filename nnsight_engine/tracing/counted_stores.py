@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from nnsight_engine.tracing.block_names import bound_in, declared_nonlocal, stored_in
+from nnsight_engine.tracing.source_text import parameters
 
 BIND = "__nnsight_bind__"
 """The helper that is called for each ``with`` statement of a block, see ``blocks``."""
@@ -28,16 +29,49 @@ Node = TypeVar("Node", bound=ast.AST)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+def load(name: str) -> ast.Name:
+    return ast.Name(id=name, ctx=ast.Load())
+
+
+def store(name: str) -> ast.Name:
+    return ast.Name(id=name, ctx=ast.Store())
+
+
+def call(function: ast.expr, *arguments: ast.expr) -> ast.Call:
+    return ast.Call(func=function, args=list(arguments), keywords=[])
+
+
+def attribute(owner: str, name: str) -> ast.Attribute:
+    return ast.Attribute(value=load(owner), attr=name, ctx=ast.Load())
+
+
+def capture_of(names: Iterable[str]) -> ast.Lambda:
+    """Return a function that is never called: it captures the cells of variables."""
+    return ast.Lambda(args=parameters([]), body=ast.Tuple(elts=list(map(load, names)), ctx=ast.Load()))
+
+
+def located(made: Node, original: ast.AST) -> Node:
+    """Give nodes without a position that of another one."""
+    for child in ast.walk(made):
+        if isinstance(child, ast.stmt | ast.expr | ast.excepthandler) and not hasattr(child, "lineno"):
+            ast.copy_location(child, original)
+    return made
+
+
+def visited(visitor: ast.NodeVisitor, body: Sequence[ast.stmt]) -> list[ast.stmt]:
+    """Return what a visitor makes of statements, of each of which it may make several."""
+    made: list[ast.stmt] = []
+    for statement in body:
+        result = visitor.visit(statement)
+        made += result if isinstance(result, list) else [result]
+    return made
+
+
 def count_stores(
     body: Sequence[ast.stmt], names: frozenset[str], spell: Callable[[str], str]
 ) -> list[ast.stmt]:
     """Return the statements with assignments counted; ``body`` is changed, except for classes in it."""
-    counter = _Counter(names, spell)
-    found: list[ast.stmt] = []
-    for statement in body:
-        visited = counter.visit(statement)
-        found += visited if isinstance(visited, list) else [visited]
-    return found
+    return visited(_Counter(names, spell), body)
 
 
 class _Counter(ast.NodeTransformer):
@@ -55,14 +89,15 @@ class _Counter(ast.NodeTransformer):
         if isinstance(node.ctx, ast.Load) or node.id not in self._counted:
             return node
         key = ast.Constant(value=self._spell(node.id))
-        return _at(node, ast.Subscript(value=self._assignments(), slice=key, ctx=node.ctx))
+        return located(ast.Subscript(value=load(self._own), slice=key, ctx=node.ctx), node)
 
     def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.expr:
         """Assign with a call, since ``:=`` accepts plain names only."""
         node.value = self.visit(node.value)
         if node.target.id not in self._counted:
             return node
-        return _at(node, self._call("assign", [ast.Constant(value=self._spell(node.target.id)), node.value]))
+        key = ast.Constant(value=self._spell(node.target.id))
+        return located(call(attribute(self._own, "assign"), key, node.value), node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> Any:
         node.value = self.visit(node.value)
@@ -97,7 +132,7 @@ class _Counter(ast.NodeTransformer):
             counts: ast.expr = self._count(captured)
             if node.guard is not None:
                 counts = ast.BoolOp(op=ast.And(), values=[counts, node.guard])
-            node.guard = _at(node.pattern, counts)
+            node.guard = located(counts, node.pattern)
         return node
 
     def visit_FunctionDef(self, node: Function) -> Any:
@@ -122,26 +157,16 @@ class _Counter(ast.NodeTransformer):
         self, node: Function, outside: str, lent: frozenset[str], bound: frozenset[str]
     ) -> list[ast.stmt]:
         """Return the statements at a function's begin that have its own variables counted."""
-        names = sorted(lent)
-        elements: list[ast.expr] = [ast.Name(id=name, ctx=ast.Load()) for name in names]
-        capture = ast.Lambda(
-            args=ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[]),
-            body=ast.Tuple(elts=elements, ctx=ast.Load()),
-        )
-        call = ast.Call(
-            func=ast.Attribute(value=ast.Name(id=outside, ctx=ast.Load()), attr="lent", ctx=ast.Load()),
-            args=[capture],
-            keywords=[],
-        )
-        begin = ast.Assign(targets=[ast.Name(id=self._own, ctx=ast.Store())], value=call)
-        targets: list[ast.expr] = [ast.Name(id=name, ctx=ast.Store()) for name in names if name in bound]
+        capture = capture_of(sorted(lent))
+        begin = ast.Assign(targets=[store(self._own)], value=call(attribute(outside, "lent"), capture))
+        targets: list[ast.expr] = [store(name) for name in sorted(lent & bound)]
         if not targets:
-            return [_at(node, begin)]
+            return [located(begin, node)]
         # Never run: it makes the names local to the function, since no other statement assigns them any
         # more.
         owned = ast.Assign(targets=targets, value=ast.Constant(value=None))
         never = ast.If(test=ast.Constant(value=False), body=[owned], orelse=[])
-        return [_at(node, begin), _at(node, never)]
+        return [located(begin, node), located(never, node)]
 
     visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815 - ast's name
 
@@ -151,8 +176,8 @@ class _Counter(ast.NodeTransformer):
     def visit_ClassDef(self, node: ast.ClassDef) -> Any:
         """Count the class's name; names in its body are attributes, which functions in it do not see."""
         node = copy.deepcopy(node)
-        for given in (node.decorator_list, node.bases, node.keywords):
-            given[:] = [self.visit(one) for one in given]
+        for expressions in (node.decorator_list, node.bases, node.keywords):
+            expressions[:] = [self.visit(one) for one in expressions]
         shared = declared_nonlocal(node.body)
         self._in_scope(node, shared & self._within_reach, self._within_reach)
         return [node, *self._counts(node, [node.name])]
@@ -172,27 +197,17 @@ class _Counter(ast.NodeTransformer):
         outside = self._counted, self._within_reach
         self._counted, self._within_reach = counted, within_reach
         try:
-            body: list[ast.stmt] = []
-            for statement in node.body:
-                visited = self.visit(statement)
-                body += visited if isinstance(visited, list) else [visited]
-            node.body = body
+            node.body = visited(self, node.body)
         finally:
             self._counted, self._within_reach = outside
 
     def _counts(self, node: ast.stmt, names: Iterable[str]) -> list[ast.stmt]:
         counted = [name for name in names if name in self._counted]
-        return [_at(node, ast.Expr(value=self._count(counted)))] if counted else []
-
-    def _assignments(self) -> ast.Name:
-        return ast.Name(id=self._own, ctx=ast.Load())
-
-    def _call(self, method: str, arguments: list[ast.expr]) -> ast.Call:
-        called = ast.Attribute(value=self._assignments(), attr=method, ctx=ast.Load())
-        return ast.Call(func=called, args=arguments, keywords=[])
+        return [located(ast.Expr(value=self._count(counted)), node)] if counted else []
 
     def _count(self, names: Sequence[str]) -> ast.Call:
-        return self._call("count", [ast.Constant(value=self._spell(name)) for name in names])
+        keys = (ast.Constant(value=self._spell(name)) for name in names)
+        return call(attribute(self._own, "count"), *keys)
 
 
 def _lent_in(body: Sequence[ast.stmt]) -> frozenset[str]:
@@ -213,10 +228,3 @@ def _after_docstring(body: Sequence[ast.stmt]) -> int:
         case ast.Expr(value=ast.Constant(value=str())):
             return 1
     return 0
-
-
-def _at(place: ast.AST, made: Node) -> Node:
-    for child in ast.walk(made):
-        if isinstance(child, ast.stmt | ast.expr) and not hasattr(child, "lineno"):
-            ast.copy_location(child, place)
-    return made

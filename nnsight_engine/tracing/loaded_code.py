@@ -27,7 +27,8 @@ Defining = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 Instruction = tuple[str, str, int | None, int | None, int | None]
 """Operation, argument, line, first column, last column."""
 
-_FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
+FUTURE_FLAGS: Final = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
+"""The compiler's flags for all ``from __future__`` features."""
 
 _UNSAID: Final = frozenset({
     "CACHE", "COPY", "COPY_FREE_VARS", "EXTENDED_ARG", "MAKE_CELL", "NOP", "NOT_TAKEN", "POP_TOP", "PRECALL",
@@ -84,17 +85,15 @@ def _replaced(node: ast.AST, loaded: set[Instruction]) -> set[Instruction]:
     operations = {one[2:] for one in loaded if one[0] == "BINARY_OP"}
     found: set[Instruction] = set()
     for one in ast.walk(node):
-        if isinstance(one, ast.AugAssign) and _place(one) not in operations:
-            found |= {made for made in _instructions_of(one) if made[2:] in {_place(one), _place(one.target)}}
+        if isinstance(one, ast.AugAssign) and _position(one) not in operations:
+            written = _instructions(compile(ast.Module([one], []), "", "exec"))
+            places = {_position(one), _position(one.target)}
+            found |= {instruction for instruction in written if instruction[2:] in places}
     return found
 
 
-def _place(node: ast.stmt | ast.expr) -> tuple[int, int, int | None]:
+def _position(node: ast.stmt | ast.expr) -> tuple[int, int, int | None]:
     return (node.lineno, node.col_offset, node.end_col_offset)
-
-
-def _instructions_of(statement: ast.stmt) -> set[Instruction]:
-    return _instructions(compile(ast.Module([statement], []), "", "exec"))
 
 
 def _without_columns(instructions: set[Instruction]) -> set[Instruction]:
@@ -108,12 +107,14 @@ def _is_hooked(globals_: Mapping[str, Any]) -> bool:
 
 def _compiled(tree: ast.Module, code: CodeType, node: ast.stmt | ast.expr) -> Iterator[CodeType]:
     """Compile a node's top-level statement with this process's options, then with others it may have had."""
-    around = next((one for one in tree.body if _begin(one) <= node.lineno <= (one.end_lineno or 0)), None)
+    around = next(
+        (one for one in tree.body if _first_line(one) <= node.lineno <= (one.end_lineno or 0)), None
+    )
     if around is None:
         return
-    flags = code.co_flags & _FUTURE | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    flags = code.co_flags & FUTURE_FLAGS | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     # Python compiles calls of imported modules' functions in another way than method calls.
-    imports = [ast.Import([ast.alias(name)]) for name in sorted(set(_imported(tree)))]
+    imports = [ast.Import([ast.alias(name)]) for name in sorted(set(imported_names(tree)))]
     module = ast.fix_missing_locations(ast.Module([around, *imports], []))
     prompt = ast.fix_missing_locations(ast.Interactive([around, *imports]))
     ways: list[tuple[ast.Module | ast.Interactive, str, int]]
@@ -125,7 +126,7 @@ def _compiled(tree: ast.Module, code: CodeType, node: ast.stmt | ast.expr) -> It
             return
 
 
-def _begin(node: ast.stmt) -> int:
+def _first_line(node: ast.stmt) -> int:
     decorators: list[ast.expr] = getattr(node, "decorator_list", [])
     return min([node.lineno, *(one.lineno for one in decorators)])
 
@@ -137,26 +138,26 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _imported(tree: ast.AST) -> Iterator[str]:
+def imported_names(tree: ast.AST) -> Iterator[str]:
+    """Yield the names that a module's own imports bind, not those of functions and classes in it."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = (alias.asname or alias.name.partition(".")[0] for alias in node.names)
             yield from (name for name in names if name != "*")
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.expr):
-            yield from _imported(node)
+            yield from imported_names(node)
 
 
 def _instructions(code: CodeType, lines: range | None = None) -> set[Instruction]:
-    return set(_each(code, lines))
-
-
-def _each(code: CodeType, lines: range | None) -> Iterator[Instruction]:
+    found: set[Instruction] = set()
     for inner in _codes(code):
         for one in dis.get_instructions(inner):
             place = one.positions
             line = None if place is None else place.lineno
             if place is not None and _is_compared(one) and (lines is None or line in lines):
-                yield (_kind(one.opname), _argument(one, inner), line, place.col_offset, place.end_col_offset)
+                columns = (place.col_offset, place.end_col_offset)
+                found.add((_kind(one.opname), _argument(one, inner), line, *columns))
+    return found
 
 
 def _is_compared(one: dis.Instruction) -> bool:

@@ -15,7 +15,6 @@ for all threads; parsing in between, also by a collected object, makes its check
 """
 
 from __future__ import annotations
-import __future__
 
 import ast
 import codeop
@@ -35,7 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Generic, TypeVar, cast
 
-from nnsight_engine.tracing.loaded_code import SentFile
+from nnsight_engine.tracing.loaded_code import FUTURE_FLAGS, SentFile
 
 _one_at_a_time = threading.RLock()
 
@@ -65,12 +64,7 @@ class ChangedSourceError(Exception):
     """A file, or a notebook's cell, has changed since the running code was loaded from it."""
 
 
-class TraceSyntaxError(SyntaxError):
-    """The block contains a statement that cannot be run later, such as ``return`` or ``await``."""
-
-
 _MAX_STATEMENT_LINES = 500
-_FUTURE_FLAGS = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
 # Line starts without indentation that may continue the statement above.
 _CLAUSES = ("else", "elif", "except", "finally", "case", ")", "]", "}")
 
@@ -91,7 +85,7 @@ def find_statement(history: Sequence[str], wanted: CodeType) -> str | None:
 
 def compiles_to(text: str | ast.Module, wanted: CodeType, *, mode: str) -> bool:
     """Return whether ``wanted`` is, or is inside, the code of ``text``; ``mode`` is that of ``compile``."""
-    flags = wanted.co_flags & _FUTURE_FLAGS | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    flags = wanted.co_flags & FUTURE_FLAGS | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     try:
         root = compile(text, wanted.co_filename, mode, flags, dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
@@ -107,7 +101,7 @@ def compiles_to(text: str | ast.Module, wanted: CodeType, *, mode: str) -> bool:
 
 def _statements_from(history: Sequence[str], start: int, wanted: CodeType) -> Iterator[Sequence[str]]:
     compiler = codeop.CommandCompiler()
-    compiler.compiler.flags |= wanted.co_flags & _FUTURE_FLAGS | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    compiler.compiler.flags |= wanted.co_flags & FUTURE_FLAGS | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     for end in range(start + 1, min(len(history), start + _MAX_STATEMENT_LINES) + 1):
         lines = history[start:end]
         try:

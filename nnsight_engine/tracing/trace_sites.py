@@ -30,7 +30,6 @@ from nnsight_engine.tracing.source_text import (
     ChangedSourceError,
     SourceReader,
     SourceText,
-    TraceSyntaxError,
     WithBlockNotFoundError,
 )
 
@@ -221,29 +220,33 @@ class _Layout:
     def block_exit(self, offset: int, nested: Nested) -> BlockExit:
         """Find where an error raised in the block of the ``with`` at ``offset`` reaches its ``__exit__``.
 
-        Not at statements that the compiler turned into nothing, such as the line of a ``try:``. A block that
-        begins with such a statement is left before ``as target`` is stored.
+        That is behind the stores of ``as TARGET``. But a statement that the compiler turned into nothing,
+        such as the line of a ``try:``, puts the block's first instruction under another handler than the
+        stores have: then the block is left before ``as NAME`` is stored.
         """
         target = nested.node.items[nested.item].optional_vars
-        following = [one for one in dis.get_instructions(self.code) if one.offset > offset]
-        stores = following[:1]  # a store, or a POP_TOP
-        if target is not None and not isinstance(target, ast.Name):
-            stores = [*itertools.takewhile(lambda one: _holds(target, _instruction_span(one), 0), following)]
-        bound_until = stores[-1].offset
-        first = following[len(stores)].offset
+        name = target.id if isinstance(target, ast.Name) else None
+        is_pattern = target is not None and name is None
+        instructions = [one for one in dis.get_instructions(self.code) if one.offset > offset]
+        stores = instructions[:1]  # of a name, or a POP_TOP
+        if target is not None and is_pattern:
+            stores = [
+                *itertools.takewhile(lambda one: _holds(target, _instruction_span(one), 0), instructions)
+            ]
+        last_store, first_in_block = stores[-1].offset, instructions[len(stores)].offset
         handlers = {
             covered: entry.target
             for entry in dis.Bytecode(self.code).exception_entries  # type: ignore[attr-defined] # not in typeshed
             for covered in range(entry.start, entry.end, 2)
         }
-        if handlers.get(first) == handlers.get(bound_until):
-            return BlockExit(after=bound_until, at_once=_shares_line(nested), binds=None)
-        if target is not None and not isinstance(target, ast.Name):
-            raise TraceSyntaxError(
+        if handlers.get(first_in_block) == handlers.get(last_store):
+            return BlockExit(after=last_store, at_once=_shares_line(nested), binds=None)
+        if is_pattern:
+            raise SyntaxError(
                 f"a traced block cannot begin with this statement (line {nested.body[0].lineno}) while "
                 "`as` binds more than a name; use a plain name, or put another statement first"
             )
-        return BlockExit(after=offset, at_once=True, binds=target.id if target is not None else None)
+        return BlockExit(after=offset, at_once=True, binds=name)
 
 
 def _expression_end(instructions: list[dis.Instruction], store: int) -> int:

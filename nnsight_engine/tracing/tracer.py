@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from types import CellType, FrameType, FunctionType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.core.closure_cells import UNBOUND, Assignments, content, copied
 from nnsight_engine.core.config import CONFIG
@@ -26,6 +26,9 @@ from nnsight_engine.tracing.frames import (
 from nnsight_engine.tracing.loaded_code import sent_name
 from nnsight_engine.tracing.source_text import SourceReader, WithBlockNotFoundError
 from nnsight_engine.tracing.trace_sites import TraceSite, TraceSites
+
+if TYPE_CHECKING:
+    from nnsight_engine.envoys.envoy import Envoy
 
 SITES = TraceSites(SourceReader())
 """The process's trace sites; code objects are per process, and so is this."""
@@ -94,9 +97,9 @@ class Tracer:
     deferred = False
     shares_all = False
     """Whether the surrounding block gets all variables that nested blocks assign, saved or not."""
-    _binds: str | None = None
-    _put_back: Callable[[], None] | None = None
-    _bound: tuple[Block, dict[str, CellType], _Binder, frozenset[str]] | None = None
+    _unstored_target: str | None = None
+    _restore_tracing: Callable[[], None] | None = None
+    _nested_block: tuple[Block, dict[str, CellType], _Binder, frozenset[str]] | None = None
 
     def __init__(self, *args: Any, backend: Backend | None = None, **kwargs: Any) -> None:
         """Keep the arguments for ``execute``.
@@ -112,8 +115,8 @@ class Tracer:
 
     def capture(self, frame: FrameType) -> None:
         """Find the block that ``frame`` is entering, or raise a ``WithBlockNotFoundError``."""
-        if self._bound is not None:
-            (block, cells, binder, wanted), self._bound = self._bound, None
+        if self._nested_block is not None:
+            (block, cells, binder, wanted), self._nested_block = self._nested_block, None
             self.info = Info(block, cells, None, binder.info.globals_)
             self.info.assignments = binder.assignments
             self.info.wanted = wanted & frozenset(block.stored)
@@ -123,9 +126,9 @@ class Tracer:
             frame = SITES.entering(frame)
             site = SITES.find(frame)
         self.info = Info(site.block, {}, frame, frame.f_globals, site)
-        self._binds = site.block_exit.binds
+        self._unstored_target = site.block_exit.binds
         if not site.does_nothing:
-            self._put_back = skip_block(frame, site.block_exit)
+            self._restore_tracing = skip_block(frame, site.block_exit)
 
     def compile(self) -> Callable[[], Any]:
         """Return the block as a function without arguments."""
@@ -133,10 +136,11 @@ class Tracer:
 
     def compile_on(self, info: Info, variables: dict[str, CellType] | None = None) -> Callable[[], Any]:
         """Return the block as a function, on the variables of ``info`` or on others."""
-        own = variables if variables is not None else info.variables
-        counted = info.assignments
-        assignments = counted.inside(own) if counted is not None else None
-        return compiled(info, own, shares_all=self.shares_all, assignments=assignments)
+        if variables is None:
+            variables = info.variables
+        around = info.assignments
+        assignments = around.inside(variables) if around is not None else None
+        return compiled(info, variables, shares_all=self.shares_all, assignments=assignments)
 
     def execute(self, function: Callable[[], Any]) -> Any:
         """Run the compiled block; in this class, without a model."""
@@ -176,8 +180,8 @@ class Tracer:
     ) -> bool:
         """Pass the block to the backend; raise its errors without our frames."""
         __tracebackhide__ = True
-        if self._put_back is not None:
-            self._put_back()
+        if self._restore_tracing is not None:
+            self._restore_tracing()
         if kind is not None and not issubclass(kind, BlockSkipped):
             return False
         failed = self._outcome()
@@ -203,8 +207,8 @@ class Tracer:
         info = self.info
         if info.frame is None or info.site is None:
             return
-        if self._binds is not None:
-            write_variables(info.frame, {self._binds: self.entered()})
+        if self._unstored_target is not None:
+            write_variables(info.frame, {self._unstored_target: self.entered()})
         values = read_variables(info.frame)
         for name in info.site.names:
             info.variables[name] = CellType(values[name]) if name in values else CellType()
@@ -221,6 +225,21 @@ class Tracer:
                 self.give_back()
             finally:
                 SAVES.exit()
+
+
+class Session(Tracer):
+    """``with model.session():``; the block runs as plain code, its traces one after the other.
+
+    The traces share the session's variables, so that a trace can use the values of earlier ones without
+    saving them. Values that are used after the session must be saved.
+    """
+
+    shares_all = True
+
+    def __init__(self, model: Envoy, *, backend: Backend | None = None) -> None:
+        """Open a session on a model; ``backend`` runs all of it."""
+        super().__init__(backend=backend)
+        self.model = model
 
 
 class Backend:
@@ -301,7 +320,7 @@ class _Binder:
             cells = dict(zip(names, capture.__closure__ or ()))  # noqa: B905 - equally long, and this is faster
             block = outer.block.inner(index, names)
             wanted = outer.block.used_after(index) if self.shares_all else outer.wanted
-            value._bound = (block, cells, self, wanted)  # noqa: SLF001 - a tracer's own part
+            value._nested_block = (block, cells, self, wanted)  # noqa: SLF001 - a tracer's own part
         return value
 
 
@@ -320,6 +339,7 @@ __all__ = [
     "Backend",
     "ExecutionBackend",
     "Info",
+    "Session",
     "Tracer",
     "WithBlockNotFoundError",
     "compiled",

@@ -1,4 +1,4 @@
-"""What this project gives to vLLM and needs from it; names of vLLM are listed in ``steps.vllm_names``."""
+"""What this project gives to vLLM and needs from it."""
 
 from __future__ import annotations
 

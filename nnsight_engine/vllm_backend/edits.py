@@ -14,7 +14,7 @@ from nnsight_engine.envoys.tracers.editing import EditingTracer
 from nnsight_engine.serialization import SentBlock, encode_trace
 from nnsight_engine.tracing.tracer import Backend
 from nnsight_engine.vllm_backend.traces.context import EditEntry
-from nnsight_engine.vllm_backend.traces.edits import digest_of
+from nnsight_engine.vllm_backend.traces.edit_store import digest_of
 from nnsight_engine.vllm_backend.traces.points import place_of
 
 if TYPE_CHECKING:

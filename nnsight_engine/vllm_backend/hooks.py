@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -39,24 +39,13 @@ _SHOWN_BY_LAYER: Final = ("has_sink", "use_alibi_sqrt")
 _SHOWN_BY_KERNEL: Final = ("alibi_slopes", "logits_soft_cap", "scale")
 
 
-class AttentionModule(Protocol):
-    forward: Any
-    has_sink: bool
-    impl: Any
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    sliding_window: int | None
-    use_alibi_sqrt: bool
-
-
 class AttentionHook:
     """Serves a pattern's site until it is removed; calls that a block makes are left alone."""
 
     def __init__(
         self, module: nn.Module, plan: StepPlan, site: PlannedSite, is_models_own: Callable[[], bool]
     ) -> None:
-        attention = cast("AttentionModule", module)
+        attention: Any = module
         self._attention = attention
         self._replaced = vars(module).get("forward")
         forward = attention.forward
@@ -81,13 +70,12 @@ class AttentionHook:
             self._attention.forward = self._replaced
 
 
-def attention_form(module: object) -> AttentionForm:
+def attention_form(attention: Any) -> AttentionForm:
     """Return how a layer's attention is computed.
 
     Raises:
         InterventionError: It does more than scale, cap and mask, or its parameters are unknown.
     """
-    attention = cast("AttentionModule", module)
     impl = attention.impl
     for owner, names in ((attention, _SHOWN_BY_LAYER), (impl, _SHOWN_BY_KERNEL)):
         if missing := [name for name in names if not hasattr(owner, name)]:
@@ -232,21 +220,6 @@ INNER: Final = "inner"
 """Name of the added module below a runner."""
 
 
-class Router(Protocol):
-    top_k: int
-    eplb_state: Any
-    select_experts: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-
-
-class Runner(Protocol):
-    is_monolithic: bool
-    moe_config: Any
-    router: Router
-    routed_scaling_factor: float
-    shared_experts: object
-    _maybe_apply_routed_scale_to_output: Callable[..., tuple[torch.Tensor | None, torch.Tensor]]
-
-
 class InnerValue(nn.Module):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return value
@@ -273,7 +246,7 @@ class InnerExperts(nn.Module):
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Any,
         weights_of: ExpertWeights | None,
         factors: Callable[[], torch.Tensor | None] = lambda: None,
     ) -> None:
@@ -341,7 +314,7 @@ class InnerExperts(nn.Module):
         return shared, routed
 
 
-def _has_choice(runner: Runner) -> bool:
+def _has_choice(runner: Any) -> bool:
     """Return whether the router gives each token's experts, as ids of the model's experts.
 
     Kernels that choose experts themselves do not, nor do layers whose tokens are divided over ranks, or that
@@ -359,4 +332,4 @@ def install_expert_points(model: nn.Module, config: Any) -> None:
             # Gemma 4's router is beside its experts.
             router = getattr(model.get_submodule(path.rpartition(".")[0]), "router", None)
             factors = partial(expert_factors, router)
-            module.add_module(INNER, InnerExperts(cast("Runner", module), weights_of, factors))
+            module.add_module(INNER, InnerExperts(module, weights_of, factors))

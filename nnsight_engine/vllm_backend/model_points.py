@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
 import torch
 from torch import nn
 from vllm.forward_context import get_forward_context
 
 from api_schemas.operations import AnyOperation, PointOperation
+from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.model_spec import (
     EXPERTS,
     HEADS,
@@ -46,18 +47,8 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.hooks import InnerExperts
 
 
-class Mixer(Protocol):
-    prefix: str
-    kv_cache: tuple[torch.Tensor, ...]
-    num_heads: int
-    head_dim: int
-    ssm_state_size: int
-    use_replayssm: bool
-
-
-def mixer_state_shape(module: nn.Module) -> tuple[int, ...]:
+def mixer_state_shape(mixer: Any) -> tuple[int, ...]:
     """Return heads, head_dim and state_size; empty with ``--use-replayssm``, which keeps an old state."""
-    mixer = cast("Mixer", module)
     if mixer.use_replayssm:
         return ()
     return (mixer.num_heads, mixer.head_dim, mixer.ssm_state_size)
@@ -71,9 +62,8 @@ class MixerStates:
     slots: torch.Tensor
 
     @staticmethod
-    def of(module: nn.Module) -> MixerStates:
+    def of(mixer: Any) -> MixerStates:
         """Return the states of a mixer; to be called before the model's next step."""
-        mixer = cast("Mixer", module)
         metadata: Any = get_forward_context().attn_metadata
         step = metadata[mixer.prefix]
         # The requests that decode come first. With drafts, each has further slots, for the state after each.
@@ -90,19 +80,13 @@ class MixerStates:
         return self.held.index_select(0, self.slots[index : index + 1])[0]
 
 
-class UnsupportedModelError(Exception):
-    """The loaded model's architecture is in no table, or its modules do not match its table."""
-
-    @classmethod
-    def unknown(cls, class_name: str, architectures: Sequence[str]) -> UnsupportedModelError:
-        supported = [
-            name for family in ENGINE_FAMILIES for name in family.architectures or family.model_classes
-        ]
-        return cls(
-            f"the architecture must be one of {', '.join(supported)}, "
-            f"got {', '.join(architectures) or 'none'} (vLLM class {class_name}); serve another model, "
-            "drop --model-impl transformers if it was given, or drop --points strict"
-        )
+def _unknown(class_name: str, architectures: Sequence[str]) -> UnsupportedOptionError:
+    supported = [name for family in ENGINE_FAMILIES for name in family.architectures or family.model_classes]
+    return UnsupportedOptionError(
+        f"the architecture must be one of {', '.join(supported)}, "
+        f"got {', '.join(architectures) or 'none'} (vLLM class {class_name}); serve another model, "
+        "drop --model-impl transformers if it was given, or drop --points strict"
+    )
 
 
 VALUE_OPERATIONS: Final[tuple[str, ...]] = tuple(
@@ -129,22 +113,6 @@ _POOLING_ADAPTERS: Final = "vllm.model_executor.models.adapters"
 
 Blocks = dict[int, BlockPoints]
 """The blocks that a pipeline stage holds, by layer."""
-
-
-class TextConfig(Protocol):
-    architectures: list[str] | None
-    hidden_size: int
-    kv_lora_rank: int
-    vocab_size: int
-
-
-class _Linear(Protocol):
-    input_size: int
-    output_size: int
-
-
-class _CausalModel(Protocol):
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -267,7 +235,7 @@ class ModelPoints:
         """
         if not self.stage.is_last:
             return None
-        model_class = cast("type[_CausalModel]", type(self.model))
+        model_class: Any = type(self.model)
         hidden = residual
         # The rows were computed under inference mode; this method may be called outside of it.
         with torch.inference_mode():
@@ -275,7 +243,8 @@ class ModelPoints:
                 hidden = _plain_forward(self.final_norm, hidden)
             if self.project_out is not None:
                 hidden = _plain_forward(self.project_out, hidden)
-            return model_class.compute_logits(cast("_CausalModel", self.model), hidden)
+            logits: torch.Tensor | None = model_class.compute_logits(self.model, hidden)
+            return logits
 
     def leaf_specs(self, *, wholes: bool = False) -> tuple[LeafSpec, ...]:
         """Return the model's points; those that each rank has a part of only with ``wholes``, for traces."""
@@ -324,7 +293,7 @@ class ModelPoints:
 
 def resolve_points(
     model: nn.Module,
-    config: TextConfig,
+    config: Any,
     *,
     tensor_parallel_size: int = 1,
     generates: bool = True,
@@ -337,7 +306,7 @@ def resolve_points(
     ``find`` finds the parts of a model of no table; None to refuse it. ``gather`` returns all stages' blocks.
 
     Raises:
-        UnsupportedModelError: No table matches the model on so many ranks.
+        UnsupportedOptionError: No table matches the model on so many ranks.
     """
     name, architectures = served_class(model).__name__, config.architectures or []
     family = engine_family(name, architectures) or _inner_family(model, architectures)
@@ -345,18 +314,18 @@ def resolve_points(
     if (family is None or is_summed) and find is not None:
         family = find()
     elif is_summed:
-        raise UnsupportedModelError(
+        raise UnsupportedOptionError(
             f"{type(model).__name__} with --tensor-parallel-size has the residual stream only: no rank has "
             "the outputs of attention and MLP, which are summed before they are reduced; serve it without "
             "--points strict"
         )
     if family is None:
-        raise UnsupportedModelError.unknown(name, architectures)
+        raise _unknown(name, architectures)
     layers = tuple(model.get_submodule(family.layers).children()) if family.layers else ()
     # vLLM's placeholders for blocks of other pipeline stages contain no modules.
     held = [index for index, layer in enumerate(layers) if next(layer.children(), None) is not None]
     if family.layers and not held:
-        raise UnsupportedModelError(f"{type(model).__name__} has no decoder blocks at {family.layers}")
+        raise UnsupportedOptionError(f"{type(model).__name__} has no decoder blocks at {family.layers}")
     own = {
         index: dataclasses.replace(_block_points(layers[index], family, config), is_causal=is_causal)
         for index in held
@@ -377,7 +346,7 @@ def resolve_points(
     )
 
 
-def _block_points(block: nn.Module, family: EngineFamily, config: TextConfig) -> BlockPoints:
+def _block_points(block: nn.Module, family: EngineFamily, config: Any) -> BlockPoints:
     modules = dict(block.named_modules(remove_duplicate=False))
     leaves = leaves_in(parts_of(block), family.leaves)
     state_shape = mixer_state_shape(modules[leaves[STATE].path]) if STATE in leaves else ()
@@ -448,10 +417,11 @@ def base_module(module: nn.Module) -> nn.Module:
 
 
 def _input_size(block: nn.Module, spec: Place) -> int:
-    return cast("_Linear", base_module(block.get_submodule(spec.path))).input_size
+    projection: Any = base_module(block.get_submodule(spec.path))
+    return int(projection.input_size)
 
 
-def _num_kv_heads(block: nn.Module, leaves: Mapping[str, Place], config: TextConfig) -> int:
+def _num_kv_heads(block: nn.Module, leaves: Mapping[str, Place], config: Any) -> int:
     """Return a block's number of key and value heads; 0 if it has none of its own, or as many as queries."""
     values = leaves.get(VALUES)
     if values is None:
@@ -462,7 +432,8 @@ def _num_kv_heads(block: nn.Module, leaves: Mapping[str, Place], config: TextCon
 
 
 def _output_size(block: nn.Module, spec: Place) -> int:
-    return cast("_Linear", block.get_submodule(spec.path)).output_size
+    projection: Any = block.get_submodule(spec.path)
+    return int(projection.output_size)
 
 
 def _plain_forward(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:

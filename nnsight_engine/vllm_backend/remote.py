@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.remote_backend.messages import SentEdit, SentInvoke, fingerprint_of_folder, name_of
-from nnsight_engine.remote_backend.sending.outgoing_trace import Dialect, Inputs, Resolve
-from nnsight_engine.serialization import DATA_ONLY, EncodeError
+from nnsight_engine.remote_backend.sending.outgoing_trace import Dialect, Inputs
+from nnsight_engine.serialization import DATA_ONLY, EncodeError, Resolve
 from nnsight_engine.vllm_backend.traces.caches import HOME_CLASSES
 from nnsight_engine.vllm_backend.traces.points import place_named, reference_of
 

@@ -108,7 +108,7 @@ def cache_media_once_sent(engine: Any) -> None:
     cache = engine.renderer.mm_processor_cache
     if not isinstance(cache, LruKeyReplicatedSenderCache):
         return  # there is none, or one that keeps the media themselves
-    entries = cache._cache  # noqa: SLF001 - listed in ``steps.vllm_names``
+    entries = cache._cache  # noqa: SLF001 - has no public name
     known: WeakValueDictionary[str, object] = WeakValueDictionary()
     sent: WeakSet[object] = WeakSet()
     update, add = cache.get_and_update_item, engine.output_processor.add_request

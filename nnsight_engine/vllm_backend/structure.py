@@ -34,7 +34,6 @@ _NUM_TOKENS: Final = 8
 _SEED: Final = 5
 _SAME: Final = 0.05
 """Bound on the difference of outputs that should be the same, as a share of a change's effect."""
-_RESIDUAL: Final = "residual"
 
 
 class _UnprovenError(Exception):

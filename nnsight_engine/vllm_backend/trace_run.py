@@ -120,30 +120,18 @@ class TraceEvent(NamedTuple):
     printed: str
 
 
-class TraceListener(abc.ABC):
-    @abc.abstractmethod
-    def add_event(self, event: TraceEvent) -> None: ...
-
-    @abc.abstractmethod
-    def drop_events(self, error: SlowReaderError) -> None:
-        """Drop the unread events, since they exceed a limit."""
-
-    def on_arrival(self) -> None:  # noqa: B027 - optional
-        """Record that the engine has received one of the trace's requests."""
-
-
 class TraceRouter:
     def __init__(self, unread: Backpressure | None = None) -> None:
         self._unread = unread or Backpressure()
-        self._open: dict[str, tuple[TraceListener, UnreadShare]] = {}
+        self._open: dict[str, tuple[TraceRun, UnreadShare]] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, key: str, listener: TraceListener, *, max_bytes: int = MAX_BYTES) -> UnreadShare:
-        """Register a listener, and return its share of unread bytes; the caller must ``close`` it."""
-        share = self._unread.share(listener.drop_events, max_bytes)
-        self._open[key] = listener, share
+    def open(self, key: str, run: TraceRun, *, max_bytes: int = MAX_BYTES) -> UnreadShare:
+        """Register a run, and return its share of unread bytes; the caller must ``close`` it."""
+        share = self._unread.share(run.drop_events, max_bytes)
+        self._open[key] = run, share
         return share
 
     def close(self, key: str) -> None:
@@ -205,7 +193,7 @@ class TraceHost(Protocol):
         """Abort the requests of a trace and drop its state in the engine; never raises."""
 
 
-class TraceRun(TraceListener):
+class TraceRun(abc.ABC):
     """The run of one trace; subclasses say what happens to its blocks' events."""
 
     share: UnreadShare
@@ -221,6 +209,16 @@ class TraceRun(TraceListener):
         self.is_running = False
         self._engine = engine
         self._max_pending_bytes = max_pending_bytes
+
+    @abc.abstractmethod
+    def add_event(self, event: TraceEvent) -> None: ...
+
+    @abc.abstractmethod
+    def drop_events(self, error: SlowReaderError) -> None:
+        """Drop the unread events, since they exceed a limit."""
+
+    def on_arrival(self) -> None:  # noqa: B027 - optional
+        """Record that the engine has received one of the trace's requests."""
 
     async def begin(self) -> None:
         """Prepare the engine for the requests; after this the run must be ended."""

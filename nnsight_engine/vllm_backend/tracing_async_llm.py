@@ -209,7 +209,7 @@ class TracingAsyncLLM(AsyncLLM):
             result = await self._call_engine_of(key, "finish_trace", key, results, path)
             await asyncio.sleep(_POLL_S if result == PENDING else 0)
         self._placement.remove(key)
-        data, printed, failure, spent_s, tier, has_begun = result
+        data, spent_s, printed, failure, tier, has_begun = result
         if data is None and self.handover is not None:
             data = self.handover.take(key)
         note_spent(spent_s)
@@ -237,7 +237,3 @@ class TracingAsyncLLM(AsyncLLM):
             context.meter.expect(task)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-    @property
-    def num_background(self) -> int:
-        return len(self._background)

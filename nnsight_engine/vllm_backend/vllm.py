@@ -13,18 +13,17 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.module_options import EnvoyMap, Rename, check_envoys, check_reached
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
-from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.remote_backend.client.backend import Remote, RemoteBackend, chosen_backend
 from nnsight_engine.remote_backend.messages import name_of
 from nnsight_engine.serialization import restore_error
-from nnsight_engine.tracing.tracer import Backend, refuse_statement
+from nnsight_engine.tracing.tracer import Backend, Session, refuse_statement
+from nnsight_engine.vllm_backend.cpu_plugin import check_vllm
 from nnsight_engine.vllm_backend.edits import Edits, EngineEditingTracer
 from nnsight_engine.vllm_backend.module_tree import ClientNames, OutlineEntry, outlined
 from nnsight_engine.vllm_backend.prompts import INPUT_NAMES, Request, as_prompt, refuse_function, with_images
 from nnsight_engine.vllm_backend.remote import VLLMDialect, local_tokenizer
 from nnsight_engine.vllm_backend.rpc_results import answer
 from nnsight_engine.vllm_backend.traces.points import EnginePoints, StandardNames
-from nnsight_engine.vllm_backend.versions import check_from_environment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,7 +115,7 @@ class VLLM(StandardNames):
                 return
             names: ClientNames = self.__dict__["_client_names"]
             message = names.write()
-            check_from_environment()
+            check_vllm()
             host = _starting().start(
                 self.__dict__["_engine_args"],
                 self.__dict__["_limits"],

@@ -59,6 +59,10 @@ class InterventionWorker(_PlatformWorker):
 
     # Called over vLLM's RPC, on all workers. Of these, one runs the blocks; what concerns blocks, it answers.
 
+    @property
+    def _traces(self) -> WorkerTraces | None:
+        return self._handler.traces if self._handler.runs_blocks else None
+
     def describe_interventions(self) -> dict[str, Any]:
         return self._handler.model_spec.to_plain() if self._handler.runs_blocks else {}
 
@@ -67,38 +71,40 @@ class InterventionWorker(_PlatformWorker):
 
     def count_interventions(self) -> dict[str, int]:
         """Return the number of resources that live requests hold."""
-        return {**self._handler.interventions.num_live(), **self._handler.traces.num_live()}
+        traced = {} if self._traces is None else self._traces.num_live()
+        return {**self._handler.interventions.num_live(), **traced}
 
     def count_events(self) -> dict[str, Any]:
         handler = self._handler
-        handler.counts.sandboxes = handler.traces.count_sandboxes()
+        handler.counts.sandboxes = dict(handler.traces.sandboxes.counts)
         return handler.counts.to_plain() if handler.runs_blocks else {}
 
     def hold_trace(self, key: str, data: bytes) -> None:
         """Store the blocks of a trace ahead of its requests, which carry none."""
-        self._handler.traces.hold(key, data)
+        if self._traces is not None:
+            self._traces.store.hold(key, data)
 
     def collect_trace(self, key: str, results: dict[str, Any], index: int | None = None) -> bytes:
         """Return the encoded results of a trace, or of one of its blocks; their requests must have ended."""
-        return b"".join(self._handler.traces.collect(key, results, index))
+        collected = self._handler.traces.collect(key, results, index)
+        return b"" if self._traces is None else b"".join(collected.pieces)
 
     def finish_trace(
         self, key: str, results: dict[str, Any], path: str | None = None
-    ) -> tuple[bytes | None, str, str, float, str, bool] | str | None:
-        """Return the parts of ``FinishedTrace``, None for results that are in ``path``.
+    ) -> tuple[bytes | None, float, str, str, str, bool] | str | None:
+        """Return the parts of ``EndedTrace``, None for results that are in ``path``.
 
         Returns ``PENDING`` while its blocks run: other requests must not wait for them, so the caller polls.
         """
         traces = self._handler.traces
         if not traces.has_collected(key, results, _COLLECT_S):
-            return PENDING
-        pieces = traces.collect(key, results)
-        if not isinstance(traces, WorkerTraces):
+            return None if self._traces is None else PENDING
+        collected = traces.collect(key, results)
+        if self._traces is None:
             return None
-        is_left = path is not None and leave(pieces, path)
-        saved = None if is_left else b"".join(pieces)
-        printed, failure = traces.take_remaining(key)
-        return saved, printed, failure, traces.last_spent_s, traces.last_tier, traces.last_has_begun
+        is_left = path is not None and leave(collected.pieces, path)
+        saved = None if is_left else b"".join(collected.pieces)
+        return saved, *collected[1:]
 
     def drop_trace(self, key: str) -> float | None:
         """Drop a trace without collecting it; return the seconds it took."""
@@ -106,24 +112,24 @@ class InterventionWorker(_PlatformWorker):
 
     def prepare_sandbox(self) -> tuple[bool, dict[str, Any] | None] | None:
         """Return whether a sandbox is ready, and the encoded error if there can be none; None on others."""
-        traces = self._handler.traces
-        if not isinstance(traces, WorkerTraces):
+        if self._traces is None:
             return None
         try:
-            return traces.prepare_sandbox(), None
+            return self._traces.prepare_sandbox(), None
         except Exception as error:  # noqa: BLE001 - returned to the caller
             return False, encode_error(error)
 
     def adopt_names(self, data: bytes) -> dict[str, Any] | None:
         """Install a client's names and envoy classes; return the encoded error."""
-        return self._handler.traces.adopt(data)
+        return None if self._traces is None else self._traces.adopt(data)
 
     def keep_edit(self, name: str, data: bytes) -> dict[str, Any] | None:
         """Store an edit under a name; return the encoded error."""
-        return self._handler.traces.keep_edit(name, data)
+        return None if self._traces is None else self._traces.keep_edit(name, data)
 
     def remove_edit(self, name: str) -> None:
-        self._handler.traces.remove_edit(name)
+        if self._traces is not None:
+            self._traces.edits.remove(name)
 
     def load_adapter(self, name: str, number: int, path: str) -> str | None:
         """Load a LoRA adapter; return the reason if it cannot be loaded."""
@@ -135,4 +141,4 @@ class InterventionWorker(_PlatformWorker):
         return None
 
     def outline_model(self) -> list[OutlineEntry]:
-        return self._handler.traces.outline()
+        return [] if self._traces is None else self._traces.outline()

@@ -20,6 +20,7 @@ import yaml  # type: ignore[import-untyped] # it has no types
 
 import app
 from app.auth.secrets import parsed
+from app.main import _ROUTERS
 from app.settings import Settings
 from tests.deploy.dockerfile import PROJECT, stages
 from tests.monitoring import RULES
@@ -303,6 +304,9 @@ def test_the_network_policy_names_clients_and_servers(helm: Helm, full: Objects,
 def test_the_ingress_leads_to_every_route_but_those_of_administrators(helm: Helm, full: Objects) -> None:
     sources = (Path(app.__file__).parent).rglob("*.py")
     routes = {found for source in sources for found in re.findall(r'"/v1/([a-z_]+)', source.read_text())}
+    # The routes of stored things are made from their kinds.
+    paths = [getattr(route, "path", "") for router in _ROUTERS for route in router.routes]
+    routes |= {found for path in paths for found in re.findall(r"^/v1/([a-z_]+)", path)}
     (rule,) = full["Ingress", NAME]["spec"]["rules"]
     assert {path["path"] for path in rule["http"]["paths"]} == {
         f"/v1/{route}" for route in routes - {"admin", "load_lora_adapter", "unload_lora_adapter"}

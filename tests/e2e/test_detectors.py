@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from app.detectors.files import stored_detector
-from app.training import auroc
+from app.catalog.detector_files import stored_detector
+from app.catalog.training import auroc
 from nnsight_engine.core.detector import Detector
 from tests.e2e.answers import tensor_of
 from tests.e2e.server import Server

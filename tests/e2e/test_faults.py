@@ -354,7 +354,7 @@ async def _job_of(faulty: Faulty, job_id: str) -> str:
     database = Database(faulty.disk / "data", faulty.database_url)
     await database.start()
     try:
-        store = JobStore(database, waiting=Allowance.of("jobs", 1), ttl_s=Settings().job_ttl_s)
+        store = JobStore(database, "", waiting=Allowance.of("jobs", 1), ttl_s=Settings().job_ttl_s)
         return (await store.get(job_id, "acme")).status
     finally:
         await database.close()

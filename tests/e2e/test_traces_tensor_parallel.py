@@ -205,7 +205,7 @@ def count_words(worker: Any, counts: bool) -> int:
     dispatcher = worker.model_runner.handler.traces.dispatcher
     told = dispatcher.__dict__.setdefault("told", [])
     if counts:
-        ranks = dispatcher.spread.ranks
+        ranks = dispatcher.ranks
         tell = type(ranks).broadcast
         ranks.broadcast = lambda *order: (told.append(1), tell(ranks, *order))[1]
     return len(told)

@@ -18,6 +18,7 @@ from tests.fakes.engine import FakeBehaviour
 from tests.integration.scripted_traces import Jobs, ScriptedEngine
 from tests.integration.serving import Application
 from tests.integration.tenants import Tenants
+from tests.waiting import wait_for_async
 
 
 class Server:
@@ -33,7 +34,7 @@ class Server:
         return await self.client.post("/v1/completions", json={"prompt": "one two three", **body})
 
     async def until_idle(self) -> None:
-        assert await self.context.lifecycle.wait_idle(60)
+        await wait_for_async(lambda: not self.context.lifecycle.num_in_flight)
 
 
 Serve = Callable[..., AbstractAsyncContextManager[Server]]

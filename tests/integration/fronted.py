@@ -144,9 +144,12 @@ async def fronted(
 @contextlib.asynccontextmanager
 async def asking(replicas: Iterable[Replica], job_id: str) -> AsyncIterator[None]:
     """Have each replica ask a job's client for something, as the one that runs the job does."""
-    calls = [
-        asyncio.create_task(one.context.jobs.local_calls.call(job_id, one.name.encode())) for one in replicas
-    ]
+
+    async def ask(one: Replica) -> None:
+        async with one.context.jobs.calls.call(job_id, one.name.encode()):
+            pass
+
+    calls = [asyncio.create_task(ask(one)) for one in replicas]
     try:
         yield
     finally:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from app.components import Components
 from app.engine.process_engines import LocalTraceEngine
 from app.main import create_app, new_store
 from app.process_environment import environment_for_traces
-from app.routes.context import Context
 from app.settings import Settings
 from nnsight_engine import LanguageModel
 from nnsight_engine.local_engine.trace_process import ProcessOptions
@@ -29,11 +29,11 @@ TEXT = " the tower of Paris"
 class LocalServer:
     """A server with a local engine, a client's model without weights, and one to compare with."""
 
-    def __init__(self, url: str, engine: LocalTraceEngine, context: Context, path: Path) -> None:
+    def __init__(self, url: str, engine: LocalTraceEngine, context: Components, path: Path) -> None:
         self.url = url
         self.engine = engine
         self.path = path
-        self.calls = context.jobs.local_calls
+        self.calls = context.jobs.calls
         self.model = LanguageModel(path)
         self.here = LanguageModel(path, dispatch=True)
 
@@ -59,7 +59,7 @@ class LocalServer:
                 logits = model.lm_head.output.save()
             found.append(logits)
         assert torch.equal(*found)
-        assert not self.calls.num_pending
+        assert not self.calls.pending
 
 
 @contextlib.contextmanager
@@ -73,4 +73,4 @@ def serving_locally(folder: Path) -> Iterator[LocalServer]:
     local = LocalTraceEngine(ProcessOptions(model=str(path)), settings, environment_for_traces())
     app = create_app(settings, FakeEngineClient(settings, store), store, local=local)
     with listening(app) as url:
-        yield LocalServer(url, local, app.state.context, path)
+        yield LocalServer(url, local, app.state.components, path)

@@ -12,9 +12,9 @@ import httpx
 from starlette.types import ASGIApp
 
 from app.auth.secrets import GivenKeys
+from app.components import Components
 from app.engine.client import TraceEngine
 from app.main import create_app, new_store
-from app.routes.context import Context
 from app.server.http_options import HttpOptions
 from app.server.uvicorn import DrainingServer, server_config
 from app.settings import Settings
@@ -43,7 +43,7 @@ class Application:
         self.engine = engine(self.settings, store, behaviour)
         self.engine.traces = traces or self.engine.traces
         self.app = create_app(self.settings, self.engine, store, given_keys=given_keys, http=http)
-        self.context: Context = self.app.state.context
+        self.context: Components = self.app.state.components
 
     @contextlib.asynccontextmanager
     async def started(self, *, raises: bool = True) -> AsyncIterator[httpx.AsyncClient]:

@@ -20,8 +20,7 @@ from app.cli import main
 from app.limits.allowances import Allowance
 from app.storage.audit import AuditStore, Wanted
 from app.storage.database import Database
-from app.storage.jobs import leases
-from app.storage.jobs.leases import JobLeases
+from app.storage.jobs import store
 from app.storage.jobs.store import JobStore, NewJob
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.scripted_traces import HEADERS, message
@@ -144,15 +143,15 @@ async def test_a_job_whose_server_died_is_written_down_by_the_next(
         model="fake-model", dialect="vllm", kind="trace", num_blocks=1, python="3", client=""
     )
     values: dict[str, Any] = {"digest": "0", "request_bytes": 1, "idempotency_key": None, "reruns": False}
-    dead = JobLeases(database, holder="dead", ttl_s=60)
+    dead = JobStore(database, "dead", waiting=Allowance.of("jobs", 10), ttl_s=60)
     for name in ("waits", "runs"):
         new = NewJob(id=name, owner="acme", model="fake-model", summary=summary, key_id="k", **values)
-        await JobStore(database, waiting=Allowance.of("jobs", 10), ttl_s=60).accept(new)
+        await dead.accept(new)
     job = await dead.claim("fake-model", {})
     assert job is not None
     await dead.append_events(job, [JobEvent(status=JobStatus.RUNNING, time=1.0)])
     await database.close()
-    monkeypatch.setattr(leases, "LEASE_S", -1.0)
+    monkeypatch.setattr(store, "LEASE_S", -1.0)
     async with serve(database_url=database_url) as server:
         (entry,) = [one for one in await entries(server) if one["error"] == "interrupted"]
         assert (entry["method"], entry["tenant"], entry["subject"]) == ("RUN", "acme", job.id)

@@ -42,8 +42,8 @@ async def content_of(server: Server, detector_id: str, headers: Any = None) -> b
 
 async def resolved(server: Server, name: Any, tenant: str = NO_TENANT) -> tuple[Any, Detector]:
     given = DetectorName.model_validate(name)
-    found, detector = await server.context.detectors.resolved(given, tenant, "detector")
-    return found.used.model_dump(), detector
+    row, detector = await server.context.detectors.named(given, tenant, "detector")
+    return {"name": row.name, "version": row.version, "id": row.id}, detector
 
 
 async def refusal_of(server: Server, name: Any, tenant: str = NO_TENANT) -> ErrorCode:

@@ -10,12 +10,11 @@ import pytest
 
 from api_schemas.administration import Scope
 from api_schemas.dictionaries import NamedDictionary
-from api_schemas.generation import CompletionResponse
 from api_schemas.interventions import parse_interventions
 from api_schemas.operation_names import condition_tests
 from api_schemas.operations import Feature, Features, Flag
-from api_schemas.results import FeaturesResult
-from app.services.stored_names import MAX_DICTIONARIES, StoredNames
+from api_schemas.results import ChoiceInterventions, FeaturesResult
+from app.catalog.names import MAX_DICTIONARIES, StoredNames
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.dictionary_files import NUM_FEATURES
 from tests.integration.tenants import Tenants
@@ -150,8 +149,7 @@ async def test_answers_have_labels_and_say_which_dictionary_was_used(server: Ser
     used = [[used_by(first)], [used_by(second)], [used_by(first)], [used_by(first)], [used_by(first)]]
     assert [one["dictionaries"] for one in found["applied"]] == used
     assert [one["at"] for one in found["applied"]] == [["layers.2.output"]] * 5
-    read = CompletionResponse.model_validate(answer.json()).choices[0].interventions
-    assert read is not None
+    read = ChoiceInterventions.model_validate(found)
     assert isinstance(read.results["chosen"], FeaturesResult)
 
 

@@ -166,7 +166,9 @@ async def test_a_stopping_front_ends_requests_it_cannot_wait_for_with_an_error(t
             lines = response.aiter_lines()
             assert (await anext(lines)).startswith("data: ")
             front.server.should_exit = True
-            await wait_for_async(lambda: front.server.config.app.state.context.lifecycle.phase == "draining")
+            await wait_for_async(
+                lambda: front.server.config.app.state.components.lifecycle.phase == "draining"
+            )
             refused = await front.complete()
             assert (refused.status_code, code_of(refused)) == (503, "draining")
             *_, before, last = [line async for line in lines if line]

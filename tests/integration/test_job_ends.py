@@ -12,9 +12,10 @@ import pytest
 
 from api_schemas.jobs import Job
 from app.admission.rates import Rates
+from app.auth.keys import Keys
 from app.auth.principal import Principal
-from app.services.jobs import dispatch
-from app.services.jobs.dispatch import JobCallers
+from app.services.jobs import runner
+from app.storage.jobs.store import JobStore
 from app.storage.tables import JobRow
 from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Serve
@@ -62,18 +63,46 @@ async def test_a_waiting_job_is_cancelled_and_never_runs(with_jobs: Any):
 async def test_a_job_whose_caller_cannot_be_looked_up_runs_later_and_counts_one_attempt(
     with_jobs: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    look_up, failures = JobCallers.of, iter([OSError("no database")])
+    look_up, put_back = Keys.holder, JobStore.requeue
+    failures, later_failures = iter([OSError("no database")]), iter([OSError("still none")] * 2)
 
-    async def failing_once(callers: JobCallers, job: JobRow) -> Principal | None:
+    async def failing_once(keys: Keys, key_id: str) -> Principal | None:
         for failure in failures:
             raise failure
-        return await look_up(callers, job)
+        return await look_up(keys, key_id)
 
-    monkeypatch.setattr(JobCallers, "of", failing_once)
-    monkeypatch.setattr(dispatch, "_MAX_HOLD_S", 0.1)
+    async def failing_twice(store: JobStore, job: JobRow, **how: bool) -> None:
+        for failure in later_failures:
+            raise failure
+        await put_back(store, job, **how)
+
+    monkeypatch.setattr(Keys, "holder", failing_once)
+    monkeypatch.setattr(JobStore, "requeue", failing_twice)
+    monkeypatch.setattr(runner, "_MAX_HOLD_S", 0.1)
+    monkeypatch.setattr(runner, "_LOOK_S", 0.1)
     async with with_jobs() as jobs:
         job = await jobs.end(await jobs.submit())
         assert (job.status, job.attempt, jobs.engine.started) == ("COMPLETED", 1, [job.id])
+        assert [next(left, None) for left in (failures, later_failures)] == [None, None]
+
+
+async def test_a_job_that_could_not_begin_runs_later_and_counts_one_attempt(
+    with_jobs: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(runner, "_MAX_HOLD_S", 0.1)
+    async with with_jobs() as jobs:
+        parts, failures = jobs.server.context.jobs.runner._parts, iter([ValueError("no span")])  # noqa: SLF001
+        watch = parts.watch
+
+        def failing_once(*run: Any) -> Any:
+            for failure in failures:
+                raise failure
+            return watch(*run)
+
+        parts.watch = failing_once
+        job = await jobs.end(await jobs.submit())
+        assert (job.status, job.attempt, jobs.engine.started) == ("COMPLETED", 1, [job.id])
+        assert next(failures, None) is None
 
 
 async def test_a_finished_job_stays_finished(with_jobs: Any):
@@ -344,4 +373,4 @@ async def test_a_job_whose_use_cannot_be_counted_leaves_its_place(
         for _ in range(2):
             job = await jobs.end(await jobs.submit())
             assert job.status == "COMPLETED"
-        await wait_for_async(lambda: jobs.server.context.jobs.num_running == 0)
+        await wait_for_async(lambda: jobs.server.context.jobs.runner.num_running("") == 0)

@@ -13,7 +13,9 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from app.routes.context import Context
+from app.components import Components
+from app.limits.allowances import Allowance, ReceivedBytes
+from app.services.jobs.local_calls import LocalAnswers, LocalCalls
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, FrameReader, called, calling, head_of
 from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Server
@@ -28,8 +30,8 @@ class Live(Jobs):
     """A listening server with a scripted engine, and who follows its jobs."""
 
     @property
-    def context(self) -> Context:
-        context: Context = self.server.context
+    def context(self) -> Components:
+        context: Components = self.server.context
         return context
 
     async def sse(self, job_id: str, after: int = 0, **headers: str) -> AsyncGenerator[dict[str, Any], None]:
@@ -53,7 +55,7 @@ class Live(Jobs):
             assert socket.close_code == 1000
 
     async def until_nobody_follows(self) -> None:
-        await wait_for_async(lambda: self.context.jobs.num_followers == 0)
+        await wait_for_async(lambda: not self.context.jobs.feed.followers)
 
 
 @contextlib.asynccontextmanager
@@ -77,7 +79,8 @@ async def test_events_are_replayed_from_every_point_and_then_live(tmp_path: Path
             for follow in (server.sse, server.ws)
             for after in range(8)
         ]
-        await wait_for_async(lambda: server.context.jobs.num_followers == len(early))
+        followers = server.context.jobs.feed.followers
+        await wait_for_async(lambda: len(followers.get(job_id, ())) == len(early))
         server.engine.released.set()
         told = [await task for task in early]
         everything = told[0]
@@ -250,7 +253,7 @@ async def test_an_upload_that_breaks_off_leaves_nothing(tmp_path: Path):
         for route in ("/v1/jobs", "/v1/traces"):
             with pytest.raises(ConnectionError):
                 await server.client.post(route, content=half(), headers=HEADERS)
-            assert await server.context.lifecycle.wait_idle(5)
+            await wait_for_async(lambda: not server.context.lifecycle.num_in_flight)
         await wait_for_async(lambda: server.context.receiving.num_bytes == 0)
         assert [path.name for path in (tmp_path / "data/servers").glob("*/*")] == [".lock"]
         assert (await server.client.get("/v1/jobs")).json()["data"] == []
@@ -311,8 +314,14 @@ async def pong(socket: ClientConnection) -> None:
         pass
 
 
-def asking(server: Live, job_id: str) -> asyncio.Task[Any]:
-    return asyncio.create_task(server.context.jobs.local_calls.call(job_id, b"what?"))
+def asking(server: Live, job_id: str) -> asyncio.Task[bytes]:
+    async def ask() -> bytes:
+        async with server.context.jobs.calls.call(job_id, b"what?") as answer:
+            # Until the engine has it, the answer is held.
+            assert server.context.receiving.num_bytes == len(answer)
+            return bytes(answer)
+
+    return asyncio.create_task(ask())
 
 
 async def test_unawaited_answers_are_not_held(tmp_path: Path) -> None:
@@ -346,7 +355,7 @@ async def test_unawaited_answers_are_not_held(tmp_path: Path) -> None:
             call = asking(server, job_id)
             number, _ = await call_of(socket)
             await send(socket, calling(number, b"that" * 2**19))
-            assert bytes(await call) == b"that" * 2**19
+            assert await call == b"that" * 2**19
             assert held.num_bytes == 0
             # Who leaves in the middle leaves nothing.
             call = asking(server, job_id)
@@ -357,6 +366,24 @@ async def test_unawaited_answers_are_not_held(tmp_path: Path) -> None:
         await wait_for_async(lambda: held.num_bytes == 0)
         call.cancel()
         server.engine.released.set()
+
+
+async def test_an_answer_whose_call_ends_when_it_has_just_arrived_is_not_held() -> None:
+    calls, held = LocalCalls(60), ReceivedBytes(Allowance.of("bytes", 1000))
+
+    async def ask() -> None:
+        async with calls.call("job", b"what?"):
+            pass
+
+    asked = asyncio.create_task(ask())
+    await asyncio.sleep(0)
+    answers = LocalAnswers(calls, "job", lambda: held.intake(""), 1000)
+    answers.feed(b"".join(calling(calls.pending["job"].number, bytes(100)).pieces()))
+    answers.close()
+    assert held.num_bytes == 100
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    assert held.num_bytes == 0
 
 
 async def test_answers_count_with_bodies_and_no_frame_of_another_kind_is_read(tmp_path: Path) -> None:

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import errno
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast
 
 import pytest
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobSummary
+from app.admission.rates import Rates
 from app.audit import AuditLog
+from app.auth.keys import Keys
+from app.auth.principal import ANONYMOUS
+from app.engine.served_model import ServedModel
+from app.http.lifecycle import Lifecycle, Startable
 from app.limits.allowances import Allowance
-from app.services.jobs import run_output, runs
-from app.services.jobs.local_calls import LocalCalls
-from app.services.jobs.runs import Ending, JobRun, JobTools
-from app.services.jobs.slots import JobSlots
+from app.services.jobs import run as job_run
+from app.services.jobs import run_output
+from app.services.jobs.run import Ending, JobParts, JobRun
 from app.services.traces import TraceService
+from app.settings import Settings
 from app.storage.audit import AuditStore
 from app.storage.database import Database
 from app.storage.jobs import files
-from app.storage.jobs.files import JOB_BYTES, JobFiles
-from app.storage.jobs.leases import JobEnd, JobLeases
+from app.storage.jobs.states import JobEnd
 from app.storage.jobs.store import JobStore, NewJob
-from app.storage.quotas import DiskQuota, sync_folder
-from app.storage.tables import JobRow
+from app.storage.keys import KeyStore
+from app.storage.quotas import NO_HOLDER, StoredBytes, sync_folder
+from app.storage.tables import JOB_BYTES, JobRow
 from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import TraceRequest
 from tests.integration.scripted_traces import ScriptedEngine, trace
@@ -35,6 +39,7 @@ from tests.waiting import wait_for_async
 
 SUMMARY = JobSummary(model="m", dialect="vllm", kind="trace", num_blocks=1, python="3.12", client="1")
 MAX_BYTES = 10_000_000
+Store = TypeVar("Store", bound=JobStore)
 
 
 class SlowToRefuse(ScriptedEngine):
@@ -62,7 +67,7 @@ class Talkative(ScriptedEngine):
             raise ApiError(ErrorCode.TRACE_FAILED, "The trace was ended.") from error
 
 
-class FailingLeases(JobLeases):
+class FailingStore(JobStore):
     """Its database fails at the first end, before or after the end was written."""
 
     has_failed = False
@@ -77,7 +82,7 @@ class FailingLeases(JobLeases):
         raise ConnectionError
 
 
-class DeafLeases(JobLeases):
+class DeafStore(JobStore):
     """Its database is away whenever events are told, as long as ``num_deaf`` lasts."""
 
     num_deaf = 5
@@ -94,34 +99,41 @@ class Bench:
 
     def __init__(self, directory: Path) -> None:
         self.database = Database(directory)
-        self.files = JobFiles(directory, DiskQuota(Allowance.of("bytes", MAX_BYTES)))
-        self.store = JobStore(self.database, waiting=Allowance.of("jobs", 100), ttl_s=60)
-        self.leases = JobLeases(self.database, holder="here", ttl_s=60)
+        self.settings = Settings(data_dir=directory, job_store_bytes=MAX_BYTES, job_ttl_s=60)
         self.engine = ScriptedEngine()
-        self.slots = JobSlots(1, lambda: None)
-        self.tools = JobTools(
+        self.parts = JobParts(
+            settings=self.settings,
+            database=self.database,
+            lifecycle=Lifecycle(cast("Startable", None)),
+            served=lambda: ServedModel(("fake-model",), "fake-model"),
             traces=TraceService({"vllm": self.engine}),
-            files=self.files,
-            leases=self.leases,
-            check=lambda head: None,
-            notify_followers=lambda job_id: None,
-            calls=LocalCalls(1),
+            keys=Keys(KeyStore(self.database)),
+            rates=Rates("memory://"),
+            stored=StoredBytes(),
             log=AuditLog(AuditStore(self.database), 0),
+            watch=lambda _run, _traceparent: lambda _ended: None,
         )
+        self.files, self.store = self.parts.files, self.parts.store
+
+    def store_of(self, kind: type[Store]) -> Store:
+        """Have the runs write to another kind of store."""
+        store = kind(self.database, self.files.process, waiting=Allowance.of("jobs", 100), ttl_s=60)
+        self.parts.store = store
+        return store
 
     async def claimed(self, script: str = "ok") -> JobRow:
         """Return a job that was submitted and claimed."""
-        async with self.files.received(chunks(trace(script))) as upload:
+        async with self.files.received(chunks(trace(script)), NO_HOLDER) as upload:
             await self.files.adopt(upload, "job")
             new = NewJob("job", "", "m", SUMMARY, upload.digest, upload.num_bytes, None, reruns=False)
             await self.store.accept(new)
-        job = await self.leases.claim("m", {})
+        job = await self.store.claim("m", {})
         assert job is not None
         return job
 
-    async def run(self, job: JobRow, **tools: Any) -> JobRun:
+    def run(self, job: JobRow) -> JobRun:
         """Return a run of a job that has not begun."""
-        return JobRun(job, dataclasses.replace(self.tools, **tools), await self.slots.take(), sandbox_of=None)
+        return JobRun(job, ANONYMOUS, self.parts, asyncio.Semaphore(0), lambda: None)
 
     async def job(self) -> JobRow:
         return await self.store.get("job", "")
@@ -150,7 +162,7 @@ async def test_a_run_that_is_ended_before_its_first_step_does_not_run(
     bench: Bench, ending: Ending, status: str
 ):
     job = await bench.claimed("hang")
-    run = await bench.run(job)
+    run = bench.run(job)
     running = asyncio.create_task(run.run())
     run.end_early(ending)
     await asyncio.wait_for(running, 10)
@@ -172,7 +184,7 @@ async def test_a_result_that_the_disk_does_not_take_ends_its_job_and_says_so(
     room = bench.room()
     file = tmp_path / "jobs/job/result.1"
     file.symlink_to(device)
-    await (await bench.run(job)).run()
+    await bench.run(job).run()
     row = await bench.job()
     assert (row.status, row.code, row.result_bytes, row.lease_by) == ("ERROR", code, None, None)
     assert message in str(row.message)
@@ -184,20 +196,21 @@ async def test_a_result_that_the_disk_does_not_take_ends_its_job_and_says_so(
 async def test_an_end_that_the_database_did_not_take_is_written_down_all_the_same(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_written: bool
 ):
-    monkeypatch.setattr(runs, "_RETRY_DELAYS_S", (0.0, 0.0))
-    leases = FailingLeases(bench.database, holder="here", ttl_s=60)
-    leases.is_written = is_written
+    monkeypatch.setattr(job_run, "_RETRY_DELAYS_S", (0.0, 0.0))
+    store = bench.store_of(FailingStore)
+    store.is_written = is_written
     job = await bench.claimed()
-    await (await bench.run(job, leases=leases)).run()
+    await bench.run(job).run()
     row = await bench.job()
-    assert (row.status, leases.has_failed) == ("COMPLETED", True)
+    assert (row.status, store.has_failed) == ("COMPLETED", True)
     assert (tmp_path / "jobs/job/result.1").stat().st_size == row.result_bytes
 
 
 async def test_a_run_that_is_ended_has_not_failed_whatever_its_engine_says(bench: Bench):
     engine = Talkative()
     job = await bench.claimed("hang")
-    run = await bench.run(job, traces=TraceService({"vllm": engine}))
+    bench.parts.traces = TraceService({"vllm": engine})
+    run = bench.run(job)
     running = asyncio.create_task(run.run())
     await wait_for_async(lambda: engine.num_running == 1)
     run.end_early(Ending.CANCELLED)
@@ -209,7 +222,7 @@ async def test_a_run_that_is_ended_has_not_failed_whatever_its_engine_says(bench
 async def test_a_job_whose_request_was_taken_away_says_so(bench: Bench, tmp_path: Path):
     job = await bench.claimed()
     (tmp_path / "jobs/job/request").unlink()
-    await (await bench.run(job)).run()
+    await bench.run(job).run()
     row = await bench.job()
     assert (row.status, row.code) == ("ERROR", "internal_error")
     assert "send the trace as a new job" in str(row.message)
@@ -217,9 +230,9 @@ async def test_a_job_whose_request_was_taken_away_says_so(bench: Bench, tmp_path
 
 async def test_a_job_goes_on_while_its_events_cannot_be_written_and_loses_none(bench: Bench):
     job = await bench.claimed("logs:2000")
-    leases = DeafLeases(bench.database, holder="here", ttl_s=60)
-    await (await bench.run(job, leases=leases)).run()
-    assert leases.num_deaf < 0
+    store = bench.store_of(DeafStore)
+    await bench.run(job).run()
+    assert store.num_deaf < 0
     assert (await bench.job()).status == "COMPLETED"
     events = (await bench.store.events("job", "", after=0, limit=5000)).events
     logs = [event.message for event in events if event.status == "LOG"]
@@ -231,10 +244,10 @@ async def test_a_job_is_dispatched_when_its_engine_takes_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, taken_s: float
 ):
     monkeypatch.setattr(run_output, "_TAKEN_S", taken_s)
-    monkeypatch.setattr(runs, "_BUSY_DELAYS_S", (0.0,))
-    engine = SlowToRefuse()
+    monkeypatch.setattr(job_run, "_BUSY_DELAYS_S", (0.0,))
+    bench.parts.traces = TraceService({"vllm": SlowToRefuse()})
     job = await bench.claimed()
-    await (await bench.run(job, traces=TraceService({"vllm": engine}))).run()
+    await bench.run(job).run()
     events = (await bench.store.events("job", "", after=0, limit=20)).events
     refused = ["DISPATCHED", "QUEUED"] if taken_s < 1 else ["QUEUED"]
     assert [event.status for event in events] == [
@@ -269,7 +282,7 @@ async def test_a_request_that_could_not_be_adopted_leaves_no_file_and_takes_no_r
 async def test_a_request_whose_sender_leaves_while_it_is_adopted_takes_no_room(bench: Bench, tmp_path: Path):
     room = bench.room()
     for count in range(20):
-        async with bench.files.received(chunks(trace())) as upload:
+        async with bench.files.received(chunks(trace()), NO_HOLDER) as upload:
             adopting = asyncio.create_task(bench.files.adopt(upload, f"job-{count}"))
             await asyncio.sleep(count * 1e-4)
             adopting.cancel()

@@ -293,7 +293,7 @@ async def test_jobs_use_what_their_key_has(tenants: Tenants, error_of: ErrorChec
     jobs, job = tenants.server.context.jobs, first.json()["id"]
 
     async def is_counted() -> bool:
-        return (await jobs.get(job, "acme")).status.is_final and jobs.num_running == 0
+        return (await jobs.get(job, "acme")).status.is_final and not jobs.runner.num_running("acme")
 
     await wait_for_async(is_counted)
     error_of(await ours.trace("/v1/jobs"), 429, "rate_limit_exceeded")
@@ -336,5 +336,7 @@ async def test_a_job_that_runs_has_set_aside_what_it_states(with_jobs: Any, erro
         await wait_for_async(lambda: asyncio.sleep(0, jobs.engine.num_running == 1))
         error_of(await ours.complete("a", max_tokens=20), 429, "rate_limit_exceeded")
         jobs.engine.released.set()
-        await wait_for_async(lambda: asyncio.sleep(0, jobs.server.context.jobs.num_running == 0))
+        await wait_for_async(
+            lambda: asyncio.sleep(0, not jobs.server.context.jobs.runner.num_running("acme"))
+        )
         assert (await ours.complete("a", max_tokens=20)).status_code == 200

@@ -134,7 +134,7 @@ def test_one_that_is_not_waited_for_runs_its_parts_in_wait(served: LocalServer) 
             seen.append(hidden.shape[0])
             size = save(tuple(hidden.shape))  # noqa: F841 - it is in the result
         doubled = (hidden * 2).save()  # noqa: F841 - the same
-    wait_for(lambda: served.calls.num_pending == 1)
+    wait_for(lambda: len(served.calls.pending) == 1)
     assert not seen
     result = tracer.backend.wait()
     assert seen == [1]
@@ -173,7 +173,7 @@ def waiting(served: LocalServer) -> RemoteBackend:
         with tracer.local():
             size = hidden.shape[0]
         kept = save(size)
-    wait_for(lambda: served.calls.num_pending == 1)
+    wait_for(lambda: len(served.calls.pending) == 1)
     backend = tracer.backend
     assert isinstance(backend, RemoteBackend)
     with pytest.raises(NameError):
@@ -184,7 +184,7 @@ def waiting(served: LocalServer) -> RemoteBackend:
 def test_a_job_that_waits_for_its_client_can_be_cancelled(served: LocalServer) -> None:
     backend = waiting(served)
     backend.cancel()
-    wait_for(lambda: not served.calls.num_pending)
+    wait_for(lambda: not served.calls.pending)
     with pytest.raises(RemoteError, match="cancel"):
         backend.wait()
     served.check()
@@ -270,10 +270,10 @@ def test_an_answer_that_was_lost_is_given_again_and_nothing_runs_twice(served: L
         kept = save(size)  # noqa: F841 - it is in the result
     backend = tracer.backend
     assert isinstance(backend, RemoteBackend)
-    wait_for(lambda: served.calls.num_pending == 1)
+    wait_for(lambda: len(served.calls.pending) == 1)
     with socket_of(served, backend.job_id) as socket:
         _, data = call_from(socket)
-        run = backend.job._run  # noqa: SLF001 - a job has no other way to answer one call
+        run = backend._part_runner()  # noqa: SLF001 - a job has no other way to answer one call
         assert run is not None
         run(data)  # and the connection breaks
     assert backend.wait()["kept"] == 1

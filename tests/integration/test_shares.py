@@ -11,7 +11,6 @@ import pytest
 
 from api_schemas.administration import Limits, Scope
 from app.services.jobs.service import JobService
-from app.storage.jobs.store import JobRemoval
 from app.storage.quotas import Holder
 from tests.integration.conftest import ErrorCheck
 from tests.integration.scripted_traces import HEADERS, Jobs, sent_events, trace
@@ -78,7 +77,7 @@ def counted(jobs: JobService, holder: str) -> int:
 
 async def stored(jobs: JobService) -> Mapping[Holder, int]:
     """Return the bytes that the database knows of."""
-    return await JobRemoval(jobs._database).used_bytes()  # noqa: SLF001 - the server only shows what it counts
+    return await jobs._store.used_bytes()  # noqa: SLF001 - the server only shows what it counts
 
 
 async def test_no_tenant_has_all_the_places_of_jobs_that_run(teams: Teams) -> None:
@@ -199,7 +198,7 @@ async def test_a_job_s_result_counts_for_as_long_as_it_is_read(teams: Teams) -> 
         space = jobs._files.space  # noqa: SLF001 - as the server itself sets it, now and then
         job = await ours.submit("big:30000")
         await ours.end(job)
-        readers = [(await jobs.result(job, "acme")).file for _ in range(2)]
+        readers = [(await jobs.result(job, "acme"))[1] for _ in range(2)]
         await ours.client.delete(f"/v1/jobs/{job}", headers=ours.headers)
         assert 30_000 < counted(jobs, "tenant:acme") < 31_000
         space.set_stored(await stored(jobs))
@@ -274,7 +273,7 @@ def _body(how: str) -> dict[str, Any]:
 async def test_jobs_of_a_key_without_quota_wait_and_delay_no_others(
     teams: Teams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.services.jobs.dispatch._MAX_HOLD_S", 0.2)
+    monkeypatch.setattr("app.services.jobs.runner._MAX_HOLD_S", 0.2)
     async with teams() as team:
         ours, theirs, admin = [await team(*who) for who in (("acme",), ("rival",), ("op", Scope.ADMIN))]
         await ours.until(await ours.submit("hang"), "RUNNING")

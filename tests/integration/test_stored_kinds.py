@@ -14,9 +14,8 @@ import pytest
 
 from api_schemas.administration import Scope
 from api_schemas.errors import ErrorCode
+from app.catalog.catalog import Catalog
 from app.observability import metrics
-from app.storage.detectors import DetectorStore
-from app.storage.vectors import VectorStore
 from tests.integration import vector_files
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.detector_files import as_file, random_detector
@@ -414,18 +413,18 @@ async def test_they_count_among_a_tenants_stored_bytes(
     await kind.make(tenants.server, acme)
 
 
-@pytest.mark.parametrize(("kind", "store"), [(VECTORS, VectorStore), (DETECTORS, DetectorStore)], ids=str)
+@pytest.mark.parametrize("kind", [VECTORS, DETECTORS], ids=str)
 async def test_the_numbers_of_a_hot_one_are_read_once(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, kind: Kind, store: Any
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
     read: list[int] = []
-    original = store.data
+    original = Catalog.data
 
     async def counted(self: Any, number: int) -> Any:
         read.append(number)
         return await original(self, number)
 
-    monkeypatch.setattr(store, "data", counted)
+    monkeypatch.setattr(Catalog, "data", counted)
     async with serve() as server:
         num_bytes = (await kind.make(server))["bytes"]
         brief = await kind.make(server, name="brief")

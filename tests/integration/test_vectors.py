@@ -14,6 +14,7 @@ import safetensors.numpy
 
 from api_schemas.interventions import parse_interventions
 from api_schemas.operation_names import tensors_of
+from app.catalog.names import StoredNames
 from nnsight_engine.plans.compile.tensors import read_tensor
 from tests.integration.conftest import ErrorCheck, Server
 from tests.integration.vector_files import ROWS, WIDTH, as_safetensors, bad_files, good_files
@@ -200,8 +201,9 @@ def steer(vector: Any = JOY, at: Any = "layers.1.output", **rest: Any) -> dict[s
 async def keys_of(server: Server, operation: dict[str, Any], tenant: str = "") -> str:
     """Return the hashes of an operation's tensors, by which plans know them."""
     operations = parse_interventions([operation])
-    resolver = server.context.vectors.resolver(tenant)
-    resolved = await resolver.resolved(operations[0], "interventions.0")
+    context = server.context
+    names = StoredNames(context.vectors, context.detectors, context.dictionaries, tenant)
+    (resolved,) = await names.resolved(operations)
     return " ".join(read_tensor(tensor, "x").key() for tensor in tensors_of(resolved).values())
 
 

@@ -21,7 +21,7 @@ from tests.security.played import LIMITS, REFUSED, VOCABULARY, WIDTH, Outline
 from tests.security.played_process import World
 from tests.waiting import wait_for
 
-_ZYGOTE: Final = "nnsight_engine.vllm_backend.traces.sandboxed.zygote"
+_ZYGOTE: Final = "nnsight_engine.vllm_backend.traces.sandboxed.worker_zygote"
 SECRET = "NNSIGHT_ENGINE_TEST_SECRET"
 """The variable of the engine's environment that no process has."""
 

@@ -267,6 +267,6 @@ def block_of(traces: WorkerTraces, key: str = "key") -> dict[str, Any] | None:
     """Return the outcome of the block."""
     while not traces.has_collected(key, {"0/0": {}}, 0.05):
         pass
-    pieces = traces.collect(key, {"0/0": {}})
+    pieces = traces.collect(key, {"0/0": {}}).pieces
     found: dict[str, Any] | None = decode(b"".join(pieces))["blocks"][0] if pieces else None
     return found

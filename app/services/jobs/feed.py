@@ -7,10 +7,8 @@ at the next poll of the database.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
@@ -24,79 +22,64 @@ _PAGE: Final = 500
 _UNREAD, _GONE = -1, -2
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Follower:
-    num_events: int = _UNREAD
-    changed: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-
-
 class JobFeed:
+    """``followers`` has those of each job: what wakes them, and how many events they know of."""
+
     def __init__(self, store: JobStore) -> None:
+        store.on_change = self._notify
+        self.followers: dict[str, dict[asyncio.Event, int]] = {}
         self._store = store
-        self._followers: dict[str, set[_Follower]] = {}
-        self._looking: asyncio.Task[None] | None = None
+        self._polling: asyncio.Task[None] | None = None
         self._is_closed = False
-
-    @property
-    def num_followers(self) -> int:
-        return sum(len(followers) for followers in self._followers.values())
-
-    def notify(self, job_id: str) -> None:
-        for follower in self._followers.get(job_id, ()):
-            follower.changed.set()
 
     async def follow(self, job_id: str, owner: str, after: int = 0) -> AsyncGenerator[JobEvent, None]:
         """Yield a job's events after number ``after``, up to the end of the job or of the server.
 
         If ``after`` is beyond the last event, waits until the job has events with higher numbers.
         """
-        with self._following(job_id) as follower:
+        changed, followers = asyncio.Event(), self.followers.setdefault(job_id, {})
+        followers[changed] = _UNREAD
+        if self._polling is None or self._polling.done():
+            self._polling = asyncio.create_task(self._poll(), name="job-feed")
+        try:
             while not self._is_closed:
-                follower.changed.clear()
-                try:
-                    page = await self._store.events(job_id, owner, after=after, limit=_PAGE)
-                except ApiError as error:
-                    if error.code is ErrorCode.JOB_NOT_FOUND:
-                        return
-                    raise
-                follower.num_events = page.num_events
+                changed.clear()
+                page = await self._store.events(job_id, owner, after=after, limit=_PAGE)
+                followers[changed] = page.num_events
                 for event in page.events:
                     yield event
                     after = event.id
                 if page.is_last:
                     return
                 if not page.events or after >= page.num_events:
-                    await follower.changed.wait()
+                    await changed.wait()
+        except ApiError as error:
+            if error.code is not ErrorCode.JOB_NOT_FOUND:
+                raise
+        finally:
+            del followers[changed]
+            if not followers:
+                del self.followers[job_id]
 
     async def close(self) -> None:
         self._is_closed = True
-        for job_id in self._followers:
-            self.notify(job_id)
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+        for job_id in self.followers:
+            self._notify(job_id)
+        if self._polling is not None:
+            self._polling.cancel()
+            await asyncio.gather(self._polling, return_exceptions=True)
 
-    @contextlib.contextmanager
-    def _following(self, job_id: str) -> Iterator[_Follower]:
-        follower = _Follower()
-        followers = self._followers.setdefault(job_id, set())
-        followers.add(follower)
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._poll(), name="job-feed")
-        try:
-            yield follower
-        finally:
-            followers.discard(follower)
-            if not followers:
-                self._followers.pop(job_id, None)
+    def _notify(self, job_id: str) -> None:
+        for changed in self.followers.get(job_id, ()):
+            changed.set()
 
     async def _poll(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_S)
-            if not self._followers:
+            if not self.followers:
                 return
             try:
-                await self._wake_changed(list(self._followers))
+                await self._wake_changed(list(self.followers))
             except Exception:
                 logger.exception("polling the database for job events failed; retrying")
 
@@ -105,8 +88,8 @@ class JobFeed:
             chunk = ids[start : start + _PAGE]
             counts = await self._store.num_events(chunk)
             for job_id in chunk:
-                for follower in self._followers.get(job_id, ()):
-                    # Followers compare their own counts: one may have read events that another has not. A
-                    # follower whose job was removed is woken to end. One in its first read needs no waking.
-                    if follower.num_events not in {_UNREAD, counts.get(job_id, _GONE)}:
-                        follower.changed.set()
+                for changed, num_events in self.followers.get(job_id, {}).items():
+                    # One follower may know of events that another has not read. One whose job was removed is
+                    # woken to end; one in its first read needs no waking.
+                    if num_events not in {_UNREAD, counts.get(job_id, _GONE)}:
+                        changed.set()

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus
-from app.services.jobs.slots import JobSlot
-from app.storage.jobs.files import JobFiles, ResultFile
-from app.storage.jobs.leases import JobEnd, JobLeases, LeaseLostError, kind_of
-from app.storage.jobs.states import now, size_of
-from app.storage.quotas import DiskQuota, Holder
+from app.storage.jobs.files import ResultFile
+from app.storage.jobs.states import JobEnd, now, size_of
+from app.storage.jobs.store import JobStore, LeaseLostError
+from app.storage.quotas import DiskQuota
 from app.storage.tables import JobRow
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 
@@ -26,58 +25,19 @@ _MAX_CHARS: Final = 16 * 2**20
 _NOT_KEPT: Final = "… (what the block prints from here on is not kept{why})"
 
 
-class JobPrints:
-    def __init__(self, space: DiskQuota, holder: Holder) -> None:
+class RunEvents:
+    """The events of one run, written in order; those that arrive during a write go into the next batch."""
+
+    def __init__(self, job: JobRow, store: JobStore, space: DiskQuota) -> None:
+        self._job = job
+        self._store = store
         self._space = space
-        self._holder = holder
-        self._num_lines = 0
-        self._num_chars = 0
-        self._num_taken = 0
-        self._is_full = False
-
-    def admit(self, event: JobEvent) -> bool:
-        """Return whether a printed line is written; the first line beyond a limit becomes a notice."""
-        if self._is_full:
-            return False
-        self._num_lines += 1
-        self._num_chars += len(event.message or "")
-        if self._num_lines > _MAX_LINES or self._num_chars > _MAX_CHARS:
-            self._end_with(event)
-            return True
-        num_bytes = size_of([event])
-        try:
-            self._space.take(num_bytes, self._holder)
-        except ApiError as error:
-            self._end_with(event, f": {error.message}")
-        else:
-            self._num_taken += num_bytes
-        return True
-
-    def _end_with(self, event: JobEvent, why: str = "") -> None:
-        self._is_full = True
-        event.message = _NOT_KEPT.format(why=why)
-
-    def written(self, events: Sequence[JobEvent]) -> None:
-        num_bytes = size_of(events)
-        self._give_up(min(num_bytes, self._num_taken))
-        self._space.add(num_bytes, self._holder)
-
-    def close(self) -> None:
-        """Release the reservation of lines that were not written; idempotent."""
-        self._give_up(self._num_taken)
-
-    def _give_up(self, num_bytes: int) -> None:
-        self._num_taken -= num_bytes
-        self._space.give_up(num_bytes, self._holder)
-
-
-class EventWriter:
-    """Writes the events of one run in order; those that arrive during a write go into the next batch."""
-
-    def __init__(self, write: Callable[[list[JobEvent]], Awaitable[None]]) -> None:
-        self._write = write
         self._pending: list[JobEvent] = []
         self._writing: asyncio.Task[None] | None = None
+        self._num_lines = 0
+        self._num_chars = 0
+        self._num_reserved = 0
+        self._is_full = False
 
     async def add(self, event: JobEvent) -> None:
         """Queue an event; waits only while the backlog is long. Raises LeaseLostError.
@@ -89,6 +49,27 @@ class EventWriter:
             await asyncio.wait([writing])
         if writing.done() and isinstance(writing.exception(), LeaseLostError):
             writing.result()
+
+    async def add_line(self, event: JobEvent) -> None:
+        """Add a printed line; the first one beyond a limit becomes a notice, and further ones are dropped."""
+        if self._is_full:
+            return
+        self._num_lines += 1
+        self._num_chars += len(event.message or "")
+        why = ""
+        if self._num_lines > _MAX_LINES or self._num_chars > _MAX_CHARS:
+            self._is_full = True
+        else:
+            num_bytes = size_of([event])
+            try:
+                self._space.take(num_bytes, self._job.holder)
+            except ApiError as error:
+                self._is_full, why = True, f": {error.message}"
+            else:
+                self._num_reserved += num_bytes
+        if self._is_full:
+            event.message = _NOT_KEPT.format(why=why)
+        await self.add(event)
 
     def put(self, event: JobEvent) -> asyncio.Task[None]:
         self._pending.append(event)
@@ -104,9 +85,24 @@ class EventWriter:
             await writing
         await self._drain()
 
+    def count(self, events: Sequence[JobEvent]) -> None:
+        """Count events that are written."""
+        num_bytes = size_of(events)
+        self._give_up(min(num_bytes, self._num_reserved))
+        self._space.add(num_bytes, self._job.holder)
+
+    def close(self) -> None:
+        """Release the space that is reserved for lines that were not written; idempotent."""
+        self._give_up(self._num_reserved)
+
+    def _give_up(self, num_bytes: int) -> None:
+        self._num_reserved -= num_bytes
+        self._space.give_up(num_bytes, self._job.holder)
+
     async def _drain(self) -> None:
         while batch := self._pending[:]:
-            await self._write(batch)
+            await self._store.append_events(self._job, batch)
+            self.count(batch)
             # Deleted only after the write: events that could not be written stay pending.
             del self._pending[: len(batch)]
 
@@ -118,22 +114,12 @@ _BUSY: Final = "The engine's own queue is full; the job waits until it has room.
 
 
 class RunOutput:
-    def __init__(
-        self,
-        job: JobRow,
-        slot: JobSlot,
-        *,
-        files: JobFiles,
-        leases: JobLeases,
-        notify_followers: Callable[[str], None],
-    ) -> None:
-        self.result: ResultFile = files.new_result(job.id, job.attempt, job.holder)
-        self._job = job
-        self._slot = slot
-        self._leases = leases
-        self._notify_followers = notify_followers
-        self._events = EventWriter(self._append_events)
-        self._prints = JobPrints(files.space, job.holder)
+    """``accepted`` is called when the engine has accepted the trace."""
+
+    def __init__(self, events: RunEvents, result: ResultFile, accepted: Callable[[], None]) -> None:
+        self._events = events
+        self._result = result
+        self._accepted = accepted
         self._dispatched: JobEvent | None = None
         self._was_busy = False
         self._has_result = False
@@ -148,8 +134,8 @@ class RunOutput:
                 JobStatus.ERROR, "The engine ended the trace without a result.", ErrorCode.INTERNAL
             )
         if failure is None:
-            return JobEnd(JobStatus.COMPLETED, result_bytes=self.result.num_bytes)
-        return JobEnd(failure.status, failure.message, failure.code, self.result.num_bytes)
+            return JobEnd(JobStatus.COMPLETED, result_bytes=self._result.num_bytes)
+        return JobEnd(failure.status, failure.message, failure.code, self._result.num_bytes)
 
     async def take_all(self, frames: AsyncGenerator[Frame, None]) -> None:
         """Raise ApiError if the engine does not take the trace or has failed, LeaseLostError."""
@@ -168,37 +154,26 @@ class RunOutput:
         finally:
             timer.cancel()
 
-    async def wait_for_engine(self, delay_s: float) -> None:
-        """Give up the slot for a while, since the engine's queue is full, and report it if that is news."""
+    def tell_busy(self) -> None:
+        """Report that the engine's queue is full, if that is news."""
         if not self._was_busy or self._dispatched is None:
             self._events.put(now(JobStatus.QUEUED, _BUSY))
         self._was_busy = True
-        await self._slot.wait(kind_of(self._job), delay_s)
-
-    async def settle(self) -> None:
-        await self._events.settle()
-
-    def count_end(self, event: JobEvent) -> None:
-        self._prints.written([event])
-
-    def close(self) -> None:
-        """Release the space that was reserved for events; idempotent."""
-        self._prints.close()
 
     def _report_dispatched(self) -> None:
         event, self._dispatched = self._dispatched, None
         if event is not None:
             self._events.put(event)
-            self._slot.accepted()
+            self._accepted()
 
     async def _take(self, frame: Frame) -> None:
         match frame.kind:
             case FrameKind.EVENT:
                 await self._take_event(JobEvent.model_validate_json(bytes(frame.data)))
             case FrameKind.OUTPUTS:
-                await self.result.write(frame)
+                await self._result.write(frame)
             case FrameKind.RESULT:
-                await self.result.write(frame)
+                await self._result.write(frame)
                 self._has_result = True
             case _:
                 pass  # only for a client that follows the trace as it runs
@@ -209,15 +184,9 @@ class RunOutput:
             # A block's exception: the result that contains it follows, and the job ends only then.
             self._failure = JobEnd(JobStatus.ERROR, event.message, ErrorCode.BLOCK_FAILED)
         elif event.status is JobStatus.LOG:
-            if self._prints.admit(event):
-                await self._events.add(event)
+            await self._events.add_line(event)
         elif not event.status.is_final and event.status is not JobStatus.RECEIVED:
             await self._events.add(event)
-
-    async def _append_events(self, events: list[JobEvent]) -> None:
-        await self._leases.append_events(self._job, events)
-        self._prints.written(events)
-        self._notify_followers(self._job.id)
 
 
 def _failure_of(body: Any) -> JobEnd:

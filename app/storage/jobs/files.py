@@ -19,13 +19,23 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from api_schemas.errors import ErrorCode
-from app.storage.open_files import OpenFiles, OpenResult, ProcessFolder, append, claim_folder, in_pieces
-from app.storage.quotas import NO_HOLDER, DiskQuota, Holder, on_disk, sync_folder
+from app.storage.jobs.store import NewJob
+from app.storage.open_files import (
+    OpenFiles,
+    OpenResult,
+    ProcessFolder,
+    append,
+    claim_folder,
+    in_pieces,
+    new_folder_name,
+)
+from app.storage.quotas import DiskQuota, Holder, on_disk, sync_folder
+from app.storage.tables import JOB_BYTES, JobRow
 from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import TraceRequest
 
@@ -107,8 +117,6 @@ class ResultFile:
                 logger.warning("an incomplete result could not be removed: %s", self._path, exc_info=True)
 
 
-JOB_BYTES: Final = 8 * 1024
-"""The space of a job beside its files and events: a folder, disk blocks, rows."""
 _REQUEST: Final = "request"
 _A_REQUEST: Final = "The request"
 ORPHAN_S: Final = 3600.0
@@ -129,18 +137,21 @@ class JobUpload:
 
 
 class JobFiles:
+    """``process`` is the name of this process, unique for ever, and of its folder."""
+
     def __init__(self, directory: Path, space: DiskQuota) -> None:
         self.space = space
+        self.process = new_folder_name()
         self._directory = directory
         self._own: ProcessFolder | None = None
         self._open = OpenFiles()
 
-    async def start(self) -> ProcessFolder:
-        """Create and return this process's folder, which lists the processes that have died."""
+    async def start(self) -> frozenset[str]:
+        """Create this process's folder, and return the names of the processes that have died."""
         jobs = self._directory / "jobs"
         await asyncio.to_thread(jobs.mkdir, mode=0o700, parents=True, exist_ok=True)
-        self._own = await asyncio.to_thread(claim_folder, self._directory / "servers")
-        return self._own
+        self._own = await asyncio.to_thread(claim_folder, self._directory / "servers", self.process)
+        return self._own.dead
 
     async def close(self) -> None:
         own, self._own = self._own, None
@@ -148,9 +159,7 @@ class JobFiles:
             await asyncio.to_thread(own.release)
 
     @contextlib.asynccontextmanager
-    async def received(
-        self, chunks: AsyncIterator[bytes], holder: Holder = NO_HOLDER
-    ) -> AsyncIterator[JobUpload]:
+    async def received(self, chunks: AsyncIterator[bytes], holder: Holder) -> AsyncIterator[JobUpload]:
         """Receive a request's bytes; the file is removed at the end unless it was adopted.
 
         The errors are ``job_store_full``, ``stored_bytes_full``, or ``internal_error`` for a failed disk.
@@ -201,34 +210,36 @@ class JobFiles:
         """Read a job's request, with views of the memory-mapped file; FileNotFoundError, DecodeError."""
         return await asyncio.to_thread(_mapped, self._folder(job_id) / _REQUEST)
 
-    def new_result(self, job_id: str, attempt: int, holder: Holder = NO_HOLDER) -> ResultFile:
-        return ResultFile(self._result(job_id, attempt), self.space, holder)
+    def new_result(self, job: JobRow) -> ResultFile:
+        return ResultFile(self._result(job.id, job.attempt), self.space, job.holder)
 
-    async def result(
-        self, job_id: str, attempt: int, num_bytes: int, holder: Holder = NO_HOLDER
-    ) -> OpenResult:
+    async def result(self, job: JobRow) -> OpenResult:
         """Open a result; its bytes stay counted until it is closed, even if its job is removed meanwhile."""
-        reading = self._open.begin((job_id, attempt), holder, num_bytes)
+        reading = self._open.begin((job.id, job.attempt), job.holder, job.result_bytes or 0)
         try:
-            return OpenResult(await asyncio.to_thread(self._result(job_id, attempt).open, "rb"), reading)
+            path = self._result(job.id, job.attempt)
+            return OpenResult(await asyncio.to_thread(path.open, "rb"), reading)
         except BaseException:
             reading.close()
             raise
 
-    async def remove_results(self, attempts: Iterable[tuple[str, int]]) -> None:
-        """Remove result files, if any: pairs of a job's id and an attempt's number."""
-        removed = list(attempts)
-        self._hold(lambda job_id, attempt: (job_id, attempt) in removed)
-        await asyncio.to_thread(self._remove_results, removed)
+    async def remove_results(self, jobs: Collection[JobRow]) -> None:
+        """Remove the result files, if any, of the attempts of jobs."""
+        for job in jobs:
+            self._hold(job.id, job.attempt)
+            await asyncio.to_thread(self._result(job.id, job.attempt).unlink, missing_ok=True)
 
-    async def remove(self, ids: Iterable[str]) -> None:
-        removed = list(ids)
-        self._hold(lambda job_id, _: job_id in removed)
-        await asyncio.to_thread(self._remove_folders, removed)
+    async def remove(self, jobs: Collection[JobRow | NewJob]) -> None:
+        """Remove jobs' folders, and uncount their bytes."""
+        for job in jobs:
+            self._hold(job.id)
+            await asyncio.to_thread(shutil.rmtree, self._folder(job.id), ignore_errors=True)
+            self.space.free(job.num_bytes, job.holder)
 
-    def _hold(self, is_removed: Callable[[str, int], bool]) -> None:
+    def _hold(self, job_id: str, attempt: int | None = None) -> None:
+        """Count the bytes of removed files until they are closed."""
         for reading in self._open.all():
-            if is_removed(*reading.key):
+            if reading.key[0] == job_id and attempt in {None, reading.key[1]}:
                 self.space.hold(reading.num_bytes, reading.holder)
                 let_go = functools.partial(self.space.hold, -reading.num_bytes, reading.holder)
                 self._open.when_closed(reading.key, let_go)
@@ -241,14 +252,6 @@ class JobFiles:
 
     def _result(self, job_id: str, attempt: int) -> Path:
         return self._folder(job_id) / f"result.{attempt}"
-
-    def _remove_results(self, attempts: list[tuple[str, int]]) -> None:
-        for job_id, attempt in attempts:
-            self._result(job_id, attempt).unlink(missing_ok=True)
-
-    def _remove_folders(self, ids: list[str]) -> None:
-        for job_id in ids:
-            shutil.rmtree(self._folder(job_id), ignore_errors=True)
 
     def _remove_orphans(self, known: frozenset[str]) -> None:
         for folder in (self._directory / "jobs").iterdir():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, insert, select, update
+from sqlalchemy import ColumnElement, case, insert, update
 from sqlalchemy.orm import Session
 
 from api_schemas.errors import ErrorCode, printable
@@ -16,10 +17,21 @@ from app.storage.tables import EventRow, JobRow
 EVENT_BYTES: Final = 128
 """The size of an event in the database, beside its message."""
 
-CANCELLED_MESSAGE: Final = "The job was cancelled."
 FINAL: Final = [status.value for status in JobStatus if status.is_final]
 MAX_MESSAGE_CHARS: Final = 64 * 1024
 _CUT: Final = "… (cut)"
+_AT_ONCE: Final = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobEnd:
+    status: JobStatus
+    message: str | None = None
+    code: ErrorCode | str | None = None
+    result_bytes: int | None = None
+
+
+CANCELLED: Final = JobEnd(JobStatus.CANCELLED, "The job was cancelled.", ErrorCode.JOB_CANCELLED)
 
 
 def change(
@@ -49,6 +61,28 @@ def change(
     return True
 
 
+def finish(
+    session: Session, number: int, *conditions: ColumnElement[bool], end: JobEnd, ttl_s: float, **values: Any
+) -> JobEvent | None:
+    """End a job, release its lease, and return the event; None if the job no longer meets the conditions."""
+    event = now(end.status, end.message)
+    is_changed = change(
+        session,
+        number,
+        *conditions,
+        events=[event],
+        finished_at=event.time,
+        expires_at=case((JobRow.removed.is_(True), _AT_ONCE), else_=event.time + ttl_s),
+        code=None if end.code is None else str(end.code),
+        message=storable(end.message),
+        result_bytes=end.result_bytes,
+        lease_by=None,
+        lease_until=None,
+        **values,
+    )
+    return event if is_changed else None
+
+
 def add_events(session: Session, number: int, num_before: int, events: Sequence[JobEvent]) -> None:
     """Insert events; ``num_before`` is the number of events that the job already has."""
     if events:
@@ -76,25 +110,6 @@ def size_of(events: Sequence[JobEvent]) -> int:
     )
 
 
-def ended(
-    status: JobStatus, ttl_s: float, *, code: ErrorCode | str | None = None, message: str | None = None
-) -> tuple[JobEvent, dict[str, Any]]:
-    event = now(status, message)
-    values: dict[str, Any] = {
-        "finished_at": event.time,
-        "expires_at": event.time + ttl_s,
-        "code": None if code is None else str(code),
-        "message": storable(message),
-        "lease_by": None,
-        "lease_until": None,
-    }
-    return event, values
-
-
-def cancelled(ttl_s: float) -> tuple[JobEvent, dict[str, Any]]:
-    return ended(JobStatus.CANCELLED, ttl_s, code=ErrorCode.JOB_CANCELLED, message=CANCELLED_MESSAGE)
-
-
 def now(status: JobStatus, message: str | None = None) -> JobEvent:
     return JobEvent(status=status, time=time.time(), message=message)
 
@@ -105,9 +120,3 @@ def storable(message: str | None) -> str | None:
         return None
     text = printable(message).replace("\0", "\\x00")
     return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - len(_CUT)] + _CUT
-
-
-def row_of(session: Session, job_id: str, owner: str) -> JobRow | None:
-    return session.scalar(
-        select(JobRow).where(JobRow.id == job_id, JobRow.owner == owner, JobRow.removed.is_(False))
-    )

@@ -1,11 +1,19 @@
-"""Jobs from the perspective of clients; accepted once per idempotency key, and stored before the response."""
+"""The table of jobs: accepted once per idempotency key, run by the one server that holds a job's lease.
+
+Every write of a run names its claim in the same statement: a server that was declared dead changes nothing.
+
+A lease has expired when an observer has not seen it renewed for ``LEASE_S`` seconds of its own monotonic
+clock. The clocks of machines differ and jump, and must neither end a job nor keep one from running.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Final
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
-from sqlalchemy import ColumnElement, delete, func, select
+from sqlalchemy import ColumnElement, and_, delete, func, not_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -13,86 +21,39 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
 from app.limits.allowances import Allowance
 from app.storage.database import Database
-from app.storage.jobs.files import JOB_BYTES
-from app.storage.jobs.states import FINAL, add_events, cancelled, change, now, row_of
+from app.storage.jobs.states import CANCELLED, FINAL, JobEnd, add_events, change, finish, now
 from app.storage.quotas import Holder
-from app.storage.tables import EventRow, JobRow
+from app.storage.tables import JOB_BYTES, EventRow, JobRow
+
+JobKind = tuple[str, str]
+"""The dialect and the kind of a job's request; jobs that share both run on one engine, in one queue."""
+
+LEASE_S: Final = 30.0
+"""The time in seconds after which a lease that was not renewed has expired."""
+
+MAX_INTERRUPTIONS: Final = 3
+"""A job interrupted this often by a server's death is not restarted automatically, because it may be the
+cause.
+"""
 
 _MAX_EXPIRED: Final = 200
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RemovedJobs:
-    """The ids of removed jobs, and for each its holder and its size in bytes."""
-
-    ids: list[str]
-    freed: list[tuple[Holder, int]]
-
-
-class JobRemoval:
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
-    async def remove_ended(self, job_id: str) -> RemovedJobs:
-        """Remove a job whose removal was requested while it ran, after its end."""
-
-        def write(session: Session) -> RemovedJobs:
-            wanted = select(JobRow).where(JobRow.id == job_id, JobRow.removed)
-            return removed(session, list(session.scalars(wanted)))
-
-        return await self._database.write(write)
-
-    async def remove_expired(self, now_s: float) -> RemovedJobs:
-        """Remove a bounded number of jobs that have expired, or whose removal is pending."""
-
-        def write(session: Session) -> RemovedJobs:
-            over = (JobRow.expires_at <= now_s) | JobRow.removed
-            wanted = select(JobRow).where(over, JobRow.status.in_(FINAL)).limit(_MAX_EXPIRED)
-            return removed(session, list(session.scalars(wanted)))
-
-        return await self._database.write(write)
-
-    async def known(self) -> set[str]:
-        return set(await self._database.read(lambda session: session.scalars(select(JobRow.id)).all()))
-
-    async def used_bytes(self) -> dict[Holder, int]:
-        of_files = JobRow.request_bytes + func.coalesce(JobRow.result_bytes, 0)
-        total = func.sum(of_files + JobRow.event_bytes + JOB_BYTES)
-        wanted = select(JobRow.owner, JobRow.key_id, total).group_by(JobRow.owner, JobRow.key_id)
-        rows = await self._database.read(lambda session: session.execute(wanted).all())
-        return {Holder(row[0], row[1]): int(row[2] or 0) for row in rows}
-
-
-def removed(session: Session, jobs: list[JobRow]) -> RemovedJobs:
-    """Delete those of the jobs that have ended, and return them."""
-    # The status is checked again: on a database with concurrent writers a job may have been requeued.
-    gone = session.execute(
-        delete(JobRow)
-        .where(JobRow.number.in_([job.number for job in jobs]), JobRow.status.in_(FINAL))
-        .returning(
-            JobRow.id,
-            JobRow.owner,
-            JobRow.key_id,
-            JobRow.request_bytes,
-            JobRow.result_bytes,
-            JobRow.event_bytes,
-        )
-        .execution_options(synchronize_session=False)
-    ).all()
-    freed = [
-        (
-            Holder(job.owner, job.key_id),
-            job.request_bytes + (job.result_bytes or 0) + job.event_bytes + JOB_BYTES,
-        )
-        for job in gone
-    ]
-    return RemovedJobs([job.id for job in gone], freed)
-
-
 _MAX_PAGE_CHARS: Final = 256 * 1024
 """The size of a page of events, which each follower holds in memory while its client reads."""
 _FETCHED: Final = 20
 _RERUNNABLE: Final = [JobStatus.ERROR.value, JobStatus.CANCELLED.value]
+_STOPPED: Final = "The server or its engine stopped; the job runs again when one serves its model."
+_DIED: Final = "The server died; the job runs again."
+_INTERRUPTED: Final = JobEnd(
+    JobStatus.ERROR,
+    "The server died while the job ran, and what its blocks had computed is lost. POST …/rerun runs it "
+    "again; a job submitted with ?rerun=true does so by itself, though not for ever.",
+    ErrorCode.INTERRUPTED,
+)
+_WAITS: Final = (JobRow.status == JobStatus.QUEUED.value, JobRow.lease_by.is_(None))
+_FREE: Final[dict[str, Any]] = {"lease_by": None, "lease_until": None, "started_at": None}
+
+Lease = tuple[str | None, float | None]
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,13 +73,9 @@ class NewJob:
     def holder(self) -> Holder:
         return Holder(self.owner, self.key_id)
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Accepted:
-    """A job accepted now or, if ``is_new`` is false, when its idempotency key was first sent."""
-
-    job: JobRow
-    is_new: bool
+    @property
+    def num_bytes(self) -> int:
+        return self.request_bytes + JOB_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,16 +87,36 @@ class EventPage:
     is_last: bool
 
 
-class JobStore:
-    """Nonexistent ids and those of other owners are indistinguishable; ``waiting`` limits jobs per model."""
+class LeaseLostError(Exception):
+    pass
 
-    def __init__(self, database: Database, *, waiting: Allowance, ttl_s: float) -> None:
+
+class JobStore:
+    """Nonexistent ids and those of other owners are indistinguishable; ``waiting`` limits jobs per model.
+
+    ``server`` is the unique name of this process, which claims jobs. Writes of a run raise LeaseLostError
+    once its lease is lost. ``on_change`` is called with a job's id after its state or events have changed.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        server: str,
+        *,
+        waiting: Allowance,
+        ttl_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.on_change: Callable[[str], None] = lambda _: None
         self._database = database
+        self._server = server
         self._waiting = waiting
         self._ttl_s = ttl_s
+        self._clock = clock
+        self._seen: dict[int, tuple[Lease, float]] = {}
 
-    async def accept(self, new: NewJob) -> Accepted:
-        """Insert a job as ``QUEUED``, or return the job that was sent with its idempotency key before.
+    async def accept(self, new: NewJob) -> tuple[JobRow, bool]:
+        """Insert a job as ``QUEUED``, or return the one that was sent with its idempotency key before, False.
 
         The errors are ``queue_full`` and ``idempotency_conflict``: the key was used for another request.
         """
@@ -154,10 +131,7 @@ class JobStore:
         await self._database.read(lambda session: self._check_room(session, model, owner))
 
     async def get(self, job_id: str, owner: str) -> JobRow:
-        row = await self._database.read(lambda session: row_of(session, job_id, owner))
-        if row is None:
-            raise not_found(job_id)
-        return row
+        return await self._database.read(lambda session: _existing(session, job_id, owner))
 
     async def page(
         self, owner: str, *, status: JobStatus | None, after: str | None, limit: int
@@ -169,10 +143,7 @@ class JobStore:
             if status is not None:
                 wanted.append(JobRow.status == status.value)
             if after is not None:
-                last = row_of(session, after, owner)
-                if last is None:
-                    raise not_found(after, "after")
-                wanted.append(JobRow.number < last.number)
+                wanted.append(JobRow.number < _existing(session, after, owner, "after").number)
             newest_first = select(JobRow).where(*wanted).order_by(JobRow.number.desc())
             return list(session.scalars(newest_first.limit(limit + 1)))
 
@@ -184,9 +155,7 @@ class JobStore:
 
         def read(session: Session) -> EventPage:
             # The job is read before its events, so that all events it counts can be read.
-            job = row_of(session, job_id, owner)
-            if job is None:
-                raise not_found(job_id)
+            job = _existing(session, job_id, owner)
             rows = session.scalars(
                 select(EventRow)
                 .where(EventRow.job_number == job.number, EventRow.seq > after)
@@ -217,30 +186,36 @@ class JobStore:
         def write(session: Session) -> JobRow:
             job = _existing(session, job_id, owner)
             self._cancel(session, job)
-            return _fresh(session, job)
+            session.refresh(job)
+            return job
 
-        return await self._database.write(write)
+        return await self._write(job_id, write)
 
-    async def remove(self, job_id: str, owner: str) -> RemovedJobs:
-        """Cancel and remove a job; a running one is hidden at once, and is removed after its end."""
+    async def remove(self, job_id: str, owner: str) -> list[JobRow]:
+        """Cancel a job and return it if it is removed now; a running one is hidden until it ends."""
 
-        def write(session: Session) -> RemovedJobs:
+        def write(session: Session) -> list[JobRow]:
             job = _existing(session, job_id, owner)
             self._cancel(session, job)
             # Its idempotency key may be used again.
             change(session, job.number, events=[], removed=True, idempotency_key=None)
-            return removed(session, [_fresh(session, job)])
+            return _deleted(session, JobRow.number == job.number)
 
-        return await self._database.write(write)
+        return await self._write(job_id, write)
 
-    async def rerun(
-        self, job_id: str, holder: Holder, traceparent: str = ""
-    ) -> tuple[JobRow, tuple[Holder, int]]:
+    async def remove_expired(self, now_s: float, job_id: str = "") -> list[JobRow]:
+        """Remove a bounded number of jobs that have expired, or one if it has, and return them."""
+        wanted = JobRow.expires_at <= now_s
+        if job_id:
+            wanted &= JobRow.id == job_id
+        return await self._database.write(lambda session: _deleted(session, wanted))
+
+    async def rerun(self, job_id: str, holder: Holder, traceparent: str = "") -> tuple[JobRow, Holder, int]:
         """Requeue a failed or cancelled job; also return the holder and the size of its dropped result."""
 
-        def write(session: Session) -> tuple[JobRow, tuple[Holder, int]]:
+        def write(session: Session) -> tuple[JobRow, Holder, int]:
             job = _existing(session, job_id, holder.tenant)
-            key_id = job.key_id
+            before, num_bytes = job.holder, job.result_bytes or 0
             if job.status not in _RERUNNABLE:
                 raise _not_rerunnable(job)
             self._check_room(session, job.model, holder.tenant)
@@ -260,12 +235,22 @@ class JobStore:
                 traceparent=traceparent,
                 **nothing,
             )
+            session.refresh(job)
             if not is_ours:  # a concurrent request was first, on a database with concurrent writers
-                raise _not_rerunnable(_fresh(session, job))
-            freed = (Holder(job.owner, key_id), job.result_bytes or 0)
-            return _fresh(session, job), freed
+                raise _not_rerunnable(job)
+            return job, before, num_bytes
 
-        return await self._database.write(write)
+        return await self._write(job_id, write)
+
+    async def known(self) -> set[str]:
+        return set(await self._database.read(lambda session: session.scalars(select(JobRow.id)).all()))
+
+    async def used_bytes(self) -> dict[Holder, int]:
+        of_files = JobRow.request_bytes + func.coalesce(JobRow.result_bytes, 0)
+        total = func.sum(of_files + JobRow.event_bytes + JOB_BYTES)
+        wanted = select(JobRow.owner, JobRow.key_id, total).group_by(JobRow.owner, JobRow.key_id)
+        rows = await self._database.read(lambda session: session.execute(wanted).all())
+        return {Holder(row[0], row[1]): int(row[2] or 0) for row in rows}
 
     async def num_waiting(self, model: str, owner: str | None = None) -> int:
         return await self._database.read(lambda session: _num_waiting(session, model, owner))
@@ -278,20 +263,154 @@ class JobStore:
             counts = session.execute(
                 select(JobRow.status, func.count()).where(*wanted).group_by(JobRow.status)
             )
-            oldest = select(func.min(JobRow.queued_at)).where(
-                *wanted, JobRow.status == JobStatus.QUEUED.value, JobRow.lease_by.is_(None)
-            )
+            oldest = select(func.min(JobRow.queued_at)).where(*wanted, *_WAITS)
             return {row[0]: row[1] for row in counts}, session.scalar(oldest)
 
         return await self._database.read(read)
 
-    def _accept(self, session: Session, new: NewJob) -> Accepted:
+    async def claim(
+        self,
+        model: str,
+        served_at: Mapping[str, float],
+        *,
+        without: Collection[JobKind] = (),
+        without_keys: Collection[str] = (),
+        without_owners: Collection[str] = (),
+    ) -> JobRow | None:
+        """Claim the next job of a model, or return None if none is waiting.
+
+        The owner with the fewest running jobs is next, then the one served longest ago (``served_at``).
+        """
+
+        def write(session: Session) -> JobRow | None:
+            waits = (
+                *_WAITS,
+                JobRow.model == model,
+                *(not_(_is_of(kind)) for kind in without),
+                JobRow.key_id.not_in(without_keys),
+                JobRow.owner.not_in(without_owners),
+            )
+            oldest = _by_owner(session, func.min(JobRow.queued_at), *waits)
+            if not oldest:
+                return None
+            running = _by_owner(session, func.count(), JobRow.lease_by.is_not(None), JobRow.model == model)
+            owner = min(
+                oldest, key=lambda name: (running.get(name, 0), served_at.get(name, 0.0), oldest[name])
+            )
+            # Where the database allows concurrent writers, another server may claim at the same time: each
+            # skips the row that the other has locked.
+            job = session.scalar(
+                select(JobRow)
+                .where(*waits, JobRow.owner == owner)
+                .order_by(JobRow.queued_at, JobRow.number)
+                .limit(1)
+                .with_for_update(skip_locked=True)
+            )
+            lease = {"lease_by": self._server, "lease_until": time.time() + LEASE_S}
+            if job is None or not change(
+                session, job.number, *waits, events=[], attempt=JobRow.attempt + 1, **lease
+            ):
+                return None
+            session.refresh(job)
+            return job
+
+        return await self._database.write(write)
+
+    async def append_events(self, job: JobRow, events: Sequence[JobEvent]) -> None:
+        values: dict[str, object] = {}
+        for event in events:
+            if event.engine is not None:
+                values["engine"] = event.engine
+            if event.status is JobStatus.RUNNING and job.started_at is None:
+                values["started_at"] = job.started_at = event.time
+
+        def write(session: Session) -> None:
+            if not change(session, job.number, *_claimed_as(job), events=events, **values):
+                raise LeaseLostError(job.id)
+
+        await self._write(job.id, write)
+
+    async def end(self, job: JobRow, end: JobEnd) -> JobEvent:
+        def write(session: Session) -> JobEvent:
+            event = self._finish(session, job, *_claimed_as(job), end=end)
+            if event is None:
+                raise LeaseLostError(job.id)
+            return event
+
+        return await self._write(job.id, write)
+
+    async def requeue(self, job: JobRow, *, has_begun: bool, was_interrupted: bool = False) -> None:
+        """Give a job back, or cancel it if that was requested meanwhile.
+
+        For one that has not begun, the attempt does not count. ``was_interrupted`` counts an interruption,
+        because the job may be its cause.
+        """
+        events = [now(JobStatus.QUEUED, _STOPPED)] if has_begun else []
+        counts = {
+            "attempt": JobRow.attempt - int(not has_begun),
+            "num_interruptions": JobRow.num_interruptions + int(was_interrupted),
+        }
+
+        def write(session: Session) -> None:
+            if not self._requeue(session, job, *_claimed_as(job), events=events, **counts):
+                raise LeaseLostError(job.id)
+
+        await self._write(job.id, write)
+
+    async def renew(self, ids: Collection[str]) -> None:
+        renewed = (
+            update(JobRow)
+            .where(JobRow.id.in_(ids), JobRow.lease_by == self._server)
+            .values(lease_until=time.time() + LEASE_S)
+        )
+        await self._database.write(lambda session: session.execute(renewed))
+
+    async def held_jobs(self, ids: Collection[str]) -> dict[str, bool]:
+        """Return the jobs whose lease is still held, each with whether its cancellation is requested."""
+        mine = select(JobRow.id, JobRow.cancel_requested).where(
+            JobRow.id.in_(ids), JobRow.lease_by == self._server
+        )
+        rows = await self._database.read(lambda session: session.execute(mine).all())
+        return {row.id: row.cancel_requested for row in rows}
+
+    async def recover(self, *, dead: Collection[str] = (), own: Collection[str] = ()) -> list[JobRow]:
+        """Requeue or end the jobs of dead servers; return those whose partial results are to be removed.
+
+        Args:
+            dead: Processes known to be dead, whatever the state of their leases.
+            own: Jobs that this process runs; its other leases are left over from a fault.
+        """
+        held = select(JobRow.number, JobRow.lease_by, JobRow.lease_until).where(
+            JobRow.lease_by.is_not(None), JobRow.id.not_in(own)
+        )
+        # Usually no lease has expired, and checking does not write.
+        rows = await self._database.read(lambda session: session.execute(held).all())
+        lost = self._expired({row.number: (row.lease_by, row.lease_until) for row in rows}, dead)
+        if not lost:
+            return []
+
+        def write(session: Session) -> list[JobRow]:
+            jobs = session.scalars(select(JobRow).where(JobRow.number.in_(lost)).with_for_update()).all()
+            return [job for job in jobs if self._recover(session, job, lost[job.number])]
+
+        jobs = await self._database.write(write)
+        for job in jobs:
+            self.on_change(job.id)
+        return jobs
+
+    async def _write(self, job_id: str, work: Callable[[Session], T]) -> T:
+        done = await self._database.write(work)
+        self.on_change(job_id)
+        return done
+
+    def _accept(self, session: Session, new: NewJob) -> tuple[JobRow, bool]:
         if new.idempotency_key is not None:
             before = session.scalar(
                 select(JobRow).where(JobRow.owner == new.owner, JobRow.idempotency_key == new.idempotency_key)
             )
             if before is not None:
-                return _same(before, new)
+                _check_same(before, new)
+                return before, False
         self._check_room(session, new.model, new.owner)
         events = [now(JobStatus.RECEIVED), now(JobStatus.QUEUED)]
         job = JobRow(
@@ -313,7 +432,7 @@ class JobStore:
         session.add(job)
         session.flush()
         add_events(session, job.number, 0, events)
-        return Accepted(job, is_new=True)
+        return job, True
 
     def _check_room(self, session: Session, model: str, owner: str) -> None:
         if owner:
@@ -324,24 +443,103 @@ class JobStore:
         # The request is recorded first: on a database with concurrent writers that locks the row, so that the
         # job is not requeued in between, without being cancelled.
         if change(session, job.number, JobRow.status.not_in(FINAL), events=[], cancel_requested=True):
-            event, values = cancelled(self._ttl_s)
-            change(session, job.number, JobRow.lease_by.is_(None), events=[event], **values)
+            self._finish(session, job, JobRow.lease_by.is_(None), end=CANCELLED)
+
+    def _finish(
+        self, session: Session, job: JobRow, *conditions: ColumnElement[bool], end: JobEnd, **values: Any
+    ) -> JobEvent | None:
+        return finish(session, job.number, *conditions, end=end, ttl_s=self._ttl_s, **values)
+
+    def _requeue(
+        self,
+        session: Session,
+        job: JobRow,
+        *conditions: ColumnElement[bool],
+        events: Sequence[JobEvent],
+        **values: Any,
+    ) -> bool:
+        """Release a lease and requeue, or cancel if that was requested; return whether the lease was held."""
+        not_cancelled = JobRow.cancel_requested.is_(False)
+        if change(session, job.number, *conditions, not_cancelled, events=events, **_FREE, **values):
+            return True
+        return self._finish(session, job, *conditions, end=CANCELLED) is not None
+
+    def _recover(self, session: Session, job: JobRow, lease: Lease) -> bool:
+        same = (JobRow.lease_by == lease[0], JobRow.lease_until == lease[1])
+        if lease[0] == self._server and job.status == JobStatus.QUEUED:
+            # Claimed here, where it neither runs nor ever began: what followed the claim failed.
+            return self._requeue(session, job, *same, events=[])
+        num = job.num_interruptions + 1
+        may_run = num < MAX_INTERRUPTIONS and (job.reruns or job.status != JobStatus.RUNNING)
+        if may_run or job.cancel_requested:
+            died = now(JobStatus.QUEUED, _DIED)
+            return self._requeue(session, job, *same, events=[died], num_interruptions=num)
+        return self._finish(session, job, *same, end=_INTERRUPTED, num_interruptions=num) is not None
+
+    def _expired(self, held: Mapping[int, Lease], dead: Collection[str]) -> dict[int, Lease]:
+        moment, before = self._clock(), self._seen
+        self._seen = {
+            number: before[number] if number in before and before[number][0] == lease else (lease, moment)
+            for number, lease in held.items()
+        }
+        return {
+            number: lease
+            for number, (lease, since) in self._seen.items()
+            if lease[0] in dead or moment - since > LEASE_S
+        }
 
 
-def not_found(job_id: str, param: str | None = None) -> ApiError:
-    return ApiError(
-        ErrorCode.JOB_NOT_FOUND,
-        f"No job has the id {job_id[:100]!r}; jobs go some time after their end, see 'expires_at'.",
-        param,
+def kind_of(job: JobRow) -> JobKind:
+    return job.head["dialect"], job.head["kind"]
+
+
+def _is_of(kind: JobKind) -> ColumnElement[bool]:
+    dialect, name = kind
+    return and_(JobRow.head["dialect"].as_string() == dialect, JobRow.head["kind"].as_string() == name)
+
+
+def _claimed_as(job: JobRow) -> tuple[ColumnElement[bool], ...]:
+    return JobRow.lease_by == job.lease_by, JobRow.attempt == job.attempt
+
+
+def _by_owner(
+    session: Session, value: ColumnElement[Any], *conditions: ColumnElement[bool]
+) -> dict[str, float]:
+    rows = session.execute(select(JobRow.owner, value).where(*conditions).group_by(JobRow.owner))
+    return {row[0]: row[1] for row in rows}
+
+
+def _num_waiting(session: Session, model: str, owner: str | None = None) -> int:
+    waiting = select(func.count()).where(*_WAITS, JobRow.model == model)
+    if owner is not None:
+        waiting = waiting.where(JobRow.owner == owner)
+    return session.scalar(waiting) or 0
+
+
+def _existing(session: Session, job_id: str, owner: str, param: str | None = None) -> JobRow:
+    job = session.scalar(
+        select(JobRow).where(JobRow.id == job_id, JobRow.owner == owner, JobRow.removed.is_(False))
     )
+    if job is None:
+        raise ApiError(
+            ErrorCode.JOB_NOT_FOUND,
+            f"No job has the id {job_id[:100]!r}; jobs go some time after their end, see 'expires_at'.",
+            param,
+        )
+    return job
 
 
-def _not_rerunnable(job: JobRow) -> ApiError:
-    return ApiError(
-        ErrorCode.JOB_NOT_RERUNNABLE,
-        f"Only jobs that failed or were cancelled run again, and this one is {job.status}; "
-        "send the trace as a new job.",
+def _deleted(session: Session, wanted: ColumnElement[bool]) -> list[JobRow]:
+    """Delete those of the jobs that have ended, with their events, and return them."""
+    # Locked and read anew: on a database with concurrent writers a job may have been requeued.
+    ended = select(JobRow).where(wanted, JobRow.status.in_(FINAL)).limit(_MAX_EXPIRED)
+    jobs = session.scalars(ended.with_for_update().execution_options(populate_existing=True)).all()
+    session.execute(
+        delete(JobRow)
+        .where(JobRow.number.in_([job.number for job in jobs]))
+        .execution_options(synchronize_session=False)
     )
+    return list(jobs)
 
 
 def _event_from_row(row: EventRow, job_id: str) -> JobEvent:
@@ -355,32 +553,18 @@ def _event_from_row(row: EventRow, job_id: str) -> JobEvent:
     )
 
 
-def _num_waiting(session: Session, model: str, owner: str | None = None) -> int:
-    waiting = select(func.count()).where(
-        JobRow.status == JobStatus.QUEUED.value, JobRow.model == model, JobRow.lease_by.is_(None)
+def _not_rerunnable(job: JobRow) -> ApiError:
+    return ApiError(
+        ErrorCode.JOB_NOT_RERUNNABLE,
+        f"Only jobs that failed or were cancelled run again, and this one is {job.status}; "
+        "send the trace as a new job.",
     )
-    if owner is not None:
-        waiting = waiting.where(JobRow.owner == owner)
-    return session.scalar(waiting) or 0
 
 
-def _existing(session: Session, job_id: str, owner: str) -> JobRow:
-    job = row_of(session, job_id, owner)
-    if job is None:
-        raise not_found(job_id)
-    return job
-
-
-def _fresh(session: Session, job: JobRow) -> JobRow:
-    session.refresh(job)
-    return job
-
-
-def _same(before: JobRow, new: NewJob) -> Accepted:
-    if before.digest == new.digest:
-        return Accepted(before, is_new=False)
-    raise ApiError(
-        ErrorCode.IDEMPOTENCY_CONFLICT,
-        f"The key {new.idempotency_key!r} was sent with another trace before; a key names one request.",
-        "Idempotency-Key",
-    )
+def _check_same(before: JobRow, new: NewJob) -> None:
+    if before.digest != new.digest:
+        raise ApiError(
+            ErrorCode.IDEMPOTENCY_CONFLICT,
+            f"The key {new.idempotency_key!r} was sent with another trace before; a key names one request.",
+            "Idempotency-Key",
+        )

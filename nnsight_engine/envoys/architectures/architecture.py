@@ -212,7 +212,9 @@ def architecture_of(module: torch.nn.Module) -> Architecture | None:
             for layer, own in zip(layers, leaves, strict=True)
             for kind, envoy in _envoys(layer, family, own).items()
         },
-        num_encoder_layers=_num_children(module, family.encoder) if family.encoder else 0,
+        num_encoder_layers=len(list(module.get_submodule(family.encoder).children()))
+        if family.encoder
+        else 0,
     )
 
 
@@ -236,10 +238,6 @@ def _is_from_transformers(module: torch.nn.Module) -> bool:
         (base.__module__, base.__name__) == ("transformers.modeling_utils", "PreTrainedModel")
         for base in type(module).__mro__
     )
-
-
-def _num_children(module: torch.nn.Module, path: str) -> int:
-    return len(list(module.get_submodule(path).children()))
 
 
 def _layers(module: torch.nn.Module, body: str, family: TransformersFamily) -> torch.nn.ModuleList | None:

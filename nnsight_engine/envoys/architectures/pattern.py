@@ -174,10 +174,10 @@ class PatternPoint:
         for base in type(module).__mro__:
             function = vars(sys.modules[base.__module__]).get(_EAGER_FUNCTION)
             if function is not None:
-                return rewrite(function, self._call, f"{self.path}.{_EAGER_FUNCTION}").function
+                return rewrite(function, self._run_operation, f"{self.path}.{_EAGER_FUNCTION}").function
         raise PatternError(f"{self.name}: the module of {type(module).__name__} has no {_EAGER_FUNCTION}")
 
-    def _call(
+    def _run_operation(
         self, _name: str, callee: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         value = callee(*args, **kwargs)

@@ -114,7 +114,7 @@ class Points(NamedPoints):
         return super().__repr__()
 
     def layer_of(self, envoy: Envoy) -> int:
-        layers = f"{self.root.path}.{self._known().path(self._known().family.layers)}."
+        layers = f"{self.root.path}.{self._supported().path(self._supported().family.layers)}."
         return int(str(envoy.path).removeprefix(layers).partition(".")[0])
 
     # Runs.
@@ -142,7 +142,7 @@ class Points(NamedPoints):
 
     # Lookup.
 
-    def _known(self) -> Architecture:
+    def _supported(self) -> Architecture:
         if self.architecture is None:
             module = self.root._module
             raise NoStandardPointsError(
@@ -152,26 +152,26 @@ class Points(NamedPoints):
         return self.architecture
 
     def _num_layers(self) -> int:
-        return self._known().num_layers
+        return self._supported().num_layers
 
     def _num_encoder_layers(self) -> int:
-        return self._known().num_encoder_layers
+        return self._supported().num_encoder_layers
 
     def _leaves(self, layer: int) -> list[str]:
-        architecture = self._known()
+        architecture = self._supported()
         leaves, has_pattern = architecture.leaves[layer], architecture.has_pattern(layer)
         order = architecture.family.order
         return [leaf for leaf in order if leaf in leaves or (leaf == leaf_names.PATTERN and has_pattern)]
 
     def _points_before_layers(self) -> list[str]:
-        return [EMBED] if self._known().family.has_stream else []
+        return [EMBED] if self._supported().family.has_stream else []
 
     def _points_after_layers(self) -> list[str]:
-        has = {NORM: self._known().has_norm, LOGITS: self._known().has_logits}
+        has = {NORM: self._supported().has_norm, LOGITS: self._supported().has_logits}
         return [name for name, is_there in has.items() if is_there]
 
     def _found(self, name: str) -> PointAccess:
-        architecture = self._known()
+        architecture = self._supported()
         if name == EMBED and architecture.family.has_stream:
             return self._module_point(name, architecture.layer_path(0), "input")
         if name == NORM and architecture.has_norm:
@@ -182,12 +182,12 @@ class Points(NamedPoints):
         return self._encoder_point(name, layer) if leaf == ENCODER_BLOCK else self._leaf(name, layer, leaf)
 
     def _encoder_point(self, name: str, layer: int) -> EncoderPoint:
-        block = self._envoy(f"{self._known().family.encoder}.{layer}")
+        block = self._envoy(f"{self._supported().family.encoder}.{layer}")
         config: Any = self.root._module.config
         return EncoderPoint(name, block, "output", WHOLE, (config.vision_config.hidden_size,))
 
     def _leaf(self, name: str, layer: int, leaf: str) -> PointAccess:
-        architecture = self._known()
+        architecture = self._supported()
         place = architecture.leaves[layer].get(leaf)
         if leaf == leaf_names.PATTERN and place is None:
             if not architecture.has_pattern(layer):
@@ -214,7 +214,7 @@ class Points(NamedPoints):
         shape = self._shape(layer, leaf)
         if leaf in {leaf_names.EXPERTS, leaf_names.EXPERT_WEIGHTS}:
             kind = ExpertIdsPoint if leaf == leaf_names.EXPERTS else ExpertWeightsPoint
-            family, weights_of = self._known().family, expert_weights(self._config())
+            family, weights_of = self._supported().family, expert_weights(self._config())
             order, has_probabilities = family.router_order, family.routes_probabilities
             return kind(name, envoy, side, self._tokens, shape, weights_of, order, has_probabilities)
         return FlattenedPoint(name, envoy, side, self._tokens, shape)
@@ -231,7 +231,7 @@ class Points(NamedPoints):
         return config.get_text_config()
 
     def _shape(self, layer: int, leaf: str) -> tuple[int, ...]:
-        architecture = self._known()
+        architecture = self._supported()
         if leaf in _PER_HEAD:
             num_heads = (
                 architecture.num_kv_heads[layer]
@@ -257,12 +257,12 @@ class Points(NamedPoints):
         return width
 
     def _shape_of_module(self, layer: int, leaf: str) -> tuple[int, ...]:
-        path = self._known().layer_path(layer, self._known().leaves[layer][leaf].path)
+        path = self._supported().layer_path(layer, self._supported().leaves[layer][leaf].path)
         module: Any = self._envoy(path)._module
         if leaf == leaf_names.ROUTER:
             return (module.weight.shape[0],)
         return (module.num_heads, module.head_dim, module.ssm_state_size)
 
     def _input_width(self, layer: int, leaf: str) -> int:
-        path = self._known().layer_path(layer, self._known().leaves[layer][leaf].path)
+        path = self._supported().layer_path(layer, self._supported().leaves[layer][leaf].path)
         return input_width(self._envoy(path)._module)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any, Final, cast
 
+from nnsight_engine.tracing.loaded_code import imported_names
 from nnsight_engine.tracing.source_text import parse
 
 OperationCall = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -217,15 +218,7 @@ def _parse(block: list[str], code: CodeType) -> ast.stmt:
 # One file defines the modules of a whole model, and parsing it takes longer than the rest of this module.
 @functools.lru_cache(maxsize=32)
 def _imported_names(text: str) -> frozenset[str]:
-    found: set[str] = set()
-    pending: list[ast.AST] = [parse(text)]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            found.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
-        elif not isinstance(node, FunctionNode | ast.ClassDef | ast.expr):
-            pending.extend(ast.iter_child_nodes(node))
-    return frozenset(found - {"*"})
+    return frozenset(imported_names(parse(text)))
 
 
 def _class_around(qualname: str) -> str | None:

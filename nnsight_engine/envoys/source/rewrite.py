@@ -31,6 +31,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from nnsight_engine.core.closure_cells import content
 from nnsight_engine.envoys.source.definition import (
     Definition,
     Operation,
@@ -73,7 +74,7 @@ def plain_function(function: Callable[..., Any], name: str) -> FunctionType:
 def with_inner(wrapper: FunctionType, inner: object, replacement: object, name: str) -> FunctionType:
     """Return a copy of a wrapper with another function in its closure and as ``__wrapped__``."""
     cells = wrapper.__closure__ or ()
-    held = [_content(cell) is inner for cell in cells]
+    held = [content(cell) is inner for cell in cells]
     if not any(held):
         raise SourceNotAvailableError(
             name,
@@ -96,13 +97,6 @@ def like(function: FunctionType, code: CodeType, closure: tuple[CellType, ...]) 
     if "__wrapped__" in function.__dict__:
         made.__dict__["__wrapped__"] = function.__dict__["__wrapped__"]
     return made
-
-
-def _content(cell: CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the cell is still empty
-        return None
 
 
 NodeT = TypeVar("NodeT", bound=ast.AST)

@@ -20,7 +20,7 @@ from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.envoys.cache import Cache, CacheView
 from nnsight_engine.envoys.eproperty import eproperty
 from nnsight_engine.envoys.missed_values import CacheMisses, explain_missed
-from nnsight_engine.envoys.tracers.steps import Iter, IteratorTracer, StepsTracer
+from nnsight_engine.envoys.tracers.steps import Iter, IteratorTracer
 from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.interleaving.events import MissedProviderError
 from nnsight_engine.interleaving.gradients import GradientSession
@@ -168,11 +168,11 @@ class InterleavingTracer(Tracer):
     @property
     def iter(self) -> Iter:
         """Loops over generation steps: ``for step in tracer.iter[:]``."""
-        return Iter(self.interleaver, StepsTracer)
+        return Iter(self.interleaver)
 
     def all(self) -> IteratorTracer:
         """Loop over every step, ``tracer.iter[:]``."""
-        return StepsTracer(slice(None), self.interleaver)
+        return IteratorTracer(slice(None), self.interleaver)
 
     def next(self, step: int = 1) -> Self:
         """Move this block's requests on by ``step`` generation steps."""
@@ -235,7 +235,7 @@ class InterleavingTracer(Tracer):
             include_inputs = self.caches_inputs
         cache = self._new_cache(device=device, dtype=dtype, detach=detach)
         keys = [key for key, wanted in (("input", include_inputs), ("output", include_output)) if wanted]
-        cache.watch(self.interleaver, self.model, modules, keys)
+        cache.watch(mediator.interleaver, self.model, modules, keys)
         self._note_cache(CacheMisses(cache, self.model, modules, keys, mediator.interleaver))
         return save(cache.view(self.model))
 

@@ -23,14 +23,15 @@ from nnsight_engine.tracing.tracer import Tracer
 Steps = int | slice | Sequence[int]
 
 
-class IteratorTracer:
-    """The steps selected by ``tracer.iter[...]``.
+class IteratorTracer(Tracer):
+    """The steps selected by ``tracer.iter[...]``, to loop over by ``for`` or by ``with``.
 
     A slice ends where generation does. Steps given by number or list are required.
     """
 
     def __init__(self, steps: Steps, interleaver: Interleaver) -> None:
         """Raise TypeError or ValueError unless it is a number, increasing numbers, or a forward slice."""
+        super().__init__()
         self.open_ended = isinstance(steps, slice)
         self.interleaver = interleaver
         self._numbers = _numbers(steps)
@@ -57,46 +58,6 @@ class IteratorTracer:
         finally:
             mediator.loops.remove(self)
             mediator.iteration, mediator.moved_on = None, False
-
-
-class Iter:
-    """``tracer.iter``: selects steps by number, slice or list."""
-
-    def __init__(
-        self, interleaver: Interleaver, loop: Callable[[Steps, Interleaver], IteratorTracer] = IteratorTracer
-    ) -> None:
-        self.interleaver = interleaver
-        self._loop = loop
-
-    def __getitem__(self, steps: Steps) -> IteratorTracer:
-        return self._loop(steps, self.interleaver)
-
-
-def _numbers(steps: Steps) -> Iterable[int]:
-    if isinstance(steps, slice):
-        start, step = steps.start or 0, steps.step if steps.step is not None else 1
-        if min(start, steps.stop or 0) < 0 or step < 1:
-            raise ValueError(
-                f"steps count from 0 and go forward, because their number is unknown; got {steps}"
-            )
-        return range(start, steps.stop, step) if steps.stop is not None else itertools.count(start, step)
-    try:
-        numbers = [operator.index(steps)] if hasattr(steps, "__index__") else [*map(operator.index, steps)]
-    except TypeError:
-        numbers = None
-    if numbers is None:
-        raise TypeError(f"tracer.iter takes a number, a slice or a list of numbers, got {steps!r}")
-    if any(number < 0 for number in numbers) or numbers != sorted(set(numbers)):
-        raise ValueError(f"steps count from 0 and must be given in increasing order, got {steps!r}")
-    return numbers
-
-
-class StepsTracer(IteratorTracer, Tracer):
-    """Steps to loop over, by ``for`` or by ``with``; see ``IteratorTracer``."""
-
-    def __init__(self, steps: Steps, interleaver: Interleaver) -> None:
-        IteratorTracer.__init__(self, steps, interleaver)
-        Tracer.__init__(self)
 
     def __enter__(self) -> Any:
         warnings.warn(
@@ -126,3 +87,32 @@ class StepsTracer(IteratorTracer, Tracer):
             return None
         (name,) = mangled(frozenset({target.id}), context.class_name)
         return name
+
+
+class Iter:
+    """``tracer.iter``: selects steps by number, slice or list."""
+
+    def __init__(self, interleaver: Interleaver) -> None:
+        self.interleaver = interleaver
+
+    def __getitem__(self, steps: Steps) -> IteratorTracer:
+        return IteratorTracer(steps, self.interleaver)
+
+
+def _numbers(steps: Steps) -> Iterable[int]:
+    if isinstance(steps, slice):
+        start, step = steps.start or 0, steps.step if steps.step is not None else 1
+        if min(start, steps.stop or 0) < 0 or step < 1:
+            raise ValueError(
+                f"steps count from 0 and go forward, because their number is unknown; got {steps}"
+            )
+        return range(start, steps.stop, step) if steps.stop is not None else itertools.count(start, step)
+    try:
+        numbers = [operator.index(steps)] if hasattr(steps, "__index__") else [*map(operator.index, steps)]
+    except TypeError:
+        numbers = None
+    if numbers is None:
+        raise TypeError(f"tracer.iter takes a number, a slice or a list of numbers, got {steps!r}")
+    if any(number < 0 for number in numbers) or numbers != sorted(set(numbers)):
+        raise ValueError(f"steps count from 0 and must be given in increasing order, got {steps!r}")
+    return numbers

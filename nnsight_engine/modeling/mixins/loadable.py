@@ -8,7 +8,7 @@ import torch
 
 from nnsight_engine.modeling.base import NNsight
 
-ENVOY_OPTIONS: Final = ("rename", "envoys")
+_ENVOY_OPTIONS: Final = ("rename", "envoys")
 """Keyword arguments for the envoys; all others are for the loader."""
 
 
@@ -26,7 +26,7 @@ class LoadableMixin(NNsight):
         Raises:
             TypeError: A module is passed together with arguments for the loader.
         """
-        options = take_envoy_options(kwargs)
+        options = {name: kwargs.pop(name) for name in _ENVOY_OPTIONS if name in kwargs}
         super().__init__(self._module_from(source, args, kwargs), **options)
 
     def _module_from(self, source: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.nn.Module:
@@ -44,7 +44,3 @@ class LoadableMixin(NNsight):
         raise NotImplementedError(
             f"{type(self).__name__} cannot load a module: pass one, or implement _load() on the class"
         )
-
-
-def take_envoy_options(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: kwargs.pop(name) for name in ENVOY_OPTIONS if name in kwargs}

@@ -7,12 +7,11 @@ import sys
 from typing import Any, Final
 
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
-from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.modeling.mixins.meta import MetaMixin
 from nnsight_engine.remote_backend.client.backend import Remote, chosen_backend
 from nnsight_engine.remote_backend.messages import name_of
 from nnsight_engine.remote_backend.sending.outgoing_trace import TransformersDialect
-from nnsight_engine.tracing.tracer import Backend, refuse_statement
+from nnsight_engine.tracing.tracer import Backend, Session, refuse_statement
 
 _HERE: Final = "local"
 """The value of ``remote=`` for running in this process, with all the steps of a remote run."""

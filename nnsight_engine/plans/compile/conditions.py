@@ -29,12 +29,12 @@ from nnsight_engine.plans.request_plan import (
     NOT,
     OR,
     PlannedCondition,
-    PlannedDetector,
     PlannedDictionary,
     PlannedFeatures,
-    PlannedPart,
+    PlannedScore,
     PlannedSite,
     PlannedTest,
+    ScorePart,
     TensorData,
     forward_order,
 )
@@ -168,7 +168,7 @@ class ConditionCompiler:
         self._features = features
         self._tensors = tensors
 
-    def detector(self, name: DetectorName, param: str) -> PlannedDetector:
+    def detector(self, name: DetectorName, param: str) -> PlannedScore:
         """Return a named detector; raise ``unknown_detector``, or ApiError for its points and form."""
         self._check_stages(param)
         return self._detector(_content(name, param), param)
@@ -209,14 +209,14 @@ class ConditionCompiler:
     def _test(self, test: Test, sites: tuple[PlannedSite, ...], named: Named, param: str) -> PlannedTest:
         threshold = test.above if test.below is None else test.below
         if test.probe is not None:
-            detector = self._probe(test.probe, f"{param}.{_PROBE}")
+            score = self._probe(test.probe, f"{param}.{_PROBE}")
         elif test.dictionary is not None and test.feature is not None:
             site, features = self._features.activation(test.dictionary, test.feature, param)
-            detector = PlannedDetector((PlannedPart(site, None, features=features),))
+            score = PlannedScore((ScorePart(site, None, features=features),))
             threshold = 0.0 if threshold is None else threshold
         else:
             content = _content(test.detector, f"{param}.detector")
-            detector = self._detector(content, f"{param}.detector")
+            score = self._detector(content, f"{param}.detector")
             if threshold is None and content.threshold is not None:
                 # A detector holds at its threshold, a test above its own.
                 threshold = float(np.nextafter(np.float32(content.threshold), np.float32(-np.inf)))
@@ -233,7 +233,7 @@ class ConditionCompiler:
             check_float32(number, f"{param}.{field}")
         sign = 1 if test.below is None else -1
         return PlannedTest(
-            detector,
+            score,
             sign * threshold,
             sign,
             test.over,
@@ -241,15 +241,13 @@ class ConditionCompiler:
             test.reduce,
             test.until == "end",
             test.hysteresis,
-            self._is_next(detector, sites, named, param),
+            self._is_next(score, sites, named, param),
         )
 
-    def _is_next(
-        self, detector: PlannedDetector, sites: tuple[PlannedSite, ...], named: Named, param: str
-    ) -> bool:
+    def _is_next(self, score: PlannedScore, sites: tuple[PlannedSite, ...], named: Named, param: str) -> bool:
         if not sites:
             return False
-        read = detector.sites[-1]
+        read = score.sites[-1]
         first = min(sites, key=lambda site: forward_order(site, self._spec))
         if forward_order(read, self._spec) <= forward_order(first, self._spec):
             return False
@@ -263,7 +261,7 @@ class ConditionCompiler:
             )
         return True
 
-    def _probe(self, probe: InlineProbe, param: str) -> PlannedDetector:
+    def _probe(self, probe: InlineProbe, param: str) -> PlannedScore:
         sites = resolve_sites(probe.at, _PROBE, self._spec, f"{param}.at")
         if len(sites) > 1:
             raise ApiError(ErrorCode.INVALID_VALUE, "A condition's probe reads one point.", f"{param}.at")
@@ -275,10 +273,10 @@ class ConditionCompiler:
         bias = check_float32(probe.bias, f"{param}.bias")
         key = tensor.key()
         self._tensors[key] = tensor
-        part = PlannedPart(sites[0], Form.LINEAR, (("weights", key),))
-        return PlannedDetector((part,), bias)
+        part = ScorePart(sites[0], Form.LINEAR, (("weights", key),))
+        return PlannedScore((part,), bias)
 
-    def _detector(self, detector: Detector, param: str) -> PlannedDetector:
+    def _detector(self, detector: Detector, param: str) -> PlannedScore:
         parts = []
         for part, content in zip(detector.parts, _content_of(detector), strict=True):
             (site,) = resolve_sites(part.point, _PROBE, self._spec, param)
@@ -286,9 +284,9 @@ class ConditionCompiler:
             for key, tensor in content.values():
                 self._tensors[key] = tensor
             tensors = tuple((name, key) for name, (key, _) in content.items())
-            parts.append(PlannedPart(site, part.form, tensors))
+            parts.append(ScorePart(site, part.form, tensors))
         parts.sort(key=lambda part: forward_order(part.site, self._spec))
-        return PlannedDetector(tuple(parts), detector.bias, detector.link)
+        return PlannedScore(tuple(parts), detector.bias, detector.link)
 
     def _check_stages(self, param: str) -> None:
         if self._spec.num_stages > 1:

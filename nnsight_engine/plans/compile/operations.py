@@ -147,7 +147,7 @@ class OperationCompiler:
                 planned = self._lens(op, named, name, param)
             case Detect():
                 own = self._conditions.detector(op.detector, f"{param}.detector")
-                planned = PlannedOp(OperationKind.DETECT, own.sites, named.rule, name, detector=own)
+                planned = PlannedOp(OperationKind.DETECT, own.sites, named.rule, name, score=own)
             case Features() | Feature():
                 planned = self._on_features(op, named, name, param)
             case Stop() | Flag():

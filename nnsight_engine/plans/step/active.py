@@ -15,10 +15,10 @@ from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.work_context import EAGER, GRAPH, TAP
 from nnsight_engine.plans.records import Failure, StepInfo
 from nnsight_engine.plans.request_plan import (
-    PlannedDetector,
     PlannedDictionary,
     PlannedFeatures,
     PlannedOp,
+    PlannedScore,
     PlannedTest,
     RequestPlan,
 )
@@ -36,10 +36,10 @@ MLP_OUTPUT: Final = "output"
 
 
 @dataclasses.dataclass(slots=True)
-class ActiveDetector:
-    """A detector of a live request; ``tensors`` and ``dictionaries`` have one item for each part."""
+class ActiveScore:
+    """A score of a live request; ``tensors`` and ``dictionaries`` have one item for each part."""
 
-    planned: PlannedDetector
+    planned: PlannedScore
     keys: tuple[SiteKey, ...]
     tensors: tuple[PartTensors, ...]
     dictionaries: tuple[LoadedDictionary | None, ...]
@@ -48,7 +48,7 @@ class ActiveDetector:
 @dataclasses.dataclass(slots=True)
 class ActiveTest:
     test: PlannedTest
-    detector: ActiveDetector
+    score: ActiveScore
     slot: Slot | None
     is_started: bool = False
 
@@ -72,7 +72,7 @@ class ActiveOp:
     units: torch.Tensor | None
     constant: bool | None
     widths: tuple[int, ...]
-    detector: ActiveDetector | None = None
+    score: ActiveScore | None = None
     tests: tuple[ActiveTest, ...] = ()
     loaded: LoadedDictionary | None = None
     source: SiteKey | None = None

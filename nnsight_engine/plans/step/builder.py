@@ -18,7 +18,7 @@ from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.request_plan import MARKS, SAMPLES, OperationKind
 from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
 from nnsight_engine.plans.step.condition_planner import (
-    DetectorRows,
+    ScoreRows,
     gate_key,
     plan_conditions,
     plan_scores,
@@ -76,7 +76,7 @@ class StepBuilder:
         plan = StepPlan(by_id)
         self._last = None
         try:
-            tests: list[DetectorRows] = []
+            tests: list[ScoreRows] = []
             work = [rows for span in spans for rows in self._rows_of(span, plan, tests)]
             number_logits_rows(plan, work)
             self._plan_writes_and_reads(plan, work, tests)
@@ -128,7 +128,7 @@ class StepBuilder:
         request.encoded.add(image)
         return plan
 
-    def _rows_of(self, span: Span, plan: StepPlan, tests: list[DetectorRows]) -> list[OperationRows]:
+    def _rows_of(self, span: Span, plan: StepPlan, tests: list[ScoreRows]) -> list[OperationRows]:
         _check_encoded(span)
         if span.request.failure is not None:
             return []
@@ -253,7 +253,7 @@ class StepBuilder:
         }
 
     def _plan_writes_and_reads(
-        self, plan: StepPlan, items: list[OperationRows], tests: list[DetectorRows]
+        self, plan: StepPlan, items: list[OperationRows], tests: list[ScoreRows]
     ) -> None:
         work = PlanInProgress(self._context, plan)
         plan_conditions(work, tests, items)
@@ -264,7 +264,7 @@ class StepBuilder:
                 read_groups[read_key(item)].append(item)
         plan_writes(work, [item for item in items if not item.active.op.reads])
         for own in read_groups.values():
-            (plan_reads if own[0].active.detector is None else plan_scores)(work, own)
+            (plan_reads if own[0].active.score is None else plan_scores)(work, own)
         if self._context.stage.is_last:
             plan.computed = plan_feature_reads(plan.reads)
         work.finish(self._executor)

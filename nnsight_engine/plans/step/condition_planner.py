@@ -1,4 +1,4 @@
-"""Plans detectors, the tests of conditions, and the gates of the operations that have conditions.
+"""Plans scores, the tests of conditions, and the gates of the operations that have conditions.
 
 A test writes its state at each row into one buffer of the step; a gate joins the states of an operation's
 tests, before its first site. Tests with slots are evaluated at every row, also where the operation does not
@@ -19,7 +19,7 @@ import torch
 from nnsight_engine.core.detector import Form, Link
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.request_plan import AND, NOT, OR, PlannedFeatures, forward_order
-from nnsight_engine.plans.step.active import MLP_OUTPUT, ActiveDetector, ActiveOp, ActiveTest, PartTensors
+from nnsight_engine.plans.step.active import MLP_OUTPUT, ActiveOp, ActiveScore, ActiveTest, PartTensors
 from nnsight_engine.plans.step.context import SiteKey, site_key
 from nnsight_engine.plans.step.feature_kernels import FeatureParts, bounded, union_of
 from nnsight_engine.plans.step.instructions import AND as AND_WORD
@@ -48,8 +48,8 @@ _OPERATORS: Final[dict[int | str, int]] = {NOT: NOT_WORD, AND: AND_WORD, OR: OR_
 
 
 @dataclasses.dataclass(slots=True)
-class DetectorRows:
-    """The rows at which a detector is read in this step.
+class ScoreRows:
+    """The rows at which a score is read in this step.
 
     ``stages`` are those at the site of each part. ``number`` is the test's among the operation's; None for an
     operation that reads scores. ``start`` counts rows of its group; of tests, those of the step.
@@ -57,7 +57,7 @@ class DetectorRows:
 
     span: Span
     active: ActiveOp
-    detector: ActiveDetector
+    score: ActiveScore
     offsets: RowArray
     stages: tuple[int, ...]
     number: int | None = None
@@ -78,9 +78,7 @@ class DetectorRows:
         return self.start + len(self.offsets)
 
 
-def tests_of(
-    span: Span, active: ActiveOp, offsets: RowArray, stages: dict[SiteKey, int]
-) -> list[DetectorRows]:
+def tests_of(span: Span, active: ActiveOp, offsets: RowArray, stages: dict[SiteKey, int]) -> list[ScoreRows]:
     """Return the rows of an operation's tests, and count their stages."""
     found = []
     for number, test in enumerate(active.tests):
@@ -95,14 +93,14 @@ def tests_of(
             test.is_started = True
         if not len(own):
             continue
-        numbers = tuple(stages[key] for key in test.detector.keys)
-        for key in test.detector.keys:
+        numbers = tuple(stages[key] for key in test.score.keys)
+        for key in test.score.keys:
             stages[key] += 1
-        found.append(DetectorRows(span, active, test.detector, own, numbers, number))
+        found.append(ScoreRows(span, active, test.score, own, numbers, number))
     return found
 
 
-def plan_conditions(work: PlanInProgress, tests: list[DetectorRows], items: list[OperationRows]) -> None:
+def plan_conditions(work: PlanInProgress, tests: list[ScoreRows], items: list[OperationRows]) -> None:
     if not tests:
         return
     states = _plan_tests(work, tests)
@@ -111,8 +109,8 @@ def plan_conditions(work: PlanInProgress, tests: list[DetectorRows], items: list
         _plan_gates(work, gated, tests, states)
 
 
-def _plan_tests(work: PlanInProgress, tests: list[DetectorRows]) -> torch.Tensor:
-    groups: dict[Any, list[DetectorRows]] = defaultdict(list)
+def _plan_tests(work: PlanInProgress, tests: list[ScoreRows]) -> torch.Tensor:
+    groups: dict[Any, list[ScoreRows]] = defaultdict(list)
     for item in tests:
         groups[_test_key(item)].append(item)
     states = torch.zeros(
@@ -137,10 +135,10 @@ def plan_scores(work: PlanInProgress, items: list[OperationRows]) -> None:
     rows, start = [], 0
     slices = []
     for item in items:
-        detector = item.active.detector
-        if detector is None:
-            raise RuntimeError("the operation has no detector")
-        own = DetectorRows(item.span, item.active, detector, item.offsets, item.stages, start=start)
+        score = item.active.score
+        if score is None:
+            raise RuntimeError("the operation has no score")
+        own = ScoreRows(item.span, item.active, score, item.offsets, item.stages, start=start)
         rows.append(own)
         slices.append(ReadSlice(item.span.request, item.active, start, own.stop, item.offsets))
         start = own.stop
@@ -152,7 +150,7 @@ def plan_scores(work: PlanInProgress, items: list[OperationRows]) -> None:
 
 
 def _plan_gates(
-    work: PlanInProgress, items: list[OperationRows], tests: list[DetectorRows], states: torch.Tensor
+    work: PlanInProgress, items: list[OperationRows], tests: list[ScoreRows], states: torch.Tensor
 ) -> None:
     by_test = {(id(one.span), one.active.index, one.number): one for one in tests}
     gates = torch.zeros(
@@ -198,7 +196,7 @@ def _state(
     work: PlanInProgress,
     item: OperationRows,
     number: int,
-    by_test: dict[tuple[int, int, int | None], DetectorRows],
+    by_test: dict[tuple[int, int, int | None], ScoreRows],
     first_state: int,
 ) -> tuple[Words, int]:
     """Return the addresses of a test's state at each row, and how far they move with each position."""
@@ -216,21 +214,21 @@ def _state(
 
 def gate_key(active: ActiveOp, spec: ModelSpec) -> SiteKey:
     """Return where an operation's gate runs: behind its tests, before its first site."""
-    now = [own.test.detector.sites[-1] for own in active.tests if not own.test.is_next]
+    now = [own.test.score.sites[-1] for own in active.tests if not own.test.is_next]
     sites, choose = (now, max) if now else (active.op.sites, min)
     return site_key(choose(sites, key=lambda site: forward_order(site, spec)))
 
 
-def _plan_parts(work: PlanInProgress, items: list[DetectorRows], first: int, num_rows: int) -> torch.Tensor:
-    detector = items[0].detector
-    parts = torch.empty(num_rows, len(detector.keys), device=work.context.device)
+def _plan_parts(work: PlanInProgress, items: list[ScoreRows], first: int, num_rows: int) -> torch.Tensor:
+    score = items[0].score
+    parts = torch.empty(num_rows, len(score.keys), device=work.context.device)
     work.table.address(parts)
-    for place, key in enumerate(detector.keys):
-        order, form = in_order(items[0].stages[place]), detector.planned.parts[place].form
+    for place, key in enumerate(score.keys):
+        order, form = in_order(items[0].stages[place]), score.planned.parts[place].form
         if form is not None:
             to, instruction = addresses(parts, [place]), _PARTS[form]
             for item in items:
-                words = _operands(form, item.detector.tensors[place])
+                words = _operands(form, item.score.tensors[place])
                 words[Word.OUT] = to[:, item.start - first : item.stop - first]
                 rows = item.offsets + item.span.row
                 work.table.add(Block(item.member, [key], [order], rows, instruction, words))
@@ -245,7 +243,7 @@ def _plan_parts(work: PlanInProgress, items: list[DetectorRows], first: int, num
 def _add_scores(
     work: PlanInProgress,
     code: Code,
-    items: list[DetectorRows],
+    items: list[ScoreRows],
     parts: torch.Tensor,
     out: torch.Tensor,
     order: int,
@@ -256,12 +254,12 @@ def _add_scores(
     for number, item in enumerate(items):
         part = slice(item.start - first, item.stop - first)
         words: dict[Word, Words | int] = {Word.OPERAND: operands[:, part], Word.OUT: to[:, part]}
-        keys, rows = [item.detector.keys[-1]], item.offsets + item.span.row
+        keys, rows = [item.score.keys[-1]], item.offsets + item.span.row
         work.table.add(Block(item.member, keys, [order], rows, instructions.at([number]), words))
 
 
 def _add_histories(
-    work: PlanInProgress, items: list[DetectorRows], parts: torch.Tensor, out: torch.Tensor, order: int
+    work: PlanInProgress, items: list[ScoreRows], parts: torch.Tensor, out: torch.Tensor, order: int
 ) -> None:
     """Add the instructions of tests with slots, one for all rows of each, at the last of them."""
     first = items[0].start
@@ -272,7 +270,7 @@ def _add_histories(
     moves[:, History.POSITION] = 1
     work.plan.moving.append(MovingWords(records, work.on_device(moves.ravel())))
     first_record = work.table.address(records)
-    key = items[0].detector.keys[-1]
+    key = items[0].score.keys[-1]
     for number, item in enumerate(items):
         row = item.start - first
         words: dict[Word, Words | int] = {
@@ -287,13 +285,13 @@ def _add_histories(
 
 
 def _scored(
-    work: PlanInProgress, code: Code, items: list[DetectorRows], parts: torch.Tensor, out: torch.Tensor
+    work: PlanInProgress, code: Code, items: list[ScoreRows], parts: torch.Tensor, out: torch.Tensor
 ) -> tuple[Words, Instructions]:
     work.table.address(out)
     own = Instructions.blank(len(items), code)
     own.words[:, Word.COUNT] = parts.shape[1]
-    own.words[:, Word.DTYPE] = items[0].detector.planned.link is not Link.IDENTITY
-    own.numbers[:, Number.A] = [item.detector.planned.bias for item in items]
+    own.words[:, Word.DTYPE] = items[0].score.planned.link is not Link.IDENTITY
+    own.numbers[:, Number.A] = [item.score.planned.bias for item in items]
     if code is not Code.SCORE:
         tests = [item.test.test for item in items]
         own.numbers[:, Number.B] = [test.sign for test in tests]
@@ -309,7 +307,7 @@ def _program(item: OperationRows) -> tuple[int | str, ...]:
     return condition.program
 
 
-def _alone(build: Callable[[list[DetectorRows]], Kernel], items: list[DetectorRows], number: int) -> Kernel:
+def _alone(build: Callable[[list[ScoreRows]], Kernel], items: list[ScoreRows], number: int) -> Kernel:
     return build(items[number : number + 1])
 
 
@@ -335,7 +333,7 @@ def _operands(form: Form, tensors: PartTensors) -> dict[Word, Words | int]:
             }
 
 
-def _history(table: TableBuilder, item: DetectorRows) -> Words:
+def _history(table: TableBuilder, item: ScoreRows) -> Words:
     test, slot = item.test.test, item.test.slot
     if slot is None:
         raise RuntimeError("the test has no slot")
@@ -347,21 +345,21 @@ def _history(table: TableBuilder, item: DetectorRows) -> Words:
 
 
 def _feature_kernel(
-    work: PlanInProgress, place: int, column: torch.Tensor, first: int, items: list[DetectorRows]
+    work: PlanInProgress, place: int, column: torch.Tensor, first: int, items: list[ScoreRows]
 ) -> Kernel:
-    """Return a kernel for some of the detectors whose parts have a column, which begins at row ``first``."""
+    """Return a kernel for some of the scores whose parts have a column, which begins at row ``first``."""
     rows = work.on_device(np.concatenate([item.offsets + item.span.row for item in items]))
     out = column[items[0].start - first : items[-1].stop - first]
 
-    def features_of(item: DetectorRows) -> PlannedFeatures:
-        features = item.detector.planned.parts[place].features
+    def features_of(item: ScoreRows) -> PlannedFeatures:
+        features = item.score.planned.parts[place].features
         if features is None:
             raise RuntimeError("a part without a form has no feature")
         return features
 
     pieces, start = [], 0
     for some in bounded(items, features_of, lambda item: len(item.offsets)):
-        loaded = some[0].detector.dictionaries[place]
+        loaded = some[0].score.dictionaries[place]
         if loaded is None:
             raise RuntimeError("a feature has no dictionary")
         planned = list(map(features_of, some))
@@ -374,11 +372,11 @@ def _feature_kernel(
     return FeatureParts(rows, pieces, out)
 
 
-def _test_key(item: DetectorRows) -> Any:
-    return (*detector_key(item.detector), item.stages, item.test.slot is not None)
+def _test_key(item: ScoreRows) -> Any:
+    return (*score_key(item.score), item.stages, item.test.slot is not None)
 
 
-def detector_key(detector: ActiveDetector) -> tuple[Any, ...]:
-    planned = detector.planned
+def score_key(score: ActiveScore) -> tuple[Any, ...]:
+    planned = score.planned
     forms = tuple(part.form for part in planned.parts)
-    return (detector.keys, forms, tuple(map(id, detector.dictionaries)), planned.link)
+    return (score.keys, forms, tuple(map(id, score.dictionaries)), planned.link)

@@ -18,7 +18,7 @@ import torch
 
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.request_plan import OperationKind
-from nnsight_engine.plans.step.active import ActiveDetector, ActiveOp, ActiveRequest
+from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest, ActiveScore
 from nnsight_engine.plans.step.context import SiteKey
 from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.instructions import Executor, Number, Word
@@ -153,7 +153,7 @@ def _fits(active: ActiveOp, taps: Collection[int]) -> bool:
         is_instruction
         and not active.op.captures_patterns
         and all(_is_reached(key, taps) for key in active.keys)
-        and all(_is_read(detector, taps) for detector in _detectors(active))
+        and all(_is_read(score, taps) for score in _scores(active))
     )
 
 
@@ -161,16 +161,16 @@ def _is_reached(key: SiteKey, taps: Collection[int]) -> bool:
     return key in taps if isinstance(key, int) else key.layer < 0
 
 
-def _is_read(detector: ActiveDetector, taps: Collection[int]) -> bool:
-    return all(_is_reached(key, taps) for key in detector.keys) and not any(detector.dictionaries)
+def _is_read(score: ActiveScore, taps: Collection[int]) -> bool:
+    return all(_is_reached(key, taps) for key in score.keys) and not any(score.dictionaries)
 
 
-def _detectors(active: ActiveOp) -> list[ActiveDetector]:
-    own = [] if active.detector is None else [active.detector]
-    return own + [test.detector for test in active.tests]
+def _scores(active: ActiveOp) -> list[ActiveScore]:
+    own = [] if active.score is None else [active.score]
+    return own + [test.score for test in active.tests]
 
 
 def _num_instructions(active: ActiveOp) -> int:
     own = 0 if active.op.kind is OperationKind.DETECT else len(active.keys)
     has_gate = bool(active.tests)
-    return own + has_gate + sum(len(detector.keys) + 1 for detector in _detectors(active))
+    return own + has_gate + sum(len(score.keys) + 1 for score in _scores(active))

@@ -18,7 +18,7 @@ from nnsight_engine.core.model_spec import PATTERN
 from nnsight_engine.plans.records import leaf_width, may_overflow, width_classes
 from nnsight_engine.plans.request_plan import OperationKind, PlannedSite
 from nnsight_engine.plans.step.active import ActiveOp
-from nnsight_engine.plans.step.condition_planner import detector_key
+from nnsight_engine.plans.step.condition_planner import score_key
 from nnsight_engine.plans.step.context import SiteKey, StepContext
 from nnsight_engine.plans.step.feature_kernels import ChangedRows, bounded, changes_of
 from nnsight_engine.plans.step.host_arena import to_device
@@ -185,8 +185,8 @@ def read_key(item: OperationRows) -> Any:
         return (*form, op.top_k, op.targets)
     if op.kind is OperationKind.PROBE:
         return form
-    if item.active.detector is not None:
-        return (*form, *detector_key(item.active.detector))
+    if item.active.score is not None:
+        return (*form, *score_key(item.active.score))
     # A run stores every step of an unreduced read and a single row of a reduced one.
     return (*form, op.dtype, op.reduce)
 

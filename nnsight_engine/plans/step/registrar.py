@@ -15,9 +15,9 @@ from nnsight_engine.core.model_spec import EXPERTS
 from nnsight_engine.core.tensors import tensor_from_bytes
 from nnsight_engine.plans.request_plan import (
     OperationKind,
-    PlannedDetector,
     PlannedFeatures,
     PlannedOp,
+    PlannedScore,
     PlannedSite,
     PlannedTest,
     RequestPlan,
@@ -26,9 +26,9 @@ from nnsight_engine.plans.request_plan import (
 from nnsight_engine.plans.step.active import (
     MLP_OUTPUT,
     Acquired,
-    ActiveDetector,
     ActiveOp,
     ActiveRequest,
+    ActiveScore,
     ActiveTest,
     BankKey,
 )
@@ -50,7 +50,7 @@ _AS_WIDE: Final = {
     Form.MLP: ("hidden_weights",),
     Form.DISTANCE: ("mean", "scale"),
 }
-"""The tensors of each form of detector that are as wide as the value."""
+"""The tensors of each form of a score that are as wide as the value."""
 
 _STACKS = frozenset({OperationKind.PATCH, OperationKind.SUBSPACE})
 """Kinds whose tensor has several rows for one site."""
@@ -148,23 +148,23 @@ class Registrar:
             acquired.dictionaries.append(features.dictionary)
             return loaded
 
-        def detector(planned: PlannedDetector) -> ActiveDetector:
+        def score_of(planned: PlannedScore) -> ActiveScore:
             loaded = tuple(load(part.features) for part in planned.parts)
-            return self._detector(planned, contents, acquired, loaded)
+            return self._score(planned, contents, acquired, loaded)
 
         def active_test(test: PlannedTest) -> ActiveTest:
             slot = None
             if test.has_slot:
                 slot = self.slots.acquire(plan.num_positions)
                 acquired.slots.append(slot)
-            return ActiveTest(test, detector(test.detector), slot)
+            return ActiveTest(test, score_of(test.score), slot)
 
         widths = tuple(self._width(site) for site in op.sites)
         tensor = self._operand(op, contents, widths, acquired)
         units = None if op.units is None else to_device(np.array(op.units, np.int64), self._context.device)
         keys = tuple(site_key(site) for site in op.sites)
         constant = generated_is_constant(op.where, plan.prompt_len, plan.prompt_len)
-        own = None if op.detector is None else detector(op.detector)
+        own = None if op.score is None else score_of(op.score)
         tests = () if op.when is None else tuple(active_test(test) for test in op.when.tests)
         loaded, source = load(op.features), None
         if op.features is not None and op.features.source is not None:
@@ -215,13 +215,13 @@ class Registrar:
         _check_width(op, tensor, widths)
         return tensor
 
-    def _detector(
+    def _score(
         self,
-        planned: PlannedDetector,
+        planned: PlannedScore,
         contents: dict[str, TensorData],
         acquired: Acquired,
         loaded: tuple[LoadedDictionary | None, ...],
-    ) -> ActiveDetector:
+    ) -> ActiveScore:
         def on_device(name: str) -> torch.Tensor:
             content = contents[name]
             host = tensor_from_bytes(content.dtype, content.shape, content.data)
@@ -245,7 +245,7 @@ class Registrar:
                 acquired.vectors.append(key)
             tensors.append(own)
         keys = tuple(site_key(site) for site in planned.sites)
-        return ActiveDetector(planned, keys, tuple(tensors), loaded)
+        return ActiveScore(planned, keys, tuple(tensors), loaded)
 
     def _prepare(self, op: PlannedOp, content: TensorData, scale: float) -> torch.Tensor:
         host = tensor_from_bytes(content.dtype, content.shape, content.data)

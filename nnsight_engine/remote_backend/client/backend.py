@@ -12,20 +12,20 @@ trace is a job, which runs independently of the client::
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Generator, Iterator, Sequence
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+import time
+from collections.abc import AsyncIterator, Generator, Iterator
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from api_schemas.jobs import JobStatus
 from nnsight_engine.remote_backend.client.connection import is_local_server
 from nnsight_engine.remote_backend.client.display import Display
 from nnsight_engine.remote_backend.client.http import HttpTransport
-from nnsight_engine.remote_backend.client.jobs import Read, RemoteJob
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, tier_of
-from nnsight_engine.remote_backend.saved_deltas import OutputReader, StreamedOutput
+from nnsight_engine.remote_backend.saved_deltas import OutputReader, RemoteStreamedOutput
 from nnsight_engine.remote_backend.sending.outgoing_trace import (
     Dialect,
     SentRemotely,
@@ -37,10 +37,12 @@ from nnsight_engine.remote_backend.values.outcomes import Outcome, named, raise_
 from nnsight_engine.tracing.tracer import Backend, Tracer
 
 if TYPE_CHECKING:
-    from nnsight_engine.remote_backend.client.http import Transport
+    from nnsight_engine.remote_backend.client.http import RunPart, Transport
     from nnsight_engine.remote_backend.codecs import Codec
 
 Engine = Literal["auto", "vllm", "local"]
+_FIRST_POLL_S: Final = 0.05
+_MAX_POLL_S: Final = 2.0
 
 
 class RemoteBackend(Backend):
@@ -56,6 +58,12 @@ class RemoteBackend(Backend):
         model_key: The server's name for the model, if it differs from the name here.
         job_id: A job submitted earlier, whose result is wanted: ``RemoteBackend(job_id=...)()``.
         transport: The transport for traces; HTTP by default.
+
+    Attributes:
+        job_id: The trace's id on the server, once it has one.
+        job_status: The last known status of the trace.
+        engine: The engine that ran it, once known: ``vllm`` or ``local``.
+        tier: How vLLM ran it, once the result is here: ``tap``, or ``eager`` if some step ran uncompiled.
     """
 
     def __init__(  # noqa: PLR0913 - options, keyword-only but one
@@ -74,37 +82,16 @@ class RemoteBackend(Backend):
         self.transport: Transport = transport if transport is not None else HttpTransport(host, key)
         self.blocking = blocking
         self.streams = streams
-        self._id: str | None = None
-        self._status: JobStatus | None = None
-        self._engine: str | None = None
-        self._tier: str | None = None
+        self.job_id = job_id
+        self.job_status: JobStatus | None = None
+        self.engine: str | None = None
+        self.tier: str | None = None
         self._requested_engine: Engine = engine
         self._codec: Codec = codec
         self._model_key = model_key
         self._sent: SentRemotely | None = None
-        self._job: RemoteJob | None = None
-        if job_id is not None:
-            self._job = RemoteJob(self._http(), job_id, lambda frames: named(read_frames(frames)))
-
-    @property
-    def job_id(self) -> str | None:
-        """The trace's id on the server, once it has one."""
-        return self._id if self._job is None else self._job.id
-
-    @property
-    def job_status(self) -> JobStatus | None:
-        """The last known status of the trace."""
-        return self._status if self._job is None else self._job.status
-
-    @property
-    def engine(self) -> str | None:
-        """The engine that ran it, once known: ``vllm`` or ``local``."""
-        return self._engine if self._job is None else self._job.engine
-
-    @property
-    def tier(self) -> str | None:
-        """How vLLM ran it, once the result is here: ``tap``, or ``eager`` if some step ran uncompiled."""
-        return self._tier if self._job is None else self._job.tier
+        self._job: tuple[HttpTransport, str] | None = None if job_id is None else (self._http(), job_id)
+        self._result: dict[str, Any] | None = None
 
     def __call__(self, tracer: Tracer | None = None) -> Any:
         """Run a trace; or, without a tracer, return the result of the trace that was sent.
@@ -114,11 +101,11 @@ class RemoteBackend(Backend):
             not done; for a stream, an iterator over its outputs, which can be used once.
 
         Raises:
-            RemoteError: The server does not run the trace.
+            RemoteError: The server does not run the trace, or its job ended without a result.
             BaseException: The error that a block raised.
         """
         if tracer is None:
-            return self._stream() if self.streams else self.job.poll()
+            return self._stream() if self.streams else self._poll()
         function = super().__call__(tracer)
         dialect = _dialect_of(tracer)
         model = self._model_key or dialect.model
@@ -140,16 +127,16 @@ class RemoteBackend(Backend):
             if self.streams:
                 self._sent = sent
             elif self.blocking and sent.local is not None:
-                return self._run_as_job(sent)
+                self._run_as_job(sent)
             elif self.blocking:
-                return self._run(sent)
+                self._run(sent)
             else:
                 self._submit(sent)
         return None
 
     # Blocking traces.
 
-    def _run(self, sent: SentRemotely) -> Any:
+    def _run(self, sent: SentRemotely) -> None:
         with Display() as display:
             frames: list[Frame] = []
             for frame in self.transport.run(sent.request, display.progress):
@@ -157,52 +144,40 @@ class RemoteBackend(Backend):
                     self._on_event(frame.json(), display)
                 elif frame.kind is not FrameKind.OUTPUT:
                     frames.append(frame)
-            self._tier = tier_of(frames)
+            self.tier = tier_of(frames)
             outcomes = sent.read(frames)
         sent.assign_saved(outcomes)
-        return None
 
     def _run_as_job(self, sent: SentRemotely) -> None:
-        outcomes: list[Outcome] = []
-
-        def read(frames: Sequence[Frame]) -> dict[str, Any]:
-            outcomes.extend(sent.read(frames))
-            return {}
-
-        job = self._submit(sent, read)
+        self._submit(sent)
         try:
-            job.wait()
+            outcomes = self._wait()
         except BaseException:
             with contextlib.suppress(RemoteError):
-                job.cancel()
+                self.cancel()
             raise
         finally:
-            self._id, self._status, self._job = job.id, job.status, None
-            self._engine, self._tier = job.engine, job.tier
+            self._sent = self._job = None
         sent.assign_saved(outcomes)
 
     def _on_event(self, event: dict[str, Any], display: Display) -> None:
         status = event.get("status")
         if status in set(JobStatus) and status != JobStatus.LOG:
-            self._status = JobStatus(str(status))
-        self._id = event.get("job") or self._id
-        self._engine = event.get("engine") or self._engine
+            self.job_status = JobStatus(str(status))
+        self.job_id = event.get("job") or self.job_id
+        self.engine = event.get("engine") or self.engine
         display.event({"job": self.job_id, **event})
 
     # Jobs.
 
-    def _submit(self, sent: SentRemotely, read: Read | None = None) -> RemoteJob:
+    def _submit(self, sent: SentRemotely) -> None:
         http = self._http()
         with Display() as display:
             job = http.submit(sent.request, display.progress)
-        self._job = RemoteJob(
-            http,
-            str(job["id"]),
-            read or (lambda frames: named(sent.read(frames))),
-            JobStatus.RECEIVED,  # the status at which its events begin, though it may be further by now
-            run=None if sent.local is None else sent.local.run,
-        )
-        return self._job
+        self._sent, self._result, self._job = sent, None, (http, str(job["id"]))
+        # The status at which its events begin, though it may be further by now.
+        self.job_id, self.job_status = str(job["id"]), JobStatus.RECEIVED
+        self.engine = self.tier = None
 
     def _http(self) -> HttpTransport:
         if not isinstance(self.transport, HttpTransport):
@@ -211,36 +186,103 @@ class RemoteBackend(Backend):
             )
         return self.transport
 
-    @property
-    def job(self) -> RemoteJob:
-        """The job of the trace.
-
-        Raises:
-            ValueError: The trace is not a job.
-        """
+    def _submitted(self) -> tuple[HttpTransport, str]:
         if self._job is None:
             raise ValueError("there is no job: trace with blocking=False, or give a job_id")
         return self._job
 
-    def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Wait for the job's end, and return its result; see ``RemoteJob.wait``."""
-        return self.job.wait(timeout_s)
+    def _poll(self) -> dict[str, Any] | None:
+        _, job_id = self._submitted()
+        if self._result is None:
+            outcomes = self._outcomes()
+            if outcomes is not None:
+                self._result = {"id": job_id, **named(outcomes)}
+        return self._result
 
-    def events(self, after: int = 0) -> Iterator[dict[str, Any]]:
-        """Yield the job's events as they occur, up to its end."""
-        return self.job.events(after)
+    def _outcomes(self) -> list[Outcome] | None:
+        """Return the outcomes of the job's blocks, None while it is not done."""
+        http, job_id = self._submitted()
+        job = http.job(job_id)
+        self.job_status, self.engine = JobStatus(job["status"]), job.get("engine")
+        if not self.job_status.is_final:
+            return None
+        if not job.get("result_bytes"):
+            error = job.get("error") or {}
+            message = error.get("message") or f"job {job_id} ended as {job['status']} and left no result"
+            raise RemoteError(str(message), code=error.get("code"))
+        with Display() as display:
+            frames = http.result(job_id, display.progress)
+        self.tier = tier_of(frames)
+        return read_frames(frames) if self._sent is None else self._sent.read(frames)
+
+    def _wait(self, timeout_s: float | None = None) -> list[Outcome]:
+        with Display() as display:
+            for event in self.events(timeout_s=timeout_s):
+                display.event(event)
+        outcomes = self._outcomes()
+        if outcomes is None:  # the server was stopped, which ended the event stream
+            raise RemoteError(f"job {self.job_id} is {self.job_status} still, and its events have ended")
+        return outcomes
+
+    def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Block until the job ends, display its progress, and return its result; see ``__call__``.
+
+        Raises:
+            ValueError: The trace is not a job.
+            TimeoutError: The job takes longer; it continues to run.
+        """
+        if self._result is None:
+            self._result = {"id": self._submitted()[1], **named(self._wait(timeout_s))}
+        return self._result
+
+    def events(self, after: int = 0, timeout_s: float | None = None) -> Iterator[dict[str, Any]]:
+        """Yield the job's events as they occur, up to its end.
+
+        Args:
+            after: Number of the last event to skip.
+            timeout_s: How long to wait for the job's end.
+
+        Raises:
+            ValueError: The trace is not a job.
+            TimeoutError: The job takes longer; it continues to run.
+        """
+        http, job_id = self._submitted()
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        return self._followed(http.events(job_id, after, end, self._part_runner()))
+
+    def _part_runner(self) -> RunPart | None:
+        return None if self._sent is None or self._sent.local is None else self._sent.local.run
+
+    def _followed(self, events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for event in events:
+            if event["status"] != JobStatus.LOG:
+                self.job_status = JobStatus(event["status"])
+            self.engine = event.get("engine") or self.engine
+            yield event
 
     def cancel(self) -> None:
         """Cancel the job."""
-        self.job.cancel()
+        http, job_id = self._submitted()
+        self.job_status = JobStatus(http.cancel(job_id)["status"])
 
     def __await__(self) -> Generator[Any, None, dict[str, Any]]:
         """Wait for the job's end without blocking the event loop, and return its result."""
-        return self.job.__await__()
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> dict[str, Any]:
+        if self._part_runner() is not None:
+            return await asyncio.to_thread(self.wait)
+        pause = _FIRST_POLL_S
+        while True:
+            result = await asyncio.to_thread(self._poll)
+            if result is not None:
+                return result
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, _MAX_POLL_S)
 
     # Streams.
 
-    async def _stream(self) -> AsyncIterator[Any]:
+    async def _stream(self) -> AsyncIterator[RemoteStreamedOutput]:
         sent, self._sent = self._sent, None
         if sent is None:
             raise ValueError(
@@ -249,7 +291,7 @@ class RemoteBackend(Backend):
             )
         frames: list[Frame] = []
         reader = OutputReader()
-        last: list[StreamedOutput] = []
+        last: list[RemoteStreamedOutput] = []
         with Display() as display:
             async for frame in self.transport.stream(sent.request):
                 if frame.kind is FrameKind.EVENT:
@@ -257,19 +299,19 @@ class RemoteBackend(Backend):
                 elif frame.kind is FrameKind.OUTPUT:
                     output = reader.read(frame.data)
                     if not output.finished:
-                        yield _shown(output)
+                        yield output
                     else:
                         last.append(output)  # held back until the result arrives, to include all saved values
                 elif frame.kind is FrameKind.ERROR:
                     raise refused(frame)
                 else:
                     frames.append(frame)
-        self._tier = tier_of(frames)
+        self.tier = tier_of(frames)
         outcomes = sent.read(frames)
         raise_first(outcomes)
         warn_of(outcomes)
         for output in last:
-            yield dataclasses.replace(_shown(output), saves=saves_of(outcomes, output.invoke))
+            yield dataclasses.replace(output, saves=saves_of(outcomes, output.invoke))
 
 
 def _dialect_of(tracer: Tracer) -> Dialect:
@@ -283,28 +325,6 @@ def _dialect_of(tracer: Tracer) -> Dialect:
         )
     dialect: Dialect = speak()
     return dialect
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RemoteStreamedOutput:
-    """One output of a request as it arrives: the fields of vLLM's outputs, and the saved values of its block.
-
-    Attributes:
-        invoke: Index of the block in its trace.
-        outputs: The choices in this output, with ``index``, ``text``, ``token_ids``, ``finish_reason``.
-        finished: Whether the request has ended.
-        saves: The values that the block has saved so far, by name.
-    """
-
-    invoke: int
-    outputs: list[SimpleNamespace]
-    finished: bool
-    saves: dict[str, Any]
-
-
-def _shown(output: StreamedOutput) -> RemoteStreamedOutput:
-    choices = [SimpleNamespace(**choice) for choice in output.choices]
-    return RemoteStreamedOutput(output.invoke, choices, output.finished, output.saves)
 
 
 Remote = bool | str | None

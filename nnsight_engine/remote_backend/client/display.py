@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any, Final, Self
 
 from rich.console import Console
@@ -47,23 +46,25 @@ class _Speed(TransferSpeedColumn):
 
 
 class Display:
+    """Shows nothing for ``_QUIET_S``: then a status line on a terminal, elsewhere a line for each status."""
+
     def __init__(self) -> None:
         self._shows = CONFIG.APP.REMOTE_LOGGING
         self._console = Console(stderr=True)
+        self._is_terminal = self._console.is_terminal or self._console.is_jupyter
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
+        self._appeared = False
         self._bars: Progress | None = None
-        self._status: TaskID | None = None
-        self._transfers: dict[str, TaskID] = {}
-        self._text = ""
-        self._is_terminal = self._console.is_terminal or self._console.is_jupyter
-        self._lines: list[str] = []
-        self._has_waited = False
+        self._tasks: dict[str, TaskID] = {}
+        self._text = "sending"
+        self._lines = ""
 
     def __enter__(self) -> Self:
-        """Start the timer after which the status line appears."""
-        if self._shows and self._is_terminal:
-            self._wait(self._start)
+        if self._shows:
+            self._timer = threading.Timer(_QUIET_S, self._appear)
+            self._timer.daemon = True
+            self._timer.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -82,65 +83,51 @@ class Display:
                 sys.stdout.write(_line(job, status, str(message)))
             return
         where = f"on {event['engine']}" if event.get("engine") else ""
-        detail = ": ".join(filter(None, (where, message)))
-        self._text = f"{status} {where}".rstrip() + (f": {message}" if message else "")
         with self._lock:
-            if self._bars is not None and self._status is not None:
-                self._bars.update(self._status, description=self._text)
-            self._keep(_line(job, status, detail))
+            self._text = f"{status} {where}".rstrip() + (f": {message}" if message else "")
+            self._lines += _line(job, status, ": ".join(filter(None, (where, message))))
+            if self._appeared:
+                self._draw()
 
     def progress(self, way: str, num_bytes: int, total: int | None) -> None:
         """Display the progress of a transfer; ``total`` is None if unknown."""
         with self._lock:
-            if self._bars is None:
-                return
-            if way not in self._transfers:
-                self._transfers[way] = self._bars.add_task(way, total=total)
-            self._bars.update(self._transfers[way], completed=num_bytes, total=total)
+            if self._bars is not None:
+                self._bars.update(self._task(way, total), completed=num_bytes, total=total)
 
-    def _wait(self, then: Callable[[], None]) -> None:
-        self._timer = threading.Timer(_QUIET_S, then)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _keep(self, line: str) -> None:
-        """Queue a line, or write it immediately if the trace has already taken a while."""
-        if self._is_terminal or not self._shows:
-            return
-        self._lines.append(line)
-        if self._has_waited:
-            self._write_lines()
-        elif self._timer is None:
-            self._wait(self._write)
-
-    def _write(self) -> None:
+    def _appear(self) -> None:
         with self._lock:
             if self._timer is None:  # the trace is over
                 return
-            self._has_waited = True
-            self._write_lines()
+            self._appeared = True
+            if self._is_terminal:
+                self._bars = Progress(
+                    SpinnerColumn(),
+                    TextColumn("{task.description}"),
+                    BarColumn(),
+                    _Bytes(),
+                    _Speed(),
+                    TimeElapsedColumn(),
+                    console=self._console,
+                    transient=True,
+                )
+            self._draw()
+            if self._bars is not None:
+                self._bars.start()
 
-    def _write_lines(self) -> None:
-        sys.stderr.write("".join(self._lines))
-        sys.stderr.flush()
-        self._lines.clear()
+    def _draw(self) -> None:
+        if self._bars is not None:
+            self._bars.update(self._task("", None), description=self._text)
+        else:
+            sys.stderr.write(self._lines)
+            sys.stderr.flush()
+        self._lines = ""
 
-    def _start(self) -> None:
-        with self._lock:
-            if self._timer is None:  # the trace is over
-                return
-            self._bars = Progress(
-                SpinnerColumn(),
-                TextColumn("{task.description}"),
-                BarColumn(),
-                _Bytes(),
-                _Speed(),
-                TimeElapsedColumn(),
-                console=self._console,
-                transient=True,
-            )
-            self._status = self._bars.add_task(self._text or "sending", total=None)
-            self._bars.start()
+    def _task(self, name: str, total: int | None) -> TaskID:
+        assert self._bars is not None  # noqa: S101 - otherwise there are no tasks
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(name, total=total)
+        return self._tasks[name]
 
 
 def _line(job: str, status: str, message: str) -> str:

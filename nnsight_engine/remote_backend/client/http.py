@@ -1,8 +1,9 @@
 """Trace requests over HTTP, with one connection pool per process; responses are read as they arrive.
 
 Retried are requests that never reached the server or that it rejected as not ready (503 with a reason),
-reads, and job submissions, which carry an idempotency key; never a trace that may have started. Downloads
-resume where they stopped.
+reads, and job submissions, which carry an idempotency key; never a trace that may have started. Downloads and
+events resume where they stopped. Over a job's WebSocket, the server can ask the client to run parts of the
+job's blocks: its events are JSON texts, calls and responses frames in pieces.
 """
 
 from __future__ import annotations
@@ -15,22 +16,26 @@ import math
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Final, Protocol
 
 import httpx
+from websockets.exceptions import ConnectionClosedOK, InvalidStatus, WebSocketException
+from websockets.sync.client import ClientConnection, connect
 
 from api_schemas.jobs import JobStatus
 from nnsight_engine.core.config import CONFIG
 from nnsight_engine.remote_backend.client.connection import Retry, normalized, without_frames
 from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
-from nnsight_engine.remote_backend.frames import Frame, FrameReader
+from nnsight_engine.remote_backend.frames import Frame, FrameReader, called, calling
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceRequest
 from nnsight_engine.serialization import DecodeError
 
 Progress = Callable[[str, int, int], None]
 """Called with ``"upload"`` or ``"download"``, the number of bytes transferred, and the total number of
 bytes."""
+RunPart = Callable[[memoryview], bytes]
+"""Runs a part of a block as requested by a message, and returns the response message."""
 
 
 class Transport(Protocol):
@@ -53,74 +58,27 @@ class Transport(Protocol):
 MAX_FRAME_BYTES: Final = 16 * 2**30
 _SHOWN_BYTES: Final = 2**20
 """Smaller frames arrive too quickly for a progress bar."""
-
-
-def frames_of(chunks: Iterator[bytes], progress: Progress | None) -> Iterator[Frame]:
-    reader = FrameReader(MAX_FRAME_BYTES)
-    for chunk in chunks:
-        yield from reader.feed(chunk)
-        _report(reader, progress)
-
-
-class Download:
-    """A frame stream that is downloaded over several connections."""
-
-    def __init__(self) -> None:
-        self.restart("")
-
-    def restart(self, tag: str) -> None:
-        """Start again at the first byte of the version with this entity tag."""
-        self._tag = tag
-        self._reader = FrameReader(MAX_FRAME_BYTES)
-        self._frames: list[Frame] = []
-        self.num_bytes = 0
-
-    def headers(self) -> dict[str, str]:
-        """Return the headers of a request for the rest of the version that was begun."""
-        if not self.num_bytes:
-            return {}
-        return {"range": f"bytes={self.num_bytes}-", "if-range": self._tag}
-
-    def take(self, chunk: bytes, progress: Progress | None) -> None:
-        self.num_bytes += len(chunk)
-        self._frames.extend(self._reader.feed(chunk))
-        _report(self._reader, progress)
-
-    def frames(self) -> list[Frame]:
-        """Return the frames of the complete stream; raise a ``DecodeError`` if it ends within a frame."""
-        if not self._reader.is_between:
-            raise DecodeError("the job's result ends within a frame")
-        return self._frames
-
-
-def _report(reader: FrameReader, progress: Progress | None) -> None:
-    pending = reader.pending
-    if progress is not None and pending is not None and pending[1] > _SHOWN_BYTES:
-        progress("download", *pending)
-
-
+_CHUNK_BYTES: Final = 2**20
 _CONNECT_S: Final = 10.0
 _READ_S: Final = 3600.0
 """Read timeout between two frames: a block may compute for a long time without producing any."""
-_CHUNK_BYTES: Final = 2**20
 
 
 class HttpTransport:
     def __init__(self, url: str | None = None, key: str | None = None) -> None:
         """Store the address, or raise a ``ValueError``; connections are opened when first needed."""
-        self.url = normalized(url if url is not None else CONFIG.API.HOST)
+        self.name = self.url = normalized(url if url is not None else CONFIG.API.HOST)
         self._key = CONFIG.API.KEY if key is None else key
-
-    @property
-    def name(self) -> str:
-        return self.url
 
     # Traces.
 
     def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
         response = self._with_retries(lambda: self._post("/v1/traces", request, progress, stream=True))
+        reader = FrameReader(MAX_FRAME_BYTES)
         try:
-            yield from frames_of(response.iter_raw(), progress)
+            for chunk in response.iter_raw():
+                yield from reader.feed(chunk)
+                _report(reader, progress)
         except httpx.TransportError as error:
             raise self._connection_broke(error) from error
         finally:
@@ -128,20 +86,22 @@ class HttpTransport:
 
     async def stream(self, request: TraceRequest) -> AsyncIterator[Frame]:
         reader, content = FrameReader(MAX_FRAME_BYTES), request.to_bytes()
-        async with httpx.AsyncClient(timeout=_timeout(), headers=self.headers()) as client:
-
-            async def send() -> httpx.Response:
-                sent = client.build_request(
-                    "POST", self.url + "/v1/traces", content=content, headers={"content-type": MEDIA_TYPE}
-                )
-                response = await client.send(sent, stream=True)
-                if response.status_code >= httpx.codes.BAD_REQUEST:
+        tries = Retry(self.url, is_repeatable=False)
+        async with httpx.AsyncClient(timeout=_timeout(), headers=self._headers()) as client:
+            sent = client.build_request(
+                "POST", self.url + "/v1/traces", content=content, headers={"content-type": MEDIA_TYPE}
+            )
+            while True:
+                try:
+                    response = await client.send(sent, stream=True)
+                    if response.status_code < httpx.codes.BAD_REQUEST:
+                        break
                     async with contextlib.aclosing(response):
                         await response.aread()
                         raise RemoteError.from_response(response)
-                return response
-
-            async with contextlib.aclosing(await self._with_retries_async(send)) as response:
+                except (httpx.TransportError, RemoteError) as error:
+                    await asyncio.sleep(tries.pause_s(error))
+            async with contextlib.aclosing(response):
                 try:
                     async for chunk in response.aiter_raw():
                         for frame in reader.feed(chunk):
@@ -166,44 +126,52 @@ class HttpTransport:
         return self.get_json(f"/v1/jobs/{job_id}")
 
     def cancel(self, job_id: str) -> dict[str, Any]:
-        path = f"{self.url}/v1/jobs/{job_id}/cancel"
-        return _object(self._with_retries(lambda: self._send("POST", path), is_repeatable=True))
+        return self._json("POST", f"/v1/jobs/{job_id}/cancel")
 
     def result(self, job_id: str, progress: Progress | None = None) -> list[Frame]:
-        """Return the frames of a job's result; an interrupted download resumes where it stopped."""
-        download, tries = Download(), Retry(self.url)
+        """Return the frames of a job's result; an interrupted download resumes where it stopped.
+
+        Raises:
+            DecodeError: The result ends within a frame.
+        """
+        tries, tag, num_bytes = Retry(self.url), "", 0
+        reader, frames = FrameReader(MAX_FRAME_BYTES), list[Frame]()
         while True:
-            num_bytes = download.num_bytes
+            before = num_bytes
+            headers = {"range": f"bytes={num_bytes}-", "if-range": tag} if num_bytes else {}
             try:
-                self._fetch(job_id, download, progress)
+                response = self._send("GET", f"/v1/jobs/{job_id}/result", headers=headers, stream=True)
+                with contextlib.closing(response):
+                    if response.status_code != httpx.codes.PARTIAL_CONTENT:  # all of it, maybe a new version
+                        tag, num_bytes = response.headers.get("etag", ""), 0
+                        reader, frames = FrameReader(MAX_FRAME_BYTES), []
+                    for chunk in response.iter_raw():
+                        num_bytes += len(chunk)
+                        frames.extend(reader.feed(chunk))
+                        _report(reader, progress)
                 break
             except (httpx.TransportError, RemoteError) as error:
-                if download.num_bytes > num_bytes:
+                if num_bytes > before:
                     tries.progressed()
                 tries.wait(error)
-        return download.frames()
+        if not reader.is_between:
+            raise DecodeError("the job's result ends within a frame")
+        return frames
 
-    def _fetch(self, job_id: str, download: Download, progress: Progress | None) -> None:
-        path = f"{self.url}/v1/jobs/{job_id}/result"
-        response = self._send("GET", path, headers=download.headers(), stream=True)
-        with contextlib.closing(response):
-            if response.status_code != httpx.codes.PARTIAL_CONTENT:
-                download.restart(response.headers.get("etag", ""))
-            for chunk in response.iter_raw():
-                download.take(chunk, progress)
-
-    def events(self, job_id: str, after: int = 0, end: float | None = None) -> Iterator[dict[str, Any]]:
-        """Yield a job's events after number ``after``; ``TimeoutError`` at the monotonic time ``end``."""
-        return self.followed(lambda last: self._events(job_id, last, end), job_id, after, end)
-
-    def followed(
-        self, connect: Callable[[int], Iterator[dict[str, Any]]], job_id: str, after: int, end: float | None
+    def events(
+        self, job_id: str, after: int = 0, end: float | None = None, run: RunPart | None = None
     ) -> Iterator[dict[str, Any]]:
-        """Yield a job's events with ``connect``, reconnecting as often as necessary; see ``events``."""
+        """Yield a job's events after number ``after``, reconnecting as often as necessary.
+
+        Args:
+            end: The monotonic time of a ``TimeoutError``.
+            run: Runs the parts of the job's blocks that its server requests.
+        """
         last, tries = after, Retry(self.url)
         while True:
             try:
-                for event in connect(last):
+                connected = self._events if run is None else functools.partial(self._events_and_calls, run)
+                for event in connected(job_id, last, end):
                     last = event["id"]
                     tries.progressed()
                     yield event
@@ -220,26 +188,47 @@ class HttpTransport:
                     raise TimeoutError(f"job {job_id} is not done yet; it goes on") from error
 
     def _is_final(self, job_id: str, end: float | None) -> bool:
-        """Return whether a job has ended; not retried, since ``followed`` retries until the deadline."""
-        answer = _object(self._send("GET", f"{self.url}/v1/jobs/{job_id}", read_s=_read_timeout(end)))
+        """Return whether a job has ended; not retried, since ``events`` retries until the deadline."""
+        answer = _object(self._send("GET", f"/v1/jobs/{job_id}", read_s=_seconds_until(end, _READ_S)))
         return JobStatus(answer["status"]).is_final
 
     def _events(self, job_id: str, after: int, end: float | None) -> Iterator[dict[str, Any]]:
-        path = f"{self.url}/v1/jobs/{job_id}/events?after={after}"
-        # The server sends heartbeats, so only the caller's deadline can be shorter.
-        read_s = _read_timeout(end)
         response = self._send(
-            "GET", path, headers={"accept": "text/event-stream"}, stream=True, read_s=read_s
+            "GET",
+            f"/v1/jobs/{job_id}/events?after={after}",
+            headers={"accept": "text/event-stream"},
+            stream=True,
+            read_s=_seconds_until(end, _READ_S),  # the server sends heartbeats
         )
-        try:
+        with contextlib.closing(response):
             for line in response.iter_lines():
                 if end is not None and time.monotonic() >= end:
                     raise httpx.ReadTimeout("the caller's time is up")
                 if line.startswith("data:"):
                     event: dict[str, Any] = json.loads(line.removeprefix("data:"))
                     yield event
-        finally:
-            response.close()
+
+    def _events_and_calls(
+        self, run: RunPart, job_id: str, after: int, end: float | None
+    ) -> Iterator[dict[str, Any]]:
+        """Yield events until the WebSocket ends; raise a ``RemoteError`` if it is refused or broke."""
+        try:
+            with connect(
+                f"ws{self.url.removeprefix('http')}/v1/jobs/{job_id}/events?after={after}&local=true",
+                additional_headers=self._headers(),
+                compression=None,
+                max_size=None,
+                open_timeout=min(_CONNECT_S, _seconds_until(end, _CONNECT_S)),
+            ) as socket:
+                yield from _received(socket, run, end)
+        except ConnectionClosedOK:
+            return
+        except InvalidStatus as error:
+            raise _refusal(error) from error
+        except (WebSocketException, OSError) as error:
+            raise RemoteConnectionError(
+                f"the WebSocket of job {job_id} at {self.url} cannot be reached, or broke off: {error}"
+            ) from error
 
     # Information.
 
@@ -247,12 +236,15 @@ class HttpTransport:
         return self.get_json("/v1/traces/outline")
 
     def get_json(self, path: str) -> dict[str, Any]:
-        return _object(self._with_retries(lambda: self._send("GET", self.url + path), is_repeatable=True))
+        return self._json("GET", path)
 
     # Requests.
 
-    def headers(self) -> dict[str, str]:
+    def _headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self._key}"} if self._key else {}
+
+    def _json(self, method: str, path: str) -> dict[str, Any]:
+        return _object(self._with_retries(lambda: self._send(method, path), is_repeatable=True))
 
     def _post(
         self,
@@ -263,27 +255,30 @@ class HttpTransport:
         headers: dict[str, str] | None = None,
         stream: bool = False,
     ) -> httpx.Response:
-        chunks = request.chunks()
-        num_bytes = sum(map(len, chunks))
-        sent = {"content-type": MEDIA_TYPE, "content-length": str(num_bytes), **(headers or {})}
-        content: Any = b"".join(chunks)
-        if num_bytes > _CHUNK_BYTES:
-            content = _pieces(content, progress)
-        return self._send("POST", self.url + path, headers=sent, content=content, stream=stream)
+        content = request.to_bytes()
+        sent = {"content-type": MEDIA_TYPE, "content-length": str(len(content)), **(headers or {})}
+        is_large = len(content) > _CHUNK_BYTES
+        chunks = _chunks(content, progress) if is_large else content
+        return self._send("POST", path, headers=sent, content=chunks, stream=stream)
 
     def _send(
         self,
         method: str,
-        url: str,
+        path: str,
         *,
         headers: dict[str, str] | None = None,
-        content: Any = None,
+        content: bytes | Iterator[bytes] | None = None,
         stream: bool = False,
         read_s: float = _READ_S,
     ) -> httpx.Response:
         client = _client(os.getpid())
-        sent = {**self.headers(), **(headers or {})}
-        request = client.build_request(method, url, headers=sent, content=content, timeout=_timeout(read_s))
+        request = client.build_request(
+            method,
+            self.url + path,
+            headers={**self._headers(), **(headers or {})},
+            content=content,
+            timeout=_timeout(read_s),
+        )
         response = client.send(request, stream=stream)
         if response.status_code >= httpx.codes.BAD_REQUEST:
             with contextlib.closing(response):
@@ -301,15 +296,6 @@ class HttpTransport:
             except (httpx.TransportError, RemoteError) as error:
                 tries.wait(error)
 
-    async def _with_retries_async(self, send: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
-        """Send a request that must not run twice; retry like ``_with_retries``."""
-        tries = Retry(self.url, is_repeatable=False)
-        while True:
-            try:
-                return await send()
-            except (httpx.TransportError, RemoteError) as error:
-                await asyncio.sleep(tries.pause_s(error))
-
 
 @functools.cache
 def _client(pid: int) -> httpx.Client:
@@ -322,20 +308,44 @@ def _timeout(read_s: float = _READ_S) -> httpx.Timeout:
     return httpx.Timeout(read_s, connect=min(_CONNECT_S, read_s))
 
 
-def seconds_until(end: float) -> float:
+def _seconds_until(end: float | None, without_end: float) -> float:
     """Return the seconds until a deadline on the monotonic clock, as a timeout: positive."""
-    return max(end - time.monotonic(), 0.001)
+    return without_end if end is None else max(end - time.monotonic(), 0.001)
 
 
-def _read_timeout(end: float | None) -> float:
-    return _READ_S if end is None else seconds_until(end)
-
-
-def _pieces(content: bytes, progress: Progress | None) -> Iterator[bytes]:
+def _chunks(content: bytes, progress: Progress | None) -> Iterator[bytes]:
     for start in range(0, len(content), _CHUNK_BYTES):
         yield content[start : start + _CHUNK_BYTES]
         if progress is not None:
             progress("upload", min(start + _CHUNK_BYTES, len(content)), len(content))
+
+
+def _report(reader: FrameReader, progress: Progress | None) -> None:
+    pending = reader.pending
+    if progress is not None and pending is not None and pending[1] > _SHOWN_BYTES:
+        progress("download", *pending)
+
+
+def _received(socket: ClientConnection, run: RunPart, end: float | None) -> Iterator[dict[str, Any]]:
+    reader = FrameReader(MAX_FRAME_BYTES)
+    while True:
+        message = socket.recv(timeout=None if end is None else _seconds_until(end, _READ_S))
+        if isinstance(message, str):
+            event = json.loads(message)
+            if event.get("type") == "event":
+                yield event
+            continue
+        for frame in reader.feed(message):
+            number, data = called(frame)
+            for piece in calling(number, run(data)).pieces():
+                socket.send(piece)
+
+
+def _refusal(error: InvalidStatus) -> RemoteError:
+    status, body = error.response.status_code, error.response.body
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return RemoteError.from_body(json.loads(body or b""), status=status)
+    return RemoteError(f"the server refused a job's WebSocket with {status}", status=status)
 
 
 def _object(response: httpx.Response) -> dict[str, Any]:

@@ -5,8 +5,8 @@ import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import rich.box
 from rich.console import Console
 from rich.table import Table
@@ -100,32 +100,11 @@ def status(host: str | None = None, *, key: str | None = None) -> ServerStatus:
     transport = HttpTransport(host, key)
     plain = transport.get_json("/v1/status")
     try:
-        return _status(transport.url, plain)
-    except (KeyError, TypeError) as error:
+        return msgspec.convert({**plain, "url": transport.url}, ServerStatus)
+    except msgspec.ValidationError as error:
         raise RemoteError(
-            f"{transport.url} returned a status that this version cannot read: {error!r}"
+            f"{transport.url} returned a status that this version cannot read: {error}"
         ) from error
-
-
-def _status(url: str, plain: dict[str, Any]) -> ServerStatus:
-    return ServerStatus(
-        url=url,
-        phase=str(plain["phase"]),
-        version=str(plain["version"]),
-        python=str(plain["python"]),
-        in_flight=int(plain["in_flight"]),
-        queued=int(plain["queued"]),
-        models=[
-            ModelStatus(
-                name=str(one["name"]),
-                names=list(one["names"]),
-                running=bool(one["running"]),
-                engines=list(one["engines"]),
-                fingerprint=str(one.get("fingerprint", "")),
-            )
-            for one in plain["models"]
-        ],
-    )
 
 
 def ndif_status(host: str | None = None, *, key: str | None = None) -> ServerStatus:

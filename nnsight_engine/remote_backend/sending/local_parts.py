@@ -73,15 +73,8 @@ def plain(message: PartRequest | PartResult) -> dict[str, Any]:
     return msgspec.structs.asdict(message)
 
 
-def read_part_request(value: Any) -> PartRequest:
-    return _read(value, PartRequest)
-
-
-def read_part_result(value: Any) -> PartResult:
-    return _read(value, PartResult)
-
-
-def _read(value: Any, kind: type[T]) -> T:
+def read_part(value: Any, kind: type[T]) -> T:
+    """Return a message about a part, from decoded data; raise a ``DecodeError`` if it is none."""
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -94,26 +87,14 @@ def place_of(nested: Nested) -> Place:
 
 
 def names_read(body: Sequence[ast.stmt], class_name: str | None) -> frozenset[str]:
-    found = names_in(body)
-    stored = {
-        node.id
-        for statement in body
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
-    used = {
-        node.id
-        for statement in body
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-    }
-    changed = {
-        node.target.id
-        for statement in body
-        for node in ast.walk(statement)
-        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
-    }
-    return mangled(frozenset(found - (stored - used - changed)), class_name)
+    stored, read = set[str](), set[str]()
+    for node in (node for statement in body for node in ast.walk(statement)):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()):
+                stored.add(name)
+            case ast.Name(id=name, ctx=ast.Load()) | ast.AugAssign(target=ast.Name(id=name)):
+                read.add(name)
+    return mangled(frozenset(names_in(body) - (stored - read)), class_name)
 
 
 _Found = Mapping[Place, Nested]
@@ -185,12 +166,12 @@ class LocalParts:
 
     def _run(self, data: bytes | bytearray | memoryview) -> bytes:
         dialect = self._dialect
-        part_request = read_part_request(decode(data, resolve=dialect.resolver({}), policy=dialect.policy))
+        decoded = decode(data, resolve=dialect.resolver({}), policy=dialect.policy)
+        part_request = read_part(decoded, PartRequest)
         if self._last is not None and self._last[:2] == (part_request.attempt, part_request.turn):
             return self._last[2]  # the earlier response was lost with its connection
-        if (self._last is None) != (part_request.turn == 0):
-            raise LocalBlockError.repeated()
-        if self._last is not None and self._last[0] != part_request.attempt:
+        attempt = part_request.attempt if self._last is None else self._last[0]
+        if (self._last is None) != (part_request.turn == 0) or attempt != part_request.attempt:
             raise LocalBlockError.repeated()
         self._last = (part_request.attempt, part_request.turn, b"")
         block, cells = self._block(part_request), self._cells[part_request.block]

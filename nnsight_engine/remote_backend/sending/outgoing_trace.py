@@ -14,7 +14,6 @@ import torch
 
 import nnsight_engine
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer, Invoker
-from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.remote_backend.codecs import Codec, encode_blocks
 from nnsight_engine.remote_backend.errors import RemoteError
@@ -44,19 +43,12 @@ from nnsight_engine.remote_backend.values.outcomes import (
     wanted_of,
 )
 from nnsight_engine.remote_backend.values.received_blocks import SAVED
-from nnsight_engine.serialization import DATA_ONLY, DecodeError, EncodeError, Policy
-from nnsight_engine.tracing.tracer import Tracer
+from nnsight_engine.serialization import DATA_ONLY, DecodeError, EncodeError, Policy, Resolve
+from nnsight_engine.tracing.tracer import Session, Tracer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.envoys.tracers.editing import Edit
-    from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
-    from nnsight_engine.envoys.tracers.session import Session
-    from nnsight_engine.tracing.tracer import Tracer
-
-Resolve = Callable[[tuple[str, ...]], Any]
 
 
 class Inputs(NamedTuple):

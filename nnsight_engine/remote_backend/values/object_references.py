@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final, NoReturn
 
 import torch
@@ -25,7 +26,7 @@ from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.remote_backend.codecs import Codec, decode_blocks, encode_blocks
 from nnsight_engine.serialization import DecodeError, EncodeError
-from nnsight_engine.serialization.decoding.decoder import Resolve
+from nnsight_engine.serialization.graph import Resolve
 from nnsight_engine.tracing.tracer import Tracer
 
 Reference = tuple[str, ...]
@@ -49,7 +50,11 @@ def reference_of(value: Any, model: Envoy, barriers: list[Barrier]) -> Reference
         return ("barrier", str(number), str(value.participants))
     if isinstance(value, Tracer | Interleaver):
         return ("tracer",) if isinstance(value, Tracer) else ("interleaver",)
-    return _part_of(value, model._root)  # noqa: SLF001 - an envoy of ours
+    root = model._root  # noqa: SLF001 - an envoy of ours
+    if isinstance(value, torch.Tensor):
+        return _tensor_of(value, root._module)  # noqa: SLF001 - the same
+    tokenizer = root.__dict__.get("tokenizer")
+    return ("tokenizer",) if tokenizer is not None and value is tokenizer else None
 
 
 def place_of(value: Any, model: Envoy) -> Reference | None:
@@ -85,17 +90,9 @@ def _operation_of(value: SourceEnvoy | OperationEnvoy, model: Envoy) -> Referenc
     return ("source" if isinstance(value, SourceEnvoy) else "operation", module, *calls)
 
 
-def _part_of(value: Any, root: Envoy) -> Reference | None:
-    if isinstance(value, torch.Tensor):
-        return _tensor_of(value, root)
-    tokenizer = root.__dict__.get("tokenizer")
-    return ("tokenizer",) if tokenizer is not None and value is tokenizer else None
-
-
-def _tensor_of(value: torch.Tensor, root: Envoy) -> Reference | None:
+def _tensor_of(value: torch.Tensor, module: torch.nn.Module) -> Reference | None:
     if not isinstance(value, torch.nn.Parameter) and not value.is_meta:
         return None
-    module = root._module  # noqa: SLF001 - an envoy of ours
     named = itertools.chain(module.named_parameters(), module.named_buffers())
     return next((("tensor", name) for name, one in named if one is value), None)
 
@@ -117,43 +114,35 @@ class ObjectReferences:
 
     def __call__(self, reference: Reference) -> Any:
         """Return the object for a reference; raise a ``LookupError`` if it names nothing here."""
-        kind, *rest = reference
         try:
-            return self._found(kind, rest)
+            kind, *rest = reference
+            return self._finders()[kind](*rest)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise LookupError(
                 f"the message names {reference!r}, which this model lacks: {error}. The client's model must "
                 "be the server's"
             ) from error
 
-    def _found(self, kind: str, rest: list[str]) -> Any:
-        model = self._model
-        if kind == "envoy":
-            return self._envoy(*rest)
-        if kind == "module":
-            return self._envoy(*rest)._module  # noqa: SLF001 - an envoy of ours
-        if kind == "tensor":
-            return _tensor_named(model._root._module, *rest)  # noqa: SLF001 - the same
-        if kind in {"source", "operation"}:
-            return self._operation(kind, *rest)
-        if kind in {"points", "point"}:
-            points: Points = model._root.__dict__["_points"]  # noqa: SLF001 - the same
-            return points.group(*rest) if rest else points
-        return self._own(kind, rest)
+    def _finders(self) -> dict[str, Callable[..., Any]]:
+        model, root, tracer = self._model, self._model._root, self._tracer  # noqa: SLF001 - an envoy of ours
+        finders: dict[str, Callable[..., Any]] = {
+            "envoy": self._envoy,
+            "module": lambda path: self._envoy(path)._module,  # noqa: SLF001 - an envoy of ours
+            "tensor": lambda name: _tensor_named(root._module, name),  # noqa: SLF001 - the same
+            "source": partial(self._operation, "source"),
+            "operation": partial(self._operation, "operation"),
+            "points": lambda: root.__dict__["_points"],
+            "point": lambda prefix: root.__dict__["_points"].group(prefix),  # noqa: PLW0108 - made when asked for
+            "barrier": self._barrier,
+            "interleaver": lambda: model.interleaver,
+            "tokenizer": lambda: model.__dict__["tokenizer"],
+        }
+        return finders if tracer is None else {**finders, "tracer": lambda: tracer}
 
-    def _own(self, kind: str, rest: list[str]) -> Any:
-        if kind == "tracer" and self._tracer is not None:
-            return self._tracer
-        if kind == "barrier":
-            number, participants = rest
-            if number not in self._barriers:
-                self._barriers[number] = Barrier(self._model.interleaver, int(participants))
-            return self._barriers[number]
-        if kind == "interleaver":
-            return self._model.interleaver
-        if kind == "tokenizer":
-            return self._model.__dict__["tokenizer"]
-        raise KeyError(kind)
+    def _barrier(self, number: str, participants: str) -> Barrier:
+        if number not in self._barriers:
+            self._barriers[number] = Barrier(self._model.interleaver, int(participants))
+        return self._barriers[number]
 
     def _envoy(self, path: str) -> Envoy:
         """Return the envoy at a path; the root's path gives the model as it is traced, with its edits."""

@@ -15,7 +15,7 @@ from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.interleaving.shared_variables import explain
 from nnsight_engine.remote_backend.errors import LostTraceError
 from nnsight_engine.serialization import DATA_ONLY, DecodeError, Policy, SentBlock, decode, restore_error
-from nnsight_engine.serialization.decoding.decoder import Resolve
+from nnsight_engine.serialization.graph import Resolve
 from nnsight_engine.tracing.frames import users_stacklevel
 from nnsight_engine.tracing.tracer import Info
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 from nnsight_engine.core.closure_cells import UNBOUND, Assignments, content
 from nnsight_engine.core.saves import holds_marked
 from nnsight_engine.serialization import DecodeError, EncodeError, MessageLimits, encode_error
-from nnsight_engine.serialization.encoding.encoder import Reference
+from nnsight_engine.serialization.graph import Reference
 from nnsight_engine.serialization.message import Piece
 from nnsight_engine.serialization.wire import DEFAULT_LIMITS, encode_pieces
 from nnsight_engine.tracing.tracer import Info

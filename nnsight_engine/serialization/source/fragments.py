@@ -9,11 +9,10 @@ from __future__ import annotations
 import __future__
 
 import ast
-import dataclasses
 import dis
 from collections.abc import Iterator, Sequence
 from types import CodeType
-from typing import Any
+from typing import NamedTuple
 
 from nnsight_engine.serialization.limits import Check
 from nnsight_engine.tracing.loaded_code import sent_name
@@ -84,8 +83,7 @@ _MAKER = f"{OURS}maker__"
 WHOLE_LINES = -1
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SourceFragment:
+class SourceFragment(NamedTuple):
     """The source of one definition.
 
     Attributes:
@@ -103,9 +101,6 @@ class SourceFragment:
     qualname: str
     class_name: str | None
     flags: int
-
-    def parts(self) -> tuple[Any, ...]:
-        return tuple([getattr(self, name) for name in self.__slots__])
 
     @property
     def num_characters(self) -> int:

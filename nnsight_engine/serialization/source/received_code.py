@@ -11,7 +11,6 @@ that is sent back to a sender is read from there.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import linecache
 import os
@@ -113,7 +112,7 @@ _MAX_CHARACTERS = 2**18
 
 
 class CodeCache(Generic[Value]):
-    """An LRU cache of compiled code, keyed by all inputs of the compilation.
+    """An LRU cache of compiled or sent code, keyed by all inputs, or by the ``id`` of an object in the value.
 
     Senders choose the entries, which outlive their requests: their number and size in characters are bounded.
     """
@@ -169,4 +168,4 @@ def show(fragment: SourceFragment) -> None:
 def _named(fragment: SourceFragment) -> SourceFragment:
     lines = LinesFrom(fragment.line, fragment.text)
     file = SentFile(fragment.filename, lines, functools.partial(tree_of, fragment))
-    return dataclasses.replace(fragment, filename=file)
+    return fragment._replace(filename=file)

@@ -25,7 +25,7 @@ _POINTER: Final = "_ptr"
 
 
 class CpuKernel:
-    """Replaces a kernel by a function of some of its arguments, by name; raise ValueError for others."""
+    """Replaces a kernel by a function of some of its arguments, by name; it may take ``grid`` as well."""
 
     def __init__(self, name: str, kernel: Callable[..., Any], function: Callable[..., None]) -> None:
         parameters = inspect.signature(getattr(kernel, "fn", kernel)).parameters
@@ -33,13 +33,6 @@ class CpuKernel:
         self._wanted: Final = frozenset(inspect.signature(function).parameters)
         self._name: Final = name
         self._function: Final = function
-        unknown = self._wanted - set(self._names.values()) - {_GRID}
-        if unknown:
-            raise ValueError(
-                f"vLLM's kernel {name} has the parameters {', '.join(self._names.values())}, but its "
-                f"function for CPUs takes {', '.join(sorted(unknown))}; use the version of vLLM in "
-                "requirements/cpu.txt"
-            )
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self._launch, grid)
@@ -130,7 +123,7 @@ def allow_v2() -> None:
 
 
 def install() -> None:
-    """Put the functions in place; idempotent. Raises ValueError for a kernel with unknown parameters."""
+    """Put the functions in place; idempotent."""
     allow_v2()
     importlib.import_module(_WORKER + "cpu.shm")  # changes what the modules of kernels import
     for name, function in FUNCTIONS.items():

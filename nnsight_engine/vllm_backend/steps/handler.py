@@ -61,7 +61,6 @@ from nnsight_engine.vllm_backend.traces.placement import traces_of_worker
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from nnsight_engine.vllm_backend.traces.tiers import UntappedError
-from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
 if TYPE_CHECKING:
     from nnsight_engine.families.layout import EngineFamily
@@ -152,21 +151,20 @@ class StepHandler:
     @property
     def runs_blocks(self) -> bool:
         """Whether the blocks of traces run on this worker; of several ranks or stages, they run on one."""
-        return self.traces.runs_blocks
+        return self.traces.dispatcher.runs_blocks
 
     def learn_route(self, dummy_run: Callable[[], Any]) -> None:
         """Enable serving blocks at the taps, if a step can be run twice and there is only one worker."""
-        config, traces = self._config, self.traces
+        config = self._config
         if (
-            not isinstance(traces, WorkerTraces)
-            or config.parallel_config.world_size > 1
+            config.parallel_config.world_size > 1
             or config.model_config.has_inner_state  # a second run would advance the state again
             or not self.taps
         ):
             return
         handle = self._model.register_forward_pre_hook(_uncompiled)
         try:
-            traces.learn_route(dummy_run, self.taps)
+            self.traces.learn_route(dummy_run, self.taps)
         finally:
             handle.remove()
 
@@ -189,7 +187,7 @@ class StepHandler:
         self._running = self.step = None
         self._spans = []
         self.stops.begin(scheduled)
-        if traced or self.reports.is_due:
+        if traced or self.reports.is_due or not self.traces.known.present.isdisjoint(finished):
             self.traces.begin(self._facts(scheduled, traced, due_prompt_logprobs))
         taps, has_drafts = self._taps_of_stages, self._config.speculative_config is not None
         arrived = {
@@ -341,7 +339,7 @@ class StepHandler:
     def _traced_forward(self, step: Step, run: Callable[[], ModelOutput], context: Any) -> ModelOutput:
         """Run the model with blocks; again uncompiled if the blocks request more than the taps provide."""
         traces = self.traces
-        if isinstance(traces, WorkerTraces) and traces.by_taps and step.is_repeatable:
+        if traces.by_taps and step.is_repeatable:
             try:
                 with traces.tapped():
                     return run()
@@ -397,14 +395,14 @@ class StepHandler:
         # Read before ``leave``, which distributes the plan's time over its requests and resets it.
         spent_s = 0.0 if plan is None else self._spent_s + plan.spent_s
         delivery = self.interventions.leave(plan)
-        served = self.traces if self.traces.in_step else None
+        is_traced, waited_s = self.traces.in_step, self.traces.waited_s
         undone = set(self.traces.undone)
         self._undone_at = {span.request_id: span.start for span in self._spans if span.request_id in undone}
         reported = self.reports.end_step()
-        if plan is None and served is None:
+        if plan is None and not is_traced:
             has_sent = delivery is not None or reported is not None
             return StepOutcome(delivery, reported, None, self.counts) if has_sent else None
-        spent_s += time.monotonic() - begin + (0.0 if served is None else served.last_step_s)
+        spent_s += time.monotonic() - begin + (self.traces.waited_s - waited_s if is_traced else 0.0)
         return StepOutcome(delivery, reported, spent_s, self.counts)
 
 

@@ -22,7 +22,6 @@ from nnsight_engine.plans.records import StepResults
 from nnsight_engine.plans.step.delivery import Delivery, SampledIds
 from nnsight_engine.plans.step.stage_results import StageResults
 from nnsight_engine.vllm_backend.compat import attach_results
-from nnsight_engine.vllm_backend.traces.peer_traces import PeerTraces
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
 
@@ -57,10 +56,6 @@ class InterventionOutput(AsyncModelRunnerOutput):
 
     def get_output(self) -> ModelRunnerOutput:
         return _with_results(self._output.get_output(), self._outcome)
-
-    def get_kv_connector_output(self) -> Any:
-        """Return what vLLM's output returns; vLLM calls this from 0.33 on."""
-        return self._output.get_kv_connector_output()
 
 
 def with_outcome(output: Any, outcome: StepOutcome) -> Any:
@@ -145,7 +140,7 @@ _IDLE_S: Final = 0.02
 class TraceReports:
     """Ends steps for traces, and reports what the scheduler has to know."""
 
-    def __init__(self, traces: WorkerTraces | PeerTraces) -> None:
+    def __init__(self, traces: WorkerTraces) -> None:
         self._traces = traces
         self._waiting: frozenset[str] = frozenset()
         self._throttled: frozenset[str] = frozenset()

@@ -8,9 +8,8 @@ once.
 
 from __future__ import annotations
 
-import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from types import CodeType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, NoReturn
 
@@ -29,7 +28,6 @@ from nnsight_engine.tracing.tracer import compiled
 from nnsight_engine.vllm_backend.traces.block_adapters import NO_ADAPTER
 from nnsight_engine.vllm_backend.traces.caches import RequestCache
 from nnsight_engine.vllm_backend.traces.points import place_named
-from nnsight_engine.vllm_backend.traces.points_edits import EditMediator
 
 if TYPE_CHECKING:
     import torch
@@ -103,25 +101,6 @@ class TraceEntry(CodeOrigin, frozen=True):
         return msgspec.convert(plain, TraceEntry)
 
 
-class Marks:
-    """The values that the blocks of one trace have saved, over all threads."""
-
-    def __init__(self, saved: Sequence[Any]) -> None:
-        self.before = list(saved)
-        self._kept: list[dict[int, Any]] = []
-
-    @contextlib.contextmanager
-    def collecting(self) -> Iterator[dict[int, Any]]:
-        """Collect values that the calling thread saves within the context, by identity."""
-        with SAVES.outermost() as marked:
-            marked.update({id(value): value for value in self.before})
-            self._kept.append(marked)
-            yield marked
-
-    def all(self) -> dict[int, Any]:
-        return {key: value for kept in self._kept for key, value in kept.items()}
-
-
 class BlockTracer(InterleavingTracer):
     """The tracer of one trace on the worker's side: loops, barriers, stop, caches, the result."""
 
@@ -179,7 +158,8 @@ class TraceContext:
         self._invokes = invokes_of(received.blocks, entry.groups)
         self._exchanges = exchanges(self._invokes)
         self._saved: list[Any] = received.shared.get(SAVED, [])
-        self._marks = Marks(self._saved)
+        self._saved_before = list(self._saved)
+        self._marked: list[dict[int, Any]] = []
         self._wanted = frozenset(entry.wanted)
 
     def code(self, index: int) -> CodeType:
@@ -193,7 +173,7 @@ class TraceContext:
         invoke = self._invokes[index]
         function = compiled(invoke.info, invoke.own, assignments=invoke.assignments)
         seed = zlib.crc32(f"{self.key}/{index}/{choice}".encode())
-        mediator = EditMediator(self._saving(function, invoke, enter), invoke.info, threads, seed=seed)
+        mediator = ThreadMediator(self._saving(function, invoke, enter), invoke.info, threads, seed=seed)
         mediator.exchange = self._exchanges[index]
         return mediator
 
@@ -202,7 +182,10 @@ class TraceContext:
     ) -> Callable[[], Any]:
         def run() -> None:
             enter()
-            with self._marks.collecting() as invoke.marked:
+            with SAVES.outermost() as marked:  # of this thread, by identity
+                marked.update({id(value): value for value in self._saved_before})
+                self._marked.append(marked)
+                invoke.marked = marked
                 function()
 
         return run
@@ -210,12 +193,15 @@ class TraceContext:
     def marked(self, index: int) -> list[Any]:
         return list(self._invokes[index].marked.values())
 
+    def _all_marked(self) -> dict[int, Any]:
+        return {key: value for marked in self._marked for key, value in marked.items()}
+
     def saves(self, index: int) -> dict[str, Any]:
-        return self._invokes[index].saves(self._marks.all())
+        return self._invokes[index].saves(self._all_marked())
 
     def flows(self, index: int) -> dict[str, Any]:
         """Return the variables of a block that were not saved but that the client wants, by name."""
-        return self._invokes[index].flows(self._marks.all(), self._wanted)
+        return self._invokes[index].flows(self._all_marked(), self._wanted)
 
     @property
     def saved_before(self) -> list[Any]:

@@ -21,7 +21,7 @@ from nnsight_engine.sandbox.errors import SandboxEndedError
 from nnsight_engine.serialization import decode
 from nnsight_engine.serialization.message import Piece
 from nnsight_engine.serialization.wire import encode_pieces
-from nnsight_engine.vllm_backend.traces.row_payloads import RowsPlaceholder
+from nnsight_engine.vllm_backend.traces.row_payloads import Form, RowsPlaceholder
 
 _LENGTH: Final = struct.Struct("<I")
 _MAX_DIMS: Final = 16
@@ -75,12 +75,18 @@ class PassedPlaces(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
-    """The model has reached a place; its value follows, as tensors of ``slots`` or by ``serialization``."""
+    """The model has reached a place; its value follows, as tensors of ``slots`` or by ``serialization``.
+
+    It has the rows of traced requests, or one row for each ``is_after_model``. ``forms`` are those of its
+    tensors on the other side, of which a sandbox process knows nothing.
+    """
 
     provider: str
     passed: PassedPlaces
     slots: list[ValueSlot] | None = None
     is_tuple: bool = False
+    is_after_model: bool = False
+    forms: list[Form] = []
 
 
 class InvalidValue(msgspec.Struct, frozen=True, tag=True):

@@ -16,8 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from threading import get_ident
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -30,7 +29,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from nnsight_engine.envoys.architectures.views import AttentionEnvoy, GatedMlpEnvoy, MlpEnvoy, UpEnvoy
 from nnsight_engine.envoys.envoy import Envoy, EnvoyMap
 from nnsight_engine.envoys.module_options import Rename
-from nnsight_engine.envoys.values import Probes
+from nnsight_engine.envoys.probes import Probes
 from nnsight_engine.serialization import TRUSTED, DecodeError, decode
 from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.module_tree import ClientNames
@@ -45,32 +44,6 @@ from nnsight_engine.vllm_backend.traces.remote_modules import (
     spanning_paths,
 )
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
-
-
-class KernelProbes:
-    """Offers the arguments of kernel calls as ``<path>.input``."""
-
-    def __init__(self, kernels: Iterable[tuple[torch.nn.Module, str]], dispatcher: TraceDispatcher) -> None:
-        self._kernels = list(kernels)
-        self._dispatcher = dispatcher
-
-    def install(self) -> None:
-        for module, path in self._kernels:
-            vars(module)["forward"] = self._probe(f"{path}.input", module.forward)
-
-    def remove(self) -> None:
-        for module, _ in self._kernels:
-            del vars(module)["forward"]
-
-    def _probe(self, provider: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        dispatcher = self._dispatcher
-
-        def attend(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() == dispatcher.listener:
-                args, kwargs = dispatcher.provide(provider, (args, kwargs))
-            return forward(*args, **kwargs)
-
-        return attend
 
 
 class VocabularyEnvoy(Envoy):
@@ -175,8 +148,12 @@ class WorkerModel(StandardNames):
             above._add_envoy(module, name)  # noqa: SLF001 - an envoy of ours
         self._add_values()
         mine = self.__dict__
-        mine["_probe_set"] = Probes(self.own_modules(), dispatcher, calls_forward=_calls_forward)  # type: ignore[arg-type] # as above
-        mine["_kernel_probes"] = KernelProbes(_bare_kernels(points), dispatcher)
+        bare = _bare_kernels(points)
+        mine["_probe_set"] = Probes(
+            self.own_modules(),
+            dispatcher,  # type: ignore[arg-type] # as above
+            calls_forward=lambda module: module in bare or _calls_forward(module),
+        )
         mine["_config"] = config
         mine["_dispatcher"] = dispatcher
         mine["_points"] = WorkerPoints(self, points, dispatcher)
@@ -232,7 +209,6 @@ class WorkerModel(StandardNames):
 
     def _install(self) -> None:
         self._probe_set.install()
-        self._kernel_probes.install()
         for source in self._sources:
             source.install()
 
@@ -243,7 +219,6 @@ class WorkerModel(StandardNames):
 
     def _remove(self) -> None:
         self.forget_sources()
-        self._kernel_probes.remove()
         self._probe_set.remove()
 
 
@@ -254,15 +229,11 @@ def _renamed(points: ModelPoints) -> Mapping[str, str] | None:
     return {".lm_head": "embed_out"} if points.family.name == "gpt_neox" else None
 
 
-def _bare_kernels(points: ModelPoints) -> list[tuple[torch.nn.Module, str]]:
+def _bare_kernels(points: ModelPoints) -> set[torch.nn.Module]:
     if not points.family.is_kernel_bare:
-        return []
+        return set()
     blocks = points.layout.blocks
-    return [
-        (points.attention(layer), f"model.{points.family.layers}.{layer}.{blocks[layer].kernel}")
-        for layer in points.local_layers
-        if blocks[layer].kernel
-    ]
+    return {points.attention(layer) for layer in points.local_layers if blocks[layer].kernel}
 
 
 def _envoys(points: ModelPoints) -> dict[type[torch.nn.Module], type[Envoy]]:

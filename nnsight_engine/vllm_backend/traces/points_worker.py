@@ -40,7 +40,6 @@ from nnsight_engine.plans.step.read_kernels import AttentionKeyStore, ComputePat
 from nnsight_engine.vllm_backend.hooks import attention_form
 from nnsight_engine.vllm_backend.model_points import MixerStates
 from nnsight_engine.vllm_backend.traces.points import ATTENTION_INPUT, NORM_INPUT, EnginePoints, Part
-from nnsight_engine.vllm_backend.traces.points_edits import PointEdit
 from nnsight_engine.vllm_backend.traces.rows import zeros_of
 
 if TYPE_CHECKING:
@@ -178,8 +177,9 @@ class StreamPoint:
             stream: torch.Tensor = hidden + residual
         mediator = self.envoy.interleaver.current
         if mediator is not None:
-            replaced = (stream, torch.zeros_like(residual), *rest)
-            mediator.transform = PointEdit(self.name, mediator, stream, lambda: replaced)
+            request: Any = mediator.interleaver
+            replacement = (stream, torch.zeros_like(residual), *rest)
+            request.batcher.lend_computed(self.name, stream, replacement)
         return stream
 
     def write(self, value: torch.Tensor) -> None:

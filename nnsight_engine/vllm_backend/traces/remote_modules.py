@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from vllm.model_executor.models.utils import PPMissingLayer
@@ -33,13 +33,8 @@ _NESTED = "impl"
 """An attribute whose own plain attributes are included: in vLLM's attention, the backend implementation."""
 
 
-class Caller(Protocol):
-    """Calls modules of other stages or of the worker."""
-
-    def call(self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-    def missing_attribute(self, stage: int, path: str, name: str) -> Exception:
-        """Return the error for an attribute of the module at ``path`` that exists on its own side only."""
+MissingAttribute = Callable[[str, str], Exception]
+"""Returns the error for a path and an attribute that exists on the module's own side only."""
 
 
 def described(model: torch.nn.Module) -> list[Description]:
@@ -103,7 +98,7 @@ class RemoteModule(torch.nn.Module):
     stage: int
     path_elsewhere: str
     description: str
-    caller: Caller
+    missing_attribute: MissingAttribute
     names_elsewhere: frozenset[str]
 
     def __getattr__(self, name: str) -> Any:
@@ -112,24 +107,21 @@ class RemoteModule(torch.nn.Module):
         return super().__getattr__(name)
 
     def _lacking(self, name: str) -> Exception:
-        caller: Caller = self.__dict__["caller"]
         path = f"model.{self.path_elsewhere}" if self.path_elsewhere else "model"
-        return caller.missing_attribute(self.stage, path, name)
+        error: Exception = self.__dict__["missing_attribute"](path, name)
+        return error
 
     def extra_repr(self) -> str:
         return self.description
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        del args, kwargs
+    def named_parameters(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Raise: a stand-in has none."""
         raise self._lacking("parameters()")
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
-        del args, kwargs
+    def named_buffers(self, *_args: Any, **_kwargs: Any) -> Any:
         raise self._lacking("buffers()")
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise: the state of the stand-in would be empty."""
-        del args, kwargs
+    def state_dict(self, *_args: Any, **_kwargs: Any) -> Any:
         raise self._lacking("state_dict()")
 
 
@@ -141,7 +133,8 @@ class RemoteModuleEnvoy(Envoy):
         if hook:
             self._interleaver.called_directly(str(self.path))
         module: Any = self._module
-        return module.caller.call(module.stage, str(self.path), args, kwargs)
+        dispatcher: Any = self._interleaver
+        return dispatcher.call_elsewhere(module.stage, str(self.path), args, kwargs)
 
 
 class SpanningEnvoy(Envoy):
@@ -164,38 +157,40 @@ def spanning_paths(layers: str) -> list[str]:
     return [".".join(parts[:length]) for length in range(len(parts) + 1)]
 
 
-def stand_ins(
-    model: torch.nn.Module, stages: Sequence[Sequence[Description]], caller: Caller
-) -> dict[str, torch.nn.Module]:
+def stand_ins(model: torch.nn.Module, stages: Sequence[Sequence[Description]]) -> dict[str, torch.nn.Module]:
     """Return the stand-ins that replace vLLM's placeholders in the last stage's model, by path."""
     found: dict[str, torch.nn.Module] = {}
     known: list[dict[str, torch.nn.Module]] = [{} for _ in stages]
-    missing = [path for path, module in model.named_modules() if isinstance(module, PPMissingLayer)]
-    for place in missing:
+    places = [path for path, module in model.named_modules() if isinstance(module, PPMissingLayer)]
+    for place in places:
         for stage, entries in enumerate(stages):
             below = [entry for entry in entries if entry[0] == place or entry[0].startswith(f"{place}.")]
             if below:
-                found[place] = tree(below, stage, caller, known[stage])
+                missing = functools.partial(StageError.attribute, stage=stage)
+                found[place] = tree(below, missing, known[stage], stage)
                 break
     return found
 
 
 def tree(
-    entries: Sequence[Description], stage: int, caller: Caller, modules: dict[str, torch.nn.Module]
+    entries: Sequence[Description],
+    missing_attribute: MissingAttribute,
+    modules: dict[str, torch.nn.Module],
+    stage: int = 0,
 ) -> torch.nn.Module:
     """Return a stand-in, adding all of its subtree to ``modules``; ``entries`` has parents first."""
     top = entries[0][0]
     for entry in entries:
         path, same_as = entry[0], entry[4]
         known = modules.get(same_as) if same_as else None
-        module = modules[path] = known or _stand_in(entry, stage, caller)
+        module = modules[path] = known or _stand_in(entry, missing_attribute, stage)
         if path != top:
             parent, _, name = path.rpartition(".")
             modules[parent].add_module(name, module)
     return modules[top]
 
 
-def _stand_in(entry: Description, stage: int, caller: Caller) -> torch.nn.Module:
+def _stand_in(entry: Description, missing_attribute: MissingAttribute, stage: int) -> torch.nn.Module:
     path, module_name, class_name, description, _, plain, names, width = entry
     kind = _mixed(module_name, class_name)
     made: torch.nn.Module = object.__new__(kind)  # vLLM's own __new__ would look for a kernel
@@ -208,7 +203,7 @@ def _stand_in(entry: Description, stage: int, caller: Caller) -> torch.nn.Module
         stage=stage,
         path_elsewhere=path,
         description=description,
-        caller=caller,
+        missing_attribute=missing_attribute,
         names_elsewhere=frozenset(names) - plain.keys(),
         weight_width=width,
     )

@@ -88,7 +88,7 @@ class TracedRequest(Interleaver):
         self.caches = RequestCaches(memory)
         self.cache_misses: list[CacheMisses] = []
         self._ended_early: list[str] = []
-        self.last_label: str | None = None
+        self._last_run: Mediator | None = None
         self.is_dry_run = False
         self.needed_modules = self.needs_modules = False
         self.tier = "tap"
@@ -99,10 +99,7 @@ class TracedRequest(Interleaver):
         self._writes = ReplayedWrites(self)
         self.start = self.num_new = self._index = 0
         self._is_after_model = False
-        super().__init__()
-        self.wanted = _Wanted(self)
-        self.calls = _Calls(self)
-        self.initialize([*edits, mediator], batcher=FlatBatcher(dispatcher.place))
+        super().__init__([*edits, mediator], batcher=FlatBatcher(dispatcher.place))
 
     # One worker has one dispatcher, and one block runs at a time.
 
@@ -114,6 +111,8 @@ class TracedRequest(Interleaver):
     @current.setter
     def current(self, mediator: Mediator | None) -> None:
         self.dispatcher.current = mediator
+        if mediator is not None and mediator.interleaver is self:
+            self._last_run = mediator
 
     @property
     def listener(self) -> int:
@@ -243,11 +242,15 @@ class TracedRequest(Interleaver):
 
     def failed(self, error: BaseException) -> None:
         """Record that a block failed, with a note that names the block if it is not the request's own."""
-        if self.last_label is not None and self.error is None:
+        edit = self._last_run
+        if edit is not None and edit is not self.mediator and self.error is None:
             BaseException.add_note(
-                error, f"This was in {self.last_label}, which the request runs beside its own block."
+                error, f"This was in {edit.name}, which the request runs beside its own block."
             )
         super().failed(error)
+
+    def reclaim_values(self) -> None:
+        self._guarded(self.batcher.reclaim)
 
     def _guarded(self, act: Callable[[], Any]) -> None:
         try:
@@ -255,13 +258,13 @@ class TracedRequest(Interleaver):
         except Exception as error:
             logger.debug("a traced request failed", exc_info=True)
             self.failed(error)
-            self.wanted.clear()
+            self._stop_waiting()
 
     def _settle(self) -> None:
         while self.released and self.error is None:
             self.released.pop(0).respond()
         if self._has_failed and not self.ending:
-            self.wanted.clear()
+            self._stop_waiting()
 
     # Requests of blocks.
 
@@ -271,7 +274,28 @@ class TracedRequest(Interleaver):
             refusal = self.dispatcher.refusal(provider)
             if refusal is not None:
                 return Raise(refusal)
-        return super().queue(mediator)
+        answer = super().queue(mediator)
+        if provider in self.wanted:
+            self.dispatcher.want(provider, self)
+        return answer
+
+    def unqueue(self, mediator: Mediator) -> None:
+        provider = "" if mediator.waiting is None else mediator.waiting[1]
+        super().unqueue(mediator)
+        self.release(provider)
+
+    def _stop_waiting(self) -> None:
+        """Have no block served any more: the request has failed or ended."""
+        for provider in list(self.wanted):
+            del self.wanted[provider]
+            self.release(provider)
+
+    def num_calls(self, provider: str) -> int:
+        """Return how often a provider was reached: once per earlier step, and once more if in this one."""
+        if not self.dispatcher.is_known(provider):
+            return 0
+        passed = self.in_step and not self.partial and self.dispatcher.has_passed(provider)
+        return self.number + (1 if passed else 0)
 
     def uses(self, provider: str) -> bool:
         replays = self._writes.has_use_for(provider)
@@ -335,12 +359,12 @@ class TracedRequest(Interleaver):
         except Exception as error:
             logger.exception("a value could not be shared with a traced request")
             self.failed(error)
-            self.wanted.clear()
+            self._stop_waiting()
 
     def refuse(self, provider: str, error: BaseException) -> None:
         del provider
         self.failed(error)
-        self.wanted.clear()
+        self._stop_waiting()
 
     def leave(self, provider: str) -> None:
         if self.batcher.changed:
@@ -356,7 +380,7 @@ class TracedRequest(Interleaver):
         if self.is_over or (self._is_after_model and self.partial):
             return
         if self.muted in {None, provider.removesuffix(".input")}:
-            self.last_label = None  # a cache belongs to the request's own block
+            self._last_run = None  # a cache belongs to the request's own block
             self._guarded(lambda: self._note_cached(provider))
 
     def _note_cached(self, provider: str) -> None:
@@ -412,38 +436,3 @@ def _asks_nothing_new(mediator: Mediator) -> bool:
     if event is None:
         return True
     return event[0] is Events.STEP and bool(mediator.loops and mediator.loops[-1].open_ended)
-
-
-class _Wanted(dict[str, list[Mediator]]):
-    def __init__(self, request: TracedRequest) -> None:
-        super().__init__()
-        self._request = request
-
-    def __setitem__(self, provider: str, waiting: list[Mediator]) -> None:
-        super().__setitem__(provider, waiting)
-        self._request.dispatcher.want(provider, self._request)
-
-    def __delitem__(self, provider: str) -> None:
-        super().__delitem__(provider)
-        if not self._request.has_use_for(provider):
-            self._request.dispatcher.unwant(provider, self._request)
-
-    def clear(self) -> None:
-        for provider in list(self):
-            del self[provider]
-
-
-class _Calls(dict[str, int]):
-    """How often each provider was reached: once per earlier step, and once more if passed in this one."""
-
-    def __init__(self, request: TracedRequest) -> None:
-        super().__init__()
-        self._request = request
-
-    def get(self, provider: str, default: Any = 0) -> Any:  # noqa: ARG002 - dict's signature
-        request = self._request
-        dispatcher = request.dispatcher
-        if not dispatcher.is_known(provider):
-            return 0
-        passed = request.in_step and not request.partial and dispatcher.has_passed(provider)
-        return request.number + (1 if passed else 0)

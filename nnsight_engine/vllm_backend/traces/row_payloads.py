@@ -7,13 +7,12 @@ has the same form as on the sender's side. Its changes are sent back as rows, an
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nnsight_engine.core.trees import map_tensors, tensors
-from nnsight_engine.vllm_backend.traces.errors import StageError
 from nnsight_engine.vllm_backend.traces.rows import plain, row_axis
 
 if TYPE_CHECKING:
@@ -109,7 +108,7 @@ class RowsPlaceholder:
 
     def __init__(self, value: Any, number: int) -> None:
         self.value = value
-        kind = value.name[1] if isinstance(value, RemoteStageValue) else type(value).__qualname__
+        kind = value.name[1] if isinstance(value, RemoteValue) else type(value).__qualname__
         self.name = (str(number), kind)
 
     @staticmethod
@@ -149,7 +148,7 @@ class RowStore:
     @staticmethod
     def refusal(value: Any) -> str | None:
         """Return the name of a type in a value that cannot be sent to another stage; else None."""
-        if type(value) in _PLAIN or isinstance(value, torch.Tensor | RemoteStageValue):
+        if type(value) in _PLAIN or isinstance(value, torch.Tensor | RemoteValue):
             return None
         if type(value) is dict:
             return next(filter(None, map(RowStore.refusal, [*value, *value.values()])), None)
@@ -162,28 +161,23 @@ class RowStore:
         self._objects.clear()
 
 
-class RemoteStageValue:
-    """A placeholder, where blocks run, for an object that stays on another stage."""
+class RemoteValue:
+    """A placeholder, where blocks run, for an object that stays at ``place``; any use raises the error."""
 
-    def __init__(self, name: tuple[str, ...], stage: int = 0) -> None:
+    def __init__(self, name: tuple[str, ...], place: str, refusal: Callable[[str], Exception]) -> None:
         self.name = name
-        self._stage = stage
+        self._place = place
+        self._refusal = refusal
 
     def __getattr__(self, name: str) -> Any:
-        """Raise StageError; AttributeError for special names, which Python itself looks up."""
+        """Raise the error; AttributeError for special names, which Python itself looks up."""
         if name.startswith("__"):
             raise AttributeError(name)
-        raise self._refusal()
-
-    def _refusal(self) -> Exception:
-        return StageError.value(self.name[1], self._stage)
-
-    def _place(self) -> str:
-        return f"on pipeline stage {self._stage}"
+        raise self._refusal(self.name[1])
 
     def __repr__(self) -> str:
-        return f"<{self.name[1]} {self._place()}>"
+        return f"<{self.name[1]} {self._place}>"
 
     @staticmethod
     def reference(value: Any) -> tuple[str, ...] | None:
-        return value.name if isinstance(value, RemoteStageValue) else None
+        return value.name if isinstance(value, RemoteValue) else None

@@ -16,6 +16,7 @@ import torch
 from nnsight_engine.core.tensors import fitted
 from nnsight_engine.core.trees import map_tensors, tensors
 from nnsight_engine.interleaving.batching import Batcher, BatchGroup, Loans, check_written
+from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,12 +99,28 @@ class _Copy:
         self.version = rows._version  # noqa: SLF001 - has no public name
 
 
+class _Computed:
+    """A tensor that was computed for the block, and what replaces the model's value if the block edits it.
+
+    One that was only read changes nothing: the model's value stays, bit by bit.
+    """
+
+    __slots__ = ("name", "replacement", "value", "version")
+
+    def __init__(self, name: str, value: torch.Tensor, replacement: Any) -> None:
+        self.name = name
+        self.value = value
+        self.replacement = replacement
+        self.version = value._version  # noqa: SLF001 - has no public name
+
+
 class _Copies(Loans):
-    __slots__ = ("copies",)
+    __slots__ = ("computed", "copies")
 
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[_Copy] = []
+        self.computed: list[_Computed] = []
 
 
 class FlatBatcher(Batcher):
@@ -162,8 +179,16 @@ class FlatBatcher(Batcher):
     def lent_bytes(self) -> int:
         return sum(copy.rows.nbytes for copy in self._lending().copies) if self.loans is not None else 0
 
+    def lend_computed(self, name: str, value: torch.Tensor, replacement: Any) -> None:
+        """Replace the model's value at the point ``name`` once the block has edited ``value`` in place."""
+        self._lending().computed.append(_Computed(name, value, replacement))
+
     def reclaim(self) -> None:
-        """Write back edits of copies after a hand-over; ValueError if one has no rows of single requests."""
+        """Write back edits after a hand-over.
+
+        ValueError if a tensor has no rows of single requests; ChunkedPromptError if one was computed from
+        rows of earlier chunks of the prompt, which have passed.
+        """
         super().reclaim()
         if self.loans is None:
             return
@@ -171,6 +196,13 @@ class FlatBatcher(Batcher):
             if copy.rows._version != copy.version:  # noqa: SLF001
                 copy.version = copy.rows._version  # noqa: SLF001
                 self._put_back(copy)
+        for one in self._lending().computed:
+            if one.value._version != one.version:  # noqa: SLF001
+                one.version = one.value._version  # noqa: SLF001
+                num_rows = self.group[1]
+                if len(one.value) != num_rows:
+                    raise ChunkedPromptError.writing(one.name, -(-len(one.value) // num_rows))
+                self.swap(self.group, one.replacement)
 
     def _put_back(self, copy: _Copy) -> None:
         group = self.group

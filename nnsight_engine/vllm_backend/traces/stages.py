@@ -12,12 +12,11 @@ the scheduler's output says whether a step has traced requests.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import logging
-import threading
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import torch
@@ -25,11 +24,12 @@ import torch.distributed
 from vllm.distributed import get_pp_group
 
 from nnsight_engine.core.trees import map_tensors
+from nnsight_engine.interleaving.threads import ThreadMediator
 from nnsight_engine.serialization import EncodeError, decode, encode_error, restore_error
 from nnsight_engine.serialization.message import Piece
 from nnsight_engine.serialization.wire import encode_pieces
 from nnsight_engine.vllm_backend.module_tree import OutlineEntry, outline_of
-from nnsight_engine.vllm_backend.traces.block_adapters import BlockAdapters, block_adapters
+from nnsight_engine.vllm_backend.traces.block_adapters import block_adapters
 from nnsight_engine.vllm_backend.traces.errors import StageError
 from nnsight_engine.vllm_backend.traces.messages import (
     ALL_DTYPES,
@@ -49,7 +49,6 @@ from nnsight_engine.vllm_backend.traces.messages import (
     unpacked_value,
 )
 from nnsight_engine.vllm_backend.traces.model import Names, WorkerModel
-from nnsight_engine.vllm_backend.traces.peer_traces import PeerTraces
 from nnsight_engine.vllm_backend.traces.remote_modules import (
     Description,
     RemoteModule,
@@ -61,14 +60,13 @@ from nnsight_engine.vllm_backend.traces.remote_modules import (
 )
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.row_payloads import (
-    Form,
-    RemoteStageValue,
+    RemoteValue,
     RowPayloads,
     RowsPlaceholder,
     RowStore,
 )
 from nnsight_engine.vllm_backend.traces.rows import plain
-from nnsight_engine.vllm_backend.traces.step_facts import KnownRequests, StepFacts
+from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
@@ -78,7 +76,6 @@ if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.model_points import ModelPoints
-    from nnsight_engine.vllm_backend.traces.request import TraceSpan
 
 
 class StageStep(msgspec.Struct, frozen=True, tag=True):
@@ -88,10 +85,6 @@ class StageStep(msgspec.Struct, frozen=True, tag=True):
     num_rows: int
 
 
-class StageOffer(Offer, frozen=True, tag=True):
-    forms: list[Form] = msgspec.field(default_factory=list)
-
-
 class StageReply(Continue, frozen=True, tag=True):
     """Let the model continue; ``live`` is None except in answers to ``StageStep``."""
 
@@ -99,7 +92,7 @@ class StageReply(Continue, frozen=True, tag=True):
     sources: list[str] = msgspec.field(default_factory=list)
 
 
-ToLastStage = StageStep | StageOffer | InvalidValue | End | CallResult
+ToLastStage = StageStep | Offer | InvalidValue | End | CallResult
 ToEarlyStage = StageReply | CallOrder
 by_last_stage: Final[msgspec.msgpack.Decoder[ToLastStage]] = msgspec.msgpack.Decoder(ToLastStage)
 by_early_stage: Final[msgspec.msgpack.Decoder[ToEarlyStage]] = msgspec.msgpack.Decoder(ToEarlyStage)
@@ -107,21 +100,54 @@ by_early_stage: Final[msgspec.msgpack.Decoder[ToEarlyStage]] = msgspec.msgpack.D
 
 logger = logging.getLogger(__name__)
 
+_TAG: Final = 0x6E6E
+
+
+class StageLink:
+    """A channel to another stage, over host memory."""
+
+    def __init__(self, stage: int) -> None:
+        group = get_pp_group()
+        self._group = group.cpu_group
+        self._peer = group.ranks[stage]
+
+    def send(self, message: Sequence[Piece]) -> None:
+        data = torch.frombuffer(bytearray().join(message), dtype=torch.uint8)
+        for part in (torch.tensor([data.numel()]), data):
+            torch.distributed.send(part, dst=self._peer, group=self._group, tag=_TAG)
+
+    def receive(self) -> memoryview:
+        size = torch.empty(1, dtype=torch.long)
+        torch.distributed.recv(size, src=self._peer, group=self._group, tag=_TAG)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        torch.distributed.recv(data, src=self._peer, group=self._group, tag=_TAG)
+        return data.numpy().data
+
 
 class EarlyStageDispatcher(TraceDispatcher):
-    model: WorkerModel
+    """Offers the last stage the values of a stage that runs no blocks, in each step with traced requests."""
 
-    def __init__(self, link: Channel, shared: Sequence[str]) -> None:
-        """Offer no outputs of ``shared`` modules, of which every stage runs a part: later ones continue."""
+    runs_blocks = False
+    is_joint = True
+
+    def __init__(self, link: StageLink, points: ModelPoints) -> None:
+        """Send the descriptions of this stage's modules to the last stage."""
         super().__init__()
-        self.adapters = BlockAdapters()
+        self.adapters = block_adapters(points.model)
         self._link = link
-        self._shared = {f"{path}.output" for path in shared}
+        # Every stage runs a part of these, so that their outputs are the last one's.
+        paths = [f".{path}" if path else "" for path in spanning_paths(points.family.layers)]
+        self._shared = {f"model{path}.output" for path in paths}
         self._rows = RowStore()
         self._num_reported = 0
         self._payloads: RowPayloads | None = None
+        link.send(encode_pieces(described(points.model)))
 
-    def open(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
+    def jointly(self, act: Callable[[], Any]) -> None:
+        """Do nothing: between steps, blocks can call no modules of this stage."""
+
+    def start_step(self, spans: Sequence[TraceSpan], num_rows: int, act: Callable[[], bool]) -> bool:
+        del act
         self.begin()
         self._num_reported = 0
         self._link.send(packed(StageStep(list(spans), num_rows)))
@@ -131,8 +157,9 @@ class EarlyStageDispatcher(TraceDispatcher):
         self.interleaving = bool(live)
         return self.interleaving
 
-    def close(self) -> None:
-        self.end()
+    def pause(self) -> None:
+        """Stop observing module calls, and report that this stage's part of the model has run."""
+        super().pause()
         self.wanted.clear()
         self._rows.clear()
         self._link.send(packed(End(self._passed())))
@@ -147,7 +174,7 @@ class EarlyStageDispatcher(TraceDispatcher):
         try:
             rows, forms = payloads.pack(kept)
             slots, is_tuple, body = packed_value(rows)
-            message = packed(StageOffer(provider, passed, slots, is_tuple, forms), body)
+            message = packed(Offer(provider, passed, slots, is_tuple, forms=forms), body)
         except Exception as error:
             logger.exception("a value cannot be sent to the blocks that wait for it")
             failure = StageError(f"`{provider}` cannot be sent: {error}")
@@ -198,36 +225,9 @@ class EarlyStageDispatcher(TraceDispatcher):
         self._link.send(message)
 
 
-class EarlyStageTraces(PeerTraces):
-    dispatcher: EarlyStageDispatcher
-
-    def __init__(self, points: ModelPoints, config: VllmConfig, link: Channel) -> None:
-        """Send the descriptions of this stage's modules to the last stage."""
-        paths = [f".{path}" if path else "" for path in spanning_paths(points.family.layers)]
-        dispatcher = EarlyStageDispatcher(link, [f"model{path}" for path in paths])
-        super().__init__(dispatcher, WorkerModel(points, config, dispatcher))
-        dispatcher.model = self.model
-        dispatcher.adapters = block_adapters(points.model)
-        link.send(encode_pieces(described(points.model)))
-
-    def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
-        return bool(spans) and self.dispatcher.open(spans, num_rows)
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        try:
-            with super().running():
-                yield
-        finally:
-            self.dispatcher.close()
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Listening:
-    """A stage that has sent a message and waits for the answer; a new object for each message."""
-
-    stage: int
-    link: Channel
+def _remote_value(stage: int) -> Callable[[tuple[str, ...]], RemoteValue]:
+    refusal = functools.partial(StageError.value, stage=stage)
+    return functools.partial(RemoteValue, place=f"on pipeline stage {stage}", refusal=refusal)
 
 
 class PipelineModel(SpanningEnvoy, WorkerModel):
@@ -235,16 +235,103 @@ class PipelineModel(SpanningEnvoy, WorkerModel):
 
 
 class LastStageDispatcher(TraceDispatcher):
-    """The dispatcher of the stage with the blocks, which can have earlier stages call modules."""
+    """Serves the other stages; while one of them waits for an answer, blocks can have it call modules."""
 
-    traces: LastStageTraces
+    def __init__(self, links: Sequence[StageLink], points: ModelPoints) -> None:
+        super().__init__()
+        self.links = links
+        self._asking: int | None = None
+        self._adapters = block_adapters(points.model)
+        self._device = next(points.model.parameters()).device
+
+    def receive(self, stage: int) -> tuple[ToLastStage, memoryview]:
+        """Receive a stage's next message; until it is answered, the stage accepts calls of modules."""
+        head, body = unpacked(self.links[stage].receive(), by_last_stage)
+        self._asking = None if isinstance(head, End) else stage
+        return head, body
+
+    def answer(
+        self, stage: int, changes: Sequence[tuple[ValueSlot, memoryview]] = (), live: list[str] | None = None
+    ) -> None:
+        looked_into = [
+            str(one.source.path)
+            for one in self.model._sources  # noqa: SLF001 - an envoy of ours
+            if isinstance(one.module, RemoteModule) and one.module.stage == stage
+        ]
+        reply = StageReply(list(self.wanted), [slot for slot, _ in changes], live, looked_into)
+        self.links[stage].send(packed(reply, [content for _, content in changes]))
+        self._asking = None
+
+    def serve(self, stage: int, payloads: RowPayloads) -> None:
+        """Serve blocks the values of a stage, until it has run its part of the model."""
+        while True:
+            head, body = self.receive(stage)
+            assert isinstance(head, Offer | InvalidValue | End)  # noqa: S101 - it has begun
+            self.calls.update(dict.fromkeys(head.passed.more, 1))
+            if isinstance(head, End):
+                return
+            changes: list[tuple[ValueSlot, memoryview]] = []
+            if isinstance(head, Offer):
+                changes = self._offered(payloads, stage, head, body)
+            else:
+                self.fail(head.provider, restore_error(head.error))
+            self.answer(stage, changes)
+
+    def _offered(
+        self, payloads: RowPayloads, stage: int, head: Offer, body: memoryview
+    ) -> list[tuple[ValueSlot, memoryview]]:
+        if head.provider not in self.wanted:
+            return []
+        try:
+            rows = unpacked_value(head, body, _remote_value(stage))
+            value = payloads.unpack(rows, head.forms, self._device)
+            changes = payloads.changes(value, self.offer(head.provider, None, value))
+            return [slot_of(changed, number, dtypes=ALL_DTYPES) for number, changed in changes]
+        except Exception as error:
+            logger.exception("a value of another stage could not be shared with traced requests")
+            self.fail(head.provider, error)
+            return []
+
+    # Calls of remote modules by blocks.
+
+    def call_elsewhere(self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call another stage's module for the running block; StageError unless the stage is being served."""
+        mediator = self.current
+        worker = None if mediator is None else mediator.worker
+        if not isinstance(mediator, ThreadMediator) or worker is None or not worker.is_current():
+            raise StageError.call(path, stage)
+        refused = RowStore.refusal((args, kwargs))
+        if refused is not None:
+            raise StageError.argument(path, refused)
+        given = map_tensors((args, kwargs), plain)
+        adapter = self._adapters.current  # of this thread, which is not the model's
+        return mediator.on_models_thread(lambda: self._called(stage, path, *given, adapter), path)
 
     def call_module(self, envoy: Envoy, *args: torch.Tensor) -> Any:
         """Call a module for a block in another process; StageError unless its own stage is being served."""
         module = envoy._module  # noqa: SLF001 - an envoy of ours
         if not isinstance(module, RemoteModule):
             return super().call_module(envoy, *args)
-        return self.traces.call_on_stage(module.stage, str(envoy.path), args)
+        given = tuple(map(plain, args))
+        return self._called(module.stage, str(envoy.path), given, {}, self._adapters.current)
+
+    def _called(
+        self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], adapter: int | None
+    ) -> Any:
+        if self._asking != stage:
+            raise StageError.call(path, stage)
+        try:
+            arguments = encode_pieces((args, kwargs), reference=RemoteValue.reference)
+        except EncodeError as error:
+            raise StageError.argument(path, str(error)) from None
+        self.links[stage].send(packed(CallOrder(path, adapter=adapter), arguments))
+        head, body = unpacked(self.links[stage].receive(), by_last_stage)
+        assert isinstance(head, CallResult)  # noqa: S101 - nothing else follows a call
+        if head.error is not None:
+            raise restore_error(head.error)
+        with torch.inference_mode(mode=False):  # blocks run outside of it, and may edit the value
+            value = decode(body, resolve=_remote_value(stage))
+            return map_tensors(value, lambda tensor: tensor.to(self._device))
 
 
 class LastStageTraces(WorkerTraces):
@@ -258,19 +345,13 @@ class LastStageTraces(WorkerTraces):
     dispatcher: LastStageDispatcher
 
     def __init__(
-        self, points: ModelPoints, config: VllmConfig, links: Sequence[Channel], limits: EngineLimits
+        self, points: ModelPoints, config: VllmConfig, links: Sequence[StageLink], limits: EngineLimits
     ) -> None:
-        self._links = links
-        self._listening: _Listening | None = None
-        self._exchange_lock = threading.Lock()
-        self._known = KnownRequests()
         self._has_begun = False
         self._begun: list[TraceSpan] = []
-        self._device = next(points.model.parameters()).device
         self._stages: list[list[Description]] = [decode(link.receive()) for link in links]
-        self.elsewhere = stand_ins(points.model, self._stages, self)
-        super().__init__(points, config, limits, dispatcher=LastStageDispatcher())
-        self.dispatcher.traces = self
+        self.elsewhere = stand_ins(points.model, self._stages)
+        super().__init__(points, config, limits, dispatcher=LastStageDispatcher(links, points))
 
     def _new_model(self, names: Names) -> WorkerModel:
         return PipelineModel(self._points, self._config, self.dispatcher, self.elsewhere, names)
@@ -285,11 +366,11 @@ class LastStageTraces(WorkerTraces):
 
     @torch.inference_mode()
     def before(self, facts: StepFacts) -> None:
-        self._known.note(facts)
-        if self._known.present.isdisjoint(facts.scheduled):
+        self._has_begun = False
+        if {*self.known.present, *(name for name, _ in facts.arrived)}.isdisjoint(facts.scheduled):
             return
-        for stage, link in enumerate(self._links):
-            head, _ = self._receive_message(stage, link)
+        for stage in range(len(self._stages)):
+            head, _ = self.dispatcher.receive(stage)
             assert isinstance(head, StageStep)  # noqa: S101 - its first message
             if stage == 0:
                 # Now that modules of this stage can be called.
@@ -298,60 +379,9 @@ class LastStageTraces(WorkerTraces):
                 self._begun = [span for span in head.spans if self.takes_part(span.request_id)]
                 super().step(self._begun, head.num_rows)
             live = [span for span in head.spans if self.takes_part(span.request_id)]
-            self._answer(live=[span.request_id for span in live])
+            self.dispatcher.answer(stage, live=[span.request_id for span in live])
             if live:
-                self._serve(stage, link, RowPayloads(live, head.num_rows))
-
-    def _serve(self, stage: int, link: Channel, payloads: RowPayloads) -> None:
-        while True:
-            head, body = self._receive_message(stage, link)
-            assert isinstance(head, StageOffer | InvalidValue | End)  # noqa: S101 - it has begun
-            self.dispatcher.calls.update(dict.fromkeys(head.passed.more, 1))
-            if isinstance(head, End):
-                return
-            changes: list[tuple[ValueSlot, memoryview]] = []
-            if isinstance(head, StageOffer):
-                changes = self._offered(payloads, stage, head, body)
-            else:
-                self.dispatcher.fail(head.provider, restore_error(head.error))
-            self._answer(changes)
-
-    def _receive_message(self, stage: int, link: Channel) -> tuple[ToLastStage, memoryview]:
-        """Receive a stage's next message; until it is answered, the stage accepts calls of modules."""
-        head, body = unpacked(link.receive(), by_last_stage)
-        self._listening = None if isinstance(head, End) else _Listening(stage, link)
-        return head, body
-
-    def _answer(
-        self, changes: Sequence[tuple[ValueSlot, memoryview]] = (), live: list[str] | None = None
-    ) -> None:
-        with self._exchange_lock:
-            listening = self._listening
-            assert listening is not None  # noqa: S101 - it has just spoken
-            looked_into = [
-                str(one.source.path)
-                for one in self.model._sources  # noqa: SLF001 - an envoy of ours
-                if isinstance(one.module, RemoteModule) and one.module.stage == listening.stage
-            ]
-            slots = [slot for slot, _ in changes]
-            reply = StageReply(list(self.dispatcher.wanted), slots, live, looked_into)
-            listening.link.send(packed(reply, [content for _, content in changes]))
-            self._listening = None
-
-    def _offered(
-        self, payloads: RowPayloads, stage: int, head: StageOffer, body: memoryview
-    ) -> list[tuple[ValueSlot, memoryview]]:
-        if head.provider not in self.dispatcher.wanted:
-            return []
-        try:
-            rows = unpacked_value(head, body, lambda name: RemoteStageValue(name, stage))
-            value = payloads.unpack(rows, head.forms, self._device)
-            changes = payloads.changes(value, self.dispatcher.offer(head.provider, None, value))
-            return [slot_of(changed, number, dtypes=ALL_DTYPES) for number, changed in changes]
-        except Exception as error:
-            logger.exception("a value of another stage could not be shared with traced requests")
-            self.dispatcher.fail(head.provider, error)
-            return []
+                self.dispatcher.serve(stage, RowPayloads(live, head.num_rows))
 
     def begin(self, facts: StepFacts) -> None:
         has_begun, self._has_begun = self._has_begun, False
@@ -368,109 +398,3 @@ class LastStageTraces(WorkerTraces):
             for session in self.sandboxes.active:
                 session.connection.give_up(StageError.unlike())
         return self.in_step
-
-    # Calls of remote modules by blocks.
-
-    def call(self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call another stage's module for the running block; StageError unless the stage is being served."""
-        listening, mediator = self._listening, self.dispatcher.current
-        worker = None if mediator is None else mediator.worker
-        if listening is None or listening.stage != stage or worker is None or not worker.is_current():
-            raise StageError.call(path, stage)
-        refused = RowStore.refusal((args, kwargs))
-        if refused is not None:
-            raise StageError.argument(path, refused)
-        args, kwargs = map_tensors((args, kwargs), plain)
-        adapter = self._adapters.current
-        answers: list[Any] = []
-        errors: list[BaseException] = []
-
-        def exchange() -> None:
-            try:
-                answers.append(self._exchange(listening, path, args, kwargs, adapter))
-            except BaseException as error:  # noqa: BLE001 - raised in the block
-                errors.append(error)
-
-        # On a separate thread: the block's may be interrupted, and half a message would break the protocol.
-        thread = threading.Thread(target=exchange, daemon=True)
-        thread.start()
-        thread.join()
-        if errors:
-            raise errors[0]
-        return answers[0]
-
-    def call_on_stage(self, stage: int, path: str, args: Sequence[torch.Tensor]) -> Any:
-        """Call a module for a block in another process; StageError unless the stage is being served."""
-        listening = self._listening
-        if listening is None or listening.stage != stage:
-            raise StageError.call(path, stage)
-        return self._exchange(listening, path, tuple(map(plain, args)), {}, self._adapters.current)
-
-    def _exchange(
-        self,
-        listening: _Listening,
-        path: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        adapter: int | None,
-    ) -> Any:
-        """Have a stage call a module; StageError if it has been answered, or an argument cannot be sent."""
-        with self._exchange_lock:
-            if self._listening is not listening:
-                raise StageError.call(path, listening.stage)  # the block was abandoned meanwhile
-            try:
-                arguments = encode_pieces((args, kwargs), reference=RemoteStageValue.reference)
-            except EncodeError as error:
-                raise StageError.argument(path, str(error)) from None
-            listening.link.send(packed(CallOrder(path, adapter=adapter), arguments))
-            head, body = unpacked(listening.link.receive(), by_last_stage)
-        assert isinstance(head, CallResult)  # noqa: S101 - nothing else follows a call
-        if head.error is not None:
-            raise restore_error(head.error)
-        value = decode(body, resolve=lambda name: RemoteStageValue(name, listening.stage))
-        return map_tensors(value, lambda tensor: tensor.to(self._device))
-
-    def missing_attribute(self, stage: int, path: str, name: str) -> Exception:
-        return StageError.attribute(path, name, stage)
-
-
-_TAG: Final = 0x6E6E
-
-
-class Channel(Protocol):
-    """An ordered message channel: a ``StageLink``, or a pair of queues in a test."""
-
-    def send(self, message: Sequence[Piece]) -> None:
-        """Send a message, given as parts; may block until it is received."""
-
-    def receive(self) -> memoryview:
-        """Wait for the next message; return its bytes, to which no other code writes."""
-
-
-class StageLink:
-    def __init__(self, stage: int) -> None:
-        group = get_pp_group()
-        self._group = group.cpu_group
-        self._peer = group.ranks[stage]
-
-    def send(self, message: Sequence[Piece]) -> None:
-        data = torch.frombuffer(bytearray().join(message), dtype=torch.uint8)
-        for part in (torch.tensor([data.numel()]), data):
-            torch.distributed.send(part, dst=self._peer, group=self._group, tag=_TAG)
-
-    def receive(self) -> memoryview:
-        size = torch.empty(1, dtype=torch.long)
-        torch.distributed.recv(size, src=self._peer, group=self._group, tag=_TAG)
-        data = torch.empty(int(size), dtype=torch.uint8)
-        torch.distributed.recv(data, src=self._peer, group=self._group, tag=_TAG)
-        return data.numpy().data
-
-
-def own_stage() -> int:
-    stage: int = get_pp_group().rank_in_group
-    return stage
-
-
-def num_stages() -> int:
-    size: int = get_pp_group().world_size
-    return size

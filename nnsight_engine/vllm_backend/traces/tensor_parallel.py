@@ -4,47 +4,99 @@ Where a block waits for a sharded value, all ranks stop and gather the whole. Ch
 and each rank continues with its part of them; after reads only, with the tensors that it already had,
 unchanged. A module that a block calls is called on all ranks. Ranks stop only at announced places, so steps
 without a block need no communication between ranks.
+
+A sandbox process may request a module's call whenever the worker reads its messages. So while there are
+sandboxed requests, the other ranks accept orders in each phase of a step in which messages are read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from nnsight_engine.core.trees import map_tensors, tensors
 from nnsight_engine.interleaving.threads import ThreadMediator
-from nnsight_engine.serialization.message import Piece
+from nnsight_engine.vllm_backend.traces.block_adapters import block_adapters
 from nnsight_engine.vllm_backend.traces.errors import SpreadModuleError
 from nnsight_engine.vllm_backend.traces.messages import CallOrder
-from nnsight_engine.vllm_backend.traces.model import WorkerModel
-from nnsight_engine.vllm_backend.traces.peer_traces import PeerTraces
 from nnsight_engine.vllm_backend.traces.ranks import (
     ContinueOrder,
     FetchOrder,
     GatherOrder,
     Ranks,
-    TpCollectives,
     slot_of_rank,
 )
 from nnsight_engine.vllm_backend.traces.rows import plain
-from nnsight_engine.vllm_backend.traces.step_facts import KnownRequests, StepFacts
+from nnsight_engine.vllm_backend.traces.shards import Shards, map_numbered
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
-from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
     from nnsight_engine.envoys.envoy import Envoy
-    from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.model_points import ModelPoints
-    from nnsight_engine.vllm_backend.traces.request import TraceSpan
-    from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
+
+logger = logging.getLogger(__name__)
+
+_ITSELF: Final = frozenset({"", "forward"})
+"""Method names that mean calling the module itself."""
+
+
+class RankDispatcher(TraceDispatcher):
+    """What all ranks do together, each for its part of the model."""
+
+    is_joint = True
+
+    def __init__(self, ranks: Ranks, points: ModelPoints) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.adapters = block_adapters(points.model)
+        self._points = points
+
+    @functools.cached_property
+    def shards(self) -> Shards:
+        return Shards(self._points, self.model.own_modules())
+
+    def _gathered(self, provider: str, value: Any) -> Any:
+        return self.shards.place(provider).whole(value, self.ranks.gather)
+
+    def _with_parts(self, provider: str, value: Any, changed: Mapping[int, torch.Tensor]) -> Any:
+        """Return this rank's part with some tensors replaced; ``changed`` are whole tensors, by number."""
+        if not changed:
+            return value
+        place = self.shards.place(provider)
+
+        def put_in(number: int, part: torch.Tensor) -> torch.Tensor:
+            whole, layout = changed.get(number), place.of(number)
+            if whole is None or layout is None:
+                return part if whole is None else whole
+            return layout.part(whole, self.ranks.rank, self.ranks.size)
+
+        return map_numbered(value, put_in)
+
+    def _called(
+        self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], adapter: int | None
+    ) -> Any:
+        envoy = self.model.get(path)
+        # As on a block's own thread.
+        with torch.inference_mode(mode=False), torch.no_grad(), self.adapters.using(adapter):
+            if method not in _ITSELF:
+                return getattr(envoy._module, method)(*args, **kwargs)  # noqa: SLF001 - an envoy of ours
+            entrance, exit_ = self.shards.place(f"{path}.input"), self.shards.place(f"{path}.output")
+            args, kwargs = entrance.part((args, kwargs), self.ranks.rank, self.ranks.size)
+            output = envoy._apply_to_values(*args, **kwargs)  # noqa: SLF001 - the same
+            return exit_.whole(output, self.ranks.gather)
+
+    def _fetched(self, path: str, name: str) -> torch.Tensor:
+        """Return the whole of a module's tensor; SpreadModuleError if its sharding is not known."""
+        part: torch.Tensor = getattr(self.model.get(path)._module, name)  # noqa: SLF001 - an envoy of ours
+        with torch.inference_mode(mode=False), torch.no_grad():
+            whole: torch.Tensor = self.shards.held(path, name, part).whole(part, self.ranks.gather)
+            return whole
 
 
 @dataclasses.dataclass(slots=True)
@@ -53,17 +105,14 @@ class _Turn:
     is_true: bool = False
 
 
-class TpLeaderDispatcher(TraceDispatcher):
-    spread: TpCollectives
-    sandboxes: SandboxPool
-
-    def __init__(self) -> None:
-        super().__init__()
+class LeadingDispatcher(RankDispatcher):
+    def __init__(self, ranks: Ranks, points: ModelPoints) -> None:
+        super().__init__(ranks, points)
         self._depth = 0
         self._announced: frozenset[str] = frozenset()
 
     @contextlib.contextmanager
-    def leading(self) -> Iterator[_Turn]:
+    def _leading(self) -> Iterator[_Turn]:
         """Lead the other ranks, which wait for orders until the outermost context exits."""
         turn = _Turn()
         self._depth += 1
@@ -81,13 +130,22 @@ class TpLeaderDispatcher(TraceDispatcher):
             if any(request.in_step for request in requests)
         )
         changes = [slot_of_rank(tensor, number) for number, tensor in turn.changed.items()]
-        order = ContinueOrder(list(self._announced), changes, turn.is_true, list(self.sandboxes.undone))
-        self.spread.ranks.broadcast(order, list(turn.changed.values()))
+        order = ContinueOrder(list(self._announced), changes, turn.is_true, list(self.undone))
+        self.ranks.broadcast(order, list(turn.changed.values()))
+
+    def jointly(self, act: Callable[[], Any]) -> Any:
+        with self._leading() as turn:
+            answer = act()
+            turn.is_true = answer is True
+            return answer
 
     # Values for blocks.
 
     def refusal(self, provider: str) -> Exception | None:
-        return super().refusal(provider) or self.spread.refusal(provider)
+        refusal = super().refusal(provider)
+        if refusal is None and not self.shards.is_understood(provider):
+            return SpreadModuleError.place(provider)
+        return refusal
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:
         """Give waiting requests their rows of the whole; return this rank's part of the result.
@@ -98,7 +156,7 @@ class TpLeaderDispatcher(TraceDispatcher):
             raise SpreadModuleError.direct_call(provider)
         if provider not in self._announced:
             return value  # the requests that want it take no part in this step
-        with self.leading() as turn:
+        with self._leading() as turn:
             if not any(request.uses(provider) for request in self.wanted.get(provider, ())):
                 return value
             try:
@@ -107,14 +165,17 @@ class TpLeaderDispatcher(TraceDispatcher):
                 self.fail(provider, error)
                 return value
             turn.changed = _changed(whole, super().offer(provider, number, whole))
-            return self.spread.with_parts(provider, value, turn.changed) if turn.changed else value
+            return self._with_parts(provider, value, turn.changed)
 
     def _whole(self, provider: str, value: Any) -> Any:
-        if not self.spread.is_spread(provider):
+        """Return the whole; SpreadModuleError if the value is not sharded as the layout of its place says."""
+        place = self.shards.place(provider)
+        if not place.is_spread:
             return value
-        self.spread.check(provider, value)
-        self.spread.ranks.broadcast(GatherOrder())
-        return self.spread.whole(provider, value)
+        if not place.fits(list(tensors(value))):
+            raise SpreadModuleError.place(provider)
+        self.ranks.broadcast(GatherOrder())
+        return self._gathered(provider, value)
 
     # Use of modules by blocks.
 
@@ -126,45 +187,51 @@ class TpLeaderDispatcher(TraceDispatcher):
         kwargs: dict[str, Any],
         method: str = "",
     ) -> Any:
-        if not self.spread.shards.needs_all(path):
+        if not self.shards.needs_all(path):
             return super().applied(path, apply, args, kwargs, method)
-        self.spread.check_call(path, method)
-        adapter = self.spread.adapters.current  # of this thread, which is not the model's
+        self._check_call(path, method)
+        adapter = self.adapters.current  # of this thread, which is not the model's
         return self._on_models_thread(lambda: self._call(path, method, args, kwargs, adapter), path)
 
     def call_module(self, envoy: Envoy, *args: torch.Tensor) -> Any:
         """Call a module for a block in another process; SpreadModuleError if the other ranks cannot join."""
         path = str(envoy.path)
-        if not self.spread.shards.needs_all(path):
+        if not self.shards.needs_all(path):
             return super().call_module(envoy, *args)
-        self.spread.check_call(path, "")
+        self._check_call(path, "")
         if not self._depth:
             raise SpreadModuleError.outside(path)
-        return self._call(path, "", args, {}, self.spread.adapters.current)
+        return self._call(path, "", args, {}, self.adapters.current)
+
+    def _check_call(self, path: str, method: str) -> None:
+        """Raise SpreadModuleError if it is not known how the input or the output is sharded."""
+        for provider in (f"{path}.input", f"{path}.output"):
+            if not self.shards.is_understood(provider):
+                raise SpreadModuleError.place(provider)
+        if method not in _ITSELF and (self.shards.has_parts(path) or hasattr(torch.nn.Module, method)):
+            raise SpreadModuleError.method(path, method)
 
     def _call(
         self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], adapter: int | None
     ) -> Any:
         args, kwargs = map_tensors((args, kwargs), lambda tensor: plain(tensor).clone())
-        self.spread.ranks.broadcast_call(path, method, args, kwargs, adapter)
-        return self.spread.call(path, method, args, kwargs, adapter)
+        self.ranks.broadcast_call(path, method, args, kwargs, adapter)
+        return self._called(path, method, args, kwargs, adapter)
 
     def called_directly(self, path: str) -> None:
         """Raise SpreadModuleError for a sharded module: only this rank would make the call."""
-        if self.spread.shards.needs_all(path):
+        if self.shards.needs_all(path):
             raise SpreadModuleError.direct_call(path)
         super().called_directly(path)
 
     def whole_tensor(self, path: str, name: str, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the module at ``path``, gathered to the whole if each rank has a part."""
-        if not self.spread.shards.has_parts(path):
-            return value
-        if not self.spread.shards.held(path, name, value).is_spread:
+        if not self.shards.has_parts(path) or not self.shards.held(path, name, value).is_spread:
             return value
 
         def fetch() -> torch.Tensor:
-            self.spread.ranks.broadcast(FetchOrder(path, name))
-            return self.spread.fetch(path, name)
+            self.ranks.broadcast(FetchOrder(path, name))
+            return self._fetched(path, name)
 
         whole: torch.Tensor = self._on_models_thread(fetch, f"{path}.{name}")
         return whole
@@ -182,174 +249,49 @@ def _changed(before: Any, after: Any) -> dict[int, torch.Tensor]:
     return {number: new for number, (old, new) in enumerate(pairs) if new is not old}
 
 
-class TpLeaderTraces(WorkerTraces):
-    """The traced requests of a model, on the rank that runs their blocks.
-
-    A sandbox process may request a module's call whenever the worker reads its messages. So while there are
-    sandboxed requests, the other ranks accept orders in each phase of a step in which messages are read.
-    """
-
-    dispatcher: TpLeaderDispatcher
-
-    def __init__(self, points: ModelPoints, config: VllmConfig, ranks: Ranks, limits: EngineLimits) -> None:
-        super().__init__(points, config, limits, dispatcher=TpLeaderDispatcher())
-        self._known = KnownRequests()
-        self.dispatcher.spread = TpCollectives(ranks, self.model, points)
-        self.dispatcher.sandboxes = self.sandboxes
-
-    @property
-    def idle(self) -> bool:
-        """Whether there is no traced request; the ranks agree on it."""
-        return not self._known.present
-
-    def takes_part(self, request_id: str) -> bool:
-        """Return whether a request is traced; the ranks agree on it."""
-        return request_id in self._known.present
-
-    def adopt(self, data: bytes) -> dict[str, Any] | None:
-        failure = super().adopt(data)
-        self.dispatcher.spread = TpCollectives(self.dispatcher.spread.ranks, self.model, self._points)
-        return failure
-
-    def begin(self, facts: StepFacts) -> None:
-        self.sandboxes.is_single_tenant = facts.is_single_tenant
-        if self._known.note(facts) or self._known.sandboxed:
-            with self.dispatcher.leading():
-                super().begin(facts)
-
-    def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
-        if not spans:
-            return False
-        with self.dispatcher.leading() as turn:
-            live = [span for span in spans if self.has_block(span.request_id)]
-            turn.is_true = super().step(live, num_rows)
-            return turn.is_true
-
-    def end(self) -> list[str]:
-        if not self._known.sandboxed:
-            return super().end()
-        with self.dispatcher.leading():
-            return super().end()
-
-    def wait_for_any(self, wait_s: float) -> None:
-        if self._known.sandboxed:
-            with self.dispatcher.leading():
-                super().wait_for_any(wait_s)
-        elif self.throttled:
-            time.sleep(wait_s)  # the rest ends without an answer
-
-    def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
-        with self.dispatcher.leading() as turn:
-            turn.is_true = super().has_collected(key, results, wait_s)
-            return turn.is_true
-
-    def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
-        with self.dispatcher.leading():
-            return super().collect(key, results, index)
-
-    def drop(self, key: str) -> float | None:
-        with self.dispatcher.leading():
-            return super().drop(key)
-
-
-logger = logging.getLogger(__name__)
-
-
-class TpFollowerDispatcher(TraceDispatcher):
+class FollowingDispatcher(RankDispatcher):
     """Stops the model where the leading rank's blocks may read or change a value."""
 
-    spread: TpCollectives
+    runs_blocks = False
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.undone: Sequence[str] = ()
-        self._is_true = False
+    def end(self) -> None:
+        super().end()
+        self.wanted.clear()
 
-    def offer(self, provider: str, number: int | None, value: Any) -> Any:  # noqa: ARG002 - as on the other side
-        return self.follow(provider, value)
+    def jointly(self, act: Callable[[], Any]) -> Any:
+        del act
+        order, _ = self._follow("", None)
+        return order.is_true
 
-    def follow(self, provider: str = "", value: Any = None) -> Any:
-        """Execute the leading rank's orders until it lets the model continue."""
-        ranks = self.spread.ranks
+    def offer(self, provider: str, number: int | None, value: Any) -> Any:
+        del number
+        _, changed = self._follow(provider, value)
+        return self._with_parts(provider, value, changed)
+
+    def _follow(self, provider: str, value: Any) -> tuple[ContinueOrder, dict[int, torch.Tensor]]:
+        """Execute the leading rank's orders until it lets the model continue, with changed tensors."""
         while True:
-            order, content = ranks.next_order()
+            order, content = self.ranks.next_order()
             if isinstance(order, ContinueOrder):
-                self._is_true, self.undone = order.is_true, order.undone
+                self.undone = order.undone
                 # Probes hold a reference to this dictionary, so it is changed in place.
                 self.wanted.clear()
                 self.wanted.update({name: {} for name in order.wanted or ()})
-                changed = {slot.number: content.next(slot) for slot in order.changes}
-                return self.spread.with_parts(provider, value, changed) if changed else value
+                return order, {slot.number: content.next(slot) for slot in order.changes}
             if isinstance(order, CallOrder):
-                self._call(order, *content.arguments(order))
+                self._follow_call(order, *content.arguments(order))
             elif isinstance(order, FetchOrder):
-                self.spread.fetch(order.path, order.name)
+                self._fetched(order.path, order.name)
             else:
-                self.spread.whole(provider, value)
+                self._gathered(provider, value)
 
-    def follow_to_answer(self) -> bool:
-        """Execute the leading rank's orders, and return the answer with which it lets the model continue."""
-        self.follow()
-        return self._is_true
-
-    def _call(self, order: CallOrder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _follow_call(self, order: CallOrder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Calls made inside do not count as the model's own calls.
         listener, self.listener = self.listener, 0
         try:
-            self.spread.call(order.path, order.method, args, kwargs, order.adapter)
+            self._called(order.path, order.method, args, kwargs, order.adapter)
         except Exception:
             # The leading rank raises the same error in the block.
             logger.debug("a module could not be called for a block", exc_info=True)
         finally:
             self.listener = listener
-
-
-class TpFollowerTraces(PeerTraces):
-    """Executes the leading rank's orders in each phase in which that rank may send some."""
-
-    dispatcher: TpFollowerDispatcher
-
-    def __init__(self, points: ModelPoints, config: VllmConfig, ranks: Ranks) -> None:
-        dispatcher = TpFollowerDispatcher()
-        super().__init__(dispatcher, WorkerModel(points, config, dispatcher))
-        dispatcher.spread = TpCollectives(ranks, self.model, points)
-
-    @property
-    def undone(self) -> Sequence[str]:
-        return self.dispatcher.undone
-
-    def begin(self, facts: StepFacts) -> None:
-        if self.known.note(facts) or self.known.sandboxed:
-            self.dispatcher.follow()
-
-    def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
-        del num_rows
-        if spans:
-            self.in_step = self.dispatcher.follow_to_answer()
-            self.defers = not self.known.sandboxed.isdisjoint(span.request_id for span in spans)
-        return self.in_step
-
-    def end(self) -> list[str]:
-        if self.known.sandboxed:
-            self.dispatcher.follow()
-        self.in_step = self.defers = False
-        self.dispatcher.undone = ()
-        self.dispatcher.wanted.clear()
-        return []
-
-    def wait_for_any(self, wait_s: float) -> None:
-        del wait_s
-        if self.known.sandboxed:
-            self.dispatcher.follow()
-
-    def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
-        del key, results, wait_s
-        return self.dispatcher.follow_to_answer()
-
-    def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
-        self.dispatcher.follow()
-        return super().collect(key, results, index)
-
-    def drop(self, key: str) -> None:
-        self.dispatcher.follow()
-        super().drop(key)

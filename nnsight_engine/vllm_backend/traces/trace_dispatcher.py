@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import torch
 
@@ -24,9 +24,11 @@ from nnsight_engine.vllm_backend.traces.rows import RowSpan
 from nnsight_engine.vllm_backend.traces.tiers import UntappedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from nnsight_engine.envoys.envoy import Envoy
+    from nnsight_engine.vllm_backend.traces.model import WorkerModel
+    from nnsight_engine.vllm_backend.traces.request import TraceSpan
     from nnsight_engine.vllm_backend.traces.tiers import ModuleOrder
 
 logger = logging.getLogger(__name__)
@@ -34,15 +36,20 @@ logger = logging.getLogger(__name__)
 _NEVER: Final = sys.maxsize
 """The value of ``next_tap`` if the model need not stop at any tap."""
 
-_SEVERAL: Final = 2
-
 _by_order = attrgetter("order")
 
 
 class TraceDispatcher(ModuleUse):
     """The waiting requests, indexed by the providers that they wait for.
 
+    There is one in every worker. Of several ranks or stages, one ``runs_blocks``; the others offer it their
+    part of the model's values. Subclasses say how the workers agree.
+
     Attributes:
+        runs_blocks: Whether the blocks of traces run on this worker.
+        is_joint: Whether other workers take the same decisions, so that only ``StepFacts`` may decide.
+        model: The tree of envoys.
+        undone: The requests whose rows of the running step are discarded: it runs without their blocks.
         ever: Every provider that was reached in any earlier step.
         current: The running block; None while the model runs.
         listener: The id of the thread whose module calls are the model's own; 0 while none are.
@@ -60,8 +67,12 @@ class TraceDispatcher(ModuleUse):
     """Infinite, because no module's call begins a step here; the engine begins it."""
 
     skipped: tuple[()] = ()
+    runs_blocks: ClassVar[bool] = True
+    is_joint: ClassVar[bool] = False
+    model: WorkerModel
 
     def __init__(self) -> None:
+        self.undone: Sequence[str] = ()
         self.wanted: dict[str, dict[Participant, None]] = {}
         self.calls: dict[str, int] = {}
         self.ever: set[str] = set()
@@ -80,8 +91,8 @@ class TraceDispatcher(ModuleUse):
         self._untapped: set[str] = set()
         self._tap = -1
         self._reach = 0
-        self._seen: str | None = None
-        self._is_past = False
+        self._served_until: str | None = None
+        self._is_catching_up = False
 
     # Registration of uses.
 
@@ -164,8 +175,8 @@ class TraceDispatcher(ModuleUse):
         self.ever.update(self.calls)
         self.calls.clear()
         self.interleaving = True
-        self.by_taps = self._is_past = self.is_uncompiled = False
-        self._seen = None
+        self.by_taps = self._is_catching_up = self.is_uncompiled = False
+        self._served_until = None
         self._tap = -1
         self._reach = 0
         self.next_tap = 0
@@ -180,26 +191,32 @@ class TraceDispatcher(ModuleUse):
 
     def end(self) -> None:
         self.interleaving = False
+        self.undone = ()
+
+    # Phases in which blocks may run.
+
+    def jointly(self, act: Callable[[], Any]) -> Any:
+        """Return what ``act`` returns; other workers take part in what blocks ask of the model meanwhile.
+
+        A worker that runs no blocks does not act: it returns whether the acting one's answer is True.
+        """
+        return act()
+
+    def start_step(self, spans: Sequence[TraceSpan], num_rows: int, act: Callable[[], bool]) -> bool:  # noqa: ARG002 - for stages
+        """Return whether a block takes part in a step; ``act`` begins it where blocks run."""
+        takes_part: bool = self.jointly(act)
+        return takes_part
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:  # noqa: ARG002 - each request counts for itself
         """Give the waiting requests their rows of a value; return the value as they leave it."""
         self.place.enter(provider, value)
         for request in self._wanting(provider):
             request.arrive(provider)
-        if self._seen is not None and (self._is_past or provider == self._seen):
-            self._is_past = self._is_past and provider != self._seen
-            return self.place.leave()
-        served = self._serve(provider)
-        if self.route is not None and provider not in self.route.served:
-            for request in served:
-                request.needs_modules = True
-        for request in served:  # not earlier: one may have released another from a barrier
-            request.leave(provider)
-        for request in self._wanting(provider):
-            request.watch_pass(provider)
+        if not self._is_repeated(provider):
+            self._serve(provider)
         return self.place.leave()
 
-    def _serve(self, provider: str) -> list[Participant]:
+    def _serve(self, provider: str) -> None:
         served: dict[Participant, None] = {}
         more = True
         while more:
@@ -211,7 +228,19 @@ class TraceDispatcher(ModuleUse):
                     more = more or not request.partial
             if more and self.gather is not None:
                 self.gather()
-        return list(served)
+        for request in served:  # not earlier: one may have released another from a barrier
+            if self.route is not None and provider not in self.route.served:
+                request.needs_modules = True
+            request.leave(provider)
+        for request in self._wanting(provider):
+            request.watch_pass(provider)
+
+    def _is_repeated(self, provider: str) -> bool:
+        """Return whether blocks had the value of this place before the step was rerun."""
+        is_last = provider == self._served_until
+        is_repeated = self._is_catching_up or is_last
+        self._is_catching_up = self._is_catching_up and not is_last
+        return is_repeated
 
     def provide(self, provider: str, value: Any) -> Any:
         if provider in self.wanted:
@@ -264,8 +293,8 @@ class TraceDispatcher(ModuleUse):
         if provider == self.entry:
             self._offer_in_place(provider, value)
             self.calls[provider] = 1
-        self._is_past = self._is_past and provider != self._seen
-        self.next_tap = self._tap if self._is_past else _NEVER
+        self._is_catching_up = self._is_catching_up and provider != self._served_until
+        self.next_tap = self._tap if self._is_catching_up else _NEVER
 
     def _offer_in_place(self, provider: str, value: Any) -> None:
         if provider not in self.wanted:
@@ -288,16 +317,15 @@ class TraceDispatcher(ModuleUse):
         """Rerun the step with module calls observed; blocks continue from the tap that was reached."""
         assert self.route is not None  # noqa: S101 - as above
         self.go_by_modules()
-        self._seen = self.route.exits.get(self._tap)
-        self._is_past = self._seen is not None
+        self._served_until = self.route.exits.get(self._tap)
+        self._is_catching_up = self._served_until is not None
 
     def go_by_modules(self) -> None:
         self.by_taps = False
         self.next_tap = 0
 
     def _wanting(self, provider: str) -> list[Participant]:
-        wanting = self.wanted.get(provider, ())
-        return list(wanting) if len(wanting) < _SEVERAL else sorted(wanting, key=_by_order)
+        return sorted(self.wanted.get(provider, ()), key=_by_order)
 
     def fail(self, provider: str, error: BaseException) -> None:
         for request in self._wanting(provider):
@@ -309,15 +337,6 @@ class TraceDispatcher(ModuleUse):
     def handle(self, provider: str | None = None, value: Any = None, iterate: bool = False) -> Any:  # noqa: ARG002, FBT001, FBT002 - the documented signature
         """Provide a value, as the custom code of an envoy may."""
         return value if provider is None else self.provide(provider, value)
-
-    # Attributes that envoys and tracers read from the running block's interleaver.
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the running block's request."""
-        current = self.__dict__.get("current")
-        if current is None or current.interleaver is None:
-            raise AttributeError(f"no block is running, so there is no {name!r}", name=name, obj=self)
-        return getattr(current.interleaver, name)
 
 
 class Participant(Protocol):

@@ -12,7 +12,7 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
@@ -79,6 +79,27 @@ _BESIDE_BYTES: Final = 2**24
 """Allowance for the parts of a message that are not tensors, such as errors."""
 _BYTES_WRITTEN_A_SECOND: Final = 100e6
 """Minimum rate at which results are encoded; it extends the time that a block's thread may take."""
+
+
+class EndedTrace(NamedTuple):
+    """What is left of a trace that has ended, or of one of its blocks.
+
+    Attributes:
+        pieces: The encoded results.
+        spent_s: Seconds that the engine has waited for it: for its blocks, decoding them and encoding their
+            saved values.
+        printed: Printed text that has not been reported yet.
+        failure: One line about how a block failed; empty if none did.
+        tier: How its steps ran, see ``TracedRequest``.
+        has_begun: False if there was no sandbox process for it.
+    """
+
+    pieces: list[Piece]
+    spent_s: float
+    printed: str = ""
+    failure: str = ""
+    tier: str = "tap"
+    has_begun: bool = True
 
 
 @dataclasses.dataclass(slots=True)
@@ -169,14 +190,7 @@ _MAX_UNCOLLECTED: Final = 1024
 
 
 class TraceStore:
-    """The traces that have not been collected.
-
-    Attributes:
-        last_spent_s: Seconds that the engine has waited for the trace closed last: for its blocks, decoding
-            them and encoding their saved values.
-        last_tier: How the steps of the trace closed last ran, see ``TracedRequest``.
-        last_has_begun: False if there was no sandbox process for the trace closed last.
-    """
+    """The traces that have not been collected."""
 
     def __init__(
         self, sandboxes: SandboxPool, reporting: Reporting, threads: Threads, max_bytes: int
@@ -190,9 +204,6 @@ class TraceStore:
         self._by_key: dict[str, list[str]] = {}
         self._held: dict[str, bytes] = {}
         self._spent_s: defaultdict[str, float] = defaultdict(float)
-        self.last_spent_s = 0.0
-        self.last_tier = "tap"
-        self.last_has_begun = True
 
     def __len__(self) -> int:
         return len(self._by_key.keys() | self._held.keys())
@@ -233,8 +244,8 @@ class TraceStore:
     def requests(self, key: str, index: int | None = None) -> list[str]:
         return [one for one in self._by_key.get(key, ()) if index in {None, self.members[one].entry.index}]
 
-    def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
-        """Close blocks whose requests have ended, and return their saved values as pieces of a message.
+    def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> EndedTrace:
+        """Close blocks whose requests have ended.
 
         Host tensors are pieces without a copy: they must be written out before the worker does anything else.
 
@@ -247,23 +258,16 @@ class TraceStore:
         """
         if index is None:
             self._held.pop(key, None)
-        pieces = self._collected(key, results, index)
-        self.last_spent_s = self._spent_s.pop(key, 0.0)
-        if index is not None:  # the rest will be closed later
-            self._spent_s[key] = self.last_spent_s
-        return pieces
-
-    def _collected(self, key: str, results: Mapping[str, Any], index: int | None) -> list[Piece]:
         if key in self._by_key and self._sandboxes.knows(key):
             return self._collected_of_sandbox(key)
         request_ids = self.requests(key, index)
         every = self._by_key.pop(key, None)
         if every is None:
-            return [encode({"blocks": [], "before": None})]
+            pieces: list[Piece] = [encode({"blocks": [], "before": None})]
+            return EndedTrace(pieces, self._spent_s.pop(key, 0.0))
         if index is not None:
             self._by_key[key] = [one for one in every if one not in request_ids]
         members = [self.members.pop(request_id) for request_id in request_ids]
-        self.last_has_begun = not any(isinstance(one.error, SandboxUnavailableError) for one in members)
         in_order = sorted(members, key=lambda one: (one.entry.index, one.choice))
         blocks = [self.closing.closed(member, results) for member in in_order]
         for request_id in request_ids:
@@ -279,34 +283,33 @@ class TraceStore:
                 del self._contexts[name]
         requests = [one.request for one in members if one.request is not None]
         self._spent_s[key] += sum(request.spent_s for request in requests)
-        self.last_tier = "eager" if any(request.tier == "eager" for request in requests) else "tap"
         num_bytes = sum(request.memory.result_bytes for request in requests)
         compress = any(member.entry.compresses for member in members)
         with self._timed(key):
-            return self.closing.encoded({"blocks": blocks, "before": before}, num_bytes, compress=compress)
+            pieces = self.closing.encoded({"blocks": blocks, "before": before}, num_bytes, compress=compress)
+        tier = "eager" if any(request.tier == "eager" for request in requests) else "tap"
+        has_begun = not any(isinstance(one.error, SandboxUnavailableError) for one in members)
+        if index is not None:  # the rest will be closed later
+            return EndedTrace(pieces, self._spent_s[key], tier=tier, has_begun=has_begun)
+        left = self._reporting.take_remaining(key)
+        return EndedTrace(pieces, self._spent_s.pop(key), *left, tier, has_begun)
 
-    def _collected_of_sandbox(self, key: str) -> list[Piece]:
-        self.last_tier = self._sandboxes.tier(key)
-        has_begun = self._sandboxes.has_begun(key)
-        pieces, spent_s = self._sandboxes.collect(key)
-        self._spent_s[key] += spent_s
+    def _collected_of_sandbox(self, key: str) -> EndedTrace:
+        found = self._sandboxes.collect(key)
         members = [self.members.pop(request_id) for request_id in self._by_key.pop(key)]
         outside = next((member.error for member in members if member.error is not None), None)
-        self.last_has_begun = has_begun and not isinstance(outside, SandboxUnavailableError)
-        return pieces if outside is None else [self.closing.failed(members, outside)]
+        if outside is None:
+            return found
+        has_begun = found.has_begun and not isinstance(outside, SandboxUnavailableError)
+        return found._replace(pieces=[self.closing.failed(members, outside)], has_begun=has_begun)
 
-    def drop(self, key: str) -> float | None:
+    def drop(self, key: str) -> float:
+        """Drop a trace without its results; return the seconds that the engine has waited for it."""
         self._held.pop(key, None)
-        self.last_spent_s = 0.0
         self._spent_s[key] += self._sandboxes.drop(key)
         if key in self._by_key:
-            self.collect(key, {})
-        self._spent_s.pop(key, None)
-        self.take_remaining(key)
-        return self.last_spent_s
-
-    def take_remaining(self, key: str) -> tuple[str, str]:
-        return self._sandboxes.take_remaining(key) or self._reporting.take_remaining(key)
+            return self.collect(key, {}).spent_s
+        return self._spent_s.pop(key)
 
     def excess(self, has_block: Callable[[str], bool]) -> list[str]:
         """Return the oldest traces without a block that runs, if more are stored than may be."""

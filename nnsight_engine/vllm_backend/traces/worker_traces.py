@@ -3,12 +3,17 @@
 For each step the runner calls ``begin`` with the requests that arrived and finished, ``step`` when the rows
 are final, ``running`` around the model, ``on_logits`` and ``on_samples`` behind it, and ``end``. The client
 fetches a trace's saved values with ``collect`` after its requests have ended.
+
+Of several ranks or stages one runs the blocks. The others do the same calls without requests of their own:
+their dispatcher follows the one of the worker with the blocks, see ``TraceDispatcher.jointly``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,13 +26,12 @@ from nnsight_engine.core.operator_choices import PROCESS
 from nnsight_engine.envoys.architectures.named_points import EMBED, LOGITS
 from nnsight_engine.interleaving.threads import Threads
 from nnsight_engine.serialization import TRUSTED, Policy
-from nnsight_engine.serialization.message import Piece
 from nnsight_engine.vllm_backend.model_points import base_module
 from nnsight_engine.vllm_backend.module_tree import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.traces.block_adapters import block_adapters
 from nnsight_engine.vllm_backend.traces.caches import scanned
 from nnsight_engine.vllm_backend.traces.context import TraceEntry
-from nnsight_engine.vllm_backend.traces.edits import EditStore
+from nnsight_engine.vllm_backend.traces.edit_store import EditStore
 from nnsight_engine.vllm_backend.traces.memory_accounting import MemoryAccount
 from nnsight_engine.vllm_backend.traces.model import Names, WorkerModel
 from nnsight_engine.vllm_backend.traces.points import SAMPLES
@@ -36,10 +40,10 @@ from nnsight_engine.vllm_backend.traces.reporting import Report, Reporting
 from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed.module_calls import CallableModules
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool, open_sandbox_pool
-from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
+from nnsight_engine.vllm_backend.traces.step_facts import KnownRequests, StepFacts
 from nnsight_engine.vllm_backend.traces.tiers import ModuleOrder, TierPredictor
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
-from nnsight_engine.vllm_backend.traces.trace_store import TraceStore
+from nnsight_engine.vllm_backend.traces.trace_store import EndedTrace, TraceStore
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,14 +57,17 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerTraces:
-    """The traced requests of one worker; ``last_step_s`` is the wait for blocks in the step that ended last.
+    """The traced requests of one worker.
 
-    ``policy`` is for blocks inside a sandbox process; None in the worker, whose senders are trusted.
+    Attributes:
+        policy: For blocks inside a sandbox process; None in the worker, whose senders are trusted.
+        known: The traced requests that have not ended, of which all ranks know alike.
+        in_step: Whether a block takes part in the running step.
+        waited_s: Seconds that all steps so far have waited for blocks.
     """
 
     policy: Policy | None = None
     serves_stages = False
-    runs_blocks = True
 
     def __init__(
         self,
@@ -71,10 +78,13 @@ class WorkerTraces:
         dispatcher: TraceDispatcher | None = None,
     ) -> None:
         self.dispatcher = dispatcher if dispatcher is not None else TraceDispatcher()
+        self.known = KnownRequests()
+        self.in_step = False
+        self.waited_s = 0.0
         self._points = points
         self._config = config
         self._adapters = block_adapters(points.model)
-        self.model = self._new_model(Names())
+        self.dispatcher.model = self._new_model(Names())
         self.dispatcher.place.tokens = self.model.token_places()
         if points.layers and not points.has_stream:
             layers = [envoy for envoy in self.model.modules() if envoy._module in points.layers]  # noqa: SLF001
@@ -98,15 +108,21 @@ class WorkerTraces:
         self._sandbox_reports: dict[str, Report] = {}
         self.sandboxes = SandboxPool(self.dispatcher, limits)
         self.store = TraceStore(self.sandboxes, self.reporting, self._threads, limits.max_trace_bytes)
-        self.last_step_s = self._began_s = 0.0
+        self._began_s = 0.0
         self._tiers = TierPredictor()
 
     def _new_model(self, names: Names) -> WorkerModel:
         return WorkerModel(self._points, self._config, self.dispatcher, names=names)
 
     @property
+    def model(self) -> WorkerModel:
+        return self.dispatcher.model
+
+    @property
     def idle(self) -> bool:
         """Whether no traced request is running, and none that failed on arrival has yet to be ended."""
+        if self.dispatcher.is_joint:
+            return not self.known.present
         return not (self._live or self._ended) and self.sandboxes.idle
 
     def outline(self) -> list[OutlineEntry]:
@@ -128,17 +144,18 @@ class WorkerTraces:
 
     def begin(self, facts: StepFacts) -> None:
         """Open the blocks of requests that arrived, and retire requests that finished."""
+        # Without the traces themselves, which would stay until the next traced step.
+        self.sandboxes.facts = dataclasses.replace(facts, arrived=())
+        if self.known.note(facts) or self.known.sandboxed:
+            self.dispatcher.jointly(lambda: self._begin(facts))
+
+    def _begin(self, facts: StepFacts) -> None:
         for request_id in self._live.keys() & set(facts.finished):
             self._live.pop(request_id).retire()
-        self.sandboxes.is_single_tenant = facts.is_single_tenant
-        self.sandboxes.bound, self.sandboxes.bound_once_begun = facts.bound, facts.bound_once_begun
-        self.sandboxes.begin(set(facts.finished))
+        self.sandboxes.begin()
         for request_id, plain in facts.arrived:
             if request_id not in self.store.members:
                 self._arrive(request_id, plain)
-        self._drop_excess()
-
-    def _drop_excess(self) -> None:
         for key in self.store.excess(self.has_block):
             self.drop(key)
 
@@ -154,7 +171,8 @@ class WorkerTraces:
             member.choice = entry.choice_of(request_id)
             self._num_arrived += 1
             if entry.sandbox_of is not None:  # untrusted code never runs here, whatever the limits say
-                self._arrive_in_sandbox(request_id, entry, entry.sandbox_of)
+                brought = self.edits.filled_in(self.store.with_blocks(entry))
+                self.sandboxes.arrive(request_id, brought, self._num_arrived, entry.sandbox_of)
                 return
             self.store.decode(member, self.model, self.policy)
             if member.context is None:
@@ -187,10 +205,6 @@ class WorkerTraces:
 
         return enter
 
-    def _arrive_in_sandbox(self, request_id: str, entry: TraceEntry, tenant: str) -> None:
-        entry = self.edits.filled_in(self.store.with_blocks(entry))
-        self.sandboxes.arrive(request_id, entry, self._num_arrived, tenant)
-
     def prepare_sandbox(self) -> bool:
         """Start the sandbox processes if untrusted blocks run in them; return whether one is ready.
 
@@ -200,18 +214,16 @@ class WorkerTraces:
         if self._limits.sandbox != PROCESS:
             return True
         if not self.sandboxes.is_open:
-            self._open_sandbox_pool()
+            served = CallableModules(
+                self.model, self.dispatcher, self._points, self._config, self._limits, self._adapters
+            )
+            open_sandbox_pool(self.sandboxes, served, self.described_modules(), self._points, self._limits)
         return self.sandboxes.is_ready
-
-    @property
-    def defers(self) -> bool:
-        """Whether the running step can continue without the block of some request."""
-        return self.sandboxes.in_step
 
     @property
     def undone(self) -> Sequence[str]:
         """The requests whose rows of the running step are discarded: it runs without their blocks."""
-        return self.sandboxes.undone
+        return self.dispatcher.undone
 
     @property
     def waiting(self) -> frozenset[str]:
@@ -224,22 +236,13 @@ class WorkerTraces:
 
     def wait_for_any(self, wait_s: float) -> None:
         """Wait, in a step without tokens, until a sandbox process has answered that blocks its requests."""
-        self.sandboxes.wait_for_any(wait_s)
-
-    def count_sandboxes(self) -> dict[str, int]:
-        return dict(self.sandboxes.counts)
-
-    def _open_sandbox_pool(self) -> None:
-        served = CallableModules(
-            self.model, self.dispatcher, self._points, self._config, self._limits, self._adapters
-        )
-        open_sandbox_pool(self.sandboxes, served, self.described_modules(), self._points, self._limits)
+        if self.known.sandboxed:
+            self.dispatcher.jointly(lambda: self.sandboxes.wait_for_any(wait_s))
+        elif self.throttled:
+            time.sleep(wait_s)  # the rest ends without an answer
 
     def described_modules(self) -> list[Description]:
         return described(self._points.model)
-
-    def hold(self, key: str, data: bytes) -> None:
-        self.store.hold(key, data)
 
     # Names and edits that a client stores in the engine.
 
@@ -247,7 +250,7 @@ class WorkerTraces:
         """Apply a client's names and classes, before any trace; return the error as data, if any."""
 
         def adopt() -> None:
-            self.model = self._threads.run(lambda: self._new_model(Names.read(data)))
+            self.dispatcher.model = self._threads.run(lambda: self._new_model(Names.read(data)))
 
         return self._failure_of(adopt)
 
@@ -263,20 +266,23 @@ class WorkerTraces:
             return self.store.closing.error_data(error)
         return None
 
-    def remove_edit(self, name: str) -> None:
-        self.edits.remove(name)
-
     # A step's rows.
 
     def has_block(self, request_id: str) -> bool:
         return request_id in self._live or self.sandboxes.has(request_id)
 
     def takes_part(self, request_id: str) -> bool:
-        """Return whether a request is traced and its block still takes part in steps."""
-        return self.has_block(request_id)
+        """Return whether a request is traced and its block still takes part in steps, as far as is known."""
+        return request_id in self.known.present if self.dispatcher.is_joint else self.has_block(request_id)
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
         """Begin a step for these requests; return False if no block takes part in it."""
+        if spans:
+            self.in_step = self.dispatcher.start_step(spans, num_rows, lambda: self._step(spans, num_rows))
+        return self.in_step
+
+    def _step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
+        spans = [span for span in spans if self.has_block(span.request_id)]
         if not spans:
             return False
         self.dispatcher.begin()
@@ -336,10 +342,6 @@ class WorkerTraces:
         with self.model.observed_by(self.dispatcher):
             yield
 
-    @property
-    def in_step(self) -> bool:
-        return bool(self._active) or self.sandboxes.in_step
-
     def on_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Offer the logits, ``[requests, vocabulary]``; return them as the blocks leave them."""
         for request in self._active:
@@ -355,16 +357,22 @@ class WorkerTraces:
 
     def end(self) -> list[str]:
         """End the step; return the requests that are to end because their blocks failed or stopped them."""
+        if self.known.sandboxed:
+            ended: list[str] = self.dispatcher.jointly(self._end)
+            if self.dispatcher.runs_blocks:
+                return ended
+        return self._end()
+
+    def _end(self) -> list[str]:
         for request in self._active:
             request.end()
         self._record_tiers()
-        ended, self._sandbox_reports = self.sandboxes.end()
-        self._ended += ended
-        if self.dispatcher.interleaving:
-            self.dispatcher.end()
+        failed, self._sandbox_reports, waited_s = self.sandboxes.end()
+        self._ended += failed
+        self.dispatcher.end()
         spent_s = sum(request.spent_s for request in self._active)
-        self.last_step_s = spent_s - self._began_s + self.sandboxes.last_step_s
-        self._active, self._began_s = [], 0.0
+        self.waited_s += spent_s - self._began_s + waited_s
+        self._active, self._began_s, self.in_step = [], 0.0, False
         over = [request_id for request_id, request in self._live.items() if request.is_over]
         for request_id in over:
             self._live.pop(request_id).retire()
@@ -373,7 +381,10 @@ class WorkerTraces:
 
     def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
         """Wait up to ``wait_s`` for a sandboxed trace to close; return whether its result is ready."""
-        return not self.sandboxes.knows(key) or self.sandboxes.has_collected(key, results, wait_s)
+        is_ready: bool = self.dispatcher.jointly(
+            lambda: not self.sandboxes.knows(key) or self.sandboxes.has_collected(key, results, wait_s)
+        )
+        return is_ready
 
     def _record_tiers(self) -> None:
         for request_id, request in self._live.items():
@@ -397,27 +408,22 @@ class WorkerTraces:
 
     # Results.
 
-    def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
-        for request_id in self.store.requests(key, index):
-            self._live.pop(request_id, None)
-        return self.store.collect(key, results, index)
+    def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> EndedTrace:
+        """Close the blocks of a trace, or one of them; see ``TraceStore.collect``."""
 
-    def drop(self, key: str) -> float | None:
-        for request_id in self.store.requests(key):
-            self._live.pop(request_id, None)
-        return self.store.drop(key)
+        def collect() -> EndedTrace:
+            for request_id in self.store.requests(key, index):
+                self._live.pop(request_id, None)
+            return self.store.collect(key, results, index)
 
-    def take_remaining(self, key: str) -> tuple[str, str]:
-        return self.store.take_remaining(key)
+        found: EndedTrace = self.dispatcher.jointly(collect)
+        return found
 
-    @property
-    def last_spent_s(self) -> float:
-        return self.store.last_spent_s
+    def drop(self, key: str) -> float:
+        def drop() -> float:
+            for request_id in self.store.requests(key):
+                self._live.pop(request_id, None)
+            return self.store.drop(key)
 
-    @property
-    def last_tier(self) -> str:
-        return self.store.last_tier
-
-    @property
-    def last_has_begun(self) -> bool:
-        return self.store.last_has_begun
+        spent_s: float = self.dispatcher.jointly(drop)
+        return spent_s

@@ -12,7 +12,7 @@ import pytest
 from api_schemas.conditions import inner_tests
 from api_schemas.detectors import DetectorName
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.generation import CompletionRequest, CompletionResponse
+from api_schemas.generation import CompletionRequest
 from api_schemas.interventions import OPERATIONS, RequestLimits, parse_interventions
 from api_schemas.operations import (
     Capture,
@@ -26,6 +26,7 @@ from api_schemas.operations import (
     Steer,
     Stop,
 )
+from api_schemas.results import ChoiceInterventions
 from api_schemas.tensors import TensorObject, VectorName
 
 STEER: dict[str, Any] = {"op": "steer", "at": "layers.3.output", "vector": [1.0, 2.0]}
@@ -356,25 +357,13 @@ def test_a_client_can_write_requests_and_read_responses_with_the_models() -> Non
     )
     body = json.loads(request.model_dump_json())
     assert [op.op for op in parse_interventions(body["interventions"])] == ["steer", "capture"]
-    response = CompletionResponse.model_validate(
+    response = ChoiceInterventions.model_validate(
         {
-            "id": "x",
-            "created": 1,
-            "model": "m",
-            "choices": [
-                {
-                    "index": 0,
-                    "text": " y",
-                    "interventions": {
-                        "results": {
-                            "a": {"type": "capture", "positions": [0, 1], "points": {"logits": TENSOR}},
-                            "b": {"type": "probe", "positions": [0], "points": {"logits": [None]}},
-                        },
-                        "applied": [{"op": "steer", "at": ["logits"], "positions": [0]}],
-                    },
-                }
-            ],
+            "results": {
+                "a": {"type": "capture", "positions": [0, 1], "points": {"logits": TENSOR}},
+                "b": {"type": "probe", "positions": [0], "points": {"logits": [None]}},
+            },
+            "applied": [{"op": "steer", "at": ["logits"], "positions": [0]}],
         }
     )
-    assert response.choices[0].interventions is not None
-    assert set(response.choices[0].interventions.results) == {"a", "b"}
+    assert set(response.results) == {"a", "b"}

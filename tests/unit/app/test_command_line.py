@@ -278,9 +278,8 @@ def test_it_does_not_start_where_sandboxes_lack_namespaces_that_they_are_to_have
 @pytest.mark.parametrize(
     ("arguments", "variable", "said"),
     [
-        (["--sandbox", "restricted"], "process", "only a process is a boundary: use 'process'"),
-        (["--sandbox=restricted", "--replicas", "2"], "process", "only a process is a boundary"),
-        ([], "restricted", "NNSIGHT_ENGINE_SANDBOX is wrong"),
+        (["--sandbox=thread", "--replicas", "2"], "process", "the sandbox is 'process' or 'off'"),
+        ([], "thread", "NNSIGHT_ENGINE_SANDBOX is wrong"),
         # It would pass for neither, and code of strangers would run somewhere.
         (["--sandbox", "proces"], "process", "the sandbox is 'process' or 'off', got 'proces'"),
         (["gpt2", "--model", "gpt2"], "process", "MODEL is given twice"),

@@ -8,7 +8,7 @@ import pytest
 
 from api_schemas.errors import ApiError
 from api_schemas.server import Capabilities
-from app.dictionaries.names import places_of
+from app.catalog.dictionary_places import places_of
 from nnsight_engine.features.saelens import SaeLensConfig, read_config
 from tests.fakes.results import CAPABILITIES
 

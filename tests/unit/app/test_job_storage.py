@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import update
 
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
 from app.limits.allowances import Allowance
 from app.services.jobs import feed as job_feed
 from app.services.jobs.feed import JobFeed
 from app.storage.database import Database
-from app.storage.jobs import leases
-from app.storage.jobs.leases import LEASE_S, MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError
-from app.storage.jobs.store import EventPage, JobRemoval, JobStore, NewJob
+from app.storage.jobs import store as job_store
+from app.storage.jobs.states import JobEnd
+from app.storage.jobs.store import LEASE_S, MAX_INTERRUPTIONS, EventPage, JobStore, LeaseLostError, NewJob
 from app.storage.tables import JobRow
 from tests.waiting import wait_for_async
 
@@ -30,19 +29,19 @@ _COUNT = itertools.count()
 
 
 class Servers:
-    """A database, and servers by name that lease jobs from it."""
+    """A database, and servers by name that claim jobs from it."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
-        self.store = JobStore(database, waiting=Allowance.of("jobs", 100), ttl_s=60)
+        self.store = self.named("")
 
-    def named(self, name: str) -> JobLeases:
-        return JobLeases(self.database, holder=name, ttl_s=60)
+    def named(self, name: str, clock: Callable[[], float] = time.monotonic) -> JobStore:
+        return JobStore(self.database, name, waiting=Allowance.of("jobs", 100), ttl_s=60, clock=clock)
 
     async def add(self, owner: str = "", model: str = "m", **options: Any) -> str:
         values = {"digest": "0", "request_bytes": 1, "idempotency_key": None, "reruns": False, **options}
         new = NewJob(id=f"job-{next(_COUNT)}", owner=owner, model=model, summary=SUMMARY, **values)
-        return (await self.store.accept(new)).job.id
+        return (await self.store.accept(new))[0].id
 
     async def get(self, job_id: str, owner: str = "") -> JobRow:
         return await self.store.get(job_id, owner)
@@ -57,8 +56,8 @@ def attempts(jobs: list[JobRow]) -> list[tuple[str, int]]:
     return [(job.id, job.attempt) for job in jobs]
 
 
-async def claimed(leases: JobLeases, model: str = "m") -> JobRow:
-    job = await leases.claim(model, {})
+async def claimed(server: JobStore, model: str = "m") -> JobRow:
+    job = await server.claim(model, {})
     assert job is not None
     return job
 
@@ -66,8 +65,8 @@ async def claimed(leases: JobLeases, model: str = "m") -> JobRow:
 async def test_owners_take_turns_and_each_ones_oldest_comes_first(servers: Servers):
     first = [await servers.add("busy") for _ in range(5)]
     second = [await servers.add("rare") for _ in range(2)]
-    leases = servers.named("a")
-    order = [(await claimed(leases)).id for _ in range(7)]
+    server = servers.named("a")
+    order = [(await claimed(server)).id for _ in range(7)]
     assert order == [first[0], second[0], first[1], second[1], *first[2:]]
 
 
@@ -75,15 +74,15 @@ async def test_an_owner_whose_jobs_are_short_does_not_go_first_for_ever(servers:
     for _ in range(4):
         await servers.add("quick")
         await servers.add("other")
-    leases = servers.named("a")
+    server = servers.named("a")
     served_at: dict[str, float] = {}
     order: list[str] = []
     for turn in range(8):
-        job = await leases.claim("m", served_at)
+        job = await server.claim("m", served_at)
         assert job is not None
         served_at[job.owner] = float(turn + 1)
         order.append(job.owner)
-        await leases.end(job, JobEnd(JobStatus.COMPLETED, result_bytes=1))
+        await server.end(job, JobEnd(JobStatus.COMPLETED, result_bytes=1))
     assert order == ["quick", "other"] * 4
 
 
@@ -94,7 +93,7 @@ async def test_a_server_taken_for_dead_changes_nothing_any_more(
     slow, other = servers.named("slow"), servers.named("other")
     stale = await claimed(slow)
     await slow.append_events(stale, [RUNNING])
-    monkeypatch.setattr(leases, "LEASE_S", -1.0)  # one look is enough
+    monkeypatch.setattr(job_store, "LEASE_S", -1.0)  # one look is enough
     assert await slow.recover(own=[job_id]) == []
     assert attempts(await other.recover()) == [(job_id, 1)]
     monkeypatch.undo()
@@ -121,7 +120,7 @@ async def test_an_unrenewed_lease_expires_in_spite_of_clock_jumps(
     job_id = await servers.add()
     await claimed(servers.named("a"))
     moment = 1000.0
-    other = JobLeases(servers.database, holder="b", ttl_s=60, clock=lambda: moment)
+    other = servers.named("b", clock=lambda: moment)
     assert await other.recover() == []
     wall = time.time
     monkeypatch.setattr(time, "time", lambda: wall() + jump_s)
@@ -139,45 +138,44 @@ async def test_an_unrenewed_lease_expires_in_spite_of_clock_jumps(
 async def test_a_job_that_takes_servers_with_it_does_so_only_so_often(servers: Servers):
     job_id = await servers.add(reruns=True)
     for count in range(MAX_INTERRUPTIONS):
-        leases = servers.named(str(count))
-        job = await claimed(leases)
-        await leases.append_events(job, [RUNNING])
+        server = servers.named(str(count))
+        job = await claimed(server)
+        await server.append_events(job, [RUNNING])
         assert attempts(await servers.named("next").recover(dead=[str(count)])) == [(job_id, count + 1)]
     row = await servers.get(job_id)
     assert (row.status, row.code) == ("ERROR", "interrupted")
     assert await servers.named("next").claim("m", {}) is None
 
 
+async def test_a_job_that_was_claimed_and_never_began_is_not_taken_for_interrupted(servers: Servers):
+    job_id, moment = await servers.add(), 0.0
+    server = servers.named("a", clock=lambda: moment)
+    for _ in range(MAX_INTERRUPTIONS + 1):
+        await claimed(server)
+        assert await server.recover() == []
+        moment += LEASE_S + 1
+        assert [job.id for job in await server.recover()] == [job_id]
+    row = await servers.get(job_id)
+    assert (row.status, row.num_interruptions, row.num_events, row.lease_by) == ("QUEUED", 0, 2, None)
+
+
 @pytest.mark.parametrize("has_begun", [True, False])
 async def test_a_job_that_was_to_end_is_not_given_back_to_run_again(servers: Servers, *, has_begun: bool):
     cancelled_id, removed_id = await servers.add(), await servers.add()
-    leases = servers.named("a")
-    jobs = [await claimed(leases) for _ in range(2)]
+    server = servers.named("a")
+    jobs = [await claimed(server) for _ in range(2)]
     await servers.store.cancel(cancelled_id, "")
     await servers.store.remove(removed_id, "")
-    if has_begun:
-        for job in jobs:
-            await leases.append_events(job, [RUNNING])
-            await leases.give_back(job, was_interrupted=True)
-    else:
-        await leases.give_back_all()
+    for job in jobs:
+        if has_begun:
+            await server.append_events(job, [RUNNING])
+        await server.requeue(job, has_begun=has_begun, was_interrupted=has_begun)
     assert await servers.named("b").claim("m", {}) is None
     row = await servers.get(cancelled_id)
     assert (row.status, row.code, row.lease_by) == ("CANCELLED", "job_cancelled", None)
     assert row.expires_at is not None
     assert (await servers.store.events(cancelled_id, "", after=0, limit=9)).events[-1].status == "CANCELLED"
-    assert (await JobRemoval(servers.database).remove_expired(0)).ids == [removed_id]
-
-
-async def test_a_job_that_was_to_end_and_waits_all_the_same_ends_and_never_runs(servers: Servers):
-    job_id = await servers.add()
-    asked = update(JobRow).where(JobRow.id == job_id).values(cancel_requested=True)
-    await servers.database.write(lambda session: session.execute(asked))
-    leases = servers.named("a")
-    assert await leases.claim("m", {}) is None
-    assert attempts(await leases.recover()) == [(job_id, 0)]
-    assert (await servers.get(job_id)).status == "CANCELLED"
-    assert await leases.recover() == []
+    assert [job.id for job in await servers.store.remove_expired(0)] == [removed_id]
 
 
 class CountingStore(JobStore):
@@ -197,7 +195,7 @@ class CountingStore(JobStore):
 
 @pytest.fixture
 async def store(database: Database) -> CountingStore:
-    made = CountingStore(database, waiting=Allowance.of("jobs", 100), ttl_s=60)
+    made = CountingStore(database, "", waiting=Allowance.of("jobs", 100), ttl_s=60)
     await made.accept(NewJob("job", "", "m", SUMMARY, "0", 1, None, reruns=False))
     return made
 

@@ -14,7 +14,8 @@ from starlette.types import Message, Receive
 
 from app.engine.intervening_app import InterveningApp
 from app.http.contexts import begin_context
-from app.services.streaming import ClosingStream, first_event
+from app.services.streaming import COMMENT, Begun, ClosingStream, begun, event_stream
+from app.settings import Settings
 
 
 class Source:
@@ -121,8 +122,33 @@ async def test_a_failing_first_event_closes_the_stream() -> None:
 
     stream = Failing()
     with pytest.raises(RuntimeError, match="no"):
-        await first_event(stream)
+        await begun(stream)
     assert stream.is_closed
+
+
+@pytest.mark.parametrize(("receive", "reads"), [(gone, True), (never, False)])
+async def test_a_stream_that_has_not_begun_ends_with_its_client(receive: Receive, reads: bool) -> None:
+    has_ended, sent = asyncio.Event(), list[Any]()
+
+    async def late() -> Begun:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            has_ended.set()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body"))
+        if sent[-1] is not None and not reads:
+            raise BrokenPipeError
+
+    scope: dict[str, Any] = {"type": "http", "method": "POST"}
+    asked, beginning = begin_context(scope), asyncio.create_task(late())
+    await asyncio.sleep(0)
+    with pytest.raises(ClientDisconnect):
+        await event_stream(beginning, asked, Settings())(scope, receive, send)
+    assert has_ended.is_set()
+    assert sent == [None, COMMENT.encode()]
 
 
 def frame(kind: str, **fields: Any) -> bytes:

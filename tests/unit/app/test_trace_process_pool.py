@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,6 +22,7 @@ from nnsight_engine.local_engine.trace_process import LOCAL, OUTLINE, READY, Pro
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 from nnsight_engine.remote_backend.unread_output import Backpressure
+from tests.waiting import wait_for_async
 
 REQUEST = TraceRequest(TraceHead(model="m", dialect="transformers"), [b"blocks"])
 REQUEST.sandbox_of = None
@@ -244,7 +246,11 @@ async def test_what_a_process_asks_for_is_answered_also_where_that_fails(kind: s
     async def fail(*_: Any) -> Any:
         raise ValueError("it is broken")
 
-    answer = await Asking(kind, tmp_path, fail, 1).ask()
+    @contextlib.asynccontextmanager
+    async def fail_to_call(*_: Any) -> AsyncIterator[bytes]:
+        yield await fail()
+
+    answer = await Asking(kind, tmp_path, fail_to_call if kind == "local" else fail, 1).ask()
     assert answer.kind is FrameKind.ERROR
     assert answer.json()["error"]["code"] == ErrorCode.INTERNAL
 
@@ -253,9 +259,21 @@ async def test_what_a_process_asks_for_is_answered_also_where_that_fails(kind: s
 async def test_a_process_may_send_its_next_request_as_soon_as_it_has_an_answer(
     kind: str, tmp_path: Path
 ) -> None:
-    async def answer(*asked: Any) -> Any:
-        return b"done" if asked else {}
+    held: list[bytes] = []
 
-    asking = Asking(kind, tmp_path, answer, 3, pause_s=0.05)
-    assert [(await asking.ask()).kind is FrameKind.ERROR for _ in range(3)] == [False] * 3
-    await asking.processes.ended(asking.job)
+    @contextlib.asynccontextmanager
+    async def call(data: Any) -> AsyncIterator[bytes]:
+        held.append(data)
+        yield b"done"
+        held.remove(data)
+
+    async def outline() -> dict[str, Any]:
+        return {}
+
+    asking = Asking(kind, tmp_path, call if kind == "local" else outline, 3, pause_s=0.05)
+    for _ in range(3):
+        assert (await asking.ask()).kind is not FrameKind.ERROR
+        # An answer is given back when the process has taken all of it.
+        assert len(held) == (kind == "local")
+    await wait_for_async(lambda: not held)
+    await asking.job.end_request()

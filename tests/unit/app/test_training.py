@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from app.detectors.fitting import FittedDetector, Recipe, fit, fit_mlp
-from app.training import NothingToLearnError, auroc, best_cut, roc, split, thinned
-from app.vectors.training import Fitted, Method
-from app.vectors.training import fit as fit_row
+from api_schemas.detectors import RocPoint
+from app.catalog.detector_fitting import FittedDetector, Recipe, fit, fit_mlp
+from app.catalog.training import NothingToLearnError, auroc, best_cut, roc, split, thinned
+from app.catalog.vector_training import Fitted, Method
+from app.catalog.vector_training import fit as fit_row
 from nnsight_engine.core.detector import Detector, DetectorPart, Form
 
 METHODS: list[Method] = ["mean_difference", "pca", "logistic"]
@@ -123,8 +124,8 @@ def test_the_curve_has_a_point_for_each_way_to_cut_the_samples() -> None:
 
 def test_a_threshold_lies_half_way_to_the_next_score() -> None:
     first, second = roc(np.array([4.0], np.float32), np.array([1.0], np.float32))
-    assert first == (2.5, 1.0, 0.0)
-    assert second == (1.0, 1.0, 1.0)
+    assert first == RocPoint(threshold=2.5, tpr=1.0, fpr=0.0)
+    assert second == RocPoint(threshold=1.0, tpr=1.0, fpr=1.0)
 
 
 def test_a_long_curve_is_thinned_and_keeps_its_ends_and_the_best() -> None:

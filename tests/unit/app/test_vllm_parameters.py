@@ -38,11 +38,11 @@ from app.engine.vllm_errors import (
     raise_stream_errors,
     translated,
 )
-from app.engine.vllm_options import HANDLED_HERE, TO_ENGINE
-from app.engine.vllm_requests import read_request, started_stream
+from app.engine.vllm_requests import read_request, refusing
 from app.engine.vllm_traces import sampling_params
 from nnsight_engine.vllm_backend.traces.context import TRACE_KEY
 from tests.e2e.odd_requests import BODIES, CHAT, COMPLETIONS, ODD
+from tests.unit.app.vllm_option_tables import HANDLED_HERE, TO_ENGINE
 
 
 async def test_any_odd_value_of_any_field_is_refused_by_its_name() -> None:
@@ -147,15 +147,13 @@ async def failing(*given: str) -> AsyncGenerator[str, None]:
 @pytest.mark.parametrize("given", [(), ("data: {}\n\n",)])
 async def test_a_refusal_in_a_stream_is_worded_as_one_before_it(given: tuple[str, ...]) -> None:
     with pytest.raises(ApiError, match=r"got 3\.0; change `temperature`"):
-        async for _ in await started_stream(failing(*given), Refusals({"temperature": 3.0}, COMPLETION)):
+        async for _ in refusing(failing(*given), Refusals({"temperature": 3.0}, COMPLETION)):
             pass
 
 
 @pytest.mark.parametrize("given", [(), ("data: {}\n\n",), ("data: {}\n\n", "data: {}\n\n")])
 async def test_any_other_stream_goes_on(given: tuple[str, ...]) -> None:
-    assert [one async for one in await started_stream(frames(*given), Refusals({}, COMPLETION))] == list(
-        given
-    )
+    assert [one async for one in refusing(frames(*given), Refusals({}, COMPLETION))] == list(given)
 
 
 class Serving:

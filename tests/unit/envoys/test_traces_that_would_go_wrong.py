@@ -12,7 +12,6 @@ import torch
 
 from nnsight_engine import NNsight, save
 from nnsight_engine.interleaving.events import MissedProviderError
-from nnsight_engine.tracing.source_text import TraceSyntaxError
 from tests.hook_reference import recorded
 from tests.small_models import Rows
 
@@ -132,7 +131,7 @@ def test_leaving_a_loop_around_the_block_says_what_to_write(linear: Rows, around
     name = f"<{what} {around}>"
     text = f"{around}\n    with linear.trace(X):\n        linear.output\n        {what}\n"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    with pytest.raises(TraceSyntaxError, match=f"`{what}` cannot refer to a loop around") as caught:
+    with pytest.raises(SyntaxError, match=f"`{what}` cannot refer to a loop around") as caught:
         exec(compile(text, name, "exec"), namespace)
     assert f"if done: {what}" in str(caught.value)
     assert (caught.value.filename, caught.value.lineno) == (name, 4)

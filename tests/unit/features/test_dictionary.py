@@ -10,7 +10,7 @@ import torch
 
 from nnsight_engine.features import dictionary as module
 from nnsight_engine.features.config import Architecture, Change, Normalization
-from nnsight_engine.features.dictionary import Dictionary
+from nnsight_engine.features.dictionary import Dictionary, Selection
 from tests.unit.features.reference import Reference, some_config, some_tensors
 
 NUM_TRIES: Final = 20
@@ -60,7 +60,9 @@ def test_some_features_alone(architecture: Architecture, normalization: Normaliz
     for made, x, _ in dictionaries(architecture, normalization, seed=1):
         num_features = made.config.num_features
         ids = torch.from_numpy(chance.permutation(num_features)[: chance.integers(1, num_features + 1)])
-        torch.testing.assert_close(made.encode_selected(x, ids), made.encode(x)[:, ids], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            Selection(made, ids).activations(x), made.encode(x)[:, ids], rtol=1e-5, atol=1e-5
+        )
         k = int(chance.integers(1, num_features + 1))
         found, activations = made.top(x, k)
         assert found.shape == activations.shape == (len(x), k)
@@ -112,10 +114,20 @@ def test_large_inputs_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     for architecture in (Architecture.STANDARD, Architecture.TOPK, Architecture.SKIP_TRANSCODER):
         for made, x, _ in dictionaries(architecture, Normalization.NONE, seed=4):
             ids = torch.arange(made.config.num_features)
-            whole = (made.encode(x), made.reconstruct(x), made.top(x, 1)[1], made.encode_selected(x, ids))
+            whole = (
+                made.encode(x),
+                made.reconstruct(x),
+                made.top(x, 1)[1],
+                Selection(made, ids).activations(x),
+            )
             with monkeypatch.context() as patched:
                 patched.setattr(module, "_PART_VALUES", 2 * made.config.num_features)
-                parts = (made.encode(x), made.reconstruct(x), made.top(x, 1)[1], made.encode_selected(x, ids))
+                parts = (
+                    made.encode(x),
+                    made.reconstruct(x),
+                    made.top(x, 1)[1],
+                    Selection(made, ids).activations(x),
+                )
             for one, other in zip(whole, parts, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 

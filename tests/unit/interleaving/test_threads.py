@@ -162,8 +162,8 @@ class _LateLock:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_job_that_hands_over_when_it_is_being_abandoned_ends() -> None:
     stack = ThreadStack(0.05)
-    late = _LateLock(stack._there)  # noqa: SLF001 - a lock alone can be late
-    stack._there = late  # type: ignore[assignment] # noqa: SLF001 - it has the methods that are called
+    late = _LateLock(stack._to_caller)  # noqa: SLF001 - a lock alone can be late
+    stack._to_caller = late  # type: ignore[assignment] # noqa: SLF001 - it has the methods that are called
     threads: list[threading.Thread] = []
 
     def job() -> None:

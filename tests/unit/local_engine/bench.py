@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nnsight_engine.local_engine.process_state import renew_globals
 from nnsight_engine.local_engine.runner import TraceRunner
 from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.remote_backend.client.backend import RemoteBackend
@@ -41,6 +42,7 @@ def served_by(runner: TraceRunner) -> Callable[[TraceRequest], bytes]:
         try:
             return runner.run(request)
         finally:
+            renew_globals()
             runner.settle()
 
     return run

@@ -9,14 +9,16 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
-from nnsight_engine.local_engine.process_state import ProcessHooks, ProcessState
+from nnsight_engine.local_engine.process_state import ProcessState
 
 LOGGER = logging.getLogger("nnsight_engine.local_engine")
 
@@ -30,6 +32,8 @@ def state() -> list[Any]:
           for one in (logging.root, LOGGER)],
         *[signal.getsignal(number) for number in signal.valid_signals()],
         signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype(), torch.is_grad_enabled(),
+        torch.get_num_threads(), os.environ.get("TEXT_OF_SOMEBODY"), os.getcwd(), list(sys.path),
     ]  # fmt: skip
 
 
@@ -60,13 +64,21 @@ CHANGES: list[Callable[[], Any]] = [
     lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
     lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]),
     lambda: signal.alarm(1000),
+    lambda: torch.use_deterministic_algorithms(mode=True),
+    lambda: torch.set_default_dtype(torch.float64),
+    lambda: torch.set_grad_enabled(mode=False),
+    lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    lambda: os.environ.update(TEXT_OF_SOMEBODY="1"),
+    lambda: os.chdir("/"),
+    lambda: sys.path.insert(0, "/"),
+    lambda: setattr(sys, "path", ["/", *sys.path]),
 ]
 
 
 @pytest.fixture
-def hooks() -> Iterator[ProcessHooks]:
+def process() -> Iterator[ProcessState]:
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    snapshot = ProcessHooks()
+    snapshot = ProcessState()
     yield snapshot
     snapshot.restore()
     for number, handler in before.items():
@@ -76,10 +88,10 @@ def hooks() -> Iterator[ProcessHooks]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_a_block_is_undone(change: Callable[[], Any], hooks: ProcessHooks) -> None:
+def test_a_change_of_a_block_is_undone(change: Callable[[], Any], process: ProcessState) -> None:
     before = state()
     change()
-    assert hooks.restore()
+    assert process.restore()
     assert state() == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     with pytest.warns(UserWarning, match="shown"):
@@ -110,3 +122,43 @@ def test_a_folder_that_a_block_has_removed_cannot_be_restored(tmp_path: Path) ->
         assert not snapshot.restore()
     finally:
         os.chdir(here)
+
+
+def test_what_a_block_leaves_running_is_noticed_and_what_ends_is_not() -> None:
+    process = ProcessState()
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    assert not process.restore()
+    end.set()
+    thread.join()
+    threading.Thread(target=lambda: time.sleep(0.01)).start()
+    assert process.restore()
+
+
+class _EqualToAll:
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = object.__hash__
+
+    def __call__(self, *_: Any) -> None: ...
+
+
+def test_a_handler_that_claims_to_be_equal_is_replaced(process: ProcessState) -> None:
+    before, filters = signal.getsignal(signal.SIGUSR2), list(warnings.filters)
+    signal.signal(signal.SIGUSR2, _EqualToAll())
+    logging.root.handlers[:] = [cast("Any", _EqualToAll()) for _ in logging.root.handlers]
+    assert process.restore()
+    assert signal.getsignal(signal.SIGUSR2) is before
+    assert not any(isinstance(one, _EqualToAll) for one in logging.root.handlers)
+    assert list(warnings.filters) == filters
+
+
+def test_a_logger_that_a_block_removed_is_no_error() -> None:
+    logger = logging.getLogger("test.removed")
+    process = ProcessState()
+    del logging.root.manager.loggerDict[logger.name]
+    logger.setLevel(logging.ERROR)
+    assert process.restore()
+    assert logger.level == logging.NOTSET

@@ -13,7 +13,6 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from nnsight_engine.core.saves import save
 from nnsight_engine.modeling.diffusion import DiffusionModel, generators
-from nnsight_engine.modeling.rows import InvokesDifferError
 from tests.hook_reference import edited, recorded
 
 diffusers = pytest.importorskip("diffusers")
@@ -287,7 +286,7 @@ def test_each_image_has_a_generator_of_its_own() -> None:
 
 def test_what_does_not_go_together_is_refused(painting: Painting) -> None:
     with (  # noqa: PT012 - a trace fails where its block ends
-        pytest.raises(InvokesDifferError, match="num_inference_steps applies to all invokes"),
+        pytest.raises(ValueError, match="num_inference_steps applies to all invokes"),
         painting.model.generate() as tracer,
     ):
         with tracer.invoke(CAT, num_inference_steps=1):

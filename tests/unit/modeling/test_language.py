@@ -18,7 +18,6 @@ from transformers import (
 
 from nnsight_engine.core.saves import save
 from nnsight_engine.modeling.language import LanguageModel
-from nnsight_engine.modeling.rows import InvokesDifferError
 from tests.families.checkpoints import build_tokenizer
 from tests.unit.modeling.conftest import LONG, SHORT, Pair
 
@@ -121,7 +120,7 @@ def test_an_invoke_gives_its_own_input_as_the_model_takes_it(gpt2: Pair) -> None
 
 def test_invokes_that_ask_for_different_things_are_refused(gpt2: Pair) -> None:
     with (  # noqa: PT012 - a trace fails where its block ends
-        pytest.raises(InvokesDifferError, match="max_new_tokens applies to all invokes"),
+        pytest.raises(ValueError, match="max_new_tokens applies to all invokes"),
         gpt2.model.generate() as tracer,
     ):
         with tracer.invoke(SHORT, max_new_tokens=2):

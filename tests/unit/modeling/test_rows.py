@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 
 from nnsight_engine.modeling.rows import (
     Filling,
-    InvokesDifferError,
     filling_of,
     join_rows,
     positions,
@@ -122,7 +121,7 @@ def test_joining_supplies_what_one_invoke_left_out() -> None:
 def test_joining_refuses_tokens_with_embeddings() -> None:
     first = _rows([[1, 2]])
     second = {"inputs_embeds": torch.ones(1, 2, 4), "attention_mask": torch.ones(1, 2)}
-    with pytest.raises(InvokesDifferError, match="input_ids"):
+    with pytest.raises(ValueError, match="input_ids"):
         join_rows(LEFT, first, second)
 
 

@@ -12,7 +12,6 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from nnsight_engine.envoys.architectures.named_points import PointValueError, UnknownPointError
-from nnsight_engine.modeling.rows import InvokesDifferError
 from nnsight_engine.modeling.vision_language import VisionLanguageModel
 from tests.families.seeing import IMAGE_TOKEN, picture, write_idefics3
 
@@ -128,7 +127,7 @@ def test_images_without_text_are_refused(seeing: Seeing) -> None:
 def test_images_of_unlike_size_are_refused(seeing: Seeing) -> None:
     prepared = dict(seeing.inputs(SHORT, picture(1)))
     with (  # noqa: PT012 - a trace fails where its block ends
-        pytest.raises(InvokesDifferError, match="pixel_values of all invokes must have one shape"),
+        pytest.raises(ValueError, match="pixel_values of all invokes must have one shape"),
         seeing.model.trace() as tracer,
     ):
         with tracer.invoke(SHORT, images=[picture(1)]):

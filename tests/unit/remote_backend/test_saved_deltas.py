@@ -26,7 +26,9 @@ def test_saves_grow_from_output_to_output() -> None:
     third = reader.read(output([]))
     assert first.saves == {"tokens": [1]}
     assert second.saves == third.saves == {"tokens": [1, 2, 3]}
-    assert first.choices == [{"index": 0, "text": "a", "token_ids": [1], "finish_reason": None}]
+    assert [vars(one) for one in first.outputs] == [
+        {"index": 0, "text": "a", "token_ids": [1], "finish_reason": None}
+    ]
 
 
 def test_blocks_and_choices_are_kept_apart() -> None:
@@ -77,7 +79,16 @@ def test_changes_are_taken_once_and_items_never_follow_dropped_ones() -> None:
     assert reader.take() == ({}, {})
 
 
-@pytest.mark.parametrize("data", [b"", b"garbage", encode(3), encode({"invoke": 0, "news": [1]})])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"garbage",
+        encode(3),
+        encode({"invoke": 0, "news": [1]}),
+        output_data(0, 1, [3], [], finished=False),  # type: ignore[list-item] # no choice, as a server may send
+    ],
+)
 def test_what_is_no_output_is_an_error(data: bytes) -> None:
     with pytest.raises(DecodeError):
         OutputReader().read(data)

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from nnsight_engine.sandbox.block_checker import CHECKED, MODULES, check_syntax, load_modules
-from nnsight_engine.serialization import SandboxError, decode_trace, encode_trace
-from nnsight_engine.serialization.wire import SentBlock
+from nnsight_engine.serialization import SandboxError, SentBlock, decode_trace, encode_trace
 from nnsight_engine.tracing.blocks import Nested, block_of_text
 from nnsight_engine.tracing.tracer import Info
 

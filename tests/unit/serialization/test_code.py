@@ -21,6 +21,7 @@ import torch
 from nnsight_engine.serialization import (
     TRUSTED,
     EncodeError,
+    MessageLimits,
     decode,
     encode,
     encode_error,
@@ -304,6 +305,11 @@ def test_code_from_a_cell_has_its_text_in_linecache() -> None:
     arrived = decode(data, policy=TRUSTED)
     assert arrived(5) == [5, 6]
     assert inspect.getsource(arrived) == text
+
+
+def test_source_that_is_too_long_is_named() -> None:
+    with pytest.raises(EncodeError, match=r"item \[0\] cannot be sent.*\(scaled\); its source is too long"):
+        encode([scaled], limits=MessageLimits(max_text_bytes=10))
 
 
 def test_code_without_a_text_is_refused() -> None:

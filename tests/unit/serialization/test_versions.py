@@ -132,7 +132,7 @@ def test_names_that_one_version_has_elsewhere_are_found() -> None:
 
 def test_a_feature_from_the_future_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     data = sent_by(OTHER, encode(largest))
-    monkeypatch.setattr("nnsight_engine.serialization.decoding.definitions.FUTURE_FLAGS", 0)
+    monkeypatch.setattr("nnsight_engine.serialization.scopes.FUTURE_FLAGS", 0)
     with pytest.raises(DecodeError, match=rf"largest.*__future__.*Python 3\.{HERE}"):
         decode(data, policy=TRUSTED)
 

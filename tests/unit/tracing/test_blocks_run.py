@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nnsight_engine.core.saves import save
-from nnsight_engine.tracing.source_text import TraceSyntaxError, WithBlockNotFoundError
+from nnsight_engine.tracing.source_text import WithBlockNotFoundError
 from nnsight_engine.tracing.tracer import SITES, Tracer
 
 GLOBAL: Any = 1
@@ -239,7 +239,7 @@ def test_statements_that_would_leave_the_block_are_refused(statement: str) -> No
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     namespace: dict[str, Any] = {}
     exec(compile(text, filename, "exec"), namespace)
-    with pytest.raises(TraceSyntaxError, match="is not allowed in a traced block"):
+    with pytest.raises(SyntaxError, match="is not allowed in a traced block"):
         running = namespace["f"](Tracer, None)
         if hasattr(running, "send"):
             running.send(None)

@@ -307,7 +307,7 @@ def test_the_blocking_engine_names_the_mode_that_has_several(tmp_path: Path) -> 
         VLLM(str(tmp_path), data_parallel_size=2, skip_tokenizer_init=True, dispatch=True)
 
 
-@pytest.mark.parametrize("value", ["restricted", "", "proces", "PROCESS"])
+@pytest.mark.parametrize("value", ["thread", "", "proces", "PROCESS"])
 def test_a_sandbox_is_a_process_or_off(value: str) -> None:
     assert EngineLimits().sandbox == "process"
     assert EngineLimits(sandbox="off").sandbox == "off"

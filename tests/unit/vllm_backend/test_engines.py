@@ -16,7 +16,7 @@ from nnsight_engine.vllm_backend.edits import EditBook, Edits, EngineEdit
 from nnsight_engine.vllm_backend.engines import AsyncEngine
 from nnsight_engine.vllm_backend.trace_run import TraceRequests
 from nnsight_engine.vllm_backend.traces.context import TraceEntry
-from nnsight_engine.vllm_backend.traces.edits import digest_of
+from nnsight_engine.vllm_backend.traces.edit_store import digest_of
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.unit.vllm_backend.scripted_engine import Engine
 from tests.waiting import wait_for

@@ -18,7 +18,7 @@ from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.request_code import encoded_code
 from nnsight_engine.vllm_backend.traces.context import TraceEntry
-from nnsight_engine.vllm_backend.traces.edits import EditStore
+from nnsight_engine.vllm_backend.traces.edit_store import EditStore
 from nnsight_engine.vllm_backend.traces.reporting import Reporting
 from nnsight_engine.vllm_backend.traces.sandboxed.offered_values import Changes
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_main import WaitingThreads
@@ -55,6 +55,14 @@ def test_code_is_not_trusted_by_omission() -> None:
     request = TraceRequest(TraceHead(model="m", dialect="vllm"), [b"blocks"])
     with pytest.raises(AttributeError, match="sandbox_of"):
         _ = request.sandbox_of
+
+
+def test_a_step_is_charged_for_its_own_wait_only() -> None:
+    """With several ranks a step without sandboxes does not begin with a new budget."""
+    pool = SandboxPool(TraceDispatcher(), EngineLimits())
+    pool._waiting.waited_s = 0.5
+    assert pool.end() == ([], {}, 0.5)
+    assert pool.end() == ([], {}, 0.0)
 
 
 def test_changes_that_are_too_many_to_keep_are_dropped_until_the_next_step() -> None:

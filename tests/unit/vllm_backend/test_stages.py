@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from nnsight_engine.vllm_backend.steps.outcome import take_results, with_results
 from nnsight_engine.vllm_backend.traces.errors import StageError
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.row_payloads import (
-    RemoteStageValue,
+    RemoteValue,
     RowPayloads,
     RowsPlaceholder,
     RowStore,
@@ -182,7 +183,10 @@ class Colour(enum.IntEnum):
 def sent(value: Any) -> Any:
     """Return a value as it arrives on another stage."""
     message = encode(value, reference=RowsPlaceholder.reference)
-    return decode(message, resolve=lambda name: RemoteStageValue(name, 0))
+    return decode(
+        message,
+        resolve=partial(RemoteValue, place="on pipeline stage 0", refusal=partial(StageError.value, stage=0)),
+    )
 
 
 def test_objects_stay_where_they_are_and_have_names() -> None:
@@ -192,7 +196,7 @@ def test_objects_stay_where_they_are_and_have_names() -> None:
     assert repr(there[1]["a"][0]) == "<object on pipeline stage 0>"
     with pytest.raises(StageError, match="of type object"):
         there[1]["a"][0].weight.sum()
-    again = decode(encode(there, reference=RemoteStageValue.reference), resolve=keeper.resolve)
+    again = decode(encode(there, reference=RemoteValue.reference), resolve=keeper.resolve)
     assert again[1]["a"][0] is thing
     assert keeper.give_back(kept) == (1, {"a": [thing]})
 
@@ -202,6 +206,6 @@ def test_what_the_other_side_may_not_know_stays() -> None:
     assert keeper.give_back(keeper.keep({Colour.RED: 1})) == {Colour.RED: 1}
     there = sent(keeper.keep([Colour.RED, {Colour.RED: 1}, 2]))
     assert there[2] == 2
-    assert [type(one) for one in there[:2]] == [RemoteStageValue] * 2
+    assert [type(one) for one in there[:2]] == [RemoteValue] * 2
     assert RowStore.refusal(([1, torch.ones(1)], {"a": there[0]})) is None
     assert RowStore.refusal(({"a": [Colour.RED]},)) == "Colour"

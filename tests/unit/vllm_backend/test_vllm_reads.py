@@ -15,9 +15,9 @@ import pytest
 
 import app.engine
 import nnsight_engine.vllm_backend
-from nnsight_engine.vllm_backend.steps.vllm_names import USED_NAMES
-from nnsight_engine.vllm_backend.versions import SourceName, VLLMSources
 from tests.unit.vllm_backend.vllm_copies import installed_folder
+from tests.unit.vllm_backend.vllm_names import USED_NAMES
+from tests.unit.vllm_backend.vllm_sources import SourceName, VLLMSources
 
 NAMED: Final = {
     "attention": ("vllm.model_executor.layers.attention:Attention",),

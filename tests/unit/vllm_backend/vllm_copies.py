@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from nnsight_engine.vllm_backend.versions import VLLMSources
+from tests.unit.vllm_backend.vllm_sources import VLLMSources
 
 
 def installed_folder() -> Path:

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from nnsight_engine.vllm_backend.steps.vllm_names import USED_NAMES, UsedNames
-from nnsight_engine.vllm_backend.versions import SourceName, VLLMSources, is_abstract
+from tests.unit.vllm_backend.vllm_names import USED_NAMES, UsedNames
+from tests.unit.vllm_backend.vllm_sources import SourceName, VLLMSources, is_abstract
 
 FOLDER: Final = Path(__file__).parent / "vllm_records"
 COMMAND: Final = "python -m tests.unit.vllm_backend.vllm_record"

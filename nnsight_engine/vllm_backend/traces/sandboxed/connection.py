@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.sandbox.errors import SandboxEndedError
@@ -25,6 +25,7 @@ from nnsight_engine.vllm_backend.traces.row_payloads import RowsPlaceholder, Row
 from nnsight_engine.vllm_backend.traces.rows import plain
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     CallRequest,
+    Collect,
     Collected,
     ContinueReply,
     ToSandbox,
@@ -56,8 +57,6 @@ _START_S: Final = 60.0
 _KNOWN_PARTS: Final = 4
 """Number of parts of a module call after which its total time is estimated."""
 
-_Answer = TypeVar("_Answer", bound=ContinueReply | Collected)
-
 
 class SandboxConnection:
     """The connection to one process, which may compute ``budget_s`` in a step and ``trace_s`` in all.
@@ -68,7 +67,6 @@ class SandboxConnection:
         error: Why the process was ended prematurely; None if it was not.
         waited_s: Seconds that the worker has waited for it, since ``take_spent`` was last called.
         is_held: Whether an answer that arrives is stored until ``take_held`` is called.
-        content: The bytes behind the header of the answer processed last.
     """
 
     def __init__(
@@ -85,7 +83,6 @@ class SandboxConnection:
         self.error: Exception | None = None
         self.waited_s = 0.0
         self.is_held = False
-        self.content = memoryview(b"")
         self.adapter = NO_ADAPTER
         self._source = source
         self._unsent: list[bytes | memoryview] = []
@@ -95,8 +92,8 @@ class SandboxConnection:
         self._budget_s = budget_s
         self._trace_s = trace_s
         self._on_end = on_end
-        self._answer: type[Any] | None = None
-        self._then: Callable[[Any], None] | None = None
+        self._answer: type[ContinueReply | Collected] | None = None
+        self._then: Callable[[Any, memoryview], None] | None = None
         self._came: tuple[ContinueReply | Collected, memoryview] | None = None
         self._sent_at = time.monotonic()
         self._left_s = 0.0
@@ -115,18 +112,19 @@ class SandboxConnection:
         return self._answer is not None and self.error is None
 
     def send_event(
-        self,
-        head: ToSandbox,
-        body: Sequence[Piece],
-        answer: type[_Answer],
-        then: Callable[[_Answer], None],
+        self, head: ToSandbox, then: Callable[[Any, memoryview], None], body: Sequence[Piece] = ()
     ) -> None:
-        """Send a request; ``then`` gets the answer. Only one request may be unanswered at a time."""
+        """Send a request; ``then`` gets the answer, and the bytes behind its header.
+
+        The answer is ``Collected`` to ``Collect``, else ``ContinueReply``. Only one request may be unanswered
+        at a time.
+        """
 
         def send() -> None:
             self._sent_at = time.monotonic()
             self._send(packed(head, body))
-            self._answer, self._then = answer, then
+            self._answer = Collected if isinstance(head, Collect) else ContinueReply
+            self._then = then
 
         self._guarded(send)
 
@@ -179,36 +177,36 @@ class SandboxConnection:
             raise SandboxEndedError.broken("it sent bytes that nobody asked for")
         self._came = (reply, content)
         if not self.is_held:
-            self._take()
+            self._process_answer()
 
     def take_held(self) -> None:
         self.is_held = False
         if self._came is not None:
-            self._guarded(self._take)
+            self._guarded(self._process_answer)
 
     def drop_answer(self) -> None:
         """Ignore the answer to the last request, whether it has arrived or not."""
         self._then = _nothing
         self.take_held()
 
-    def _take(self) -> None:
+    def _process_answer(self) -> None:
         assert self._came is not None  # noqa: S101 - an answer has come
         assert self._then is not None  # noqa: S101 - it was asked for
-        (reply, self.content), then = self._came, self._then
+        (reply, content), then = self._came, self._then
         self._answer = self._then = self._came = None
         with self._charged():
-            then(reply)
+            then(reply, content)
 
     @property
     def is_calling(self) -> bool:
-        """Whether a module call is in progress, of which ``call_on`` computes the next part."""
+        """Whether a module call is in progress, of which ``advance_call`` computes the next part."""
         return self._call is not None and self.error is None
 
-    def call_on(self) -> None:
+    def advance_call(self) -> None:
         """Compute the next part of a module call; after the last part, send the result."""
         call = self._call
         assert call is not None  # noqa: S101 - see ``is_calling``
-        self._guarded(lambda: self._serve(lambda: self._go_on(call)))
+        self._guarded(lambda: self._serve(lambda: self._advance(call)))
 
     def _begin_call(self, call: CallRequest, content: memoryview) -> None:
         given = Tensors(content)
@@ -220,8 +218,8 @@ class SandboxConnection:
         self._call = self._served.begin(call.path, args, kwargs)
         self._call_s = self._called_s
 
-    def _go_on(self, call: ModuleCall) -> None:
-        call.go_on()
+    def _advance(self, call: ModuleCall) -> None:
+        call.advance()
         if call.is_done:
             value = map_tensors(call.result(), lambda one: plain(one).cpu())
             self._return(
@@ -341,4 +339,4 @@ class SandboxConnection:
         return getattr(self, "_cpu_s", 0.0)  # it has exited: its final CPU time is unknown
 
 
-def _nothing(reply: ContinueReply | Collected) -> None: ...
+def _nothing(reply: ContinueReply | Collected, content: memoryview) -> None: ...

@@ -53,19 +53,13 @@ class StepMessage(msgspec.Struct, frozen=True, tag=True):
     passed: PassedPlaces
 
 
-class OfferRows(Offer, frozen=True, tag=True):
-    """The rows that the process's requests have of a value; with ``is_after_model`` one row per request."""
-
-    is_after_model: bool = False
-
-
 class Collect(msgspec.Struct, frozen=True, tag=True):
     key: str
     results: dict[str, Any]
     finished: list[str]
 
 
-ToSandbox = BeginRequests | StepMessage | OfferRows | InvalidValue | End | CallResult | Collect
+ToSandbox = BeginRequests | StepMessage | Offer | InvalidValue | End | CallResult | Collect
 
 
 # Messages of the sandbox process.

@@ -68,7 +68,7 @@ class ModuleCall:
     def is_done(self) -> bool:
         return bool(self._parts) and self.num_done >= self.num_rows
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         first = self.num_done
         args = self._args if self._is_whole else [one[first : first + self.part_rows] for one in self._args]
         with torch.inference_mode():

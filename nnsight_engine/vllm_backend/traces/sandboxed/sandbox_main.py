@@ -39,6 +39,7 @@ from nnsight_engine.vllm_backend.traces.messages import (
     CallResult,
     End,
     InvalidValue,
+    Offer,
     PassedPlaces,
     ValueSlot,
     packed,
@@ -46,8 +47,9 @@ from nnsight_engine.vllm_backend.traces.messages import (
     unpacked_value,
 )
 from nnsight_engine.vllm_backend.traces.model import Names, WorkerModel
+from nnsight_engine.vllm_backend.traces.remote_modules import RemoteModuleEnvoy
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
-from nnsight_engine.vllm_backend.traces.row_payloads import RemoteStageValue, RowPayloads
+from nnsight_engine.vllm_backend.traces.row_payloads import RemoteValue, RowPayloads
 from nnsight_engine.vllm_backend.traces.rows import plain
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     Argument,
@@ -56,7 +58,6 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     Collect,
     Collected,
     ContinueReply,
-    OfferRows,
     SandboxReply,
     StepMessage,
     ToSandbox,
@@ -131,8 +132,6 @@ _MAX_WALL_RATIO: Final = 28
 
 The machine may be busy, or the job asleep.
 """
-_ELSEWHERE: Final = 0
-"""The number of the only remote place, where pipeline stages have stage numbers."""
 
 
 class WaitingThread(ThreadStack):
@@ -208,41 +207,81 @@ class WaitingThreads(Threads):
         return stack
 
 
-class WorkerValue(RemoteStageValue):
-    """A placeholder for an object of the worker that is not sent, such as attention metadata."""
-
-    def _refusal(self) -> Exception:
-        return SandboxedError.value(self.name[1])
-
-    def _place(self) -> str:
-        return "outside of the sandbox"
+_worker_value = partial(RemoteValue, place="outside of the sandbox", refusal=SandboxedError.value)
+"""A placeholder for an object of the worker that is not sent, such as attention metadata."""
 
 
 class SandboxDispatcher(TraceDispatcher):
-    """The dispatcher of a sandbox process; the sharding of ``refused`` places over ranks is not known."""
+    """The dispatcher of a sandbox process, which has the worker call modules over ``side``.
 
+    The sharding of ``refused`` places over ranks is not known. ``max_call_bytes`` limits a call's arguments.
+    """
+
+    side: SandboxSide
     refused: frozenset[str] = frozenset()
+    max_call_bytes: int
 
     def refusal(self, provider: str) -> Exception | None:
         return SpreadModuleError.place(provider) if provider in self.refused else None
 
+    def call_elsewhere(self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Have the worker call a module; SandboxedError for code other than the running block's own."""
+        del stage
+        mediator = self.current
+        if not isinstance(mediator, ThreadMediator):
+            raise SandboxedError.call(path)
+        args, kwargs = map_tensors((args, kwargs), plain)
+        return mediator.on_models_thread(lambda: self._called(path, args, kwargs), path)
+
+    def _called(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        body: list[memoryview] = []
+        most = self.max_call_bytes
+        call = CallRequest(
+            path,
+            [_argument(path, one, body, most) for one in args],
+            {name: _argument(path, one, body, most) for name, one in kwargs.items()},
+        )
+        if sum(map(len, body)) > most:  # the engine copies all of it before it can validate any
+            raise SandboxedError.argument(path, f"more than the {most:,} bytes that a call may have")
+        self.side.send(packed(call, body))
+        head, content = read_by_sandbox(self.side.receive())
+        if not isinstance(head, CallResult):
+            raise SandboxedError.call(path)
+        if head.error is not None:
+            raise restore_error(head.error)
+        with torch.inference_mode(mode=False):
+            return decode(bytearray(content), resolve=_worker_value)
+
+
+def _argument(path: str, value: Any, body: list[memoryview], max_bytes: int) -> Argument:
+    if isinstance(value, torch.Tensor):
+        try:
+            slot, content = slot_of(value, max_bytes=max_bytes)
+        except TypeError as error:
+            raise SandboxedError.argument(path, str(error)) from None
+        body.append(content)
+        return slot
+    if value is None or type(value) in {bool, int, float, str}:
+        plain_value: Argument = value
+        return plain_value
+    raise SandboxedError.argument(path, f"a {type(value).__name__}")
+
+
+class SandboxEnvoy(RemoteModuleEnvoy):
+    @property
+    def source(self) -> Any:
+        """Raise: operations inside a forward run in the worker, and their values are not a request's rows."""
+        raise SandboxedError.source(str(self.path))
+
 
 class SandboxTraces(WorkerTraces):
-    """The requests of one trace, in its process; ``max_call_bytes`` limits a module call's arguments."""
+    """The requests of one trace, in its process."""
 
     policy = CHECKED
     dispatcher: SandboxDispatcher
     _block_threads: WaitingThreads
 
-    def __init__(
-        self,
-        points: ModelPoints,
-        limits: EngineLimits,
-        new_model: Callable[[SandboxTraces, Names], WorkerModel],
-    ) -> None:
-        self._make = new_model
-        self.max_call_bytes = limits.sandbox_message_bytes
-        self._side: SandboxSide | None = None
+    def __init__(self, points: ModelPoints, limits: EngineLimits) -> None:
         self._wanted: list[str] = []
         self._before: list[str] = []
         self._passed: list[str] = []
@@ -253,7 +292,7 @@ class SandboxTraces(WorkerTraces):
         super().__init__(points, None, limits, dispatcher=SandboxDispatcher())
 
     def _new_model(self, names: Names) -> WorkerModel:
-        return self._make(self, names)
+        return WorkerModel(self._points, None, self.dispatcher, names=names, calls=SandboxEnvoy)
 
     def prepare_child(
         self, num_blocks: int, warm_up: Callable[[SandboxTraces], None]
@@ -268,7 +307,7 @@ class SandboxTraces(WorkerTraces):
         return self.serve
 
     def serve(self, side: SandboxSide) -> None:
-        self._side = side
+        self.dispatcher.side = side
         while True:
             head, body = read_by_sandbox(side.receive())
             side.send(self.answer(head, body))
@@ -283,22 +322,22 @@ class SandboxTraces(WorkerTraces):
             case StepMessage(spans, finished, passed):
                 self._pass(passed)
                 self.begin(StepFacts(finished=finished))
-                return self._step(spans)
-            case OfferRows():
+                return self._enter_step(spans)
+            case Offer():
                 return self._offer(head, body)
             case InvalidValue(provider, passed, error):
                 self._pass(passed)
                 self.dispatcher.fail(provider, restore_error(error))
-                return packed(self._go())
+                return packed(self._continue())
             case End(passed):
                 self._pass(passed)
                 return packed(self._leave_step())
             case Collect(key, results, finished):
                 self.begin(StepFacts(finished=finished))
-                pieces = self.collect(key, results)
+                ended = self.collect(key, results)
                 self._start_over()
                 is_clean = not (self._leftovers.exist() or self._block_threads.have_leftovers)
-                return packed(Collected(*self.reporting.take_remaining(key), is_clean), pieces)
+                return packed(Collected(ended.printed, ended.failure, is_clean), ended.pieces)
         raise TypeError(f"nothing is done on {type(head).__name__}")
 
     def _start_over(self) -> None:
@@ -306,7 +345,7 @@ class SandboxTraces(WorkerTraces):
         self.dispatcher.ever.clear()
         self._wanted, self._before, self._passed = [], [], []
 
-    def _step(self, span_data: Sequence[tuple[str, int, int, bool]]) -> list[bytes | memoryview]:
+    def _enter_step(self, span_data: Sequence[tuple[str, int, int, bool]]) -> list[bytes | memoryview]:
         row, spans = 0, []
         for index, (request_id, num_rows, start, complete) in enumerate(span_data):
             spans.append(TraceSpan(request_id, index, row, num_rows, start, complete))
@@ -319,9 +358,9 @@ class SandboxTraces(WorkerTraces):
             len(spans),
         )
         self.step(spans, row)
-        return packed(self._go())
+        return packed(self._continue())
 
-    def _go(self, changes: Sequence[ValueSlot] = ()) -> ContinueReply:
+    def _continue(self, changes: Sequence[ValueSlot] = ()) -> ContinueReply:
         """Return the message to continue; if no block wants anything more, it ends the step at once."""
         if self.dispatcher.wanted:
             return ContinueReply(self._now_wanted(), changes=list(changes))
@@ -339,7 +378,7 @@ class SandboxTraces(WorkerTraces):
         self._passed += new
         self.dispatcher.calls.update(dict.fromkeys(new, 1))
 
-    def _offer(self, head: OfferRows, body: memoryview) -> list[bytes | memoryview]:
+    def _offer(self, head: Offer, body: memoryview) -> list[bytes | memoryview]:
         self._pass(head.passed)
         if head.is_after_model and not self._is_after_model:
             self._is_after_model = True
@@ -349,13 +388,13 @@ class SandboxTraces(WorkerTraces):
         assert payloads is not None  # noqa: S101 - a step has begun
         slots: list[tuple[ValueSlot, memoryview]] = []
         try:
-            value = unpacked_value(head, body, WorkerValue)
+            value = unpacked_value(head, body, _worker_value)
             changes = payloads.changes(value, self.dispatcher.offer(head.provider, None, value))
             slots = [slot_of(rows, number) for number, rows in changes]
         except Exception as error:
             logger.debug("a value could not be shared", exc_info=True)
             self.dispatcher.fail(head.provider, error)
-        return packed(self._go([slot for slot, _ in slots]), [content for _, content in slots])
+        return packed(self._continue([slot for slot, _ in slots]), [content for _, content in slots])
 
     def _now_wanted(self) -> list[str] | None:
         wanted = list(self.dispatcher.wanted)
@@ -363,53 +402,3 @@ class SandboxTraces(WorkerTraces):
             return None
         self._wanted = wanted
         return wanted
-
-    # Use of modules by blocks, see ``remote_modules.Caller``.
-
-    def call(self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Have the worker call a module; SandboxedError for code other than the running block's own."""
-        del stage
-        mediator = self.dispatcher.current
-        if not isinstance(mediator, ThreadMediator):
-            raise SandboxedError.call(path)
-        args, kwargs = map_tensors((args, kwargs), plain)
-        return mediator.on_models_thread(lambda: self._called(path, args, kwargs), path)
-
-    def _called(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        body: list[memoryview] = []
-        most = self.max_call_bytes
-        call = CallRequest(
-            path,
-            [_argument(path, one, body, most) for one in args],
-            {name: _argument(path, one, body, most) for name, one in kwargs.items()},
-        )
-        if sum(map(len, body)) > most:  # the engine copies all of it before it can validate any
-            raise SandboxedError.argument(path, f"more than the {most:,} bytes that a call may have")
-        side = self._side
-        assert side is not None  # noqa: S101 - a block runs
-        side.send(packed(call, body))
-        head, content = read_by_sandbox(side.receive())
-        if not isinstance(head, CallResult):
-            raise SandboxedError.call(path)
-        if head.error is not None:
-            raise restore_error(head.error)
-        with torch.inference_mode(mode=False):
-            return decode(bytearray(content), resolve=WorkerValue)
-
-    def missing_attribute(self, stage: int, path: str, name: str) -> Exception:
-        del stage
-        return SandboxedError.attribute(path, name)
-
-
-def _argument(path: str, value: Any, body: list[memoryview], max_bytes: int) -> Argument:
-    if isinstance(value, torch.Tensor):
-        try:
-            slot, content = slot_of(value, max_bytes=max_bytes)
-        except TypeError as error:
-            raise SandboxedError.argument(path, str(error)) from None
-        body.append(content)
-        return slot
-    if value is None or type(value) in {bool, int, float, str}:
-        plain_value: Argument = value
-        return plain_value
-    raise SandboxedError.argument(path, f"a {type(value).__name__}")

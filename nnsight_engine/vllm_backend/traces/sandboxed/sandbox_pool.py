@@ -11,7 +11,7 @@ import dataclasses
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -20,14 +20,14 @@ from nnsight_engine.core.work_context import SANDBOX_EVENTS
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.sandbox.forkserver import ForkServer, Sandbox
 from nnsight_engine.serialization import encode
-from nnsight_engine.serialization.message import Piece
 from nnsight_engine.vllm_backend.traces.context import TraceEntry
 from nnsight_engine.vllm_backend.traces.reporting import Report
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_session import Opened, SandboxSession
 from nnsight_engine.vllm_backend.traces.sandboxed.wait_budget import WaitBudget
+from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
+from nnsight_engine.vllm_backend.traces.trace_store import EndedTrace
 
 if TYPE_CHECKING:
-    from nnsight_engine.sandbox.forkserver import ForkServer
     from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.model_points import ModelPoints
     from nnsight_engine.vllm_backend.traces.remote_modules import Description
@@ -105,7 +105,7 @@ class ProcessSource:
         )
 
 
-_ZYGOTE: Final = "nnsight_engine.vllm_backend.traces.sandboxed.zygote"
+_ZYGOTE: Final = "nnsight_engine.vllm_backend.traces.sandboxed.worker_zygote"
 _NUM_SPARE: Final = 4
 
 
@@ -142,7 +142,7 @@ def open_sandbox_pool(
 class SandboxPool:
     """All sandboxed traces of a worker; ``counts`` are by ``SANDBOX_EVENTS``.
 
-    For ``bound`` see ``StepFacts``; the running step continues without the blocks of ``undone`` requests.
+    ``facts`` are those of the running step.
     """
 
     def __init__(self, dispatcher: TraceDispatcher, limits: EngineLimits) -> None:
@@ -151,15 +151,10 @@ class SandboxPool:
         self._open: Opened | None = None
         self._by_key: dict[str, SandboxSession] = {}
         self._by_request: dict[str, SandboxSession] = {}
-        self._left: dict[str, tuple[str, str]] = {}
         self._active: list[SandboxSession] = []
         self._parked = IdleProcesses(limits.sandbox_cpu_s)
         self.counts = dict.fromkeys(SANDBOX_EVENTS, 0)
-        self.last_step_s = 0.0
-        self.undone: list[str] = []
-        self.bound: Collection[str] = ()
-        self.bound_once_begun: Collection[str] = ()
-        self.is_single_tenant = False
+        self.facts = StepFacts()
         self._waiting = WaitBudget(limits.sandbox_wait_s, limits.sandbox_step_s)
 
     def open(self, server: ForkServer, served: CallableModules, max_bytes: int) -> None:
@@ -208,11 +203,10 @@ class SandboxPool:
     def _count_start(self) -> None:
         self.counts["started"] += 1
 
-    def begin(self, finished: set[str]) -> None:
-        self._waiting.begin(is_single_tenant=self.is_single_tenant)
-        self.undone = []
+    def begin(self) -> None:
+        self._waiting.begin(is_single_tenant=self.facts.is_single_tenant)
         for session in self._by_key.values():
-            ended = finished & session.live
+            ended = session.live.intersection(self.facts.finished)
             session.live -= ended
             session.finished |= ended
         self._waiting.take_arrived(list(self._by_key.values()))
@@ -229,7 +223,7 @@ class SandboxPool:
     @property
     def throttled(self) -> frozenset[str]:
         """The tenants whose requests are not to be scheduled now, see ``WaitBudget``; none if alone."""
-        return frozenset() if self.is_single_tenant else self._waiting.throttled
+        return frozenset() if self.facts.is_single_tenant else self._waiting.throttled
 
     def has(self, request_id: str) -> bool:
         """Return whether a request is sandboxed, and its block still takes part in steps."""
@@ -239,31 +233,27 @@ class SandboxPool:
     def knows(self, key: str) -> bool:
         return key in self._by_key
 
-    def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
+    def step(self, spans: Sequence[TraceSpan], num_rows: int) -> None:
         by_session: dict[SandboxSession, list[TraceSpan]] = {}
         for span in spans:
             by_session.setdefault(self._by_request[span.request_id], []).append(span)
         self._active = list(by_session)
         for session, own in by_session.items():
-            bound = {*self.bound, *(self.bound_once_begun if session.connection.has_process else ())}
+            once_begun = self.facts.bound_once_begun if session.connection.has_process else ()
+            bound = {*self.facts.bound, *once_begun}
             session.prepare(own, is_bound=any(span.request_id in bound for span in own))
         self._waiting.wait(self._active)
         for session, own in by_session.items():
             session.step(own, num_rows)
         self.gather()
         self._dispatcher.gather = self.gather
-        return bool(self._active)
 
     def gather(self) -> None:
         """Wait for the processes that were asked; a process that takes too long is left out of the step."""
         self._waiting.wait(self._active)
         for session in self._active:
             session.defer()
-        self.undone = [request_id for session in self._active for request_id in session.undone]
-
-    @property
-    def in_step(self) -> bool:
-        return bool(self._active)
+        self._dispatcher.undone = [request_id for session in self._active for request_id in session.undone]
 
     @property
     def active(self) -> list[SandboxSession]:
@@ -277,16 +267,15 @@ class SandboxPool:
         for session in self._active:
             session.after_model(num_requests)
 
-    def end(self) -> tuple[list[str], dict[str, Report]]:
-        """End the step; return the requests that are to end, and the reports by request."""
+    def end(self) -> tuple[list[str], dict[str, Report], float]:
+        """End the step; return the requests that are to end, the reports by request, and the wait in s."""
         self._dispatcher.gather = None
         for session in self._active:
             session.finish()
         self._waiting.wait([session for session in self._active if not session.is_deferred])
         for session in self._active:
             session.end()
-        self._waiting.end()
-        self.last_step_s = self._waiting.waited_s
+        waited_s = self._waiting.end()
         self._active = []
         ended: list[str] = []
         reports: dict[str, Report] = {}
@@ -294,13 +283,7 @@ class SandboxPool:
             over, new_reports = session.take_deltas()
             ended += over
             reports |= new_reports
-        return ended, reports
-
-    def tier(self, key: str) -> str:
-        return self._by_key[key].tier
-
-    def has_begun(self, key: str) -> bool:
-        return self._by_key[key].connection.has_process
+        return ended, reports, waited_s
 
     def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
         session = self._by_key[key]
@@ -314,29 +297,26 @@ class SandboxPool:
             self._waiting.wait_for_any([session], left_s)
         return session.has_collected
 
-    def collect(self, key: str) -> tuple[list[Piece], float]:
-        """End a trace; return its saved values, and the seconds spent on it since the last call.
-
-        RuntimeError if they have not arrived, see ``has_collected``: the engine must not wait for them.
-        """
+    def collect(self, key: str) -> EndedTrace:
+        """End a trace; RuntimeError if its values have not arrived: the engine must not wait for them."""
         session = self._by_key[key]
         if not session.has_collected:
             raise RuntimeError("a sandboxed trace has not been collected yet: poll `finish_trace`")
-        pieces, self._left[key] = session.saved()
-        spent_s = session.connection.take_spent()
+        pieces, left = session.saved()
+        connection = session.connection
+        found = EndedTrace(
+            pieces, connection.take_spent(), *left, session.tier, has_begun=connection.has_process
+        )
         self._forget(key)
-        return pieces, spent_s
+        return found
 
     def drop(self, key: str) -> float:
         session = self._by_key.get(key)
-        spent_s = 0.0 if session is None else session.connection.take_spent()
-        if session is not None:
-            self._forget(key)
-        self._left.pop(key, None)
+        if session is None:
+            return 0.0
+        spent_s = session.connection.take_spent()
+        self._forget(key)
         return spent_s
-
-    def take_remaining(self, key: str) -> tuple[str, str] | None:
-        return self._left.pop(key, None)
 
     def _forget(self, key: str) -> None:
         session = self._by_key.pop(key)

@@ -12,7 +12,7 @@ takes part normally. So a block sees each value once, as if the step had waited.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from nnsight_engine.remote_backend.unread_output import MAX_PRINTED_BYTES
@@ -22,7 +22,7 @@ from nnsight_engine.serialization import encode, encode_error
 from nnsight_engine.serialization.message import Piece
 from nnsight_engine.vllm_backend.traces.context import TraceEntry
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
-from nnsight_engine.vllm_backend.traces.messages import End, InvalidValue, PassedPlaces, ValueSlot
+from nnsight_engine.vllm_backend.traces.messages import End, InvalidValue, Offer, PassedPlaces, ValueSlot
 from nnsight_engine.vllm_backend.traces.reporting import Report
 from nnsight_engine.vllm_backend.traces.row_payloads import RowPayloads
 from nnsight_engine.vllm_backend.traces.sandboxed.connection import SandboxConnection
@@ -31,7 +31,6 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     Collect,
     Collected,
     ContinueReply,
-    OfferRows,
     SandboxReply,
     StepMessage,
 )
@@ -43,33 +42,6 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.sandboxed.module_calls import CallableModules
     from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import ProcessSource
     from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
-
-
-class SessionReports:
-    def __init__(self, entries: Mapping[str, TraceEntry]) -> None:
-        self.over: set[str] = set()
-        self._entries = entries
-        self._reports: dict[str, Report] = {}
-        self._num_printed = 0
-
-    def note(self, ended: Collection[str], replies: Sequence[SandboxReply]) -> None:
-        """Record a step's reports; SandboxEndedError if the process reports what was not requested."""
-        self.over.update(ended)
-        for reply in replies:
-            entry = self._entries.get(reply.request_id)
-            self._num_printed += len(reply.printed)
-            if self._num_printed > 2 * MAX_PRINTED_BYTES:  # an unmodified process stops at half of that
-                raise SandboxEndedError.broken("it printed without end")
-            if entry is None:
-                continue
-            if not _is_wanted(reply, entry):  # nothing would ever read it
-                raise SandboxEndedError.broken("it reported what nobody asked for")
-            self._reports[reply.request_id] = (entry.key, entry.index, reply.data, reply.printed)
-
-    def take(self) -> tuple[list[str], dict[str, Report]]:
-        over, self.over = self.over, set()
-        reports, self._reports = self._reports, {}
-        return list(over), reports
 
 
 def _is_wanted(reply: SandboxReply, entry: TraceEntry) -> bool:
@@ -137,7 +109,9 @@ class SandboxSession:
         self._before: list[str] = []
         self._passed: list[str] = []
         self._unreported = PassedPlaces()
-        self._reports = SessionReports(self.entries)
+        self._over: set[str] = set()
+        self._reports: dict[str, Report] = {}
+        self._num_printed = 0
         self._payloads: RowPayloads | None = None
         self._is_after_model = False
         self._spans: list[TraceSpan] = []
@@ -145,7 +119,7 @@ class SandboxSession:
         self._at = ""
         self._is_resuming = self._replays = self._takes_part = False
         self._offered: set[str] = set()
-        self._collected: Collected | None = None
+        self._collected: tuple[Collected, memoryview] | None = None
         self._is_clean = False
         self.needed_modules = self.needs_modules = False
         self.tier = "tap"
@@ -173,18 +147,15 @@ class SandboxSession:
             return
         arrived, self._arrived = self._arrived, []
         self.connection.send_event(
-            BeginRequests([(name, entry.to_plain()) for name, entry in arrived]),
-            [],
-            ContinueReply,
-            self._on_begun,
+            BeginRequests([(name, entry.to_plain()) for name, entry in arrived]), self._on_begun
         )
 
-    def _on_begun(self, reply: ContinueReply) -> None:
-        self._go(reply)
+    def _on_begun(self, reply: ContinueReply, content: memoryview) -> None:
+        self._apply(reply, content)
         if reply.live is not None:
             sent = self.live - {name for name, _ in self._arrived}
-            self._reports.over |= sent.difference(reply.live)
-            self.live -= self._reports.over
+            self._over |= sent.difference(reply.live)
+            self.live -= self._over
         self._send_arrived()
 
     def prepare(self, spans: Sequence[TraceSpan], *, is_bound: bool) -> None:
@@ -219,7 +190,7 @@ class SandboxSession:
         span_data = [(span.request_id, span.num_rows, span.start, span.complete) for span in spans]
         self.connection.refill()
         self.connection.send_event(
-            StepMessage(span_data, self._take_finished(), self._unreported), [], ContinueReply, self._go
+            StepMessage(span_data, self._take_finished(), self._unreported), self._apply
         )
         self._unreported = PassedPlaces()
 
@@ -276,7 +247,7 @@ class SandboxSession:
 
     @property
     def is_idle(self) -> bool:
-        return not (self.live or self._reports.over)
+        return not (self.live or self._over)
 
     @property
     def waiting(self) -> set[str]:
@@ -296,12 +267,12 @@ class SandboxSession:
             self.connection.give_up(SandboxEndedError.unrepeated())
         elif self.in_step:
             self.in_step = False
-            self.connection.send_event(End(self._newly_passed()), [], ContinueReply, self._on_ended)
+            self.connection.send_event(End(self._newly_passed()), self._on_ended)
         elif self._takes_part:
             self._unreported = self._newly_passed()
 
-    def _on_ended(self, reply: ContinueReply) -> None:
-        self._go(reply)
+    def _on_ended(self, reply: ContinueReply, content: memoryview) -> None:
+        self._apply(reply, content)
         self._note(reply)
         self._send_arrived()
 
@@ -319,18 +290,29 @@ class SandboxSession:
 
     def take_deltas(self) -> tuple[list[str], dict[str, Report]]:
         if self.error is not None:
-            self._reports.over |= self.live
-        over, reports = self._reports.take()
-        self.live.difference_update(over)
-        return over, reports
+            self._over |= self.live
+        over, self._over = self._over, set()
+        reports, self._reports = self._reports, {}
+        self.live -= over
+        return list(over), reports
 
     def _note(self, reply: ContinueReply) -> None:
-        try:
-            self._reports.note(self.live.intersection(reply.ended), reply.reports)
-        except SandboxEndedError as error:
-            self.connection.give_up(error)
+        """Record a step's reports; end the process if it reports what was not requested."""
+        self._over |= self.live.intersection(reply.ended)
+        for one in reply.reports:
+            entry = self.entries.get(one.request_id)
+            self._num_printed += len(one.printed)
+            if self._num_printed > 2 * MAX_PRINTED_BYTES:  # an unmodified process stops at half of that
+                self.connection.give_up(SandboxEndedError.broken("it printed without end"))
+                return
+            if entry is None:
+                continue
+            if not _is_wanted(one, entry):  # nothing would ever read it
+                self.connection.give_up(SandboxEndedError.broken("it reported what nobody asked for"))
+                return
+            self._reports[one.request_id] = (entry.key, entry.index, one.data, one.printed)
 
-    def _go(self, reply: ContinueReply) -> None:
+    def _apply(self, reply: ContinueReply, content: memoryview) -> None:  # noqa: ARG002 - has none here
         if reply.wanted is not None:
             self._want(reply.wanted)
         if reply.is_over and self.in_step:
@@ -343,10 +325,10 @@ class SandboxSession:
             return
         self.connection.refill()
         collect = Collect(key, dict(results), self._take_finished())
-        self.connection.send_event(collect, [], Collected, self._on_collected)
+        self.connection.send_event(collect, self._on_collected)
 
-    def _on_collected(self, reply: Collected) -> None:
-        self._collected = reply
+    def _on_collected(self, reply: Collected, content: memoryview) -> None:
+        self._collected = (reply, content)
         self._is_clean = reply.is_clean
 
     @property
@@ -354,9 +336,9 @@ class SandboxSession:
         return self._collected is not None or self.error is not None
 
     def saved(self) -> tuple[list[Piece], tuple[str, str]]:
-        head, self._collected = self._collected, None
-        if head is not None:
-            content, self.connection.content = self.connection.content, memoryview(b"")
+        collected, self._collected = self._collected, None
+        if collected is not None:
+            head, content = collected
             return [content], (head.printed[:MAX_PRINTED_BYTES], head.failure[:_MAX_FAILURE_CHARS])
         error_data = encode_error(self.error or SandboxEndedError.gone())
         blocks = [
@@ -426,8 +408,8 @@ class SandboxSession:
         except SandboxedError as error:
             self._send_refusal(provider, error)
             return
-        offer = OfferRows(provider, self._newly_passed(), slots, is_tuple, self._is_after_model)
-        self.connection.send_event(offer, body, ContinueReply, self._on_answered)
+        offer = Offer(provider, self._newly_passed(), slots, is_tuple, self._is_after_model)
+        self.connection.send_event(offer, self._on_answered, body)
 
     def refuse(self, provider: str, error: BaseException) -> None:
         if self.connection.is_unanswered and not self._is_resuming:
@@ -451,15 +433,14 @@ class SandboxSession:
 
     def _send_refusal(self, provider: str, error: BaseException) -> None:
         message = InvalidValue(provider, self._newly_passed(), encode_error(error))
-        self.connection.send_event(message, [], ContinueReply, self._go)
+        self.connection.send_event(message, self._apply)
 
-    def _on_answered(self, reply: ContinueReply) -> None:
-        self._go(reply)
-        if reply.changes and self._put(reply.changes, self.connection.content):
-            self._changes.keep(self._at, reply.changes, self.connection.content)
+    def _on_answered(self, reply: ContinueReply, content: memoryview) -> None:
+        self._apply(reply, content)
+        if reply.changes and self._put(reply.changes, content):
+            self._changes.keep(self._at, reply.changes, content)
             if self._changes.is_too_much:
                 self.can_be_deferred = False
-        self.connection.content = memoryview(b"")
 
     def _put(self, changes: Sequence[ValueSlot], content: memoryview) -> bool:
         payloads = self._payloads

@@ -48,12 +48,17 @@ class WaitBudget:
         self._worked_s.clear()
         self.waited_s = 0.0
 
-    def end(self) -> None:
-        """End a step: tenants rest for which the worker has worked longer than their budget."""
+    def end(self) -> float:
+        """End a step; return the seconds it has waited.
+
+        Tenants rest for which the worker has worked longer than their budget.
+        """
         if not self._is_single_tenant:
             for tenant, worked_s in self._worked_s.items():
                 if worked_s > self._left_s:
                     self._rest(tenant, worked_s - self._left_s)
+        waited_s, self.waited_s = self.waited_s, 0.0
+        return waited_s
 
     def wait(self, sandboxes: Sequence[SandboxSession]) -> None:
         """Wait until all have answered or used their budgets; end late ones that cannot be left out."""
@@ -144,7 +149,7 @@ class WaitBudget:
                 self._work(session, session.connection.pump)
         for session in calling:
             if self._used(session) + time.monotonic() - begin < max_s:
-                self._work(session, session.connection.call_on)
+                self._work(session, session.connection.advance_call)
         took_s = time.monotonic() - begin
         for session in sandboxes:
             if session.connection.has_process:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Iterator
-from typing import Literal
+from collections.abc import AsyncIterator, Collection
 
-import argon2
 import pytest
 from sqlalchemy import Engine, event
 
@@ -25,43 +23,24 @@ from app.storage.tables import KeyRow
 NEW = NewKey(tenant="acme")
 
 
-class Costs(argon2.PasswordHasher):
-    """What was done, in order: statements, and hashes with all that decides what they cost.
+class Statements:
+    """The statements that were run, in order."""
 
-    Attributes:
-        most_at_once: How many hashes were made at the same time.
-    """
-
-    def __init__(self, real: argon2.PasswordHasher) -> None:
-        super().__init__(real.time_cost, real.memory_cost, real.parallelism)
-        self.done: list[object] = []
-        self.num_running = 0
-        self.most_at_once = 0
-
-    def verify(self, hash: str | bytes, password: str | bytes) -> Literal[True]:
-        self.done.append((argon2.extract_parameters(str(hash)), len(password)))
-        self.num_running += 1
-        self.most_at_once = max(self.most_at_once, self.num_running)
-        try:
-            return super().verify(hash, password)
-        finally:
-            self.num_running -= 1
+    def __init__(self) -> None:
+        self.done: list[str] = []
 
     def note(self, _connection: object, _cursor: object, statement: str, *_rest: object) -> None:
         self.done.append(statement)
 
-    def taken(self) -> list[object]:
+    def taken(self) -> list[str]:
         done, self.done = self.done, []
         return done
-
-    def num_hashes(self) -> int:
-        return sum(not isinstance(one, str) for one in self.taken())
 
 
 class Bench:
     """Keys over a database, and what they cost."""
 
-    def __init__(self, keys: Keys, database: Database, costs: Costs) -> None:
+    def __init__(self, keys: Keys, database: Database, costs: Statements) -> None:
         self.keys = keys
         self.database = database
         self.costs = costs
@@ -73,17 +52,16 @@ class Bench:
         except ApiError as error:
             return f"{error.code}: {error.message}"
 
-    async def cost(self, key: str) -> list[object]:
+    async def cost(self, key: str) -> list[str]:
         self.costs.taken()
         await self.show(key)
         return self.costs.taken()
 
 
 @pytest.fixture
-async def bench(database: Database, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
-    costs = Costs(secrets._HASHER)  # noqa: SLF001 - with the costs that it has
+async def bench(database: Database) -> AsyncIterator[Bench]:
+    costs = Statements()
     event.listen(Engine, "before_cursor_execute", costs.note)
-    monkeypatch.setattr(secrets, "_HASHER", costs)
     bench = Bench(Keys(KeyStore(database)), database, costs)
     yield bench
     await bench.keys.close()
@@ -104,9 +82,7 @@ async def test_keys_that_open_nothing_cost_the_same_whatever_the_reason(bench: B
     tried = [new_secret().text, guess(open_), guess(revoked), revoked.key, expired.key]
     costs = [await bench.cost(text) for text in tried]
     assert costs == [costs[0]] * len(tried)
-    statements = [one for one in costs[0] if isinstance(one, str) and "keys" in one]
-    hashes = [one for one in costs[0] if not isinstance(one, str)]
-    assert (len(statements), len(hashes)) == (1, 0)
+    assert len([one for one in costs[0] if "keys" in one]) == 1
     # The second time none costs anything, and all are told the same.
     assert [await bench.cost(text) for text in tried] == [[]] * 5
     assert len({await bench.show(text) for text in tried}) == 1
@@ -122,7 +98,7 @@ async def test_random_keys_are_read_together_and_a_right_one_with_them(bench: Be
     answers = await asyncio.gather(*(bench.show(text) for text in [*flood, key.key]))
     assert answers[-1] == "acme"
     assert all("invalid_api_key" in answer for answer in answers[:-1])
-    statements = [one for one in bench.costs.taken() if isinstance(one, str) and one.startswith("SELECT")]
+    statements = [one for one in bench.costs.taken() if one.startswith("SELECT")]
     assert len(statements) <= 5
 
 
@@ -171,14 +147,6 @@ async def test_a_key_that_another_server_has_made_works_at_once(bench: Bench):
     await other.close()
 
 
-@pytest.fixture
-def kept_slowly(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Have keys made as they were before they were kept by a fast hash."""
-    with monkeypatch.context() as patch:
-        patch.setattr(keys_module, "hashed", lambda secret: bench.costs.hash(secret.text))
-        yield patch
-
-
 async def test_a_key_that_was_shown_is_looked_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     key = await bench.keys.create(NEW)
     assert await bench.show(key.key) == "acme"
@@ -201,34 +169,6 @@ async def test_a_right_key_is_let_in_whatever_was_guessed_before(bench: Bench):
     # Neither key was seen before; both come from where the guesses did.
     assert await bench.show(key.key) == "acme"
     assert await bench.show(later.key) == "acme"
-    assert bench.costs.num_hashes() == 0
-
-
-@pytest.mark.both_databases
-async def test_a_key_of_before_works_and_is_kept_anew(bench: Bench, kept_slowly: pytest.MonkeyPatch):
-    key, other = [await bench.keys.create(NEW) for _ in range(2)]
-    kept_slowly.undo()
-    assert "invalid_api_key" in await bench.show(guess(other))
-    assert await bench.show(key.key) == "acme"
-    assert bench.costs.num_hashes() == 2
-    await bench.keys.close()
-    bench.keys = Keys(KeyStore(bench.database))  # which knows neither key
-    assert await bench.show(key.key) == "acme"
-    assert "invalid_api_key" in await bench.show(guess(key))
-    assert bench.costs.num_hashes() == 0
-
-
-async def test_slow_hashing_is_done_by_few_and_waited_for_by_not_too_many(
-    bench: Bench, kept_slowly: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(keys_module, "_MAX_WAITING", 10)
-    before = [await bench.keys.create(NEW) for _ in range(30)]
-    kept_slowly.undo()
-    key = await bench.keys.create(NEW)
-    answers = await asyncio.gather(*(bench.show(guess(one)) for one in before))
-    assert bench.costs.most_at_once <= 2
-    assert {answer.split(":")[0] for answer in answers} == {"invalid_api_key", "rate_limit_exceeded"}
-    assert await bench.show(key.key) == "acme"
 
 
 def test_an_address_may_guess_again_after_a_while_and_at_other_ids_at_once():

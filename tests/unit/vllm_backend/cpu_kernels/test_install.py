@@ -13,7 +13,7 @@ import triton
 import vllm
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
-from nnsight_engine.vllm_backend.cpu_kernels.install import FUNCTIONS, CpuKernel, allow_v2
+from nnsight_engine.vllm_backend.cpu_kernels.install import FUNCTIONS, CpuKernel, allow_v2, module_of
 from nnsight_engine.vllm_backend.unsupported_options import REFUSALS
 
 WORKER = Path(vllm.__file__).parent / "v1/worker"
@@ -59,6 +59,13 @@ def test_all_launched_kernels_have_a_function_or_a_refused_option() -> None:
     assert not FUNCTIONS.keys() & missing
     assert all(any(name.startswith(start) for name in missing) for start in MISSING)
     assert set(MISSING.values()) <= {one.option for one in REFUSALS}
+
+
+def test_functions_take_parameters_of_their_kernels() -> None:
+    for name in FUNCTIONS:
+        kernel = getattr(*module_of(name))
+        assert isinstance(kernel, CpuKernel)
+        assert kernel._wanted <= {*kernel._names.values(), "grid"}, name
 
 
 def _scale_kernel(values_ptr: Any, factor: int, BLOCK_SIZE: int) -> None:  # noqa: N803 - as in Triton

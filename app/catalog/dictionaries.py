@@ -1,0 +1,426 @@
+"""The dictionaries of one server: uploads, downloads from the Hub, weights as files, labels of features."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from sqlalchemy.orm import Session
+from starlette.requests import Request
+
+from api_schemas.dictionaries import (
+    Dictionary,
+    DictionaryFeature,
+    DictionaryFromHub,
+    DictionaryList,
+    FeatureList,
+)
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.fields import StoredName, Strict
+from app.admission.slot_pool import SlotPool
+from app.auth.principal import Principal
+from app.catalog.catalog import Catalog, Parts, check_changing, check_sharing
+from app.catalog.dictionary_form import (
+    CSV_TYPE,
+    MAX_CFG_BYTES,
+    MAX_LABELS_BYTES,
+    is_json,
+    labels_of_csv,
+    labels_of_object,
+    read_form,
+)
+from app.catalog.dictionary_places import places_of, width_at
+from app.catalog.hub import CFG_FILE, WEIGHTS_FILE, check_hub_allowed, folder_of, is_trusted, open_on_hub
+from app.formats.json_bodies import check_depth, parse_object
+from app.http.bodies import BodyLimits, check_media_type, read_bytes, read_object
+from app.http.contexts import context_of
+from app.http.deadlines import while_connected
+from app.http.errors import validated
+from app.limits.allowances import Allowance
+from app.storage import versions
+from app.storage.database import Database, dictionary_folder
+from app.storage.dictionary_files import DictionaryFiles, WeightsUpload
+from app.storage.feature_labels import (
+    Labels,
+    add_labels,
+    find_features,
+    ids_of,
+    labels_of,
+    num_label_bytes,
+    replace_labels,
+)
+from app.storage.open_files import OpenResult, in_pieces
+from app.storage.quotas import DiskQuota, Holder
+from app.storage.tables import VersionRow
+from app.storage.versions import Kind, NewVersion
+from nnsight_engine.features.config import DictionaryConfig
+from nnsight_engine.features.saelens import PARAM as CFG
+from nnsight_engine.features.saelens import read_config
+from nnsight_engine.features.weights_file import check_weights, refuse_pickle
+
+logger = logging.getLogger(__name__)
+
+LABELS: Final = "labels"
+_CFG_FILE: Final = "The dictionary's cfg.json"
+_SMALL_BYTES: Final = 128 * 1024
+"""Larger JSON is parsed in a process of its own."""
+_MAX_WORDS: Final = 16
+_SEARCHES: Final = Allowance("searches of labels", total=2, each=1)
+"""Searches at once. Each reads all labels of a dictionary in a thread of the database, which others need too.
+
+An index would not bound them: words of one or two letters, anywhere in a label, have none.
+"""
+_WAITING: Final = Allowance.of("waiting searches of labels", 256, 0.5)
+_DOWNLOADS: Final = Allowance("downloads from the Hub", total=2, each=1)
+_WAITING_DOWNLOADS: Final = Allowance.of("waiting downloads from the Hub", 16, 0.25)
+_MAX_BODY_BYTES: Final = 16 * 1024
+_CHECKS_AT_ONCE: Final = 2
+"""Files that are read at once to check their numbers; others of the server's threads stay free."""
+
+
+class _Form(Strict):
+    name: StoredName
+    at: str | None = None
+    output_at: str | None = None
+    shared: Literal["true", "false"] = "false"
+
+
+class FeatureLabels:
+    """The labels of a dictionary's features, read as they are needed and remembered for one request."""
+
+    def __init__(self, database: Database, row: VersionRow) -> None:
+        self._database = database
+        self._number = row.number
+        self._num_labels = row.head["num_labels"]
+        self._known: dict[int, str | None] = {}
+        self._ids: dict[str, list[int]] = {}
+
+    async def of(self, ids: Sequence[int]) -> dict[int, str]:
+        """Return the labels of those features that have one."""
+        new = [one for one in ids if one not in self._known] if self._num_labels else []
+        if new:
+            found = await self._database.read(lambda session: labels_of(session, self._number, new))
+            self._known |= dict.fromkeys(new) | found
+        return {one: label for one in ids if (label := self._known.get(one)) is not None}
+
+    def num_bytes(self, ids: Sequence[int]) -> int:
+        """Return the bytes of the labels of some features, as far as they have been read."""
+        return sum(len((self._known.get(one) or "").encode()) for one in ids)
+
+    async def ids_of(self, labels: Iterable[str], limit: int) -> dict[str, list[int]]:
+        """Return the features that have exactly one of some labels, at most ``limit`` each, by label."""
+        new = [label for label in labels if label not in self._ids]
+        if new:
+            self._ids |= await self._database.read(lambda session: ids_of(session, self._number, new, limit))
+        return self._ids
+
+
+class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
+    """Their content is the ``cfg.json`` as received; their weights are files, named by ``sha256``."""
+
+    kind = Kind(
+        "dictionary", "dictionaries", "dict_", Dictionary, DictionaryList,
+        lambda budget: budget.dictionary_bytes, counted=("dictionary",),
+    )  # fmt: skip
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self._space = DiskQuota(self._allowance, parts.stored)
+        self._files = DictionaryFiles(dictionary_folder(parts.settings), self._space)
+        self._checking = asyncio.Semaphore(_CHECKS_AT_ONCE)
+        self._searching = SlotPool(_SEARCHES, _WAITING)
+        self._downloading = SlotPool(_DOWNLOADS, _WAITING_DOWNLOADS)
+
+    @property
+    def used_bytes(self) -> int:
+        return self._space.used_bytes
+
+    async def start(self) -> None:
+        """Create the folder, count the stored bytes, and remove files that servers which died left behind."""
+        await self._files.start()
+        await self.count()
+        hashes, aside = await self._files.old_files()
+        for sha256 in hashes:
+            await self._remove_unused(sha256)
+        for path in aside:
+            await self._settle(path)
+
+    async def close(self) -> None:
+        await self._files.close()
+
+    async def count(self) -> None:
+        self._space.set_stored(await self._read(versions.used_bytes))
+
+    async def create(self, request: Request, caller: Principal, *, strict: bool = False) -> Dictionary:
+        """Store the dictionary of a request, or nothing if it is invalid (ApiError).
+
+        ``strict`` refuses one that names another model than the served one.
+        """
+        settings = self._settings
+        limits = BodyLimits(
+            settings.max_dictionary_bytes, settings.max_json_depth, settings.upload_idle_timeout_s
+        )
+        async with self._files.receiving(Holder(caller.tenant)) as upload:
+            parts = await read_form(request, upload, limits)
+            texts = {name: part for name, part in parts.items() if name not in {CFG, LABELS}}
+            form = validated(_Form, {name: part.decode("utf-8", "replace") for name, part in texts.items()})
+            check_sharing(caller, shared=form.shared == "true")
+            cfg = parts.get(CFG)
+            if cfg is None:
+                raise ApiError(ErrorCode.BAD_REQUEST, "A dictionary's form needs its cfg.json as `cfg`.", CFG)
+            labels: Labels = {}
+            new = await self._checked(form, cfg, upload, strict=strict)
+            if LABELS in parts:
+                content, num_features = parts[LABELS], new.head["num_features"]
+                is_csv = not is_json(content)
+                labels = await self._labels(request, content, num_features, LABELS, is_csv=is_csv)
+            return await self._kept(new, labels, upload, caller)
+
+    async def create_from_hub(
+        self, request: Request, caller: Principal, *, strict: bool = False
+    ) -> Dictionary:
+        """Raise ApiError ``hub_not_allowed``, ``not_found``, ``hub_unavailable``, and as ``create``.
+
+        A client's disconnect ends the download, and nothing is stored.
+        """
+        settings = self._settings
+        limits = BodyLimits(_MAX_BODY_BYTES, settings.max_json_depth, settings.upload_idle_timeout_s)
+        wanted = validated(DictionaryFromHub, await read_object(request, limits))
+        check_sharing(caller, shared=wanted.shared)
+        check_hub_allowed(settings, caller)
+        work = self._downloaded(wanted, caller, strict=strict)
+        return await while_connected(request.receive, work, context_of(request.scope).deadline)
+
+    async def add_first(
+        self, name: str, weights: bytes, cfg: bytes, labels: Labels, caller: Principal
+    ) -> Dictionary:
+        """Store a shared dictionary; raises NameUsedError if it is not the first of its name."""
+        check_sharing(caller, shared=True)
+        async with self._files.receiving(Holder(caller.tenant)) as upload:
+            upload.reserve(len(weights))
+            await asyncio.to_thread(upload.write, weights)
+            await asyncio.to_thread(upload.finish)
+            new = await self._checked(_Form(name=name, shared="true"), cfg, upload)
+            return await self._kept(dataclasses.replace(new, is_first=True), labels, upload, caller)
+
+    async def open(self, dictionary_id: str, tenant: str) -> tuple[Dictionary, OpenResult]:
+        """Open the weights' file; raises ApiError, ``internal_error`` if it is gone."""
+        about = await self.get(dictionary_id, tenant)
+        try:
+            return about, await self._files.open(about.sha256, about.weights_bytes, Holder(tenant))
+        except FileNotFoundError as error:
+            await self.get(dictionary_id, tenant)  # it may have been removed meanwhile
+            logger.exception("the weights of the dictionary %s are missing", dictionary_id)
+            raise ApiError(
+                ErrorCode.INTERNAL,
+                "The weights of this dictionary are missing; servers that share a database need the same "
+                "dictionary_dir. The server has logged it.",
+            ) from error
+
+    async def _forget(self, row: VersionRow) -> None:
+        await self._remove_unused(row.sha256)
+
+    async def set_labels(self, request: Request, dictionary_id: str, caller: Principal) -> Dictionary:
+        """Replace the labels of a dictionary by those of a request's body; raises ApiError."""
+        row = await self._visible(dictionary_id, caller.tenant)
+        check_changing(row, caller)
+        is_csv = request.headers.get("content-type", "").split(";", 1)[0].strip().lower() == CSV_TYPE
+        if not is_csv:
+            check_media_type(request, "application/json")
+        idle_s = self._settings.upload_idle_timeout_s
+        body = await read_bytes(request, min(MAX_LABELS_BYTES, self._settings.max_body_bytes), idle_s)
+        labels = await self._labels(request, bytes(body), row.head["num_features"], None, is_csv=is_csv)
+        holder, num_bytes = Holder(caller.tenant), num_label_bytes(labels)
+        async with self._adding:
+            self._space.take(num_bytes, holder)
+            try:
+                row = await self._write(self._replace_labels, dictionary_id, caller.tenant, labels)
+            finally:
+                self._space.give_up(num_bytes, holder)
+            await self.count()
+        return self._shown(row, caller.tenant)
+
+    async def features(
+        self, dictionary_id: str, tenant: str, *, query: str, feature: int | None, after: int, limit: int
+    ) -> FeatureList:
+        """Return features by id; ``query``'s words all occur in a label, without case; raises ApiError.
+
+        ``feature`` is the one to return, with a label or without; None for all that have one.
+        """
+        words = query.split()
+        if len(words) > _MAX_WORDS:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE, f"A query has at most {_MAX_WORDS} words, got {len(words)}.", "query"
+            )
+
+        def read(session: Session) -> list[DictionaryFeature]:
+            row = versions.visible(session, self.kind, dictionary_id, tenant)
+            found = find_features(
+                session, row.number, words=words, feature=feature, after=after, limit=limit + 1
+            )
+            if found or words or feature is None or not after < feature < row.head["num_features"]:
+                return found
+            return [DictionaryFeature(id=feature)]
+
+        async with self._searching.request(tenant, object()) if words else contextlib.nullcontext():
+            found = await self._database.read(read)
+        data = found[:limit]
+        return FeatureList(data=data, last_id=data[-1].id if data else None, has_more=len(found) > limit)
+
+    async def file_of(self, row: VersionRow) -> Path:
+        """Return the file of the weights, after it was read into the machine's memory."""
+        await self._files.read_ahead(row.sha256)
+        return self._files.path(row.sha256)
+
+    def labels_of(self, row: VersionRow) -> FeatureLabels:
+        return FeatureLabels(self._database, row)
+
+    async def _downloaded(self, wanted: DictionaryFromHub, caller: Principal, *, strict: bool) -> Dictionary:
+        settings = self._settings
+        open_file = functools.partial(open_on_hub, trusted=is_trusted(settings, caller))
+        async with (
+            self._downloading.request(caller.tenant, object()),
+            self._files.receiving(Holder(caller.tenant)) as upload,
+        ):
+            folder = await asyncio.to_thread(folder_of, wanted.source)
+            async with open_file(folder, CFG_FILE, MAX_CFG_BYTES) as (folder, pieces):
+                cfg = b"".join([piece async for piece in pieces])
+            # The weights are of the same commit.
+            async with open_file(folder, WEIGHTS_FILE, settings.max_dictionary_bytes) as (folder, pieces):
+                async for piece in in_pieces(pieces):
+                    if not upload.num_bytes:
+                        refuse_pickle("", piece)
+                    upload.reserve(len(piece))
+                    await asyncio.to_thread(upload.write, piece)
+            await asyncio.to_thread(upload.finish)
+            fields = _parsed(cfg, settings.max_json_depth, CFG)
+            cfg = json.dumps({**fields, **folder.overrides, "source": str(folder)}, indent=2).encode()
+            new = await self._checked(wanted, cfg, upload, strict=strict)
+            return await self._kept(new, {}, upload, caller)
+
+    async def _checked(
+        self, wanted: _Form | DictionaryFromHub, cfg: bytes, upload: WeightsUpload, *, strict: bool = False
+    ) -> NewVersion:
+        """Return a dictionary to be stored, without labels, checked against its weights and the model."""
+        read = read_config(_parsed(cfg, self._settings.max_json_depth, CFG))
+        if strict:
+            self._engine.served().warnings_of(read.model, _CFG_FILE, ErrorCode.DICTIONARY_MISMATCH)
+        at, output_at = places_of(read, wanted.at, wanted.output_at, self._engine.capabilities())
+        async with self._checking:
+            dtype = await asyncio.to_thread(check_weights, upload.path, read.config)
+        head = {
+            "trained_on": read.model or None,
+            "architecture": read.config.architecture.value,
+            "at": at,
+            "output_at": output_at,
+            "input_width": read.config.input_width,
+            "output_width": read.config.output_width,
+            "num_features": read.config.num_features,
+            "dtype": dtype,
+            "weights_bytes": upload.num_bytes,
+        }
+        return NewVersion(wanted.name, wanted.shared in {True, "true"}, head, cfg, upload.sha256)
+
+    async def _labels(
+        self, request: Request, content: bytes, num_features: int, param: str | None, *, is_csv: bool
+    ) -> Labels:
+        if is_csv:
+            return await asyncio.to_thread(labels_of_csv, content, num_features, param)
+        context = context_of(request.scope)
+        if context.bodies is not None and len(content) >= _SMALL_BYTES:
+            value = await context.bodies.read(content, context.tenant)
+        else:
+            value = _parsed(content, self._settings.max_json_depth, param)
+        return await asyncio.to_thread(labels_of_object, value, content, num_features, param)
+
+    async def _kept(
+        self, new: NewVersion, labels: Labels, upload: WeightsUpload, caller: Principal
+    ) -> Dictionary:
+        num_bytes = upload.num_bytes + len(new.data) + num_label_bytes(labels)
+        head = {**new.head, "num_labels": len(labels)}
+        new = dataclasses.replace(new, head=head, num_bytes=num_bytes)
+        keeping = asyncio.ensure_future(self._keep(new, labels, upload, caller.tenant))
+        try:
+            return self._shown(await asyncio.shield(keeping), caller.tenant)
+        except asyncio.CancelledError:
+            # The transaction cannot be cancelled, and it needs the file.
+            await asyncio.gather(keeping, return_exceptions=True)
+            raise
+
+    async def _keep(self, new: NewVersion, labels: Labels, upload: WeightsUpload, tenant: str) -> VersionRow:
+        def write(session: Session) -> VersionRow:
+            row = self._insert(session, new, tenant)
+            add_labels(session, row.number, labels)
+            return row
+
+        async with self._adding:  # or concurrent requests could each pass the check for the same free bytes
+            await self._files.add(upload)
+            try:
+                row = await self._write(write)
+            except BaseException:
+                await self._remove_unused(new.sha256)
+                raise
+            # Another server may have removed the last other dictionary with these weights meanwhile.
+            await self._files.add(upload)
+            upload.release()
+            await self.count()
+        return row
+
+    def _replace_labels(
+        self, session: Session, dictionary_id: str, tenant: str, labels: Labels
+    ) -> VersionRow:
+        seen = versions.visible(session, self.kind, dictionary_id, tenant)
+        # Two requests that replace the labels at once do so one after the other.
+        row = session.get_one(VersionRow, seen.number, with_for_update=True)
+        num_bytes = row.head["weights_bytes"] + len(row.data) + num_label_bytes(labels)
+        more = max(0, num_bytes - row.num_bytes)
+        versions.check_room(session, self.kind, self._allowance, more, row.tenant)
+        replace_labels(session, row.number, labels)
+        row.num_bytes, row.head = num_bytes, {**row.head, "num_labels": len(labels)}
+        return row
+
+    def _parse(self, data: bytes) -> DictionaryConfig:
+        return read_config(json.loads(data.decode("utf-8-sig"))).config
+
+    def _check_fit(self, row: VersionRow, content: DictionaryConfig, param: str) -> None:
+        at, output_at = row.head["at"], row.head["output_at"] or row.head["at"]
+        for place, width in {at: content.input_width, output_at: content.output_width}.items():
+            if width_at(place, self._engine.capabilities()) != width:
+                why = f"is of values with {width} numbers, and this model has none such at {place}"
+                raise self.mismatch(row, why, param)
+
+    def _shown(self, row: VersionRow, tenant: str) -> Dictionary:
+        """Return a dictionary with its warnings; one of a model that is not served now has none."""
+        shown = super()._shown(row, tenant)
+        if shown.model not in self.models:
+            return shown
+        warnings = self._engine.served().warnings_of(shown.trained_on or "", _CFG_FILE)
+        return shown.model_copy(update={"warnings": warnings})
+
+    async def _remove_unused(self, sha256: str) -> None:
+        if not await self._read(versions.num_uses, sha256):
+            aside = await self._files.set_aside(sha256)
+            if aside is not None:
+                await self._settle(aside)
+
+    async def _settle(self, aside: Path) -> None:
+        """Remove a file that was set aside; bring it back if a dictionary has come for it meanwhile."""
+        if await self._read(versions.num_uses, aside.name.partition(".")[0]):
+            await self._files.bring_back(aside)
+        else:
+            await self._files.remove(aside)
+
+
+def _parsed(content: bytes, max_depth: int, param: str | None) -> dict[str, Any]:
+    try:
+        check_depth(content, max_depth)
+        return parse_object(content)
+    except ApiError as error:
+        raise ApiError(error.code, error.message, param) from error

@@ -1,1 +1,0 @@
-"""Detectors stored on the server: read from files, trained from prompts, used by name."""

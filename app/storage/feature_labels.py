@@ -1,0 +1,82 @@
+"""The labels of the features of dictionaries; functions take the session of their caller's transaction.
+
+``dictionary`` is the number of a version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from sqlalchemy import delete, insert, select
+from sqlalchemy.orm import Session
+
+from api_schemas.dictionaries import DictionaryFeature
+from app.storage.tables import Base, FeatureLabelRow
+
+Labels = Mapping[int, str]
+
+_LABELS: Final = Base.metadata.tables[FeatureLabelRow.__tablename__]
+_LABEL_BYTES: Final = 64
+"""The bytes that a label is counted with beside its text."""
+_AT_ONCE: Final = 2000
+
+
+def num_label_bytes(labels: Labels) -> int:
+    return sum(_LABEL_BYTES + len(text.encode()) for text in labels.values())
+
+
+def add_labels(session: Session, dictionary: int, labels: Labels) -> None:
+    # As rows and not as objects of the ORM, which takes twice as long for a hundred thousand.
+    adding, given = insert(_LABELS), list(labels.items())
+    for start in range(0, len(given), _AT_ONCE):
+        rows = [
+            {"dictionary": dictionary, "feature": feature, "text": text, "folded": text.casefold()}
+            for feature, text in given[start : start + _AT_ONCE]
+        ]
+        session.connection().execute(adding, rows)
+
+
+def replace_labels(session: Session, dictionary: int, labels: Labels) -> None:
+    session.execute(delete(FeatureLabelRow).where(FeatureLabelRow.dictionary == dictionary))
+    add_labels(session, dictionary, labels)
+
+
+def find_features(
+    session: Session, dictionary: int, *, words: Sequence[str], feature: int | None, after: int, limit: int
+) -> list[DictionaryFeature]:
+    """Return features with a label, by id; ``words`` all occur in a label, without case."""
+    row = FeatureLabelRow
+    wanted = [row.dictionary == dictionary, row.feature > after]
+    wanted += [row.folded.contains(word, autoescape=True) for word in _needed(words)]
+    if feature is not None:
+        wanted.append(row.feature == feature)
+    found = session.execute(select(row.feature, row.text).where(*wanted).order_by(row.feature).limit(limit))
+    return [DictionaryFeature(id=one, label=text) for one, text in found]
+
+
+def _needed(words: Sequence[str]) -> list[str]:
+    """Return folded words without parts of others, by length: a label is compared until one is missing."""
+    needed: list[str] = []
+    for word in sorted({word.casefold() for word in words}, key=len, reverse=True):
+        if not any(word in longer for longer in needed):
+            needed.append(word)
+    return needed
+
+
+def ids_of(session: Session, dictionary: int, labels: Sequence[str], limit: int) -> dict[str, list[int]]:
+    """Return the features that have exactly one of the labels, at most ``limit`` each, by label."""
+    row, found = FeatureLabelRow, dict[str, list[int]]()
+    for label in labels:
+        wanted = select(row.feature).where(row.dictionary == dictionary, row.text == label)
+        found[label] = list(session.scalars(wanted.order_by(row.feature).limit(limit)))
+    return found
+
+
+def labels_of(session: Session, dictionary: int, ids: Sequence[int]) -> dict[int, str]:
+    table, found = FeatureLabelRow, dict[int, str]()
+    for start in range(0, len(ids), _AT_ONCE):
+        some = table.feature.in_(ids[start : start + _AT_ONCE])
+        wanted = select(table.feature, table.text).where(table.dictionary == dictionary, some)
+        found |= {row[0]: row[1] for row in session.execute(wanted)}
+    return found

@@ -1,1 +1,0 @@
-"""Steering vectors stored on the server: read from files, trained from prompts, used by name."""

@@ -1,1 +1,0 @@
-"""Values, code and blocks to nodes."""
