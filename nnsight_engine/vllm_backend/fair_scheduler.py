@@ -280,6 +280,7 @@ class FairScheduler(Scheduler):
         self._in_flight: deque[_StartedStep] = deque()
         self._busy_since: float | None = None
         self._work_rests_until = 0.0
+        self.is_step_of_pack = False
 
     def add_request(self, request: Request) -> None:
         self.sharing.arrive(_sender(request))
@@ -293,7 +294,7 @@ class FairScheduler(Scheduler):
             self._in_flight.append(self._started(began, output, None))
             return output
         self._is_exclusive = False
-        if len(self.sharing) == 1:
+        if len(self.sharing) == 1 or self.is_step_of_pack:
             output = self.schedule_all(*args, **kwargs)
         else:
             with self._limited_queues():

@@ -26,6 +26,7 @@ from nnsight_engine.plans.collect.outbox import Outbox
 from nnsight_engine.plans.records import Failure, StepResults
 from nnsight_engine.plans.request_plan import PLAN_KEY, OperationKind, RequestPlan
 from nnsight_engine.plans.where import takes_drafts
+from nnsight_engine.vllm_backend.background import BACKGROUND_KEY, Background, PackEntry
 from nnsight_engine.vllm_backend.compat import (
     brings,
     detach_results,
@@ -131,6 +132,7 @@ class InterventionScheduler(DraftScheduler):
         self._reports: dict[str, list[Report]] = {}
         self._waiting: frozenset[str] = frozenset()
         self._throttled: frozenset[str] = frozenset()
+        self._background = Background(self._has_room_for)
         self.contents = TensorTable()
         self._unclean = UncleanBlocks()
         record_allocated_blocks(self.kv_cache_manager)
@@ -169,6 +171,13 @@ class InterventionScheduler(DraftScheduler):
         if request.request_id in self._traced and self._ends_outside(request):
             self._stepwise.add(request.request_id)
         super().add_request(request)
+        pack = PackEntry.of(entry_of(params, BACKGROUND_KEY))
+        if pack is not None:
+            self.undrafted.add(request.request_id)
+            whole = [self.requests[name] for name in self._background.add(request.request_id, pack)]
+            self.waiting.remove_requests(whole)
+            for one in whole:
+                self.waiting.add_request(one)
 
     def _gather(self, request: Request) -> None:
         """Register a request of a trace with several.
@@ -186,13 +195,35 @@ class InterventionScheduler(DraftScheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         held = self._waiting.union(self._all_throttled()) if self._throttled else self._waiting
+        self.is_step_of_pack = False
         if self._traced and self._in_flight and self.scheduler_config.async_scheduling:
             held = held.union(self._traced_in_flight())
+        if self._background:
+            held = held.union(self._held_for_packs())
         with self._without(held) if held else contextlib.nullcontext():
             output = super().schedule(*args, **kwargs)
         mark_step(output, is_single_tenant=len(self.sharing) == 1, is_alone=not self.is_busy_elsewhere)
         self._unclean.note(output)
         return output
+
+    def _held_for_packs(self) -> set[str]:
+        self._background.keep(self.requests)
+        held = self._background.held(self.requests)
+        self.is_step_of_pack = bool(self.requests.keys() & self._background.members - held)
+        if not self.is_step_of_pack and self.waiting and not self._has_free_blocks():
+            for request in [one for one in self.running if one.request_id in self._background]:
+                if not request.num_in_flight_tokens:
+                    self.running.remove(request)
+                    self._preempt_request(request, time.monotonic())
+        return held
+
+    def _has_room_for(self, requests: list[Request]) -> bool:
+        num_blocks = sum(request.num_tokens // self.block_size + 2 for request in requests)
+        num_groups = len(self.kv_cache_config.kv_cache_groups)
+        return bool(
+            num_groups * num_blocks <= self.kv_cache_manager.block_pool.get_num_free_blocks()
+            and len(requests) + len(self.running) <= self.max_num_running_reqs
+        )
 
     def _preempt_request(self, request: Request, timestamp: float, **others: Any) -> None:
         """Preempt a request. If it intervenes, the results of its step under way are not dropped."""
@@ -355,6 +386,9 @@ class InterventionScheduler(DraftScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         results = detach_results(model_runner_output)
+        if self._background and self._in_flight:
+            seconds = time.perf_counter() - self._in_flight[0].moment
+            self._background.note_step(scheduler_output.num_scheduled_tokens, seconds)
         # Before the outputs: later, failed requests may no longer hold their blocks.
         spoiled = set() if results is None else self._shared.evict(results.failures)
         self.num_tokens.clear()
