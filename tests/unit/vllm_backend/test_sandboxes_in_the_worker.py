@@ -5,10 +5,12 @@ from __future__ import annotations
 import builtins
 import threading
 import time
+import types
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from api_schemas.operations import Trace
 from nnsight_engine.interleaving.call_stacks import Done
@@ -17,8 +19,11 @@ from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.request_code import encoded_code
+from nnsight_engine.vllm_backend.traces.block_adapters import BlockAdapters, block_adapters
 from nnsight_engine.vllm_backend.traces.context import TraceEntry
 from nnsight_engine.vllm_backend.traces.edit_store import EditStore
+from nnsight_engine.vllm_backend.traces.errors import SandboxedError
+from nnsight_engine.vllm_backend.traces.remote_modules import described, tree
 from nnsight_engine.vllm_backend.traces.reporting import Reporting
 from nnsight_engine.vllm_backend.traces.sandboxed.offered_values import Changes
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_main import WaitingThreads
@@ -55,6 +60,17 @@ def test_code_is_not_trusted_by_omission() -> None:
     request = TraceRequest(TraceHead(model="m", dialect="vllm"), [b"blocks"])
     with pytest.raises(AttributeError, match="sandbox_of"):
         _ = request.sandbox_of
+
+
+def test_a_sandbox_starts_beside_a_model_with_adapters_and_has_none_of_its_own() -> None:
+    """Its stand-ins raise for what only the worker's modules have."""
+    model: Any = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model.lora_manager = types.SimpleNamespace(block_adapters=BlockAdapters())
+    assert block_adapters(model) is model.lora_manager.block_adapters
+    stand_in = tree(described(model), SandboxedError.attribute, {})
+    with pytest.raises(SandboxedError, match="lora_manager"):
+        _ = stand_in.lora_manager
+    assert block_adapters(stand_in).slot() is None
 
 
 def test_a_step_is_charged_for_its_own_wait_only() -> None:
