@@ -65,14 +65,18 @@ def _frame_around(holder: Any) -> FrameType | None:
 def first_taken(code: CodeType, offset: int) -> tuple[int | None, str | None]:
     """Return the line that takes the first item of the value read at ``offset``, and the name it gets."""
     steps = _steps(code)
-    after = [at for at, one in enumerate(steps) if one.offset > offset]
+    after = [number for number, step in enumerate(steps) if step.offset > offset]
     if not after:
         return None, None
-    at = _past_methods(steps, after[0])
-    if _takes_first(steps, at):
-        return _line(steps, at), None
-    if at < len(steps) and steps[at].opname.startswith("STORE_") and steps[at].opname != "STORE_ATTR":
-        name = str(steps[at].argval)
+    number = _past_methods(steps, after[0])
+    if _takes_first(steps, number):
+        return _line(steps, number), None
+    if (
+        number < len(steps)
+        and steps[number].opname.startswith("STORE_")
+        and steps[number].opname != "STORE_ATTR"
+    ):
+        name = str(steps[number].argval)
         return indexed_by_name(code, name), name
     return None, None
 
@@ -80,15 +84,19 @@ def first_taken(code: CodeType, offset: int) -> tuple[int | None, str | None]:
 @functools.lru_cache(maxsize=4096)
 def indexed_by_name(code: CodeType, name: str) -> int | None:
     steps = _steps(code)
-    for at, one in enumerate(steps):
-        is_read = one.opname.startswith("LOAD_") and one.argval == name
-        if is_read and _takes_first(steps, _past_methods(steps, at + 1)):
-            return _line(steps, at)
+    for number, step in enumerate(steps):
+        is_read = step.opname.startswith("LOAD_") and step.argval == name
+        if is_read and _takes_first(steps, _past_methods(steps, number + 1)):
+            return _line(steps, number)
     return None
 
 
 def _steps(code: CodeType) -> list[dis.Instruction]:
-    return [one for one in dis.get_instructions(code) if one.opname not in _IGNORED_OPERATIONS]
+    return [
+        instruction
+        for instruction in dis.get_instructions(code)
+        if instruction.opname not in _IGNORED_OPERATIONS
+    ]
 
 
 def _past_methods(steps: list[dis.Instruction], at: int) -> int:
@@ -98,12 +106,12 @@ def _past_methods(steps: list[dis.Instruction], at: int) -> int:
     return at
 
 
-def _takes_first(steps: list[dis.Instruction], at: int) -> bool:
-    if at + 1 >= len(steps):
+def _takes_first(steps: list[dis.Instruction], number: int) -> bool:
+    if number + 1 >= len(steps):
         return False
-    one, following = steps[at], steps[at + 1]
-    is_zero = one.opname == "LOAD_CONST" and type(one.argval) is int and one.argval == 0
-    return (is_zero and following.opname in _INDEXES) or one.opname in _UNPACKS
+    step, following = steps[number], steps[number + 1]
+    is_zero = step.opname == "LOAD_CONST" and type(step.argval) is int and step.argval == 0
+    return (is_zero and following.opname in _INDEXES) or step.opname in _UNPACKS
 
 
 def _line(steps: list[dis.Instruction], at: int) -> int | None:

@@ -41,8 +41,8 @@ class Assignments:
 
     def lent(self, capture: FunctionType) -> Assignments:
         """Return the assignments of a function defined here; ``capture``, never called, holds its cells."""
-        own = dict(zip(capture.__code__.co_freevars, capture.__closure__ or (), strict=True))
-        return Assignments({**self.cells, **own}, self._counts)
+        cells = dict(zip(capture.__code__.co_freevars, capture.__closure__ or (), strict=True))
+        return Assignments({**self.cells, **cells}, self._counts)
 
     @property
     def total(self) -> int:

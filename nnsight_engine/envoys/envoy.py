@@ -173,8 +173,8 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         mediator = self._running("next")
         if step < 1:
             raise ValueError(f"steps go forward: next() takes a positive number, got {step}")
-        now = mediator.iteration if mediator.iteration is not None else self._interleaver.step
-        mediator.iteration, mediator.moved_on = now + step, True
+        current = mediator.iteration if mediator.iteration is not None else self._interleaver.step
+        mediator.iteration, mediator.moved_on = current + step, True
         return self
 
     def _running(self, what: str) -> Mediator:
@@ -338,8 +338,8 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
             )
         if not self._is_root and id(self._root) not in memo:
             copy.deepcopy(self._root, memo)
-            found: Self = memo[id(self)]
-            return found
+            copied_envoy: Self = memo[id(self)]
+            return copied_envoy
         copied = memo[id(self)] = object.__new__(type(self))
         fresh: dict[str, Any] = {
             "_source": None,
@@ -485,9 +485,9 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         module = state.get("_module")
         if module is None:
             raise AttributeError(name)
-        found = by_alias(self, name)
-        if found is not None:
-            return found
+        aliased = by_alias(self, name)
+        if aliased is not None:
+            return aliased
         try:
             value = getattr(module, name)
         except AttributeError:

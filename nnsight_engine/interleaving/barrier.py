@@ -35,8 +35,8 @@ class Barrier:
         if len(self.arrived) < self.participants:
             return
         assert mediator.interleaver is not None  # noqa: S101 - it has just asked
-        meet([one.exchange for one in self.arrived if one.exchange is not None])
-        mediator.interleaver.released.extend(sorted(self.arrived, key=lambda one: one.idx))
+        meet([arrived.exchange for arrived in self.arrived if arrived.exchange is not None])
+        mediator.interleaver.released.extend(sorted(self.arrived, key=lambda arrived: arrived.idx))
         self.arrived = []
 
     def unmet(self) -> str:

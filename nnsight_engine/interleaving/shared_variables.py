@@ -33,7 +33,7 @@ class Sharer(Protocol):
     def identities(self) -> Mapping[str, Hashable]: ...
 
     @property
-    def own(self) -> Mapping[str, CellType]: ...
+    def cells(self) -> Mapping[str, CellType]: ...
 
     @property
     def stored(self) -> Sequence[str]: ...
@@ -138,7 +138,7 @@ class Exchange:
         for name in sharer.stored:
             variable = variables.get(sharer.identities.get(name))
             if variable is not None:
-                mine = next(one for one in variable.readers if one.order == order)
+                mine = next(reader for reader in variable.readers if reader.order == order)
                 self._watched.append((name, mine, variable))
 
     def publish(self) -> None:
@@ -162,7 +162,7 @@ class Exchange:
 
 def meet(participants: Sequence[Exchange]) -> None:
     """Let invokes of one trace that meet at a barrier see each other's variables."""
-    orders = {one.order for one in participants}
+    orders = {participant.order for participant in participants}
     for variable in participants[0].variables.values() if participants else ():
         variable.meet(orders)
 
@@ -170,13 +170,13 @@ def meet(participants: Sequence[Exchange]) -> None:
 def exchanges(sharers: Sequence[Sharer]) -> list[Exchange]:
     """Return an exchange for each invoke; from now on they see each other's assignments."""
     stored = {sharer.identities.get(name) for sharer in sharers for name in sharer.stored}
-    found: dict[Hashable, _Variable] = {identity: _Variable() for identity in stored - {None}}
+    variables: dict[Hashable, _Variable] = {identity: _Variable() for identity in stored - {None}}
     for order, sharer in enumerate(sharers):
         for name, identity in sharer.identities.items():
-            if identity in found:
-                reader = _VariableCell(sharer.own[name], order, may_assign=name in sharer.stored)
-                found[identity].readers.append(reader)
-    shared = {identity: variable for identity, variable in found.items() if len(variable.readers) > 1}
+            if identity in variables:
+                reader = _VariableCell(sharer.cells[name], order, may_assign=name in sharer.stored)
+                variables[identity].readers.append(reader)
+    shared = {identity: variable for identity, variable in variables.items() if len(variable.readers) > 1}
     for variable in shared.values():
         variable.begin()
     return [Exchange(order, sharer, shared) for order, sharer in enumerate(sharers)]
@@ -184,8 +184,8 @@ def exchanges(sharers: Sequence[Sharer]) -> list[Exchange]:
 
 def explain(error: NameError, stored: Iterable[Collection[str]]) -> None:
     """Add a remedy to the error if one invoke used a variable that another one had yet to assign."""
-    found = _QUOTED.search(str(error))
-    name = error.name or (found.group(1) if found is not None else "")
+    match = _QUOTED.search(str(error))
+    name = error.name or (match.group(1) if match is not None else "")
     if not hasattr(error, "__notes__") and any(name in names for names in stored):
         error.add_note(
             f"`{name}` is assigned in another invoke, which had not reached that line yet; a value from "

@@ -99,7 +99,7 @@ class ModeKeeper:
 
 def _set_modes(modes: Modes) -> None:
     if modes[2] or _is_autocast():
-        for device, enabled, dtype in modes[2] or [(one, False, None) for one in _DEVICES]:
+        for device, enabled, dtype in modes[2] or [(name, False, None) for name in _DEVICES]:
             torch.set_autocast_enabled(device, enabled)
             if dtype is not None:
                 torch.set_autocast_dtype(device, dtype)

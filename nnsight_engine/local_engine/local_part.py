@@ -125,10 +125,10 @@ class LocalPart(Tracer):
     def _values(self) -> dict[str, Any]:
         block = self.info.block
         read = names_read(block.origin.body, block.context.class_name)
-        found = {name: content(cell) for name, cell in self.info.variables.items() if name in read}
+        values = {name: content(cell) for name, cell in self.info.variables.items() if name in read}
         return {
             name: value
-            for name, value in found.items()
+            for name, value in values.items()
             if value is not UNBOUND and self._may_differ(name, value)
         }
 
@@ -152,14 +152,14 @@ class LocalPart(Tracer):
 
 
 def _has_gradients(value: Any) -> bool:
-    found: list[bool] = []
+    flags: list[bool] = []
 
     def look(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor.requires_grad)
+        flags.append(tensor.requires_grad)
         return tensor
 
     map_tensors(value, look)
-    return any(found)
+    return any(flags)
 
 
 class _NoGradient(torch.autograd.Function):

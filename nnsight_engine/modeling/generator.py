@@ -65,6 +65,6 @@ def rows_per_input(config: Any, kwargs: dict[str, Any]) -> frozenset[int]:
 
 
 def _setting(name: str, config: Any, kwargs: dict[str, Any]) -> int:
-    given = kwargs.get("generation_config") or config
-    value = kwargs[name] if name in kwargs else getattr(given, name, None)
+    settings = kwargs.get("generation_config") or config
+    value = kwargs[name] if name in kwargs else getattr(settings, name, None)
     return int(value or 1)

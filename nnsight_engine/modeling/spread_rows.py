@@ -156,14 +156,14 @@ class SpreadBatcher(Batcher):
             return value
         if not dataclasses.is_dataclass(value) or isinstance(value, type):
             return value
-        own: dict[str, Any] = {}
+        narrowed: dict[str, Any] = {}
         for field in dataclasses.fields(value):
             items = getattr(value, field.name)
             spans = self._spans(len(items), group) if isinstance(items, list | np.ndarray) else []
             if len(spans) == 1:
                 first, num_items = spans[0]
-                own[field.name] = items[first : first + num_items]
-        return dataclasses.replace(value, **own) if own else value
+                narrowed[field.name] = items[first : first + num_items]
+        return dataclasses.replace(value, **narrowed) if narrowed else value
 
 
 def _version(tensor: torch.Tensor) -> int | None:

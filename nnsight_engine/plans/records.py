@@ -66,8 +66,8 @@ def may_overflow(op: PlannedOp, spec: ModelSpec) -> bool:
     ):
         return False
     # A state is float32 in many models of a narrower dtype.
-    own = "float32" if op.captures_states else spec.dtype
-    return LARGEST[op.dtype] < LARGEST[own]
+    dtype = "float32" if op.captures_states else spec.dtype
+    return LARGEST[op.dtype] < LARGEST[dtype]
 
 
 def leaf_width(site: PlannedSite, spec: ModelSpec) -> int:

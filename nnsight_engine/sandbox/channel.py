@@ -28,13 +28,13 @@ Part = bytes | bytearray | memoryview
 
 def read_exactly(read: Callable[[int], bytes], num_bytes: int) -> bytes:
     """Return ``num_bytes`` bytes from repeated calls of ``read``; ConnectionResetError if it ends before."""
-    found = b""
-    while len(found) < num_bytes:
-        more = read(num_bytes - len(found))
+    data = b""
+    while len(data) < num_bytes:
+        more = read(num_bytes - len(data))
         if not more:
             raise ConnectionResetError("the other side is gone")
-        found += more
-    return found
+        data += more
+    return data
 
 
 class Memory:

@@ -115,8 +115,8 @@ class _Zygote:
         self._killed: deque[int] = deque()
         _remove_abandoned()
         self._folder, self._held = _claim_folder()
-        own, theirs = socket.socketpair()
-        self._orders = own
+        ours, theirs = socket.socketpair()
+        self._orders = ours
         environment = {
             "PYTHONPATH": os.pathsep.join(sys.path),
             "HOME": self._folder,
@@ -136,16 +136,16 @@ class _Zygote:
                 start_new_session=True,
             )
         except OSError as error:
-            own.close()
+            ours.close()
             self._release_folder()
             raise SandboxUnavailableError(f"the sandbox could not be started: {error}") from error
         finally:
             theirs.close()
         try:
-            own.settimeout(_START_S)
-            own.sendall(NUMBER.pack(len(setup)) + setup)
+            ours.settimeout(_START_S)
+            ours.sendall(NUMBER.pack(len(setup)) + setup)
             self.lacks = self._exactly(self._number()).decode().split()
-            own.settimeout(_FORK_S)
+            ours.settimeout(_FORK_S)
         except OSError as error:
             self.close()
             raise SandboxUnavailableError(
@@ -162,10 +162,10 @@ class _Zygote:
 
     def fork(self) -> Sandbox:
         """Return a new process; OSError, or SandboxUnavailableError if it could not be confined."""
-        own, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
         descriptor = Memory.create(self._half_bytes)
         with contextlib.ExitStack() as undo:
-            undo.callback(own.close)
+            undo.callback(ours.close)
             try:
                 files = array.array("i", [theirs.fileno(), descriptor])
                 rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, files)
@@ -175,7 +175,7 @@ class _Zygote:
                     process = self._next_number()
                     handle = self._handle_of(process)
                 undo.callback(os.close, handle)
-                side = EngineSide(own, Memory(descriptor, self._half_bytes))
+                side = EngineSide(ours, Memory(descriptor, self._half_bytes))
                 undo.pop_all()
             finally:
                 self._send_killed()

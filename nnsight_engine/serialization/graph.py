@@ -108,18 +108,18 @@ class Encoder:
                 self.emit(index, NodeKind.FLOAT, value)
                 return index
             if kind in _SHARED_BY_VALUE:
-                found = self._scalars.get((kind, value))
-                if found is None:
-                    found = self._scalars[(kind, value)] = self._reserve(step, key)
-                    self.emit(found, *self._write(self, value))
-                return found
+                number = self._scalars.get((kind, value))
+                if number is None:
+                    number = self._scalars[(kind, value)] = self._reserve(step, key)
+                    self.emit(number, *self._write(self, value))
+                return number
             writer = self._write
-        found = self._known.get((id(value), writer))
-        if found is None:
-            found = self._known[(id(value), writer)] = self._reserve(step, key)
+        number = self._known.get((id(value), writer))
+        if number is None:
+            number = self._known[(id(value), writer)] = self._reserve(step, key)
             self._kept.append(value)  # keep it alive, so that its id is not reused
-            self._turns.append((found, value, writer))
-        return found
+            self._turns.append((number, value, writer))
+        return number
 
     def nodes(self, values: Collection[Any], step: str = "") -> list[int]:
         return [self.node(value, step) for value in values]

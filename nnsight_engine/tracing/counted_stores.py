@@ -139,7 +139,7 @@ class _Counter(ast.NodeTransformer):
         node.decorator_list = [self.visit(decorator) for decorator in node.decorator_list]
         node.args = self.visit(node.args)
         shared = declared_nonlocal(node.body)
-        arguments = {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}
+        arguments = {argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)}
         bound = bound_in(node.body)
         lent = _lent_in(node.body) & (stored_in(node.body) | bound) & (bound | arguments)
         reach = (self._within_reach - bound - arguments) | lent
@@ -177,7 +177,7 @@ class _Counter(ast.NodeTransformer):
         """Count the class's name; names in its body are attributes, which functions in it do not see."""
         node = copy.deepcopy(node)
         for expressions in (node.decorator_list, node.bases, node.keywords):
-            expressions[:] = [self.visit(one) for one in expressions]
+            expressions[:] = [self.visit(expression) for expression in expressions]
         shared = declared_nonlocal(node.body)
         self._in_scope(node, shared & self._within_reach, self._within_reach)
         return [node, *self._counts(node, [node.name])]

@@ -126,9 +126,9 @@ def _with_missing_lines(lines: Sequence[str], wanted: CodeType) -> Iterator[str]
 
 
 def _last_line(code: CodeType) -> int:
-    own = (end for _, end, _, _ in code.co_positions() if end is not None)
+    ends = (end for _, end, _, _ in code.co_positions() if end is not None)
     nested = (_last_line(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return max(itertools.chain(own, nested), default=0)
+    return max(itertools.chain(ends, nested), default=0)
 
 
 def find_timed_cell(wanted: CodeType) -> str | None:
@@ -245,9 +245,9 @@ class SourceReader:
             if earlier.filename == name and earlier is not text:
                 yield earlier
         linecache.checkcache(name)
-        now = _find_lines(code, globals_)
-        if now != lines:
-            text = self._parsed(name, now) if now else None
+        texts = _find_lines(code, globals_)
+        if texts != lines:
+            text = self._parsed(name, texts) if texts else None
             if text is not None:
                 yield text
 

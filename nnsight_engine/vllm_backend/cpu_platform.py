@@ -22,8 +22,8 @@ def _foreign_objects() -> Iterator[None]:
     from vllm.triton_utils import dispatcher  # noqa: PLC0415 - it imports the platform
 
     def attributes(value: Any) -> Mapping[str, Any]:
-        found: Any = vars(value)
-        return found if isinstance(found, Mapping) else {}
+        attributes_of: Any = vars(value)
+        return attributes_of if isinstance(attributes_of, Mapping) else {}
 
     dispatcher.vars = attributes  # in place of the builtin
     try:

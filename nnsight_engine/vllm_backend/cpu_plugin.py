@@ -70,9 +70,9 @@ def check_vllm() -> None:
 
 def _installed_version() -> str | None:
     """Return the version without its local part, or None without vLLM; vLLM itself takes long to import."""
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
         return None
-    file = Path(found.origin).with_name("_version.py")
+    file = Path(spec.origin).with_name("_version.py")
     version = _VERSION.search(file.read_text(encoding="utf-8")) if file.is_file() else None
     return "" if version is None else version[1]

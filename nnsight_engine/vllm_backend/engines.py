@@ -73,9 +73,9 @@ class SyncEngine:
     ) -> list[RequestOutput]:
         """Run requests, and return the output of each; abort them if one fails or the run is interrupted."""
         with self._turn, contextlib.ExitStack() as holds:
-            for one in filter(None, adapters or ()):
-                self._hold_adapter(one)
-                holds.callback(self._adapters.release, one.lora_int_id)
+            for adapter in filter(None, adapters or ()):
+                self._hold_adapter(adapter)
+                holds.callback(self._adapters.release, adapter.lora_int_id)
             others = self._unfinished()
             try:
                 return self._outputs_of(
@@ -101,15 +101,18 @@ class SyncEngine:
 
     def _outputs_of(self, internal_ids: Sequence[str]) -> list[RequestOutput]:
         finished = {
-            one.request_id: one for one in self.inner.wait_for_completion(RequestOutput, use_tqdm=False)
+            output.request_id: output
+            for output in self.inner.wait_for_completion(RequestOutput, use_tqdm=False)
         }
         # Outputs carry the id without the random characters that vLLM appends to it.
-        return [finished[one.split("-")[0]] for one in internal_ids]
+        return [finished[internal_id.split("-")[0]] for internal_id in internal_ids]
 
     def _unfinished(self) -> set[str]:
         """Return the internal ids of the unfinished requests; the parent's id for several choices."""
         states = self.inner.llm_engine.output_processor.request_states.values()
-        return {one.request_id if one.parent_req is None else one.parent_req.request_id for one in states}
+        return {
+            state.request_id if state.parent_req is None else state.parent_req.request_id for state in states
+        }
 
     def _abort(self, internal_ids: set[str]) -> None:
         """Abort requests; never raises, so that the error of the run is not hidden."""
@@ -174,7 +177,7 @@ class AsyncEngine:
             async for _ in run:
                 pass
             finished = await run.finish()
-        return finished.data, [one.output for one in run.gathered]
+        return finished.data, [gathered.output for gathered in run.gathered]
 
     async def across(self, generator: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
         """Iterate, on the caller's loop, over a generator that runs on the engine's loop."""

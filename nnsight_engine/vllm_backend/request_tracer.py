@@ -132,7 +132,7 @@ class SentTrace(TraceRequests):
         self._tracer = tracer
         self._purpose = purpose
         self._parts = parts_of(tracer)
-        self._saved = saved_containers([part.own for part in self._parts])
+        self._saved = saved_containers([part.cells for part in self._parts])
         inputs = tracer.batcher.inputs
         assert inputs is not None  # noqa: S101 - there is at least one request
         requests: Sequence[Request] = inputs[0]

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 def answer(answers: Sequence[T]) -> T:
     """Return the workers' common result: all are equal, or only one worker returned a value."""
-    return next((one for one in answers if one), answers[0])
+    return next((result for result in answers if result), answers[0])
 
 
 logger = logging.getLogger(__name__)

@@ -232,16 +232,18 @@ class TraceCall:
 
     async def take_part(self, choice: int, num_choices: int) -> CollectedResults | None:
         """Return a choice's new results, or None; raise ApiError (``trace_failed``) if they are malformed."""
-        prompt, found = self._choice(choice, num_choices)
-        saves, grown = await prompt.take_deltas(found)
-        printed = found.take_printed()
+        prompt, sent_choice = self._choice(choice, num_choices)
+        saves, grown = await prompt.take_deltas(sent_choice)
+        printed = sent_choice.take_printed()
         if not (saves or grown or printed):
             return None
         return CollectedResults([CollectedTrace(self._name, saves, grown, printed)], final=False)
 
     def take_final(self, choice: int, num_choices: int) -> CollectedResults:
-        prompt, found = self._choice(choice, num_choices)
-        result = CollectedTrace(self._name, found.saves or {}, {}, found.take_printed(), found.warnings)
+        prompt, sent_choice = self._choice(choice, num_choices)
+        result = CollectedTrace(
+            self._name, sent_choice.saves or {}, {}, sent_choice.take_printed(), sent_choice.warnings
+        )
         return CollectedResults([result], is_code=True, tier=prompt.tier)
 
     def images(self, choice: int, num_choices: int) -> tuple[Spans, ...]:

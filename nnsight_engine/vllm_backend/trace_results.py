@@ -58,16 +58,16 @@ class BlockError(msgspec.Struct):
         if type(error) is not dict:
             raise DecodeError("its error has no parts")
         parts = {name: error[name] for name in ("name", "message") if name in error}
-        for name, most in (("notes", _MAX_NOTES), ("entries", _MAX_ENTRIES)):
+        for name, maximum in (("notes", _MAX_NOTES), ("entries", _MAX_ENTRIES)):
             if type(error.get(name)) is list:
-                parts[name] = error[name][-most:]
+                parts[name] = error[name][-maximum:]
         try:
-            found = msgspec.convert(parts, cls)
+            block_error = msgspec.convert(parts, cls)
         except msgspec.ValidationError as invalid:
             raise DecodeError(f"its error has parts of other types: {invalid}") from invalid
-        found.name, found.message = found.name[:_MAX_TEXT], found.message[:_MAX_TEXT]
-        found.notes = [note[:_MAX_TEXT] for note in found.notes]
-        return found
+        block_error.name, block_error.message = block_error.name[:_MAX_TEXT], block_error.message[:_MAX_TEXT]
+        block_error.notes = [note[:_MAX_TEXT] for note in block_error.notes]
+        return block_error
 
     def description(self, filename: str) -> str:
         """Return the line that failed, one in ``filename`` if possible, and the error."""

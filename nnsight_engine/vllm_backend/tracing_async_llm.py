@@ -35,9 +35,9 @@ class TracePlacement:
     def place(self, key: str, num_requests: int, in_flight: Sequence[int]) -> None:
         """Place a trace on the engine with the fewest requests, by ``in_flight``; equal ones take turns."""
         num_engines = len(self._num_requests)
-        in_turn = [(self._next + one) % num_engines for one in range(num_engines)]
+        in_turn = [(self._next + engine) % num_engines for engine in range(num_engines)]
         # A request is in one of the counts before it is sent, and in both afterwards.
-        rank = min(in_turn, key=lambda one: max(in_flight[one], self._num_requests[one]))
+        rank = min(in_turn, key=lambda engine: max(in_flight[engine], self._num_requests[engine]))
         self._next = (rank + 1) % num_engines
         self._num_requests[rank] += num_requests
         self._placed[key] = rank, num_requests
@@ -91,7 +91,7 @@ class TracingAsyncLLM(AsyncLLM):
         meanwhile.
         """
         calls = self.engine_core.call_utility_all_async(_RPC, method, timeout, args, kwargs)
-        return [one for answers in await self._unless_dead(calls) for one in answers]
+        return [reply for answers in await self._unless_dead(calls) for reply in answers]
 
     async def _call_engine_of(self, key: str, method: str, *args: Any) -> Any:
         core = self.engine_core
@@ -170,9 +170,9 @@ class TracingAsyncLLM(AsyncLLM):
             for unused in self._adapters.pop_unused():
                 await self.collective_rpc("remove_lora", args=(unused,))
             # vLLM's own call leaves the errors of all workers but one to be read as results of later calls.
-            given = (adapter.lora_name, number, adapter.lora_path)
+            loaded = (adapter.lora_name, number, adapter.lora_path)
             try:
-                check_loaded(adapter, await self.collective_rpc("load_adapter", args=given))
+                check_loaded(adapter, await self.collective_rpc("load_adapter", args=loaded))
             except ApiError:
                 await self.collective_rpc("remove_lora", args=(number,))
                 raise
@@ -196,7 +196,7 @@ class TracingAsyncLLM(AsyncLLM):
         if self.num_engines == 1:  # vLLM counts them in order to choose
             return [0]
         core = self.engine_core
-        return [core.engine_inflight[one] for one in core.core_engines]
+        return [core.engine_inflight[engine] for engine in core.core_engines]
 
     async def collect_trace(self, key: str, results: Mapping[str, Any], index: int) -> bytes:
         data: bytes = await self._call_engine_of(key, "collect_trace", key, results, index)

@@ -272,8 +272,8 @@ class VLLM(StandardNames):
                 "rename= and envoys= of VLLM are not supported in remote traces yet: the server's workers "
                 "know vLLM's names only. Use a model without them"
             )
-        given = self.__dict__["_engine_args"]
-        return VLLMDialect(self, given["model"], given.get("revision") or "")
+        engine_args = self.__dict__["_engine_args"]
+        return VLLMDialect(self, engine_args["model"], engine_args.get("revision") or "")
 
     def scan(  # type: ignore[override] # returns a scanner
         self, *args: Any, **kwargs: Any
@@ -382,8 +382,10 @@ class VLLM(StandardNames):
     def _follow(self) -> None:
         original = self.original
         assert original is not None  # noqa: S101 - this is a copy
-        own = {"_edits", "_original"}
-        self.__dict__.update({name: value for name, value in original.__dict__.items() if name not in own})
+        per_view = {"_edits", "_original"}
+        self.__dict__.update(
+            {name: value for name, value in original.__dict__.items() if name not in per_view}
+        )
 
     # Conversion of invokes to requests.
 
@@ -398,8 +400,8 @@ class VLLM(StandardNames):
             )
         tokens = {name: kwargs.pop(name) for name in INPUT_NAMES if name in kwargs}
         prompt = with_images(as_prompt(*inputs, **tokens), kwargs.pop("images", None))
-        own = [kwargs.pop(name, None) for name in ("sampling_params", "edits", "lora_request")]
-        return (Request(prompt, kwargs, *own),), {}, 1
+        request_options = [kwargs.pop(name, None) for name in ("sampling_params", "edits", "lora_request")]
+        return (Request(prompt, kwargs, *request_options),), {}, 1
 
     def _batch(
         self, batched_input: tuple[tuple[Any, ...], dict[str, Any]], *inputs: Any, **kwargs: Any

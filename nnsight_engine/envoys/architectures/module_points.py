@@ -250,10 +250,10 @@ def first_tensor(value: Any, side: Side) -> torch.Tensor:
     """Return the first argument of ``(args, kwargs)``, or the output (of a tuple, its first item)."""
     if side == "input":
         args, kwargs = value
-        found = args[0] if args else next(iter(kwargs.values()))
+        first = args[0] if args else next(iter(kwargs.values()))
     else:
-        found = value[0] if isinstance(value, tuple) else value
-    tensor: torch.Tensor = found
+        first = value[0] if isinstance(value, tuple) else value
+    tensor: torch.Tensor = first
     return tensor
 
 

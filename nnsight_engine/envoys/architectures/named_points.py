@@ -152,12 +152,12 @@ class NamedPoints(Place, ABC):
         try:
             pattern = PointPattern.parse(name)
             is_in_encoder = pattern.leaf == ENCODER_BLOCK
-            found = pattern.resolve(self._num_encoder_layers() if is_in_encoder else self._num_layers())
+            names = pattern.resolve(self._num_encoder_layers() if is_in_encoder else self._num_layers())
         except ApiError as error:
             raise self._unknown(name) from error
-        if len(found) != 1 or found[0].layer < 0:
+        if len(names) != 1 or names[0].layer < 0:
             raise self._unknown(name)
-        return found[0].layer, found[0].leaf
+        return names[0].layer, names[0].leaf
 
     def _unknown(self, name: str) -> UnknownPointError:
         encoder = [point_name(ENCODER_BLOCK)] if self._num_encoder_layers() else []
@@ -171,13 +171,13 @@ class NamedPoints(Place, ABC):
 
 
 def _joined(num_layers: int, of_layer: Callable[[int], Iterable[str]]) -> list[str]:
-    found: dict[str, list[int]] = {}
+    by_name: dict[str, list[int]] = {}
     for layer in range(num_layers):
-        for one in of_layer(layer):
-            found.setdefault(one, []).append(layer)
+        for name in of_layer(layer):
+            by_name.setdefault(name, []).append(layer)
     return [
-        one if len(layers) == num_layers else f"{one} (layers {', '.join(map(str, layers))})"
-        for one, layers in found.items()
+        name if len(layers) == num_layers else f"{name} (layers {', '.join(map(str, layers))})"
+        for name, layers in by_name.items()
     ]
 
 

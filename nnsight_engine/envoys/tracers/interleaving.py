@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 class Invoker(Tracer):
     """``with tracer.invoke(input):``, defined now and run with the others when the trace's block ends.
 
-    ``own`` has the block's variables, initialized with the surrounding ones, whose ``identities`` change when
-    the surrounding code assigns them between invokes.
+    ``cells`` are the block's variables, initialized with the surrounding ones, whose ``identities`` change
+    when the surrounding code assigns them between invokes.
     """
 
     identities: Mapping[str, Hashable]
-    own: dict[str, CellType]
+    cells: dict[str, CellType]
     stored: tuple[str, ...]
     assignments: Assignments
 
@@ -66,10 +66,10 @@ class Invoker(Tracer):
 
     def compile(self) -> Callable[[], Any]:
         info = self.info
-        self.stored, self.own = info.block.stored, copied(info.variables)
+        self.stored, self.cells = info.block.stored, copied(info.variables)
         self.identities = {name: self._identity(cell) for name, cell in info.variables.items()}
-        self.assignments = Assignments(self.own)
-        return compiled(info, self.own, assignments=self.assignments)
+        self.assignments = Assignments(self.cells)
+        return compiled(info, self.cells, assignments=self.assignments)
 
     def _identity(self, cell: CellType) -> tuple[int, int]:
         around = self.info.assignments
@@ -87,13 +87,13 @@ class Invoker(Tracer):
         """Assign the block's variables in the surrounding code, unless that code has assigned them since."""
         for name, cell in self.info.variables.items():
             if self.assignments[name] and self.identities[name] == self._identity(cell):
-                value = content(self.own[name])
+                value = content(self.cells[name])
                 if value is not UNBOUND:
                     cell.cell_contents = value
                 elif content(cell) is not UNBOUND:
                     del cell.cell_contents
         self.give_back()
-        self.own.clear()
+        self.cells.clear()
 
 
 class DefinedInvoke(Sharer, Protocol):
@@ -412,16 +412,16 @@ class InterleavingTracer(Tracer):
 
     def _validate(self) -> None:
         real = self.mediators
-        copies = [_DryRun(one.info, one.identities, one.own) for one in self.invokers] or [
+        copies = [_DryRun(invoker.info, invoker.identities, invoker.cells) for invoker in self.invokers] or [
             _DryRun(self.info, {}, self.info.variables)
         ]
         self.mediators = [
             Mediator(
-                compiled(one.info, one.own, assignments=one.assignments),
-                one.info,
+                compiled(invoker.info, invoker.cells, assignments=invoker.assignments),
+                invoker.info,
                 batch_group=mediator.batch_group,
             )
-            for one, mediator in zip(copies, real, strict=True)
+            for invoker, mediator in zip(copies, real, strict=True)
         ]
         self._share(self.mediators, copies)
         try:
@@ -434,12 +434,12 @@ class InterleavingTracer(Tracer):
 class _DryRun:
     """Copies of a block's variables for a run on fake tensors, which leaves the real ones unchanged."""
 
-    def __init__(self, info: Info, identities: Mapping[str, Hashable], own: Mapping[str, CellType]) -> None:
+    def __init__(self, info: Info, identities: Mapping[str, Hashable], cells: Mapping[str, CellType]) -> None:
         self.info = info
         self.identities = identities
-        self.own = copied(own)
+        self.cells = copied(cells)
         self.stored = info.block.stored
-        self.assignments = Assignments(self.own)
+        self.assignments = Assignments(self.cells)
 
 
 def run_on_fakes(run: Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]) -> Any:

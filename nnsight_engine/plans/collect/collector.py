@@ -224,8 +224,8 @@ def captured_patterns(
     rows = (num_rows,) if op.reduce == "none" or not num_rows else ()
     shape = (*rows, num_heads, num_keys)
     return {
-        str(site): TensorResult(dtype, shape, own.tobytes())
-        for site, own in zip(op.sites, values, strict=True)
+        str(site): TensorResult(dtype, shape, site_values.tobytes())
+        for site, site_values in zip(op.sites, values, strict=True)
     }
 
 

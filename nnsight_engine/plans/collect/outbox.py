@@ -77,8 +77,8 @@ class Totals:
         if not self._totals:
             self._totals = [part.copy() for part in rows]
             for row, held in enumerate(self._held):
-                for index, own in enumerate(held or ()):
-                    self._totals[index][row] += np.frombuffer(own, np.float32)
+                for index, state in enumerate(held or ()):
+                    self._totals[index][row] += np.frombuffer(state, np.float32)
             return
         for total, part in zip(self._totals, rows, strict=True):
             np.add(total, part, out=total)

@@ -210,16 +210,16 @@ class CombinedVectors:
             if op.mode == "project_out":
                 combined = _bases(vectors)
             else:
-                weights = [one.weight for one in op.vectors or ()]
+                weights = [vector.weight for vector in op.vectors or ()]
                 combined = _sum(vectors, weights, f"{param}.vectors")
             self._found[param] = TensorData("float32", combined.shape, combined.astype("<f4").tobytes())
         return self._found[param]
 
     def _read(self, op: Steer, widths: Sequence[int], param: str) -> list[_Doubles]:
         tensors: dict[str, TensorData] = {}
-        for index, one in enumerate(op.vectors or ()):
+        for index, vector in enumerate(op.vectors or ()):
             path = f"{param}.vectors.{index}.vector"
-            tensors[path] = read_tensor(one.vector, path)
+            tensors[path] = read_tensor(vector.vector, path)
             check_rows(tensors[path], widths, path)
             if op.mode == "project_out":
                 check_directions(tensors[path], op.mode, path)
@@ -232,12 +232,12 @@ class CombinedVectors:
             )
         self._count(tensors, param)
         return [
-            floats_from_bytes(one.dtype, one.data).reshape(one.shape).astype(np.float64)
-            for one in tensors.values()
+            floats_from_bytes(tensor.dtype, tensor.data).reshape(tensor.shape).astype(np.float64)
+            for tensor in tensors.values()
         ]
 
     def _count(self, tensors: Mapping[str, TensorData], param: str) -> None:
-        sizes = [int(np.prod(one.shape)) for one in tensors.values()]
+        sizes = [int(np.prod(tensor.shape)) for tensor in tensors.values()]
         self._num_bytes += 4 * len(sizes) * max(sizes)
         if self._num_bytes > MAX_BYTES:
             raise ApiError(

@@ -39,30 +39,30 @@ RowArray = npt.NDArray[np.int64]
 class LogitsRows:
     """Source of the logits rows that a plan wants, valid for the engine's ``sample_rows`` (ascending).
 
-    Of the wanted rows, ``own`` are among the engine's logits, at ``sampled``; ``other``, None if there are
+    Of the wanted rows, ``known`` are among the engine's logits, at ``sampled``; ``other``, None if there are
     none, have to be computed from the step's rows ``hidden``.
     """
 
     sample_rows: RowArray
-    own: torch.Tensor
+    known: torch.Tensor
     sampled: torch.Tensor
     other: torch.Tensor | None
     hidden: torch.Tensor
 
     @classmethod
     def of(cls, rows: RowArray, sample_rows: RowArray, device: torch.device) -> Self:
-        place = np.minimum(np.searchsorted(sample_rows, rows), len(sample_rows) - 1)
-        known = sample_rows[place] == rows
+        index = np.minimum(np.searchsorted(sample_rows, rows), len(sample_rows) - 1)
+        is_known = sample_rows[index] == rows
 
-        def index(values: RowArray) -> torch.Tensor:
+        def on_device(values: RowArray) -> torch.Tensor:
             return to_device(values, device)
 
         return cls(
             sample_rows=sample_rows.copy(),
-            own=index(np.flatnonzero(known)),
-            sampled=index(place[known]),
-            other=None if known.all() else index(np.flatnonzero(~known)),
-            hidden=index(rows[~known]),
+            known=on_device(np.flatnonzero(is_known)),
+            sampled=on_device(index[is_known]),
+            other=None if is_known.all() else on_device(np.flatnonzero(~is_known)),
+            hidden=on_device(rows[~is_known]),
         )
 
     def holds(self, sample_rows: RowArray) -> bool:
@@ -77,13 +77,13 @@ class LogitsRows:
         """Return the wanted rows, computing those not in ``sampled``, ``[requests + drafts, vocabulary]``."""
         if self.other is None:
             return sampled.index_select(0, self.sampled)
-        logits = sampled.new_empty(len(self.own) + len(self.other), sampled.shape[1])
-        logits[self.own] = sampled[self.sampled]
+        logits = sampled.new_empty(len(self.known) + len(self.other), sampled.shape[1])
+        logits[self.known] = sampled[self.sampled]
         logits[self.other] = compute_logits(hidden[self.hidden]).to(logits.dtype)
         return logits
 
     def put_back(self, logits: torch.Tensor, sampled: torch.Tensor) -> None:
-        sampled[self.sampled] = logits[self.own]
+        sampled[self.sampled] = logits[self.known]
 
 
 _FAILURE: Final = Failure(
@@ -115,12 +115,12 @@ class Overflows:
         cls, spans: Iterable[Segment], logits_rows: npt.NDArray[np.int64], device: torch.device
     ) -> Overflows:
         of_rows = list(spans)
-        num_rows = max(one.stop for one in of_rows)
+        num_rows = max(group.stop for group in of_rows)
         of_logits = [
-            Segment(one.request_id, num_rows + place, num_rows + place + 1, row - one.start)
-            for one in of_rows
+            Segment(group.request_id, num_rows + place, num_rows + place + 1, row - group.start)
+            for group in of_rows
             for place, row in enumerate(logits_rows.tolist())
-            if one.start <= row < one.stop
+            if group.start <= row < group.stop
         ]
         flags = torch.zeros(num_rows + len(logits_rows), dtype=torch.bool, device=device)
         return cls(flags, of_rows + of_logits, num_rows)
@@ -135,12 +135,12 @@ def overflow_failures(
     """Return the failures of requests of which a row is marked that is no refused draft (``num_kept``)."""
     if not flags.any():
         return {}
-    found = {}
+    failures = {}
     for request_id, start, stop, offset in segments:
         kept = min(stop, start + num_kept.get(request_id, stop) - offset)
         if flags[start : max(start, kept)].any():
-            found[request_id] = _FAILURE
-    return found
+            failures[request_id] = _FAILURE
+    return failures
 
 
 logger = logging.getLogger(__name__)
@@ -417,14 +417,14 @@ class StepPlan:
 
     def reset(self) -> None:
         self.ran.clear()
-        for one in self.moving:
-            one.words.add_(one.moves)
+        for moved in self.moving:
+            moved.words.add_(moved.moves)
         if self.copy is not None:
             self.copy.precede_writes()
             self.copy = None
         self.overflows_before.clear()
-        for own in self.overflows:
-            own.flags.zero_()
+        for overflow in self.overflows:
+            overflow.flags.zero_()
 
 
 class SteadyRun:

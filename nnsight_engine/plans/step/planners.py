@@ -77,15 +77,15 @@ class PatternPlanner:
 
     def _open_until(self, span: Span, captures: Sequence[PatternRows]) -> dict[int, int]:
         """Return, for each layer that still captures, one past the last position that may be captured."""
-        found: dict[int, int] = {}
+        open_until: dict[int, int] = {}
         for active in (rows.active for rows in captures):
             last = last_position(active.op.where, span.request.plan.prompt_len)
             if last is not None and span.request.end_position > last:
                 continue
             stop = self._context.spec.max_model_len if last is None else last + 1
             for site in filter(self._context.stage.has, active.op.sites):
-                found[site.layer] = max(found.get(site.layer, 0), stop)
-        return found
+                open_until[site.layer] = max(open_until.get(site.layer, 0), stop)
+        return open_until
 
     def _free(self, span: Span, open_until: dict[int, int]) -> None:
         stores = span.request.patterns.stores
@@ -243,7 +243,7 @@ def _add_reads(
     if overflows is not None:
         work.table.address(overflows)
         flags = addresses(overflows, sites)
-    own = reads(buffer.dtype, len(sites))
+    plain_reads = reads(buffer.dtype, len(sites))
     for item, piece in zip(items, group.slices, strict=True):
         part = slice(piece.start, piece.stop)
         words: dict[Word, Words | int] = {Word.OUT: to[:, part]}
@@ -251,7 +251,7 @@ def _add_reads(
             words[Word.OVERFLOW] = flags[:, part]
         # Of a probe, the vector is its own.
         program = item.active.program
-        instructions = own if program is None else program.at(sites)
+        instructions = plain_reads if program is None else program.at(sites)
         work.table.add(Block(item.member, keys, order, item.rows_at(keys[0]), instructions, words))
 
 
@@ -287,10 +287,10 @@ def plan_writes(work: PlanInProgress, items: list[OperationRows]) -> None:
                 if work.context.stage.has(key) and len(item.rows_at(key)):
                     inputs = None if active.source is None else _plan_source(work, item)
                     form = (active.features.dictionary, active.features.source)
-                    one = ChangedRows(item, key, inputs)
-                    groups[(key, item.stages[index], *form)].append(one)
+                    changed = ChangedRows(item, key, inputs)
+                    groups[(key, item.stages[index], *form)].append(changed)
     for (_, stage, *_), several in groups.items():
-        for part in bounded(several, lambda one: one.features, lambda one: len(one.rows)):
+        for part in bounded(several, lambda changed: changed.features, lambda changed: len(changed.rows)):
             _plan_changes(work, part, stage, overflows)
 
 
@@ -301,19 +301,19 @@ def _plan_changes(
     overflows: Overflows | None,
 ) -> None:
     key = several[0].key
-    sizes = [len(one.rows) for one in several]
+    sizes = [len(changed.rows) for changed in several]
     # Zeros: what a kernel that raises has left is added.
     out = torch.zeros(sum(sizes), work.context.width(key), device=work.context.device)
     pieces = list(out.split(sizes))
     kernel = changes_of(several, out)
-    members = [one.item.member for one in several]
-    group = KernelGroup(kernel, members, lambda one: changes_of(several[one : one + 1], pieces[one]))
+    members = [changed.item.member for changed in several]
+    group = KernelGroup(kernel, members, lambda i: changes_of(several[i : i + 1], pieces[i]))
     work.staged[key].append((in_order(stage), group))
-    for one, piece in zip(several, pieces, strict=True):
+    for changed, piece in zip(several, pieces, strict=True):
         work.table.address(piece)
         columns: dict[Word, Words | int] = {Word.OPERAND: addresses(piece.unsqueeze(1), [0])}
         order = [in_order(stage, is_last_part=True)]
-        _add_write(work, one.item, [key], order, _CHANGE, columns, overflows)
+        _add_write(work, changed.item, [key], order, _CHANGE, columns, overflows)
 
 
 def _plan_mean(work: PlanInProgress, item: OperationRows) -> None:
@@ -340,11 +340,14 @@ def _plan_mean(work: PlanInProgress, item: OperationRows) -> None:
                 return
             mean = torch.empty(active.widths[index], device=work.context.device)
             work.plan.means.append((request, place, mean))
-            own = Instructions.blank(1, Code.MEAN)
-            own.words[0, Word.UNITS] = work.table.address(work.on_device(source))
-            own.words[0, Word.COUNT], own.words[0, Word.OUT] = len(source), work.table.address(mean)
+            instruction = Instructions.blank(1, Code.MEAN)
+            instruction.words[0, Word.UNITS] = work.table.address(work.on_device(source))
+            instruction.words[0, Word.COUNT], instruction.words[0, Word.OUT] = (
+                len(source),
+                work.table.address(mean),
+            )
             order = in_order(item.stages[index])
-            work.table.add(Block(item.member, [key], [order], item.rows_at(key)[-1:], own, {}))
+            work.table.add(Block(item.member, [key], [order], item.rows_at(key)[-1:], instruction, {}))
             work.table.wait(key, order)
         program.words[index, Word.OPERAND] = work.table.address(mean)
     _add_writes(work, item, program, None, is_last_part=True)
@@ -363,11 +366,11 @@ def _add_writes(
         rows = item.rows_at(keys[0])
         if not len(rows):
             continue
-        own = program.at(indices)
+        instructions = program.at(indices)
         columns: dict[Word, Words | int] = {}
         if active.op.kind in WITH_FACTORS:
             # Sites follow each other, so all of them may use the same.
-            count = max(1, int(own.words[0, Word.COUNT]))
+            count = max(1, int(instructions.words[0, Word.COUNT]))
             factors = torch.empty(len(rows), count, device=work.context.device)
             columns[Word.OUT] = work.table.address(factors) + np.arange(len(rows)) * count * factors.itemsize
         if active.op.kind is OperationKind.PATCH:
@@ -375,9 +378,11 @@ def _add_writes(
                 np.asarray(active.op.where.positions, np.int64),
                 item.offsets_at(keys[0]) + item.span.start,
             )
-            columns[Word.OPERAND] = own.words[:, Word.OPERAND, None] + positions * patch_bytes(active)
+            columns[Word.OPERAND] = instructions.words[:, Word.OPERAND, None] + positions * patch_bytes(
+                active
+            )
         order = [in_order(item.stages[index], is_last_part=is_last_part) for index in indices]
-        _add_write(work, item, keys, order, own, columns, overflows)
+        _add_write(work, item, keys, order, instructions, columns, overflows)
 
 
 def _add_write(

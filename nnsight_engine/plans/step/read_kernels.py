@@ -54,10 +54,10 @@ class SiteValue:
         """Fill ``out``, ``[rows, width]``, and set ``overflows`` where a finite number exceeds its dtype."""
         if self._residual is None:
             raise RuntimeError("states are read without the requests' slots")
-        own = self._hidden.index_select(0, self._residual.index_select(0, requests))
-        out.copy_(own)
+        residual = self._hidden.index_select(0, self._residual.index_select(0, requests))
+        out.copy_(residual)
         if overflows is not None:
-            torch.any(out.isinf() & own.isfinite(), dim=-1, out=overflows)
+            torch.any(out.isinf() & residual.isfinite(), dim=-1, out=overflows)
 
 
 class ReadKernel(abc.ABC):
@@ -186,9 +186,9 @@ class ComputePattern(ReadKernel):
         group = num_heads // num_kv_heads
         step = max(1, self.scratch_bytes // (num_keys * head_dim * torch.float32.itemsize))
         for first in range(0, num_kv_heads, step):
-            own = keys[:, first : first + step].to(torch.float32)
-            heads = slice(first * group, (first + own.shape[1]) * group)
-            self._fill(value, heads, own)
+            head_keys = keys[:, first : first + step].to(torch.float32)
+            heads = slice(first * group, (first + head_keys.shape[1]) * group)
+            self._fill(value, heads, head_keys)
 
     def _fill(self, value: SiteValue, heads: slice, keys: torch.Tensor) -> None:
         num_keys, num_kv_heads, head_dim = keys.shape
@@ -197,10 +197,10 @@ class ComputePattern(ReadKernel):
         for start in range(0, len(self.rows), step):
             stop = min(start + step, len(self.rows))
             seen = self.position_numbers[stop - 1] + 1
-            own = value.queries(self.rows[start:stop])[:, heads]
+            queries = value.queries(self.rows[start:stop])[:, heads]
             # Neighbouring heads share a key head: [rows, key heads, queries of each, head_dim].
-            own = own.view(stop - start, num_kv_heads, -1, head_dim)
-            scores = torch.einsum("rhgd,khd->rhgk", own, keys[:seen]).flatten(1, 2)
+            queries = queries.view(stop - start, num_kv_heads, -1, head_dim)
+            scores = torch.einsum("rhgd,khd->rhgk", queries, keys[:seen]).flatten(1, 2)
             slopes = None if self.form.slopes is None else self.form.slopes[heads]
             out[start:stop, :, :seen] = self._probabilities(scores, self.positions[start:stop], slopes)
 

@@ -80,14 +80,14 @@ class _Pieces(Lines):
         self._last = 0
 
     def place(self, line: int, text: str) -> int:
-        before = self.num_characters
-        new = [f"{one}\n" for one in text.removesuffix("\n").split("\n")]
-        for number, one in enumerate(new, start=line):
-            self._set(number, one)
-        self._last = max(self._last, line - 1 + len(new))
-        if new[0][:1] in {" ", "\t"} and line > 1 and not self[line - 2].strip():
+        num_before = self.num_characters
+        lines = [f"{text_line}\n" for text_line in text.removesuffix("\n").split("\n")]
+        for number, text_line in enumerate(lines, start=line):
+            self._set(number, text_line)
+        self._last = max(self._last, line - 1 + len(lines))
+        if lines[0][:1] in {" ", "\t"} and line > 1 and not self[line - 2].strip():
             self._set(line - 1, "if 1:\n")  # so that tools that parse the whole file can do so
-        return self.num_characters - before
+        return self.num_characters - num_before
 
     def _set(self, number: int, line: str) -> None:
         held = self._lines.get(number)

@@ -29,7 +29,7 @@ class CpuKernel:
 
     def __init__(self, name: str, kernel: Callable[..., Any], function: Callable[..., None]) -> None:
         parameters = inspect.signature(getattr(kernel, "fn", kernel)).parameters
-        self._names: Final = {one: one.removesuffix(_POINTER).lower() for one in parameters}
+        self._names: Final = {parameter: parameter.removesuffix(_POINTER).lower() for parameter in parameters}
         self._wanted: Final = frozenset(inspect.signature(function).parameters)
         self._name: Final = name
         self._function: Final = function
@@ -39,15 +39,15 @@ class CpuKernel:
 
     def _launch(self, grid: tuple[int, ...], *positional: object, **named: object) -> None:
         # Triton's own options, such as `num_warps`, are not among the names.
-        given = dict(zip(self._names.values(), positional, strict=False))
-        given |= {self._names[name]: value for name, value in named.items() if name in self._names}
+        arguments = dict(zip(self._names.values(), positional, strict=False))
+        arguments |= {self._names[name]: value for name, value in named.items() if name in self._names}
         for name, value in SUPPORTED.items():
-            if given.get(name, value) != value:
+            if arguments.get(name, value) != value:
                 raise NotImplementedError(
-                    f"vLLM's kernel {self._name} has no function for CPUs with {name} {given[name]}"
+                    f"vLLM's kernel {self._name} has no function for CPUs with {name} {arguments[name]}"
                 )
-        given[_GRID] = grid
-        self._function(**{name: value for name, value in given.items() if name in self._wanted})
+        arguments[_GRID] = grid
+        self._function(**{name: value for name, value in arguments.items() if name in self._wanted})
 
 
 _WORKER: Final = "vllm.v1.worker."

@@ -103,7 +103,7 @@ class StepHandler:
             tensor_parallel_size=parallel.tensor_parallel_size,
             generates=config.model_config.runner_type != "pooling",
             is_causal=not config.model_config.is_mm_prefix_lm,
-            find=None if limits.points == STRICT else partial(_found, model, config, device),
+            find=None if limits.points == STRICT else partial(_family_by_structure, model, config, device),
             gather=_of_all_stages,
         )
         keep_inputs_plain(points)
@@ -237,7 +237,7 @@ class StepHandler:
                 if features[index].modality != _IMAGE or not self.interventions.enters_encoder(request_id):
                     others.setdefault(request_id, []).append(index)
                     continue
-                image = sum(one.modality == _IMAGE for one in features[:index])
+                image = sum(feature.modality == _IMAGE for feature in features[:index])
                 with self.interventions.encoding(request_id, image):
                     run({request_id: [index]})
         if others:
@@ -273,7 +273,7 @@ class StepHandler:
                 stack.enter_context(hooked(points, plan, tap_step.is_models_own))
                 stack.enter_context(untapped(points.layers, points.family, missing, tap_step))
             output = self._traced_forward(step, run, context) if traced else run()
-        is_uncompiled = context.skip_compiled or any(one.is_uncompiled for one in self._from_stages)
+        is_uncompiled = context.skip_compiled or any(results.is_uncompiled for results in self._from_stages)
         return self._after_forward(step, plan, output, EAGER if is_uncompiled else TAP)
 
     def replay(self, step: Step | None, table: GraphTable, run: Callable[[], ModelOutput]) -> ModelOutput:
@@ -373,8 +373,8 @@ class StepHandler:
         """Offer the sampled ids to traces, ``[requests, 1 + drafts]``; return them as blocks left them."""
         if sampled.shape[1] == 1:
             return self.traces.on_samples(sampled)
-        own = sampled[:, :1]
-        own.copy_(self.traces.on_samples(own))
+        first_samples = sampled[:, :1]
+        first_samples.copy_(self.traces.on_samples(first_samples))
         return sampled
 
     def note_samples(self, sampled: torch.Tensor) -> None:
@@ -410,22 +410,22 @@ def _uncompiled(*_: Any) -> None:
     _call_modules(get_forward_context())
 
 
-def _found(model: nn.Module, config: VllmConfig, device: torch.device) -> EngineFamily:
-    found = found_family(ModelRuns(model, config, device))
+def _family_by_structure(model: nn.Module, config: VllmConfig, device: torch.device) -> EngineFamily:
+    result = found_family(ModelRuns(model, config, device))
     _LOG.warning(
         "%s has no table of points: they are found by the model's structure; %s",
         type(model).__name__,
-        "; ".join(found.remarks),
+        "; ".join(result.remarks),
     )
-    return found.family
+    return result.family
 
 
-def _of_all_stages(own: Blocks) -> list[Blocks]:
+def _of_all_stages(blocks: Blocks) -> list[Blocks]:
     group = get_pp_group()
-    found: list[Any] = [own] * group.world_size
+    of_stages: list[Any] = [blocks] * group.world_size
     if group.world_size > 1:
-        torch.distributed.all_gather_object(found, own, group=group.cpu_group)
-    return found
+        torch.distributed.all_gather_object(of_stages, blocks, group=group.cpu_group)
+    return of_stages
 
 
 def _call_modules(context: Any) -> None:
@@ -452,7 +452,7 @@ def _arrived(scheduled: SchedulerOutput, key: str) -> list[tuple[str, Any]]:
 def _fails_anywhere(failure: Exception | None) -> bool:
     """Return whether any tensor-parallel rank has a failure; all call it in the same order."""
     group = get_tp_group()
-    found = torch.tensor(int(failure is not None))
+    has_failed = torch.tensor(int(failure is not None))
     if group.world_size > 1:
-        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
-    return bool(found)
+        torch.distributed.all_reduce(has_failed, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+    return bool(has_failed)

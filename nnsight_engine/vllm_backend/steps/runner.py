@@ -146,8 +146,9 @@ class RunnerMixin(AdaptersMixin):
             return int(capture())
 
     def profile_cudagraph_memory(self) -> int:
-        own = int(super().profile_cudagraph_memory())  # type: ignore[misc]
-        return 2 * own if self.handler.graphs.captures(self.compilation_config.cudagraph_mode) else own  # type: ignore[attr-defined] # as above
+        vllms_bytes = int(super().profile_cudagraph_memory())  # type: ignore[misc]
+        captures = self.handler.graphs.captures(self.compilation_config.cudagraph_mode)  # type: ignore[attr-defined] # as above
+        return 2 * vllms_bytes if captures else vllms_bytes
 
     def shutdown(self) -> None:
         if hasattr(self, "handler"):

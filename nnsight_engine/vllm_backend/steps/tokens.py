@@ -112,16 +112,16 @@ class ReplayedSamples:
         undone: Collection[str],
     ) -> None:
         """Write the stored samples into the output; those of ``undone`` requests stay stored as well."""
-        for request_id in [one for one in self._stored if one in rows and one not in undone]:
+        for request_id in [stored for stored in self._stored if stored in rows and stored not in undone]:
             kept, row = self._stored.pop(request_id), rows[request_id]
             output.sampled_token_ids[row, :1] = kept.tokens
             at = logprobs_rows[row]
-            for part, own in zip(_parts(output), kept.logprobs, strict=False):
-                if own.ndim:  # width: the most logprobs that any request of the batch asks for
-                    width = min(len(own), part.shape[1])
-                    part[at, :width] = own[:width]
+            for part, stored_part in zip(_parts(output), kept.logprobs, strict=False):
+                if stored_part.ndim:  # width: the most logprobs that any request of the batch asks for
+                    width = min(len(stored_part), part.shape[1])
+                    part[at, :width] = stored_part[:width]
                 else:
-                    part[at] = own
+                    part[at] = stored_part
 
     def forget(self, finished: Collection[str]) -> None:
         for request_id in finished:
@@ -129,7 +129,7 @@ class ReplayedSamples:
 
 
 def _parts(output: Any) -> list[torch.Tensor]:
-    found = output.logprobs_tensors
-    if found is None:
+    logprobs = output.logprobs_tensors
+    if logprobs is None:
         return []
-    return [found.logprob_token_ids, found.logprobs, found.selected_token_ranks]
+    return [logprobs.logprob_token_ids, logprobs.logprobs, logprobs.selected_token_ranks]

@@ -65,5 +65,5 @@ class BlockAdapters:
 
 def block_adapters(model: nn.Module) -> BlockAdapters:
     """Return those of a loaded model; without effect if it takes no adapters."""
-    found: BlockAdapters | None = getattr(getattr(model, "lora_manager", None), "block_adapters", None)
-    return BlockAdapters() if found is None else found
+    adapters: BlockAdapters | None = getattr(getattr(model, "lora_manager", None), "block_adapters", None)
+    return BlockAdapters() if adapters is None else adapters

@@ -153,18 +153,20 @@ class EngineCacheView(CacheView):
             entry = self._entry()
             if side == "input" and prefix != _NORM:
                 _ = entry.inputs  # raises, with advice, if there are none
-                given = entry.values["input"]
-                pairs = [(family.hidden_of(*one), family.residual_of(*one)) for one in given]
+                inputs = entry.values["input"]
+                pairs = [
+                    (family.hidden_of(*arguments), family.residual_of(*arguments)) for arguments in inputs
+                ]
                 return _each(pairs, lambda pair: _tensor(pair, family, is_stream=True))
             is_stream = family.returns_residual and (prefix != _NORM or side == "input")
             return _each(_values(entry, side), lambda value: _tensor(value, family, is_stream=is_stream))
         _, layer, group = prefix.split(".", 2)
-        here = self
+        view = self
         if f"{group}.{side}" == ATTENTION_INPUT:  # attention has more arguments, in varying order
             projection = points.layout.blocks[int(layer)].leaves[leaf_names.QUERIES].path
             path = f"{points.root.path}.{family.layers}.{layer}.{projection}"
-            here = type(self)(self._cache, path, None)
-        values = _values(here._entry(), side)  # noqa: SLF001 - a view like this one
+            view = type(self)(self._cache, path, None)
+        values = _values(view._entry(), side)  # noqa: SLF001 - a view like this one
         return _each(values, lambda value: _tensor(value, family, is_stream=False))
 
 

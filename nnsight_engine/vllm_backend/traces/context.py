@@ -171,7 +171,7 @@ class TraceContext:
     ) -> ThreadMediator:
         """Return a block's mediator, seeded per choice; ``enter`` is called on its thread before it runs."""
         invoke = self._invokes[index]
-        function = compiled(invoke.info, invoke.own, assignments=invoke.assignments)
+        function = compiled(invoke.info, invoke.cells, assignments=invoke.assignments)
         seed = zlib.crc32(f"{self.key}/{index}/{choice}".encode())
         mediator = ThreadMediator(self._saving(function, invoke, enter), invoke.info, threads, seed=seed)
         mediator.exchange = self._exchanges[index]

@@ -196,8 +196,8 @@ def packed_value(value: Any) -> tuple[list[ValueSlot] | None, bool, Sequence[Pie
 def unpacked_value(head: Offer, body: memoryview, resolve: Callable[[tuple[str, ...]], Any]) -> Any:
     if head.slots is None:
         return decode(bytearray(body), resolve=resolve)
-    found = list(map(Tensors(body).next, head.slots))
-    return tuple(found) if head.is_tuple else found[0]
+    leaves = list(map(Tensors(body).next, head.slots))
+    return tuple(leaves) if head.is_tuple else leaves[0]
 
 
 class Tensors:

@@ -145,8 +145,8 @@ class EnginePoints(NamedPoints):
         # Not in ``points``, only on parts: the input of attention's projections, and of the final norm.
         if leaf == ATTENTION_INPUT and self.layout.blocks[layer].attention_input is None:
             return None
-        found = (leaf_at(self._specs, name, layer) for name in _OF_THAT_SHAPE.get(leaf, (leaf,)))
-        return next(filter(None, found), None)
+        specs = (leaf_at(self._specs, name, layer) for name in _OF_THAT_SHAPE.get(leaf, (leaf,)))
+        return next(filter(None, specs), None)
 
     def _resolved(self, name: str) -> tuple[int, str]:
         """Return the layer (-1 for a point of the whole model) and the leaf; raises UnknownPointError."""

@@ -268,8 +268,8 @@ class WorkerPoints(EnginePoints):
             return WorkerPatternPoint(name, kernel, (block.num_heads, block.num_kv_heads), shape)
         if leaf == leaf_names.STATE:
             mixer, output = (
-                self.raw(f"{self.family.layers}.{layer}.{block.leaves[one].path}")
-                for one in (leaf, leaf_names.MIXER)
+                self.raw(f"{self.family.layers}.{layer}.{block.leaves[candidate].path}")
+                for candidate in (leaf, leaf_names.MIXER)
             )
             return WorkerStatePoint(name, mixer, output, shape)
         spec = block.attention_input if leaf == ATTENTION_INPUT else block.leaves[leaf]

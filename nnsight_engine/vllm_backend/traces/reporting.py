@@ -49,13 +49,13 @@ class Deltas:
             if self._refused.get(name, self) is value:
                 continue
             before, mark = self._sent.get(name, (None, None))
-            now = _mark(value)
-            if mark == now and (value is before or (_is_scalar(value) and value == before)):
+            new_mark = _mark(value)
+            if mark == new_mark and (value is before or (_is_scalar(value) and value == before)):
                 continue
-            is_grown = value is before and type(value) is list and mark[0] < now[0]
+            is_grown = value is before and type(value) is list and mark[0] < new_mark[0]
             new = value[mark[0] :] if is_grown else value
             if _is_plain(new):
-                self._sent[name] = (value, now)
+                self._sent[name] = (value, new_mark)
                 (grown if is_grown else whole)[name] = new
         if not whole and not grown:
             return None
@@ -136,10 +136,10 @@ class BlockStdout:
     @staticmethod
     def install() -> BlockStdout:
         """Return the object that replaces ``sys.stdout``, installing it if there is none."""
-        now = sys.stdout
-        if not isinstance(now, BlockStdout):
-            sys.stdout = now = BlockStdout(now)
-        return now
+        stdout = sys.stdout
+        if not isinstance(stdout, BlockStdout):
+            sys.stdout = stdout = BlockStdout(stdout)
+        return stdout
 
     def enter(self, prints: Prints) -> None:
         """Redirect the calling thread's output to ``prints`` until the thread ends."""

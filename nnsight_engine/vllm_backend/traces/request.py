@@ -333,8 +333,12 @@ class TracedRequest(Interleaver):
 
     def due(self, provider: str) -> list[Mediator]:
         """Return the blocks that wait for this call of a provider, in the order of being answered."""
-        now = (self.number, None)
-        return [one for one in self.wanted.get(provider, ()) if one.waiting and one.waiting[2] in now]
+        due_calls = (self.number, None)
+        return [
+            request
+            for request in self.wanted.get(provider, ())
+            if request.waiting and request.waiting[2] in due_calls
+        ]
 
     # Values that the model provides.
 
@@ -407,7 +411,7 @@ class TracedRequest(Interleaver):
         waiting = self.wanted.get(provider, ())
         return (
             None
-            if any(one.waiting is not None and one.waiting[2] is None for one in waiting)
+            if any(waiter.waiting is not None and waiter.waiting[2] is None for waiter in waiting)
             else self.number
         )
 

@@ -137,8 +137,8 @@ class ShardLocation:
         return self.rest is not None or any(layout is not None for layout in self.layouts)
 
     def fits(self, parts: Sequence[torch.Tensor]) -> bool:
-        found = [(self.of(index), part) for index, part in enumerate(parts)]
-        return all(layout is None or layout.fits(part) for layout, part in found)
+        pairs = [(self.of(index), part) for index, part in enumerate(parts)]
+        return all(layout is None or layout.fits(part) for layout, part in pairs)
 
     def whole(self, value: Any, gather: Gather) -> Any:
         """Replace the parts in a value by wholes; all ranks call this together."""
@@ -209,7 +209,7 @@ class Shards:
 
     def needs_all(self, path: str) -> bool:
         """Return whether all ranks must call the module at ``path`` together."""
-        return any(one == path or one.startswith(f"{path}.") for one in self._spread)
+        return any(spread == path or spread.startswith(f"{path}.") for spread in self._spread)
 
     def has_parts(self, path: str) -> bool:
         return path in self._spread or path in self._held
@@ -278,17 +278,17 @@ class Shards:
         self._put(path, ShardLocation((queries, keys, values)), ShardLocation(rest=queries))
         self._spread.add(path)
         for name, module in attention.named_children():
-            own = self._paths.get(id(module))
-            if own is None or module is kernel:
+            module_path = self._paths.get(id(module))
+            if module_path is None or module is kernel:
                 continue
             if type(module).__module__.startswith(_ROTARY):
-                self._put(own, ShardLocation((None, queries, keys)), ShardLocation((queries, keys)))
+                self._put(module_path, ShardLocation((None, queries, keys)), ShardLocation((queries, keys)))
             elif name in _HEAD_NORMS:
                 count, copies = kernel.num_heads, 1
                 if name != "q_norm":
                     count, copies = kernel.num_kv_heads, self._kv_copies(kernel, block)
                 heads = ShardLocation((Layout((ShardPiece(count, copies),), axis=-2),))
-                self._put(own, heads, heads)
+                self._put(module_path, heads, heads)
         self._leave_unknown(attention)
 
     def _heads(self, kernel: Any, block: BlockPoints) -> tuple[Layout, Layout, Layout]:
@@ -308,11 +308,11 @@ class Shards:
         mixer = base_module(layer.get_submodule(path))
         container = mixer if any(mixer.children()) else layer.get_submodule(path.rpartition(".")[0])
         for name, module in container.named_modules():
-            own = self._paths.get(id(module))
+            module_path = self._paths.get(id(module))
             is_merged = isinstance(base_module(module), MergedColumnParallelLinear)
-            if own is not None and name.rpartition(".")[2] in _IN_GROUPS and not is_merged:
-                self._put(own, EVERYWHERE, None)
-                self._held.add(own)
+            if module_path is not None and name.rpartition(".")[2] in _IN_GROUPS and not is_merged:
+                self._put(module_path, EVERYWHERE, None)
+                self._held.add(module_path)
         self._leave_unknown(container)
 
     def _place_mlp(self, layer: nn.Module, block: BlockPoints) -> None:
@@ -323,10 +323,10 @@ class Shards:
         up, down = (layer.get_submodule(leaves[leaf].path) for leaf in ("mlp.up", "mlp.act"))
         parent = layer.get_submodule(leaves["mlp.act"].path.rpartition(".")[0])
         for module in parent.children():
-            own = self._paths.get(id(module))
-            if own is not None and type(module).__module__ in _ACTIVATIONS:
+            module_path = self._paths.get(id(module))
+            if module_path is not None and type(module).__module__ in _ACTIVATIONS:
                 before, after = self._paths[id(up)], self._paths[id(down)]
-                self._put(own, self.place(f"{before}.output"), self.place(f"{after}.input"))
+                self._put(module_path, self.place(f"{before}.output"), self.place(f"{after}.input"))
         if block.mlp:
             self._leave_unknown(layer.get_submodule(block.mlp))
 
@@ -340,9 +340,11 @@ class Shards:
             is_whole = isinstance(base_module(module), ReplicatedLinear | ExpertChoice)
             if path is None or is_whole:
                 continue
-            own = [] if path in self._spread else [*module.parameters(recurse=False)]
+            parameters = [] if path in self._spread else [*module.parameters(recurse=False)]
             is_container = module is container
-            if own and (is_container or any(hasattr(one, "weight_loader") for one in own)):
+            if parameters and (
+                is_container or any(hasattr(parameter, "weight_loader") for parameter in parameters)
+            ):
                 self._held.add(path)
             if not is_container:
                 providers = {f"{path}.input", f"{path}.output"}

@@ -77,8 +77,8 @@ class PromptChunks:
 
     def leave(self, provider: str) -> None:
         """When the model continues, raise ChunkedPromptError if the block has edited a gathered value."""
-        given, self._given = self._given, []
-        for whole, before in given:
+        delivered, self._given = self._given, []
+        for whole, before in delivered:
             self._request.memory.give(num_bytes([whole]))
             if _versions(whole) != before:
                 raise ChunkedPromptError.writing(provider, self.num_passed + 1)

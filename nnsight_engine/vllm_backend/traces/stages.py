@@ -181,8 +181,8 @@ class EarlyStageDispatcher(TraceDispatcher):
             message = packed(InvalidValue(provider, passed, encode_error(failure)))
         self._link.send(message)
         reply, content = self._answer()
-        given = Tensors(content, ALL_DTYPES)
-        changes = [(slot.number, given.next(slot)) for slot in reply.changes]
+        received = Tensors(content, ALL_DTYPES)
+        changes = [(slot.number, received.next(slot)) for slot in reply.changes]
         return self._rows.give_back(payloads.changed(kept, changes)) if changes else value
 
     def _passed(self) -> PassedPlaces:
@@ -215,8 +215,8 @@ class EarlyStageDispatcher(TraceDispatcher):
         listener, self.listener = self.listener, 0
         try:
             device = self.model.device or torch.device("cpu")
-            here = map_tensors((args, kwargs), lambda tensor: tensor.to(device))
-            value = self._rows.keep(map_tensors(self.model.get(path)(*here[0], **here[1]), plain))
+            on_device = map_tensors((args, kwargs), lambda tensor: tensor.to(device))
+            value = self._rows.keep(map_tensors(self.model.get(path)(*on_device[0], **on_device[1]), plain))
             message = packed(CallResult(), encode_pieces(value, reference=RowsPlaceholder.reference))
         except Exception as error:  # noqa: BLE001 - raised in the block
             message = packed(CallResult(encode_error(error)))
@@ -254,9 +254,9 @@ class LastStageDispatcher(TraceDispatcher):
         self, stage: int, changes: Sequence[tuple[ValueSlot, memoryview]] = (), live: list[str] | None = None
     ) -> None:
         looked_into = [
-            str(one.source.path)
-            for one in self.model._sources  # noqa: SLF001 - an envoy of ours
-            if isinstance(one.module, RemoteModule) and one.module.stage == stage
+            str(source.source.path)
+            for source in self.model._sources  # noqa: SLF001 - an envoy of ours
+            if isinstance(source.module, RemoteModule) and source.module.stage == stage
         ]
         reply = StageReply(list(self.wanted), [slot for slot, _ in changes], live, looked_into)
         self.links[stage].send(packed(reply, [content for _, content in changes]))
@@ -303,17 +303,17 @@ class LastStageDispatcher(TraceDispatcher):
         refused = RowStore.refusal((args, kwargs))
         if refused is not None:
             raise StageError.argument(path, refused)
-        given = map_tensors((args, kwargs), plain)
+        sent = map_tensors((args, kwargs), plain)
         adapter = self._adapters.current  # of this thread, which is not the model's
-        return mediator.on_models_thread(lambda: self._called(stage, path, *given, adapter), path)
+        return mediator.on_models_thread(lambda: self._called(stage, path, *sent, adapter), path)
 
     def call_module(self, envoy: Envoy, *args: torch.Tensor) -> Any:
         """Call a module for a block in another process; StageError unless its own stage is being served."""
         module = envoy._module  # noqa: SLF001 - an envoy of ours
         if not isinstance(module, RemoteModule):
             return super().call_module(envoy, *args)
-        given = tuple(map(plain, args))
-        return self._called(module.stage, str(envoy.path), given, {}, self._adapters.current)
+        sent = tuple(map(plain, args))
+        return self._called(module.stage, str(envoy.path), sent, {}, self._adapters.current)
 
     def _called(
         self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], adapter: int | None

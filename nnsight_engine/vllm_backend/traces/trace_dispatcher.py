@@ -299,9 +299,9 @@ class TraceDispatcher(ModuleUse):
     def _offer_in_place(self, provider: str, value: Any) -> None:
         if provider not in self.wanted:
             return
-        left = self.offer(provider, None, value)
-        if left is not value:
-            for old, new in zip(tensors(value), tensors(left), strict=True):
+        changed = self.offer(provider, None, value)
+        if changed is not value:
+            for old, new in zip(tensors(value), tensors(changed), strict=True):
                 if new is not old:
                     old.copy_(new)
 

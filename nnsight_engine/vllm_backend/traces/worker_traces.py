@@ -286,12 +286,12 @@ class WorkerTraces:
         if not spans:
             return False
         self.dispatcher.begin()
-        own = [span for span in spans if span.request_id in self._live]
-        self._active = [self._live[span.request_id] for span in own]
+        live_spans = [span for span in spans if span.request_id in self._live]
+        self._active = [self._live[span.request_id] for span in live_spans]
         self._began_s = sum(request.spent_s for request in self._active)
-        for request, span in zip(self._active, own, strict=True):
+        for request, span in zip(self._active, live_spans, strict=True):
             request.begin(span, num_rows)
-        if len(own) < len(spans):
+        if len(live_spans) < len(spans):
             self.sandboxes.step([span for span in spans if span.request_id not in self._live], num_rows)
         self.dispatcher.choose([*self._active, *self.sandboxes.active])
         return True
@@ -416,8 +416,8 @@ class WorkerTraces:
                 self._live.pop(request_id, None)
             return self.store.collect(key, results, index)
 
-        found: EndedTrace = self.dispatcher.jointly(collect)
-        return found
+        ended: EndedTrace = self.dispatcher.jointly(collect)
+        return ended
 
     def drop(self, key: str) -> float:
         def drop() -> float:

@@ -209,19 +209,23 @@ class SandboxConnection:
         self._guarded(lambda: self._serve(lambda: self._advance(call)))
 
     def _begin_call(self, call: CallRequest, content: memoryview) -> None:
-        given = Tensors(content)
-        args = [given.next(one) if isinstance(one, ValueSlot) else one for one in call.args]
+        tensors_sent = Tensors(content)
+        args = [
+            tensors_sent.next(argument) if isinstance(argument, ValueSlot) else argument
+            for argument in call.args
+        ]
         kwargs = {
-            name: given.next(one) if isinstance(one, ValueSlot) else one for name, one in call.kwargs.items()
+            name: tensors_sent.next(argument) if isinstance(argument, ValueSlot) else argument
+            for name, argument in call.kwargs.items()
         }
-        given.end()
+        tensors_sent.end()
         self._call = self._served.begin(call.path, args, kwargs)
         self._call_s = self._called_s
 
     def _advance(self, call: ModuleCall) -> None:
         call.advance()
         if call.is_done:
-            value = map_tensors(call.result(), lambda one: plain(one).cpu())
+            value = map_tensors(call.result(), lambda leaf: plain(leaf).cpu())
             self._return(
                 packed(
                     CallResult(), encode_pieces(RowStore().keep(value), reference=RowsPlaceholder.reference)

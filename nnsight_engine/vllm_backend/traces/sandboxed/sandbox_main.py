@@ -84,8 +84,8 @@ class Leftovers:
             return True
         pairs = zip(self._before, self._namespaces(), strict=True)
         return not all(
-            len(before) == len(now) and all(map(operator.is_, before.values(), now.values()))
-            for before, now in pairs
+            len(before) == len(after) and all(map(operator.is_, before.values(), after.values()))
+            for before, after in pairs
         )
 
     def _namespaces(self) -> list[Any]:
@@ -235,14 +235,14 @@ class SandboxDispatcher(TraceDispatcher):
 
     def _called(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         body: list[memoryview] = []
-        most = self.max_call_bytes
+        max_bytes = self.max_call_bytes
         call = CallRequest(
             path,
-            [_argument(path, one, body, most) for one in args],
-            {name: _argument(path, one, body, most) for name, one in kwargs.items()},
+            [_argument(path, arg, body, max_bytes) for arg in args],
+            {name: _argument(path, arg, body, max_bytes) for name, arg in kwargs.items()},
         )
-        if sum(map(len, body)) > most:  # the engine copies all of it before it can validate any
-            raise SandboxedError.argument(path, f"more than the {most:,} bytes that a call may have")
+        if sum(map(len, body)) > max_bytes:  # the engine copies all of it before it can validate any
+            raise SandboxedError.argument(path, f"more than the {max_bytes:,} bytes that a call may have")
         self.side.send(packed(call, body))
         head, content = read_by_sandbox(self.side.receive())
         if not isinstance(head, CallResult):
@@ -300,8 +300,8 @@ class SandboxTraces(WorkerTraces):
         """Prepare a process before it is confined, and return the function to run. A block needs a thread."""
         self._leftovers.draw_anew()
         self._threads = self._block_threads = WaitingThreads(self._threads.budget_s, num_blocks)
-        most = self._limits.sandbox_message_bytes
-        self.store.threads, self.store.closing = self._threads, TraceEnd(self._threads, most, most)
+        max_bytes = self._limits.sandbox_message_bytes
+        self.store.threads, self.store.closing = self._threads, TraceEnd(self._threads, max_bytes, max_bytes)
         warm_up(self)
         self._leftovers = Leftovers()
         return self.serve

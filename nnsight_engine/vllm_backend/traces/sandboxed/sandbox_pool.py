@@ -70,8 +70,8 @@ class IdleProcesses:
             self._by_process.popitem(last=False)[1][1].end()
 
     def take(self, tenant: str) -> Sandbox | None:
-        own = [process for process, (owner, _) in self._by_process.items() if owner == tenant]
-        for process in reversed(own):
+        of_tenant = [process for process, (owner, _) in self._by_process.items() if owner == tenant]
+        for process in reversed(of_tenant):
             _, sandbox = self._by_process.pop(process)
             with contextlib.suppress(OSError):
                 if sandbox.side.has_nothing_unread():
@@ -238,13 +238,13 @@ class SandboxPool:
         for span in spans:
             by_session.setdefault(self._by_request[span.request_id], []).append(span)
         self._active = list(by_session)
-        for session, own in by_session.items():
+        for session, session_spans in by_session.items():
             once_begun = self.facts.bound_once_begun if session.connection.has_process else ()
             bound = {*self.facts.bound, *once_begun}
-            session.prepare(own, is_bound=any(span.request_id in bound for span in own))
+            session.prepare(session_spans, is_bound=any(span.request_id in bound for span in session_spans))
         self._waiting.wait(self._active)
-        for session, own in by_session.items():
-            session.step(own, num_rows)
+        for session, session_spans in by_session.items():
+            session.step(session_spans, num_rows)
         self.gather()
         self._dispatcher.gather = self.gather
 
@@ -302,13 +302,13 @@ class SandboxPool:
         session = self._by_key[key]
         if not session.has_collected:
             raise RuntimeError("a sandboxed trace has not been collected yet: poll `finish_trace`")
-        pieces, left = session.saved()
+        pieces, remaining = session.saved()
         connection = session.connection
-        found = EndedTrace(
-            pieces, connection.take_spent(), *left, session.tier, has_begun=connection.has_process
+        ended = EndedTrace(
+            pieces, connection.take_spent(), *remaining, session.tier, has_begun=connection.has_process
         )
         self._forget(key)
-        return found
+        return ended
 
     def drop(self, key: str) -> float:
         session = self._by_key.get(key)

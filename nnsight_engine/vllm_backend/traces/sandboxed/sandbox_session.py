@@ -196,22 +196,23 @@ class SandboxSession:
 
     def _is_same(self, spans: Sequence[TraceSpan]) -> bool:
         """Return whether a step recomputes the deferred one; bring its rows into the deferred order."""
-        now = {span.request_id: span for span in spans}
+        current = {span.request_id: span for span in spans}
         self._misfits += 1
         if self._misfits > _MAX_MISFITS or any(
-            span.request_id not in self.live or now.get(span.request_id, span).start != span.start
+            span.request_id not in self.live or current.get(span.request_id, span).start != span.start
             for span in self._spans
         ):
             self.connection.give_up(SandboxEndedError.unrepeated())
             return False
-        if [one.num_rows for one in self._spans] != [
-            now[one.request_id].num_rows if one.request_id in now else 0 for one in self._spans
+        if [earlier.num_rows for earlier in self._spans] != [
+            current[earlier.request_id].num_rows if earlier.request_id in current else 0
+            for earlier in self._spans
         ]:
-            self.undone = list(now)
+            self.undone = list(current)
             return False
         self._misfits = 0
-        self._spans = [now.pop(span.request_id) for span in self._spans]
-        self.undone = list(now)  # requests that have arrived since
+        self._spans = [current.pop(span.request_id) for span in self._spans]
+        self.undone = list(current)  # requests that have arrived since
         return True
 
     def _resume(self) -> None:
@@ -299,18 +300,18 @@ class SandboxSession:
     def _note(self, reply: ContinueReply) -> None:
         """Record a step's reports; end the process if it reports what was not requested."""
         self._over |= self.live.intersection(reply.ended)
-        for one in reply.reports:
-            entry = self.entries.get(one.request_id)
-            self._num_printed += len(one.printed)
+        for report in reply.reports:
+            entry = self.entries.get(report.request_id)
+            self._num_printed += len(report.printed)
             if self._num_printed > 2 * MAX_PRINTED_BYTES:  # an unmodified process stops at half of that
                 self.connection.give_up(SandboxEndedError.broken("it printed without end"))
                 return
             if entry is None:
                 continue
-            if not _is_wanted(one, entry):  # nothing would ever read it
+            if not _is_wanted(report, entry):  # nothing would ever read it
                 self.connection.give_up(SandboxEndedError.broken("it reported what nobody asked for"))
                 return
-            self._reports[one.request_id] = (entry.key, entry.index, one.data, one.printed)
+            self._reports[report.request_id] = (entry.key, entry.index, report.data, report.printed)
 
     def _apply(self, reply: ContinueReply, content: memoryview) -> None:  # noqa: ARG002 - has none here
         if reply.wanted is not None:
@@ -364,21 +365,21 @@ class SandboxSession:
         return None
 
     def _want(self, wanted: Sequence[str]) -> None:
-        now = {provider: None for provider in wanted if provider in self._places}
+        available = {provider: None for provider in wanted if provider in self._places}
         for provider in self._wanted:
-            if provider not in now:
+            if provider not in available:
                 self.dispatcher.unwant(provider, self)
-        for provider in now:
+        for provider in available:
             self.dispatcher.want(provider, self)
-        self._wanted = list(now)
+        self._wanted = list(available)
 
     def _newly_passed(self) -> PassedPlaces:
-        num_sent, now = len(self._passed), self.dispatcher.passed()
+        num_sent, passed = len(self._passed), self.dispatcher.passed()
         same = num_sent
-        while same < len(now) and same < len(self._before) and now[same] == self._before[same]:
+        while same < len(passed) and same < len(self._before) and passed[same] == self._before[same]:
             same += 1
-        self._passed = now
-        return PassedPlaces(same, now[same:])
+        self._passed = passed
+        return PassedPlaces(same, passed[same:])
 
     # The interface of a ``TracedRequest`` to the dispatcher.
 

@@ -85,7 +85,9 @@ class WaitBudget:
     def throttled(self) -> frozenset[str]:
         """The tenants whose traces have delayed others and that are resting for it."""
         moment = time.monotonic()
-        self._throttled_until = {one: until for one, until in self._throttled_until.items() if until > moment}
+        self._throttled_until = {
+            tenant: until for tenant, until in self._throttled_until.items() if until > moment
+        }
         return frozenset(self._throttled_until)
 
     def wait_for_any(self, sandboxes: Sequence[SandboxSession], wait_s: float) -> None:
