@@ -119,7 +119,7 @@ class Entry:
     @property
     def input(self) -> Any:
         """The module's first argument; a list with one item per call if there were several."""
-        return _one_or_all([_first(value) for value in self._get("input")])
+        return _one_or_all([_first_argument(value) for value in self._get("input")])
 
     def __repr__(self) -> str:
         return f"Entry({', '.join(f'{key} x{len(kept)}' for key, kept in self.values.items())})"
@@ -368,17 +368,17 @@ class CacheView(Mapping[str, "CacheView"]):
 
     def keys(self) -> KeysView[str]:
         """Return the paths that have values, at and below this place."""
-        return self._kept().keys()
+        return self._views_below().keys()
 
     def values(self) -> ValuesView[CacheView]:
         """Return the views of the paths, in the order of ``keys``."""
-        return self._kept().values()
+        return self._views_below().values()
 
     def items(self) -> ItemsView[str, CacheView]:
         """Return pairs of path and view."""
-        return self._kept().items()
+        return self._views_below().items()
 
-    def _kept(self) -> dict[str, CacheView]:
+    def _views_below(self) -> dict[str, CacheView]:
         prefix = f"{self._path}."
         return {
             path: type(self)(self._cache, path, self._envoy_at(path))
@@ -393,7 +393,7 @@ class CacheView(Mapping[str, "CacheView"]):
         return cache_html(repr(self), {path: self._cache.entries[path].values for path in self.keys()})
 
 
-def _first(inputs: tuple[tuple[Any, ...], dict[str, Any]] | None) -> Any:
+def _first_argument(inputs: tuple[tuple[Any, ...], dict[str, Any]] | None) -> Any:
     args, kwargs = inputs if inputs is not None else ((), {})
     return args[0] if args else next(iter(kwargs.values()), None)
 

@@ -60,7 +60,7 @@ class CallValues:
         """The first argument: the first positional one, else the first by keyword."""
 
     @input.preprocess
-    def _first(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    def _first_argument(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         args, kwargs = value
         return args[0] if args else next(iter(kwargs.values()), None)
 

@@ -226,7 +226,7 @@ class Batcher:
 
     def _rows(self, tensor: torch.Tensor, group: BatchGroup | None) -> torch.Tensor:
         if group is None or not tensor.ndim or tensor.shape[0] != self.total_batch_size:
-            return self._whole(tensor)
+            return self._lend_whole(tensor)
         views = self._lending().views
         for view in views:  # reuse the view, so that there is one tensor that gets the gradient
             if view.whole is tensor and view.group == group:
@@ -235,7 +235,7 @@ class Batcher:
         views.append(_View(tensor, group, rows))
         return rows
 
-    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _lend_whole(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_inference():  # inference tensors have no version counter
             self._lending().shared.append((tensor, tensor._version))  # noqa: SLF001 - has no public name
         return tensor

@@ -164,16 +164,16 @@ class Interleaver(ModuleUse):
                 if self.released or self.stopped or self.error is not None:
                     self._settle()
         except BaseException:
-            self._end()
+            self._end_run()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._end()
+        self._end_run()
 
-    def _end(self) -> None:
+    def _end_run(self) -> None:
         self.ending = True
         self.cancel()
         self.interleaving = False

@@ -208,7 +208,7 @@ class Threads:
         self._wanted: SimpleQueue[str | None] = SimpleQueue()
         self._keeper: threading.Thread | None = None
 
-    def take(self) -> ThreadStack:
+    def take_stack(self) -> ThreadStack:
         if self._keeper is None:
             self._keeper = threading.Thread(
                 target=_keep_spare, args=(self.budget_s, self._spare, self._wanted), daemon=True
@@ -230,7 +230,7 @@ class Threads:
 
     def run(self, job: Callable[[], Any]) -> Any:
         """Return the result of a job without hand-overs; its BaseException becomes a RuntimeError."""
-        result, error = self.take().start(job).empty()
+        result, error = self.take_stack().start(job).empty()
         if isinstance(error, Exception):
             raise error
         if error is not None:

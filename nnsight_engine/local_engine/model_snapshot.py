@@ -38,7 +38,7 @@ class TensorChecksums:
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = [_TensorState(tensor) for tensor in tensors]
         self._summed = [state for state in self._tensors if state.kept is None]
-        self._sums = self._now()
+        self._sums = self._checksums()
 
     @property
     def is_written(self) -> bool:
@@ -51,10 +51,10 @@ class TensorChecksums:
             return False  # it is part of an autograd graph
         for state in self._tensors:
             state.restore()
-        checksums = self._now()
+        checksums = self._checksums()
         return len(checksums) == len(self._sums) and all(map(torch.equal, checksums, self._sums))
 
-    def _now(self) -> list[torch.Tensor]:
+    def _checksums(self) -> list[torch.Tensor]:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         seen: set[int] = set()
         for known in self._summed:
@@ -236,9 +236,9 @@ class _Container:
     def restore(self) -> bool:
         """Restore the content; return whether it had changed."""
         container, content = self._container, self._content
-        is_same = container == content if isinstance(container, set) else _same(container, content)
+        is_same = container == content if isinstance(container, set) else _has_same_items(container, content)
         if isinstance(container, dict):
-            is_same = is_same and _same(container.values(), content.values())
+            is_same = is_same and _has_same_items(container.values(), content.values())
         if not is_same:
             container.clear()
             add: Callable[[Any], None] = container.extend if isinstance(container, list) else container.update
@@ -246,7 +246,7 @@ class _Container:
         return not is_same
 
 
-def _same(a: Collection[Any], b: Collection[Any]) -> bool:
+def _has_same_items(a: Collection[Any], b: Collection[Any]) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a, b))
 
 

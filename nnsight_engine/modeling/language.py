@@ -136,7 +136,7 @@ class LanguageModel(GeneratingMixin, TransformersModel):
         del inputs  # all prepared arguments have names
         first, second = batched_input[1], kwargs
         rows = join_rows(filling_of(self.tokenizer), _rows(first), _rows(second))
-        others = self._join_others(_others(first), _others(second))
+        others = self._join_others(_without_rows(first), _without_rows(second))
         return (), self._with_positions({**rows, **others})
 
     def _join_others(self, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
@@ -232,5 +232,5 @@ def _rows(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in arguments.items() if name in ROW_INPUTS}
 
 
-def _others(arguments: dict[str, Any]) -> dict[str, Any]:
+def _without_rows(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in ROW_INPUTS}

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 def join_shared(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of the whole run; ValueError if a later invoke changes one."""
     for name, value in second.items():
-        if name not in first or not _same(first[name], value):
+        if name not in first or not _is_equal(first[name], value):
             so_far = repr(first[name]) if name in first else "not given"
             raise ValueError(
                 f"{name} applies to all invokes together, which share one run: it was {so_far}, and this "
@@ -38,7 +38,7 @@ def without_input(kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, An
     return (), {}, 0
 
 
-def _same(first: Any, second: Any) -> bool:
+def _is_equal(first: Any, second: Any) -> bool:
     if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
         is_pair = isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
         return is_pair and torch.equal(first, second)

@@ -127,7 +127,7 @@ class SpreadBatcher(Batcher):
             return super()._rows(tensor, group)
         spans = self._spans(tensor.shape[0], group)
         if len(spans) < 2:  # a single span is a view
-            return tensor.narrow(0, *spans[0]) if spans else self._whole(tensor)
+            return tensor.narrow(0, *spans[0]) if spans else self._lend_whole(tensor)
         for known in self._lending().gathered:
             if known.whole is tensor and known.spans == spans:
                 return known.collect()

@@ -70,7 +70,7 @@ class DeltaReader:
         """Record that a value was dropped, see ``skip``."""
         self._known.discard(name)
 
-    def take(self) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    def take_changes(self) -> tuple[dict[str, Any], dict[str, list[Any]]]:
         taken = self.whole, self.grown
         self.whole, self.grown = {}, {}
         return taken
@@ -100,7 +100,7 @@ class SavesSoFar:
         except DecodeError:
             logger.debug("a saved value cannot be read", exc_info=True)
 
-    def of(self, index: int, num_choices: int) -> dict[str, Any]:
+    def values_of_block(self, index: int, num_choices: int) -> dict[str, Any]:
         """Return a block's saved values by name; with several choices, a list with one value per choice."""
         readers = [self._readers.get((index, choice)) for choice in range(num_choices)]
         return by_name([{} if reader is None else reader.whole for reader in readers])
@@ -155,7 +155,7 @@ class OutputReader:
             invoke = message["invoke"]
             for choice, delta in message["news"]:
                 self._saves.add(invoke, choice, delta)
-            saves = self._saves.of(invoke, message["num_choices"])
+            saves = self._saves.values_of_block(invoke, message["num_choices"])
             choices = [SimpleNamespace(**choice) for choice in message["choices"]]
             return RemoteStreamedOutput(invoke, choices, message["finished"], saves)
         except (AttributeError, LookupError, TypeError, ValueError) as error:

@@ -102,7 +102,7 @@ class Prints:
         if self._left < 0:
             self._parts.append(b"\n" + self._note.encode())
 
-    def take(self, *, everything: bool = False) -> str:
+    def take_lines(self, *, everything: bool = False) -> str:
         """Return the complete lines since the last call; with ``everything``, an incomplete last line too."""
         if not self._parts:
             return ""

@@ -338,7 +338,7 @@ class ForkServer:
         """Why the last attempt to start a process failed; None if it did not."""
         return self._error
 
-    def take(self) -> Sandbox | None:
+    def take_process(self) -> Sandbox | None:
         """Return an unused process; None if none is ready now, since a fork takes too long for a step."""
         try:
             with self._changing:

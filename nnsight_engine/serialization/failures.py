@@ -172,7 +172,7 @@ def _entry_of(tb: TracebackType, code: CodeType) -> _TracebackEntry:
 
 
 def _restored(failure: _Failure, num_left: int) -> BaseException:
-    error = _made(failure)
+    error = _error_of(failure)
     for note in failure.notes:
         BaseException.add_note(error, note)  # the description may set an attribute of this name
     if num_left:
@@ -183,7 +183,7 @@ def _restored(failure: _Failure, num_left: int) -> BaseException:
     return BaseException.with_traceback(error, _traceback_of(failure.entries[:_MAX_FRAMES]))
 
 
-def _made(failure: _Failure) -> BaseException:
+def _error_of(failure: _Failure) -> BaseException:
     kind = _known_type(failure)
     if kind is not None:
         error = _instance(kind, failure)
@@ -254,7 +254,7 @@ def _traceback_of(entries: list[_TracebackEntry]) -> TracebackType | None:
     for entry in reversed(entries):
         line = min(max(entry.line, 1), _MAX_LINE)
         if entry.source:
-            SOURCE_CACHE.put(entry.file, line, entry.source, is_quoted=True)
+            SOURCE_CACHE.register(entry.file, line, entry.source, is_quoted=True)
         made = _entered(_code_of(entry, line))
         result = TracebackType(result, made.tb_frame, made.tb_lasti, made.tb_lineno)
     return result

@@ -347,7 +347,7 @@ class Decoder:
         if len(children) > num_first and kind.fill is None:
             raise DecodeError(f"the message is broken: a node of kind {kind.number} has parts too many")
         self.index = index
-        self._objects[index] = self._made(kind, parts)
+        self._objects[index] = self._make_checked(kind, parts)
         self._num_done += 1
         if kind.fill is None:
             self._filled[index] = 1
@@ -355,7 +355,7 @@ class Decoder:
         self._stack.append((_FILL, index))
         self._enter_all(children[num_first:])
 
-    def _made(self, kind: Kind, parts: list[Any]) -> Any:
+    def _make_checked(self, kind: Kind, parts: list[Any]) -> Any:
         if kind.is_code and not self.policy.allow_source:
             raise DecodeError("the message holds code, and this side takes data alone")
         for part, wanted in zip(parts, kind.first or (), strict=False):

@@ -217,7 +217,7 @@ class Lines(Sequence[str]):
     __slots__ = ()
 
     @abstractmethod
-    def at(self, index: int) -> str: ...
+    def line_at(self, index: int) -> str: ...
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -227,10 +227,10 @@ class Lines(Sequence[str]):
 
     def __getitem__(self, index: int | slice) -> str | list[str]:
         numbers = range(len(self))[index]
-        return self.at(numbers) if isinstance(numbers, int) else list(map(self.at, numbers))
+        return self.line_at(numbers) if isinstance(numbers, int) else list(map(self.line_at, numbers))
 
     def __iter__(self) -> Iterator[str]:
-        return map(self.at, range(len(self)))
+        return map(self.line_at, range(len(self)))
 
 
 class LinesFrom(Lines):
@@ -247,7 +247,7 @@ class LinesFrom(Lines):
     def __len__(self) -> int:
         return self._before + len(self._lines)
 
-    def at(self, index: int) -> str:
+    def line_at(self, index: int) -> str:
         return self._lines[index - self._before] if index >= self._before else "\n"
 
 

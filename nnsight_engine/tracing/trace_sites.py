@@ -101,13 +101,13 @@ class TraceSites:
         self._layouts.clear()
         self.reader.clear()
 
-    def known(self, frame: FrameType) -> TraceSite | None:
+    def known_site(self, frame: FrameType) -> TraceSite | None:
         """Return the site that ``frame`` is entering now, if it has run before."""
         return self._sites.get((id(frame.f_code), frame.f_lasti))
 
     def find(self, frame: FrameType) -> TraceSite:
         """Return the site that ``frame`` is entering; raise ``WithBlockNotFoundError`` or ``SyntaxError``."""
-        site = self.known(frame)
+        site = self.known_site(frame)
         if site is None:
             site = self._compile(frame)
             if is_function(frame.f_code) or frame.f_locals is frame.f_globals:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from api_schemas.results import LogitLensResult
 from nnsight_engine.core.token_texts import TokenTexts
-from nnsight_engine.viz.drawing import Picture, draw_cells, figure_of, place, write_cells
+from nnsight_engine.viz.drawing import Picture, axes_for, draw_cells, figure_of, write_cells
 from nnsight_engine.viz.numbers import Array, VizError, as_json, labels, numbers, result_kind, shown
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def lens_map(
     columns = [shown(label) for label in labels(tokens, positions, "tokens")]
     height, width = chances.shape
     size = min(3 + 0.75 * width, 24), min(1.6 + 0.28 * height, 18)
-    ax = place(ax, width=size[0], height=size[1], label=_LABEL, columns=columns)
+    ax = axes_for(ax, width=size[0], height=size[1], label=_LABEL, columns=columns)
     image = draw_cells(ax, chances, rows=rows, columns=columns, limits=(0, 1), cmap="viridis", is_rising=True)
     write_cells(ax, image, chances, texts)
     ax.set_xlabel("token")
@@ -251,7 +251,7 @@ def patching_map(
     finite = np.abs(values[np.isfinite(values)])
     largest = float(finite.max()) if finite.size and finite.max() > 0 else 1.0
     size = min(3 + 0.5 * width, 24), min(1.6 + 0.22 * height, 18)
-    ax = place(ax, width=size[0], height=size[1], label=label, columns=columns)
+    ax = axes_for(ax, width=size[0], height=size[1], label=label, columns=columns)
     # Symmetric, so that zero is always white.
     limits = (-largest, largest)
     image = draw_cells(ax, values, rows=rows, columns=columns, limits=limits, cmap="RdBu_r", is_rising=True)

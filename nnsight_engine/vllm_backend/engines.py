@@ -87,7 +87,7 @@ class SyncEngine:
 
     def _hold_adapter(self, adapter: LoRARequest) -> None:
         number = adapter.lora_int_id
-        if self._adapters.take(number):
+        if self._adapters.hold(number):
             return
         for unused in self._adapters.pop_unused():
             self.call("remove_lora", unused)
@@ -97,7 +97,7 @@ class SyncEngine:
             self.call("remove_lora", number)
             raise
         self._adapters.add(number)
-        self._adapters.take(number)
+        self._adapters.hold(number)
 
     def _outputs_of(self, internal_ids: Sequence[str]) -> list[RequestOutput]:
         finished = {
@@ -184,7 +184,7 @@ class AsyncEngine:
         turn = asyncio.Lock()  # on the engine's loop: a cancelled step must end before ``aclose``
         try:
             while True:
-                more, item = await self._on_engine_loop(_next(generator, turn))
+                more, item = await self._on_engine_loop(_next_item(generator, turn))
                 if not more:
                     return
                 yield item
@@ -248,7 +248,7 @@ def _run_for(result: concurrent.futures.Future[T], coroutine: Coroutine[Any, Any
     result.add_done_callback(end)
 
 
-async def _next(generator: AsyncGenerator[T, None], turn: asyncio.Lock) -> tuple[bool, Any]:
+async def _next_item(generator: AsyncGenerator[T, None], turn: asyncio.Lock) -> tuple[bool, Any]:
     async with turn:
         try:
             return True, await anext(generator)

@@ -191,7 +191,7 @@ class StepWork:
         self._of.pop(request_id, None)
         self._skipped.discard(request_id)
 
-    def begin(self, limit: float) -> None:
+    def begin_step(self, limit: float) -> None:
         self.limit = limit
         self._used.clear()
         self._weights = 0.0
@@ -323,7 +323,7 @@ class FairScheduler(Scheduler):
     def _begin_work(self) -> None:
         if self.work:
             self.running.sort(key=lambda request: not self.work.was_skipped(request.request_id))
-        self.work.begin(self._max_work)
+        self.work.begin_step(self._max_work)
 
     def _started(
         self, began: float, output: SchedulerOutput, shares: Mapping[str, int] | None
@@ -501,7 +501,8 @@ class FairScheduler(Scheduler):
         waiting = list(self.waiting)
         known, still = set(before), {*waiting, *held}
         self.waiting.remove_requests(waiting)
-        for request in [one for one in waiting if one not in known] + [one for one in before if one in still]:
+        preempted = [request for request in waiting if request not in known]
+        for request in preempted + [request for request in before if request in still]:
             self.waiting.add_request(request)
 
 

@@ -289,7 +289,7 @@ class InnerExperts(nn.Module):
         changed = (chosen != reordered).any(dim=-1, keepdim=True)
         # Whoever writes ids checks them. Kernels use them as indices, so that a mistake would be fatal.
         chosen = chosen.clamp(0, self.num_experts - 1)
-        forced = self.weights_of.of(logits, chosen, self._factors()) / self._scale
+        forced = self.weights_of.weights_of(logits, chosen, self._factors()) / self._scale
         weights = torch.where(changed, forced.to(weights.dtype), weights)
         return weights, torch.where(changed, chosen.to(ids.dtype), ids)
 

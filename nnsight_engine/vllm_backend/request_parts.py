@@ -43,7 +43,7 @@ class AdapterHolds:
     def __contains__(self, number: int) -> bool:
         return number in self._holders
 
-    def take(self, number: int) -> bool:
+    def hold(self, number: int) -> bool:
         """Add a holder; return False if the workers lack the adapter."""
         if number not in self._holders:
             return False

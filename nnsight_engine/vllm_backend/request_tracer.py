@@ -246,7 +246,7 @@ async def _streamed(engine: TraceHost, sent: SentTrace) -> AsyncGenerator[Reques
                 if output.finished:
                     output.saves = _saved(sent, await run.collect(index), {index: run.gathered[index].output})
                 else:
-                    output.saves = saves.of(index, sent.params[index].n)
+                    output.saves = saves.values_of_block(index, sent.params[index].n)
                 yield output
             elif isinstance(event, TraceEvent) and event.delta is not None:
                 saves.add(event.block, event.choice, event.delta)

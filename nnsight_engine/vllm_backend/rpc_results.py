@@ -40,7 +40,7 @@ class SharedMemoryResults:
     def path(self, key: str) -> str:
         return str(self._folder / hashlib.sha256(key.encode()).hexdigest())
 
-    def take(self, key: str) -> memoryview:
+    def take_file(self, key: str) -> memoryview:
         """Return the file that a worker has written, as copy-on-write memory, and unlink it."""
         path = self.path(key)
         with open(path, "rb") as file:

@@ -384,7 +384,7 @@ class InterventionScheduler(DraftScheduler):
         for request_id in stopped:
             self._end_with_results(request_id, RequestStatus.FINISHED_STOPPED, outputs)
         for request_id in () if results is None else results.ended:
-            self._end(request_id, RequestStatus.FINISHED_STOPPED, None, outputs)
+            self._end_request(request_id, RequestStatus.FINISHED_STOPPED, None, outputs)
         self._shared.end_step()
         return outputs
 
@@ -430,7 +430,7 @@ class InterventionScheduler(DraftScheduler):
             for output in client_outputs.outputs:
                 if output.request_id not in self._outbox:
                     continue
-                payload = self._outbox.take(output.request_id, final=output.finished)
+                payload = self._outbox.take_payload(output.request_id, final=output.finished)
                 if payload is not None:
                     _send(output, self._message_of(output.request_id, payload.encode()))
                 if output.finished:
@@ -454,11 +454,11 @@ class InterventionScheduler(DraftScheduler):
     ) -> None:
         if request_id not in self._outbox:
             return  # it has ended otherwise
-        payload = self._outbox.take(request_id, final=True)
+        payload = self._outbox.take_payload(request_id, final=True)
         message = None if payload is None else self._message_of(request_id, payload.encode())
-        self._end(request_id, status, message, outputs)
+        self._end_request(request_id, status, message, outputs)
 
-    def _end(
+    def _end_request(
         self,
         request_id: str,
         status: RequestStatus,

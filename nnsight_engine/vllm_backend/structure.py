@@ -131,7 +131,7 @@ def found_family(runs: Runs) -> Found:
     name = type(runs.model).__name__
     nothing = EngineFamily(NAME, (name,), layers="", final_norm="", leaves={}, kernel="")
     try:
-        layers, calls, norm, plain = _seen(runs)
+        layers, calls, norm, plain = _recorded_run(runs)
     except _UnprovenError as error:
         return Found(nothing, (str(error),))
     blocks = [call.module for call in calls]
@@ -150,7 +150,7 @@ def found_family(runs: Runs) -> Found:
         return Found(family, (remark, str(error)))
 
 
-def _seen(runs: Runs) -> tuple[str, list[_Call], tuple[str, torch.Tensor] | None, torch.Tensor]:
+def _recorded_run(runs: Runs) -> tuple[str, list[_Call], tuple[str, torch.Tensor] | None, torch.Tensor]:
     """Return the path of the blocks, their calls, the module that ends the model, and the model's output."""
     model = runs.model
     paths = {id(module): path for path, module in model.named_modules()}

@@ -156,7 +156,7 @@ class ChoiceValues:
                 self.reader.skip()
             else:
                 self.reader.read(data)
-        whole, grown = self.reader.take()
+        whole, grown = self.reader.take_changes()
         budget = SaveBudget(max_bytes)
         return self._plain(whole, budget), self._plain(grown, budget)
 

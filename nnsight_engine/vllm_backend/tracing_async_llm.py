@@ -155,7 +155,7 @@ class TracingAsyncLLM(AsyncLLM):
         Raises:
             ApiError: ``invalid_value``: it cannot be loaded, and no worker has it.
         """
-        while not self._adapters.take(adapter.lora_int_id):
+        while not self._adapters.hold(adapter.lora_int_id):
             # Shielded: the workers load it, even if this caller is cancelled.
             await asyncio.shield(asyncio.ensure_future(self._load_adapter(adapter)))
 
@@ -211,7 +211,7 @@ class TracingAsyncLLM(AsyncLLM):
         self._placement.remove(key)
         data, spent_s, printed, failure, tier, has_begun = result
         if data is None and self.handover is not None:
-            data = self.handover.take(key)
+            data = self.handover.take_file(key)
         note_spent(spent_s)
         return FinishedTrace(data, printed, failure, tier, has_begun, results)
 

@@ -178,13 +178,13 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 PHASES: Final[dict[type, tuple[str, ...]]] = {
-    StepHandler: ("begin", "on_logits", "leave"),
+    StepHandler: ("begin_step", "on_logits", "leave"),
     WorkerState: (
-        *("begin", "plan", "on_hidden", "on_logits", "collect", "leave"),
+        *("begin_step", "plan", "on_hidden", "on_logits", "collect", "leave"),
         *("results_of_stage", "add_results"),
     ),
     StepPlan: ("run",),
-    KnownIds: ("begin",),
+    KnownIds: ("begin_step",),
     Step: ("__init__",),
 }
 

@@ -74,7 +74,7 @@ class NamedPoints(Place, ABC):
         return 0
 
     @abstractmethod
-    def _found(self, name: str) -> PointAccess: ...
+    def _access_of(self, name: str) -> PointAccess: ...
 
     def __call__(self) -> dict[str, tuple[int, ...]]:
         """Return the name of every point with the shape of one position's value; -1 for a size that grows.
@@ -145,7 +145,7 @@ class NamedPoints(Place, ABC):
     def _point(self, name: str) -> PointAccess:
         point = self._points.get(name)
         if point is None:
-            point = self._points[name] = self._found(name)
+            point = self._points[name] = self._access_of(name)
         return point
 
     def _parsed(self, name: str) -> tuple[int, str]:

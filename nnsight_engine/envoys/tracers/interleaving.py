@@ -73,7 +73,7 @@ class Invoker(Tracer):
 
     def _identity(self, cell: CellType) -> tuple[int, int]:
         around = self.info.assignments
-        return id(cell), 0 if around is None else around.of(cell)
+        return id(cell), 0 if around is None else around.count_of(cell)
 
     def execute(self, function: Callable[[], Any]) -> None:
         self.parent.invokers.append(self)

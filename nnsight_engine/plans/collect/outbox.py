@@ -35,7 +35,7 @@ HeldParts = Callable[[str, int], list[bytes] | None]
 class RunRows(Protocol):
     def add(self, parts: list[bytes]) -> None: ...
 
-    def of(self, row: int, since: int) -> list[bytes]:
+    def values_since(self, row: int, since: int) -> list[bytes]:
         """Return one member's values of the steps from ``since`` on, or their reduction."""
 
 
@@ -47,7 +47,7 @@ class EveryStep:
     def add(self, parts: list[bytes]) -> None:
         self._steps.append(parts)
 
-    def of(self, row: int, since: int) -> list[bytes]:
+    def values_since(self, row: int, since: int) -> list[bytes]:
         columns = zip(*self._steps[since:], strict=True)
         return [b"".join(_row(part, row, self._num_rows) for part in column) for column in columns]
 
@@ -60,7 +60,7 @@ class LastStep:
     def add(self, parts: list[bytes]) -> None:
         self._parts = parts
 
-    def of(self, row: int, since: int) -> list[bytes]:
+    def values_since(self, row: int, since: int) -> list[bytes]:
         del since
         return [_row(part, row, self._num_rows) for part in self._parts]
 
@@ -83,7 +83,7 @@ class Totals:
         for total, part in zip(self._totals, rows, strict=True):
             np.add(total, part, out=total)
 
-    def of(self, row: int, since: int) -> list[bytes]:
+    def values_since(self, row: int, since: int) -> list[bytes]:
         del since
         return [total[row].tobytes() for total in self._totals]
 
@@ -226,7 +226,7 @@ class PendingResults:
         end_position = info.end_position + run.num_steps - self._num_collected
         positions = list(range(info.end_position, end_position))
         for slot in self._slots:
-            self._add_from_run(slot.op, positions, slot.rows.of(slot.row, self._num_collected))
+            self._add_from_run(slot.op, positions, slot.rows.values_since(slot.row, self._num_collected))
         spent_s = info.spent_s + self._plan.num_points * (run.point_s - self._collected_s)
         self._info = msgspec.structs.replace(info, end_position=end_position, spent_s=spent_s)
         self._num_collected, self._collected_s = run.num_steps, run.point_s
@@ -243,7 +243,7 @@ class PendingResults:
                 held.positions.extend(positions)
                 held.parts = parts
 
-    def take(self, *, final: bool) -> Payload | None:
+    def take_payload(self, *, final: bool) -> Payload | None:
         """Return and remove the results to send with this output; None if there are none.
 
         Reductions are sent with the last output, and all without streaming.
@@ -295,7 +295,7 @@ class Outbox:
         if step is None or step.opening is not None:
             self._end_run()
         if step is not None:
-            self._go_on(step)
+            self._join_shared_run(step)
         if results is None:
             return
         for request_id, info in results.infos.items():
@@ -313,10 +313,10 @@ class Outbox:
             if pending is not None:
                 pending.absorb((), None, failure)
 
-    def take(self, request_id: str, *, final: bool) -> Payload | None:
-        return self._pending[request_id].take(final=final)
+    def take_payload(self, request_id: str, *, final: bool) -> Payload | None:
+        return self._pending[request_id].take_payload(final=final)
 
-    def _go_on(self, step: RunStep) -> None:
+    def _join_shared_run(self, step: RunStep) -> None:
         if step.opening is not None:
             run = self._run = SharedRun(step.opening, self._reduction)
             for request_id, slots in run.slots.items():

@@ -220,7 +220,7 @@ class OperationCompiler:
             tensor = read_tensor(op.vector, f"{param}.vector")
             check_rows(tensor, self._widths(sites), f"{param}.vector")
         else:
-            tensor = self._combined.of(op, sites, param)
+            tensor = self._combined.combine(op, sites, param)
         planned = PlannedOp(OperationKind.ADD, sites, named.rule, tensor=self._keep(tensor))
         return with_effect(planned, op, tensor, self._spec.dtype, param)
 

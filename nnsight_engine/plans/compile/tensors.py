@@ -196,9 +196,9 @@ class CombinedVectors:
         for index, op in enumerate(operations):
             if isinstance(op, Steer) and op.vectors is not None:
                 param = f"{FIELD}.{index}"
-                self.of(op, resolve_sites(op.at, op.op, self._spec, f"{param}.at"), param)
+                self.combine(op, resolve_sites(op.at, op.op, self._spec, f"{param}.at"), param)
 
-    def of(self, op: Steer, sites: Sequence[PlannedSite], param: str) -> TensorData:
+    def combine(self, op: Steer, sites: Sequence[PlannedSite], param: str) -> TensorData:
         """Return the combination of an operation's vectors, float32; ``[sites, …]`` if one differs by site.
 
         ``project_out`` gets an orthonormal basis, ``[k, width]``, with zeros at a site with fewer directions.

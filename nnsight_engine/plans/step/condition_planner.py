@@ -255,7 +255,7 @@ def _add_scores(
         part = slice(item.start - first, item.stop - first)
         words: dict[Word, Words | int] = {Word.OPERAND: operands[:, part], Word.OUT: to[:, part]}
         keys, rows = [item.score.keys[-1]], item.offsets + item.span.row
-        work.table.add(Block(item.member, keys, [order], rows, instructions.at([number]), words))
+        work.table.add(Block(item.member, keys, [order], rows, instructions.select([number]), words))
 
 
 def _add_histories(
@@ -279,7 +279,7 @@ def _add_histories(
             Word.UNITS: first_record + number * len(History) * records.itemsize,
         }
         rows = item.offsets[-1:] + item.span.row
-        work.table.add(Block(item.member, [key], [order], rows, instructions.at([number]), words))
+        work.table.add(Block(item.member, [key], [order], rows, instructions.select([number]), words))
     if any(len(item.offsets) > 1 for item in items):
         work.table.wait(key, order)
 

@@ -125,7 +125,7 @@ class Overflows:
         flags = torch.zeros(num_rows + len(logits_rows), dtype=torch.bool, device=device)
         return cls(flags, of_rows + of_logits, num_rows)
 
-    def at(self, key: SiteKey) -> torch.Tensor:
+    def flags_at(self, key: SiteKey) -> torch.Tensor:
         return self.flags[self.num_rows :] if key == LOGITS else self.flags[: self.num_rows]
 
 
@@ -448,21 +448,21 @@ class SteadyRun:
         self._ledger = ledger
         self._num_points = self._kept = self._scratch = self._max_steps = 0
 
-    def go_on(self, request_ids: Sequence[str], positions: npt.NDArray[np.integer]) -> bool:
+    def advance(self, request_ids: Sequence[str], positions: npt.NDArray[np.integer]) -> bool:
         """Prepare the plan for the next step (one row per request), or return False if the run ends."""
         self._positions += 1
         # Scheduler and worker agree on the run's requests by this comparison alone; no request is inspected.
         if request_ids != self._request_ids or not np.array_equal(positions, self._positions):
             return False
         if not self.num_steps:
-            self._begin()
+            self._record_first_step()
         if self.num_steps >= self._max_steps or not self._ledger.reserve_all(self._kept + self._scratch):
             return False
         self.num_steps += 1
         self.plan.reset()
         return True
 
-    def _begin(self) -> None:
+    def _record_first_step(self) -> None:
         plan = self.plan
         self._num_points = sum(span.request.plan.num_points for span in plan.spans.values())
         self._kept = sum(reserved.kept for reserved in plan.reserved.values())

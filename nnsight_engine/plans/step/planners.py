@@ -251,7 +251,7 @@ def _add_reads(
             words[Word.OVERFLOW] = flags[:, part]
         # Of a probe, the vector is its own.
         program = item.active.program
-        instructions = plain_reads if program is None else program.at(sites)
+        instructions = plain_reads if program is None else program.select(sites)
         work.table.add(Block(item.member, keys, order, item.rows_at(keys[0]), instructions, words))
 
 
@@ -366,7 +366,7 @@ def _add_writes(
         rows = item.rows_at(keys[0])
         if not len(rows):
             continue
-        instructions = program.at(indices)
+        instructions = program.select(indices)
         columns: dict[Word, Words | int] = {}
         if active.op.kind in WITH_FACTORS:
             # Sites follow each other, so all of them may use the same.
@@ -400,7 +400,7 @@ def _add_write(
     elif mask is not None:
         columns[Word.GATE] = work.table.address(mask) + np.arange(len(rows))
     if overflows is not None:
-        columns[Word.OVERFLOW] = work.table.address(overflows.at(keys[0])) + rows
+        columns[Word.OVERFLOW] = work.table.address(overflows.flags_at(keys[0])) + rows
     work.table.add(Block(item.member, keys, order, rows, program, columns))
 
 

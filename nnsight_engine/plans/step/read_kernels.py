@@ -123,7 +123,7 @@ class AttentionKeyStore:
         keys[: self.num_keys] = self._keys[: self.num_keys]
         self._keys = keys
 
-    def put(self, start: int, rows: torch.Tensor) -> None:
+    def store(self, start: int, rows: torch.Tensor) -> None:
         """Store ``rows``, ``[positions, kv_heads, head_dim]``, from ``start`` on; raise at a gap before."""
         if start > self.num_keys:
             # A gap would be attended to as if it held keys.
@@ -136,7 +136,7 @@ class AttentionKeyStore:
         self._keys[start:stop] = rows
         self.num_keys = max(self.num_keys, stop)
 
-    def first(self, num_keys: int) -> torch.Tensor:
+    def first_keys(self, num_keys: int) -> torch.Tensor:
         return self._keys[:num_keys]
 
 
@@ -161,7 +161,7 @@ class StoreKeys(ReadKernel):
         keys = value.keys(self.first_row, self.stop_row)
         if keys is None:
             raise InterventionError("unsupported_at_point", "the layer shares another layer's keys")
-        self.store.put(self.start, keys)
+        self.store.store(self.start, keys)
 
 
 @dataclasses.dataclass(slots=True)
@@ -181,7 +181,7 @@ class ComputePattern(ReadKernel):
 
     def read(self, value: SiteValue) -> None:
         num_heads, head_dim = value.shape[1:]
-        keys = self.store.first(self.position_numbers[-1] + 1)
+        keys = self.store.first_keys(self.position_numbers[-1] + 1)
         num_keys, num_kv_heads = keys.shape[:2]
         group = num_heads // num_kv_heads
         step = max(1, self.scratch_bytes // (num_keys * head_dim * torch.float32.itemsize))

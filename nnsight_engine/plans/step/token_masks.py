@@ -98,7 +98,7 @@ class AnswerTracker:
     ) -> RowParts:
         """Return the parts of a step's rows; a step may be planned again, but none may be left out."""
         num_known = min(max(len(token_ids) - start, 0), num_rows)
-        known = self._known(start, token_ids[start : start + num_known], token_ids)
+        known = self._parts_of_step(start, token_ids[start : start + num_known], token_ids)
         if num_known == num_rows:
             # The host may not know the tokens of the next step, and then not those before either.
             self._start, self._stop = -1, start + num_rows
@@ -129,7 +129,7 @@ class AnswerTracker:
             self._known_at, self._known_part = position + 1, int(parts[-1])
         return self._known_part
 
-    def _known(
+    def _parts_of_step(
         self, start: int, step_ids: npt.NDArray[np.integer], token_ids: npt.NDArray[np.integer]
     ) -> Parts:
         num_prompt = min(max(self._prompt_len - start, 0), len(step_ids))

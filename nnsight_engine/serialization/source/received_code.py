@@ -36,7 +36,7 @@ class SourceCache:
         self._num_characters = 0
         self._lock = threading.Lock()
 
-    def put(self, filename: str, line: int, text: str, *, is_quoted: bool = False) -> None:
+    def register(self, filename: str, line: int, text: str, *, is_quoted: bool = False) -> None:
         """Register a text of a file that does not exist here; one quoted in errors never mixes with code."""
         with self._lock:
             entry = linecache.cache.get(filename)
@@ -56,7 +56,7 @@ class SourceCache:
                 self._files[filename] = _Pieces(len(filename), is_quoted=is_quoted)
                 self._num_characters += len(filename)
             pieces = self._files[filename]
-            self._num_characters += pieces.place(line, text)
+            self._num_characters += pieces.insert(line, text)
             self._files.move_to_end(filename)
             linecache.cache[filename] = (pieces.num_characters, None, pieces, filename)  # type: ignore[assignment] # typed as a list, but only read as a sequence
             while len(self._files) > self._max_files or self._num_characters > self._max_characters:
@@ -79,7 +79,7 @@ class _Pieces(Lines):
         self._lines: dict[int, str] = {}
         self._last = 0
 
-    def place(self, line: int, text: str) -> int:
+    def insert(self, line: int, text: str) -> int:
         num_before = self.num_characters
         lines = [f"{text_line}\n" for text_line in text.removesuffix("\n").split("\n")]
         for number, text_line in enumerate(lines, start=line):
@@ -97,7 +97,7 @@ class _Pieces(Lines):
     def __len__(self) -> int:
         return self._last
 
-    def at(self, index: int) -> str:
+    def line_at(self, index: int) -> str:
         return self._lines.get(index + 1, "\n")
 
 
@@ -162,7 +162,7 @@ def compile_received(
 
 
 def show(fragment: SourceFragment) -> None:
-    SOURCE_CACHE.put(fragment.filename, fragment.line, fragment.text)
+    SOURCE_CACHE.register(fragment.filename, fragment.line, fragment.text)
 
 
 def _named(fragment: SourceFragment) -> SourceFragment:

@@ -57,7 +57,7 @@ class CapturedTaps:
     def is_busy(self, tap: int) -> bool:
         return self._table.has(tap)
 
-    def at(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+    def reach_tap(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         self._table.run(tap, rows_of(hidden), None if residual is None else rows_of(residual))
 
 
@@ -136,7 +136,7 @@ class StepGraphs:
         finally:
             del manager.capture
 
-    def begin(
+    def begin_step(
         self, arrived: Mapping[str, int | None], finished: Iterable[str], scheduled: Collection[str]
     ) -> None:
         """Begin a step.
@@ -151,7 +151,7 @@ class StepGraphs:
         self._scheduled = scheduled
         self._keeps_taps = not self._intervening.keys().isdisjoint(scheduled)
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         """End the step; vLLM's own runs between steps, such as graph capture, may use any graph."""
         self._keeps_taps = False
 

@@ -179,22 +179,22 @@ class StepHandler:
         """Take the results of operations on earlier stages out of the tensors that a stage receives."""
         self._from_stages = take_results(received)
 
-    def begin(self, scheduled: SchedulerOutput, due_prompt_logprobs: Collection[str]) -> None:
+    def begin_step(self, scheduled: SchedulerOutput, due_prompt_logprobs: Collection[str]) -> None:
         finished = scheduled.finished_req_ids
         planned, traced = _arrived(scheduled, PLAN_KEY), _arrived(scheduled, TRACE_KEY)
         returned = {} if self.interventions.idle else _returned(scheduled)
-        self.interventions.begin(planned, finished, returned)
+        self.interventions.begin_step(planned, finished, returned)
         self._running = self.step = None
         self._spans = []
-        self.stops.begin(scheduled)
+        self.stops.begin_step(scheduled)
         if traced or self.reports.is_due or not self.traces.known.present.isdisjoint(finished):
-            self.traces.begin(self._facts(scheduled, traced, due_prompt_logprobs))
+            self.traces.begin_step(self._facts(scheduled, traced, due_prompt_logprobs))
         taps, has_drafts = self._taps_of_stages, self._config.speculative_config is not None
         arrived = {
             name: self.interventions.instructions_per_row(name, taps, has_drafts=has_drafts)
             for name, _ in planned
         }
-        self.graphs.begin(
+        self.graphs.begin_step(
             arrived | dict.fromkeys(name for name, _ in traced), finished, scheduled.num_scheduled_tokens
         )
 

@@ -158,7 +158,7 @@ class TraceReports:
             return None
         traces = self._traces
         undone = list(traces.undone)
-        ended, reports = traces.end(), traces.reports()
+        ended, reports = traces.end_step(), traces.reports()
         waiting, throttled = traces.waiting, traces.throttled
         is_known = waiting == self._waiting and throttled == self._throttled
         if is_known and not (ended or reports or undone):

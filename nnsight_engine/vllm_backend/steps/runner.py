@@ -112,9 +112,9 @@ class RunnerMixin(AdaptersMixin):
         handler, model = self.handler, self.model
         handler.receive(intermediate_tensors)
         self.add_adapters_of_blocks(scheduler_output)
-        handler.begin(scheduler_output, self.due_prompt_logprobs)
+        handler.begin_step(scheduler_output, self.due_prompt_logprobs)
         self._samples.forget(scheduler_output.finished_req_ids)
-        self.known_ids.begin(scheduler_output, handler.interventions.live)
+        self.known_ids.begin_step(scheduler_output, handler.interventions.live)
         self.model = ModelProxy(model, forward=functools.partial(self._forward, model))
         self._has_called = False
         try:
@@ -122,7 +122,7 @@ class RunnerMixin(AdaptersMixin):
                 output = execute()
         finally:
             self.model, self._prepared = model, None
-            handler.graphs.end()
+            handler.graphs.end_step()
         if not scheduler_output.total_num_scheduled_tokens:
             results = handler.reports.end_idle_step(is_alone=is_alone(scheduler_output))
             return output if results is None else attach_results(output, results)

@@ -24,7 +24,7 @@ from nnsight_engine.vllm_backend.traces.context import TRACE_KEY
 class KnownIds(dict[str, npt.NDArray[np.int32]]):
     """The ids that the host knows for certain: those of prompts, and from before a preemption; no drafts."""
 
-    def begin(self, scheduled: Any, live: Collection[str]) -> None:
+    def begin_step(self, scheduled: Any, live: Collection[str]) -> None:
         """Record the requests that arrive with a step, and forget those that have finished.
 
         The runner receives a preempted request as a new one, with the tokens that it had generated.
@@ -55,7 +55,7 @@ class StopTokens:
         self._last: tuple[Sequence[str], HostCopy] | None = None
         self.ended: set[str] = set()
 
-    def begin(self, scheduled: Any) -> None:
+    def begin_step(self, scheduled: Any) -> None:
         if not self._is_asynchronous:
             return
         for request_id in scheduled.finished_req_ids if self._stops else ():

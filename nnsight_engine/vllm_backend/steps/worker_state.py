@@ -87,7 +87,7 @@ class WorkerState:
         self._is_next = False
         self._encoded: list[StepPlan] = []
 
-    def begin(
+    def begin_step(
         self,
         arrived: Sequence[tuple[str, dict[str, Any]]],
         finished: set[str],
@@ -210,7 +210,7 @@ class WorkerState:
     def _next_of_run(self, step: Step) -> StepPlan | None:
         """Return the last step's plan if it also serves this step, else None."""
         run = self._run
-        if run is None or self._registrar.failed or not run.go_on(step.request_ids, step.starts):
+        if run is None or self._registrar.failed or not run.advance(step.request_ids, step.starts):
             return None
         self._is_next = True
         return run.plan

@@ -71,12 +71,12 @@ class RequestCaches:
     def has_use_for(self, provider: str) -> bool:
         return provider in self._by_provider
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step: reset the call counts of modules."""
         self._step += 1
         self._calls.clear()
 
-    def end(self) -> None:
+    def drop_parts(self) -> None:
         """Drop stored parts: the prompt is complete."""
         self._parts.clear()
 
@@ -157,9 +157,9 @@ class EngineCacheView(CacheView):
                 pairs = [
                     (family.hidden_of(*arguments), family.residual_of(*arguments)) for arguments in inputs
                 ]
-                return _each(pairs, lambda pair: _tensor(pair, family, is_stream=True))
+                return _formed(pairs, lambda pair: _tensor(pair, family, is_stream=True))
             is_stream = family.returns_residual and (prefix != _NORM or side == "input")
-            return _each(_values(entry, side), lambda value: _tensor(value, family, is_stream=is_stream))
+            return _formed(_values(entry, side), lambda value: _tensor(value, family, is_stream=is_stream))
         _, layer, group = prefix.split(".", 2)
         view = self
         if f"{group}.{side}" == ATTENTION_INPUT:  # attention has more arguments, in varying order
@@ -167,7 +167,7 @@ class EngineCacheView(CacheView):
             path = f"{points.root.path}.{family.layers}.{layer}.{projection}"
             view = type(self)(self._cache, path, None)
         values = _values(view._entry(), side)  # noqa: SLF001 - a view like this one
-        return _each(values, lambda value: _tensor(value, family, is_stream=False))
+        return _formed(values, lambda value: _tensor(value, family, is_stream=False))
 
 
 def _values(entry: Entry, side: str) -> list[Any]:
@@ -178,7 +178,7 @@ def _values(entry: Entry, side: str) -> list[Any]:
     return [(*args, *kwargs.values()) for args, kwargs in entry.values["input"]]
 
 
-def _each(values: list[Any], form: Callable[[Any], Any]) -> Any:
+def _formed(values: list[Any], form: Callable[[Any], Any]) -> Any:
     formed = [form(value) for value in values]
     return formed[0] if len(formed) == 1 else formed
 

@@ -210,7 +210,7 @@ class Tensors:
     def rest(self) -> memoryview:
         return self._body
 
-    def end(self) -> None:
+    def check_end(self) -> None:
         """Raise SandboxEndedError if there are bytes that belong to no tensor."""
         if self._body:
             raise SandboxEndedError.broken("it sent bytes that nobody asked for")

@@ -133,7 +133,7 @@ class EnginePoints(NamedPoints):
             )
         return super()._unknown(name)
 
-    def _found(self, name: str) -> PointAccess:
+    def _access_of(self, name: str) -> PointAccess:
         return NamedPlace(self, name, self._shape(*self._resolved(name)))
 
     def _shape(self, layer: int, leaf: str) -> tuple[int, ...]:

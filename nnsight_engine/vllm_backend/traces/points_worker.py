@@ -117,7 +117,7 @@ class WorkerPatternPoint:
         keys = key.reshape(-1, self._num_kv_heads, module.head_size)
         mediator = self._kernel.interleaver.current
         assert mediator is not None  # noqa: S101 - it has just been answered
-        start = self._start(mediator, len(queries))
+        start = self._first_position(mediator, len(queries))
         store = self._store(mediator, start, keys)
         rows = torch.arange(len(queries), device=query.device)
         stop = start + len(queries)
@@ -134,7 +134,7 @@ class WorkerPatternPoint:
             "computed beside it. Write attn.q, attn.k or attn.v before it, or attn.heads behind it"
         )
 
-    def _start(self, mediator: Mediator, num_rows: int) -> int:
+    def _first_position(self, mediator: Mediator, num_rows: int) -> int:
         """Return the position of the first row; a prompt in chunks is given whole at its last chunk."""
         request: Any = mediator.interleaver
         stop: int = request.done + request.batcher.group[1]
@@ -153,7 +153,7 @@ class WorkerPatternPoint:
             store = self._kept[mediator] = AttentionKeyStore(keys.new_empty(2 * stop, *keys.shape[1:]))
         elif store.capacity < stop:
             store.move_to(keys.new_empty(2 * stop, *keys.shape[1:]))
-        store.put(start, keys)
+        store.store(start, keys)
         request: Any = mediator.interleaver
         request.memory.keep("keys", (store.capacity - before) * keys[:1].nbytes)
         return store
@@ -248,7 +248,7 @@ class WorkerPoints(EnginePoints):
         self._model = points
         self._dispatcher = dispatcher
 
-    def _found(self, name: str) -> PointAccess:
+    def _access_of(self, name: str) -> PointAccess:
         layer, leaf = self._resolved(name)
         shape = self._shape(layer, leaf)
         if leaf == LOGITS:

@@ -41,7 +41,7 @@ class Deltas:
         self._sent: dict[str, tuple[Any, Any]] = {}
         self._refused: dict[str, Any] = {}
 
-    def of(self, saves: Mapping[str, Any]) -> bytes | None:
+    def changes_in(self, saves: Mapping[str, Any]) -> bytes | None:
         """Return the changes since the last call, encoded; None if there are none."""
         whole: dict[str, Any] = {}
         grown: dict[str, list[Any]] = {}
@@ -194,7 +194,7 @@ class Reporting:
     ) -> Report | None:
         """Return the report of a request after a step; None if there is nothing to report."""
         prints = self._prints.get(request_id)
-        printed = "" if prints is None else prints.take()
+        printed = "" if prints is None else prints.take_lines()
         data = self._new_saves(request_id, saves)
         return (entry.key, entry.index, data, printed) if data is not None or printed else None
 
@@ -203,7 +203,7 @@ class Reporting:
         if deltas is None:
             return None
         try:
-            return deltas.of(saves())
+            return deltas.changes_in(saves())
         except Exception:
             logger.exception("the saved values of a block cannot be reported; they are collected at its end")
             del self._deltas[request_id]
@@ -213,7 +213,7 @@ class Reporting:
         """Unregister a request; retain the rest of its printed text until it is fetched with the trace."""
         self._deltas.pop(request_id, None)
         prints = self._prints.pop(request_id, None)
-        last = "" if prints is None else prints.take(everything=True)
+        last = "" if prints is None else prints.take_lines(everything=True)
         if last:
             self._remaining[key] = self._remaining.get(key, "") + last
 

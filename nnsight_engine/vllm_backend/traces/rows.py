@@ -139,7 +139,7 @@ class FlatBatcher(Batcher):
     def current_value(self, value: Any) -> None:
         self._place.value = value
 
-    def place(self, num_rows: int) -> None:
+    def set_num_rows(self, num_rows: int) -> None:
         """Set the number of rows of tensors in this phase, over all requests."""
         self.total_batch_size = num_rows
 

@@ -44,7 +44,7 @@ class PromptChunks:
     def serve_part(self, provider: str) -> None:
         """Gather rows for reads, or apply this chunk's share of writes; the blocks continue to wait."""
         request, batcher = self._request, self._request.batcher
-        for mediator in request.due(provider):
+        for mediator in request.waiting_for(provider):
             kind, _, _, more = mediator.waiting or (None, None, None, None)
             gathered = self._gathered.setdefault((mediator, provider), [])
             if len(gathered) != self.num_passed:
@@ -56,7 +56,7 @@ class PromptChunks:
 
     def serve_last(self, provider: str) -> None:
         request, batcher = self._request, self._request.batcher
-        mediator = request.due(provider)[0]
+        mediator = request.waiting_for(provider)[0]
         place = (mediator, provider)
         kind, _, _, more = mediator.waiting or (None, None, None, None)
         gathered = self._gathered.get(place, ())
@@ -79,7 +79,7 @@ class PromptChunks:
         """When the model continues, raise ChunkedPromptError if the block has edited a gathered value."""
         delivered, self._given = self._given, []
         for whole, before in delivered:
-            self._request.memory.give(num_bytes([whole]))
+            self._request.memory.count_given(num_bytes([whole]))
             if _versions(whole) != before:
                 raise ChunkedPromptError.writing(provider, self.num_passed + 1)
 
@@ -132,13 +132,13 @@ class ReplayedWrites:
         self._written: dict[str, list[tuple[int, Any]]] = {}
         self._again: tuple[int, int, int] | None = None
 
-    def begin(self, row: int, start: int, num_rows: int) -> None:
+    def begin_step(self, row: int, start: int, num_rows: int) -> None:
         """Begin a step that recomputes ``num_rows`` positions from ``start`` on, in rows from ``row`` on."""
         self._again = (row, start, num_rows) if num_rows else None
         for provider in self._written if num_rows else ():
             self._request.dispatcher.want(provider, self._request)
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         if self._again is not None:
             self._again = None
             for provider in self._written:

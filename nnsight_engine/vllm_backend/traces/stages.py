@@ -148,7 +148,7 @@ class EarlyStageDispatcher(TraceDispatcher):
 
     def start_step(self, spans: Sequence[TraceSpan], num_rows: int, act: Callable[[], bool]) -> bool:
         del act
-        self.begin()
+        self.begin_step()
         self._num_reported = 0
         self._link.send(packed(StageStep(list(spans), num_rows)))
         reply, _ = self._answer()
@@ -374,7 +374,7 @@ class LastStageTraces(WorkerTraces):
             assert isinstance(head, StageStep)  # noqa: S101 - its first message
             if stage == 0:
                 # Now that modules of this stage can be called.
-                super().begin(dataclasses.replace(facts, bound=frozenset(facts.scheduled)))
+                super().begin_step(dataclasses.replace(facts, bound=frozenset(facts.scheduled)))
                 self._has_begun = True
                 self._begun = [span for span in head.spans if self.takes_part(span.request_id)]
                 super().step(self._begun, head.num_rows)
@@ -383,10 +383,10 @@ class LastStageTraces(WorkerTraces):
             if live:
                 self.dispatcher.serve(stage, RowPayloads(live, head.num_rows))
 
-    def begin(self, facts: StepFacts) -> None:
+    def begin_step(self, facts: StepFacts) -> None:
         has_begun, self._has_begun = self._has_begun, False
         if not has_begun:
-            super().begin(facts)
+            super().begin_step(facts)
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
         """Continue with the step that ``before`` has begun on the first stage."""

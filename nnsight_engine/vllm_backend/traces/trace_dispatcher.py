@@ -171,7 +171,7 @@ class TraceDispatcher(ModuleUse):
 
     # Values that the model provides.
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         self.ever.update(self.calls)
         self.calls.clear()
         self.interleaving = True
@@ -189,7 +189,7 @@ class TraceDispatcher(ModuleUse):
         """Stop observing module calls: the model has run."""
         self.listener = 0
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         self.interleaving = False
         self.undone = ()
 

@@ -157,7 +157,7 @@ class TraceEnd:
         """
         max_bytes = min(self._max_bytes * len(message["blocks"]), self._max_message_bytes) + _BESIDE_BYTES
         limits = MessageLimits(max_bytes=max_bytes)
-        stack = self._threads.take()
+        stack = self._threads.take_stack()
         stack.left_s += num_bytes / _BYTES_WRITTEN_A_SECOND
         pieces: list[Piece] | None
         pieces, error = stack.start(
@@ -228,7 +228,7 @@ class TraceStore:
         # On a block thread, because decoding a trace runs its sender's code, and outside of inference mode.
         with self._timed(entry.key):
             member.context, member.error = (
-                self.threads.take().start(lambda: TraceContext(entry, model, policy)).empty()
+                self.threads.take_stack().start(lambda: TraceContext(entry, model, policy)).empty()
             )
         if member.context is not None:
             self._contexts[name] = member.context

@@ -142,17 +142,17 @@ class WorkerTraces:
     def before(self, facts: StepFacts) -> None:
         """Do nothing: only the last stage of a pipeline serves others before its own part of a step."""
 
-    def begin(self, facts: StepFacts) -> None:
+    def begin_step(self, facts: StepFacts) -> None:
         """Open the blocks of requests that arrived, and retire requests that finished."""
         # Without the traces themselves, which would stay until the next traced step.
         self.sandboxes.facts = dataclasses.replace(facts, arrived=())
         if self.known.note(facts) or self.known.sandboxed:
-            self.dispatcher.jointly(lambda: self._begin(facts))
+            self.dispatcher.jointly(lambda: self._update_requests(facts))
 
-    def _begin(self, facts: StepFacts) -> None:
+    def _update_requests(self, facts: StepFacts) -> None:
         for request_id in self._live.keys() & set(facts.finished):
             self._live.pop(request_id).retire()
-        self.sandboxes.begin()
+        self.sandboxes.begin_step()
         for request_id, plain in facts.arrived:
             if request_id not in self.store.members:
                 self._arrive(request_id, plain)
@@ -191,7 +191,7 @@ class WorkerTraces:
             member.request.needed_modules = self._tiers.expects_modules(member.context.code(entry.index))
             if entry.is_scan:
                 member.shapes = scanned(member.request, self.model)
-            member.request.open()
+            member.request.start_blocks()
             self._live[request_id] = member.request
         except Exception as error:
             logger.debug("a trace could not be read", exc_info=True)
@@ -285,12 +285,12 @@ class WorkerTraces:
         spans = [span for span in spans if self.has_block(span.request_id)]
         if not spans:
             return False
-        self.dispatcher.begin()
+        self.dispatcher.begin_step()
         live_spans = [span for span in spans if span.request_id in self._live]
         self._active = [self._live[span.request_id] for span in live_spans]
         self._began_s = sum(request.spent_s for request in self._active)
         for request, span in zip(self._active, live_spans, strict=True):
-            request.begin(span, num_rows)
+            request.begin_step(span, num_rows)
         if len(live_spans) < len(spans):
             self.sandboxes.step([span for span in spans if span.request_id not in self._live], num_rows)
         self.dispatcher.choose([*self._active, *self.sandboxes.active])
@@ -355,21 +355,21 @@ class WorkerTraces:
         value: torch.Tensor = self.dispatcher.provide(f"{self.model.path}.{SAMPLES}.output", samples)
         return value
 
-    def end(self) -> list[str]:
+    def end_step(self) -> list[str]:
         """End the step; return the requests that are to end because their blocks failed or stopped them."""
         if self.known.sandboxed:
-            ended: list[str] = self.dispatcher.jointly(self._end)
+            ended: list[str] = self.dispatcher.jointly(self._end_traced_step)
             if self.dispatcher.runs_blocks:
                 return ended
-        return self._end()
+        return self._end_traced_step()
 
-    def _end(self) -> list[str]:
+    def _end_traced_step(self) -> list[str]:
         for request in self._active:
-            request.end()
+            request.end_step()
         self._record_tiers()
-        failed, self._sandbox_reports, waited_s = self.sandboxes.end()
+        failed, self._sandbox_reports, waited_s = self.sandboxes.end_step()
         self._ended += failed
-        self.dispatcher.end()
+        self.dispatcher.end_step()
         spent_s = sum(request.spent_s for request in self._active)
         self.waited_s += spent_s - self._began_s + waited_s
         self._active, self._began_s, self.in_step = [], 0.0, False

@@ -175,7 +175,7 @@ def test_in_a_run_of_steps_only_the_row_that_overflows_fails_its_request() -> No
     run = SteadyRun(plan, ["r0", "r1"], at, engine.ledger)
     failures = []
     for number, second in enumerate((1.0, -60000.0, 1.0), start=1):
-        assert run.go_on(["r0", "r1"], at + number)
+        assert run.advance(["r0", "r1"], at + number)
         plan.run(LAYERS, torch.tensor([[1.0] * WIDTH, [second] * WIDTH], dtype=torch.float16), None)
         engine.collection.collect(plan)
         results = run_delivery(run).results([[1], [1]], {"r0": 0, "r1": 1})

@@ -124,7 +124,7 @@ class Worker:
         finished: set[str],
         returned: Mapping[str, int] | None = None,
     ) -> None:
-        self.state.begin(
+        self.state.begin_step(
             [
                 (request_id, {"plan": request.plan, "tensors": compiling.tensors_of(request)})
                 for request_id, request in arrived.items()
@@ -168,7 +168,7 @@ class Worker:
 
     def take(self, request_id: str, *, final: bool) -> Payload | None:
         """Return what leaves with a request's output, as it arrives."""
-        payload = self.outbox.take(request_id, final=final)
+        payload = self.outbox.take_payload(request_id, final=final)
         return None if payload is None else Payload.decode(payload.encode())
 
 

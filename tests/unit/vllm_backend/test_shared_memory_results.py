@@ -19,13 +19,13 @@ def test_what_was_left_is_taken_once_and_is_the_readers_own_to_write(tmp_path: P
     assert leave(PIECES, handover.path(KEY))
     os.link(handover.path(KEY), tmp_path / "other")
     assert not leave([b"x" * LARGE_BYTES], handover.path(KEY)), "a file that is there already is left alone"
-    taken = handover.take(KEY)
+    taken = handover.take_file(KEY)
     assert bytes(taken) == b"".join(PIECES)
     taken[:4] = b"HEAD"
     assert (tmp_path / "other").read_bytes()[:4] == b"head"
     assert [one.name for one in tmp_path.iterdir()] == ["other"]
     with pytest.raises(FileNotFoundError):
-        handover.take(KEY)
+        handover.take_file(KEY)
 
 
 def test_small_results_and_those_for_another_machine_leave_nothing(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ class CallableModules:
     def call_bytes(self) -> int:
         return 2 * self._max_rows * self._max_width * _NUMBER_BYTES
 
-    def begin(self, path: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ModuleCall:
+    def begin_call(self, path: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ModuleCall:
         """Begin a call; SandboxedError if untrusted blocks cannot call the module, or not so."""
         envoy = self._envoys.get(path)
         if envoy is None:

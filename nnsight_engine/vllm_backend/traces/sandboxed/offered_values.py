@@ -64,7 +64,7 @@ def _changed(
         if not before[slot.number].is_floating_point():
             place.check(rows.to(before[slot.number].dtype))
         changes[slot.number] = rows
-    received.end()
+    received.check_end()
     with torch.inference_mode():
         changed = payloads.changed(value, list(changes.items()))
     for old, new in zip(before, list(tensors(changed)), strict=True):

@@ -199,7 +199,7 @@ class WaitingThreads(Threads):
     def have_leftovers(self) -> bool:
         return any(thread.has_leftovers for thread in self._all_threads)
 
-    def take(self) -> ThreadStack:
+    def take_stack(self) -> ThreadStack:
         if not self._idle_threads:
             raise SandboxedError.crowded()
         stack = self._idle_threads.pop()
@@ -222,7 +222,7 @@ class SandboxDispatcher(TraceDispatcher):
     max_call_bytes: int
 
     def refusal(self, provider: str) -> Exception | None:
-        return SpreadModuleError.place(provider) if provider in self.refused else None
+        return SpreadModuleError.unknown_layout(provider) if provider in self.refused else None
 
     def call_elsewhere(self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Have the worker call a module; SandboxedError for code other than the running block's own."""
@@ -317,11 +317,11 @@ class SandboxTraces(WorkerTraces):
     def answer(self, head: ToSandbox, body: memoryview) -> list[bytes | memoryview]:
         match head:
             case BeginRequests(arrived):
-                self.begin(StepFacts(arrived))
+                self.begin_step(StepFacts(arrived))
                 return packed(ContinueReply(self._now_wanted(), live=list(self._live)))
             case StepMessage(spans, finished, passed):
                 self._pass(passed)
-                self.begin(StepFacts(finished=finished))
+                self.begin_step(StepFacts(finished=finished))
                 return self._enter_step(spans)
             case Offer():
                 return self._offer(head, body)
@@ -333,7 +333,7 @@ class SandboxTraces(WorkerTraces):
                 self._pass(passed)
                 return packed(self._leave_step())
             case Collect(key, results, finished):
-                self.begin(StepFacts(finished=finished))
+                self.begin_step(StepFacts(finished=finished))
                 ended = self.collect(key, results)
                 self._start_over()
                 is_clean = not (self._leftovers.exist() or self._block_threads.have_leftovers)
@@ -367,7 +367,7 @@ class SandboxTraces(WorkerTraces):
         return msgspec.structs.replace(self._leave_step(), changes=list(changes), is_over=True)
 
     def _leave_step(self) -> ContinueReply:
-        ended = self.end()
+        ended = self.end_step()
         reports = [
             SandboxReply(name, report[1], report[2], report[3]) for name, report in self.reports().items()
         ]

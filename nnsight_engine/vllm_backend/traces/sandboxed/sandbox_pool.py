@@ -49,7 +49,7 @@ class IdleProcesses:
         self._max_cpu_s = _MAX_CPU_SHARE * cpu_s
         self._by_process: OrderedDict[int, tuple[str, Sandbox]] = OrderedDict()
 
-    def put(self, tenant: str, sandbox: Sandbox) -> None:
+    def park(self, tenant: str, sandbox: Sandbox) -> None:
         """Park a process whose trace has ended, or end it if it is too large or has been used too much."""
         sandbox.num_uses += 1
         try:
@@ -69,7 +69,7 @@ class IdleProcesses:
         while len(self._by_process) > _MAX_PARKED:
             self._by_process.popitem(last=False)[1][1].end()
 
-    def take(self, tenant: str) -> Sandbox | None:
+    def take_process(self, tenant: str) -> Sandbox | None:
         of_tenant = [process for process, (owner, _) in self._by_process.items() if owner == tenant]
         for process in reversed(of_tenant):
             _, sandbox = self._by_process.pop(process)
@@ -90,8 +90,8 @@ class ProcessSource:
         self._server = server
         self._on_take = on_take
 
-    def take(self) -> Sandbox | None:
-        sandbox = self._idle.take(self._tenant) or self._server.take()
+    def take_process(self) -> Sandbox | None:
+        sandbox = self._idle.take_process(self._tenant) or self._server.take_process()
         if sandbox is not None:
             self._on_take()
         return sandbox
@@ -187,7 +187,7 @@ class SandboxPool:
                 self.counts["refused"] += 1
                 raise
         self._by_request[request_id] = session
-        session.begin([(request_id, msgspec.structs.replace(entry, sandbox_of=None))])
+        session.send_requests([(request_id, msgspec.structs.replace(entry, sandbox_of=None))])
 
     def _opened(self, tenant: str, order: int) -> SandboxSession:
         if len(self._by_key) >= self._limits.max_sandboxes:
@@ -203,8 +203,8 @@ class SandboxPool:
     def _count_start(self) -> None:
         self.counts["started"] += 1
 
-    def begin(self) -> None:
-        self._waiting.begin(is_single_tenant=self.facts.is_single_tenant)
+    def begin_step(self) -> None:
+        self._waiting.begin_step(is_single_tenant=self.facts.is_single_tenant)
         for session in self._by_key.values():
             ended = session.live.intersection(self.facts.finished)
             session.live -= ended
@@ -267,15 +267,15 @@ class SandboxPool:
         for session in self._active:
             session.after_model(num_requests)
 
-    def end(self) -> tuple[list[str], dict[str, Report], float]:
+    def end_step(self) -> tuple[list[str], dict[str, Report], float]:
         """End the step; return the requests that are to end, the reports by request, and the wait in s."""
         self._dispatcher.gather = None
         for session in self._active:
             session.finish()
         self._waiting.wait([session for session in self._active if not session.is_deferred])
         for session in self._active:
-            session.end()
-        waited_s = self._waiting.end()
+            session.end_step()
+        waited_s = self._waiting.end_step()
         self._active = []
         ended: list[str] = []
         reports: dict[str, Report] = {}
@@ -326,7 +326,7 @@ class SandboxPool:
             self.counts["killed" if session.connection.has_process else "refused"] += 1
         sandbox = session.close()
         if sandbox is not None:
-            self._parked.put(session.tenant, sandbox)
+            self._parked.park(session.tenant, sandbox)
             self._start_waiting(session.tenant)
 
     def _start_waiting(self, tenant: str) -> None:

@@ -131,7 +131,7 @@ class SandboxSession:
 
     # Messages to the process.
 
-    def begin(self, arrived: Sequence[tuple[str, TraceEntry]]) -> None:
+    def send_requests(self, arrived: Sequence[tuple[str, TraceEntry]]) -> None:
         """Send requests that arrived to the process, which decodes them while the worker continues."""
         self.entries.update(arrived)
         for _, entry in arrived:
@@ -277,7 +277,7 @@ class SandboxSession:
         self._note(reply)
         self._send_arrived()
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         if not self._takes_part:
             return
         self._takes_part = False
@@ -392,7 +392,7 @@ class SandboxSession:
         self._is_served = False
         if self._replays and self._takes_part and self.error is None and provider in self._changes.by_place:
             slots, content = self._changes.by_place[provider]
-            self._put(slots, content)
+            self._write_changes(slots, content)
 
     def is_due(self, provider: str) -> bool:
         is_wanted = provider == self._at if self._is_resuming else provider in self._wanted
@@ -438,12 +438,12 @@ class SandboxSession:
 
     def _on_answered(self, reply: ContinueReply, content: memoryview) -> None:
         self._apply(reply, content)
-        if reply.changes and self._put(reply.changes, content):
+        if reply.changes and self._write_changes(reply.changes, content):
             self._changes.keep(self._at, reply.changes, content)
             if self._changes.is_too_much:
                 self.can_be_deferred = False
 
-    def _put(self, changes: Sequence[ValueSlot], content: memoryview) -> bool:
+    def _write_changes(self, changes: Sequence[ValueSlot], content: memoryview) -> bool:
         payloads = self._payloads
         assert payloads is not None  # noqa: S101 - a step is running
         try:
