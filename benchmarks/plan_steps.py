@@ -32,8 +32,7 @@ from nnsight_engine.plans.request_plan import RequestPlan
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.module_tree import ModelLayout
-from nnsight_engine.vllm_backend.steps.step import Step
-from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
+from nnsight_engine.vllm_backend.steps.worker_state import Step, WorkerState
 
 _SHAPE: Final = LayerSizes(num_layers=30, hidden_size=576)
 _PROMPT: Final = (1, 2, 3, 4)

@@ -53,8 +53,8 @@ from nnsight_engine.core.token_texts import TokenTexts
 from nnsight_engine.plans.collect.results import CollectedCapture, CollectedResults, TensorResult
 from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.request_plan import PLAN_KEY
-from nnsight_engine.vllm_backend.call import prepare_params, salted
 from nnsight_engine.vllm_backend.engines import SyncEngine
+from nnsight_engine.vllm_backend.operations_call import prepare_params, salted
 from nnsight_engine.vllm_backend.outputs import ResultRouter, deliver_payloads
 from nnsight_engine.vllm_backend.rpc_results import answer
 from nnsight_engine.vllm_backend.vllm import VLLM

@@ -31,8 +31,7 @@ from nnsight_engine.envoys.operations import ForwardSource, SourceEnvoy
 from nnsight_engine.envoys.probes import Probes
 from nnsight_engine.envoys.source.definition import SourceNotAvailableError
 from nnsight_engine.envoys.tracers import interleaving
-from nnsight_engine.envoys.tracers.editing import Edit, EditingTracer
-from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer, ScanningTracer
+from nnsight_engine.envoys.tracers.interleaving import Edit, EditingTracer, InterleavingTracer, ScanningTracer
 from nnsight_engine.envoys.tree import EnvoyTree
 from nnsight_engine.envoys.values import (
     CallValues,

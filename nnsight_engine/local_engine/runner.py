@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from nnsight_engine.envoys.envoy import Envoy
-from nnsight_engine.envoys.tracers.editing import Edit
-from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+from nnsight_engine.envoys.tracers.interleaving import Edit, InterleavingTracer
 from nnsight_engine.local_engine.block_runner import BlockRunner, ReadTrace, run_session
 from nnsight_engine.local_engine.local_part import ClientCall, LocalPart
 from nnsight_engine.local_engine.model_snapshot import ModelSnapshot

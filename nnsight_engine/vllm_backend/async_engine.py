@@ -34,9 +34,9 @@ from api_schemas.errors import ApiError, ErrorCode
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.work_context import EngineCounts, current_work, tenant_served
 from nnsight_engine.plans.request_plan import PLAN_KEY
-from nnsight_engine.vllm_backend.call import InterventionCall, PromptEntry, prepare_params, salted
 from nnsight_engine.vllm_backend.compat import add_entries
 from nnsight_engine.vllm_backend.fair_scheduler import SENDER_KEY
+from nnsight_engine.vllm_backend.operations_call import InterventionCall, PromptEntry, prepare_params, salted
 from nnsight_engine.vllm_backend.outputs import ResultRouter, count_tokens, deliver_payloads, note_spent
 from nnsight_engine.vllm_backend.processes import kill_engine, uninterrupted
 from nnsight_engine.vllm_backend.request_parts import TensorTable, media_of, salt_of_adapter

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from nnsight_engine.envoys.tracers.editing import EditingTracer
+from nnsight_engine.envoys.tracers.interleaving import EditingTracer
 from nnsight_engine.serialization import SentBlock, encode_trace
 from nnsight_engine.tracing.tracer import Backend
 from nnsight_engine.vllm_backend.traces.context import EditEntry

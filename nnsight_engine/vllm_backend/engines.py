@@ -22,7 +22,7 @@ from api_schemas.errors import ApiError
 from nnsight_engine.vllm_backend.outputs import deliver_payloads
 from nnsight_engine.vllm_backend.request_parts import AdapterHolds, cache_media_once_sent, check_loaded
 from nnsight_engine.vllm_backend.rpc_results import answer
-from nnsight_engine.vllm_backend.trace_run import MergedRun, TraceRequests, results_of
+from nnsight_engine.vllm_backend.running_trace import MergedRun, TraceRequests, results_of
 from nnsight_engine.vllm_backend.traces.context import TRACE_KEY
 from nnsight_engine.vllm_backend.tracing_async_llm import TracingAsyncLLM
 

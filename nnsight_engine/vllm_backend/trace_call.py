@@ -13,13 +13,13 @@ from nnsight_engine.plans.collect.results import CollectedResults, CollectedTrac
 from nnsight_engine.remote_backend.saved_deltas import MALFORMED
 from nnsight_engine.vllm_backend.json_values import NotPlainError
 from nnsight_engine.vllm_backend.request_parts import media_of
+from nnsight_engine.vllm_backend.running_trace import TraceRequests, TraceRun
 from nnsight_engine.vllm_backend.trace_results import (
     MAX_DELTA_BYTES,
     BlockError,
     ChoiceValues,
     read_results,
 )
-from nnsight_engine.vllm_backend.trace_run import TraceRequests, TraceRun
 from nnsight_engine.vllm_backend.traces.context import TraceEntry
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from nnsight_engine.plans.request_plan import Spans
     from nnsight_engine.remote_backend.unread_output import SlowReaderError
-    from nnsight_engine.vllm_backend.trace_run import FinishedTrace, TraceEvent, TraceHost
+    from nnsight_engine.vllm_backend.running_trace import FinishedTrace, TraceEvent, TraceHost
 
 _SLOW_BYTES: Final = 2**20
 _MAX_BYTES: Final = 4 * 2**30

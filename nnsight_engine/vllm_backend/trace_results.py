@@ -23,7 +23,7 @@ from nnsight_engine.tracing.blocks import NUM_LINES_BEFORE
 from nnsight_engine.vllm_backend.json_values import NotPlainError, SaveBudget, plain_saves
 
 if TYPE_CHECKING:
-    from nnsight_engine.vllm_backend.trace_run import TraceEvent
+    from nnsight_engine.vllm_backend.running_trace import TraceEvent
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _AS_INT64: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32})

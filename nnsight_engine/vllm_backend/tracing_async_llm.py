@@ -22,7 +22,7 @@ from nnsight_engine.core.work_context import current_work
 from nnsight_engine.vllm_backend.outputs import note_spent
 from nnsight_engine.vllm_backend.request_parts import AdapterHolds, cache_media_once_sent, check_loaded
 from nnsight_engine.vllm_backend.rpc_results import PENDING, SharedMemoryResults, answer
-from nnsight_engine.vllm_backend.trace_run import FinishedTrace, TraceRouter
+from nnsight_engine.vllm_backend.running_trace import FinishedTrace, TraceRouter
 from nnsight_engine.vllm_backend.traces.context import TRACE_KEY
 
 

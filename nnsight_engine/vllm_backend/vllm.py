@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from nnsight_engine.remote_backend.client.http import Transport
     from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.engines import AsyncEngine, SyncEngine
-    from nnsight_engine.vllm_backend.request_tracer import RequestScanner, RequestTracer
     from nnsight_engine.vllm_backend.traces.context import EditEntry
+    from nnsight_engine.vllm_backend.vllm_tracer import RequestScanner, RequestTracer
 
 _MODES = ("sync", "async")
 

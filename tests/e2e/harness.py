@@ -31,8 +31,8 @@ from nnsight_engine.plans.collect.results import (
 )
 from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.request_plan import NO_MARKERS, PLAN_KEY, AnswerMarkers
-from nnsight_engine.vllm_backend.call import prepare_params, salted
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
+from nnsight_engine.vllm_backend.operations_call import prepare_params, salted
 from nnsight_engine.vllm_backend.outputs import ResultRouter, deliver_payloads
 from nnsight_engine.vllm_backend.request_parts import cache_media_once_sent, media_of
 from nnsight_engine.vllm_backend.rpc_results import answer

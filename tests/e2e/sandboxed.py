@@ -11,11 +11,11 @@ import pytest
 from vllm import RequestOutput
 
 from nnsight_engine.remote_backend.values.outcomes import Outcome
-from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
 from nnsight_engine.vllm_backend.rpc_results import answer
-from nnsight_engine.vllm_backend.trace_run import TraceRequests
+from nnsight_engine.vllm_backend.running_trace import TraceRequests
 from nnsight_engine.vllm_backend.traces.context import TraceEntry
 from nnsight_engine.vllm_backend.vllm import VLLM
+from nnsight_engine.vllm_backend.vllm_tracer import RequestTracer, SentTrace
 from tests.e2e.traces import finished
 from tests.waiting import wait_for
 

@@ -19,10 +19,10 @@ from nnsight_engine.plans.records import StepResults
 from nnsight_engine.remote_backend.values.outcomes import Outcome
 from nnsight_engine.vllm_backend import scheduler as scheduler_module
 from nnsight_engine.vllm_backend.compat import detach_results
-from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
 from nnsight_engine.vllm_backend.rpc_results import PENDING, answer
-from nnsight_engine.vllm_backend.trace_run import results_of
+from nnsight_engine.vllm_backend.running_trace import results_of
 from nnsight_engine.vllm_backend.vllm import VLLM
+from nnsight_engine.vllm_backend.vllm_tracer import RequestTracer, SentTrace
 from tests.e2e.engine_kinds import options_of_process
 from tests.waiting import wait_for
 

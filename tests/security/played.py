@@ -15,13 +15,13 @@ from api_schemas.operations import Trace
 from nnsight_engine.sandbox.forkserver import ForkServer
 from nnsight_engine.serialization import decode
 from nnsight_engine.vllm_backend.compat import EngineLimits
-from nnsight_engine.vllm_backend.request_code import encoded_code
+from nnsight_engine.vllm_backend.trace_code import encoded_code
 from nnsight_engine.vllm_backend.traces.block_adapters import BlockAdapters
 from nnsight_engine.vllm_backend.traces.context import TraceEntry
+from nnsight_engine.vllm_backend.traces.messages import StepFacts
 from nnsight_engine.vllm_backend.traces.model import Names
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed.module_calls import ModuleCall
-from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
 WIDTH: Final = 8
@@ -118,7 +118,7 @@ class Served:
         head = cast("PlayedModel", traces.model).head
         self._apply = partial(traces.dispatcher.call_module, head)
 
-    def begin(self, path: str, args: Any, kwargs: Any) -> ModuleCall:
+    def begin_call(self, path: str, args: Any, kwargs: Any) -> ModuleCall:
         assert (path, kwargs) == (HEAD, {})
         return ModuleCall(path, self._apply, args, args[0].ndim - 1, 1)
 

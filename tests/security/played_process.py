@@ -81,7 +81,7 @@ class PlayedSource:
         self._process = process
         self._ready = os.eventfd(int(is_ready), os.EFD_NONBLOCK)
 
-    def take(self) -> PlayedProcess | None:
+    def take_process(self) -> PlayedProcess | None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._ready)
             return self._process
@@ -111,7 +111,7 @@ class PlayedModules:
     places: frozenset[str] = frozenset({LAYER, LATER, POSITIONS, SAMPLES})
     adapters: BlockAdapters = field(default_factory=BlockAdapters)
 
-    def begin(self, path: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ModuleCall:
+    def begin_call(self, path: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ModuleCall:
         del args, kwargs
         return ModuleCall(path, self._called, [torch.zeros(CALL_ROWS, 2)], 1, 1)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nnsight_engine.sandbox.forkserver import ForkServer
+from nnsight_engine.vllm_backend.traces.messages import StepFacts
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
-from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from tests.security.played import (
     LAYERS,
     NEIGHBOUR,

@@ -21,12 +21,11 @@ from nnsight_engine.envoys.cache import Cache, CacheView
 from nnsight_engine.envoys.eproperty import eproperty
 from nnsight_engine.envoys.missed_values import CacheMisses, explain_missed
 from nnsight_engine.envoys.tracers.steps import Iter, IteratorTracer
-from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.interleaving.events import MissedProviderError
 from nnsight_engine.interleaving.gradients import GradientSession
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.mediator import Mediator
-from nnsight_engine.interleaving.shared_variables import Sharer, exchanges, explain
+from nnsight_engine.interleaving.shared_variables import Barrier, Sharer, exchanges, explain
 from nnsight_engine.tracing.frames import for_user, users_stacklevel
 from nnsight_engine.tracing.tracer import SITES, Backend, Info, Tracer, compiled
 
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     import torch
 
     from nnsight_engine.envoys.envoy import Envoy
-    from nnsight_engine.envoys.tracers.editing import Edit
 
 
 class Invoker(Tracer):
@@ -514,3 +512,36 @@ def _traceable_backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 def install() -> None:
     """Patch ``torch.Tensor.backward``: ``with tensor.backward():`` opens a trace, other calls do not."""
     torch.Tensor.backward = _traceable_backward  # type: ignore[method-assign] # the patch is intended
+
+
+class Edit:
+    """A stored block. Each trace runs it on fresh variables, once for every step."""
+
+    def __init__(self, tracer: Tracer, info: Info) -> None:
+        self.tracer = tracer
+        self.info = info.fresh()
+
+    def mediator(self, interleaver: Interleaver) -> Mediator:
+        """Return the mediator that runs the edit in one trace; it sees the whole batch."""
+        info = self.info.fresh()
+        function = self.tracer.compile_on(info)
+
+        def every_step() -> None:
+            for _ in IteratorTracer(slice(None), interleaver):
+                function()
+
+        return Mediator(every_step, info, name="edit")
+
+
+class EditingTracer(Tracer):
+    """``with model.edit() as edited:``; the block runs in each trace of ``edited``."""
+
+    def __init__(self, model: Envoy, *, inplace: bool = False, backend: Backend | None = None) -> None:
+        super().__init__(backend=backend)
+        self.model = model if inplace else model._shallow_copy()
+
+    def execute(self, function: Callable[[], Any]) -> None:  # noqa: ARG002 - compiled again in each trace
+        self.model._default_mediators.append(Edit(self, self.info))
+
+    def entered(self) -> Envoy:
+        return self.model

@@ -36,8 +36,8 @@ from nnsight_engine.plans.step.operation_rows import (
 )
 from nnsight_engine.plans.step.plan import PlannedSample, Span, StepPlan
 from nnsight_engine.plans.step.planners import (
-    PatternPlanner,
     PatternRows,
+    plan_patterns,
     plan_reads,
     plan_writes,
     read_key,
@@ -49,7 +49,6 @@ from nnsight_engine.plans.step.token_masks import RowParts, TokenMasks
 class StepBuilder:
     def __init__(self, context: StepContext) -> None:
         self._context = context
-        self._patterns = PatternPlanner(context)
         self._masks = TokenMasks(context.device)
         self._executor = executor_of(context.device, context.dtype)
         self._last: StepPlan | None = None
@@ -155,7 +154,7 @@ class StepBuilder:
             num_certain = int(np.searchsorted(item.offsets, span.num_certain))
             self._context.count_rows(reserved, item.active.op, num_certain)
         new = self._new_reductions(span.request, work)
-        is_planned = not patterns or self._patterns.plan(plan, span, patterns)
+        is_planned = not patterns or plan_patterns(self._context, plan, span, patterns)
         once = sum(new.values()) + self._charge_accepted(span)
         if is_planned and self._reserve(span, reserved, once):
             span.request.reductions.update(new)

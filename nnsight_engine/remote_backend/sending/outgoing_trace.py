@@ -14,7 +14,7 @@ import torch
 
 import nnsight_engine
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer, Invoker
-from nnsight_engine.interleaving.barrier import Barrier
+from nnsight_engine.interleaving.shared_variables import Barrier
 from nnsight_engine.remote_backend.codecs import Codec, encode_blocks
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
@@ -48,7 +48,7 @@ from nnsight_engine.tracing.tracer import Session, Tracer
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
-    from nnsight_engine.envoys.tracers.editing import Edit
+    from nnsight_engine.envoys.tracers.interleaving import Edit
 
 
 class Inputs(NamedTuple):

@@ -22,8 +22,8 @@ from nnsight_engine.envoys.architectures.points import Points
 from nnsight_engine.envoys.cache import Cache, CacheView, Entry
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.operations import OperationEnvoy, SourceEnvoy
-from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.interleaving.interleaver import Interleaver
+from nnsight_engine.interleaving.shared_variables import Barrier
 from nnsight_engine.remote_backend.codecs import Codec, decode_blocks, encode_blocks
 from nnsight_engine.serialization import DecodeError, EncodeError
 from nnsight_engine.serialization.graph import Resolve

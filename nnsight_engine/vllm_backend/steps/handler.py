@@ -1,7 +1,7 @@
 """The work of interventions in each phase of a step; a step without interventions runs vLLM's code unchanged.
 
-A runner's adapter calls ``begin``, ``forward`` around the model, ``on_logits`` before sampling and ``leave``
-after.
+A runner's adapter calls ``begin_step``, ``forward`` around the model, ``on_logits`` before sampling and
+``leave`` after.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ from nnsight_engine.vllm_backend.model_points import Blocks, resolve_points
 from nnsight_engine.vllm_backend.steps.faults import add_unembedding_bias, supply_inputs_per_layer
 from nnsight_engine.vllm_backend.steps.graphs import StepGraphs, cut_at_taps
 from nnsight_engine.vllm_backend.steps.outcome import StepOutcome, TraceReports, take_results, with_results
-from nnsight_engine.vllm_backend.steps.step import Step
 from nnsight_engine.vllm_backend.steps.tokens import StopTokens
-from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
+from nnsight_engine.vllm_backend.steps.worker_state import Step, WorkerState
 from nnsight_engine.vllm_backend.structure import ModelRuns, found_family
 from nnsight_engine.vllm_backend.taps import (
     CONTEXT_KEY,
@@ -57,13 +56,21 @@ from nnsight_engine.vllm_backend.taps import (
     untapped,
 )
 from nnsight_engine.vllm_backend.traces.context import TRACE_KEY
-from nnsight_engine.vllm_backend.traces.placement import traces_of_worker
+from nnsight_engine.vllm_backend.traces.messages import StepFacts
+from nnsight_engine.vllm_backend.traces.ranks import Ranks
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
-from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
-from nnsight_engine.vllm_backend.traces.tiers import UntappedError
+from nnsight_engine.vllm_backend.traces.stages import EarlyStageDispatcher, LastStageTraces, StageLink
+from nnsight_engine.vllm_backend.traces.tensor_parallel import FollowingDispatcher, LeadingDispatcher
+from nnsight_engine.vllm_backend.traces.trace_dispatcher import UntappedError
+from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
     from nnsight_engine.families.layout import EngineFamily
+    from nnsight_engine.vllm_backend.compat import EngineLimits
+    from nnsight_engine.vllm_backend.model_points import ModelPoints
+    from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 _LOG: Final = logging.getLogger(__name__)
 _IMAGE: Final = "image"
@@ -456,3 +463,17 @@ def _fails_anywhere(failure: Exception | None) -> bool:
     if group.world_size > 1:
         torch.distributed.all_reduce(has_failed, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
     return bool(has_failed)
+
+
+def traces_of_worker(points: ModelPoints, config: VllmConfig, limits: EngineLimits) -> WorkerTraces:
+    """Return the traces of this worker; all workers of a group must call this together."""
+    last, stage = get_pp_group().world_size - 1, get_pp_group().rank_in_group
+    dispatcher: TraceDispatcher | None = None
+    if points.tensor_parallel_size > 1:  # and one stage: both together are refused at start
+        ranks = Ranks(get_tp_group())
+        dispatcher = (FollowingDispatcher if ranks.rank else LeadingDispatcher)(ranks, points)
+    elif stage < last:
+        dispatcher = EarlyStageDispatcher(StageLink(last), points)
+    elif last:
+        return LastStageTraces(points, config, list(map(StageLink, range(last))), limits)
+    return WorkerTraces(points, config, limits, dispatcher=dispatcher)

@@ -17,8 +17,8 @@ from nnsight_engine.vllm_backend.compat import attach_results, is_alone
 from nnsight_engine.vllm_backend.steps.adapters import AdaptersMixin
 from nnsight_engine.vllm_backend.steps.handler import StepHandler
 from nnsight_engine.vllm_backend.steps.outcome import with_outcome
-from nnsight_engine.vllm_backend.steps.step import Step
 from nnsight_engine.vllm_backend.steps.tokens import KnownIds, ReplayedSamples
+from nnsight_engine.vllm_backend.steps.worker_state import Step
 
 
 def step_of(batch: Any, known_ids: KnownIds, *, is_repeatable: bool) -> Step:

@@ -17,8 +17,7 @@ import msgspec
 
 from nnsight_engine.core.saves import SAVES
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
-from nnsight_engine.interleaving.barrier import Barrier
-from nnsight_engine.interleaving.shared_variables import exchanges
+from nnsight_engine.interleaving.shared_variables import Barrier, exchanges
 from nnsight_engine.interleaving.threads import ThreadMediator, Threads
 from nnsight_engine.remote_backend.codecs import decode_blocks
 from nnsight_engine.remote_backend.errors import LocalBlockError

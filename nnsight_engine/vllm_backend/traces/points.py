@@ -27,7 +27,7 @@ from nnsight_engine.envoys.architectures.named_points import (
 )
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.values import with_own_output
-from nnsight_engine.interleaving.barrier import Barrier
+from nnsight_engine.interleaving.shared_variables import Barrier
 from nnsight_engine.modeling.generator import WrapperModule
 from nnsight_engine.serialization import EncodeError
 from nnsight_engine.tracing.tracer import Tracer

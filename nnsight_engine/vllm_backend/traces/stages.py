@@ -40,6 +40,7 @@ from nnsight_engine.vllm_backend.traces.messages import (
     InvalidValue,
     Offer,
     PassedPlaces,
+    StepFacts,
     Tensors,
     ValueSlot,
     packed,
@@ -66,7 +67,6 @@ from nnsight_engine.vllm_backend.traces.row_payloads import (
     RowStore,
 )
 from nnsight_engine.vllm_backend.traces.rows import plain
-from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 

@@ -33,6 +33,7 @@ from nnsight_engine.vllm_backend.traces.caches import scanned
 from nnsight_engine.vllm_backend.traces.context import TraceEntry
 from nnsight_engine.vllm_backend.traces.edit_store import EditStore
 from nnsight_engine.vllm_backend.traces.memory_accounting import MemoryAccount
+from nnsight_engine.vllm_backend.traces.messages import KnownRequests, StepFacts
 from nnsight_engine.vllm_backend.traces.model import Names, WorkerModel
 from nnsight_engine.vllm_backend.traces.points import SAMPLES
 from nnsight_engine.vllm_backend.traces.remote_modules import Description, described
@@ -40,9 +41,11 @@ from nnsight_engine.vllm_backend.traces.reporting import Report, Reporting
 from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed.module_calls import CallableModules
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool, open_sandbox_pool
-from nnsight_engine.vllm_backend.traces.step_facts import KnownRequests, StepFacts
-from nnsight_engine.vllm_backend.traces.tiers import ModuleOrder, TierPredictor
-from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
+from nnsight_engine.vllm_backend.traces.trace_dispatcher import (
+    ModuleOrder,
+    ModuleUsePredictor,
+    TraceDispatcher,
+)
 from nnsight_engine.vllm_backend.traces.trace_store import EndedTrace, TraceStore
 
 if TYPE_CHECKING:
@@ -109,7 +112,7 @@ class WorkerTraces:
         self.sandboxes = SandboxPool(self.dispatcher, limits)
         self.store = TraceStore(self.sandboxes, self.reporting, self._threads, limits.max_trace_bytes)
         self._began_s = 0.0
-        self._tiers = TierPredictor()
+        self._module_use = ModuleUsePredictor()
 
     def _new_model(self, names: Names) -> WorkerModel:
         return WorkerModel(self._points, self._config, self.dispatcher, names=names)
@@ -188,7 +191,7 @@ class WorkerTraces:
                 edit.idx = before - len(edits)
             mediator.idx = entry.index
             member.request.is_dry_run = entry.is_dry_run
-            member.request.needed_modules = self._tiers.expects_modules(member.context.code(entry.index))
+            member.request.needed_modules = self._module_use.expects_modules(member.context.code(entry.index))
             if entry.is_scan:
                 member.shapes = scanned(member.request, self.model)
             member.request.start_blocks()
@@ -366,7 +369,7 @@ class WorkerTraces:
     def _end_traced_step(self) -> list[str]:
         for request in self._active:
             request.end_step()
-        self._record_tiers()
+        self._record_module_use()
         failed, self._sandbox_reports, waited_s = self.sandboxes.end_step()
         self._ended += failed
         self.dispatcher.end_step()
@@ -386,12 +389,14 @@ class WorkerTraces:
         )
         return is_ready
 
-    def _record_tiers(self) -> None:
+    def _record_module_use(self) -> None:
         for request_id, request in self._live.items():
             member = self.store.members[request_id]
             if request.number == 1 and member.context is not None and not member.is_known:
                 member.is_known = True
-                self._tiers.note(member.context.code(member.entry.index), elsewhere=request.needed_modules)
+                self._module_use.note(
+                    member.context.code(member.entry.index), elsewhere=request.needed_modules
+                )
 
     def reports(self) -> dict[str, Report]:
         reports, self._sandbox_reports = self._sandbox_reports, {}

@@ -18,8 +18,7 @@ from nnsight_engine.plans.request_plan import CompiledRequest
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.module_tree import ModelLayout
-from nnsight_engine.vllm_backend.steps.step import Step
-from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
+from nnsight_engine.vllm_backend.steps.worker_state import Step, WorkerState
 from tests.fakes.model_specs import tiny_spec
 from tests.unit.plans import compiling
 

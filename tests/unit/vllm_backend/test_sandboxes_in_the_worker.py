@@ -16,7 +16,7 @@ from nnsight_engine.interleaving.threads import Threads, TimeBudgetError
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.vllm_backend.compat import EngineLimits
-from nnsight_engine.vllm_backend.request_code import encoded_code
+from nnsight_engine.vllm_backend.trace_code import encoded_code
 from nnsight_engine.vllm_backend.traces.context import TraceEntry
 from nnsight_engine.vllm_backend.traces.edit_store import EditStore
 from nnsight_engine.vllm_backend.traces.reporting import Reporting

@@ -41,6 +41,7 @@ from nnsight_engine.vllm_backend.traces.messages import (
     InvalidValue,
     Offer,
     PassedPlaces,
+    StepFacts,
     ValueSlot,
     packed,
     slot_of,
@@ -63,7 +64,6 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     ToSandbox,
     read_by_sandbox,
 )
-from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 from nnsight_engine.vllm_backend.traces.trace_store import TraceEnd
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
@@ -215,11 +215,15 @@ class SandboxDispatcher(TraceDispatcher):
     """The dispatcher of a sandbox process, which has the worker call modules over ``side``.
 
     The sharding of ``refused`` places over ranks is not known. ``max_call_bytes`` limits a call's arguments.
+    ``side`` exists once the process has been forked and serves its trace.
     """
 
-    side: SandboxSide
-    refused: frozenset[str] = frozenset()
-    max_call_bytes: int
+    def __init__(self, entry: str, refused: frozenset[str], max_call_bytes: int) -> None:
+        super().__init__()
+        self.entry = entry
+        self.refused = refused
+        self.max_call_bytes = max_call_bytes
+        self.side: SandboxSide | None = None
 
     def refusal(self, provider: str) -> Exception | None:
         return SpreadModuleError.unknown_layout(provider) if provider in self.refused else None
@@ -243,6 +247,7 @@ class SandboxDispatcher(TraceDispatcher):
         )
         if sum(map(len, body)) > max_bytes:  # the engine copies all of it before it can validate any
             raise SandboxedError.argument(path, f"more than the {max_bytes:,} bytes that a call may have")
+        assert self.side is not None  # noqa: S101 - the block runs in the forked process
         self.side.send(packed(call, body))
         head, content = read_by_sandbox(self.side.receive())
         if not isinstance(head, CallResult):
@@ -281,7 +286,7 @@ class SandboxTraces(WorkerTraces):
     dispatcher: SandboxDispatcher
     _block_threads: WaitingThreads
 
-    def __init__(self, points: ModelPoints, limits: EngineLimits) -> None:
+    def __init__(self, points: ModelPoints, limits: EngineLimits, dispatcher: SandboxDispatcher) -> None:
         self._wanted: list[str] = []
         self._before: list[str] = []
         self._passed: list[str] = []
@@ -289,7 +294,7 @@ class SandboxTraces(WorkerTraces):
         self._after_model_payloads: RowPayloads | None = None
         self._is_after_model = False
         self._leftovers = Leftovers()
-        super().__init__(points, None, limits, dispatcher=SandboxDispatcher())
+        super().__init__(points, None, limits, dispatcher=dispatcher)
 
     def _new_model(self, names: Names) -> WorkerModel:
         return WorkerModel(self._points, None, self.dispatcher, names=names, calls=SandboxEnvoy)

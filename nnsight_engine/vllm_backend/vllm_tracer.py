@@ -36,7 +36,7 @@ from nnsight_engine.serialization import DATA_ONLY, encode_trace
 from nnsight_engine.tracing.tracer import ExecutionBackend, Tracer
 from nnsight_engine.vllm_backend.engines import AsyncEngine
 from nnsight_engine.vllm_backend.prompts import Request
-from nnsight_engine.vllm_backend.trace_run import MergedRun, Output, TraceEvent, TraceRequests
+from nnsight_engine.vllm_backend.running_trace import MergedRun, Output, TraceEvent, TraceRequests
 from nnsight_engine.vllm_backend.traces.caches import HOME_CLASSES
 from nnsight_engine.vllm_backend.traces.context import TraceEntry
 from nnsight_engine.vllm_backend.traces.points import place_named, reference_of
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from vllm import RequestOutput
 
-    from nnsight_engine.vllm_backend.trace_run import TraceHost
+    from nnsight_engine.vllm_backend.running_trace import TraceHost
 
 _NAMES: Final = tuple(name for name in SamplingParams.__struct_fields__ if not name.startswith("_"))
 
