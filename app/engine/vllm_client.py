@@ -70,7 +70,7 @@ from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM, carry
 from nnsight_engine.vllm_backend.compat import engine_config
 from nnsight_engine.vllm_backend.content_logs import redact_content
 from nnsight_engine.vllm_backend.operations_call import InterventionCall
-from nnsight_engine.vllm_backend.rpc_results import SharedMemoryResults, answer
+from nnsight_engine.vllm_backend.rpc_results import SharedMemoryResults, common_result
 from nnsight_engine.vllm_backend.trace_call import TraceCall
 from nnsight_engine.vllm_backend.trace_code import encoded_code, filename_of
 
@@ -288,8 +288,8 @@ class VLLMEngineClient:
     async def describe_model(self) -> DescribedModel:
         if self._described is None:
             with translating_engine_death():
-                outline = answer(await self.engine.collective_rpc("outline_model"))
-                spec = answer(await self.engine.collective_rpc("describe_traces"))
+                outline = common_result(await self.engine.collective_rpc("outline_model"))
+                spec = common_result(await self.engine.collective_rpc("describe_traces"))
             self._described = DescribedModel([tuple(entry) for entry in outline], spec)
         return self._described
 

@@ -56,7 +56,7 @@ from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.vllm_backend.engines import SyncEngine
 from nnsight_engine.vllm_backend.operations_call import prepare_params, salted
 from nnsight_engine.vllm_backend.outputs import ResultRouter, deliver_payloads
-from nnsight_engine.vllm_backend.rpc_results import answer
+from nnsight_engine.vllm_backend.rpc_results import common_result
 from nnsight_engine.vllm_backend.vllm import VLLM
 
 _LAST: Final = {"positions": [-1]}
@@ -71,7 +71,7 @@ class OperationRunner:
         self._engine = model.host
         self._ids = prompt_ids
         self._adapter = adapter
-        self.spec = ModelSpec.from_plain(answer(self._engine.call("describe_interventions")))
+        self.spec = ModelSpec.from_plain(common_result(self._engine.call("describe_interventions")))
         self._router = ResultRouter(self.spec)
         self._token_of = TokenTexts(model.tokenizer).token
         deliver_payloads(self._engine.inner.llm_engine.output_processor, {PLAN_KEY: self._router.deliver})
@@ -245,7 +245,7 @@ class _Comparison:
         self._report = report
         self._ids = reference.facts.prompt_ids
         self._operations = OperationRunner(model, self._ids, adapter)
-        self._class = str(answer(model.host.call("outline_model"))[0][1])
+        self._class = str(common_result(model.host.call("outline_model"))[0][1])
         self._dtype = self._operations.spec.dtype
         self._bounds = Bounds.of(request.tolerance or TOLERANCES[self._dtype])
         self._findings: list[Finding] = []

@@ -160,7 +160,13 @@ class _Measuring:
         for layer in range(num_layers):
             modules = self._model.layers[layer]._module.named_modules()  # noqa: SLF001 - as above
             kinds[(types[layer], *((path, type(module).__name__) for path, module in modules))].append(layer)
-        return sorted({number for of in kinds.values() for number in (of[0], of[len(of) // 2], of[-1])})
+        return sorted(
+            {
+                index
+                for layers in kinds.values()
+                for index in (layers[0], layers[len(layers) // 2], layers[-1])
+            }
+        )
 
     def _skip(self, layer: int) -> torch.Tensor:
         num_items = measurements.num_returned(self._model, self._prompt, layer)

@@ -174,7 +174,7 @@ class Batcher:
         mask = self.inputs[1].get("attention_mask") if self.inputs is not None else None
         return mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
 
-    def _filling(self, expected: torch.Size, actual: torch.Size) -> str:
+    def _padding_hint(self, expected: torch.Size, actual: torch.Size) -> str:
         mask = self.attention_mask
         if mask is None or len(actual) < 2 or expected[1] != mask.shape[1] or bool(mask.all()):
             return ""
@@ -302,7 +302,7 @@ class Batcher:
             raise ValueError(
                 f"this invoke owns {num_rows} of {self.total_batch_size} rows, so the value must be of "
                 f"shape {(num_rows, *whole.shape[1:])}, got {tuple(part.shape)}"
-                f"{self._filling(whole.shape, part.shape)}"
+                f"{self._padding_hint(whole.shape, part.shape)}"
             )
         check_written(part, whole)
         after = whole.narrow(0, first + num_rows, self.total_batch_size - first - num_rows)

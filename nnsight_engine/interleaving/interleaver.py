@@ -447,12 +447,12 @@ class Interleaver(ModuleUse):
         if iteration is not None and calls:
             error_type = StepNotReachedError if mediator.moved_on else MissedProviderError
             return error_type(_ended(requester, calls))
-        never = MissedProviderError(
+        missed = MissedProviderError(
             f"Execution complete but `{requester}` was not provided. Did you call an Envoy out of order? "
             "Investigate why this module was not called."
         )
-        never.provider = provider
-        return never
+        missed.provider = provider
+        return missed
 
 
 def _ended(requester: str, calls: int) -> str:

@@ -72,8 +72,8 @@ class _ServerChannel:
     def frames(self) -> Iterator[Frame]:
         reader = FrameReader(MAX_FRAME_BYTES)
         with contextlib.suppress(ConnectionError):
-            while num_bytes := self._socket.recv_into(reader.room()):
-                frame = reader.took(num_bytes)
+            while num_bytes := self._socket.recv_into(reader.free_space()):
+                frame = reader.advance(num_bytes)
                 if frame is not None:
                     yield frame
 

@@ -40,7 +40,7 @@ from nnsight_engine.vllm_backend.operations_call import InterventionCall, Prompt
 from nnsight_engine.vllm_backend.outputs import ResultRouter, count_tokens, deliver_payloads, note_spent
 from nnsight_engine.vllm_backend.processes import kill_engine, uninterrupted
 from nnsight_engine.vllm_backend.request_parts import TensorTable, media_of, salt_of_adapter
-from nnsight_engine.vllm_backend.rpc_results import answer
+from nnsight_engine.vllm_backend.rpc_results import common_result
 from nnsight_engine.vllm_backend.trace_call import TraceCall
 from nnsight_engine.vllm_backend.traces.context import TRACE_KEY
 from nnsight_engine.vllm_backend.tracing_async_llm import TracingAsyncLLM
@@ -214,7 +214,7 @@ class InterventionAsyncLLM(PausingAsyncLLM):
 
     async def describe(self) -> ModelSpec:
         self._run_output_handler()  # else started with the first request; detects the engine's death
-        self.spec = ModelSpec.from_plain(answer(await self.collective_rpc("describe_interventions")))
+        self.spec = ModelSpec.from_plain(common_result(await self.collective_rpc("describe_interventions")))
         self.router = ResultRouter(self.spec)
         handlers = {PLAN_KEY: self.router.deliver, TRACE_KEY: self.traces.deliver}
         deliver_payloads(self.output_processor, handlers)

@@ -21,7 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 from api_schemas.errors import ApiError
 from nnsight_engine.vllm_backend.outputs import deliver_payloads
 from nnsight_engine.vllm_backend.request_parts import AdapterHolds, cache_media_once_sent, check_loaded
-from nnsight_engine.vllm_backend.rpc_results import answer
+from nnsight_engine.vllm_backend.rpc_results import common_result
 from nnsight_engine.vllm_backend.running_trace import MergedRun, TraceRequests, results_of
 from nnsight_engine.vllm_backend.traces.context import TRACE_KEY
 from nnsight_engine.vllm_backend.tracing_async_llm import TracingAsyncLLM
@@ -60,7 +60,7 @@ class SyncEngine:
         try:
             outputs = self.run(requests.prompts, requests.params, requests.adapters)
             results = results_of(dict(enumerate(outputs)))
-            return answer(self.call("collect_trace", requests.key, results)), outputs
+            return common_result(self.call("collect_trace", requests.key, results)), outputs
         except BaseException:
             self.call("drop_trace", requests.key)
             raise

@@ -72,11 +72,13 @@ class StepTimes:
 
     @property
     def short(self) -> int:
+        """The number of tokens of a short step."""
         if self._steps_until_estimate <= 0:
             self._short, self._steps_until_estimate = self._estimate(), _STEPS_PER_ESTIMATE
         return self._short
 
     def _estimate(self) -> int:
+        """Return how many tokens a step may have to take ``factor`` times as long as the shortest steps."""
         known = [
             # The second-shortest time: other load on the machine makes steps longer, never shorter.
             (statistics.median(num for _, num in seen), sorted(took for took, _ in seen)[1])

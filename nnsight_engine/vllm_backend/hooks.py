@@ -282,6 +282,7 @@ class InnerExperts(nn.Module):
     def _with_ids(
         self, logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Offer the experts' ids, by weight, and return weights and ids with the changes."""
         reordered = ids.gather(-1, by_weight(weights)).long()
         chosen = self.ids(reordered.clone())
         if self.weights_of is None:
@@ -294,6 +295,7 @@ class InnerExperts(nn.Module):
         return weights, torch.where(changed, chosen.to(ids.dtype), ids)
 
     def _with_weights(self, weights: torch.Tensor) -> torch.Tensor:
+        """Offer the weights, by size and scaled, to operations and blocks; return them with the changes."""
         order = by_weight(weights)
         reordered = weights.gather(-1, order) * self._scale
         returned = self.weights(reordered.clone())

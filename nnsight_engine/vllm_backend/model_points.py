@@ -220,8 +220,10 @@ class ModelPoints:
         heads = (block.num_heads, block.num_kv_heads, block.num_kv_heads)
         if self.family.has_query_gates:
             if part == "q":
-                both = _split_last(rows[..., : 2 * block.num_heads * block.head_dim], block.num_heads, 2, -1)
-                return both[..., 0, :]
+                queries_and_gates = _split_last(
+                    rows[..., : 2 * block.num_heads * block.head_dim], block.num_heads, 2, -1
+                )
+                return queries_and_gates[..., 0, :]
             rows = rows[..., block.num_heads * block.head_dim :]
         start = sum(heads[:index]) * block.head_dim
         columns = rows[..., start : start + heads[index] * block.head_dim]

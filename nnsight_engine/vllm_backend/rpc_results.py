@@ -20,7 +20,7 @@ PENDING: Final = "pending"
 T = TypeVar("T")
 
 
-def answer(answers: Sequence[T]) -> T:
+def common_result(answers: Sequence[T]) -> T:
     """Return the workers' common result: all are equal, or only one worker returned a value."""
     return next((result for result in answers if result), answers[0])
 
@@ -53,7 +53,7 @@ class SharedMemoryResults:
             os.unlink(self.path(key))
 
 
-def leave(pieces: Sequence[bytes | memoryview], path: str) -> bool:
+def write_shared(pieces: Sequence[bytes | memoryview], path: str) -> bool:
     """Write results to a file for the server; return whether they are large enough and it succeeded."""
     num_bytes = sum(map(len, pieces))
     if num_bytes < LARGE_BYTES:

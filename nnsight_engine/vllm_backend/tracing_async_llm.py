@@ -21,7 +21,7 @@ from api_schemas.errors import ApiError
 from nnsight_engine.core.work_context import current_work
 from nnsight_engine.vllm_backend.outputs import note_spent
 from nnsight_engine.vllm_backend.request_parts import AdapterHolds, cache_media_once_sent, check_loaded
-from nnsight_engine.vllm_backend.rpc_results import PENDING, SharedMemoryResults, answer
+from nnsight_engine.vllm_backend.rpc_results import PENDING, SharedMemoryResults, common_result
 from nnsight_engine.vllm_backend.running_trace import FinishedTrace, TraceRouter
 from nnsight_engine.vllm_backend.traces.context import TRACE_KEY
 
@@ -97,7 +97,7 @@ class TracingAsyncLLM(AsyncLLM):
         core = self.engine_core
         engine = core.core_engines[self._placement.rank(key)]
         call = core._call_utility_async(_RPC, method, None, args, None, engine=engine)  # noqa: SLF001 - no public one
-        return answer(await self._unless_dead(call))
+        return common_result(await self._unless_dead(call))
 
     async def _unless_dead(self, call: Coroutine[Any, Any, T]) -> T:
         task = asyncio.ensure_future(call)

@@ -22,7 +22,7 @@ from nnsight_engine.vllm_backend.edits import Edits, EngineEditingTracer
 from nnsight_engine.vllm_backend.module_tree import ClientNames, OutlineEntry, outlined
 from nnsight_engine.vllm_backend.prompts import INPUT_NAMES, Request, as_prompt, refuse_function, with_images
 from nnsight_engine.vllm_backend.remote import VLLMDialect, local_tokenizer
-from nnsight_engine.vllm_backend.rpc_results import answer
+from nnsight_engine.vllm_backend.rpc_results import common_result
 from nnsight_engine.vllm_backend.traces.points import EnginePoints, StandardNames
 
 if TYPE_CHECKING:
@@ -124,8 +124,10 @@ class VLLM(StandardNames):
             )
             self.__dict__["host"], self.__dict__["engine"] = host, host.inner
             try:
-                entries = [tuple(entry) for entry in answer(host.call("outline_model"))]
-                self._set_description(entries, ModelSpec.from_plain(answer(host.call("describe_traces"))))
+                entries = [tuple(entry) for entry in common_result(host.call("outline_model"))]
+                self._set_description(
+                    entries, ModelSpec.from_plain(common_result(host.call("describe_traces")))
+                )
                 if message is not None:
                     self.call_workers("adopt_names", message)
                 self.own_edits.book.install(self)

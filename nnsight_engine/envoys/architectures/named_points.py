@@ -112,7 +112,7 @@ class NamedPoints(Place, ABC):
 
     def __repr__(self) -> str:
         num_layers, encoder = self._num_layers(), self._encoder_names()
-        lines = _joined(
+        lines = _with_layers(
             num_layers,
             lambda layer: [self._shaped(f"layers.{layer}.{leaf}") for leaf in self._leaves(layer)],
         )
@@ -163,14 +163,14 @@ class NamedPoints(Place, ABC):
         encoder = [point_name(ENCODER_BLOCK)] if self._num_encoder_layers() else []
         whole = ", ".join([*encoder, *self._points_before_layers(), *self._points_after_layers()])
         num_layers = self._num_layers()
-        leaves = _joined(num_layers, self._leaves)
+        leaves = _with_layers(num_layers, self._leaves)
         return UnknownPointError(
             f"a point of this model is one of {whole}, or, such as layers.0.output, of a layer "
             f"from 0 to {num_layers - 1} one of {', '.join(leaves)}; got {name!r}"
         )
 
 
-def _joined(num_layers: int, of_layer: Callable[[int], Iterable[str]]) -> list[str]:
+def _with_layers(num_layers: int, of_layer: Callable[[int], Iterable[str]]) -> list[str]:
     by_name: dict[str, list[int]] = {}
     for layer in range(num_layers):
         for name in of_layer(layer):

@@ -351,6 +351,7 @@ class RequestCollector:
         ]
 
     def _positions(self, index: int, op: PlannedOp, positions: Positions, token_ids: Positions) -> list[int]:
+        """Return where an operation has acted; a write with a condition reports that itself, as its gate."""
         if op.when is None or op.reads:
             return _matching_positions(op, self._plan, positions, token_ids)
         end = len(positions)

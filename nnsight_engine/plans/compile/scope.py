@@ -183,9 +183,9 @@ def compile_where(where: Where, scope: CompileScope, param: str) -> Named:
     Raises ``empty_where``, ``contradictory_where``, ``position_out_of_range``, ``unknown_token``,
     ``unsupported_combination`` or ``invalid_value``.
     """
-    rule = _clause(where, scope, param)
+    rule = _where_rule(where, scope, param)
     if where.exclude is not None:
-        exclude = _clause(where.exclude, scope, f"{param}.exclude")
+        exclude = _where_rule(where.exclude, scope, f"{param}.exclude")
         rule = msgspec.structs.replace(rule, exclude=exclude)
     if rule == _EVERYWHERE:
         return Named(rule, scope.prompt_len, scope.prompt_len - 1)
@@ -238,7 +238,7 @@ def resolve_positions(positions: list[int], phase: str, scope: CompileScope, par
     return resolved
 
 
-def _clause(clause: WhereClause, scope: CompileScope, param: str) -> WhereRule:
+def _where_rule(clause: WhereClause, scope: CompileScope, param: str) -> WhereRule:
     positions = tokens = None
     if clause.positions is not None:
         _refuse_empty(clause.positions, f"{param}.positions")

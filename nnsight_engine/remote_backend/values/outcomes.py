@@ -165,8 +165,8 @@ def _pairs(before: Any, saved: Sequence[Any]) -> list[tuple[Any, Any]]:
 def assign_saved(parts: Sequence[SentPart], outcomes: Sequence[Outcome]) -> None:
     """Assign the saved values, issue warnings, then raise the first error or ``LostTraceError``."""
     for index, part in enumerate(parts):
-        mine = [outcome for outcome in outcomes if outcome.index == index]
-        for name, value in by_name([outcome.flows for outcome in mine]).items():
+        of_block = [outcome for outcome in outcomes if outcome.index == index]
+        for name, value in by_name([outcome.flows for outcome in of_block]).items():
             part.bind(name, value)
         for name, value in saves_of(outcomes, index).items():
             part.bind(name, value)

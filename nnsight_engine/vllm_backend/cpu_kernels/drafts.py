@@ -117,9 +117,9 @@ def prepare_dependent_prefill(
     starts = query_start_loc[:num_reqs]
     num_accepted = lengths_of(query_start_loc, num_reqs) - num_rejected[:num_reqs]
     rows, places = rows_and_places(num_accepted)
-    at = starts[rows] + places
-    draft_positions[at] = target_positions[at]
-    inner = at[places > 0]
+    index = starts[rows] + places
+    draft_positions[index] = target_positions[index]
+    inner = index[places > 0]
     draft_input_ids[inner - 1] = target_input_ids[inner]
     last = (starts + num_accepted - 1).long()
     sampled = last_sampled.view(-1)[idx_mapping].to(draft_input_ids.dtype)

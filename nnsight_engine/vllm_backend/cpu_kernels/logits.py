@@ -104,10 +104,10 @@ def apply_bad_words(
     length, num_before = num_output + drafts, end - start - 1
     is_match = num_before <= length
     for index in range(int(num_before.max())):
-        at = length - num_before + index
-        committed = (prompt_len[requests] + at).clamp(0, all_token_ids.shape[1] - 1)
-        drafted = (rows - drafts + at - num_output + 1).clamp(0, len(input_ids) - 1)
-        actual = torch.where(at < num_output, all_token_ids[requests, committed], input_ids[drafted])
+        position = length - num_before + index
+        committed = (prompt_len[requests] + position).clamp(0, all_token_ids.shape[1] - 1)
+        drafted = (rows - drafts + position - num_output + 1).clamp(0, len(input_ids) - 1)
+        actual = torch.where(position < num_output, all_token_ids[requests, committed], input_ids[drafted])
         expected = bad_word_token_ids[requests, (start + index).clamp(max=bad_word_token_ids.shape[1] - 1)]
         is_match &= (actual == expected) | (index >= num_before)
     last = bad_word_token_ids[requests, end - 1].long()

@@ -375,7 +375,7 @@ class TracedRequest(Interleaver):
             self._guarded(lambda: self._note_written(provider))
         self.memory.count_given(self.batcher.lent_bytes)
         self.batcher.loans, self.batcher.changed = None, False
-        self._guarded(lambda: self._chunks.leave(provider))
+        self._guarded(lambda: self._chunks.check_unedited(provider))
         self._guarded(self.memory.check)
 
     def watch_pass(self, provider: str) -> None:

@@ -75,7 +75,7 @@ class PromptChunks:
         else:
             mediator.fail(ChunkedPromptError.writing(provider, self.num_passed + 1))
 
-    def leave(self, provider: str) -> None:
+    def check_unedited(self, provider: str) -> None:
         """When the model continues, raise ChunkedPromptError if the block has edited a gathered value."""
         delivered, self._given = self._given, []
         for whole, before in delivered:
@@ -130,17 +130,17 @@ class ReplayedWrites:
     def __init__(self, request: TracedRequest) -> None:
         self._request = request
         self._written: dict[str, list[tuple[int, Any]]] = {}
-        self._again: tuple[int, int, int] | None = None
+        self._recomputed: tuple[int, int, int] | None = None
 
     def begin_step(self, row: int, start: int, num_rows: int) -> None:
         """Begin a step that recomputes ``num_rows`` positions from ``start`` on, in rows from ``row`` on."""
-        self._again = (row, start, num_rows) if num_rows else None
+        self._recomputed = (row, start, num_rows) if num_rows else None
         for provider in self._written if num_rows else ():
             self._request.dispatcher.want(provider, self._request)
 
     def end_step(self) -> None:
-        if self._again is not None:
-            self._again = None
+        if self._recomputed is not None:
+            self._recomputed = None
             for provider in self._written:
                 self._request.release(provider)
 
@@ -150,12 +150,12 @@ class ReplayedWrites:
         self._request.memory.release_account(_WRITES)
 
     def has_use_for(self, provider: str) -> bool:
-        return self._again is not None and provider in self._written
+        return self._recomputed is not None and provider in self._written
 
     def put_back(self, provider: str) -> None:
-        if self._again is None or provider not in self._written:
+        if self._recomputed is None or provider not in self._written:
             return
-        row, start, num_rows = self._again
+        row, start, num_rows = self._recomputed
         batcher = self._request.batcher
         value = batcher.current_value
         for position, rows in self._written[provider]:

@@ -77,10 +77,10 @@ class Leftovers:
     def __init__(self) -> None:
         self._names = [name for name in ("builtins", *MODULES) if name in sys.modules]
         self._before = [dict(namespace) for namespace in self._namespaces()]
-        self._settings = _settings()
+        self._settings = _torch_settings()
 
     def exist(self) -> bool:
-        if self._settings != _settings():
+        if self._settings != _torch_settings():
             return True
         pairs = zip(self._before, self._namespaces(), strict=True)
         return not all(
@@ -112,7 +112,7 @@ def thread_settings() -> tuple[Any, ...]:
     )
 
 
-def _settings() -> tuple[Any, ...]:
+def _torch_settings() -> tuple[Any, ...]:
     return (
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),

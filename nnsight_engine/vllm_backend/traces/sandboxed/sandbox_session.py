@@ -374,12 +374,14 @@ class SandboxSession:
         self._wanted = list(available)
 
     def _newly_passed(self) -> PassedPlaces:
-        num_sent, passed = len(self._passed), self.dispatcher.passed()
-        same = num_sent
-        while same < len(passed) and same < len(self._before) and passed[same] == self._before[same]:
-            same += 1
+        """Return the places passed since the last message; those as in the step before are only counted."""
+        passed, num_known = self.dispatcher.passed(), len(self._passed)
+        for place, place_before in zip(passed[num_known:], self._before[num_known:], strict=False):
+            if place != place_before:
+                break
+            num_known += 1
         self._passed = passed
-        return PassedPlaces(same, passed[same:])
+        return PassedPlaces(num_known, passed[num_known:])
 
     # The interface of a ``TracedRequest`` to the dispatcher.
 
