@@ -25,12 +25,12 @@ import torch
 from nnsight_engine.plans.records import (
     DraftedRows,
     Failure,
-    RunGroup,
-    RunOpening,
-    RunStep,
     StepInfo,
     StepRecord,
     StepResults,
+    StreakGroup,
+    StreakOpening,
+    StreakStep,
     reduced_rows,
 )
 from nnsight_engine.plans.request_plan import OperationKind
@@ -43,8 +43,8 @@ from nnsight_engine.plans.step.plan import (
     ReadGroup,
     ReadSlice,
     Segment,
-    SteadyRun,
     StepPlan,
+    Streak,
     overflow_failures,
 )
 
@@ -197,24 +197,24 @@ class StepDelivery:
 
 
 @dataclasses.dataclass(slots=True)
-class RunDelivery:
-    """Results of a step of a run, for all its requests together; see ``RunStep``."""
+class StreakDelivery:
+    """Results of a step of a streak, for all its requests together; see ``StreakStep``."""
 
     copy: HostCopy
-    run: SteadyRun
+    streak: Streak
     num_steps: int
     point_s: float
     reads: list[list[torch.Tensor]]
     samples: list[list[str]]
     overflows: list[Flags]
-    opening: RunOpening | None
+    opening: StreakOpening | None
 
     def results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults:
         try:
             return self._results(sampled, order)
         except Exception as error:
-            logger.exception("a step of a run could not be delivered")
-            return StepResults({}, {}, dict.fromkeys(self.run.plan.spans, _undelivered(error)))
+            logger.exception("a step of a streak could not be delivered")
+            return StepResults({}, {}, dict.fromkeys(self.streak.plan.spans, _undelivered(error)))
 
     def _results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults:
         started_s = time.monotonic()
@@ -222,14 +222,14 @@ class RunDelivery:
         with self.copy.arrived():
             parts = [[host_view(part).tobytes() for part in group] for group in self.reads]
             failures = _overflow_failures(self.overflows, {})
-            for group, tensors in zip(self.run.plan.reads, self.reads, strict=True):
+            for group, tensors in zip(self.streak.plan.reads, self.reads, strict=True):
                 stopped += _stopped(group.slices, tensors)
         for request_ids in self.samples:
             ids = [sampled[order[request_id]][0] for request_id in request_ids] if sampled else []
             parts.append([np.asarray(ids, np.int64).tobytes()])
-        self.run.note_delivery(time.monotonic() - started_s)
-        point_s = self.point_s + self.run.delivery_point_s
-        step = RunStep(self.num_steps, point_s, parts, self.opening)
+        self.streak.note_delivery(time.monotonic() - started_s)
+        point_s = self.point_s + self.streak.delivery_point_s
+        step = StreakStep(self.num_steps, point_s, parts, self.opening)
         stopped = [request_id for request_id in stopped if request_id not in failures]
         return StepResults({}, {}, failures, step, stopped=stopped)
 
@@ -432,13 +432,15 @@ def step_delivery(plan: StepPlan) -> StepDelivery:
     )
 
 
-def run_delivery(run: SteadyRun) -> RunDelivery:
-    plan = run.plan
+def streak_delivery(streak: Streak) -> StreakDelivery:
+    plan = streak.plan
     copy, reads, flags = _taken(plan)
-    run.count_time()
+    streak.count_time()
     samples = [[sample.request.request_id for sample in captures] for _, captures in _samples(plan)]
-    opening = _opening(plan) if run.num_steps == 1 else None
-    return RunDelivery(copy, run, run.num_steps, run.point_s, reads, samples, _flagged(plan, flags), opening)
+    opening = _opening(plan) if streak.num_steps == 1 else None
+    return StreakDelivery(
+        copy, streak, streak.num_steps, streak.point_s, reads, samples, _flagged(plan, flags), opening
+    )
 
 
 def _taken(plan: StepPlan) -> tuple[HostCopy, list[list[torch.Tensor]], list[torch.Tensor]]:
@@ -465,16 +467,16 @@ def _samples(plan: StepPlan) -> list[tuple[str, list[PlannedSample]]]:
     return list(groups.items())
 
 
-def _opening(plan: StepPlan) -> RunOpening:
+def _opening(plan: StepPlan) -> StreakOpening:
     reads = [
-        RunGroup(
+        StreakGroup(
             group.slices[0].active.op.reduce,
             [(piece.request.request_id, piece.active.index) for piece in group.slices],
         )
         for group in plan.reads
     ]
     samples = [
-        RunGroup(reduce, [(sample.request.request_id, sample.active.index) for sample in captures])
+        StreakGroup(reduce, [(sample.request.request_id, sample.active.index) for sample in captures])
         for reduce, captures in _samples(plan)
     ]
-    return RunOpening(list(plan.spans), [*reads, *samples])
+    return StreakOpening(list(plan.spans), [*reads, *samples])

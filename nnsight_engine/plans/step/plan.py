@@ -8,8 +8,8 @@ A row whose change float16 cannot hold keeps its value and is marked on the devi
 results are delivered, so that no step waits. The other dtypes have the range of float32.
 
 While the same requests decode in the same rows, and none of their operations depends on tokens or positions,
-one plan serves step after step, a *run*, and all is counted for all requests together: no Python work per
-request. A run ends at a different batch, a failed request, or a limit that a request reaches.
+one plan serves step after step, a *streak*, and all is counted for all requests together: no Python work per
+request. A streak ends at a different batch, a failed request, or a limit that a request reaches.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class ReadSlice:
 
 
 class MovingWords(NamedTuple):
-    """Words that depend on positions: by ``moves`` from step to step of a run, ``[words]`` both."""
+    """Words that depend on positions: by ``moves`` from step to step of a streak, ``[words]`` both."""
 
     words: torch.Tensor
     moves: torch.Tensor
@@ -427,7 +427,7 @@ class StepPlan:
             overflow.flags.zero_()
 
 
-class SteadyRun:
+class Streak:
     """The steps that reuse one plan after the step it was built for; counts are since the last settlement.
 
     ``point_s`` are seconds per point at which a request's operations act.
@@ -449,9 +449,9 @@ class SteadyRun:
         self._num_points = self._kept = self._scratch = self._max_steps = 0
 
     def advance(self, request_ids: Sequence[str], positions: npt.NDArray[np.integer]) -> bool:
-        """Prepare the plan for the next step (one row per request), or return False if the run ends."""
+        """Prepare the plan for the next step (one row per request), or return False if the streak ends."""
         self._positions += 1
-        # Scheduler and worker agree on the run's requests by this comparison alone; no request is inspected.
+        # Scheduler and worker agree on the requests by this comparison alone; no request is inspected.
         if request_ids != self._request_ids or not np.array_equal(positions, self._positions):
             return False
         if not self.num_steps:
@@ -483,7 +483,7 @@ class SteadyRun:
         self._ledger.give_back_all(self._scratch)
 
     def settle(self, *, is_under_way: bool = False) -> None:
-        """Attribute the run's counts to its requests, without the position of a step that is under way."""
+        """Attribute the streak's counts to its requests, without the position of a step that is under way."""
         num_steps, done = self.num_steps, self.num_steps - is_under_way
         for request_id, span in self.plan.spans.items() if num_steps else ():
             request = span.request

@@ -190,7 +190,7 @@ def read_key(item: OperationRows) -> Any:
         return form
     if item.active.score is not None:
         return (*form, *score_key(item.active.score))
-    # A run stores every step of an unreduced read and a single row of a reduced one.
+    # A streak stores every step of an unreduced read and a single row of a reduced one.
     return (*form, op.dtype, op.reduce)
 
 

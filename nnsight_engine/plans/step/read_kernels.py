@@ -54,10 +54,11 @@ class SiteValue:
         """Fill ``out``, ``[rows, width]``, and set ``overflows`` where a finite number exceeds its dtype."""
         if self._residual is None:
             raise RuntimeError("states are read without the requests' slots")
-        residual = self._hidden.index_select(0, self._residual.index_select(0, requests))
-        out.copy_(residual)
+        slots = self._residual.index_select(0, requests)
+        states = self._hidden.index_select(0, slots)
+        out.copy_(states)
         if overflows is not None:
-            torch.any(out.isinf() & residual.isfinite(), dim=-1, out=overflows)
+            torch.any(out.isinf() & states.isfinite(), dim=-1, out=overflows)
 
 
 class ReadKernel(abc.ABC):

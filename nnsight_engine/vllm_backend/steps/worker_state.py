@@ -29,12 +29,12 @@ from nnsight_engine.plans.step.delivery import (
     Delivery,
     RefusedDelivery,
     StepCollection,
-    run_delivery,
     step_delivery,
+    streak_delivery,
 )
 from nnsight_engine.plans.step.graph_table import GraphTable, instructions_per_row
 from nnsight_engine.plans.step.host_arena import HostArena, HostCopy
-from nnsight_engine.plans.step.plan import LogitsRows, Span, SteadyRun, StepPlan
+from nnsight_engine.plans.step.plan import LogitsRows, Span, StepPlan, Streak
 from nnsight_engine.plans.step.registrar import Registrar
 from nnsight_engine.plans.step.stage_results import (
     StageResults,
@@ -161,7 +161,7 @@ class WorkerState:
         self._collection = StepCollection(points.lens_logits, HostArena(device) if is_copied else None)
         self._active: dict[str, ActiveRequest] = {}
         self._refused: dict[str, Failure] = {}
-        self._run: SteadyRun | None = None
+        self._streak: Streak | None = None
         self._is_next = False
         self._encoded: list[StepPlan] = []
 
@@ -172,9 +172,9 @@ class WorkerState:
         returned: Mapping[str, int] | None = None,
     ) -> None:
         """Register and release requests; ``returned`` has the number of tokens of preempted ones."""
-        # The steps of a run are consecutive: a step without interventions ends it.
+        # The steps of a streak are consecutive: a step without interventions ends it.
         if not self._is_next:
-            self._end_run()
+            self._end_streak()
         self._is_next = False
         self._encoded.clear()
         if self._active or self._refused:
@@ -199,22 +199,22 @@ class WorkerState:
         """Record how far a request with drafts had come: all its tokens but the last were computed."""
         request = self._active.get(request_id)
         if request is not None and request.has_drafts:
-            self._end_run()
+            self._end_streak()
             request.end_position = num_tokens - 1
 
     def _forget(self, request_id: str) -> None:
         self._refused.pop(request_id, None)
         request = self._active.pop(request_id, None)
         if request is not None:
-            self._end_run()
+            self._end_streak()
             self._registrar.forget(request)
             self._ledger.release(request_id)
             self._builder.forget()
 
-    def _end_run(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            run.settle()
+    def _end_streak(self) -> None:
+        streak, self._streak = self._streak, None
+        if streak is not None:
+            streak.settle()
 
     def num_live(self) -> dict[str, int]:
         """Return the number of resources held, for tests and metrics; all zero when no request is live."""
@@ -271,27 +271,27 @@ class WorkerState:
         return plan
 
     def _planned(self, step: Step) -> StepPlan | None:
-        # A steady run has one row per request, so its rows need no counting.
+        # A streak has one row per request, so its rows need no counting.
         if not step.has_one_row_each:
-            self._end_run()
+            self._end_streak()
             return self._plan(step)
-        plan = self._next_of_run(step)
+        plan = self._next_of_streak(step)
         if plan is not None:
             return plan
-        self._end_run()
+        self._end_streak()
         plan = self._plan(step)
         if plan is not None and plan.signature is not None:
-            self._run = SteadyRun(plan, step.request_ids, step.starts, self._ledger)
+            self._streak = Streak(plan, step.request_ids, step.starts, self._ledger)
             self._is_next = True
         return plan
 
-    def _next_of_run(self, step: Step) -> StepPlan | None:
+    def _next_of_streak(self, step: Step) -> StepPlan | None:
         """Return the last step's plan if it also serves this step, else None."""
-        run = self._run
-        if run is None or self._registrar.failed or not run.advance(step.request_ids, step.starts):
+        streak = self._streak
+        if streak is None or self._registrar.failed or not streak.advance(step.request_ids, step.starts):
             return None
         self._is_next = True
-        return run.plan
+        return streak.plan
 
     def _plan(self, step: Step) -> StepPlan | None:
         spans = [
@@ -396,19 +396,19 @@ class WorkerState:
         delivery: Delivery | None = None
         if plan is not None:
             plan.fail_unreached()
-            delivery = self._leave_run(plan) or step_delivery(plan)
+            delivery = self._leave_streak(plan) or step_delivery(plan)
         if not self._refused:
             return delivery
         return RefusedDelivery(delivery, dict(self._refused))
 
-    def _leave_run(self, plan: StepPlan) -> Delivery | None:
-        """Return the delivery of a run's step, or None if it must be reported request by request."""
-        run = self._run
-        if run is None or not run.num_steps:
+    def _leave_streak(self, plan: StepPlan) -> Delivery | None:
+        """Return the delivery of a streak's step, or None if it must be reported request by request."""
+        streak = self._streak
+        if streak is None or not streak.num_steps:
             self._builder.give_back(plan)
             return None
-        run.give_back()
+        streak.give_back()
         if self._registrar.failed or plan.is_unreported:
-            run.settle(is_under_way=True)
+            streak.settle(is_under_way=True)
             return None
-        return run_delivery(run)
+        return streak_delivery(streak)

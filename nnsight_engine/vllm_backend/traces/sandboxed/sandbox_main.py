@@ -374,7 +374,8 @@ class SandboxTraces(WorkerTraces):
     def _leave_step(self) -> ContinueReply:
         ended = self.end_step()
         reports = [
-            SandboxReply(name, report[1], report[2], report[3]) for name, report in self.reports().items()
+            SandboxReply(name, choice, delta, printed)
+            for name, (_, choice, delta, printed) in self.reports().items()
         ]
         return ContinueReply(self._now_wanted(), ended=ended, reports=reports)
 
