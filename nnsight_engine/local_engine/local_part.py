@@ -78,7 +78,7 @@ class LocalPart(Tracer):
         self._attempt = attempt
         self._turn = turn
         self._number = number
-        self._kept = kept
+        self._client_values = kept
         self._call_client = call_client
 
     def execute(self, function: Callable[[], Any]) -> None:
@@ -133,7 +133,7 @@ class LocalPart(Tracer):
         }
 
     def _may_differ(self, name: str, value: Any) -> bool:
-        return name not in self._kept or not (
+        return name not in self._client_values or not (
             isinstance(value, (*_KNOWN_TO_CLIENT, *_IMMUTABLE)) or self._reference(value) is not None
         )
 

@@ -148,7 +148,7 @@ class StreakGroup:
 
 @dataclasses.dataclass(slots=True)
 class StreakOpening:
-    """The participants of a streak, sent with its first step; the one before sent the ``StepInfo`` of each."""
+    """The participants of a streak, sent with its first step; the one before sent each ``StepInfo``."""
 
     request_ids: list[str]
     groups: list[StreakGroup]

@@ -36,7 +36,7 @@ class DeltaReader:
     def __init__(self, policy: Policy = DATA_ONLY, limits: MessageLimits = DEFAULT_LIMITS) -> None:
         self._policy = policy
         self._limits = limits
-        self._known: set[str] = set()
+        self._known_names: set[str] = set()
         self.whole: dict[str, Any] = {}
         self.grown: dict[str, list[Any]] = {}
 
@@ -49,7 +49,7 @@ class DeltaReader:
                 new = checked_list(items)
                 if name in whole:
                     whole[name] = [*checked_list(whole[name]), *new]
-                elif name not in self._known:
+                elif name not in self._known_names:
                     continue  # the items before these were dropped: the list will be sent whole again
                 elif name in self.whole:
                     # A new list: outputs that were already delivered keep theirs.
@@ -58,17 +58,17 @@ class DeltaReader:
                     grown[name] = [*self.grown.get(name, ()), *new]
         except MALFORMED as error:
             raise DecodeError(f"a delta of saved values is malformed: {error}") from error
-        self._known |= whole.keys()
+        self._known_names |= whole.keys()
         self.whole |= whole
         self.grown = {name: items for name, items in (self.grown | grown).items() if name not in whole}
 
     def skip(self) -> None:
         """Record that deltas were dropped: lists cannot grow until they have been sent whole again."""
-        self._known.clear()
+        self._known_names.clear()
 
     def forget(self, name: str) -> None:
         """Record that a value was dropped, see ``skip``."""
-        self._known.discard(name)
+        self._known_names.discard(name)
 
     def take_changes(self) -> tuple[dict[str, Any], dict[str, list[Any]]]:
         taken = self.whole, self.grown

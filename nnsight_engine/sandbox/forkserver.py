@@ -304,7 +304,7 @@ class ForkServer:
         self._num_spare = num_spare
         self._needs_namespaces = needs_namespaces
         self._spare: deque[Sandbox] = deque()
-        self._wanted = threading.Event()
+        self._fork_wanted = threading.Event()
         self._closed = False
         self._error: SandboxUnavailableError | None = None
         self._zygote: _Zygote | None = None
@@ -320,7 +320,7 @@ class ForkServer:
             self._num_ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
             self._keeper = threading.Thread(target=self._keep, name="nnsight-engine-sandboxes", daemon=True)
             self._keeper.start()
-            weakref.finalize(self, self._wanted.set)
+            weakref.finalize(self, self._fork_wanted.set)
 
     @property
     def is_ready(self) -> bool:
@@ -347,7 +347,7 @@ class ForkServer:
                 os.eventfd_read(self._num_ready)
                 return self._spare.popleft()
         finally:
-            self._wanted.set()  # now that it is missing
+            self._fork_wanted.set()  # now that it is missing
 
     def _add_spare(self, sandbox: Sandbox) -> None:
         with self._changing:
@@ -381,8 +381,8 @@ class ForkServer:
                 self._zygote = None
                 time.sleep(_AGAIN_S)
                 continue
-            self._wanted.wait()
-            self._wanted.clear()
+            self._fork_wanted.wait()
+            self._fork_wanted.clear()
         while self._spare:
             self._spare.popleft().end()
         if self._zygote is not None:
@@ -390,7 +390,7 @@ class ForkServer:
 
     def close(self) -> None:
         self._closed = True
-        self._wanted.set()
+        self._fork_wanted.set()
         if self._keeper is not None:
             self._keeper.join(_CLOSE_S)
             if not self._keeper.is_alive():  # otherwise it may still write to the descriptor

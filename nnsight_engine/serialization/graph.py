@@ -91,9 +91,9 @@ class Encoder:
         self._children: list[Sequence[int]] = []
         self._payloads: list[Any] = []
         self._places: list[tuple[int, str, Any]] = []
-        self._known: dict[tuple[int, Writer], int] = {}
+        self._numbers: dict[tuple[int, Writer], int] = {}
         self._scalars: dict[tuple[type, Any], int] = {}
-        self._kept: list[Any] = []
+        self._kept_alive: list[Any] = []
         self._tensors: dict[str, torch.Tensor] = {}
         self._num_tensor_bytes = 0
         self._turns: list[tuple[int, Any, Writer]] = []
@@ -114,10 +114,10 @@ class Encoder:
                     self.emit(number, *self._write(self, value))
                 return number
             writer = self._write
-        number = self._known.get((id(value), writer))
+        number = self._numbers.get((id(value), writer))
         if number is None:
-            number = self._known[(id(value), writer)] = self._reserve(step, key)
-            self._kept.append(value)  # keep it alive, so that its id is not reused
+            number = self._numbers[(id(value), writer)] = self._reserve(step, key)
+            self._kept_alive.append(value)  # keep it alive, so that its id is not reused
             self._turns.append((number, value, writer))
         return number
 
@@ -175,7 +175,9 @@ class Encoder:
             self._refuse(value, error)
 
     def numbers_of(self, ids: Collection[int]) -> set[int]:
-        return {number for (identity, _), number in self._known.items() if identity in ids} if ids else set()
+        return (
+            {number for (identity, _), number in self._numbers.items() if identity in ids} if ids else set()
+        )
 
     def _refuse(self, value: Any, why: Unsendable) -> NoReturn:
         kind = type(value)

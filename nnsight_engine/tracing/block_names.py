@@ -67,12 +67,12 @@ def leaving(body: Sequence[ast.stmt]) -> list[ast.AST]:
 
 class _OutsideNames(ast.NodeVisitor):
     def __init__(self, node: ast.With) -> None:
-        self._place = (node.lineno, node.col_offset)
+        self._with_position = (node.lineno, node.col_offset)
         self._is_inside = False
         self.names: set[str] = set()
 
     def visit(self, node: ast.AST) -> None:
-        if isinstance(node, ast.With) and (node.lineno, node.col_offset) == self._place:
+        if isinstance(node, ast.With) and (node.lineno, node.col_offset) == self._with_position:
             self._is_inside = True
             return
         if isinstance(node, ast.For | ast.While):

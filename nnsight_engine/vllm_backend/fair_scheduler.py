@@ -390,7 +390,7 @@ class FairScheduler(Scheduler):
 
     @contextlib.contextmanager
     def _limited_queues(self) -> Iterator[None]:
-        """Let light senders' requests go first, in steps of their own, or short ones beside heavy requests."""
+        """Let light senders' requests go first, in their own steps, or short ones beside heavy ones."""
         self._drop_idle_senders()
         # While the engine is paused nothing new starts, so nobody makes room for it.
         light_senders = frozenset() if self.pause_state else self.sharing.light_senders()

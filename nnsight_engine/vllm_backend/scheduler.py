@@ -126,7 +126,7 @@ class InterventionScheduler(DraftScheduler):
         self._shared = SharedBlocks(self.kv_cache_manager)
         self._traced: set[str] = set()
         self._stepwise: set[str] = set()
-        self._whole: set[str] = set()
+        self._whole_prompts: set[str] = set()
         self._groups: dict[str, RequestGroup] = {}
         self._reports: dict[str, list[Report]] = {}
         self._waiting: frozenset[str] = frozenset()
@@ -144,7 +144,7 @@ class InterventionScheduler(DraftScheduler):
         if brings(params, TRACE_KEY):
             self._unclean.watch(request.request_id)
             self._traced.add(request.request_id)
-            self._whole.add(request.request_id)
+            self._whole_prompts.add(request.request_id)
             self.undrafted.add(request.request_id)
             self._gather(request)
         if entry is not None:
@@ -160,7 +160,7 @@ class InterventionScheduler(DraftScheduler):
             if stops_outside or not takes_drafts(plan):
                 self.undrafted.add(request.request_id)
             if plan.needs_whole_prompt:
-                self._whole.add(request.request_id)
+                self._whole_prompts.add(request.request_id)
             if plan.images:
                 request.mm_features = _own_images(request)
             if plan.fingerprint:
@@ -273,9 +273,9 @@ class InterventionScheduler(DraftScheduler):
     def schedule_all(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if not self.waiting:  # no request to hold back
             return super().schedule_all(*args, **kwargs)
-        before = list(self.waiting) if self._whole or self._groups else []
+        before = list(self.waiting) if self._whole_prompts or self._groups else []
         apart = self._hold_groups() if self._groups else []
-        held = self._hold_back() if self._whole else []
+        held = self._hold_back() if self._whole_prompts else []
         output: SchedulerOutput = super().schedule_all(*args, **kwargs)
         if held or apart:
             self.put_back(before, {*held, *apart})
@@ -286,7 +286,7 @@ class InterventionScheduler(DraftScheduler):
         return self._stays_whole(request) or super().needs_single_step(request)
 
     def _stays_whole(self, request: Request) -> bool:
-        return request.request_id in self._whole and request.num_tokens <= self.longest_whole_prompt
+        return request.request_id in self._whole_prompts and request.num_tokens <= self.longest_whole_prompt
 
     def _try_schedule_encoder_inputs(
         self,
@@ -322,7 +322,7 @@ class InterventionScheduler(DraftScheduler):
 
         The requests behind it must wait as well: otherwise they could overtake it in every step.
         """
-        self._whole &= self.requests.keys()
+        self._whole_prompts &= self.requests.keys()
         limit = self.longest_whole_prompt
         free = self.max_num_scheduled_tokens - sum(missing(request) for request in self.running)
         # A draft model needs rows of its own, for each request of the step.
@@ -331,7 +331,7 @@ class InterventionScheduler(DraftScheduler):
         waiting = list(self.waiting)
         for place, request in enumerate(waiting):
             needed = missing(request)
-            if request.request_id in self._whole and min(free, free + spare) < needed <= limit:
+            if request.request_id in self._whole_prompts and min(free, free + spare) < needed <= limit:
                 held = waiting[place:]
                 self.waiting.remove_requests(held)
                 return held

@@ -30,15 +30,15 @@ class TracePlacement:
     def __init__(self, num_engines: int) -> None:
         self._num_requests = [0] * num_engines
         self._placed: dict[str, tuple[int, int]] = {}
-        self._next = 0
+        self._next_engine = 0
 
     def place(self, key: str, num_requests: int, in_flight: Sequence[int]) -> None:
         """Place a trace on the engine with the fewest requests, by ``in_flight``; equal ones take turns."""
         num_engines = len(self._num_requests)
-        in_turn = [(self._next + engine) % num_engines for engine in range(num_engines)]
+        in_turn = [(self._next_engine + engine) % num_engines for engine in range(num_engines)]
         # A request is in one of the counts before it is sent, and in both afterwards.
         rank = min(in_turn, key=lambda engine: max(in_flight[engine], self._num_requests[engine]))
-        self._next = (rank + 1) % num_engines
+        self._next_engine = (rank + 1) % num_engines
         self._num_requests[rank] += num_requests
         self._placed[key] = rank, num_requests
 

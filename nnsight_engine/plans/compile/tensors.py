@@ -188,7 +188,7 @@ _Doubles = npt.NDArray[np.float64]
 class CombinedVectors:
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
-        self._found: dict[str, TensorData] = {}
+        self._combined: dict[str, TensorData] = {}
         self._num_bytes = 0
 
     def prepare(self, operations: Sequence[Intervention]) -> None:
@@ -204,7 +204,7 @@ class CombinedVectors:
         ``project_out`` gets an orthonormal basis, ``[k, width]``, with zeros at a site with fewer directions.
         Raises ``wrong_width``, ``not_finite``, ``invalid_value`` (no direction) or ``tensor_too_large``.
         """
-        if param not in self._found:
+        if param not in self._combined:
             widths = [leaf_of(site, self._spec).width for site in sites]
             vectors = self._read(op, widths, param)
             if op.mode == "project_out":
@@ -212,8 +212,8 @@ class CombinedVectors:
             else:
                 weights = [vector.weight for vector in op.vectors or ()]
                 combined = _sum(vectors, weights, f"{param}.vectors")
-            self._found[param] = TensorData("float32", combined.shape, combined.astype("<f4").tobytes())
-        return self._found[param]
+            self._combined[param] = TensorData("float32", combined.shape, combined.astype("<f4").tobytes())
+        return self._combined[param]
 
     def _read(self, op: Steer, widths: Sequence[int], param: str) -> list[_Doubles]:
         tensors: dict[str, TensorData] = {}

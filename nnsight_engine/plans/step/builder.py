@@ -51,20 +51,20 @@ class StepBuilder:
         self._context = context
         self._masks = TokenMasks(context.device)
         self._executor = executor_of(context.device, context.dtype)
-        self._last: StepPlan | None = None
+        self._last_plan: StepPlan | None = None
 
     def graph_table(self, taps: Collection[int], num_taps: int, num_rows: int) -> GraphTable:
         context = self._context
         return GraphTable(taps, num_taps, num_rows, context.spec.hidden_size, context.device, self._executor)
 
     def forget(self) -> None:
-        self._last = None
+        self._last_plan = None
         self._masks.forget()
 
     def plan(self, spans: list[Span]) -> StepPlan:
         """Return the plan of a step, reusing the last one if only the positions changed."""
         signature = _signature(spans)
-        last = self._last
+        last = self._last_plan
         if last is not None and signature is not None and last.signature == signature:
             last.reset()
             last.spans = {span.request.request_id: span for span in spans}
@@ -73,7 +73,7 @@ class StepBuilder:
             return last
         by_id = {span.request.request_id: span for span in spans}
         plan = StepPlan(by_id)
-        self._last = None
+        self._last_plan = None
         try:
             tests: list[ScoreRows] = []
             work = [rows for span in spans for rows in self._rows_of(span, plan, tests)]
@@ -83,7 +83,7 @@ class StepBuilder:
             self.give_back(plan, kept=True)
             raise
         plan.signature = signature
-        self._last = plan
+        self._last_plan = plan
         return plan
 
     def plan_image(self, request: ActiveRequest, image: int) -> StepPlan:

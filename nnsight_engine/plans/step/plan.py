@@ -446,7 +446,7 @@ class Streak:
         self._request_ids = list(request_ids)
         self._positions = positions.astype(np.int64)
         self._ledger = ledger
-        self._num_points = self._kept = self._scratch = self._max_steps = 0
+        self._num_points = self._kept_bytes = self._scratch_bytes = self._max_steps = 0
 
     def advance(self, request_ids: Sequence[str], positions: npt.NDArray[np.integer]) -> bool:
         """Prepare the plan for the next step (one row per request), or return False if the streak ends."""
@@ -456,7 +456,9 @@ class Streak:
             return False
         if not self.num_steps:
             self._record_first_step()
-        if self.num_steps >= self._max_steps or not self._ledger.reserve_all(self._kept + self._scratch):
+        if self.num_steps >= self._max_steps or not self._ledger.reserve_all(
+            self._kept_bytes + self._scratch_bytes
+        ):
             return False
         self.num_steps += 1
         self.plan.reset()
@@ -465,8 +467,8 @@ class Streak:
     def _record_first_step(self) -> None:
         plan = self.plan
         self._num_points = sum(span.request.plan.num_points for span in plan.spans.values())
-        self._kept = sum(reserved.kept for reserved in plan.reserved.values())
-        self._scratch = sum(reserved.scratch for reserved in plan.reserved.values())
+        self._kept_bytes = sum(reserved.kept for reserved in plan.reserved.values())
+        self._scratch_bytes = sum(reserved.scratch for reserved in plan.reserved.values())
         self._max_steps = min(
             self._ledger.num_steps(request_id, reserved.kept, reserved.scratch)
             for request_id, reserved in plan.reserved.items()
@@ -480,7 +482,7 @@ class Streak:
         self.delivery_point_s += seconds / self._num_points
 
     def give_back(self) -> None:
-        self._ledger.give_back_all(self._scratch)
+        self._ledger.give_back_all(self._scratch_bytes)
 
     def settle(self, *, is_under_way: bool = False) -> None:
         """Attribute the streak's counts to its requests, without the position of a step that is under way."""

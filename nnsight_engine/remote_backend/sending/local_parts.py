@@ -133,7 +133,7 @@ class LocalParts:
         self._saved: list[dict[str, Any]] = [{} for _ in parts]
         self._flows: list[dict[str, Any]] = [{} for _ in parts]
         self._error: BaseException | None = None
-        self._last: tuple[str, int, bytes] | None = None
+        self._last_answer: tuple[str, int, bytes] | None = None
 
     def run(self, data: bytes | bytearray | memoryview) -> bytes:
         """Run the part that the engine requests, and return the response, which reports any error."""
@@ -143,8 +143,8 @@ class LocalParts:
         except Exception as error:  # noqa: BLE001 - the engine raises it in the block, then the client here
             self._error = error
             answer = encode(plain(PartResult(error=encode_error(error))))
-            if self._last is not None:
-                self._last = (*self._last[:2], answer)
+            if self._last_answer is not None:
+                self._last_answer = (*self._last_answer[:2], answer)
             return answer
         finally:
             SAVES.exit()
@@ -173,12 +173,15 @@ class LocalParts:
         dialect = self._dialect
         decoded = decode(data, resolve=dialect.resolver({}), policy=dialect.policy)
         part_request = read_part(decoded, PartRequest)
-        if self._last is not None and self._last[:2] == (part_request.attempt, part_request.turn):
-            return self._last[2]  # the earlier response was lost with its connection
-        attempt = part_request.attempt if self._last is None else self._last[0]
-        if (self._last is None) != (part_request.turn == 0) or attempt != part_request.attempt:
+        if self._last_answer is not None and self._last_answer[:2] == (
+            part_request.attempt,
+            part_request.turn,
+        ):
+            return self._last_answer[2]  # the earlier response was lost with its connection
+        attempt = part_request.attempt if self._last_answer is None else self._last_answer[0]
+        if (self._last_answer is None) != (part_request.turn == 0) or attempt != part_request.attempt:
             raise LocalBlockError.repeated()
-        self._last = (part_request.attempt, part_request.turn, b"")
+        self._last_answer = (part_request.attempt, part_request.turn, b"")
         block, cells = self._block(part_request), self._cells[part_request.block]
         for name in block.stored:
             cells.setdefault(name, CellType())
@@ -197,7 +200,7 @@ class LocalParts:
         self._exchanges[part_request.block].publish()
         assigned = {name for name, count in counts.items() if assignments[name] != count}
         answer = self._answer(part_request, assigned, cells)
-        self._last = (part_request.attempt, part_request.turn, answer)
+        self._last_answer = (part_request.attempt, part_request.turn, answer)
         return answer
 
     def _block(self, part_request: PartRequest) -> Block:

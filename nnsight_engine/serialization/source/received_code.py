@@ -77,14 +77,14 @@ class _Pieces(Lines):
         self.num_characters = num_characters
         self.is_quoted = is_quoted
         self._lines: dict[int, str] = {}
-        self._last = 0
+        self._last_line = 0
 
     def insert(self, line: int, text: str) -> int:
         num_before = self.num_characters
         lines = [f"{text_line}\n" for text_line in text.removesuffix("\n").split("\n")]
         for number, text_line in enumerate(lines, start=line):
             self._set(number, text_line)
-        self._last = max(self._last, line - 1 + len(lines))
+        self._last_line = max(self._last_line, line - 1 + len(lines))
         if lines[0][:1] in {" ", "\t"} and line > 1 and not self[line - 2].strip():
             self._set(line - 1, "if 1:\n")  # so that tools that parse the whole file can do so
         return self.num_characters - num_before
@@ -95,7 +95,7 @@ class _Pieces(Lines):
         self._lines[number] = line
 
     def __len__(self) -> int:
-        return self._last
+        return self._last_line
 
     def line_at(self, index: int) -> str:
         return self._lines.get(index + 1, "\n")

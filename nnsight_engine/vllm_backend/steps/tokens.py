@@ -52,7 +52,7 @@ class StopTokens:
         self._arena = HostArena(device)
         self._is_asynchronous = is_asynchronous
         self._stops: dict[str, frozenset[int]] = {}
-        self._last: tuple[Sequence[str], HostCopy] | None = None
+        self._last_copy: tuple[Sequence[str], HostCopy] | None = None
         self.ended: set[str] = set()
 
     def begin_step(self, scheduled: Any) -> None:
@@ -69,9 +69,9 @@ class StopTokens:
 
     def find_ended(self, request_ids: Sequence[str]) -> None:
         """Find the requests that the last step has ended; wait for its tokens if any of these had one."""
-        if self._last is None or set(self._last[0]).isdisjoint(request_ids):
+        if self._last_copy is None or set(self._last_copy[0]).isdisjoint(request_ids):
             return
-        (names, copy), self._last = self._last, None
+        (names, copy), self._last_copy = self._last_copy, None
         with copy.arrived():
             pairs = zip(names, copy.values[0].tolist(), strict=True)
             self.ended.update(name for name, token in pairs if token in self._stops.get(name, ()))
@@ -80,7 +80,7 @@ class StopTokens:
         names = [name for name in rows if self._stops.get(name)]
         if names:
             index = to_device(np.array([rows[name] for name in names], np.int64), sampled.device)
-            self._last = names, self._arena.start_copy([sampled[:, 0].index_select(0, index)])
+            self._last_copy = names, self._arena.start_copy([sampled[:, 0].index_select(0, index)])
 
 
 class _StoredSample(NamedTuple):

@@ -159,7 +159,7 @@ class TraceContext:
         self._saved: list[Any] = received.shared.get(SAVED, [])
         self._saved_before = list(self._saved)
         self._marked: list[dict[int, Any]] = []
-        self._wanted = frozenset(entry.wanted)
+        self._wanted_names = frozenset(entry.wanted)
 
     def code(self, index: int) -> CodeType:
         """Return a block's code object; equal blocks have equal code objects."""
@@ -200,7 +200,7 @@ class TraceContext:
 
     def flows(self, index: int) -> dict[str, Any]:
         """Return the variables of a block that were not saved but that the client wants, by name."""
-        return self._invokes[index].flows(self._all_marked(), self._wanted)
+        return self._invokes[index].flows(self._all_marked(), self._wanted_names)
 
     @property
     def saved_before(self) -> list[Any]:

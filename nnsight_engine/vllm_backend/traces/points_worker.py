@@ -94,7 +94,7 @@ class WorkerPatternPoint:
         self._kernel = kernel
         # Not the module's own numbers, which are those of one rank.
         self._num_heads, self._num_kv_heads = num_heads
-        self._kept: weakref.WeakKeyDictionary[Mediator, AttentionKeyStore] = weakref.WeakKeyDictionary()
+        self._key_stores: weakref.WeakKeyDictionary[Mediator, AttentionKeyStore] = weakref.WeakKeyDictionary()
 
     def read(self) -> torch.Tensor:
         """Wait for the queries and the keys, and return the probabilities.
@@ -142,7 +142,7 @@ class WorkerPatternPoint:
 
     def _store(self, mediator: Mediator, start: int, keys: torch.Tensor) -> AttentionKeyStore:
         stop = start + len(keys)
-        store = self._kept.get(mediator)
+        store = self._key_stores.get(mediator)
         before = 0 if store is None else store.capacity
         if start and (store is None or store.num_keys < start):
             raise PatternError(
@@ -150,7 +150,7 @@ class WorkerPatternPoint:
                 "were not kept. Read the pattern in every step, from the prompt on"
             )
         if store is None:
-            store = self._kept[mediator] = AttentionKeyStore(keys.new_empty(2 * stop, *keys.shape[1:]))
+            store = self._key_stores[mediator] = AttentionKeyStore(keys.new_empty(2 * stop, *keys.shape[1:]))
         elif store.capacity < stop:
             store.move_to(keys.new_empty(2 * stop, *keys.shape[1:]))
         store.store(start, keys)

@@ -131,7 +131,7 @@ class _Same:
 class BlockStdout:
     def __init__(self, real: Any) -> None:
         self._real = real
-        self._own = threading.local()
+        self._thread = threading.local()
 
     @staticmethod
     def install() -> BlockStdout:
@@ -143,10 +143,10 @@ class BlockStdout:
 
     def enter(self, prints: Prints) -> None:
         """Redirect the calling thread's output to ``prints`` until the thread ends."""
-        self._own.prints = prints
+        self._thread.prints = prints
 
     def write(self, text: str) -> int:
-        prints: Prints | None = getattr(self._own, "prints", None)
+        prints: Prints | None = getattr(self._thread, "prints", None)
         if prints is None:
             written: int = self._real.write(text)
             return written

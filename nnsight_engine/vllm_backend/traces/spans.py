@@ -32,14 +32,14 @@ class PromptChunks:
         self.num_passed = 0
         self._request = request
         self._gathered: dict[tuple[Mediator, str], list[Any]] = {}
-        self._given: list[tuple[Any, list[tuple[int, int]]]] = []
-        self._whole: set[tuple[Mediator, str]] = set()
+        self._delivered: list[tuple[Any, list[tuple[int, int]]]] = []
+        self._answered: set[tuple[Mediator, str]] = set()
 
     def clear(self) -> None:
         self.num_passed = 0
         self._request.memory.keep("chunks", -num_bytes(self._gathered.values()))
         self._gathered.clear()
-        self._whole.clear()
+        self._answered.clear()
 
     def serve_part(self, provider: str) -> None:
         """Gather rows for reads, or apply this chunk's share of writes; the blocks continue to wait."""
@@ -62,22 +62,22 @@ class PromptChunks:
         gathered = self._gathered.get(place, ())
         if len(gathered) != self.num_passed:
             mediator.fail(ChunkedPromptError.reading(provider, self.num_passed + 1))
-        elif kind is Events.SWAP and place not in self._whole:
+        elif kind is Events.SWAP and place not in self._answered:
             request.memory.keep("chunks", -num_bytes(self._gathered.pop(place)))
             self._swap_last(mediator, more)
         elif kind is Events.VALUE:
             whole = batcher.narrow(batcher.group)
             for part in reversed(gathered):
                 whole = map_pairs(part, whole, joined)
-            self._whole.add(place)
-            self._given.append((whole, _versions(whole)))
+            self._answered.add(place)
+            self._delivered.append((whole, _versions(whole)))
             mediator.respond(whole)
         else:
             mediator.fail(ChunkedPromptError.writing(provider, self.num_passed + 1))
 
     def check_unedited(self, provider: str) -> None:
         """When the model continues, raise ChunkedPromptError if the block has edited a gathered value."""
-        delivered, self._given = self._given, []
+        delivered, self._delivered = self._delivered, []
         for whole, before in delivered:
             self._request.memory.count_given(num_bytes([whole]))
             if _versions(whole) != before:

@@ -116,7 +116,7 @@ class SandboxSession:
         self._is_after_model = False
         self._spans: list[TraceSpan] = []
         self._is_served = False
-        self._at = ""
+        self._stopped_at = ""
         self._is_resuming = self._replays = self._takes_part = False
         self._offered: set[str] = set()
         self._collected: tuple[Collected, memoryview] | None = None
@@ -179,7 +179,7 @@ class SandboxSession:
             self._before, self._passed = self._passed, []
             self._spans = list(spans)
             self._offered.clear()
-            self._at = ""
+            self._stopped_at = ""
         self._payloads = RowPayloads(self._spans, num_rows)
         self._is_after_model = self.needs_modules = False
         self.in_step = self._takes_part = True
@@ -218,7 +218,7 @@ class SandboxSession:
     def _resume(self) -> None:
         self.is_deferred = False
         self._replay()
-        if self._at:
+        if self._stopped_at:
             self._is_resuming = True
         else:
             self.connection.take_held()
@@ -387,7 +387,7 @@ class SandboxSession:
 
     def uses(self, provider: str) -> bool:
         if self._is_resuming:
-            return self.in_step and (provider == self._at or provider in self._changes.by_place)
+            return self.in_step and (provider == self._stopped_at or provider in self._changes.by_place)
         return self.in_step and provider in self._wanted
 
     def arrive(self, provider: str) -> None:
@@ -397,7 +397,7 @@ class SandboxSession:
             self._write_changes(slots, content)
 
     def is_due(self, provider: str) -> bool:
-        is_wanted = provider == self._at if self._is_resuming else provider in self._wanted
+        is_wanted = provider == self._stopped_at if self._is_resuming else provider in self._wanted
         return self.in_step and self.error is None and not self._is_served and is_wanted
 
     def serve(self, provider: str) -> None:
@@ -431,7 +431,7 @@ class SandboxSession:
         if provider in self._offered:  # offered twice, so the place does not identify where to resume
             self.can_be_deferred = False
         self._offered.add(provider)
-        self._at = provider
+        self._stopped_at = provider
         return False
 
     def _send_refusal(self, provider: str, error: BaseException) -> None:
@@ -441,7 +441,7 @@ class SandboxSession:
     def _on_answered(self, reply: ContinueReply, content: memoryview) -> None:
         self._apply(reply, content)
         if reply.changes and self._write_changes(reply.changes, content):
-            self._changes.keep(self._at, reply.changes, content)
+            self._changes.keep(self._stopped_at, reply.changes, content)
             if self._changes.is_too_much:
                 self.can_be_deferred = False
 
