@@ -1,7 +1,7 @@
 """The operations of a request's ``interventions``, one class each, and the positions at which they act.
 
 They define the syntax; its meaning for a model is checked by ``nnsight_engine.plans.compile.request``,
-the code of ``trace`` by ``nnsight_engine.vllm_backend.request_code``. Operations apply in the given
+the code of ``trace`` by ``nnsight_engine.vllm_backend.trace_code``. Operations apply in the given
 order: at the same point and position, later ones see the effect of earlier ones. Positions are absolute,
 because prefill and decode do not identify them reliably: after a preemption generated tokens are
 prefilled again.

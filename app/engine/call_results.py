@@ -21,7 +21,7 @@ from app.settings import Settings
 from app.storage.results import ResultStore
 from nnsight_engine.plans.collect.results import CollectedMarks
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
-from nnsight_engine.vllm_backend.call import InterventionCall
+from nnsight_engine.vllm_backend.operations_call import InterventionCall
 from nnsight_engine.vllm_backend.trace_call import TraceCall
 
 Call = InterventionCall | TraceCall

@@ -21,7 +21,7 @@ from app.engine.call_results import CallResults
 from app.engine.request_fields import with_model
 from app.formats.json_text import json_bytes
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM, carrying
-from nnsight_engine.vllm_backend.call import InterventionCall
+from nnsight_engine.vllm_backend.operations_call import InterventionCall
 
 _EVENT_END: Final = b"\n\n"
 _DATA: Final = b"data: "

@@ -67,12 +67,12 @@ from nnsight_engine.core.work_context import EngineCounts
 from nnsight_engine.plans.request_plan import NO_MARKERS
 from nnsight_engine.remote_backend.messages import TraceHead, fingerprint_of
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM, carrying
-from nnsight_engine.vllm_backend.call import InterventionCall
 from nnsight_engine.vllm_backend.compat import engine_config
 from nnsight_engine.vllm_backend.content_logs import redact_content
-from nnsight_engine.vllm_backend.request_code import encoded_code, filename_of
-from nnsight_engine.vllm_backend.rpc_results import SharedMemoryResults, answer
+from nnsight_engine.vllm_backend.operations_call import InterventionCall
+from nnsight_engine.vllm_backend.rpc_results import SharedMemoryResults, common_result
 from nnsight_engine.vllm_backend.trace_call import TraceCall
+from nnsight_engine.vllm_backend.trace_code import encoded_code, filename_of
 
 _NUM_INTERVALS: Final = 20
 """The number of intervals into which the time limit is divided."""
@@ -288,8 +288,8 @@ class VLLMEngineClient:
     async def describe_model(self) -> DescribedModel:
         if self._described is None:
             with translating_engine_death():
-                outline = answer(await self.engine.collective_rpc("outline_model"))
-                spec = answer(await self.engine.collective_rpc("describe_traces"))
+                outline = common_result(await self.engine.collective_rpc("outline_model"))
+                spec = common_result(await self.engine.collective_rpc("describe_traces"))
             self._described = DescribedModel([tuple(entry) for entry in outline], spec)
         return self._described
 

@@ -37,7 +37,7 @@ from nnsight_engine.remote_backend.saved_deltas import output_data
 from nnsight_engine.remote_backend.unread_output import SlowReaderError
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
 from nnsight_engine.vllm_backend.fair_scheduler import SENDER_KEY
-from nnsight_engine.vllm_backend.trace_run import (
+from nnsight_engine.vllm_backend.running_trace import (
     FinishedTrace,
     MergedRun,
     Output,
