@@ -24,7 +24,6 @@ from app.examples.storing import ExampleStores, store_examples
 from app.formats.json_bodies import FieldLimits
 from app.http.large_bodies import LargeBodyReader
 from app.http.lifecycle import Lifecycle, Restarts
-from app.limits.allowances import ReceivedBytes
 from app.limits.tenant_budget import TenantBudget
 from app.observability.metrics import Metrics, Scrape
 from app.observability.recording import Recorder
@@ -76,7 +75,7 @@ class Components:
         self.recorder = Recorder(
             log=self.log, keys=self.keys, metrics=self.metrics, engine=engine, tracing=self.tracing
         )
-        self.receiving = ReceivedBytes(budget.received_bytes)
+        self.received, self.sockets = budget.received_bytes, budget.sockets
         field_limits = FieldLimits(
             settings.max_json_depth,
             settings.max_field_objects,
@@ -95,12 +94,12 @@ class Components:
                 traces=self.traces,
                 keys=self.keys,
                 rates=self.rates,
-                stored=store.stored,
+                quotas=store.quotas,
                 log=self.log,
                 watch=self.recorder.job,
             )
         )
-        parts = Parts(settings, database, engine, store.stored, ContentCache(settings.vector_cache_bytes))
+        parts = Parts(settings, database, engine, store.quotas, ContentCache(settings.vector_cache_bytes))
         self.vectors, self.detectors = Vectors(parts), Detectors(parts)
         self.dictionaries = Dictionaries(parts)
         self.presets = Presets(parts, self.vectors, self.detectors, self.dictionaries)
@@ -165,7 +164,7 @@ class Components:
             "vectors": (vectors, settings.vector_store_bytes),
             "dictionaries": (self.dictionaries.used_bytes, settings.dictionary_store_bytes),
             "presets": (self.presets.used_bytes, settings.preset_store_bytes),
-            "bodies": (self.receiving.num_bytes, settings.max_received_bytes),
+            "bodies": (self.received.used(), settings.max_received_bytes),
         }
 
 

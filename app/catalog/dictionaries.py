@@ -24,7 +24,6 @@ from api_schemas.dictionaries import (
 )
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.fields import StoredName, Strict
-from app.admission.slot_pool import SlotPool
 from app.auth.principal import Principal
 from app.catalog.catalog import Catalog, Parts, check_changing, check_sharing
 from app.catalog.dictionary_form import (
@@ -43,7 +42,8 @@ from app.http.bodies import BodyLimits, check_media_type, read_bytes, read_objec
 from app.http.contexts import context_of
 from app.http.deadlines import while_connected
 from app.http.errors import validated
-from app.limits.allowances import Allowance
+from app.limits.limit import Holder, Limit
+from app.limits.slots import Slots
 from app.storage import versions
 from app.storage.database import Database, dictionary_folder
 from app.storage.dictionary_files import DictionaryFiles, WeightsUpload
@@ -57,7 +57,6 @@ from app.storage.feature_labels import (
     replace_labels,
 )
 from app.storage.open_files import OpenResult, in_pieces
-from app.storage.quotas import DiskQuota, Holder
 from app.storage.tables import VersionRow
 from app.storage.versions import Kind, NewVersion
 from nnsight_engine.features.config import DictionaryConfig
@@ -72,14 +71,6 @@ _CFG_FILE: Final = "The dictionary's cfg.json"
 _SMALL_BYTES: Final = 128 * 1024
 """Larger JSON is parsed in a process of its own."""
 _MAX_WORDS: Final = 16
-_SEARCHES: Final = Allowance("searches of labels", total=2, each=1)
-"""Searches at once. Each reads all labels of a dictionary in a thread of the database, which others need too.
-
-An index would not bound them: words of one or two letters, anywhere in a label, have none.
-"""
-_WAITING: Final = Allowance.of("waiting searches of labels", 256, 0.5)
-_DOWNLOADS: Final = Allowance("downloads from the Hub", total=2, each=1)
-_WAITING_DOWNLOADS: Final = Allowance.of("waiting downloads from the Hub", 16, 0.25)
 _MAX_BODY_BYTES: Final = 16 * 1024
 _CHECKS_AT_ONCE: Final = 2
 """Files that are read at once to check their numbers; others of the server's threads stay free."""
@@ -132,15 +123,16 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        self._space = DiskQuota(self._allowance, parts.stored)
         self._files = DictionaryFiles(dictionary_folder(parts.settings), self._space)
         self._checking = asyncio.Semaphore(_CHECKS_AT_ONCE)
-        self._searching = SlotPool(_SEARCHES, _WAITING)
-        self._downloading = SlotPool(_DOWNLOADS, _WAITING_DOWNLOADS)
-
-    @property
-    def used_bytes(self) -> int:
-        return self._space.used_bytes
+        # Each search reads all labels of a dictionary in a thread of the database, which others need too. An
+        # index would not bound it: words of one or two letters, anywhere in a label, have none.
+        self._searching = Slots(
+            Limit("searches of labels", 2, each=1), Limit("waiting searches of labels", 256, 0.5)
+        )
+        self._downloading = Slots(
+            Limit("downloads from the Hub", 2, each=1), Limit("waiting downloads from the Hub", 16, 0.25)
+        )
 
     async def start(self) -> None:
         """Create the folder, count the stored bytes, and remove files that servers which died left behind."""
@@ -154,9 +146,6 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
 
     async def close(self) -> None:
         await self._files.close()
-
-    async def count(self) -> None:
-        self._space.set_stored(await self._read(versions.used_bytes))
 
     async def create(self, request: Request, caller: Principal, *, strict: bool = False) -> Dictionary:
         """Store the dictionary of a request, or nothing if it is invalid (ApiError).
@@ -204,7 +193,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         """Store a shared dictionary; raises NameUsedError if it is not the first of its name."""
         check_sharing(caller, shared=True)
         async with self._files.receiving(Holder(caller.tenant)) as upload:
-            upload.reserve(len(weights))
+            upload.spending.add(len(weights))
             await asyncio.to_thread(upload.write, weights)
             await asyncio.to_thread(upload.finish)
             new = await self._checked(_Form(name=name, shared="true"), cfg, upload)
@@ -237,13 +226,9 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         idle_s = self._settings.upload_idle_timeout_s
         body = await read_bytes(request, min(MAX_LABELS_BYTES, self._settings.max_body_bytes), idle_s)
         labels = await self._labels(request, bytes(body), row.head["num_features"], None, is_csv=is_csv)
-        holder, num_bytes = Holder(caller.tenant), num_label_bytes(labels)
         async with self._adding:
-            self._space.take(num_bytes, holder)
-            try:
+            with self._space.spend(Holder(caller.tenant), num_label_bytes(labels)):
                 row = await self._write(self._replace_labels, dictionary_id, caller.tenant, labels)
-            finally:
-                self._space.give_up(num_bytes, holder)
             await self.count()
         return self._shown(row, caller.tenant)
 
@@ -269,7 +254,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
                 return found
             return [DictionaryFeature(id=feature)]
 
-        async with self._searching.request(tenant, object()) if words else contextlib.nullcontext():
+        async with self._searching.request(tenant) if words else contextlib.nullcontext():
             found = await self._database.read(read)
         data = found[:limit]
         return FeatureList(data=data, last_id=data[-1].id if data else None, has_more=len(found) > limit)
@@ -286,7 +271,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         settings = self._settings
         open_file = functools.partial(open_on_hub, trusted=is_trusted(settings, caller))
         async with (
-            self._downloading.request(caller.tenant, object()),
+            self._downloading.request(caller.tenant),
             self._files.receiving(Holder(caller.tenant)) as upload,
         ):
             folder = await asyncio.to_thread(folder_of, wanted.source)
@@ -297,7 +282,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
                 async for piece in in_pieces(pieces):
                     if not upload.num_bytes:
                         refuse_pickle("", piece)
-                    upload.reserve(len(piece))
+                    upload.spending.add(len(piece))
                     await asyncio.to_thread(upload.write, piece)
             await asyncio.to_thread(upload.finish)
             fields = _parsed(cfg, settings.max_json_depth, CFG)
@@ -369,7 +354,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
                 raise
             # Another server may have removed the last other dictionary with these weights meanwhile.
             await self._files.add(upload)
-            upload.release()
+            upload.spending.close()
             await self.count()
         return row
 
@@ -381,7 +366,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         row = session.get_one(VersionRow, seen.number, with_for_update=True)
         num_bytes = row.head["weights_bytes"] + len(row.data) + num_label_bytes(labels)
         more = max(0, num_bytes - row.num_bytes)
-        versions.check_room(session, self.kind, self._allowance, more, row.tenant)
+        versions.check_room(session, self.kind, self._space, more, row.tenant)
         replace_labels(session, row.number, labels)
         row.num_bytes, row.head = num_bytes, {**row.head, "num_labels": len(labels)}
         return row

@@ -25,11 +25,11 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.operations import Capture, Where
 from api_schemas.points import LayerSelection, resolve_layer
 from api_schemas.training import LabelledPrompts, Prompt, TrainingProgress
-from app.admission.slot_pool import SlotPool
 from app.auth.principal import Principal
 from app.catalog.rows import RESIDUAL_LEAF
 from app.engine.client import EngineClient, EngineReply, JsonObject
 from app.engine.request_fields import isolate_cache
+from app.limits.slots import Slots
 from app.limits.tenant_budget import TenantBudget
 from app.settings import Settings
 
@@ -295,7 +295,7 @@ class TrainingQueue:
         self._settings = settings
         self._engine = engine
         budget = TenantBudget.of(settings)
-        self._slots = SlotPool(budget.trainings, budget.waiting_trainings)
+        self._slots = Slots(budget.trainings, budget.waiting_trainings)
 
     @property
     def num_waiting(self) -> int:
@@ -327,7 +327,7 @@ class TrainingQueue:
         self, wanted: LabelledPrompts, points: Sequence[str], http: Request, caller: Principal, report: Report
     ) -> AsyncIterator[Examples]:
         """Wait for a training's turn, and hold it while its examples are used; raises ApiError."""
-        async with self._slots.request(caller.tenant, object()):
+        async with self._slots.request(caller.tenant):
             positive, negative = await read_activations(self._engine, wanted, points, http, caller, report)
             chosen = split(len(positive), len(negative), holdout=wanted.holdout, seed=wanted.seed)
             yield Examples(positive, negative, chosen)

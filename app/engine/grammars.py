@@ -32,10 +32,10 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.request import get_structured_output_key
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.admission.slot_pool import Slot, SlotPool
 from app.engine.client import JsonObject
 from app.engine.vllm_requests import read_request
 from app.http.errors import internal_error
+from app.limits.slots import Slot, Slots
 from app.limits.tenant_budget import TenantBudget
 from app.settings import Settings
 from nnsight_engine.vllm_backend import grammar_process
@@ -169,7 +169,7 @@ class Grammars:
         # vLLM's own limit counts wall-clock time; ours counts CPU time.
         self._environment = {**environment, "MALLOC_ARENA_MAX": "2", "VLLM_REGEX_COMPILATION_TIMEOUT_S": "0"}
         budget = TenantBudget.of(settings)
-        self._slots = SlotPool(budget.grammar_processes, budget.waiting_grammars)
+        self._slots = Slots(budget.grammar_processes, budget.waiting_grammars)
         self._setup: GrammarSetup | None = None
         self._backend = ""
         self._forking = asyncio.Lock()

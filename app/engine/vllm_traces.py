@@ -24,10 +24,10 @@ from vllm.sampling_params import RequestOutputKind
 
 from api_schemas.errors import ApiError, ErrorCode, clip
 from api_schemas.jobs import JobStatus
-from app.admission.slot_pool import SlotPool
 from app.engine.client import event_frame
 from app.engine.vllm_errors import translated, translating_engine_death
 from app.http.errors import internal_error
+from app.limits.slots import Slots
 from app.settings import Settings
 from nnsight_engine.core.work_context import current_work
 from nnsight_engine.plans.request_plan import PLAN_KEY
@@ -120,7 +120,7 @@ class VLLMTraceEngine:
         engine: Callable[[], InterventionAsyncLLM],
         adapter_of: Callable[[TraceHead], LoRARequest | None],
         settings: Settings,
-        sandboxes: SlotPool,
+        sandboxes: Slots,
     ) -> None:
         self._engine = engine
         self._adapter_of = adapter_of

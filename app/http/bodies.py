@@ -66,10 +66,10 @@ async def read_bytes(request: Request, max_bytes: int, idle_s: float | None = No
         ClientDisconnect: The client disconnected before the end of the body.
     """
     body = bytearray()  # grows in place; joining a list of chunks would need twice the memory
-    intake = context_of(request.scope).intake
+    received = context_of(request.scope).received
     async for chunk in stream_bytes(request, max_bytes, idle_s):
-        if intake is not None:
-            intake.add(len(chunk))
+        if received is not None:
+            received.add(len(chunk))
         body += chunk
     return body
 

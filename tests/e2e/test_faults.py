@@ -26,7 +26,7 @@ import psutil
 import pytest
 from sqlalchemy.engine import make_url
 
-from app.limits.allowances import Allowance
+from app.limits.limit import Limit
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.jobs.store import JobStore
@@ -354,7 +354,7 @@ async def _job_of(faulty: Faulty, job_id: str) -> str:
     database = Database(faulty.disk / "data", faulty.database_url)
     await database.start()
     try:
-        store = JobStore(database, "", waiting=Allowance.of("jobs", 1), ttl_s=Settings().job_ttl_s)
+        store = JobStore(database, "", waiting=Limit("jobs", 1), ttl_s=Settings().job_ttl_s)
         return (await store.get(job_id, "acme")).status
     finally:
         await database.close()

@@ -18,7 +18,7 @@ from app.auth.keys import Keys
 from app.auth.principal import ANONYMOUS
 from app.engine.served_model import ServedModel
 from app.http.lifecycle import Lifecycle, Startable
-from app.limits.allowances import Allowance
+from app.limits.limit import NO_HOLDER, Limit
 from app.services.jobs import run as job_run
 from app.services.jobs import run_output
 from app.services.jobs.run import Ending, JobParts, JobRun
@@ -30,7 +30,7 @@ from app.storage.jobs import files
 from app.storage.jobs.states import JobEnd
 from app.storage.jobs.store import JobStore, NewJob
 from app.storage.keys import KeyStore
-from app.storage.quotas import NO_HOLDER, StoredBytes, sync_folder
+from app.storage.quotas import StoredQuotas, sync_folder
 from app.storage.tables import JOB_BYTES, JobRow
 from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import TraceRequest
@@ -109,7 +109,7 @@ class Bench:
             traces=TraceService({"vllm": self.engine}),
             keys=Keys(KeyStore(self.database)),
             rates=Rates("memory://"),
-            stored=StoredBytes(),
+            quotas=StoredQuotas(),
             log=AuditLog(AuditStore(self.database), 0),
             watch=lambda _run, _traceparent: lambda _ended: None,
         )
@@ -117,7 +117,7 @@ class Bench:
 
     def store_of(self, kind: type[Store]) -> Store:
         """Have the runs write to another kind of store."""
-        store = kind(self.database, self.files.process, waiting=Allowance.of("jobs", 100), ttl_s=60)
+        store = kind(self.database, self.files.process, waiting=Limit("jobs", 100), ttl_s=60)
         self.parts.store = store
         return store
 
@@ -140,7 +140,7 @@ class Bench:
 
     def room(self) -> int:
         """Return how many bytes there is room for."""
-        return MAX_BYTES - self.files.space.used_bytes
+        return MAX_BYTES - self.files.space.used()
 
 
 async def chunks(data: bytes) -> AsyncIterator[bytes]:

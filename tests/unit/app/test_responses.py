@@ -22,7 +22,7 @@ from api_schemas.operations import Features
 from api_schemas.results import ChoiceInterventions
 from app.engine.responses import choice_json
 from app.formats import json_text
-from app.limits.allowances import Allowance
+from app.limits.limit import Limit
 from app.settings import Settings
 from app.storage.results import ResultStore
 from nnsight_engine.core.work_context import WorkContext
@@ -57,7 +57,7 @@ LENS = LensRows(ints([[3, 4]]), floats([[-0.5, -math.inf]]), (9,), floats([[-2.0
 
 @pytest_asyncio.fixture
 async def store(tmp_path: Path) -> AsyncIterator[ResultStore]:
-    store = ResultStore(tmp_path, ttl_s=60, allowance=Allowance.of("bytes", 100_000), clock=lambda: 1000.75)
+    store = ResultStore(tmp_path, ttl_s=60, limit=Limit("bytes", 100_000), clock=lambda: 1000.75)
     await store.start()
     yield store
     await store.close()
