@@ -116,7 +116,7 @@ class Catalog(Generic[T, ContentT]):
     @property
     def body_limits(self) -> BodyLimits:
         settings = self._settings
-        return BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
+        return BodyLimits(settings.max_body_bytes, settings.upload_idle_timeout_s)
 
     async def count(self) -> None:
         """Update the stored bytes of each tenant from the database, where other servers write too."""

@@ -37,7 +37,7 @@ from app.catalog.dictionary_form import (
 )
 from app.catalog.dictionary_places import places_of, width_at
 from app.catalog.hub import CFG_FILE, WEIGHTS_FILE, check_hub_allowed, folder_of, is_trusted, open_on_hub
-from app.formats.json_bodies import check_depth, parse_object
+from app.formats.json_bodies import MAX_JSON_DEPTH, check_depth, parse_object
 from app.http.bodies import BodyLimits, check_media_type, read_bytes, read_object
 from app.http.contexts import context_of
 from app.http.deadlines import while_connected
@@ -153,9 +153,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         ``strict`` refuses one that names another model than the served one.
         """
         settings = self._settings
-        limits = BodyLimits(
-            settings.max_dictionary_bytes, settings.max_json_depth, settings.upload_idle_timeout_s
-        )
+        limits = BodyLimits(settings.max_dictionary_bytes, settings.upload_idle_timeout_s)
         async with self._files.receiving(Holder(caller.tenant)) as upload:
             parts = await read_form(request, upload, limits)
             texts = {name: part for name, part in parts.items() if name not in {CFG, LABELS}}
@@ -180,7 +178,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         A client's disconnect ends the download, and nothing is stored.
         """
         settings = self._settings
-        limits = BodyLimits(_MAX_BODY_BYTES, settings.max_json_depth, settings.upload_idle_timeout_s)
+        limits = BodyLimits(_MAX_BODY_BYTES, settings.upload_idle_timeout_s)
         wanted = validated(DictionaryFromHub, await read_object(request, limits))
         check_sharing(caller, shared=wanted.shared)
         check_hub_allowed(settings, caller)
@@ -285,7 +283,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
                     upload.spending.add(len(piece))
                     await asyncio.to_thread(upload.write, piece)
             await asyncio.to_thread(upload.finish)
-            fields = _parsed(cfg, settings.max_json_depth, CFG)
+            fields = _parsed(cfg, CFG)
             cfg = json.dumps({**fields, **folder.overrides, "source": str(folder)}, indent=2).encode()
             new = await self._checked(wanted, cfg, upload, strict=strict)
             return await self._kept(new, {}, upload, caller)
@@ -294,7 +292,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         self, wanted: _Form | DictionaryFromHub, cfg: bytes, upload: WeightsUpload, *, strict: bool = False
     ) -> NewVersion:
         """Return a dictionary to be stored, without labels, checked against its weights and the model."""
-        read = read_config(_parsed(cfg, self._settings.max_json_depth, CFG))
+        read = read_config(_parsed(cfg, CFG))
         if strict:
             self._engine.served().warnings_of(read.model, _CFG_FILE, ErrorCode.DICTIONARY_MISMATCH)
         at, output_at = places_of(read, wanted.at, wanted.output_at, self._engine.capabilities())
@@ -322,7 +320,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         if context.bodies is not None and len(content) >= _SMALL_BYTES:
             value = await context.bodies.read(content, context.tenant)
         else:
-            value = _parsed(content, self._settings.max_json_depth, param)
+            value = _parsed(content, param)
         return await asyncio.to_thread(labels_of_object, value, content, num_features, param)
 
     async def _kept(
@@ -403,9 +401,9 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
             await self._files.remove(aside)
 
 
-def _parsed(content: bytes, max_depth: int, param: str | None) -> dict[str, Any]:
+def _parsed(content: bytes, param: str | None) -> dict[str, Any]:
     try:
-        check_depth(content, max_depth)
+        check_depth(content, MAX_JSON_DEPTH)
         return parse_object(content)
     except ApiError as error:
         raise ApiError(error.code, error.message, param) from error

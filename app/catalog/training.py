@@ -279,6 +279,7 @@ def _captured(
 
 ALL_LAYERS: Final = "all"
 _ITEM_BYTES: Final = 4
+_MAX_PROMPTS: Final = 512
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -304,21 +305,19 @@ class TrainingQueue:
     def check(self, wanted: LabelledPrompts, num_points: int, width: int) -> None:
         """Raise ApiError ``invalid_value``: too many prompts or values; ``training_failed``: duplicates."""
         num_prompts = len(wanted.positive) + len(wanted.negative)
-        if num_prompts > self._settings.max_training_prompts:
+        if num_prompts > _MAX_PROMPTS:
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
-                f"A training has at most {self._settings.max_training_prompts} prompts, got "
-                f"{num_prompts} (NNSIGHT_ENGINE_MAX_TRAINING_PROMPTS).",
+                f"A training has at most {_MAX_PROMPTS} prompts, got {num_prompts}.",
                 "positive",
             )
         _check_different(wanted)
         num_bytes = num_prompts * num_points * width * _ITEM_BYTES
-        if num_bytes > self._settings.max_training_bytes:
+        if num_bytes > self._settings.bounds.max_training_bytes:
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
-                f"A training has at most {self._settings.max_training_bytes} bytes of values, and "
-                f"these prompts and layers have {num_bytes}; name fewer of one of them "
-                "(NNSIGHT_ENGINE_MAX_TRAINING_BYTES).",
+                f"A training has at most {self._settings.bounds.max_training_bytes} bytes of values, and "
+                f"these prompts and layers have {num_bytes}; name fewer of one of them.",
                 "layers",
             )
 

@@ -48,7 +48,7 @@ from app.engine.vllm_app import BackgroundApp, VLLMApp, counted
 from app.engine.vllm_arguments import engine_arguments, message_of
 from app.engine.vllm_errors import Refusals, RefusedError, raised, translating_engine_death
 from app.engine.vllm_requests import ids_of, refusing, texts_of, tokenize_request
-from app.engine.vllm_traces import VLLMTraceEngine
+from app.engine.vllm_traces import MAX_TRACE_REQUESTS, VLLMTraceEngine
 from app.http.contexts import context_of
 from app.limits.slots import Slots
 from app.limits.tenant_budget import TenantBudget
@@ -432,7 +432,7 @@ class VLLMEngineClient:
             data = await asyncio.to_thread(encoded_code, first, param)
             call = TraceCall(
                 data, name=first.name or f"{first.op}_0", param=param, filename=filename_of(first),
-                streams=streams, max_requests=self._settings.max_trace_requests,
+                streams=streams, max_requests=MAX_TRACE_REQUESTS,
                 max_bytes=self._settings.max_trace_bytes, sandbox_of=sandbox,
             )  # fmt: skip
             if sandbox is not None:

@@ -11,10 +11,11 @@ from typing import Final, Self
 
 from api_schemas.errors import ErrorCode
 from app.limits.limit import UNBOUNDED, Limit
-from app.settings import Settings
+from app.settings import MIB, Settings
 
 _BODY_PROCESSES: Final = 2
 _GRAMMAR_PROCESSES: Final = 2
+PRESET_STORE_BYTES: Final = 64 * MIB
 _MAX_SOCKETS: Final = 64
 """The most of one tenant. Each buffers a partially received message, which is not counted."""
 
@@ -69,7 +70,7 @@ class TenantBudget:
             waiting_sandboxed=Limit("queued requests with sandboxed code", queued, share),
             waiting_traces=Limit("queued traces (max_queued_traces)", queued, share),
             trainings=Limit("running trainings", 1, share),
-            waiting_trainings=Limit("queued trainings", settings.max_queued_trainings, share),
+            waiting_trainings=Limit("queued trainings", settings.bounds.max_queued_trainings, share),
             running_jobs=Limit("running jobs", settings.max_running_jobs, share),
             waiting_jobs=Limit(
                 "queued jobs", settings.max_queued_jobs, share, then="send the trace again later"
@@ -97,7 +98,7 @@ class TenantBudget:
             ),
             preset_bytes=Limit(
                 "bytes of presets",
-                settings.preset_store_bytes,
+                PRESET_STORE_BYTES,
                 share,
                 code=ErrorCode.PRESET_STORE_FULL,
                 then="remove some presets (DELETE /v1/presets/{name})",

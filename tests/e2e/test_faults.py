@@ -172,7 +172,6 @@ def faulty(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
             "NNSIGHT_ENGINE_INLINE_TENSOR_BYTES": "1",
             "NNSIGHT_ENGINE_RESULT_STORE_BYTES": str(_DISK_BYTES),
             "NNSIGHT_ENGINE_MAX_ENGINE_RESTARTS": "3",
-            "NNSIGHT_ENGINE_ENGINE_RESTART_DELAY_S": "0.5",
             "NNSIGHT_ENGINE_DRAIN_TIMEOUT_S": "15",
             "NNSIGHT_ENGINE_ENGINE_STALL_TIMEOUT_S": "8",
             "NNSIGHT_ENGINE_MAX_SANDBOXES": "2",

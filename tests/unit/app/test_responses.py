@@ -77,7 +77,7 @@ def answer(store: ResultStore) -> Answer:
         found = await choice_json(
             CollectedResults(list(results), **more),
             store=store,
-            settings=Settings(inline_tensor_bytes=inline_bytes, inline_json_bytes=json_bytes),
+            settings=Settings(inline_tensor_bytes=inline_bytes).with_bounds(inline_json_bytes=json_bytes),
             decode=lambda token_id: f" t{token_id}",
             **{"work": WorkContext(tenant="acme"), **of_answer},
         )
@@ -196,9 +196,9 @@ async def test_numbers_that_are_too_large_as_json_are_in_the_file(store: ResultS
         capture("c"),
     ]
     size = 4 * 20 + (2 + 3) * 60
-    inline = await answer(*results, json_bytes=size)
+    inline = await answer(*results, json_bytes=size, inline_bytes=size - 1)
     assert "url" not in str(inline)
-    found = (await answer(*results, json_bytes=size - 1))["results"]
+    found = (await answer(*results, json_bytes=size - 1, inline_bytes=size - 1))["results"]
     assert "data" in str(found["c"])
     arrays = await stored(store, found["d"]["tensors"]["scores"]["url"])
     assert {

@@ -14,11 +14,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.limits.limit import UNBOUNDED, Limit, part_of
+from app.limits.limit import UNBOUNDED, Holder, Limit, part_of
 from app.limits.slots import FairQueue, Slot, Slots
 from app.limits.tenant_budget import TenantBudget
 from app.settings import Settings
-from app.storage.quotas import StoredBytes
+from app.storage.quotas import StoredBytes, StoredQuotas
 
 SHARES = st.integers(1, 1000).map(lambda thousandths: thousandths / 1000)
 TOTALS = st.integers(0, 2**48)
@@ -98,6 +98,44 @@ def test_counts_of_bytes_keep_to_the_rule(
         one.close()
         one.close()
     assert limit.used() == 0
+
+
+def test_what_is_spent_ends_once_however_its_block_ends() -> None:
+    limit = Limit("things", 10, 0.5)
+    spending = limit.spend("acme", 3)
+    with contextlib.suppress(KeyError), spending:
+        spending.add(2)
+        with pytest.raises(ApiError, match=r"may have 5 things and has 5; send this one again later\."):
+            spending.add(1)
+        spending.add(1, may_exceed=True)
+        assert limit.used("acme") == limit.used() == spending.amount == 6
+        raise KeyError
+    spending.close()
+    spending.release(2)
+    assert limit.used("acme") == limit.used() == 0
+
+
+def test_stored_bytes_count_for_tenant_and_key_over_all_stores() -> None:
+    quotas, holder = StoredQuotas(), Holder("acme", "k1")
+    jobs, results = [StoredBytes(Limit(name, 100, 0.5), quotas) for name in ("jobs", "results")]
+    quotas.set_quota("key:k1", 30)
+    written = jobs.spend(holder, 20)
+    jobs.keep(written)
+    written.close()
+    assert [jobs.used(name) for name in ("", "acme", "key:k1")] == [20, 20, 20]
+    with pytest.raises(
+        ApiError, match="The key 'k1' may have 30 stored bytes and has 20, and this asks for 11"
+    ):
+        results.spend(holder, 11)
+    results.spend(Holder("acme", "k2"), 11)
+    quotas.set_quota("acme", 30)
+    with pytest.raises(ApiError, match="The tenant 'acme' may have 30 stored bytes and has 31") as caught:
+        jobs.spend(Holder("acme", "k2"), 1)
+    assert caught.value.code is ErrorCode.STORED_BYTES_FULL
+    jobs.store(-50, holder)
+    assert (jobs.used(), quotas.used("acme")) == (0, 11)
+    jobs.set_stored({holder: 7})
+    assert (jobs.used(), quotas.used("key:k1")) == (7, 7)
 
 
 @given(
