@@ -24,7 +24,7 @@ from app.examples.storing import ExampleStores, store_examples
 from app.formats.json_bodies import MAX_JSON_DEPTH, FieldLimits
 from app.http.large_bodies import LargeBodyReader
 from app.http.lifecycle import Lifecycle, Restarts
-from app.limits.tenant_budget import PRESET_STORE_BYTES, TenantBudget
+from app.limits.tenant_budget import TenantBudget
 from app.observability.metrics import Metrics, Scrape
 from app.observability.recording import Recorder
 from app.observability.tracing import tracing_of
@@ -162,7 +162,7 @@ class Components:
             "jobs": (self.jobs.used_bytes, settings.job_store_bytes),
             "vectors": (vectors, settings.vector_store_bytes),
             "dictionaries": (self.dictionaries.used_bytes, settings.dictionary_store_bytes),
-            "presets": (self.presets.used_bytes, PRESET_STORE_BYTES),
+            "presets": (self.presets.used_bytes, settings.bounds.preset_store_bytes),
             "bodies": (self.received.used(), settings.max_received_bytes),
         }
 

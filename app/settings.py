@@ -54,6 +54,7 @@ class Bounds:
     max_queued_trainings: int = 16
     max_training_bytes: int = 512 * MIB
     vector_cache_bytes: int = 256 * MIB
+    preset_store_bytes: int = 64 * MIB
     engine_restart_delay_s: float = 1.0
 
 

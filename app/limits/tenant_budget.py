@@ -11,11 +11,10 @@ from typing import Final, Self
 
 from api_schemas.errors import ErrorCode
 from app.limits.limit import UNBOUNDED, Limit
-from app.settings import MIB, Settings
+from app.settings import Settings
 
 _BODY_PROCESSES: Final = 2
 _GRAMMAR_PROCESSES: Final = 2
-PRESET_STORE_BYTES: Final = 64 * MIB
 _MAX_SOCKETS: Final = 64
 """The most of one tenant. Each buffers a partially received message, which is not counted."""
 
@@ -98,7 +97,7 @@ class TenantBudget:
             ),
             preset_bytes=Limit(
                 "bytes of presets",
-                PRESET_STORE_BYTES,
+                settings.bounds.preset_store_bytes,
                 share,
                 code=ErrorCode.PRESET_STORE_FULL,
                 then="remove some presets (DELETE /v1/presets/{name})",
