@@ -36,9 +36,6 @@ class Holder(NamedTuple):
         return [name for name in (self.tenant, name_of_key(self.key_id)) if name]
 
 
-NO_HOLDER: Final = Holder()
-
-
 def name_of_key(key_id: str) -> str:
     return f"{_KEY}{key_id}" if key_id else ""
 

@@ -88,8 +88,8 @@ class Slots:
         """
         slot = Slot(self, tenant, object() if group is None else group)
         must_wait = self._queue.num_of(tenant) or not self._limit.has_room(tenant)
-        is_counted = may_exceed_queue or slot.group in self._groups.get(tenant, ())
-        if self._waiting is not None and must_wait and not is_counted:
+        may_join = may_exceed_queue or slot.group in self._groups.get(tenant, ())
+        if self._waiting is not None and must_wait and not may_join:
             self._waiting.check(tenant, used=self._num_waiting_of)
         self._groups.setdefault(tenant, Counter())[slot.group] += 1
         self._queue.add(tenant, slot)

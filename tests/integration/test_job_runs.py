@@ -18,7 +18,7 @@ from app.auth.keys import Keys
 from app.auth.principal import ANONYMOUS
 from app.engine.served_model import ServedModel
 from app.http.lifecycle import Lifecycle, Startable
-from app.limits.limit import NO_HOLDER, Limit
+from app.limits.limit import Holder, Limit
 from app.services.jobs import run as job_run
 from app.services.jobs import run_output
 from app.services.jobs.run import Ending, JobParts, JobRun
@@ -123,7 +123,7 @@ class Bench:
 
     async def claimed(self, script: str = "ok") -> JobRow:
         """Return a job that was submitted and claimed."""
-        async with self.files.received(chunks(trace(script)), NO_HOLDER) as upload:
+        async with self.files.received(chunks(trace(script)), Holder()) as upload:
             await self.files.adopt(upload, "job")
             new = NewJob("job", "", "m", SUMMARY, upload.digest, upload.num_bytes, None, reruns=False)
             await self.store.accept(new)
@@ -282,7 +282,7 @@ async def test_a_request_that_could_not_be_adopted_leaves_no_file_and_takes_no_r
 async def test_a_request_whose_sender_leaves_while_it_is_adopted_takes_no_room(bench: Bench, tmp_path: Path):
     room = bench.room()
     for count in range(20):
-        async with bench.files.received(chunks(trace()), NO_HOLDER) as upload:
+        async with bench.files.received(chunks(trace()), Holder()) as upload:
             adopting = asyncio.create_task(bench.files.adopt(upload, f"job-{count}"))
             await asyncio.sleep(count * 1e-4)
             adopting.cancel()
