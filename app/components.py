@@ -21,10 +21,9 @@ from app.engine.client import EngineClient
 from app.engine.process_engines import LocalTraceEngine, SessionTraces
 from app.engine.trace_process_pool import TraceProcesses
 from app.examples.storing import ExampleStores, store_examples
-from app.formats.json_bodies import FieldLimits
+from app.formats.json_bodies import MAX_JSON_DEPTH, FieldLimits
 from app.http.large_bodies import LargeBodyReader
 from app.http.lifecycle import Lifecycle, Restarts
-from app.limits.allowances import ReceivedBytes
 from app.limits.tenant_budget import TenantBudget
 from app.observability.metrics import Metrics, Scrape
 from app.observability.recording import Recorder
@@ -62,9 +61,9 @@ class Components:
         given_keys: GivenKeys | None = None,
     ) -> None:
         self.settings, self.engine, self.store = settings, engine, store
-        budget = TenantBudget.of(settings)
+        budget, bounds = TenantBudget.of(settings), settings.bounds
         restarts = Restarts(
-            settings.max_engine_restarts, settings.engine_restart_window_s, settings.engine_restart_delay_s
+            settings.max_engine_restarts, settings.engine_restart_window_s, bounds.engine_restart_delay_s
         )
         self.lifecycle = Lifecycle(engine, on_engine_failure, restarts)
         self.database = database = Database(settings.data_dir, settings.database_url)
@@ -76,12 +75,9 @@ class Components:
         self.recorder = Recorder(
             log=self.log, keys=self.keys, metrics=self.metrics, engine=engine, tracing=self.tracing
         )
-        self.receiving = ReceivedBytes(budget.received_bytes)
+        self.received, self.sockets = budget.received_bytes, budget.sockets
         field_limits = FieldLimits(
-            settings.max_json_depth,
-            settings.max_field_objects,
-            settings.max_field_values,
-            settings.max_prompt_ids,
+            MAX_JSON_DEPTH, bounds.max_field_objects, bounds.max_field_values, bounds.max_prompt_ids
         )
         self.bodies = LargeBodyReader(field_limits, environment_for_traces(), budget.body_processes)
         self.processes = _process_engines(settings, engine, local)
@@ -95,12 +91,14 @@ class Components:
                 traces=self.traces,
                 keys=self.keys,
                 rates=self.rates,
-                stored=store.stored,
+                quotas=store.quotas,
                 log=self.log,
                 watch=self.recorder.job,
             )
         )
-        parts = Parts(settings, database, engine, store.stored, ContentCache(settings.vector_cache_bytes))
+        parts = Parts(
+            settings, database, engine, store.quotas, ContentCache(settings.bounds.vector_cache_bytes)
+        )
         self.vectors, self.detectors = Vectors(parts), Detectors(parts)
         self.dictionaries = Dictionaries(parts)
         self.presets = Presets(parts, self.vectors, self.detectors, self.dictionaries)
@@ -164,8 +162,8 @@ class Components:
             "jobs": (self.jobs.used_bytes, settings.job_store_bytes),
             "vectors": (vectors, settings.vector_store_bytes),
             "dictionaries": (self.dictionaries.used_bytes, settings.dictionary_store_bytes),
-            "presets": (self.presets.used_bytes, settings.preset_store_bytes),
-            "bodies": (self.receiving.num_bytes, settings.max_received_bytes),
+            "presets": (self.presets.used_bytes, settings.bounds.preset_store_bytes),
+            "bodies": (self.received.used(), settings.max_received_bytes),
         }
 
 
@@ -179,7 +177,7 @@ def _process_engines(
     options = ProcessOptions(
         model=engine.served().source,
         max_result_bytes=settings.max_trace_bytes,
-        compresses=settings.compress_results,
+        compresses=True,
     )
 
     async def outline() -> dict[str, Any]:

@@ -104,7 +104,7 @@ def new_store(settings: Settings) -> ResultStore:
     return ResultStore(
         settings.result_dir,
         ttl_s=settings.result_ttl_s,
-        allowance=TenantBudget.of(settings).result_bytes,
+        limit=TenantBudget.of(settings).result_bytes,
         replica=settings.replica,
     )
 

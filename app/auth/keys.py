@@ -24,7 +24,7 @@ from api_schemas.administration import CreatedKey, Key, Limits, NewKey, Scope, T
 from api_schemas.errors import ApiError, ErrorCode
 from app.auth.principal import ANONYMOUS, Principal
 from app.auth.secrets import GivenKeys, Secret, bearer, hashed, matches, new_secret, parsed
-from app.limits.allowances import ThrottledError
+from app.limits.limit import ThrottledError
 from app.storage.keys import KeyStore, is_open, key_from_row
 from app.storage.tables import KeyRow
 

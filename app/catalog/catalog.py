@@ -24,11 +24,12 @@ from app.engine.client import EngineClient
 from app.formats.uploads import FORM_TYPE, read_form
 from app.http.bodies import BodyLimits, check_media_type, read_bytes, read_object
 from app.http.errors import validated
+from app.limits.limit import Holder
 from app.limits.tenant_budget import TenantBudget
 from app.settings import Settings
 from app.storage import versions
 from app.storage.database import Database
-from app.storage.quotas import Holder, StoredBytes
+from app.storage.quotas import StoredBytes, StoredQuotas
 from app.storage.tables import VersionRow
 from app.storage.versions import Kind, NewVersion
 
@@ -89,7 +90,7 @@ class Parts(NamedTuple):
     settings: Settings
     database: Database
     engine: EngineClient
-    stored: StoredBytes
+    quotas: StoredQuotas
     cache: ContentCache
 
 
@@ -99,14 +100,13 @@ class Catalog(Generic[T, ContentT]):
     kind: Kind[T]
 
     def __init__(self, parts: Parts) -> None:
-        self._settings, self._database, self._engine, self._stored, self._cache = parts
-        self._usage = self._stored.place()
-        self._allowance = self.kind.allowance(TenantBudget.of(self._settings))
+        self._settings, self._database, self._engine, quotas, self._cache = parts
+        self._space = StoredBytes(self.kind.limit(TenantBudget.of(self._settings)), quotas)
         self._adding = asyncio.Lock()
 
     @property
     def used_bytes(self) -> int:
-        return self._usage.total
+        return self._space.used()
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -116,11 +116,11 @@ class Catalog(Generic[T, ContentT]):
     @property
     def body_limits(self) -> BodyLimits:
         settings = self._settings
-        return BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
+        return BodyLimits(settings.max_body_bytes, settings.upload_idle_timeout_s)
 
     async def count(self) -> None:
         """Update the stored bytes of each tenant from the database, where other servers write too."""
-        self._usage.set(await self._read(versions.used_bytes))
+        self._space.set_stored(await self._read(versions.used_bytes))
 
     async def add(self, new: NewVersion, caller: Principal) -> T:
         """Store the next version of a name.
@@ -214,15 +214,13 @@ class Catalog(Generic[T, ContentT]):
         check_sharing(caller, shared=new.shared)
         async with self._adding:  # or concurrent requests could each pass the check for the same free bytes
             await self.count()
-            self._stored.check(Holder(caller.tenant), versions.num_bytes_of(self.kind, new))
+            self._space.quotas.check(Holder(caller.tenant), versions.num_bytes_of(self.kind, new))
             row = await self._write(self._insert, new, caller.tenant)
             await self.count()
         return row
 
     def _insert(self, session: Session, new: NewVersion, tenant: str) -> VersionRow:
-        versions.check_room(
-            session, self.kind, self._allowance, versions.num_bytes_of(self.kind, new), tenant
-        )
+        versions.check_room(session, self.kind, self._space, versions.num_bytes_of(self.kind, new), tenant)
         return versions.add(session, self.kind, new, tenant, self.models[0])
 
     async def _upload(

@@ -131,8 +131,7 @@ def check_bytes(num_bytes: int, max_bytes: int, param: str) -> None:
     if num_bytes > max_bytes:
         raise ApiError(
             ErrorCode.TENSOR_TOO_LARGE,
-            f"The tensors of a detector may have {max_bytes} bytes in float32 (max_tensor_bytes), these have "
-            f"{num_bytes}.",
+            f"The tensors of a detector may have {max_bytes} bytes in float32, these have {num_bytes}.",
             param,
         )
 

@@ -35,7 +35,7 @@ class Detectors(Catalog[StoredDetector, Detector]):
 
     @property
     def max_bytes(self) -> int:
-        return self._settings.max_tensor_bytes
+        return self._settings.bounds.max_tensor_bytes
 
     async def create(self, request: Request, caller: Principal) -> StoredDetector:
         """Store the detector of a request; raises ApiError, and stores nothing, if it is invalid."""

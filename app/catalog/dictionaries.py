@@ -24,7 +24,6 @@ from api_schemas.dictionaries import (
 )
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.fields import StoredName, Strict
-from app.admission.slot_pool import SlotPool
 from app.auth.principal import Principal
 from app.catalog.catalog import Catalog, Parts, check_changing, check_sharing
 from app.catalog.dictionary_form import (
@@ -38,12 +37,13 @@ from app.catalog.dictionary_form import (
 )
 from app.catalog.dictionary_places import places_of, width_at
 from app.catalog.hub import CFG_FILE, WEIGHTS_FILE, check_hub_allowed, folder_of, is_trusted, open_on_hub
-from app.formats.json_bodies import check_depth, parse_object
+from app.formats.json_bodies import MAX_JSON_DEPTH, check_depth, parse_object
 from app.http.bodies import BodyLimits, check_media_type, read_bytes, read_object
 from app.http.contexts import context_of
 from app.http.deadlines import while_connected
 from app.http.errors import validated
-from app.limits.allowances import Allowance
+from app.limits.limit import Holder, Limit
+from app.limits.slots import Slots
 from app.storage import versions
 from app.storage.database import Database, dictionary_folder
 from app.storage.dictionary_files import DictionaryFiles, WeightsUpload
@@ -57,7 +57,6 @@ from app.storage.feature_labels import (
     replace_labels,
 )
 from app.storage.open_files import OpenResult, in_pieces
-from app.storage.quotas import DiskQuota, Holder
 from app.storage.tables import VersionRow
 from app.storage.versions import Kind, NewVersion
 from nnsight_engine.features.config import DictionaryConfig
@@ -72,14 +71,6 @@ _CFG_FILE: Final = "The dictionary's cfg.json"
 _SMALL_BYTES: Final = 128 * 1024
 """Larger JSON is parsed in a process of its own."""
 _MAX_WORDS: Final = 16
-_SEARCHES: Final = Allowance("searches of labels", total=2, each=1)
-"""Searches at once. Each reads all labels of a dictionary in a thread of the database, which others need too.
-
-An index would not bound them: words of one or two letters, anywhere in a label, have none.
-"""
-_WAITING: Final = Allowance.of("waiting searches of labels", 256, 0.5)
-_DOWNLOADS: Final = Allowance("downloads from the Hub", total=2, each=1)
-_WAITING_DOWNLOADS: Final = Allowance.of("waiting downloads from the Hub", 16, 0.25)
 _MAX_BODY_BYTES: Final = 16 * 1024
 _CHECKS_AT_ONCE: Final = 2
 """Files that are read at once to check their numbers; others of the server's threads stay free."""
@@ -132,15 +123,16 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        self._space = DiskQuota(self._allowance, parts.stored)
         self._files = DictionaryFiles(dictionary_folder(parts.settings), self._space)
         self._checking = asyncio.Semaphore(_CHECKS_AT_ONCE)
-        self._searching = SlotPool(_SEARCHES, _WAITING)
-        self._downloading = SlotPool(_DOWNLOADS, _WAITING_DOWNLOADS)
-
-    @property
-    def used_bytes(self) -> int:
-        return self._space.used_bytes
+        # Each search reads all labels of a dictionary in a thread of the database, which others need too. An
+        # index would not bound it: words of one or two letters, anywhere in a label, have none.
+        self._searching = Slots(
+            Limit("searches of labels", 2, each=1), Limit("waiting searches of labels", 256, 0.5)
+        )
+        self._downloading = Slots(
+            Limit("downloads from the Hub", 2, each=1), Limit("waiting downloads from the Hub", 16, 0.25)
+        )
 
     async def start(self) -> None:
         """Create the folder, count the stored bytes, and remove files that servers which died left behind."""
@@ -155,18 +147,13 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
     async def close(self) -> None:
         await self._files.close()
 
-    async def count(self) -> None:
-        self._space.set_stored(await self._read(versions.used_bytes))
-
     async def create(self, request: Request, caller: Principal, *, strict: bool = False) -> Dictionary:
         """Store the dictionary of a request, or nothing if it is invalid (ApiError).
 
         ``strict`` refuses one that names another model than the served one.
         """
         settings = self._settings
-        limits = BodyLimits(
-            settings.max_dictionary_bytes, settings.max_json_depth, settings.upload_idle_timeout_s
-        )
+        limits = BodyLimits(settings.max_dictionary_bytes, settings.upload_idle_timeout_s)
         async with self._files.receiving(Holder(caller.tenant)) as upload:
             parts = await read_form(request, upload, limits)
             texts = {name: part for name, part in parts.items() if name not in {CFG, LABELS}}
@@ -191,7 +178,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         A client's disconnect ends the download, and nothing is stored.
         """
         settings = self._settings
-        limits = BodyLimits(_MAX_BODY_BYTES, settings.max_json_depth, settings.upload_idle_timeout_s)
+        limits = BodyLimits(_MAX_BODY_BYTES, settings.upload_idle_timeout_s)
         wanted = validated(DictionaryFromHub, await read_object(request, limits))
         check_sharing(caller, shared=wanted.shared)
         check_hub_allowed(settings, caller)
@@ -204,7 +191,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         """Store a shared dictionary; raises NameUsedError if it is not the first of its name."""
         check_sharing(caller, shared=True)
         async with self._files.receiving(Holder(caller.tenant)) as upload:
-            upload.reserve(len(weights))
+            upload.spending.add(len(weights))
             await asyncio.to_thread(upload.write, weights)
             await asyncio.to_thread(upload.finish)
             new = await self._checked(_Form(name=name, shared="true"), cfg, upload)
@@ -237,13 +224,9 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         idle_s = self._settings.upload_idle_timeout_s
         body = await read_bytes(request, min(MAX_LABELS_BYTES, self._settings.max_body_bytes), idle_s)
         labels = await self._labels(request, bytes(body), row.head["num_features"], None, is_csv=is_csv)
-        holder, num_bytes = Holder(caller.tenant), num_label_bytes(labels)
         async with self._adding:
-            self._space.take(num_bytes, holder)
-            try:
+            with self._space.spend(Holder(caller.tenant), num_label_bytes(labels)):
                 row = await self._write(self._replace_labels, dictionary_id, caller.tenant, labels)
-            finally:
-                self._space.give_up(num_bytes, holder)
             await self.count()
         return self._shown(row, caller.tenant)
 
@@ -269,7 +252,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
                 return found
             return [DictionaryFeature(id=feature)]
 
-        async with self._searching.request(tenant, object()) if words else contextlib.nullcontext():
+        async with self._searching.request(tenant) if words else contextlib.nullcontext():
             found = await self._database.read(read)
         data = found[:limit]
         return FeatureList(data=data, last_id=data[-1].id if data else None, has_more=len(found) > limit)
@@ -286,7 +269,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         settings = self._settings
         open_file = functools.partial(open_on_hub, trusted=is_trusted(settings, caller))
         async with (
-            self._downloading.request(caller.tenant, object()),
+            self._downloading.request(caller.tenant),
             self._files.receiving(Holder(caller.tenant)) as upload,
         ):
             folder = await asyncio.to_thread(folder_of, wanted.source)
@@ -297,10 +280,10 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
                 async for piece in in_pieces(pieces):
                     if not upload.num_bytes:
                         refuse_pickle("", piece)
-                    upload.reserve(len(piece))
+                    upload.spending.add(len(piece))
                     await asyncio.to_thread(upload.write, piece)
             await asyncio.to_thread(upload.finish)
-            fields = _parsed(cfg, settings.max_json_depth, CFG)
+            fields = _parsed(cfg, CFG)
             cfg = json.dumps({**fields, **folder.overrides, "source": str(folder)}, indent=2).encode()
             new = await self._checked(wanted, cfg, upload, strict=strict)
             return await self._kept(new, {}, upload, caller)
@@ -309,7 +292,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         self, wanted: _Form | DictionaryFromHub, cfg: bytes, upload: WeightsUpload, *, strict: bool = False
     ) -> NewVersion:
         """Return a dictionary to be stored, without labels, checked against its weights and the model."""
-        read = read_config(_parsed(cfg, self._settings.max_json_depth, CFG))
+        read = read_config(_parsed(cfg, CFG))
         if strict:
             self._engine.served().warnings_of(read.model, _CFG_FILE, ErrorCode.DICTIONARY_MISMATCH)
         at, output_at = places_of(read, wanted.at, wanted.output_at, self._engine.capabilities())
@@ -337,7 +320,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         if context.bodies is not None and len(content) >= _SMALL_BYTES:
             value = await context.bodies.read(content, context.tenant)
         else:
-            value = _parsed(content, self._settings.max_json_depth, param)
+            value = _parsed(content, param)
         return await asyncio.to_thread(labels_of_object, value, content, num_features, param)
 
     async def _kept(
@@ -369,7 +352,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
                 raise
             # Another server may have removed the last other dictionary with these weights meanwhile.
             await self._files.add(upload)
-            upload.release()
+            upload.spending.close()
             await self.count()
         return row
 
@@ -381,7 +364,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         row = session.get_one(VersionRow, seen.number, with_for_update=True)
         num_bytes = row.head["weights_bytes"] + len(row.data) + num_label_bytes(labels)
         more = max(0, num_bytes - row.num_bytes)
-        versions.check_room(session, self.kind, self._allowance, more, row.tenant)
+        versions.check_room(session, self.kind, self._space, more, row.tenant)
         replace_labels(session, row.number, labels)
         row.num_bytes, row.head = num_bytes, {**row.head, "num_labels": len(labels)}
         return row
@@ -418,9 +401,9 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
             await self._files.remove(aside)
 
 
-def _parsed(content: bytes, max_depth: int, param: str | None) -> dict[str, Any]:
+def _parsed(content: bytes, param: str | None) -> dict[str, Any]:
     try:
-        check_depth(content, max_depth)
+        check_depth(content, MAX_JSON_DEPTH)
         return parse_object(content)
     except ApiError as error:
         raise ApiError(error.code, error.message, param) from error

@@ -53,13 +53,13 @@ async def read_form(request: Request, upload: WeightsUpload, limits: BodyLimits)
     """
     check_media_type(request, FORM_TYPE)
     form = _Form(request.headers["content-type"], upload, limits.max_bytes)
-    intake, num_counted = context_of(request.scope).intake, 0
+    received, num_counted = context_of(request.scope).received, 0
     most = limits.max_bytes + sum(_MOST.values()) + _SLACK_BYTES
     async for piece in in_pieces(stream_bytes(request, most, limits.idle_s)):
-        upload.reserve(len(piece))
+        upload.spending.add(len(piece))
         await asyncio.to_thread(form.parse, piece)
-        if intake is not None and form.num_held > num_counted:
-            intake.add(form.num_held - num_counted)
+        if received is not None and form.num_held > num_counted:
+            received.add(form.num_held - num_counted)
             num_counted = form.num_held
     return await asyncio.to_thread(form.end)
 

@@ -25,11 +25,11 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.operations import Capture, Where
 from api_schemas.points import LayerSelection, resolve_layer
 from api_schemas.training import LabelledPrompts, Prompt, TrainingProgress
-from app.admission.slot_pool import SlotPool
 from app.auth.principal import Principal
 from app.catalog.rows import RESIDUAL_LEAF
 from app.engine.client import EngineClient, EngineReply, JsonObject
 from app.engine.request_fields import isolate_cache
+from app.limits.slots import Slots
 from app.limits.tenant_budget import TenantBudget
 from app.settings import Settings
 
@@ -279,6 +279,7 @@ def _captured(
 
 ALL_LAYERS: Final = "all"
 _ITEM_BYTES: Final = 4
+_MAX_PROMPTS: Final = 512
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -295,7 +296,7 @@ class TrainingQueue:
         self._settings = settings
         self._engine = engine
         budget = TenantBudget.of(settings)
-        self._slots = SlotPool(budget.trainings, budget.waiting_trainings)
+        self._slots = Slots(budget.trainings, budget.waiting_trainings)
 
     @property
     def num_waiting(self) -> int:
@@ -304,21 +305,19 @@ class TrainingQueue:
     def check(self, wanted: LabelledPrompts, num_points: int, width: int) -> None:
         """Raise ApiError ``invalid_value``: too many prompts or values; ``training_failed``: duplicates."""
         num_prompts = len(wanted.positive) + len(wanted.negative)
-        if num_prompts > self._settings.max_training_prompts:
+        if num_prompts > _MAX_PROMPTS:
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
-                f"A training has at most {self._settings.max_training_prompts} prompts, got "
-                f"{num_prompts} (NNSIGHT_ENGINE_MAX_TRAINING_PROMPTS).",
+                f"A training has at most {_MAX_PROMPTS} prompts, got {num_prompts}.",
                 "positive",
             )
         _check_different(wanted)
         num_bytes = num_prompts * num_points * width * _ITEM_BYTES
-        if num_bytes > self._settings.max_training_bytes:
+        if num_bytes > self._settings.bounds.max_training_bytes:
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
-                f"A training has at most {self._settings.max_training_bytes} bytes of values, and "
-                f"these prompts and layers have {num_bytes}; name fewer of one of them "
-                "(NNSIGHT_ENGINE_MAX_TRAINING_BYTES).",
+                f"A training has at most {self._settings.bounds.max_training_bytes} bytes of values, and "
+                f"these prompts and layers have {num_bytes}; name fewer of one of them.",
                 "layers",
             )
 
@@ -327,7 +326,7 @@ class TrainingQueue:
         self, wanted: LabelledPrompts, points: Sequence[str], http: Request, caller: Principal, report: Report
     ) -> AsyncIterator[Examples]:
         """Wait for a training's turn, and hold it while its examples are used; raises ApiError."""
-        async with self._slots.request(caller.tenant, object()):
+        async with self._slots.request(caller.tenant):
             positive, negative = await read_activations(self._engine, wanted, points, http, caller, report)
             chosen = split(len(positive), len(negative), holdout=wanted.holdout, seed=wanted.seed)
             yield Examples(positive, negative, chosen)

@@ -247,7 +247,7 @@ def _local_engine(args: argparse.Namespace, settings: Settings) -> LocalTraceEng
         device=settings.local_engine_device,
         dtype=settings.local_engine_dtype,
         max_result_bytes=settings.max_trace_bytes,
-        compresses=settings.compress_results,
+        compresses=True,
     )
     return LocalTraceEngine(options, settings, environment_for_traces())
 

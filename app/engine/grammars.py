@@ -32,12 +32,12 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.request import get_structured_output_key
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.admission.slot_pool import Slot, SlotPool
 from app.engine.client import JsonObject
 from app.engine.vllm_requests import read_request
 from app.http.errors import internal_error
+from app.limits.slots import Slot, Slots
 from app.limits.tenant_budget import TenantBudget
-from app.settings import Settings
+from app.settings import KIB, MIB, Settings
 from nnsight_engine.vllm_backend import grammar_process
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
 from nnsight_engine.vllm_backend.grammar_process import (
@@ -72,10 +72,10 @@ _GRAMMAR: Final = re.compile(
 class GrammarBounds:
     """The limits of one grammar; ``max_alternatives`` is that of one list, or of one pattern as a whole."""
 
-    max_bytes: int
-    max_repeats: int
-    max_alternatives: int
-    max_nesting: int
+    max_bytes: int = 64 * KIB
+    max_repeats: int = 1000
+    max_alternatives: int = 1000
+    max_nesting: int = 32
 
     def check(self, kind: str, text: str) -> None:
         """Raise ApiError ``invalid_value`` for a grammar that exceeds a bound.
@@ -84,7 +84,7 @@ class GrammarBounds:
         """
         # A character has at least one byte: a text that is far too long need not be encoded.
         num_bytes = len(text) if len(text) > self.max_bytes else len(text.encode("utf-8", "surrogatepass"))
-        self._check_limit(kind, "bytes of text", num_bytes, self.max_bytes, "max_grammar_bytes")
+        self._check_limit(kind, "bytes of text", num_bytes, self.max_bytes)
         if kind in {"regex", "grammar"}:
             self._check_pattern(kind, text, _REGEX if kind == "regex" else _GRAMMAR)
             return
@@ -93,17 +93,13 @@ class GrammarBounds:
         except (ValueError, RecursionError):
             return  # the compiler reports the syntax error
         if kind == "choice" and isinstance(value, list):
-            self._check_limit(
-                kind, "alternatives", len(value), self.max_alternatives, "max_grammar_alternatives"
-            )
+            self._check_limit(kind, "alternatives", len(value), self.max_alternatives)
             return
         for depth, key, part in _parts(value):
             if isinstance(part, dict | list):
-                self._check_limit(kind, "levels of nesting", depth, self.max_nesting, "max_grammar_nesting")
+                self._check_limit(kind, "levels of nesting", depth, self.max_nesting)
             if key in _LISTS and isinstance(part, list):
-                self._check_limit(
-                    kind, "alternatives", len(part), self.max_alternatives, "max_grammar_alternatives"
-                )
+                self._check_limit(kind, "alternatives", len(part), self.max_alternatives)
             elif key == "patternProperties" and isinstance(part, dict):
                 for pattern in part:
                     self._check_pattern(kind, pattern, _REGEX)
@@ -117,21 +113,19 @@ class GrammarBounds:
                 num_alternatives += 1
             elif token[0] in {"(", ")"}:
                 depth += 1 if token[0] == "(" else -1
-                self._check_limit(kind, "levels of nesting", depth, self.max_nesting, "max_grammar_nesting")
+                self._check_limit(kind, "levels of nesting", depth, self.max_nesting)
             else:
                 for count in filter(None, token.groups()):
                     # Python itself refuses integers of thousands of digits.
                     repeats = int(count) if len(count) < 10 else 10**9
-                    self._check_limit(kind, "repetitions", repeats, self.max_repeats, "max_grammar_repeats")
-        self._check_limit(
-            kind, "alternatives", num_alternatives, self.max_alternatives, "max_grammar_alternatives"
-        )
+                    self._check_limit(kind, "repetitions", repeats, self.max_repeats)
+        self._check_limit(kind, "alternatives", num_alternatives, self.max_alternatives)
 
-    def _check_limit(self, kind: str, what: str, got: int, most: int, setting: str) -> None:
+    def _check_limit(self, kind: str, what: str, got: int, most: int) -> None:
         if got > most:
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
-                f"A grammar may have {most} {what} ({setting}), this {kind} has {got} or more; make it "
+                f"A grammar may have {most} {what}, this {kind} has {got} or more; make it "
                 "simpler, or check the answer afterwards.",
                 FIELD,
             )
@@ -157,19 +151,23 @@ _MAX_KNOWN: Final = 1024
 
 
 class Grammars:
-    def __init__(self, settings: Settings, environment: Mapping[str, str]) -> None:
-        self._bounds = GrammarBounds(
-            settings.max_grammar_bytes,
-            settings.max_grammar_repeats,
-            settings.max_grammar_alternatives,
-            settings.max_grammar_nesting,
-        )
-        self._cpu_s = settings.grammar_compile_s
-        self._memory = settings.grammar_compile_bytes
+    """``cpu_s`` and ``memory_bytes`` are for the compilation of one grammar."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        environment: Mapping[str, str],
+        *,
+        cpu_s: int = 3,
+        memory_bytes: int = 512 * MIB,
+    ) -> None:
+        self._bounds = GrammarBounds()
+        self._cpu_s = cpu_s
+        self._memory = memory_bytes
         # vLLM's own limit counts wall-clock time; ours counts CPU time.
         self._environment = {**environment, "MALLOC_ARENA_MAX": "2", "VLLM_REGEX_COMPILATION_TIMEOUT_S": "0"}
         budget = TenantBudget.of(settings)
-        self._slots = SlotPool(budget.grammar_processes, budget.waiting_grammars)
+        self._slots = Slots(budget.grammar_processes, budget.waiting_grammars)
         self._setup: GrammarSetup | None = None
         self._backend = ""
         self._forking = asyncio.Lock()
@@ -278,8 +276,8 @@ class Grammars:
         if answer:
             return msgspec.msgpack.decode(answer, type=GrammarVerdict)
         return GrammarVerdict(
-            error=f"it takes more than {job.max_cpu_s} s or {job.max_bytes} bytes to compile "
-            "(grammar_compile_s, grammar_compile_bytes); make it simpler, or check the answer afterwards"
+            error=f"it takes more than {job.max_cpu_s} s or {job.max_bytes} bytes to compile; "
+            "make it simpler, or check the answer afterwards"
         )
 
     async def _forked(self) -> _Child:

@@ -13,6 +13,7 @@ from api_schemas.errors import ApiError, ErrorCode, clip
 from api_schemas.points import PointPattern, point_name
 from api_schemas.server import Capabilities, CapabilityLimits, ModelSizes, PointCapability
 from app.auth.principal import takes_code
+from app.formats.json_bodies import MAX_JSON_DEPTH
 from app.settings import Settings
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.remote_backend.messages import TraceHead
@@ -134,13 +135,13 @@ def describe(spec: ModelSpec, settings: Settings) -> Capabilities:
         points=[_point(leaf) for leaf in spec.leaves],
         operations=sorted(operations),
         limits=CapabilityLimits(
-            max_operations=settings.max_operations,
-            max_tensor_bytes=settings.max_tensor_bytes,
+            max_operations=settings.bounds.max_operations,
+            max_tensor_bytes=settings.bounds.max_tensor_bytes,
             max_capture_bytes=spec.max_capture_bytes,
             max_work=spec.max_work,
             max_num_batched_tokens=spec.max_num_batched_tokens,
             max_body_bytes=settings.max_body_bytes,
-            max_json_depth=settings.max_json_depth,
+            max_json_depth=MAX_JSON_DEPTH,
         ),
         sizes=ModelSizes(
             num_layers=spec.num_layers,

@@ -17,9 +17,9 @@ from typing import Any, Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
-from app.admission.slot_pool import FairQueue
 from app.engine.client import event_frame
 from app.http.errors import internal_error
+from app.limits.slots import FairQueue
 from app.limits.tenant_budget import TenantBudget
 from app.settings import Settings
 from nnsight_engine.core.work_context import current_work
@@ -234,13 +234,11 @@ class TraceProcesses:
                 self.notify_positions()
 
     def _check_takes_more(self, request: TraceRequest) -> None:
-        num_waiting = len(self._queue)
-        if not num_waiting and self.num_running < len(self._slots):
-            return
-        if not request.may_exceed_queue:
-            own = sum(job.request.tenant == request.tenant for job in self._queue)
-            self.waiting.check(request.tenant, own)
-        self.waiting.check_total(num_waiting)
+        def waiting_of(tenant: str) -> int:
+            return sum(tenant in {"", job.request.tenant} for job in self._queue)
+
+        if len(self._queue) or self.num_running == len(self._slots):
+            self.waiting.check("" if request.may_exceed_queue else request.tenant, used=waiting_of)
 
     async def take(self) -> ProcessJob:
         return await self._queue.take()

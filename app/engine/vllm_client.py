@@ -36,7 +36,6 @@ from api_schemas.generation import TokenizeRequest
 from api_schemas.interventions import FIELD, Intervention
 from api_schemas.operations import Steer, Trace
 from api_schemas.server import Capabilities
-from app.admission.slot_pool import SlotPool
 from app.auth.principal import sandbox_of
 from app.engine.answer_parsers import markers_of
 from app.engine.call_results import Call, CallResults, note_stop, with_results
@@ -49,8 +48,9 @@ from app.engine.vllm_app import BackgroundApp, VLLMApp, counted
 from app.engine.vllm_arguments import engine_arguments, message_of
 from app.engine.vllm_errors import Refusals, RefusedError, raised, translating_engine_death
 from app.engine.vllm_requests import ids_of, refusing, texts_of, tokenize_request
-from app.engine.vllm_traces import VLLMTraceEngine
+from app.engine.vllm_traces import MAX_TRACE_REQUESTS, VLLMTraceEngine
 from app.http.contexts import context_of
+from app.limits.slots import Slots
 from app.limits.tenant_budget import TenantBudget
 from app.process_environment import (
     environment_for_traces,
@@ -129,7 +129,7 @@ class VLLMEngineClient:
         self.started = asyncio.Event()
         self._vllm_app = VLLMApp(args)
         budget = TenantBudget.of(settings)
-        self._sandboxes = SlotPool(budget.sandboxes, budget.waiting_sandboxed)
+        self._sandboxes = Slots(budget.sandboxes, budget.waiting_sandboxed)
         self._grammars = Grammars(settings, environment_for_traces())
         redact_content()
         self._traces: dict[str, TraceEngine] = {
@@ -432,7 +432,7 @@ class VLLMEngineClient:
             data = await asyncio.to_thread(encoded_code, first, param)
             call = TraceCall(
                 data, name=first.name or f"{first.op}_0", param=param, filename=filename_of(first),
-                streams=streams, max_requests=self._settings.max_trace_requests,
+                streams=streams, max_requests=MAX_TRACE_REQUESTS,
                 max_bytes=self._settings.max_trace_bytes, sandbox_of=sandbox,
             )  # fmt: skip
             if sandbox is not None:

@@ -24,10 +24,10 @@ from vllm.sampling_params import RequestOutputKind
 
 from api_schemas.errors import ApiError, ErrorCode, clip
 from api_schemas.jobs import JobStatus
-from app.admission.slot_pool import SlotPool
 from app.engine.client import event_frame
 from app.engine.vllm_errors import translated, translating_engine_death
 from app.http.errors import internal_error
+from app.limits.slots import Slots
 from app.settings import Settings
 from nnsight_engine.core.work_context import current_work
 from nnsight_engine.plans.request_plan import PLAN_KEY
@@ -106,6 +106,8 @@ def _check_extra(extra: Any, field: str) -> None:
 logger = logging.getLogger(__name__)
 
 _NO_SANDBOX: Final = "all sandboxes are at work, or all that one tenant may have"
+MAX_TRACE_REQUESTS: Final = 256
+"""Most vLLM requests of one trace, counting each invoke's ``n``."""
 _MAX_EDITS: Final = 64
 """Maximum number of edits beside one block; each has a thread."""
 
@@ -120,7 +122,7 @@ class VLLMTraceEngine:
         engine: Callable[[], InterventionAsyncLLM],
         adapter_of: Callable[[TraceHead], LoRARequest | None],
         settings: Settings,
-        sandboxes: SlotPool,
+        sandboxes: Slots,
     ) -> None:
         self._engine = engine
         self._adapter_of = adapter_of
@@ -201,11 +203,11 @@ def requests_of(
         sampling_params(invoke.sampling, f"invokes.{index}") for index, invoke in enumerate(head.invokes)
     ]
     num_requests = sum(params.n for params in all_params)
-    if num_requests > settings.max_trace_requests:
+    if num_requests > MAX_TRACE_REQUESTS:
         raise ApiError(
             ErrorCode.INVALID_VALUE,
             f"The trace's invokes make {num_requests} requests, each as many as its `n`; one trace may "
-            f"have {settings.max_trace_requests} (max_trace_requests).",
+            f"have {MAX_TRACE_REQUESTS}.",
             "invokes",
         )
     edits = [[_edit(edit, request) for edit in invoke.edits] for invoke in head.invokes]
@@ -229,7 +231,7 @@ def requests_of(
         entry = TraceEntry(
             job_id, index, params.n, data if requests.held is None else b"", head.groups, head.streams,
             edits[index], wanted=head.wanted, prints=True, codec=head.codec,
-            compresses=settings.compress_results and "zstd" in head.accepts,
+            compresses="zstd" in head.accepts,
             sandbox_of=request.sandbox_of,
         )  # fmt: skip
         requests.add(_prompt(invoke), params, entry, sender=request.tenant, adapter=adapter)

@@ -118,6 +118,10 @@ _MIN_NUMBERS: Final = 1024
 _MAX_RANK: Final = 3
 
 
+MAX_JSON_DEPTH: Final = 64
+"""Deepest nesting of arrays and objects in a request's JSON."""
+
+
 class FieldLimits(msgspec.Struct, frozen=True):
     """Limits on the content of one body; ``max_prompt_ids`` counts all prompts together.
 
@@ -152,21 +156,16 @@ def _check_count(name: str, value: Any, max_objects: int, max_values: int) -> No
         num_objects += 1
         num_values += len(part)
         if num_objects > max_objects:
-            raise _too_many(name, "objects and lists", max_objects, "max_field_objects")
+            raise _too_many(name, "objects and lists", max_objects)
         if num_values > max_values:
-            setting = "max_prompt_ids" if name == PROMPT else "max_field_values"
-            raise _too_many(name, "values", max_values, setting)
+            raise _too_many(name, "values", max_values)
         inner = part.values() if isinstance(part, dict) else part
         left += [one for one in inner if isinstance(one, dict | list)]
 
 
-def _too_many(name: str, what: str, most: int, setting: str) -> ApiError:
-    return ApiError(
-        ErrorCode.INVALID_VALUE,
-        f"One field of a request may hold {most} {what} ({setting}), and this one holds more; send less in "
-        "it.",
-        name,
-    )
+def _too_many(name: str, what: str, most: int) -> ApiError:
+    message = f"One field of a request may hold {most} {what}, and this one holds more; send less in it."
+    return ApiError(ErrorCode.INVALID_VALUE, message, name)
 
 
 def _with_tensors(value: Any, path: str, *, is_tensor: bool) -> Any:

@@ -17,7 +17,7 @@ from app.audit import Record
 from app.auth.principal import Principal
 from app.http.deadlines import RequestDeadline
 from app.http.large_bodies import LargeBodyReader
-from app.limits.allowances import Intake
+from app.limits.limit import Spending
 from nnsight_engine.core.work_context import WorkContext
 
 KEY: Final = "nnsight_engine.request"
@@ -28,16 +28,16 @@ KEY: Final = "nnsight_engine.request"
 class RequestContext(WorkContext):
     """Must be created inside the running event loop.
 
-    ``principal``, ``intake`` and ``bodies`` are None before authentication, ``admitted`` if nothing is
-    counted. ``sent_model`` is the name as it was sent, for the answer, if it names a preset. ``is_answered``
-    becomes true with the last byte of the response.
+    ``principal``, ``received`` (the bytes of its body) and ``bodies`` are None before authentication,
+    ``admitted`` if nothing is counted. ``sent_model`` is the name as it was sent, for the answer, if it names
+    a preset. ``is_answered`` becomes true with the last byte of the response.
     """
 
     record: Record
     deadline: RequestDeadline = dataclasses.field(default_factory=RequestDeadline)
     principal: Principal | None = None
     admitted: Admitted | None = None
-    intake: Intake | None = None
+    received: Spending | None = None
     bodies: LargeBodyReader | None = None
     sent_model: str | None = None
     is_answered: bool = False

@@ -20,7 +20,7 @@ from api_schemas.fields import RequestLimits
 from api_schemas.interventions import path_in
 from app.http.contexts import note_error
 from app.http.vllm_routes import MESSAGES
-from app.limits.allowances import ThrottledError
+from app.limits.limit import ThrottledError
 
 RETRY_AFTER_S: Final = 5
 """The default Retry-After for a server that is starting, full or draining."""

@@ -127,9 +127,10 @@ class RequestMiddleware:
             await error_response(internal_error())(scope, exchange.receive, exchange.send)
         finally:
             if context.admitted is not None:
-                context.admitted.release()
-            if context.intake is not None:
-                context.intake.close()
+                context.admitted.running.close()
+                context.admitted.bill()
+            if context.received is not None:
+                context.received.close()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

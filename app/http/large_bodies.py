@@ -17,9 +17,9 @@ from typing import Any, Final
 import msgspec
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.admission.slot_pool import SlotPool
 from app.formats.json_bodies import FieldLimits
-from app.limits.allowances import Allowance
+from app.limits.limit import Limit
+from app.limits.slots import Slots
 
 REQUEST_HEADER: Final = struct.Struct("<QQ")
 """The request header: sizes in bytes of the limits and of the body, which follow."""
@@ -28,8 +28,6 @@ RESPONSE_HEADER: Final = struct.Struct("<?Q")
 bytes.
 """
 
-_WAITING: Final = Allowance.of("queued large bodies", 0)
-"""The number of waiting bodies is not limited here: ``ReceivedBytes`` limits their bytes."""
 _MODULE: Final = "app.http.body_process"
 _CHUNK_BYTES: Final = 2**20
 _LIMIT_S: Final = 60.0
@@ -38,15 +36,15 @@ _MAX_REUSE_BYTES: Final = 16 * 2**20
 
 
 class LargeBodyReader:
-    def __init__(self, limits: FieldLimits, environment: Mapping[str, str], processes: Allowance) -> None:
+    def __init__(self, limits: FieldLimits, environment: Mapping[str, str], processes: Limit) -> None:
         self.limits = limits
         self._environment = environment
-        self._slots = SlotPool(processes, _WAITING)
+        self._slots = Slots(processes)  # the limit of received bytes bounds those that wait
         self._idle: list[asyncio.subprocess.Process] = []
 
     async def read(self, body: bytes | bytearray, tenant: str = "") -> dict[str, Any]:
         """Return a body's JSON object; raises as ``read_object`` does, or ``rate_limit_exceeded``."""
-        async with self._slots.request(tenant, object(), may_exceed_queue=True):
+        async with self._slots.request(tenant):
             try:
                 async with asyncio.timeout(_LIMIT_S):
                     is_body, data = await self._response(body)

@@ -29,7 +29,6 @@ from app.http.errors import error_response, install_error_handlers
 from app.http.gate import HostRules, RequestMiddleware
 from app.http.lifecycle import Lifecycle, Phase, Startable
 from app.http.vllm_routes import OF_ONE_ENGINE
-from app.limits.allowances import ReceivedBytes
 from app.limits.tenant_budget import TenantBudget
 from app.observability.metrics import Metrics
 from app.replicas.options import ReplicaOptions
@@ -64,7 +63,7 @@ class Front:
         self._settings = settings
         self._options = options
         self._replicas = replicas
-        self._receiving = ReceivedBytes(TenantBudget.of(settings).received_bytes)
+        self._received = TenantBudget.of(settings).received_bytes
         self._queries = ReplicaQueries(options.models, replicas, lambda: self._relay)
         self._index = {name: index for index, one in enumerate(options.models) for name in one.names}
         self._opened: Relay | None = None
@@ -127,7 +126,7 @@ class Front:
             key = request.headers.get("authorization", "")
             # Callers without a key are accepted only by a server that this machine alone uses.
             name = f"key {hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}" if key else ""
-        context_of(request.scope).intake = self._receiving.intake(name)
+        context_of(request.scope).received = self._received.spend(name)
         return None
 
     async def _route_of(self, sent: ForwardedRequest, named: str) -> RequestRoute:

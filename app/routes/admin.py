@@ -108,7 +108,7 @@ async def _read(request: Request, context: Components, model: type[T]) -> T:
     A body that is declared as a route's parameter would be read by FastAPI before the key is checked.
     """
     settings = context.settings
-    limits = BodyLimits(_MAX_BODY_BYTES, settings.max_json_depth, settings.upload_idle_timeout_s)
+    limits = BodyLimits(_MAX_BODY_BYTES, settings.upload_idle_timeout_s)
     return validated(model, await read_object(request, limits))
 
 

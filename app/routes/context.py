@@ -18,7 +18,7 @@ from app.components import Components
 from app.http.contexts import RequestContext, context_of
 from app.http.gate import is_cross_origin
 from app.http.vllm_routes import WORKING
-from app.services.jobs.runner import set_limits
+from app.services.jobs.runner import set_quotas
 
 _RUN_AT_ONCE: Final = {
     "/v1/completions", "/v1/chat/completions", "/v1/traces", "/v1/vectors/train",
@@ -68,7 +68,7 @@ async def caller_of(
     principal.check(*map(Scope, scopes.scopes))
     if not _FREE.isdisjoint(scopes.scopes) and connection.scope.get("method") not in _READS:
         principal.check_free(f"the route {connection.scope['route'].path}")
-    if request.intake is not None:  # a route's further scopes are checked by further calls
+    if request.received is not None:  # a route's further scopes are checked by further calls
         return principal
     route = connection.scope["route"].path
     if (
@@ -79,10 +79,10 @@ async def caller_of(
         raise ApiError(
             ErrorCode.UNSUPPORTED_COMBINATION, f"{route} takes no presets; leave out the header.", HEADER
         )
-    request.intake, request.bodies = components.receiving.intake(principal.tenant), components.bodies
+    request.received, request.bodies = components.received.spend(principal.tenant), components.bodies
     if principal.has_key:
         works = route in _RUN_AT_ONCE
-        set_limits(components.store.stored, principal)
+        set_quotas(components.store.quotas, principal)
         request.admitted = await components.rates.admit(principal, request.meter, works=works)
     return principal
 

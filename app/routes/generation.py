@@ -64,7 +64,7 @@ async def tokenize(request: Request, context: Served, caller: Completer) -> Resp
     """A prompt's tokens as `/v1/completions` has them, or a conversation's, rendered up to the answer."""
     del caller  # permission to complete includes permission to tokenize
     settings = context.settings
-    limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
+    limits = BodyLimits(settings.max_body_bytes, settings.upload_idle_timeout_s)
     wanted = validated(TokenizeRequest, await read_object(request, limits))
     reply = await context.engine.tokenize(wanted, request)
     return Response(await json_bytes(reply.body), media_type="application/json")

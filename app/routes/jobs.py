@@ -27,11 +27,11 @@ from app.http.bodies import stream_bytes
 from app.http.contexts import RequestContext
 from app.http.errors import RETRY_AFTER_S, error_response
 from app.http.openapi import BINARY, EVENTS_TYPE, JOB_EVENTS, TRACE_BODY, AfterId, PageLimit, error_responses
+from app.limits.limit import Holder
 from app.routes.context import Asked, Coder, Served
 from app.services.downloads import download
 from app.services.jobs.local_calls import LocalAnswers
 from app.services.traces import check_head, check_sender
-from app.storage.quotas import Holder
 from nnsight_engine.remote_backend.frames import MEDIA_TYPE as FRAMES_TYPE
 from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.serialization import DecodeError
@@ -237,7 +237,7 @@ async def follow_job_by_websocket(
     """
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(context.receiving.socket(caller.tenant))
+            stack.enter_context(context.sockets.spend(caller.tenant, 1))
             events = await context.jobs.follow(job_id, caller.tenant, after)
         except ApiError as error:
             await websocket.send_denial_response(error_response(error))
@@ -257,8 +257,8 @@ async def _follow(
     await websocket.accept()
     sending = asyncio.create_task(_send_events(websocket, events), name=f"job-events-{job_id}")
     calls = context.jobs.calls
-    new_intake = functools.partial(context.receiving.intake, caller.tenant)
-    answers = LocalAnswers(calls, job_id, new_intake, context.settings.max_trace_request_bytes)
+    new_spending = functools.partial(context.received.spend, caller.tenant)
+    answers = LocalAnswers(calls, job_id, new_spending, context.settings.max_trace_request_bytes)
     listening = asyncio.create_task(_listen(websocket, answers if local else None))
     tasks = [sending, listening]
     if local:

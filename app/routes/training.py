@@ -113,7 +113,7 @@ async def training_answer(
     admitted, deadline = asked.admitted, asked.deadline
     if admitted is not None:
         await admitted.check(*INTERVENING)
-    limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
+    limits = BodyLimits(settings.max_body_bytes, settings.upload_idle_timeout_s)
     wanted = validated(wanted_type, await read_object(request, limits))
     if admitted is not None:
         await admitted.reserve(of_training(wanted))

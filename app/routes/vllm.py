@@ -98,10 +98,10 @@ def _check_whole(request: Request) -> None:
 
 async def _fields(route: VLLMRoute, request: Request, context: Components) -> JsonObject:
     settings = context.settings
-    limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
+    limits = BodyLimits(settings.max_body_bytes, settings.upload_idle_timeout_s)
     fields = await read_object(request, limits)
     max_model_len = context.engine.capabilities().sizes.max_model_len
-    check_body(route, fields, max_model_len, settings.max_choices)
+    check_body(route, fields, max_model_len, settings.bounds.max_choices)
     if not route.runs:
         drop_presets(fields, context.engine.served())
     context.engine.check_passed_body(route.path, fields)

@@ -105,8 +105,7 @@ def server_config(
             reads_forwarded=settings.proxy_header == "forwarded",
             limits=head_limits,
         ),
-        # A partially received WebSocket message is not counted by ``ReceivedBytes``; clients send pieces of
-        # 1 MiB.
+        # A partially received WebSocket message is not counted as received; clients send pieces of 1 MiB.
         ws_max_size=_MAX_SOCKET_MESSAGE_BYTES,
     )
 

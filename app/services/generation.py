@@ -38,10 +38,10 @@ Generate = Callable[[JsonObject, tuple[Intervention, ...], Request], Awaitable[E
 async def generate(context: Components, request: Request, caller: Principal, call: Generate) -> Response:
     """Return the response; raises ApiError, or ClientDisconnect after the engine's work was cancelled."""
     settings, asked = context.settings, context_of(request.scope)
-    limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
+    limits = BodyLimits(settings.max_body_bytes, settings.upload_idle_timeout_s)
     body = await read_object(request, limits)
     check_spelling(body)
-    check_choices(body, settings.max_choices)
+    check_choices(body, settings.bounds.max_choices)
     _check_prompts(body, context.engine.capabilities().sizes.max_model_len)
     # A conversation is one prompt, even if it also has fields of completions.
     count = 1 if "messages" in body else num_prompts(body)

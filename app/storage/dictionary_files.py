@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 import logging
 import os
@@ -21,8 +20,9 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from api_schemas.errors import ErrorCode
+from app.limits.limit import Holder, Spending
 from app.storage.open_files import OpenFiles, OpenResult, ProcessFolder, append, claim_folder
-from app.storage.quotas import DiskQuota, Holder, on_disk, sync_folder
+from app.storage.quotas import StoredBytes, on_disk, sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +40,12 @@ _WEIGHTS: Final = "The weights"
 
 
 class WeightsUpload:
-    def __init__(self, path: Path, space: DiskQuota, holder: Holder) -> None:
+    """``spending`` counts its bytes until they are counted as stored, or the file is removed."""
+
+    def __init__(self, path: Path, spending: Spending) -> None:
         self.path = path
         self.num_bytes = 0
-        self._space, self._holder = space, holder
-        self._reserved = 0
+        self.spending = spending
         self._digest = hashlib.sha256()
         self._file: BinaryIO | None = None
         self._is_closed = False
@@ -52,11 +53,6 @@ class WeightsUpload:
     @property
     def sha256(self) -> str:
         return self._digest.hexdigest()
-
-    def reserve(self, num_bytes: int) -> None:
-        """Count bytes that may be written next; on the event loop."""
-        self._space.take(num_bytes, self._holder)
-        self._reserved += num_bytes
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes; in a thread. ``dictionary_store_full``, or ``internal_error`` for a failed disk."""
@@ -73,14 +69,9 @@ class WeightsUpload:
             if self._file is not None:
                 os.fsync(self._file.fileno())
 
-    def release(self) -> None:
-        """Release the reserved bytes, which are counted as stored from now on, or removed."""
-        self._space.give_up(self._reserved, self._holder)
-        self._reserved = 0
-
     async def discard(self) -> None:
         """Remove the file; a file added to the folder stays there."""
-        self.release()
+        self.spending.close()
         await asyncio.to_thread(self._remove)
 
     def _remove(self) -> None:
@@ -91,7 +82,7 @@ class WeightsUpload:
 
 
 class DictionaryFiles:
-    def __init__(self, directory: Path, space: DiskQuota) -> None:
+    def __init__(self, directory: Path, space: StoredBytes) -> None:
         self.space = space
         self._directory = directory
         self._own: ProcessFolder | None = None
@@ -114,7 +105,7 @@ class DictionaryFiles:
     async def receiving(self, holder: Holder) -> AsyncIterator[WeightsUpload]:
         if self._own is None:
             raise RuntimeError("the files must be started before they are used; call start()")
-        upload = WeightsUpload(self._own.path / secrets.token_hex(16), self.space, holder)
+        upload = WeightsUpload(self._own.path / secrets.token_hex(16), self.space.spend(holder))
         try:
             yield upload
         finally:
@@ -163,12 +154,7 @@ class DictionaryFiles:
 
     async def remove(self, aside: Path) -> None:
         """Remove a file that was set aside; its bytes stay counted until its last reader has closed it."""
-        sha256 = aside.name.partition(".")[0]
-        for reading in self._open.all():
-            if reading.key[0] == sha256:
-                self.space.hold(reading.num_bytes, reading.holder)
-                let_go = functools.partial(self.space.hold, -reading.num_bytes, reading.holder)
-                self._open.when_closed(reading.key, let_go)
+        self._open.keep_counted(self.space, aside.name.partition(".")[0])
         await asyncio.to_thread(aside.unlink, missing_ok=True)
 
     async def old_files(self) -> tuple[list[str], list[Path]]:

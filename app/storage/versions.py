@@ -20,9 +20,8 @@ from sqlalchemy.orm import Session, undefer
 
 from api_schemas.errors import ApiError, ErrorCode, clip
 from api_schemas.fields import Listed, Page, Reference
-from app.limits.allowances import Allowance
+from app.limits.limit import Holder, Limit
 from app.limits.tenant_budget import TenantBudget
-from app.storage.quotas import Holder
 from app.storage.tables import StoredNameRow, VersionRow
 
 _ID_BYTES: Final = 12
@@ -38,7 +37,7 @@ class NameUsedError(Exception):
 class Kind(Generic[T]):
     """A kind of named things, as the API shows them.
 
-    ``allowance`` bounds the bytes of the kinds ``counted`` together; ``overhead_bytes`` are counted for each.
+    ``limit`` bounds the bytes of the kinds ``counted`` together; ``overhead_bytes`` are counted for each.
     """
 
     name: str
@@ -46,7 +45,7 @@ class Kind(Generic[T]):
     prefix: str
     shown: type[T]
     listed: type[Page[T]]
-    allowance: Callable[[TenantBudget], Allowance]
+    limit: Callable[[TenantBudget], Limit]
     counted: tuple[str, ...]
     overhead_bytes: int = 0
 
@@ -130,12 +129,14 @@ def _check_name(session: Session, kind: Kind[Any], tenant: str, name: str) -> No
         raise kind.error("{}_name_taken", message, "name")
 
 
-def check_room(session: Session, kind: Kind[Any], allowance: Allowance, num_bytes: int, tenant: str) -> None:
+def check_room(session: Session, kind: Kind[Any], limit: Limit, num_bytes: int, tenant: str) -> None:
     total = select(func.coalesce(func.sum(VersionRow.num_bytes), 0)).where(VersionRow.kind.in_(kind.counted))
-    stored = int(session.scalar(total) or 0)
-    own = int(session.scalar(total.where(VersionRow.tenant == tenant)) or 0) if tenant else 0
-    allowance.check_total(stored, num_bytes)
-    allowance.check(tenant, own, num_bytes)
+
+    def stored(tenant: str) -> int:
+        wanted = total.where(VersionRow.tenant == tenant) if tenant else total
+        return int(session.scalar(wanted) or 0)
+
+    limit.check(tenant, num_bytes, stored)
 
 
 def used_bytes(session: Session, kind: Kind[Any]) -> dict[Holder, int]:

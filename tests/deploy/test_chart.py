@@ -101,7 +101,7 @@ EVERYTHING: dict[str, Any] = {
     "settings": {
         "drain_timeout_s": 90,
         "job_store_bytes": 21474836480,
-        "fair_step": 1.5,
+        "tenant_share": 0.25,
         "local_engine": True,
     },
     "env": [{"name": "VLLM_LOGGING_LEVEL", "value": "INFO"}],

@@ -17,7 +17,7 @@ from api_schemas.administration import Limits, Scope
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
 from app import audit as audit_log
 from app.cli import main
-from app.limits.allowances import Allowance
+from app.limits.limit import Limit
 from app.storage.audit import AuditStore, Wanted
 from app.storage.database import Database
 from app.storage.jobs import store
@@ -143,7 +143,7 @@ async def test_a_job_whose_server_died_is_written_down_by_the_next(
         model="fake-model", dialect="vllm", kind="trace", num_blocks=1, python="3", client=""
     )
     values: dict[str, Any] = {"digest": "0", "request_bytes": 1, "idempotency_key": None, "reruns": False}
-    dead = JobStore(database, "dead", waiting=Allowance.of("jobs", 10), ttl_s=60)
+    dead = JobStore(database, "dead", waiting=Limit("jobs", 10), ttl_s=60)
     for name in ("waits", "runs"):
         new = NewJob(id=name, owner="acme", model="fake-model", summary=summary, key_id="k", **values)
         await dead.accept(new)

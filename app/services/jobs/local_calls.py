@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
-from app.limits.allowances import Intake
+from app.limits.limit import Spending
 from nnsight_engine.remote_backend.frames import ANSWER_HEAD_BYTES, Frame, answer_head, calling
 
 Bytes = bytes | bytearray | memoryview
@@ -27,10 +27,10 @@ class _PendingCall:
     number: int
     frame: Frame
     answer: asyncio.Future[Bytes]
-    intake: Intake | None = None
+    received: Spending | None = None
 
-    def deliver(self, answer: Bytes, intake: Intake) -> None:
-        self.intake = intake
+    def deliver(self, answer: Bytes, received: Spending) -> None:
+        self.received = received
         self.answer.set_result(answer)
 
 
@@ -59,8 +59,8 @@ class LocalCalls:
                     del self.pending[job_id]
             yield answer
         finally:
-            if call.intake is not None:
-                call.intake.close()
+            if call.received is not None:
+                call.received.close()
 
     async def frames(self, job_id: str) -> AsyncGenerator[Frame, None]:
         """Yield the calls to a job's client; never ends."""
@@ -79,20 +79,20 @@ class LocalCalls:
 
 
 class LocalAnswers:
-    """The answers of one client, one after another; ``new_intake`` returns what counts the bytes of one."""
+    """The answers of one client, one after another; ``new_spending`` returns what counts the bytes of one."""
 
     def __init__(
-        self, calls: LocalCalls, job_id: str, new_intake: Callable[[], Intake], max_bytes: int
+        self, calls: LocalCalls, job_id: str, new_spending: Callable[[], Spending], max_bytes: int
     ) -> None:
         self._calls = calls
         self._job_id = job_id
-        self._new_intake = new_intake
+        self._new_spending = new_spending
         self._max_bytes = max_bytes
         self._head = bytearray()
         self._number = 0
         self._num_left = 0
         self._body = bytearray()
-        self._intake: Intake | None = None  # none if the body is skipped
+        self._received: Spending | None = None  # None if the body is skipped
 
     def feed(self, data: bytes) -> None:
         """Process more bytes, and deliver the answers that they complete.
@@ -107,9 +107,9 @@ class LocalAnswers:
                 self._end()
 
     def close(self) -> None:
-        if self._intake is not None:
-            self._intake.close()
-        self._intake, self._body = None, bytearray()
+        if self._received is not None:
+            self._received.close()
+        self._received, self._body = None, bytearray()
 
     def _take_head(self, rest: memoryview) -> memoryview:
         num = ANSWER_HEAD_BYTES - len(self._head)
@@ -117,15 +117,15 @@ class LocalAnswers:
         found = answer_head(self._head, self._max_bytes)
         if found is not None:
             self._number, self._num_left = found
-            self._intake = self._new_intake()
+            self._received = self._new_spending()
         return rest[num:]
 
     def _take_body(self, rest: memoryview) -> memoryview:
         piece = rest[: self._num_left]
         if self._calls.waiting(self._job_id, self._number) is None:
             self.close()
-        if self._intake is not None:
-            self._intake.add(len(piece))
+        if self._received is not None:
+            self._received.add(len(piece))
             self._body += piece
         self._num_left -= len(piece)
         return rest[len(piece) :]
@@ -133,7 +133,7 @@ class LocalAnswers:
     def _end(self) -> None:
         self._head = bytearray()
         call = self._calls.waiting(self._job_id, self._number)
-        if self._intake is not None and call is not None:
-            call.deliver(self._body, self._intake)
-            self._intake = None
+        if self._received is not None and call is not None:
+            call.deliver(self._body, self._received)
+            self._received = None
         self.close()

@@ -41,7 +41,7 @@ from app.storage.database import Database, job_folder
 from app.storage.jobs.files import JobFiles
 from app.storage.jobs.states import CANCELLED, JobEnd
 from app.storage.jobs.store import MAX_INTERRUPTIONS, JobKind, JobStore, LeaseLostError, kind_of
-from app.storage.quotas import DiskQuota, StoredBytes
+from app.storage.quotas import StoredBytes, StoredQuotas
 from app.storage.tables import JobRow
 from nnsight_engine.core.work_context import UsageMeter
 from nnsight_engine.remote_backend.messages import TraceRequest
@@ -87,7 +87,7 @@ class JobParts:
     traces: TraceService
     keys: Keys
     rates: Rates
-    stored: StoredBytes
+    quotas: StoredQuotas
     log: AuditLog
     watch: Callable[[RequestContext, str], RunOver]
     files: JobFiles = dataclasses.field(init=False)
@@ -97,7 +97,7 @@ class JobParts:
 
     def __post_init__(self) -> None:
         budget, ttl_s = TenantBudget.of(self.settings), self.settings.job_ttl_s
-        self.files = JobFiles(job_folder(self.settings), DiskQuota(budget.job_bytes, self.stored))
+        self.files = JobFiles(job_folder(self.settings), StoredBytes(budget.job_bytes, self.quotas))
         self.store = JobStore(self.database, self.files.process, waiting=budget.waiting_jobs, ttl_s=ttl_s)
         self.feed = JobFeed(self.store)
         self.calls = LocalCalls(self.settings.local_block_timeout_s)

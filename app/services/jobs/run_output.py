@@ -15,7 +15,7 @@ from api_schemas.jobs import JobEvent, JobStatus
 from app.storage.jobs.files import ResultFile
 from app.storage.jobs.states import JobEnd, now, size_of
 from app.storage.jobs.store import JobStore, LeaseLostError
-from app.storage.quotas import DiskQuota
+from app.storage.quotas import StoredBytes
 from app.storage.tables import JobRow
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 
@@ -28,7 +28,7 @@ _NOT_KEPT: Final = "… (what the block prints from here on is not kept{why})"
 class RunEvents:
     """The events of one run, written in order; those that arrive during a write go into the next batch."""
 
-    def __init__(self, job: JobRow, store: JobStore, space: DiskQuota) -> None:
+    def __init__(self, job: JobRow, store: JobStore, space: StoredBytes) -> None:
         self._job = job
         self._store = store
         self._space = space
@@ -36,7 +36,7 @@ class RunEvents:
         self._writing: asyncio.Task[None] | None = None
         self._num_lines = 0
         self._num_chars = 0
-        self._num_reserved = 0
+        self._reserved = space.spend(job.holder)
         self._is_full = False
 
     async def add(self, event: JobEvent) -> None:
@@ -60,13 +60,10 @@ class RunEvents:
         if self._num_lines > _MAX_LINES or self._num_chars > _MAX_CHARS:
             self._is_full = True
         else:
-            num_bytes = size_of([event])
             try:
-                self._space.take(num_bytes, self._job.holder)
+                self._reserved.add(size_of([event]))
             except ApiError as error:
                 self._is_full, why = True, f": {error.message}"
-            else:
-                self._num_reserved += num_bytes
         if self._is_full:
             event.message = _NOT_KEPT.format(why=why)
         await self.add(event)
@@ -88,16 +85,12 @@ class RunEvents:
     def count(self, events: Sequence[JobEvent]) -> None:
         """Count events that are written."""
         num_bytes = size_of(events)
-        self._give_up(min(num_bytes, self._num_reserved))
-        self._space.add(num_bytes, self._job.holder)
+        self._reserved.release(num_bytes)
+        self._space.store(num_bytes, self._job.holder)
 
     def close(self) -> None:
         """Release the space that is reserved for lines that were not written; idempotent."""
-        self._give_up(self._num_reserved)
-
-    def _give_up(self, num_bytes: int) -> None:
-        self._num_reserved -= num_bytes
-        self._space.give_up(num_bytes, self._job.holder)
+        self._reserved.close()
 
     async def _drain(self) -> None:
         while batch := self._pending[:]:

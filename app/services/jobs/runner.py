@@ -18,12 +18,14 @@ from collections.abc import Collection
 from typing import Final
 
 from api_schemas.errors import ErrorCode
+from app.admission.rates import groups_of
 from app.auth.principal import Principal
 from app.http.lifecycle import Phase
+from app.limits.limit import name_of_key
 from app.limits.tenant_budget import TenantBudget
 from app.services.jobs.run import Ending, JobParts, JobRun, RunOver, run_record
 from app.storage.jobs.store import LEASE_S, LeaseLostError
-from app.storage.quotas import StoredBytes
+from app.storage.quotas import StoredQuotas
 from app.storage.tables import JobRow
 from nnsight_engine.core.work_context import working_for
 
@@ -43,8 +45,8 @@ class JobRunner:
 
     def __init__(self, parts: JobParts) -> None:
         self._parts = parts
-        self._allowance = TenantBudget.of(parts.settings).running_jobs
-        self._places = asyncio.Semaphore(self._allowance.total)
+        self._limit = TenantBudget.of(parts.settings).running_jobs
+        self._places = asyncio.Semaphore(self._limit.total)
         self._runs: dict[asyncio.Task[None], JobRun] = {}
         self._served_at: dict[str, float] = {}
         self._held_until: dict[str, float] = {}
@@ -142,16 +144,14 @@ class JobRunner:
             without={run.waits_for for run in self._runs.values() if run.waits_for is not None},
             without_keys=list(self._held_until),
             # Tenants that use their whole share; without keys there are none.
-            without_owners=[
-                owner for owner, num in running.items() if not self._allowance.permits(owner, num)
-            ],
+            without_owners=[owner for owner, num in running.items() if owner and num >= self._limit.each],
         )
 
     async def _caller_of(self, job: JobRow) -> Principal | None:
         """Return the holder of a job's key; None if it has ended without a replacement."""
         caller = await self._parts.keys.holder(job.key_id)
         if caller is not None:
-            set_limits(self._parts.stored, caller)
+            set_quotas(self._parts.quotas, caller)
         return caller
 
     def _begin(self, job: JobRow, caller: Principal | None) -> None:
@@ -193,7 +193,7 @@ class JobRunner:
         finally:
             try:
                 # Before another job of the same key may begin.
-                await parts.rates.count(run.caller, run.context.meter, run.reserved)
+                await parts.rates.bill(groups_of(run.caller), run.context.meter, run.reserved)
             except Exception:
                 logger.exception("the usage of job %s could not be counted", run.job.id)
 
@@ -233,6 +233,6 @@ class JobRunner:
                 run.end_early(Ending.CANCELLED)
 
 
-def set_limits(stored: StoredBytes, caller: Principal) -> None:
-    stored.set_limits(f"key:{caller.key_id}", caller.limits.stored_bytes)
-    stored.set_limits(f"tenant:{caller.tenant}", caller.tenant_limits.stored_bytes)
+def set_quotas(quotas: StoredQuotas, caller: Principal) -> None:
+    quotas.set_quota(name_of_key(caller.key_id), caller.limits.stored_bytes)
+    quotas.set_quota(caller.tenant, caller.tenant_limits.stored_bytes)

@@ -15,13 +15,13 @@ from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode, printable
 from api_schemas.jobs import Job, JobEvent, JobList, JobStatus, JobSummary
+from app.limits.limit import Holder
 from app.services.jobs.run import JobParts
 from app.services.jobs.runner import JobRunner
 from app.services.traces import last_frame
 from app.storage.jobs.files import ORPHAN_S
 from app.storage.jobs.store import NewJob
 from app.storage.open_files import OpenResult
-from app.storage.quotas import Holder
 from app.storage.tables import JobRow
 from nnsight_engine.remote_backend.messages import TraceHead
 from nnsight_engine.serialization import DecodeError
@@ -45,7 +45,7 @@ class JobService:
 
     @property
     def used_bytes(self) -> int:
-        return self._files.space.used_bytes
+        return self._files.space.used()
 
     @property
     def _model(self) -> str:
@@ -171,7 +171,7 @@ class JobService:
     async def rerun(self, job_id: str, holder: Holder, traceparent: str = "") -> Job:
         """Queue a job again, owned by the key of this request; raises ApiError ``job_not_rerunnable``."""
         job, before, num_bytes = await self._store.rerun(job_id, holder, traceparent)
-        self._files.space.free(num_bytes, before)
+        self._files.space.store(-num_bytes, before)
         await self._files.remove_results([job])
         self.runner.wake()
         return _job_of(job)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import logging
 import mmap
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from api_schemas.errors import ErrorCode
+from app.limits.limit import Holder, Spending
 from app.storage.jobs.store import NewJob
 from app.storage.open_files import (
     OpenFiles,
@@ -34,7 +34,7 @@ from app.storage.open_files import (
     in_pieces,
     new_folder_name,
 )
-from app.storage.quotas import DiskQuota, Holder, on_disk, sync_folder
+from app.storage.quotas import StoredBytes, on_disk, sync_folder
 from app.storage.tables import JOB_BYTES, JobRow
 from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import TraceRequest
@@ -49,21 +49,22 @@ class ResultFile:
     written after ``discard``.
     """
 
-    def __init__(self, path: Path, space: DiskQuota, holder: Holder) -> None:
+    def __init__(self, path: Path, space: StoredBytes, holder: Holder) -> None:
         self._path = path
         self._space = space
-        self._holder = holder
+        self._spending = space.spend(holder)
         self._file: BinaryIO | None = None
         self._turn = threading.Lock()
         self._is_discarded = False
-        self.num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._spending.amount
 
     async def write(self, frame: Frame) -> None:
         """Append a frame; ``job_store_full``, ``stored_bytes_full``, ``internal_error`` for a failed disk."""
         head = frame.head()
-        num_bytes = len(head) + len(frame.data)
-        self._space.take(num_bytes, self._holder)
-        self.num_bytes += num_bytes
+        self._spending.add(len(head) + len(frame.data))
         with on_disk("The job's result", ErrorCode.JOB_STORE_FULL):
             await asyncio.to_thread(self._write, head, frame.data)
 
@@ -74,17 +75,14 @@ class ResultFile:
 
     def keep(self) -> None:
         """Count the bytes as stored, once the database records the result as complete."""
-        self._space.keep(self.num_bytes, self._holder)
-        self.num_bytes = 0
+        self._space.keep(self._spending)
 
     def leave(self) -> None:
         """Leave the file to the cleanup, which consults the database; no effect after ``keep``."""
-        self._space.give_up(self.num_bytes, self._holder)
-        self.num_bytes = 0
+        self._spending.close()
 
     async def discard(self) -> None:
-        self._space.give_up(self.num_bytes, self._holder)
-        self.num_bytes = 0
+        self._spending.close()
         await asyncio.to_thread(self._discard)
 
     def _write(self, *pieces: bytes | bytearray | memoryview) -> None:
@@ -130,16 +128,16 @@ class JobUpload:
     """A received request, at ``path`` until it is adopted by a job and counted as stored."""
 
     path: Path
-    num_bytes: int
-    digest: str
-    holder: Holder
+    spending: Spending
+    num_bytes: int = 0
+    digest: str = ""
     is_adopted: bool = False
 
 
 class JobFiles:
     """``process`` is the name of this process, unique for ever, and of its folder."""
 
-    def __init__(self, directory: Path, space: DiskQuota) -> None:
+    def __init__(self, directory: Path, space: StoredBytes) -> None:
         self.space = space
         self.process = new_folder_name()
         self._directory = directory
@@ -167,15 +165,14 @@ class JobFiles:
         if self._own is None:
             raise RuntimeError("the files must be started before they are used; call start()")
         path = self._own.path / secrets.token_hex(16)
-        upload = JobUpload(path, 0, "", holder)
-        self.space.take(JOB_BYTES, holder)
+        upload = JobUpload(path, self.space.spend(holder, JOB_BYTES))
         try:
             digest = hashlib.sha256()
             with on_disk(_A_REQUEST, ErrorCode.JOB_STORE_FULL):
                 file = await asyncio.to_thread(path.open, "xb", buffering=0)
             with file:
                 async for piece in in_pieces(chunks):
-                    self.space.take(len(piece), holder)
+                    upload.spending.add(len(piece))
                     upload.num_bytes += len(piece)
                     with on_disk(_A_REQUEST, ErrorCode.JOB_STORE_FULL):
                         await asyncio.to_thread(append, file, piece, digest)
@@ -185,7 +182,7 @@ class JobFiles:
             yield upload
         finally:
             if not upload.is_adopted:
-                self.space.give_up(JOB_BYTES + upload.num_bytes, holder)
+                upload.spending.close()
                 await asyncio.to_thread(path.unlink, missing_ok=True)
 
     async def head_of(self, upload: JobUpload) -> TraceRequest:
@@ -204,7 +201,7 @@ class JobFiles:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             raise
         upload.is_adopted = True
-        self.space.keep(JOB_BYTES + upload.num_bytes, upload.holder)
+        self.space.keep(upload.spending)
 
     async def request(self, job_id: str) -> TraceRequest:
         """Read a job's request, with views of the memory-mapped file; FileNotFoundError, DecodeError."""
@@ -226,23 +223,15 @@ class JobFiles:
     async def remove_results(self, jobs: Collection[JobRow]) -> None:
         """Remove the result files, if any, of the attempts of jobs."""
         for job in jobs:
-            self._hold(job.id, job.attempt)
+            self._open.keep_counted(self.space, job.id, job.attempt)
             await asyncio.to_thread(self._result(job.id, job.attempt).unlink, missing_ok=True)
 
     async def remove(self, jobs: Collection[JobRow | NewJob]) -> None:
         """Remove jobs' folders, and uncount their bytes."""
         for job in jobs:
-            self._hold(job.id)
+            self._open.keep_counted(self.space, job.id)
             await asyncio.to_thread(shutil.rmtree, self._folder(job.id), ignore_errors=True)
-            self.space.free(job.num_bytes, job.holder)
-
-    def _hold(self, job_id: str, attempt: int | None = None) -> None:
-        """Count the bytes of removed files until they are closed."""
-        for reading in self._open.all():
-            if reading.key[0] == job_id and attempt in {None, reading.key[1]}:
-                self.space.hold(reading.num_bytes, reading.holder)
-                let_go = functools.partial(self.space.hold, -reading.num_bytes, reading.holder)
-                self._open.when_closed(reading.key, let_go)
+            self.space.store(-job.num_bytes, job.holder)
 
     async def remove_others(self, known: Collection[str]) -> None:
         await asyncio.to_thread(self._remove_orphans, frozenset(known))

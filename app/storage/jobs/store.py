@@ -19,10 +19,9 @@ from sqlalchemy.orm import Session
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
-from app.limits.allowances import Allowance
+from app.limits.limit import Holder, Limit
 from app.storage.database import Database
 from app.storage.jobs.states import CANCELLED, FINAL, JobEnd, add_events, change, finish, now
-from app.storage.quotas import Holder
 from app.storage.tables import JOB_BYTES, EventRow, JobRow
 
 JobKind = tuple[str, str]
@@ -103,7 +102,7 @@ class JobStore:
         database: Database,
         server: str,
         *,
-        waiting: Allowance,
+        waiting: Limit,
         ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -435,9 +434,7 @@ class JobStore:
         return job, True
 
     def _check_room(self, session: Session, model: str, owner: str) -> None:
-        if owner:
-            self._waiting.check(owner, _num_waiting(session, model, owner))
-        self._waiting.check_total(_num_waiting(session, model))
+        self._waiting.check(owner, used=lambda tenant: _num_waiting(session, model, tenant or None))
 
     def _cancel(self, session: Session, job: JobRow) -> None:
         # The request is recorded first: on a database with concurrent writers that locks the row, so that the

@@ -15,7 +15,7 @@ from app.auth import keys as lookups_module
 from app.auth import secrets
 from app.auth.keys import Keys, LoginThrottle, Lookups
 from app.auth.secrets import new_secret
-from app.limits.allowances import ThrottledError
+from app.limits.limit import ThrottledError
 from app.storage.database import Database
 from app.storage.keys import KeyStore
 from app.storage.tables import KeyRow
