@@ -32,9 +32,9 @@ class NamedDetector(DetectorName):
     @classmethod
     def of(cls, used: DetectorUsed, content: object) -> NamedDetector:
         """Wrap a ``core.detector.Detector``, without checks."""
-        found = cls.model_construct(name=used.name, id=used.id)
-        found._used, found._content = used, content  # noqa: SLF001 - our own
-        return found
+        detector = cls.model_construct(name=used.name, id=used.id)
+        detector._used, detector._content = used, content  # noqa: SLF001 - our own
+        return detector
 
     @property
     def used(self) -> DetectorUsed | None:
@@ -157,11 +157,11 @@ def _check_size(value: Any) -> Any:
     while level:
         depth += 1
         inner: list[Any] = []
-        for one in level:
-            given = one if isinstance(one, dict) else {}
-            join = next((name for name in _JOINS if name in given), None)
+        for condition in level:
+            fields = condition if isinstance(condition, dict) else {}
+            join = next((name for name in _JOINS if name in fields), None)
             num_tests += join is None
-            below = given.get(join) if join is not None else None
+            below = fields.get(join) if join is not None else None
             inner += below if isinstance(below, list) else [below] if join == "not" else []
             if num_tests + len(inner) > MAX_TESTS * _MAX_DEPTH:
                 break
@@ -184,23 +184,27 @@ def inner_tests(when: When, path: str = "when") -> dict[str, Test]:
     """Return the tests by their paths, such as ``when.all.1``, from left to right."""
     match when:
         case AllOf():
-            inner = {f"{path}.all.{index}": one for index, one in enumerate(when.all)}
+            inner = {f"{path}.all.{index}": condition for index, condition in enumerate(when.all)}
         case AnyOf():
-            inner = {f"{path}.any.{index}": one for index, one in enumerate(when.any)}
+            inner = {f"{path}.any.{index}": condition for index, condition in enumerate(when.any)}
         case Not():
             inner = {f"{path}.not": when.not_}
         case _:
             return {path: when}
-    return {place: test for below, one in inner.items() for place, test in inner_tests(one, below).items()}
+    return {
+        test_path: test
+        for below, condition in inner.items()
+        for test_path, test in inner_tests(condition, below).items()
+    }
 
 
 def with_tests(when: When, tests: Iterator[Test]) -> When:
     """Return a condition with other tests in the place of its own, from left to right."""
     match when:
         case AllOf():
-            return when.model_copy(update={"all": [with_tests(one, tests) for one in when.all]})
+            return when.model_copy(update={"all": [with_tests(condition, tests) for condition in when.all]})
         case AnyOf():
-            return when.model_copy(update={"any": [with_tests(one, tests) for one in when.any]})
+            return when.model_copy(update={"any": [with_tests(condition, tests) for condition in when.any]})
         case Not():
             return when.model_copy(update={"not_": with_tests(when.not_, tests)})
     return next(tests)

@@ -148,9 +148,9 @@ class Steer(_Write):
     def _check_vectors(self) -> Self:
         if (self.vector is None) == (self.vectors is None):
             raise _invalid("`steer` needs either `vector` or `vectors`, and not both", "vector")
-        weights = [] if self.vectors is None or self.mode != "project_out" else self.vectors
-        for index, one in enumerate(weights):
-            if one.weight != 1.0:
+        weighted_vectors = [] if self.vectors is None or self.mode != "project_out" else self.vectors
+        for index, weighted in enumerate(weighted_vectors):
+            if weighted.weight != 1.0:
                 raise _invalid(
                     "`project_out` removes the span of its vectors, on which weights have no effect; leave "
                     "`weight` out",
@@ -334,7 +334,9 @@ class Feature(_Operation):
 
     @model_validator(mode="after")
     def _check_changes(self) -> Self:
-        _check_once([(f"changes.{index}.feature", one.feature) for index, one in enumerate(self.changes)])
+        _check_once(
+            [(f"changes.{index}.feature", change.feature) for index, change in enumerate(self.changes)]
+        )
         return self
 
 

@@ -110,7 +110,9 @@ class PointPattern:
         """Parse ``logits`` or ``layers.3:9.output``; ApiError ``unknown_point`` or ``unknown_layer``."""
         if len(text) > _MAX_LENGTH:
             raise _unknown_point(text, param)
-        prefix = next((one for one in (_PREFIX, _ENCODER_PREFIX) if text.startswith(one)), None)
+        prefix = next(
+            (candidate for candidate in (_PREFIX, _ENCODER_PREFIX) if text.startswith(candidate)), None
+        )
         if prefix is None:
             if text not in MODEL_POINTS:
                 raise _unknown_point(text, param)

@@ -109,5 +109,9 @@ def split_model(model: str, served: Collection[str]) -> tuple[str, str | None]:
     """Return the served name in ``NAME:PRESET``, and the preset; any other name is returned with None."""
     if model in served:
         return model, None
-    name = max((one for one in served if model.startswith(f"{one}{SEPARATOR}")), key=len, default=None)
+    name = max(
+        (served_name for served_name in served if model.startswith(f"{served_name}{SEPARATOR}")),
+        key=len,
+        default=None,
+    )
     return (model, None) if name is None else (name, model.removeprefix(f"{name}{SEPARATOR}"))

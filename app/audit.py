@@ -170,8 +170,8 @@ def changed(thing: Key | Tenant) -> dict[str, Any]:
 
 def of_command(command: str, subject: str, thing: Key | Tenant) -> Record:
     """Return the record of a command, which needs no key; ``subject`` is empty for one that created a key."""
-    made = thing.id if isinstance(thing, Key) else thing.name
-    return Record("CLI", route=command, subject=subject or made, details=changed(thing))
+    default_subject = thing.id if isinstance(thing, Key) else thing.name
+    return Record("CLI", route=command, subject=subject or default_subject, details=changed(thing))
 
 
 logger = logging.getLogger(__name__)
@@ -182,21 +182,21 @@ _MAX_BATCH: Final = 1000
 _RETRY_S: Final = 5.0
 _SWEEP_S: Final = 3600.0
 _UNDER_WAY: Final = "under_way"
-_KNOWN: Final = ("tenant", "key_id", "route", "subject", "model", "operations", "code_sha256")
+_EARLY_COLUMNS: Final = ("tenant", "key_id", "route", "subject", "model", "operations", "code_sha256")
 """Attributes that are set while a request runs; changes of them are written before its end."""
 
 
 @dataclasses.dataclass(slots=True)
 class _AuditEntry:
-    """``known`` has the values of ``_KNOWN`` when the row was last written before the end."""
+    """``written_columns``: the values of ``_EARLY_COLUMNS`` when the row was last written before the end."""
 
     record: Record
     row: dict[str, Any] = dataclasses.field(default_factory=dict)
     number: int | None = None
-    known: tuple[Any, ...] | None = None
+    written_columns: tuple[Any, ...] | None = None
 
     def mutable_columns(self) -> tuple[Any, ...]:
-        return tuple(getattr(self.record, name) for name in _KNOWN)
+        return tuple(getattr(self.record, name) for name in _EARLY_COLUMNS)
 
 
 class AuditLog:
@@ -216,7 +216,7 @@ class AuditLog:
     def is_on(self) -> bool:
         return self._ttl_s > 0
 
-    def begin(self, record: Record) -> None:
+    def register(self, record: Record) -> None:
         """Register a request that begins; ``add`` or ``drop`` must follow."""
         if self.is_on:
             self._running[record.request_id] = _AuditEntry(record)
@@ -226,8 +226,8 @@ class AuditLog:
         if not self.is_on:
             return
         entry = self._running.pop(record.request_id, None) or _AuditEntry(record)
-        # A known row is always updated: it would remain marked as unfinished.
-        if len(self._pending) >= _MAX_PENDING and entry.known is None:
+        # A written row is always updated: it would remain marked as unfinished.
+        if len(self._pending) >= _MAX_PENDING and entry.written_columns is None:
             self._num_lost += 1
             return
         entry.row = record.row()
@@ -239,7 +239,7 @@ class AuditLog:
         entry = self._running.get(record.request_id)
         if entry is None:
             return
-        if entry.known is None:
+        if entry.written_columns is None:
             del self._running[record.request_id]
         else:
             self.add(record)
@@ -274,13 +274,13 @@ class AuditLog:
 
     async def _write_started(self, entries: Sequence[_AuditEntry]) -> None:
         for entry in entries:
-            entry.known = entry.mutable_columns()
+            entry.written_columns = entry.mutable_columns()
             entry.row = entry.record.row() | {"error": entry.record.error or _UNDER_WAY}
         try:
             await self._write(entries)
         except BaseException:
             for entry in entries:
-                entry.known = None
+                entry.written_columns = None
             raise
 
     async def _write_ended(self, entries: Sequence[_AuditEntry]) -> None:
@@ -288,10 +288,10 @@ class AuditLog:
         del self._pending[: len(entries)]
 
     async def _write(self, entries: Sequence[_AuditEntry]) -> None:
-        new = [entry for entry in entries if entry.number is None]
-        changed = [{**entry.row, "number": entry.number} for entry in entries if entry.number is not None]
-        numbers = await self._store.write([entry.row for entry in new], changed)
-        for entry, number in zip(new, numbers, strict=True):
+        unwritten = [entry for entry in entries if entry.number is None]
+        written = [{**entry.row, "number": entry.number} for entry in entries if entry.number is not None]
+        numbers = await self._store.write([entry.row for entry in unwritten], written)
+        for entry, number in zip(unwritten, numbers, strict=True):
             entry.number = number
 
     async def _run_writer(self) -> None:
@@ -318,7 +318,7 @@ def _is_due(entry: _AuditEntry) -> bool:
     record = entry.record
     if not record.key_id or time.time() - record.time < _GATHER_S:
         return False
-    return entry.known != entry.mutable_columns()
+    return entry.written_columns != entry.mutable_columns()
 
 
 async def _uninterrupted(work: Coroutine[Any, Any, None]) -> None:

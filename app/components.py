@@ -85,7 +85,12 @@ class Components:
         )
         self.bodies = LargeBodyReader(field_limits, environment_for_traces(), budget.body_processes)
         self.processes = _process_engines(settings, engine, local)
-        self.traces = TraceService({**engine.trace_engines(), **{one.name: one for one in self.processes}})
+        self.traces = TraceService(
+            {
+                **engine.trace_engines(),
+                **{process_engine.name: process_engine for process_engine in self.processes},
+            }
+        )
         self.jobs = JobService(
             JobParts(
                 settings=settings,
@@ -136,13 +141,13 @@ class Components:
                 stack.push_async_callback(asyncio.to_thread, self.tracing.close)
             stack.push_async_callback(self.lifecycle.close)
             stack.push_async_callback(self.scrape.close)
-            for one in self.processes:
-                stack.push_async_callback(one.close)
+            for process_engine in self.processes:
+                stack.push_async_callback(process_engine.close)
             stack.push_async_callback(self.jobs.stop)
             await self.jobs.start()
             self.lifecycle.start(self._after_start)
-            for one in self.processes:
-                one.start(after=self.lifecycle.started())
+            for process_engine in self.processes:
+                process_engine.start(after=self.lifecycle.started())
             stack.push_async_callback(self.lifecycle.drain, self.settings.drain_timeout_s)
             yield
 
@@ -153,7 +158,7 @@ class Components:
             tasks.create_task(store_examples(self.settings, self.engine, stores))
 
     def _num_waiting(self) -> dict[str, int]:
-        counts = {one.queue: one.num_waiting for one in self.processes}
+        counts = {process_engine.queue: process_engine.num_waiting for process_engine in self.processes}
         return {**self.engine.num_waiting(), **counts, "trainings": self.trainings.num_waiting}
 
     def _stored_bytes(self) -> dict[str, tuple[int, int]]:

@@ -44,17 +44,17 @@ def new_secret() -> Secret:
 
 def parsed(text: str) -> Secret | None:
     """Parse a client's key; None if its format is not that of a key."""
-    found = _FORM.fullmatch(text)
-    return None if found is None else Secret(found[1], text)
+    match = _FORM.fullmatch(text)
+    return None if match is None else Secret(match[1], text)
 
 
 def hashed(secret: Secret) -> str:
     return _KEPT + hashlib.sha256(secret.text.encode()).hexdigest()
 
 
-def matches(secret: Secret, kept: str) -> bool:
+def matches(secret: Secret, hash_: str) -> bool:
     """Return whether the hash is that of this key; takes the same time in either case."""
-    return hmac.compare_digest(hashed(secret), kept)
+    return hmac.compare_digest(hashed(secret), hash_)
 
 
 GIVEN_ID: Final = "api-key"
@@ -76,7 +76,7 @@ class GivenKeys:
         The time depends on neither the text nor the keys.
         """
         digest = _digest(text)
-        matches = [hmac.compare_digest(digest, one) for one in self._digests]
+        matches = [hmac.compare_digest(digest, key_digest) for key_digest in self._digests]
         return _HOLDER if any(matches) else None
 
     def holder(self, key_id: str) -> Principal | None:

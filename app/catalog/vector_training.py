@@ -69,8 +69,8 @@ def fit(positive: npt.ArrayLike, negative: npt.ArrayLike, chosen: Split, method:
     row = vector.astype(np.float32)
     if not (np.isfinite(row).all() and row.any() and np.isfinite(bias)):
         raise NothingToLearnError("the difference of the two sides there is no direction in float32")
-    kept = row.astype(np.float64)
-    return Fitted(row, float(bias), *_scores((towards @ kept + bias, away @ kept + bias), chosen))
+    direction = row.astype(np.float64)
+    return Fitted(row, float(bias), *_scores((towards @ direction + bias, away @ direction + bias), chosen))
 
 
 def _mean_difference(positive: Floats, negative: Floats) -> tuple[Floats, float]:
@@ -113,32 +113,34 @@ def _scores(sides: tuple[Floats, Floats], chosen: Split) -> tuple[float, float, 
 async def train_vector(
     queue: TrainingQueue,
     vectors: Vectors,
-    wanted: TrainingRequest,
+    request: TrainingRequest,
     http: Request,
     caller: Principal,
     report: Report,
 ) -> Vector:
     """Raise ApiError for an invalid request or prompt, ``queue_full``, ``training_failed``."""
-    check_sharing(caller, shared=wanted.shared)
+    check_sharing(caller, shared=request.shared)
     shape = vectors.shape
-    layers = layers_of(wanted.layers, shape.num_layers)
-    queue.check(wanted, len(layers), shape.width(RESIDUAL_LEAF, "layers"))
+    layers = layers_of(request.layers, shape.num_layers)
+    queue.check(request, len(layers), shape.width(RESIDUAL_LEAF, "layers"))
     fitted: dict[int, Fitted] = {}
-    async with queue.examples(wanted, points_at(layers), http, caller, report) as examples:
+    async with queue.examples(request, points_at(layers), http, caller, report) as examples:
         chosen = examples.chosen
         for index, layer in enumerate(layers):
             sides = examples.positive[:, index], examples.negative[:, index]
-            fitted[layer] = await asyncio.to_thread(_fit, *sides, chosen, wanted, layer)
+            fitted[layer] = await asyncio.to_thread(_fit, *sides, chosen, request, layer)
             report(TrainingProgress(stage="fit", done=index + 1, total=len(layers)))
-    rows = VectorRows(RESIDUAL_LEAF, tuple(layers), np.stack([one.row for one in fitted.values()]))
-    training = _report(wanted, chosen, fitted)
-    new = rows.new_version(wanted.name, "trained", shared=wanted.shared, training=training)
+    rows = VectorRows(
+        RESIDUAL_LEAF, tuple(layers), np.stack([layer_fit.row for layer_fit in fitted.values()])
+    )
+    training = _training_report(request, chosen, fitted)
+    new = rows.new_version(request.name, "trained", shared=request.shared, training=training)
     return await vectors.add(new, caller)
 
 
-def _fit(positive: Values, negative: Values, chosen: Split, wanted: TrainingRequest, layer: int) -> Fitted:
+def _fit(positive: Values, negative: Values, chosen: Split, request: TrainingRequest, layer: int) -> Fitted:
     try:
-        return fit(positive, negative, chosen, wanted.method)
+        return fit(positive, negative, chosen, request.method)
     except NothingToLearnError as error:
         raise ApiError(
             ErrorCode.TRAINING_FAILED,
@@ -148,16 +150,16 @@ def _fit(positive: Values, negative: Values, chosen: Split, wanted: TrainingRequ
         ) from error
 
 
-def _report(wanted: TrainingRequest, chosen: Split, fitted: dict[int, Fitted]) -> Training:
+def _training_report(request: TrainingRequest, chosen: Split, fitted: dict[int, Fitted]) -> Training:
     def merit(layer: int) -> tuple[float, float, float]:
-        one = fitted[layer]
-        return one.auroc, one.accuracy, one.separation
+        layer_fit = fitted[layer]
+        return layer_fit.auroc, layer_fit.accuracy, layer_fit.separation
 
     return Training(
-        method=wanted.method,
-        position=wanted.position,
-        holdout=wanted.holdout,
-        seed=wanted.seed,
+        method=request.method,
+        position=request.position,
+        holdout=request.holdout,
+        seed=request.seed,
         num_positive=len(chosen.positive),
         num_negative=len(chosen.negative),
         num_held_out=len(chosen.held_positive) + len(chosen.held_negative),
@@ -165,12 +167,12 @@ def _report(wanted: TrainingRequest, chosen: Split, fitted: dict[int, Fitted]) -
         layers=[
             LayerScore(
                 layer=layer,
-                auroc=one.auroc,
-                accuracy=one.accuracy,
-                separation=one.separation,
-                bias=one.bias,
-                norm=one.norm,
+                auroc=layer_fit.auroc,
+                accuracy=layer_fit.accuracy,
+                separation=layer_fit.separation,
+                bias=layer_fit.bias,
+                norm=layer_fit.norm,
             )
-            for layer, one in fitted.items()
+            for layer, layer_fit in fitted.items()
         ],
     )

@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> None:
     except (ApiError, DatabaseError) as error:
         raise CommandError(str(error)) from error
     except ValidationError as error:
-        raise CommandError(_first(error)) from error
+        raise CommandError(_first_problem(error)) from error
 
 
 async def has_keys(settings: Settings) -> bool:
@@ -117,7 +117,7 @@ def create(  # noqa: PLR0913, PLR0917 - options of a command
         limits=_limits(limits),
         trusted_codecs=trusted_codecs,
         expires_in_s=None if expires is None else expires * 86400,
-        presets=tuple(one.strip() for one in presets.split(",")) if presets else None,
+        presets=tuple(preset.strip() for preset in presets.split(",")) if presets else None,
     )
     _show(_change(context.obj, "keys create", "", lambda keys: keys.create(new)))
 
@@ -147,15 +147,15 @@ def adopt(
     def recognized() -> Key | None:
         return asyncio.run(_on_keys(context.obj, lambda keys: keys.recognized(secret)))
 
-    known = recognized()
-    if known is None:
+    key = recognized()
+    if key is None:
         try:
-            known = _change(context.obj, "keys adopt", "", lambda keys: keys.adopt(secret, new))
+            key = _change(context.obj, "keys adopt", "", lambda keys: keys.adopt(secret, new))
         except KeyTakenError:  # several processes start at once, and another one was first
-            known = recognized()
-            if known is None:
+            key = recognized()
+            if key is None:
                 raise
-    typer.echo(f"The key {known.id} of {known.tenant} is registered.", err=True)
+    typer.echo(f"The key {key.id} of {key.tenant} is registered.", err=True)
 
 
 @_COMMANDS.command("list")
@@ -180,7 +180,7 @@ def list_keys(
     for key in keys:
         table.add_row(
             key.id, key.tenant, key.name, ", ".join(key.scopes), key.tier, _described_limits(key.limits),
-            ", ".join(key.presets or ()), _day(key.created_at), _day(key.last_used_at), _end(key),
+            ", ".join(key.presets or ()), _day(key.created_at), _day(key.last_used_at), _end_text(key),
         )  # fmt: skip
     Console().print(table)
 
@@ -192,8 +192,8 @@ def limit(
     limits: Annotated[str, typer.Argument(help=_LIMITS_HELP)] = "",
 ) -> None:
     """Limit all keys of a tenant together; without LIMITS, remove the limits."""
-    wanted = _limits(limits)
-    changed = _change(context.obj, "keys limit", tenant, lambda keys: keys.limit(tenant, wanted))
+    new_limits = _limits(limits)
+    changed = _change(context.obj, "keys limit", tenant, lambda keys: keys.limit(tenant, new_limits))
     typer.echo(
         f"All keys of {changed.name} together: {_described_limits(changed.limits) or 'no limits'}.", err=True
     )
@@ -227,9 +227,9 @@ def _show(created: CreatedKey) -> None:
     typer.echo(created.key)
 
 
-def _first(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}"
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}, got {problem['input']!r}"
 
 
 def _scopes(text: str) -> tuple[Scope, ...]:
@@ -261,5 +261,5 @@ def _day(moment: float | None) -> str:
     return datetime.datetime.fromtimestamp(moment, datetime.UTC).strftime("%Y-%m-%d %H:%M")
 
 
-def _end(key: Key) -> str:
+def _end_text(key: Key) -> str:
     return f"revoked {_day(key.revoked_at)}" if key.revoked_at is not None else _day(key.expires_at)

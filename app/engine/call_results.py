@@ -33,20 +33,20 @@ class CallResults:
 
     call: Call
     num_choices: int
-    asked: RequestContext
+    context: RequestContext
     store: ResultStore
     settings: Settings
     decode: Decode
     base_path: str = ""
     inline: bool = False
 
-    async def part(self, choice: int) -> JsonObject | None:
+    async def new_results(self, choice: int) -> JsonObject | None:
         """Return the results that belong to the tokens delivered so far; None if none are new."""
         if isinstance(self.call, TraceCall):
             return await self._json(choice, await self.call.take_part(choice, self.num_choices))
         return await self._json(choice, self.call.take_part(choice, self.num_choices))
 
-    async def rest(self, choice: int) -> JsonObject | None:
+    async def remaining_results(self, choice: int) -> JsonObject | None:
         """Return the remaining results of a choice that has ended."""
         return await self._json(choice, self.call.take_final(choice, self.num_choices))
 
@@ -58,7 +58,7 @@ class CallResults:
         if collected is None:
             return None
         call = self.call
-        self.asked.marked |= {
+        self.context.marked |= {
             (result.kind, choice)
             for result in collected.results
             if isinstance(result, CollectedMarks) and result.positions
@@ -68,7 +68,7 @@ class CallResults:
         answer = await choice_json(
             collected,
             store=self.store,
-            work=self.asked,
+            work=self.context,
             settings=self.settings,
             decode=self.decode,
             base_path=self.base_path,
@@ -95,14 +95,14 @@ async def with_results(
         with refusals:
             async for frame in frames:
                 if frame == DONE_FRAME:
-                    async for last in _unsent(ended, chunk, results, model, is_chat=is_chat):
-                        yield last
+                    async for event in _events_of_stopped(ended, chunk, results, model, is_chat=is_chat):
+                        yield event
                     yield frame
                     continue
                 chunk = json.loads(frame.removeprefix("data: "))
-                yield await _frame(chunk, results)
+                yield await _frame_with_results(chunk, results)
                 choices = chunk.get("choices", ())
-                ended |= {one["index"] for one in choices if one.get("finish_reason") is not None}
+                ended |= {choice["index"] for choice in choices if choice.get("finish_reason") is not None}
     except ApiError as error:
         if call.failure is not None:
             raise call.failure from error
@@ -114,7 +114,7 @@ async def with_results(
             engine.close_call(call)  # another one may serve by now
 
 
-async def _unsent(
+async def _events_of_stopped(
     ended: set[int],
     chunk: JsonObject,
     results: CallResults,
@@ -132,22 +132,26 @@ async def _unsent(
             "model": model,
         }
         head |= {key: chunk[key] for key in head if key in chunk}
-        yield await _frame({**head, "choices": [{"index": index, **body, "finish_reason": "stop"}]}, results)
+        yield await _frame_with_results(
+            {**head, "choices": [{"index": index, **body, "finish_reason": "stop"}]}, results
+        )
 
 
-async def _frame(chunk: JsonObject, results: CallResults) -> str:
+async def _frame_with_results(chunk: JsonObject, results: CallResults) -> str:
     for choice in chunk.get("choices", ()):
         has_ended = choice.get("finish_reason") is not None
-        found = await (results.rest if has_ended else results.part)(choice["index"])
-        if found is not None:
-            choice[FIELD] = found
+        choice_results = await (results.remaining_results if has_ended else results.new_results)(
+            choice["index"]
+        )
+        if choice_results is not None:
+            choice[FIELD] = choice_results
             note_stop(choice)
     return f"data: {(await json_bytes(chunk)).decode()}\n\n"
 
 
 def note_stop(choice: JsonObject) -> None:
-    found = choice[FIELD]["results"].items()
-    stops = (name for name, result in found if result["type"] == "stop" and result["positions"])
+    choice_results = choice[FIELD]["results"].items()
+    stops = (name for name, result in choice_results if result["type"] == "stop" and result["positions"])
     name = next(stops, None)
     if name is not None and choice.get("finish_reason") is not None:
         choice["stop_reason"] = {"intervention": name}

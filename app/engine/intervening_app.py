@@ -62,19 +62,19 @@ class _Answer:
     def __init__(self, send: Send, results: CallResults) -> None:
         self._send = send
         self._results = results
-        self._held: Message | None = None
+        self._head: Message | None = None
         self._is_stream = False
         self._content = bytearray()
-        self._patience: asyncio.Task[None] | None = None
+        self._head_timer: asyncio.Task[None] | None = None
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._check_failure(is_error=message["status"] >= HTTPStatus.BAD_REQUEST)
-            self._held = message
+            self._head = message
             self._is_stream = self._header(b"content-type").startswith(b"text/event-stream")
             patience_s = self._results.settings.sse_keep_alive_s
             if self._is_stream and patience_s:
-                self._patience = asyncio.create_task(self._begin_late(patience_s), name="first-token")
+                self._head_timer = asyncio.create_task(self._send_head_late(patience_s), name="first-token")
             return
         if message["type"] != "http.response.body":
             await self._send(message)
@@ -87,81 +87,85 @@ class _Answer:
             await self._send_body()
 
     async def _send_body(self) -> None:
-        content, start = bytes(self._content), self._start()
-        if start["status"] == HTTPStatus.OK:
+        content, head = bytes(self._content), self._pending_head()
+        if head["status"] == HTTPStatus.OK:
             content = await json_bytes(await self._with_results(content))
-        headers = [one for one in start["headers"] if one[0] != b"content-length"]
+        headers = [header for header in head["headers"] if header[0] != b"content-length"]
         size = str(len(content)).encode()
-        await self._send({**start, "headers": [*headers, (b"content-length", size)]})
+        await self._send({**head, "headers": [*headers, (b"content-length", size)]})
         await self._send({"type": "http.response.body", "body": content})
 
     async def _with_results(self, content: bytes) -> Any:
         if not self._header(b"content-type").startswith(b"application/json"):
             raise _without_place()
-        answer = with_model(json.loads(content), self._results.asked.sent_model)
+        answer = with_model(json.loads(content), self._results.context.sent_model)
         items = answer.get("data")
         if not isinstance(items, list):
-            return answer | {FIELD: await self._results.rest(_CHOICE)}
+            return answer | {FIELD: await self._results.remaining_results(_CHOICE)}
         call = self._results.call
         if isinstance(call, InterventionCall) and len(call.entries) != len(items):
             raise _without_place()
         for index, item in enumerate(items):
-            item[FIELD] = await self._results.rest(index)
+            item[FIELD] = await self._results.remaining_results(index)
         return answer
 
     async def _send_events(self, *, is_whole: bool) -> None:
-        last = self._content.rfind(_EVENT_END)
-        if last < 0 and not is_whole:
+        last_event_end = self._content.rfind(_EVENT_END)
+        if last_event_end < 0 and not is_whole:
             return
-        end = len(self._content) if is_whole else last + len(_EVENT_END)
-        frames = [frame for frame in bytes(self._content[:end]).split(_EVENT_END) if frame]
-        if self._held is not None and not is_whole and all(_type_of(frame) in _BEFORE for frame in frames):
+        stop = len(self._content) if is_whole else last_event_end + len(_EVENT_END)
+        frames = [frame for frame in bytes(self._content[:stop]).split(_EVENT_END) if frame]
+        if self._head is not None and not is_whole and all(_type_of(frame) in _BEFORE for frame in frames):
             return
-        del self._content[:end]
-        content = b"".join([await self._event(frame) + _EVENT_END for frame in frames])
-        await self._begin()
+        del self._content[:stop]
+        content = b"".join([await self._event_with_results(frame) + _EVENT_END for frame in frames])
+        await self._send_head()
         await self._send({"type": "http.response.body", "body": content, "more_body": not is_whole})
 
-    async def _begin(self) -> None:
-        held, self._held = self._held, None
-        if self._patience is not None:
-            self._patience.cancel()
-        if held is not None:
-            await self._send(held)
+    async def _send_head(self) -> None:
+        head, self._head = self._head, None
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        if head is not None:
+            await self._send(head)
 
-    async def _begin_late(self, patience_s: float) -> None:
+    async def _send_head_late(self, patience_s: float) -> None:
         """Send the head of a stream that waits for its first token, so that comments can keep it alive."""
         await asyncio.sleep(patience_s)
-        self._patience = None
-        await self._begin()
+        self._head_timer = None
+        await self._send_head()
 
     def close(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
+        if self._head_timer is not None:
+            self._head_timer.cancel()
 
-    async def _event(self, frame: bytes) -> bytes:
+    async def _event_with_results(self, frame: bytes) -> bytes:
         kind = _type_of(frame)
         self._check_failure(is_error=kind in _ERRORS)
         is_last = kind in _LAST_RESPONSE or kind == _LAST_MESSAGE
-        sent_model = self._results.asked.sent_model if kind in _NAMING else None
-        found = None
+        sent_model = self._results.context.sent_model if kind in _NAMING else None
+        results = None
         if is_last or kind.endswith(_PIECES):
-            found = await (self._results.rest if is_last else self._results.part)(_CHOICE)
-        if found is None and sent_model is None:
+            results = await (self._results.remaining_results if is_last else self._results.new_results)(
+                _CHOICE
+            )
+        if results is None and sent_model is None:
             return frame
         head, _, data = frame.partition(_DATA)
         event = with_model(json.loads(data), sent_model)
-        if found is not None:
-            (event["response"] if kind in _LAST_RESPONSE else event)[FIELD] = found
+        if results is not None:
+            (event["response"] if kind in _LAST_RESPONSE else event)[FIELD] = results
         return head + _DATA + await json_bytes(event)
 
     def _header(self, name: bytes) -> bytes:
-        return next((value for found, value in self._start()["headers"] if found == name), b"")
+        return next(
+            (value for header_name, value in self._pending_head()["headers"] if header_name == name), b""
+        )
 
-    def _start(self) -> Message:
-        if self._held is None:
+    def _pending_head(self) -> Message:
+        if self._head is None:
             raise RuntimeError("a body was sent before its head")
-        return self._held
+        return self._head
 
     def _check_failure(self, *, is_error: bool) -> None:
         failure: ApiError | None = self._results.call.failure

@@ -21,7 +21,7 @@ MODELS: Final = "/v1/models"
 _DEFAULT_REVISION: Final = "main"
 _CACHED: Final = re.compile(r"models--(?P<owner>[^/]+)--(?P<name>[^/]+?)(/|$)")
 """A repository's folder in the cache of Hugging Face."""
-_ANY: Final = re.compile(
+_MEANINGLESS: Final = re.compile(
     r"(?:globalstep|checkpoint|epoch|step|run)?[0-9]*|final|last|latest|model|output|[0-9a-f]{40}"
 )
 """Folders whose names say nothing about the model."""
@@ -55,8 +55,12 @@ class ServedModel:
         ``Llama-3.2-1B`` and ``meta-llama/llama-3.2-1b`` are one model. A folder on the author's machine says
         nothing, nor does a folder here that is called ``checkpoint-400``.
         """
-        ours = {plain for one in (*self.all_names, self.source) if not _ANY.fullmatch(plain := _plain(one))}
-        return bool(ours) and not _is_path(name) and bool(_plain(name)) and _plain(name) not in ours
+        ours = {
+            plain
+            for own_name in (*self.all_names, self.source)
+            if not _MEANINGLESS.fullmatch(plain := _comparable(own_name))
+        }
+        return bool(ours) and not _is_path(name) and bool(_comparable(name)) and _comparable(name) not in ours
 
     def warnings_of(self, name: str, file: str, refused: ErrorCode | None = None) -> list[str]:
         """Return a warning about a file of another model, or raise the ApiError ``refused`` instead."""
@@ -115,7 +119,7 @@ def _normal(name: str) -> str:
     return posixpath.normpath(name)
 
 
-def _plain(name: str) -> str:
+def _comparable(name: str) -> str:
     """Return a model's name without owner, case, punctuation, and the ``hf`` of converted weights."""
     cached = _CACHED.search(name)
     base = cached["name"] if cached else posixpath.basename(_normal(name))
@@ -155,13 +159,13 @@ def spec_of(capabilities: Capabilities) -> ModelSpec:
     sizes = capabilities.sizes
     leaves = tuple(
         LeafSpec(
-            PointPattern.parse(one.name).leaf,
-            tuple(one.shape),
-            one.tier,
-            tuple(one.operations),
-            None if one.layers is None else tuple(one.layers),
+            PointPattern.parse(point.name).leaf,
+            tuple(point.shape),
+            point.tier,
+            tuple(point.operations),
+            None if point.layers is None else tuple(point.layers),
         )
-        for one in capabilities.points
+        for point in capabilities.points
     )
     return ModelSpec(
         name=capabilities.model,
@@ -193,8 +197,8 @@ def model_of(listed: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return a model of the caller's list; raises ApiError ``model_not_found``."""
     for card in listed["data"]:
         if card["id"] == name:
-            found: dict[str, Any] = card
-            return found
+            model: dict[str, Any] = card
+            return model
     raise ApiError(
         ErrorCode.MODEL_NOT_FOUND,
         f"The model {clip(name)!r} does not exist, or is not yours; GET {MODELS} lists the names.",

@@ -242,7 +242,7 @@ class TraceProcesses:
             self.waiting.check(request.tenant, own)
         self.waiting.check_total(num_waiting)
 
-    async def take(self) -> ProcessJob:
+    async def next_job(self) -> ProcessJob:
         return await self._queue.take()
 
     def notify_positions(self) -> None:
@@ -284,7 +284,7 @@ class _ProcessSlot:
         if self._traces.starts_ahead:
             with contextlib.suppress(ApiError):
                 await self._ready()
-        job = self.running = await self._traces.take()
+        job = self.running = await self._traces.next_job()
         is_broken = False
         try:
             self._traces.notify_positions()
@@ -369,7 +369,7 @@ class _ProcessSlot:
     async def _serve_in(self, child: TraceProcess, job: ProcessJob) -> None:
         self._num_runs += 1
         number = self._num_runs
-        begin = time.monotonic()
+        started_at = time.monotonic()
         watch = asyncio.create_task(self._watch(child, job, number))
         try:
             if not child.has_nothing_unread:
@@ -383,7 +383,7 @@ class _ProcessSlot:
             raise ProcessEndedError(None) from error
         finally:
             if job.meter is not None and self._traces.are_engines:
-                job.meter.intervention_s += time.monotonic() - begin
+                job.meter.intervention_s += time.monotonic() - started_at
             try:
                 watch.cancel()
                 await asyncio.gather(watch, return_exceptions=True)

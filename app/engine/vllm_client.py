@@ -164,17 +164,17 @@ class VLLMEngineClient:
         if self._sockets is not None:
             set_socket_folder(self._sockets.path)
         # A thread cannot be cancelled: `close` waits for it, so that no engine is left running.
-        self._loading = asyncio.create_task(asyncio.to_thread(self._load))
+        self._loading = asyncio.create_task(asyncio.to_thread(self._load_engine))
         self._engine = await asyncio.shield(self._loading)
         self._fingerprint = fingerprint_of(self._engine.vllm_config.model_config.hf_config)
         async with asyncio.timeout(_WARM_UP_S):
             await self._engine.describe()
             self._memory = claim_memory_folder()
-            self._grammars.begin(setup_of(self._engine))
+            self._grammars.use(setup_of(self._engine))
             self._engine.accept_grammars(self._grammars.accept)
             self._engine.handover = None if self._memory is None else SharedMemoryResults(self._memory.path)
             await self._vllm_app.use(self._engine)
-            await self._generate_one()
+            await self._warm_up()
             if not self._args.skip_tokenizer_init:
                 await asyncio.to_thread(self._texts.text, 0)  # loads the vocabulary
                 tools = self._args.tool_call_parser or ""
@@ -206,12 +206,12 @@ class VLLMEngineClient:
         except Exception:
             logger.exception("the engine watchdog has failed: a hanging engine is no longer detected")
 
-    async def _generate_one(self) -> None:
+    async def _warm_up(self) -> None:
         """Run the model on each engine, so that it is reported ready only after it has worked."""
         tasks = await self.engine.get_supported_tasks()
         for rank in range(self.engine.num_engines):
             if "generate" not in tasks:
-                await self._pool_one(tasks)
+                await self._warm_up_pooling(tasks)
                 continue
             params = SamplingParams(max_tokens=1, temperature=0.0)
             num_tokens = 0
@@ -222,13 +222,13 @@ class VLLMEngineClient:
             if not num_tokens:
                 raise RuntimeError("the engine answers, and generates no token")
 
-    async def _pool_one(self, tasks: tuple[SupportedTask, ...]) -> None:
+    async def _warm_up_pooling(self, tasks: tuple[SupportedTask, ...]) -> None:
         params = PoolingParams(task=self.engine.model_config.get_pooling_task(tasks))
         params.verify(self.engine.model_config)
         async for _ in self.engine.encode({"prompt_token_ids": [0]}, params, f"warm-up-{uuid.uuid4()}"):
             pass
 
-    def _load(self) -> InterventionAsyncLLM:
+    def _load_engine(self) -> InterventionAsyncLLM:
         for adapter in self._args.lora_modules or ():  # a relative path may be a repository's name
             adapter.path = get_adapter_absolute_path(adapter.path)
         register_connector()
@@ -355,13 +355,13 @@ class VLLMEngineClient:
     def check_passed_body(self, path: str, fields: JsonObject) -> None:
         self._vllm_app.check_body(path, fields)
 
-    async def tokenize(self, wanted: TokenizeRequest, http: Request) -> EngineReply:
-        serving, given = self._vllm_app.state.serving_tokenization, ids_of(wanted)
-        serve = serving.create_tokenize if given is None else serving.create_detokenize
-        request = await tokenize_request(wanted, self.engine.spec)
-        refusals = Refusals(wanted.root.model_dump(exclude_none=True), type(request).model_fields)
-        answer = await self._serve(serve, request, http, refusals)
-        ids: list[int] = answer.tokens if given is None else given
+    async def tokenize(self, request: TokenizeRequest, http: Request) -> EngineReply:
+        serving, sent_ids = self._vllm_app.state.serving_tokenization, ids_of(request)
+        serve = serving.create_tokenize if sent_ids is None else serving.create_detokenize
+        vllm_request = await tokenize_request(request, self.engine.spec)
+        refusals = Refusals(request.root.model_dump(exclude_none=True), type(vllm_request).model_fields)
+        answer = await self._serve(serve, vllm_request, http, refusals)
+        ids: list[int] = answer.tokens if sent_ids is None else sent_ids
         texts = await asyncio.to_thread(texts_of, ids, self._texts.text)
         tokens = [{"id": token_id, "text": text} for token_id, text in zip(ids, texts, strict=True)]
         return EngineReply(body={"model": self.served().names[0], "tokens": tokens})
@@ -409,11 +409,11 @@ class VLLMEngineClient:
                         is_chat=isinstance(request, ChatCompletionRequest),
                     )
                 )
-            found = answer.model_dump()
-            for choice in found["choices"]:
-                choice[FIELD] = await results.rest(choice["index"])
+            answer_body = answer.model_dump()
+            for choice in answer_body["choices"]:
+                choice[FIELD] = await results.remaining_results(choice["index"])
                 note_stop(choice)
-            return EngineReply(body=found)
+            return EngineReply(body=answer_body)
         except ApiError as refusal:
             if call.failure is not None:
                 raise call.failure from refusal
@@ -423,17 +423,17 @@ class VLLMEngineClient:
                 engine.close_call(call)
 
     async def _call(self, interventions: tuple[Intervention, ...], http: Request, *, streams: bool) -> Call:
-        first, *_ = interventions
-        if isinstance(first, Trace):  # always the only operation
+        operation, *_ = interventions
+        if isinstance(operation, Trace):  # always the only operation
             param = f"{FIELD}.0"
             sandbox = sandbox_of(self._settings, context_of(http.scope).caller)
             if sandbox is not None:
                 await self.prepare_sandbox()
-            data = await asyncio.to_thread(encoded_code, first, param)
+            data = await asyncio.to_thread(encoded_code, operation, param)
             call = TraceCall(
-                data, name=first.name or f"{first.op}_0", param=param, filename=filename_of(first),
-                streams=streams, max_requests=self._settings.max_trace_requests,
-                max_bytes=self._settings.max_trace_bytes, sandbox_of=sandbox,
+                data, name=operation.name or f"{operation.op}_0", param=param,
+                filename=filename_of(operation), streams=streams,
+                max_requests=self._settings.max_trace_requests, max_bytes=self._settings.max_trace_bytes, sandbox_of=sandbox,
             )  # fmt: skip
             if sandbox is not None:
                 call.slot = partial(self._sandboxes.request, sandbox, call)
@@ -442,7 +442,7 @@ class VLLMEngineClient:
             interventions, self.engine.spec, self._texts.token, stream=streams, markers=self._markers,
             max_text_bytes=self._settings.inline_json_bytes,
         )  # fmt: skip
-        if any(isinstance(one, Steer) and one.vectors is not None for one in interventions):
+        if any(isinstance(op, Steer) and op.vectors is not None for op in interventions):
             await asyncio.to_thread(declared.prepare)
         return declared
 

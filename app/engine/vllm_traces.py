@@ -61,9 +61,9 @@ _Scalar = str | int | float | bool
 _EXTRA: Final = dict[str, _Scalar | list[_Scalar] | None]
 
 
-def sampling_params(given: Mapping[str, Any], field: str) -> SamplingParams:
+def sampling_params(sent: Mapping[str, Any], field: str) -> SamplingParams:
     """Raise ApiError if a parameter is unknown, or has a wrong type or value."""
-    named = {name: value for name, value in given.items() if not (name in _DERIVED or name.startswith("_"))}
+    named = {name: value for name, value in sent.items() if not (name in _DERIVED or name.startswith("_"))}
     unknown = named.keys() - set(SamplingParams.__struct_fields__)
     if unknown:
         name = min(unknown)
@@ -74,15 +74,15 @@ def sampling_params(given: Mapping[str, Any], field: str) -> SamplingParams:
         )
     structured = named.get("structured_outputs")
     if isinstance(structured, dict):
-        own = {name: value for name, value in structured.items() if not name.startswith("_")}
-        named["structured_outputs"] = own
+        public_fields = {name: value for name, value in structured.items() if not name.startswith("_")}
+        named["structured_outputs"] = public_fields
     try:
         _check_extra(named.get("extra_args"), field)
         msgspec.msgpack.encode(named)  # values that this refuses would fail on the way to the engine
         params: SamplingParams = msgspec.convert(named, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
-        place = _PLACE.search(str(error))
-        named_there = "" if place is None else place[1]
+        path_match = _PLACE.search(str(error))
+        named_there = "" if path_match is None else path_match[1]
         raise ApiError(ErrorCode.INVALID_VALUE, str(error), f"{field}.sampling{named_there}") from error
     except VLLMClientError as error:
         raise translated(error, field, named) or error from error
@@ -159,11 +159,11 @@ def _translating(run: MergedRun) -> Iterator[None]:
     except SlowReaderError as error:
         raise ApiError(ErrorCode.CAPTURE_TOO_LARGE, str(error)) from error
     except Exception as error:
-        field, given = "invokes", dict[str, Any]()
+        field, params = "invokes", dict[str, Any]()
         if run.failed is not None:
             field = f"invokes.{run.failed}"
-            given = msgspec.structs.asdict(run.requests.params[run.failed])
-        refusal = translated(error, field, given)
+            params = msgspec.structs.asdict(run.requests.params[run.failed])
+        refusal = translated(error, field, params)
         if refusal is None:
             logger.exception("a trace failed")
             raise internal_error() from error
@@ -283,8 +283,8 @@ def _logs(printed: str) -> Iterator[Frame]:
 
 
 def _prompt(invoke: SentInvoke) -> dict[str, Any]:
-    given = invoke.prompt
-    return {"prompt": given} if isinstance(given, str) else {"prompt_token_ids": given}
+    prompt = invoke.prompt
+    return {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
 
 
 def _edit(edit: SentEdit, request: TraceRequest) -> EditEntry:

@@ -28,7 +28,7 @@ _MAX_FIELD_BYTES: Final = 64 * 1024
 
 
 def read_form(
-    body: bytes, content_type: str, names: Collection[str], what: str
+    body: bytes, content_type: str, names: Collection[str], purpose: str
 ) -> tuple[dict[str, str], tuple[str, bytes]]:
     """Return a form's fields, and its file's name and content; errors are ``bad_request``.
 
@@ -36,7 +36,7 @@ def read_form(
     """
     fields: dict[str, str] = {}
     files: list[tuple[str, bytes]] = []
-    form = f"The form of {what}"
+    form = f"The form of {purpose}"
 
     def on_field(field: Field) -> None:
         name = (field.field_name or b"").decode("utf-8", "replace")

@@ -44,10 +44,10 @@ _KEYS: Final[Links] = {
 
 def _stored(kind: str, parameter: str, *parts: str, field: str = "id") -> Links:
     """Return the links of a stored thing to itself, to ``parts`` of it (``METHOD /PART``), to its list."""
-    routes = [one.partition(" ") for one in ("GET ", "DELETE ", *parts)]
-    own = {parameter: f"$response.body#/{field}"}
+    routes = [route.partition(" ") for route in ("GET ", "DELETE ", *parts)]
+    parameters = {parameter: f"$response.body#/{field}"}
     return {
-        **{f"{method} /v1/{kind}/{{{parameter}}}{part}": own for method, _, part in routes},
+        **{f"{method} /v1/{kind}/{{{parameter}}}{part}": parameters for method, _, part in routes},
         f"GET /v1/{kind}": {"name": "$response.body#/name", "after": _ID},
     }
 
@@ -86,8 +86,8 @@ def add_links(paths: dict[str, dict[str, dict[str, Any]]]) -> None:
         responses = _operation(paths, source)["responses"]
         for target, parameters in links.items():
             name = _operation(paths, target)["operationId"]
-            found = responses[str(status)].setdefault("links", {})
-            found[name] = {"operationId": name, "parameters": dict(parameters)}
+            response_links = responses[str(status)].setdefault("links", {})
+            response_links[name] = {"operationId": name, "parameters": dict(parameters)}
 
 
 def _operation(paths: dict[str, dict[str, dict[str, Any]]], route: str) -> dict[str, Any]:

@@ -106,10 +106,10 @@ def limit_logs(*, uvicorn_level: str, logs_requests: bool, excluded: Collection[
 
 def log_request(record: Record) -> None:
     if _requests.isEnabledFor(logging.INFO):
-        _requests.info("request", extra=_of_request(record))
+        _requests.info("request", extra=_log_fields(record))
 
 
-def _of_request(record: Record) -> Mapping[str, Any]:
+def _log_fields(record: Record) -> Mapping[str, Any]:
     return {
         **{name: getattr(record, name) for name in _FIELDS if getattr(record, name)},
         "method": record.method,

@@ -57,7 +57,7 @@ class Recorder:
         if self.tracing is not None and str(scope["path"]).startswith(API_PREFIX):
             span = self.tracing.begin(scope, context)
         if is_kept:
-            self.log.begin(record)
+            self.log.register(record)
         try:
             yield _headers(scope if repeats_id else {}, record.request_id, span)
         except ClientDisconnect:
@@ -81,18 +81,18 @@ class Recorder:
                 record.route = route
             self._report(context, span)
 
-    def job(self, run: RequestContext, traceparent: str) -> Callable[[JobStatus | None], None]:
+    def job(self, context: RequestContext, traceparent: str) -> Callable[[JobStatus | None], None]:
         """Begin to record a run of a job; the function is called with its final status when it is over."""
-        span = None if self.tracing is None else self.tracing.begin_job(run, traceparent)
+        span = None if self.tracing is None else self.tracing.begin_job(context, traceparent)
 
-        def over(ended: JobStatus | None) -> None:
+        def on_over(ended: JobStatus | None) -> None:
             if ended is not None:
                 self.metrics.count_job(ended)
-            self.metrics.count_use(run.record, self._points(), run.meter.captured_bytes)
+            self.metrics.count_use(context.record, self._points(), context.meter.captured_bytes)
             if span is not None:
-                span.end(run.record, ended)
+                span.end(context.record, ended)
 
-        return over
+        return on_over
 
     async def _has_log(self) -> bool:
         if not self.log.is_on:

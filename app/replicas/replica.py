@@ -130,9 +130,9 @@ class Replica:
             await asyncio.sleep(_POLL_S)
 
 
-def cores_of(first: int, num_cores: int, cores: Sequence[int]) -> str:
+def cores_of(first_core: int, num_cores: int, cores: Sequence[int]) -> str:
     """Return the cores of a replica in vLLM's notation, after the ``first`` ones; empty if it chooses."""
-    chosen = {cores[(first + index) % len(cores)] for index in range(num_cores)}
+    chosen = {cores[(first_core + index) % len(cores)] for index in range(num_cores)}
     return ",".join(map(str, sorted(chosen)))
 
 

@@ -12,7 +12,7 @@ from app.catalog.detector_training import train_detector
 from app.catalog.detectors import Detectors
 from app.http.openapi import error_responses
 from app.routes.catalog import routes_of, upload_body
-from app.routes.context import Intervener, Served
+from app.routes.parameters import Intervener, ServerComponents
 from app.routes.training import add_training_route
 
 router: Final = routes_of(
@@ -32,9 +32,9 @@ router: Final = routes_of(
     openapi_extra=upload_body(NewDetector, DetectorUpload),
     responses=error_responses(400, 409, 413, 415, 422, 503),
 )
-async def create_detector(request: Request, context: Served, caller: Intervener) -> Detector:
+async def create_detector(request: Request, components: ServerComponents, caller: Intervener) -> Detector:
     """Head and numbers as JSON, or a safetensors file in a form."""
-    return await context.detectors.create(request, caller)
+    return await components.detectors.create(request, caller)
 
 
 add_training_route(

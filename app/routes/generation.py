@@ -18,7 +18,7 @@ from app.http.openapi import (
     error_responses,
     json_body,
 )
-from app.routes.context import Completer, Intervener, Served
+from app.routes.parameters import Completer, Intervener, ServerComponents
 from app.services.generation import generate
 from app.services.streaming import ClosingStream
 
@@ -32,9 +32,11 @@ router = APIRouter()
     openapi_extra=CHAT_BODY,
     responses=GENERATION_ANSWERS,
 )
-async def create_chat_completion(request: Request, context: Served, caller: Completer) -> Response:
+async def create_chat_completion(
+    request: Request, components: ServerComponents, caller: Completer
+) -> Response:
     """OpenAI's chat completions, as vLLM serves them, plus the field ``interventions``."""
-    return await generate(context, request, caller, context.engine.chat)
+    return await generate(components, request, caller, components.engine.chat)
 
 
 @router.post(
@@ -44,9 +46,9 @@ async def create_chat_completion(request: Request, context: Served, caller: Comp
     openapi_extra=COMPLETION_BODY,
     responses=GENERATION_ANSWERS,
 )
-async def create_completion(request: Request, context: Served, caller: Completer) -> Response:
+async def create_completion(request: Request, components: ServerComponents, caller: Completer) -> Response:
     """OpenAI's completions, as vLLM serves them, plus the field ``interventions``."""
-    return await generate(context, request, caller, context.engine.completions)
+    return await generate(components, request, caller, components.engine.completions)
 
 
 @router.post(
@@ -60,13 +62,13 @@ async def create_completion(request: Request, context: Served, caller: Completer
     },
     response_model=None,
 )
-async def tokenize(request: Request, context: Served, caller: Completer) -> Response:
+async def tokenize(request: Request, components: ServerComponents, caller: Completer) -> Response:
     """A prompt's tokens as `/v1/completions` has them, or a conversation's, rendered up to the answer."""
     del caller  # permission to complete includes permission to tokenize
-    settings = context.settings
+    settings = components.settings
     limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
     wanted = validated(TokenizeRequest, await read_object(request, limits))
-    reply = await context.engine.tokenize(wanted, request)
+    reply = await components.engine.tokenize(wanted, request)
     return Response(await json_bytes(reply.body), media_type="application/json")
 
 
@@ -83,13 +85,13 @@ async def tokenize(request: Request, context: Served, caller: Completer) -> Resp
         **error_responses(404, 429, 503),
     },
 )
-async def get_result(result_id: str, context: Served, caller: Intervener) -> Response:
+async def get_result(result_id: str, components: ServerComponents, caller: Intervener) -> Response:
     """The file that a choice's ``interventions.results`` refers to, until it expires."""
-    result = await context.store.open(result_id, caller.tenant)
+    result = await components.store.open(result_id, caller.tenant)
     return ClosingStream(
         result.chunks(),
         media_type="application/safetensors",
         headers={"Content-Length": str(result.num_bytes), "Cache-Control": "private, no-store"},
         on_close=result.close,
-        stall_s=context.settings.client_stall_timeout_s,
+        stall_s=components.settings.client_stall_timeout_s,
     )

@@ -11,7 +11,7 @@ from api_schemas.presets import NewPreset, PresetContent
 from app.catalog.presets import Presets
 from app.http.openapi import error_responses, json_body
 from app.routes.catalog import list_of
-from app.routes.context import Asked, Intervener, Served
+from app.routes.parameters import CurrentContext, Intervener, ServerComponents
 
 router: Final = list_of(Presets.kind)
 
@@ -25,10 +25,12 @@ _MADE: Final[dict[int | str, dict[str, Any]]] = error_responses(400, 403, 404, 4
     openapi_extra=json_body(NewPreset),
     responses=_MADE,
 )
-async def create_preset(request: Request, context: Served, asked: Asked, caller: Intervener) -> PresetContent:
+async def create_preset(
+    request: Request, components: ServerComponents, context: CurrentContext, caller: Intervener
+) -> PresetContent:
     """The next version of its name."""
-    preset, _ = await context.presets.create(request, caller)
-    asked.record.subject = str(preset.reference)
+    preset, _ = await components.presets.create(request, caller)
+    context.record.subject = str(preset.reference)
     return preset
 
 
@@ -43,23 +45,29 @@ async def create_preset(request: Request, context: Served, asked: Asked, caller:
     },
 )
 async def put_preset(
-    request: Request, response: Response, context: Served, asked: Asked, caller: Intervener
+    request: Request,
+    response: Response,
+    components: ServerComponents,
+    context: CurrentContext,
+    caller: Intervener,
 ) -> PresetContent:
     """The next version of its name; none if operations, description and sharing are those of the newest."""
-    preset, is_new = await context.presets.create(request, caller, unless_same=True)
+    preset, is_new = await components.presets.create(request, caller, unless_same=True)
     response.status_code = 201 if is_new else 200
-    asked.record.subject = str(preset.reference)
+    context.record.subject = str(preset.reference)
     return preset
 
 
 @router.get("/{preset}", summary="Describe a preset", responses=error_responses(404, 503))
-async def get_preset(preset: str, context: Served, caller: Intervener) -> PresetContent:
+async def get_preset(preset: str, components: ServerComponents, caller: Intervener) -> PresetContent:
     """`calm` is the newest version, `calm@3` a specific one. Returns its operations too."""
-    return await context.presets.get(preset, caller.tenant)
+    return await components.presets.get(preset, caller.tenant)
 
 
 @router.delete("/{preset}", status_code=204, summary="Remove a preset", responses=error_responses(404, 503))
-async def delete_preset(preset: str, context: Served, asked: Asked, caller: Intervener) -> None:
+async def delete_preset(
+    preset: str, components: ServerComponents, context: CurrentContext, caller: Intervener
+) -> None:
     """One version, the newest of a name alone; its number is not reused. Shared ones need `admin`."""
-    removed = await context.presets.remove(preset, caller)
-    asked.record.subject = f"{removed.name}@{removed.version}"
+    removed = await components.presets.remove(preset, caller)
+    context.record.subject = f"{removed.name}@{removed.version}"

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from api_schemas.server import TraceOutline
 from app.http.openapi import TRACE_ANSWERS, TRACE_BODY, error_responses
-from app.routes.context import CODER, Coder, Served
+from app.routes.parameters import CODER, Coder, ServerComponents
 from app.services.traces import answer_trace, model_outline
 
 router = APIRouter(prefix="/v1/traces", tags=["traces"])
@@ -21,9 +21,9 @@ router = APIRouter(prefix="/v1/traces", tags=["traces"])
     openapi_extra=TRACE_BODY,
     responses=TRACE_ANSWERS,
 )
-async def run_trace(request: Request, context: Served, caller: Coder) -> Response:
+async def run_trace(request: Request, components: ServerComponents, caller: Coder) -> Response:
     """The body contains blocks; the response is a stream of frames: events, outputs, and the saved values."""
-    return await answer_trace(context, request, caller)
+    return await answer_trace(components, request, caller)
 
 
 @router.get(
@@ -32,6 +32,6 @@ async def run_trace(request: Request, context: Served, caller: Coder) -> Respons
     summary="List the model's modules, for clients that write blocks without loading the model",
     responses=error_responses(503),
 )
-async def get_outline(context: Served) -> TraceOutline:
+async def get_outline(components: ServerComponents) -> TraceOutline:
     """The modules as vLLM has them, with their paths, and the standard points."""
-    return await model_outline(context.engine, context.traces.names)
+    return await model_outline(components.engine, components.traces.names)

@@ -11,7 +11,7 @@ from app.catalog.vector_training import train_vector
 from app.catalog.vectors import Vectors
 from app.http.openapi import Strict, error_responses
 from app.routes.catalog import routes_of, upload_body
-from app.routes.context import Intervener, Served
+from app.routes.parameters import Intervener, ServerComponents
 from app.routes.training import add_training_route
 
 router: Final = routes_of(
@@ -32,10 +32,10 @@ router: Final = routes_of(
     responses=error_responses(400, 409, 413, 415, 422, 503),
 )
 async def create_vector(
-    request: Request, context: Served, caller: Intervener, *, strict: Strict = False
+    request: Request, components: ServerComponents, caller: Intervener, *, strict: Strict = False
 ) -> Vector:
     """Numbers as JSON, or a file in a form: safetensors, `.npz`, a GGUF control vector, JSON."""
-    return await context.vectors.create(request, caller, strict=strict)
+    return await components.vectors.create(request, caller, strict=strict)
 
 
 add_training_route(

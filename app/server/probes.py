@@ -93,7 +93,7 @@ class EventLoopWatchdog:
         """Return the stack of the loop's thread: locations in code, without values."""
         frame = sys._current_frames().get(self._thread)  # noqa: SLF001 - the standard library's, and documented
         frames = traceback.extract_stack(frame, _MAX_FRAMES) if frame is not None else []
-        return " > ".join(f"{Path(one.filename).name}:{one.lineno} {one.name}" for one in frames)
+        return " > ".join(f"{Path(entry.filename).name}:{entry.lineno} {entry.name}" for entry in frames)
 
 
 LIVE: Final = "/health/live"
@@ -152,7 +152,7 @@ class ProbeServer:
         self._config.load()
         self._state = ServerState()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._thread = threading.Thread(target=self._run, name="probes", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="probes", daemon=True)
 
     def start(self) -> None:
         """Accept connections from now on."""
@@ -171,7 +171,7 @@ class ProbeServer:
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, _CLOSE_S)
 
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._start_task(self._accept())
         self._start_task(self._watch.watch())
@@ -186,7 +186,7 @@ class ProbeServer:
         task.add_done_callback(self._tasks.discard)
 
     async def _stop(self) -> None:
-        for task in [one for one in self._tasks if one is not asyncio.current_task()]:
+        for task in [task for task in self._tasks if task is not asyncio.current_task()]:
             task.cancel()
         for connection in list(self._state.connections):
             connection.shutdown()
@@ -214,14 +214,14 @@ class ProbeServer:
         try:
             async with asyncio.timeout(self._head_s):
                 await _readable(self._loop, connection)
-            first = connection.recv(max(map(len, _FIRST_BYTES)), socket.MSG_PEEK)
+            beginning = connection.recv(max(map(len, _FIRST_BYTES)), socket.MSG_PEEK)
         except OSError:  # TimeoutError is an OSError
             connection.close()
             return
         except BaseException:
             connection.close()
             raise
-        if self._server.config.ssl is None and first.startswith(_FIRST_BYTES):
+        if self._server.config.ssl is None and beginning.startswith(_FIRST_BYTES):
             with contextlib.suppress(OSError):
                 await self._loop.connect_accepted_socket(self._probe_protocol, connection)
         else:
@@ -289,7 +289,7 @@ class _Answers:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         messages: list[Message] = []
-        here = asyncio.get_running_loop()
+        probe_loop = asyncio.get_running_loop()
         is_probe = scope["path"] in {LIVE, *READY, METRICS}
 
         async def note(message: Message) -> None:
@@ -299,26 +299,26 @@ class _Answers:
         passed = note if is_probe else send
 
         async def answered() -> None:
-            await self._app(scope, _across(receive, here), _across(passed, here))
+            await self._app(scope, _across(receive, probe_loop), _across(passed, probe_loop))
 
         answering = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answered(), self._main))
         try:
             while not answering.done():
                 await asyncio.wait({answering}, timeout=_POLL_S)
                 if is_probe and not answering.done() and self._watch.lag_s > _STALLED_S:
-                    own = await self._own_answer(scope)
-                    if own is not None:
-                        await own(scope, receive, send)
+                    own_response = await self._own_response(scope)
+                    if own_response is not None:
+                        await own_response(scope, receive, send)
                         return
             await answering
         finally:
             answering.cancel()
         for message in messages:
             if message["type"] == "http.response.start":
-                self._remember(scope, message)
+                self._remember_admitted(scope, message)
             await send(message)
 
-    async def _own_answer(self, scope: Scope) -> Response | None:
+    async def _own_response(self, scope: Scope) -> Response | None:
         """Return a response from state available without the main loop; None if only that loop can answer."""
         if scope["path"] == METRICS:
             if (
@@ -332,13 +332,13 @@ class _Answers:
             return error_response(refusal)
         return JSONResponse({"status": self._lifecycle.phase})
 
-    def _remember(self, scope: Scope, start: Message) -> None:
+    def _remember_admitted(self, scope: Scope, head: Message) -> None:
         """Record whether the caller may see the metrics, for use while the main loop is blocked."""
         if scope["path"] != METRICS:
             return
         caller = _caller(scope)
         self._admitted_at.pop(caller, None)
-        if start["status"] == 200:
+        if head["status"] == 200:
             self._admitted_at[caller] = time.monotonic()
             while len(self._admitted_at) > _MAX_CALLERS:
                 del self._admitted_at[next(iter(self._admitted_at))]

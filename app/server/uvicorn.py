@@ -119,14 +119,14 @@ async def refresh_certificate(config: uvicorn.Config, poll_s: float = POLL_S) ->
 
     Polls, because the files may be replaced together with the folder or the link that they lie behind.
     """
-    read = _stamps(config)
+    loaded = _stamps(config)
     while True:
         await asyncio.sleep(poll_s)
         try:
-            now = _stamps(config)
-            if now != read:
+            current = _stamps(config)
+            if current != loaded:
                 _load(config)
-                read = now
+                loaded = current
                 logger.warning("the certificate has changed and was read again")
         except OSError as error:  # also if the two do not belong together, while they are being replaced
             logger.warning("the changed certificate cannot be read, the old one is used: %s", error)
@@ -134,8 +134,8 @@ async def refresh_certificate(config: uvicorn.Config, poll_s: float = POLL_S) ->
 
 def _stamps(config: uvicorn.Config) -> list[tuple[int, int]]:
     files = (config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)
-    found = [os.stat(file) for file in files if file]
-    return [(one.st_mtime_ns, one.st_ino) for one in found]
+    stats = [os.stat(file) for file in files if file]
+    return [(stat.st_mtime_ns, stat.st_ino) for stat in stats]
 
 
 def _load(config: uvicorn.Config) -> None:

@@ -49,10 +49,10 @@ async def download(
 
 def _range(request: Request, size: int, tag: str) -> tuple[int, int] | None:
     """Return the requested range as (start, stop); None for the whole file, empty if unsatisfiable."""
-    found = _RANGE.fullmatch(request.headers.get("range", "").strip())
-    if found is None or request.headers.get("if-range", tag) != tag:
+    match = _RANGE.fullmatch(request.headers.get("range", "").strip())
+    if match is None or request.headers.get("if-range", tag) != tag:
         return None
-    first, last = found.groups()
+    first, last = match.groups()
     if first:
         stop = min(size, int(last) + 1) if last else size
         return None if last and int(last) < int(first) else (int(first), stop)

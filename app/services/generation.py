@@ -35,37 +35,37 @@ Generate = Callable[[JsonObject, tuple[Intervention, ...], Request], Awaitable[E
 """``EngineClient.completions`` or ``EngineClient.chat``."""
 
 
-async def generate(context: Components, request: Request, caller: Principal, call: Generate) -> Response:
+async def generate(components: Components, request: Request, caller: Principal, call: Generate) -> Response:
     """Return the response; raises ApiError, or ClientDisconnect after the engine's work was cancelled."""
-    settings, asked = context.settings, context_of(request.scope)
+    settings, context = components.settings, context_of(request.scope)
     limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
     body = await read_object(request, limits)
     check_spelling(body)
     check_choices(body, settings.max_choices)
-    _check_prompts(body, context.engine.capabilities().sizes.max_model_len)
+    _check_prompts(body, components.engine.capabilities().sizes.max_model_len)
     # A conversation is one prompt, even if it also has fields of completions.
     count = 1 if "messages" in body else num_prompts(body)
-    interventions = await take_operations(body, count, request, context, caller)
-    if asked.admitted is not None:
-        await asked.admitted.reserve(of_body(body))
-    interventions = await with_values(interventions, request, context, caller)
+    interventions = await take_operations(body, count, request, components, caller)
+    if context.admitted is not None:
+        await context.admitted.reserve(of_body(body))
+    interventions = await with_values(interventions, request, components, caller)
     isolate(interventions, body, request, caller)
-    times = TokenTimes(context.metrics, asked.record, num_choices(body)) if body.get("stream") else None
+    times = TokenTimes(components.metrics, context.record, num_choices(body)) if body.get("stream") else None
     # A stream that has to wait may begin with a comment; what vLLM does not take as a stream may not.
     patience_s = settings.sse_keep_alive_s if body.get("stream") is True else 0
     beginning = await begin(
-        request.receive, _begun(call(body, interventions, request)), asked.deadline, patience_s or None
+        request.receive, _begun(call(body, interventions, request)), context.deadline, patience_s or None
     )
-    if beginning.done() and (whole := beginning.result().body) is not None:
-        content = await json_bytes(with_model(whole, asked.sent_model))
+    if beginning.done() and (answer_body := beginning.result().body) is not None:
+        content = await json_bytes(with_model(answer_body, context.sent_model))
         return Response(content, media_type="application/json")
 
     def passed(event: str) -> str:
         if times is not None:
             times.record_event(event)
-        return event if asked.sent_model is None else event_with_model(event, asked.sent_model)
+        return event if context.sent_model is None else event_with_model(event, context.sent_model)
 
-    return event_stream(beginning, asked, settings, passed)
+    return event_stream(beginning, context, settings, passed)
 
 
 async def _begun(answer: Awaitable[EngineReply]) -> Begun:

@@ -37,38 +37,38 @@ _LEAVES_CHOICE: Final = (None, "auto", "none")
 
 
 async def take_operations(
-    body: JsonObject, count: int, request: Request, context: Components, caller: Principal
+    body: JsonObject, count: int, request: Request, components: Components, caller: Principal
 ) -> tuple[Intervention, ...]:
     """Take a request's operations, and those of its presets, out of the body; raises ApiError.
 
     ``model`` of the body becomes a name of the model alone; ``count`` is the number of prompts.
     """
-    await expand_presets(body, request, context)
-    raw, asked = body.pop(FIELD, None), context_of(request.scope)
+    await expand_presets(body, request, components)
+    raw, context = body.pop(FIELD, None), context_of(request.scope)
     if raw:
         # Checked before parsing, whose duration is up to the sender.
         caller.check(Scope.INTERVENTIONS)
-        if asked.admitted is not None:
-            await asked.admitted.check(*INTERVENING)
-    operations = () if raw is None else await _parsed(raw, count, request, context.settings.request_limits)
+        if context.admitted is not None:
+            await context.admitted.check(*INTERVENING)
+    operations = () if raw is None else await _parsed(raw, count, request, components.settings.request_limits)
     _check_scopes(operations, body)
-    asked.record.note_operations(body, operations)
+    context.record.note_operations(body, operations)
     if any(isinstance(operation, Trace) for operation in operations):
-        check_code_allowed(context.settings, caller)
+        check_code_allowed(components.settings, caller)
     return operations
 
 
 async def with_values(
-    operations: tuple[Intervention, ...], request: Request, context: Components, caller: Principal
+    operations: tuple[Intervention, ...], request: Request, components: Components, caller: Principal
 ) -> tuple[Intervention, ...]:
     """Replace names by their values; raises ApiError if there is nothing of a name."""
     if not operations:
         return operations
-    names = StoredNames(context.vectors, context.detectors, context.dictionaries, caller.tenant)
-    found = await names.resolved(operations)
+    names = StoredNames(components.vectors, components.detectors, components.dictionaries, caller.tenant)
+    resolved = await names.resolved(operations)
     for kind, row in names.used.values():
         context_of(request.scope).record.note_named(kind.name, row.name, shared=row.shared)
-    return found
+    return resolved
 
 
 def isolate(
@@ -117,10 +117,10 @@ _MAX_EXTRA_CHARACTERS: Final = 4
 def check_spelling(body: Mapping[str, Any]) -> None:
     """Raise ApiError ``invalid_shape`` for a misspelling of one of our fields."""
     for field in (INTERVENTIONS, PRESET):
-        _check(body, field)
+        _check_spelling_of(body, field)
 
 
-def _check(body: Mapping[str, Any], field: str) -> None:
+def _check_spelling_of(body: Mapping[str, Any], field: str) -> None:
     short = [
         name
         for name in islice(body, _MAX_NAMES)

@@ -64,16 +64,16 @@ def named_presets(body: dict[str, Any], headers: Sequence[str], served: Collecti
             named.append(NamedPreset(preset, _MODEL, body[_MODEL]))
     texts = [text.strip() for header in headers for text in header.split(",")]
     named += [NamedPreset(text, HEADER) for text in texts if text]
-    given = body.pop(FIELD, None)
-    if isinstance(given, str):
-        named.append(NamedPreset(given, FIELD))
-    elif isinstance(given, list) and all(isinstance(one, str) for one in given):
-        named += [NamedPreset(text, f"{FIELD}.{index}") for index, text in enumerate(given)]
-    elif given is not None:
+    value = body.pop(FIELD, None)
+    if isinstance(value, str):
+        named.append(NamedPreset(value, FIELD))
+    elif isinstance(value, list) and all(isinstance(item, str) for item in value):
+        named += [NamedPreset(text, f"{FIELD}.{index}") for index, text in enumerate(value)]
+    elif value is not None:
         raise ApiError(
             ErrorCode.INVALID_SHAPE,
             f'`{FIELD}` must be a preset\'s name, such as "calm" or "calm@3", or a list of names; got '
-            f"{excerpt(given)}.",
+            f"{excerpt(value)}.",
             FIELD,
         )
     if len(named) > MAX_PRESETS:
@@ -85,51 +85,53 @@ def named_presets(body: dict[str, Any], headers: Sequence[str], served: Collecti
     return named
 
 
-def check_names(presets: Sequence[PresetContent], own: Sequence[object]) -> None:
+def check_names(presets: Sequence[PresetContent], own_operations: Sequence[object]) -> None:
     """Raise ApiError ``duplicate_name`` if two presets, or one and the request, share a name."""
-    parts = [(f"the preset {one.reference}", one.interventions) for one in presets]
-    taken: dict[str, tuple[str, bool]] = {}
-    for source, operations in [*parts, (f"`{INTERVENTIONS}`", own)]:
+    parts = [(f"the preset {preset.reference}", preset.interventions) for preset in presets]
+    source_by_name: dict[str, tuple[str, bool]] = {}
+    for source, operations in [*parts, (f"`{INTERVENTIONS}`", own_operations)]:
         for operation in operations:
             name = operation.get("name") if isinstance(operation, dict) else None
             if not isinstance(operation, dict) or not isinstance(name, str):
                 continue
-            for_all = operation.get("prompts") is None
-            other, other_for_all = taken.setdefault(name, (source, for_all))
-            if other != source and (for_all or other_for_all):
+            is_for_all = operation.get("prompts") is None
+            other_source, other_is_for_all = source_by_name.setdefault(name, (source, is_for_all))
+            if other_source != source and (is_for_all or other_is_for_all):
                 raise ApiError(
                     ErrorCode.DUPLICATE_NAME,
-                    f"Names of operations must differ within a request; {clip(name)!r} is one of {other} and "
-                    f"of {source}.",
+                    f"Names of operations must differ within a request; {clip(name)!r} is one of "
+                    f"{other_source} and of {source}.",
                     INTERVENTIONS,
                 )
 
 
-async def expand_presets(body: JsonObject, request: Request, context: Components) -> None:
+async def expand_presets(body: JsonObject, request: Request, components: Components) -> None:
     """Put the operations of the presets that a request names in front of its own; changes the body.
 
     Afterwards ``interventions`` has all operations, ``model`` is a name of the model alone, and
     ``preset`` is gone. Raises ApiError, ``model_not_found`` for a preset behind a model's name.
     """
-    asked = context_of(request.scope)
-    caller, own = asked.caller, body.get(INTERVENTIONS)
-    model = context.engine.served()
+    context = context_of(request.scope)
+    caller, own_operations = context.caller, body.get(INTERVENTIONS)
+    model = components.engine.served()
     sent_model = body.get("model")
     named = named_presets(body, request.headers.getlist(HEADER), (*model.names, *model.adapters))
-    if own:
+    if own_operations:
         caller.check_free(f"`{INTERVENTIONS}` of its own", INTERVENTIONS)
     if not named:
         return
     caller.check(Scope.INTERVENTIONS)
-    presets = await _found(named, caller, context)
-    if own is None or isinstance(own, list):  # anything else is refused by the parser
-        check_names(presets, own or [])
-        body[INTERVENTIONS] = [op for one in presets for op in one.interventions] + (own or [])
-    asked.note_presets([str(one.reference) for one in presets])
-    for one in presets:
-        asked.record.note_named("preset", one.name, shared=one.shared)
+    presets = await _find_presets(named, caller, components)
+    if own_operations is None or isinstance(own_operations, list):  # anything else is refused by the parser
+        check_names(presets, own_operations or [])
+        body[INTERVENTIONS] = [op for preset in presets for op in preset.interventions] + (
+            own_operations or []
+        )
+    context.note_presets([str(preset.reference) for preset in presets])
+    for preset in presets:
+        context.record.note_named("preset", preset.name, shared=preset.shared)
     if body.get("model") != sent_model:
-        asked.sent_model = str(sent_model)
+        context.sent_model = str(sent_model)
 
 
 def drop_presets(body: JsonObject, served: ServedModel) -> None:
@@ -139,21 +141,23 @@ def drop_presets(body: JsonObject, served: ServedModel) -> None:
         body["model"], _ = split_model(model, (*served.names, *served.adapters))
 
 
-async def _found(named: Sequence[NamedPreset], caller: Principal, context: Components) -> list[PresetContent]:
-    wanted = {one.reference for one in named if one.reference is not None}
-    found = await context.presets.find(wanted, caller.tenant)
+async def _find_presets(
+    named: Sequence[NamedPreset], caller: Principal, components: Components
+) -> list[PresetContent]:
+    references = {name.reference for name in named if name.reference is not None}
+    preset_by_reference = await components.presets.find(references, caller.tenant)
     presets: dict[str, PresetContent] = {}
-    for one in named:
-        preset = None if one.reference is None else found.get(one.reference)
+    for name in named:
+        preset = None if name.reference is None else preset_by_reference.get(name.reference)
         if preset is None:
-            raise one.not_found("GET /v1/presets lists those that there are")
+            raise name.not_found("GET /v1/presets lists those that there are")
         reference = preset.reference
-        if preset.model not in context.presets.models:
-            raise one.not_found(f"{reference} is for the model {clip(preset.model)!r}")
+        if preset.model not in components.presets.models:
+            raise name.not_found(f"{reference} is for the model {clip(preset.model)!r}")
         has_code = any(op["op"] == _CODE for op in preset.interventions)
         if not caller.may_use(reference, has_code=has_code):
             why = ", whose code needs a key that names this version" if has_code else ""
-            caller.check_free(f"the preset {reference}{why}", one.param)
+            caller.check_free(f"the preset {reference}{why}", name.param)
         presets[preset.id] = preset
     return list(presets.values())
 
@@ -166,9 +170,11 @@ async def add_presets(listed: JsonObject, presets: Presets, caller: Principal) -
     if caller.presets is None:
         names = await presets.names(caller.tenant, _MAX_LISTED)
     else:
-        references = [one for one in map(Reference.parse, sorted(caller.presets)) if one is not None]
-        found = await presets.find(references, caller.tenant)
-        names = [str(one) for one, preset in found.items() if preset.model in models]
+        references = [
+            reference for reference in map(Reference.parse, sorted(caller.presets)) if reference is not None
+        ]
+        presets_of_key = await presets.find(references, caller.tenant)
+        names = [str(reference) for reference, preset in presets_of_key.items() if preset.model in models]
     base = next((card for card in listed["data"] if card["id"] == models[0]), {"object": "model"})
     cards = [{**base, "id": f"{models[0]}{SEPARATOR}{name}", "parent": models[0]} for name in sorted(names)]
     return {**listed, "data": [*listed["data"], *cards]}

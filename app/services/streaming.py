@@ -118,7 +118,7 @@ class Sending:
         self.has_started = False
         self.is_stalled = False
         if self._pause_s:
-            self._wait()
+            self._watch_progress()
 
     async def send(self, message: Message) -> None:
         """Send a message; waits while the client has not read the earlier ones."""
@@ -129,7 +129,7 @@ class Sending:
         self._is_sending, self.has_started = False, True
         self._num_sent += 1
         if self._keep_alive_s:
-            self._note(message)
+            self._note_progress(message)
 
     def close(self) -> None:
         for timer in self._timers.values():
@@ -137,16 +137,16 @@ class Sending:
         if self._comment is not None:
             self._comment.cancel()
 
-    def _note(self, message: Message) -> None:
+    def _note_progress(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             if dict(message.get("headers", ())).get(b"content-type", b"").startswith(_EVENTS):
-                self._wait_idle()
+                self._schedule_comment()
         elif message.get("more_body", False):
             self._is_between_events = message["body"].endswith(_END_OF_EVENT)
         else:
             self._keep_alive_s = 0.0
 
-    def _wait_idle(self) -> None:
+    def _schedule_comment(self) -> None:
         loop = asyncio.get_running_loop()
         self._timers["comment"] = loop.call_later(self._keep_alive_s, self._keep_alive, self._num_sent)
 
@@ -156,7 +156,7 @@ class Sending:
         if num_seen == self._num_sent and self._is_between_events and not self._is_sending:
             self._comment = asyncio.create_task(self._send_comment(), name="keep-alive")
         else:
-            self._wait_idle()
+            self._schedule_comment()
 
     async def _send_comment(self) -> None:
         try:
@@ -164,10 +164,10 @@ class Sending:
         except Exception:  # the client has left, as the stream will notice
             logger.debug("a comment was not sent", exc_info=True)
         else:
-            self._wait_idle()
+            self._schedule_comment()
         self._comment = None
 
-    def _wait(self) -> None:
+    def _watch_progress(self) -> None:
         loop = asyncio.get_running_loop()
         self._timers["stall"] = loop.call_later(self._pause_s, self._check_progress)
 
@@ -176,18 +176,18 @@ class Sending:
         self._num_looks = 0 if moves else self._num_looks + 1
         self._num_seen = self._num_sent
         if self._num_looks < _LOOKS:
-            self._wait()
+            self._watch_progress()
             return
         logger.info("a client read nothing of its response for %g s", self._pause_s * _LOOKS)
         self.is_stalled = True
         self._deadline.end(ApiError(ErrorCode.REQUEST_TIMED_OUT, "The client does not read the response."))
 
 
-async def send_final(last: bytes, send: Send) -> None:
+async def send_final(content: bytes, send: Send) -> None:
     """Send the end of a stream; raises ClientDisconnect if the client does not read it."""
     try:
         async with asyncio.timeout(_FINAL_EVENT_S):
-            await send({"type": "http.response.body", "body": last, "more_body": False})
+            await send({"type": "http.response.body", "body": content, "more_body": False})
     except OSError as error:  # closed, or the client reads nothing
         raise ClientDisconnect from error
 
@@ -196,8 +196,8 @@ async def send_final(last: bytes, send: Send) -> None:
 class Begun:
     """An answer that has begun: a whole ``body``, or a stream, whose ``first`` is None if it has no event."""
 
-    first: str | None = None
-    rest: AsyncIterator[str] | None = None
+    first_event: str | None = None
+    later_events: AsyncIterator[str] | None = None
     body: JsonObject | None = None
 
 
@@ -212,7 +212,7 @@ async def begun(stream: AsyncIterator[str]) -> Begun:
 
 def event_stream(
     beginning: asyncio.Task[Begun],
-    asked: RequestContext,
+    context: RequestContext,
     settings: Settings,
     passed: Callable[[str], str] = lambda event: event,
 ) -> ClosingStream:
@@ -223,12 +223,12 @@ def event_stream(
 
     async def close() -> None:
         beginning.cancel()
-        (found,) = await asyncio.gather(beginning, return_exceptions=True)
-        if isinstance(found, Begun) and found.rest is not None:
-            await _close(found.rest)
+        (started,) = await asyncio.gather(beginning, return_exceptions=True)
+        if isinstance(started, Begun) and started.later_events is not None:
+            await _close(started.later_events)
 
     return ClosingStream(
-        _events(beginning, asked, passed, close),
+        _events(beginning, context, passed, close),
         media_type="text/event-stream",
         on_close=close,
         stall_s=settings.client_stall_timeout_s,
@@ -239,7 +239,7 @@ def event_stream(
 
 async def _events(
     beginning: asyncio.Task[Begun],
-    asked: RequestContext,
+    context: RequestContext,
     passed: Callable[[str], str],
     close: Callable[[], Awaitable[None]],
 ) -> AsyncGenerator[str, None]:
@@ -247,18 +247,18 @@ async def _events(
         if not beginning.done():
             yield COMMENT
         stream = await beginning
-        if stream.first is not None and stream.rest is not None:
-            yield passed(stream.first)
-            async for event in stream.rest:
+        if stream.first_event is not None and stream.later_events is not None:
+            yield passed(stream.first_event)
+            async for event in stream.later_events:
                 yield passed(event)
     except ApiError as error:
         logger.info("stream ended with %s: %s", error.code, error.message)
-        asked.record.error = error.code
+        context.record.error = error.code
         yield error_frame(error)
         yield DONE_FRAME
     except Exception:
         logger.exception("unhandled error in a stream")
-        asked.record.error = ErrorCode.INTERNAL
+        context.record.error = ErrorCode.INTERNAL
         yield error_frame(internal_error())
         yield DONE_FRAME
     finally:

@@ -108,7 +108,7 @@ class TraceService:
         able = _ENGINE_OF[head.dialect]
         name = able if head.engine == "auto" else head.engine
         if name != able or name not in self._engines:
-            raise _unable(name, able)
+            raise _no_engine(name, able)
         return self._engines[name]
 
     async def run(self, request: TraceRequest, job_id: str, meter: UsageMeter) -> AsyncGenerator[Frame, None]:
@@ -139,11 +139,11 @@ async def model_outline(engine: EngineClient, engines: Sequence[str]) -> TraceOu
     )
 
 
-def _unable(name: str, able: str) -> ApiError:
+def _no_engine(name: str, able: str) -> ApiError:
     if name != able:
-        whose = "LanguageModel" if able == "local" else "VLLM"
+        model_class = "LanguageModel" if able == "local" else "VLLM"
         message = (
-            f"The blocks name modules of {whose}, which {able!r} runs, and ask for {name!r}: leave "
+            f"The blocks name modules of {model_class}, which {able!r} runs, and ask for {name!r}: leave "
             "`engine` out, or write them against the other class."
         )
     elif name == "local":
@@ -159,17 +159,17 @@ def _unable(name: str, able: str) -> ApiError:
 Frames = AsyncGenerator[Frame, None]
 
 
-async def answer_trace(context: Components, http: Request, caller: Principal) -> Response:
+async def answer_trace(components: Components, http: Request, caller: Principal) -> Response:
     """Return the response, whose body lasts until the trace has ended; raises ApiError, ClientDisconnect."""
-    asked = context_of(http.scope)
-    request = await read_trace(context, http, caller)
-    asked.record.subject = job_id = f"trace-{secrets.token_hex(16)}"
-    engine = context.traces.engine_for(request.head)
-    frames = context.traces.run(request, job_id, asked.meter)
+    context = context_of(http.scope)
+    request = await read_trace(components, http, caller)
+    context.record.subject = job_id = f"trace-{secrets.token_hex(16)}"
+    engine = components.traces.engine_for(request.head)
+    frames = components.traces.run(request, job_id, context.meter)
     del request  # it may be large
-    opened = await while_connected(http.receive, _opened(frames), asked.deadline)
+    first_frames = await while_connected(http.receive, _first_frames(frames), context.deadline)
     return ClosingStream(
-        _answer([event_frame(JobStatus.RECEIVED, job=job_id), *opened], frames, asked),
+        _frames_as_bytes([event_frame(JobStatus.RECEIVED, job=job_id), *first_frames], frames, context),
         media_type=MEDIA_TYPE,
         headers={
             "NNsight-Job-Id": job_id,
@@ -178,19 +178,19 @@ async def answer_trace(context: Components, http: Request, caller: Principal) ->
             "X-Accel-Buffering": "no",
         },
         on_close=frames.aclose,
-        stall_s=context.settings.client_stall_timeout_s,
+        stall_s=components.settings.client_stall_timeout_s,
         final_event=last_frame,
     )
 
 
-async def read_trace(context: Components, http: Request, caller: Principal) -> TraceRequest:
+async def read_trace(components: Components, http: Request, caller: Principal) -> TraceRequest:
     """Return an accepted trace; raises ApiError, or ClientDisconnect before the end of the body."""
-    check_sender(context.settings, http, caller)
-    asked = context_of(http.scope)
-    admitted = asked.admitted
+    check_sender(components.settings, http, caller)
+    context = context_of(http.scope)
+    admitted = context.admitted
     if admitted is not None:
         await admitted.check(*INTERVENING)
-    settings = context.settings
+    settings = components.settings
     body = await read_bytes(http, settings.max_trace_request_bytes, settings.upload_idle_timeout_s)
     try:
         if TraceRequest.is_slow(body):
@@ -199,18 +199,18 @@ async def read_trace(context: Components, http: Request, caller: Principal) -> T
             request = TraceRequest.from_bytes(body)
     except DecodeError as error:
         raise ApiError(ErrorCode.INVALID_TRACE, str(error)) from error
-    await asked.record.note_trace(request)
-    check_head(context.settings, caller, context.engine.served(), request.head)
+    await context.record.note_trace(request)
+    check_head(components.settings, caller, components.engine.served(), request.head)
     if admitted is not None:
         await admitted.reserve(of_trace(request.head))
-    request.sandbox_of = sandbox_of(context.settings, caller)
+    request.sandbox_of = sandbox_of(components.settings, caller)
     # The sender for fair queueing: the tenant or, without keys, the client's address.
     request.tenant = caller.tenant
     request.sender = caller.tenant or ("" if http.client is None else http.client.host)
     return request
 
 
-async def _opened(frames: Frames) -> list[Frame]:
+async def _first_frames(frames: Frames) -> list[Frame]:
     """Return the frames up to the engine's first one, which follows one of the service."""
     try:
         return [await anext(frames), await anext(frames)]
@@ -221,36 +221,36 @@ async def _opened(frames: Frames) -> list[Frame]:
         raise
 
 
-async def _answer(
-    opened: list[Frame], frames: Frames, asked: RequestContext
+async def _frames_as_bytes(
+    first_frames: list[Frame], frames: Frames, context: RequestContext
 ) -> AsyncGenerator[bytes | memoryview, None]:
     """Yield a trace's frames as bytes; an error becomes the last frame."""
     try:
-        async with contextlib.aclosing(_completed(opened, frames, asked)) as completed:
+        async with contextlib.aclosing(_with_completed_event(first_frames, frames, context)) as completed:
             async for frame in completed:
                 for piece in frame.pieces():
                     yield piece
     except ApiError as error:
         logger.info("a trace ended with %s: %s", error.code, error.message)
-        asked.record.error = error.code
+        context.record.error = error.code
         yield last_frame(error)
     except Exception:
         logger.exception("unhandled error in a trace")
-        asked.record.error = ErrorCode.INTERNAL
+        context.record.error = ErrorCode.INTERNAL
         yield last_frame(internal_error())
     finally:
         await frames.aclose()
 
 
-async def _completed(opened: list[Frame], frames: Frames, asked: RequestContext) -> Frames:
+async def _with_completed_event(first_frames: list[Frame], frames: Frames, context: RequestContext) -> Frames:
     """Yield all frames of a trace, and a ``COMPLETED`` event before the result of one without errors."""
     has_failed = False
-    for frame in opened:
+    for frame in first_frames:
         yield frame
     async for frame in frames:
         if frame.kind is FrameKind.RESULT:
             if has_failed:
-                asked.record.error = ErrorCode.BLOCK_FAILED
+                context.record.error = ErrorCode.BLOCK_FAILED
             else:
                 yield event_frame(JobStatus.COMPLETED)
             yield frame

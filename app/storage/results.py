@@ -47,9 +47,9 @@ def layout(tensors: Mapping[str, TensorResult]) -> tuple[bytes, list[str]]:
     for key in order:
         tensor = tensors[key]
         code, _ = _code_and_size(tensor)
-        end = offset + len(tensor.data)
-        header[key] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
+        stop = offset + len(tensor.data)
+        header[key] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [offset, stop]}
+        offset = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, order
@@ -70,17 +70,17 @@ def write(path: Path, head: bytes, tensors: Mapping[str, TensorResult], order: l
 
 
 def _code_and_size(tensor: TensorResult) -> tuple[str, int]:
-    known = _DTYPES.get(tensor.dtype)
-    if known is None:
+    code_and_bytes = _DTYPES.get(tensor.dtype)
+    if code_and_bytes is None:
         raise ValueError(f"a stored tensor's dtype must be one of {', '.join(_DTYPES)}, got {tensor.dtype!r}")
-    num_bytes = known[1]
+    num_bytes = code_and_bytes[1]
     for size in tensor.shape:
         num_bytes *= size
     if num_bytes != len(tensor.data):
         raise ValueError(
             f"a {tensor.dtype} tensor of shape {tensor.shape} has {num_bytes} bytes, got {len(tensor.data)}"
         )
-    return known
+    return code_and_bytes
 
 
 logger = logging.getLogger(__name__)
@@ -119,15 +119,15 @@ class ResultStore:
         self._clock = clock or steady_time()
         self._folder: ProcessFolder | None = None
         self._entries: dict[str, StoredResult] = {}
-        self._open = OpenFiles()
+        self._open_files = OpenFiles()
         self.stored = StoredBytes()
-        self._kept = self.stored.place()
+        self._usage = self.stored.place()
         self._writes: set[asyncio.Task[StoredResult]] = set()
         self._sweeper: asyncio.Task[None] | None = None
 
     @property
     def used_bytes(self) -> int:
-        return self._kept.total
+        return self._usage.total
 
     async def start(self) -> None:
         """Create this process's folder, remove those of dead processes, and start to expire files."""
@@ -145,7 +145,7 @@ class ResultStore:
         folder = self._folder
         self._folder, self._sweeper = None, None
         self._entries.clear()
-        self._kept.set({})
+        self._usage.set({})
         if folder is not None:
             await asyncio.to_thread(folder.release)
 
@@ -177,7 +177,7 @@ class ResultStore:
             entry = None
         if entry is None:
             raise _not_found()
-        reading = self._open.begin((entry.id, 0), entry.holder, entry.num_bytes)
+        reading = self._open_files.register((entry.id, 0), entry.holder, entry.num_bytes)
         try:
             file = await asyncio.to_thread(self._path(result_id).open, "rb")
         except BaseException as error:
@@ -196,7 +196,7 @@ class ResultStore:
             await asyncio.to_thread(_unlink, evicted)
             await asyncio.to_thread(write, self._path(result_id), head, tensors, order)
         except BaseException as error:
-            self._kept.add(holder, -num_bytes)
+            self._usage.add(holder, -num_bytes)
             if not isinstance(error, OSError):
                 raise
             logger.exception("a result of %d bytes could not be written", num_bytes)
@@ -220,7 +220,7 @@ class ResultStore:
             )
         # Evicting a file that is being read would free nothing now.
         eviction = _Eviction(
-            entry for entry in self._entries.values() if not self._open.is_open((entry.id, 0))
+            entry for entry in self._entries.values() if not self._open_files.is_open((entry.id, 0))
         )
         for name in holder.names:
             if not eviction.add(self.stored.excess(name, num_bytes), name):
@@ -228,20 +228,22 @@ class ResultStore:
         has_room = True
         if holder.tenant:
             name = f"tenant:{holder.tenant}"
-            has_room = eviction.add(self._kept.of(name) + num_bytes - most, name)
-        if not has_room or not eviction.add(self._kept.total + num_bytes - self._allowance.most("")):
+            has_room = eviction.add(self._usage.of(name) + num_bytes - most, name)
+        if not has_room or not eviction.add(self._usage.total + num_bytes - self._allowance.most("")):
             raise ApiError(
                 ErrorCode.ENGINE_CAPTURE_FULL,
                 f"The result store (limit {most} bytes) has no room for {num_bytes} bytes while "
                 "other results are being written or read; send the request again later.",
             )
-        self._kept.add(holder, num_bytes)
+        self._usage.add(holder, num_bytes)
         return self._forget(eviction.entries)
 
     def _forget(self, entries: Iterable[StoredResult]) -> list[Path]:
         gone = [entry for entry in entries if self._entries.pop(entry.id, None) is not None]
         for entry in gone:
-            self._open.when_closed((entry.id, 0), partial(self._kept.add, entry.holder, -entry.num_bytes))
+            self._open_files.when_closed(
+                (entry.id, 0), partial(self._usage.add, entry.holder, -entry.num_bytes)
+            )
         return [self._path(entry.id) for entry in gone]
 
     async def _sweep(self) -> None:
@@ -268,32 +270,36 @@ class _Eviction:
 
     def __init__(self, entries: Iterable[StoredResult]) -> None:
         self.entries: list[StoredResult] = []
-        self._left: dict[str, list[StoredResult]] = defaultdict(list)
+        self._remaining: dict[str, list[StoredResult]] = defaultdict(list)
         for entry in reversed(list(entries)):
-            self._left[entry.holder.tenant].append(entry)
+            self._remaining[entry.holder.tenant].append(entry)
 
     def add(self, num_bytes: int, name: str | None = None) -> bool:
         """Select files until ``num_bytes`` are freed; False if they do not suffice.
 
         ``name`` is one of ``Holder.names``, or None for any, starting with the tenant that has the most.
         """
-        gone = sum(entry.num_bytes for entry in self.entries if name is None or name in entry.holder.names)
-        while gone < num_bytes:
+        freed = sum(entry.num_bytes for entry in self.entries if name is None or name in entry.holder.names)
+        while freed < num_bytes:
             entry = self._oldest() if name is None else self._oldest_of(name)
             if entry is None:
                 return False
-            self._left[entry.holder.tenant].remove(entry)
+            self._remaining[entry.holder.tenant].remove(entry)
             self.entries.append(entry)
-            gone += entry.num_bytes
+            freed += entry.num_bytes
         return True
 
     def _oldest(self) -> StoredResult | None:
-        most = max(self._left.values(), key=lambda left: sum(one.num_bytes for one in left), default=None)
-        return most[-1] if most else None
+        largest = max(
+            self._remaining.values(),
+            key=lambda entries: sum(entry.num_bytes for entry in entries),
+            default=None,
+        )
+        return largest[-1] if largest else None
 
     def _oldest_of(self, name: str) -> StoredResult | None:
-        found = (entry for left in self._left.values() for entry in reversed(left))
-        return next((entry for entry in found if name in entry.holder.names), None)
+        candidates = (entry for entries in self._remaining.values() for entry in reversed(entries))
+        return next((entry for entry in candidates if name in entry.holder.names), None)
 
 
 def steady_time() -> Callable[[], float]:

@@ -47,9 +47,9 @@ def read_batch(path: Path) -> Iterator[BatchRequest]:
             try:
                 request = BatchRequest.model_validate_json(line)
             except ValidationError as error:
-                first = error.errors()[0]
-                place = ".".join(map(str, first["loc"])) or "the line"
-                raise ValueError(f"{path}, line {number}: {place}: {first['msg']}") from error
+                problem = error.errors()[0]
+                location = ".".join(map(str, problem["loc"])) or "the line"
+                raise ValueError(f"{path}, line {number}: {location}: {problem['msg']}") from error
             if request.method.upper() != "POST" or not request.url.startswith("/"):
                 raise ValueError(
                     f"{path}, line {number}: a request is a POST to a path such as /v1/chat/completions"
@@ -70,7 +70,7 @@ class Batch:
         )
         if not self._target.parent.is_dir():
             raise ValueError(f"the answers cannot be written to {target}: make its folder first")
-        if any(one.exists() and one.samefile(source) for one in (self._target, self._beside)):
+        if any(path.exists() and path.samefile(source) for path in (self._target, self._beside)):
             raise ValueError(f"the answers would be written over the requests of {source}: choose another -o")
         self._concurrency = concurrency
         self.num_requests = sum(1 for _ in read_batch(source))
@@ -105,8 +105,8 @@ class Batch:
                     await self._write(pending.popleft(), out)
                     progress.advance(task)
             finally:
-                for left in pending:
-                    left.cancel()
+                for answering in pending:
+                    answering.cancel()
                 await asyncio.gather(*pending, return_exceptions=True)
 
     async def _write(self, answering: asyncio.Task[JsonObject], out: TextIO) -> None:

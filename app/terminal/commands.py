@@ -70,7 +70,7 @@ _OptionalTemperature = Annotated[
 
 
 @contextlib.contextmanager
-def _reported() -> Iterator[None]:
+def _reporting_errors() -> Iterator[None]:
     try:
         yield
     except (RemoteError, ValueError) as error:
@@ -90,7 +90,7 @@ def _server(url: str | None) -> Server:
     except ValidationError as error:
         raise typer.BadParameter(str(error)) from error
     key = settings.key.get_secret_value() if settings.key is not None else CONFIG.API.KEY
-    with _reported():
+    with _reporting_errors():
         return Server(url or settings.url or CONFIG.API.HOST, key)
 
 
@@ -109,7 +109,7 @@ def _wait(server: Server, work: Coroutine[Any, Any, T]) -> T:
         async with server:
             return await work
 
-    with _reported():
+    with _reporting_errors():
         return asyncio.run(working())
 
 
@@ -131,7 +131,7 @@ def chat(
     if vector is not None:
         steering = _wait(server, _steering(server, vector, layer, scale, mode))
     options = given_options(max_tokens=max_tokens, temperature=temperature)
-    with _reported():
+    with _reporting_errors():
         Chat(lambda: _server(url), options, steering, Console(highlight=False)).run()
 
 
@@ -209,14 +209,14 @@ def run_batch(
     if url is not None and context.args:
         raise typer.BadParameter(f"a server at --url takes no model or options, got {context.args[0]!r}")
     console = Console(stderr=True, highlight=False)
-    with _reported():
+    with _reporting_errors():
         batch = Batch(source, target, concurrency)
 
     async def run() -> None:
         async with _server(url) if url is not None else own_server(context.args) as server:
             await batch.run(server, console)
 
-    with _reported():
+    with _reporting_errors():
         asyncio.run(run())
     if batch.num_failed:
         raise CommandError(f"{batch.num_failed} of {batch.num_requests} requests failed; {target} has why")
@@ -233,7 +233,7 @@ _SOURCES: Final = {
 }
 
 
-def _stored(kind: Kind) -> typer.Typer:
+def _commands_of(kind: Kind) -> typer.Typer:
     commands = typer.Typer(
         add_completion=False, no_args_is_help=True, help=f"List, add and export {kind.plural} of the server."
     )
@@ -262,7 +262,7 @@ def _stored(kind: Kind) -> typer.Typer:
     ) -> None:
         server = _server(url)
         fields = given_options(shared=shared or None, at=at, output_at=output_at)
-        _print_made(kind, _wait(server, add(server, kind, name, source, fields)))
+        _print_stored(kind, _wait(server, add(server, kind, name, source, fields)))
 
     @commands.command("export")
     def export_one(
@@ -286,16 +286,16 @@ def _stored(kind: Kind) -> typer.Typer:
         ) -> None:
             """Train one on the server, from prompts."""
             server = _server(url)
-            _print_made(kind, _wait(server, train(server, kind, name, source, Console(stderr=True))))
+            _print_stored(kind, _wait(server, train(server, kind, name, source, Console(stderr=True))))
 
     return commands
 
 
-def _print_made(kind: Kind, made: JsonObject) -> None:
-    typer.echo(f"The {kind.singular} {made['name']}@{made['version']} is stored.")
-    for warning in made.get("warnings", ()):
+def _print_stored(kind: Kind, stored: JsonObject) -> None:
+    typer.echo(f"The {kind.singular} {stored['name']}@{stored['version']} is stored.")
+    for warning in stored.get("warnings", ()):
         typer.echo(plain(f"Warning: {warning}"), err=True)
 
 
 for _kind in KINDS:
-    COMMANDS.add_typer(_stored(_kind), name=_kind.plural)
+    COMMANDS.add_typer(_commands_of(_kind), name=_kind.plural)

@@ -49,14 +49,14 @@ def with_differences(baseline: str, steered: str, *, is_done: bool) -> tuple[Tex
         return Text("".join(ours)), Text("".join(theirs))
     words, other_words = ([piece.lstrip() for piece in pieces[:shared]] for pieces in (ours, theirs))
     matcher = difflib.SequenceMatcher(None, words, other_words, autojunk=shared > _MAX_LIVE_WORDS)
-    first, second = Text(), Text()
+    marked_baseline, marked_steered = Text(), Text()
     for tag, start, stop, other_start, other_stop in matcher.get_opcodes():
         style = "" if tag == "equal" else MARK
-        _append(first, ours[start:stop], style)
-        _append(second, theirs[other_start:other_stop], style)
-    first.append("".join(ours[shared:]))
-    second.append("".join(theirs[shared:]))
-    return first, second
+        _append(marked_baseline, ours[start:stop], style)
+        _append(marked_steered, theirs[other_start:other_stop], style)
+    marked_baseline.append("".join(ours[shared:]))
+    marked_steered.append("".join(theirs[shared:]))
+    return marked_baseline, marked_steered
 
 
 def _append(text: Text, pieces: list[str], style: str) -> None:

@@ -116,7 +116,7 @@ class JobRun:
         job: JobRow,
         caller: Principal | None,
         parts: JobParts,
-        places: asyncio.Semaphore,
+        slots: asyncio.Semaphore,
         wake: Callable[[], None],
     ) -> None:
         self.job = job
@@ -129,8 +129,8 @@ class JobRun:
         self.ended: JobStatus | None = None
         self._refusal = _key_ended(job) if caller is None else None
         self._parts = parts
-        self._places = places
-        self._has_place = True
+        self._slots = slots
+        self._has_slot = True
         self._wake = wake
         self._events = RunEvents(job, parts.store, parts.files.space)
         self._result = parts.files.new_result(job)
@@ -149,19 +149,19 @@ class JobRun:
         if self._task is not None:
             self._task.cancel()
 
-    def leave_place(self) -> None:
-        if self._has_place:
-            self._has_place = False
-            self._places.release()
+    def release_slot(self) -> None:
+        if self._has_slot:
+            self._has_slot = False
+            self._slots.release()
 
     async def run(self) -> None:
         self._task = asyncio.current_task()
         if self._ending is not None and self._task is not None:
             self._task.cancel()  # it was ended before its first step
         result, has_result = self._result, False
-        self._parts.log.begin(self.context.record)
+        self._parts.log.register(self.context.record)
         try:
-            end = await self._end()
+            end = await self._run_to_end()
             has_result = end is not None and end.result_bytes is not None
             if not has_result:
                 await result.discard()  # on a full disk, the database may need this space
@@ -196,7 +196,7 @@ class JobRun:
         if record.tenant:
             self._parts.log.add(record)
 
-    async def _end(self) -> JobEnd | None:
+    async def _run_to_end(self) -> JobEnd | None:
         """Run the trace and return how it ended, with its result on disk; None if it is to run again."""
         try:
             await self._run_attempts()
@@ -205,26 +205,26 @@ class JobRun:
             if end.result_bytes is not None:
                 await self._result.finish()
         except asyncio.CancelledError:
-            return self._ended_early()
+            return self._end_after_cancellation()
         except ApiError as error:
             # An engine may raise its own error when it is cancelled.
-            return self._refused(error) if self._ending is None else self._ended_early()
+            return self._end_after_refusal(error) if self._ending is None else self._end_after_cancellation()
         except LeaseLostError:
             raise
         except Exception:
             logger.exception("job %s failed because of an internal error", self.job.id)
-            return self._refused(internal_error())
+            return self._end_after_refusal(internal_error())
         finally:
             self._is_over = True
         return end
 
     async def _run_attempts(self) -> None:
-        request = await self._request()
+        request = await self._read_request()
         for count in itertools.count():
             try:
                 frames = self._parts.traces.run(request, self.job.id, self.context.meter)
                 async with contextlib.aclosing(frames):
-                    await self._output.take_all(frames)
+                    await self._output.store_all(frames)
             except ApiError as error:
                 if error.code is not ErrorCode.QUEUE_FULL:
                     raise
@@ -232,7 +232,7 @@ class JobRun:
             else:
                 return
 
-    async def _request(self) -> TraceRequest:
+    async def _read_request(self) -> TraceRequest:
         """Return the trace to be run, and reserve the usage that it declares; raises ApiError."""
         if self._refusal is not None:
             raise self._refusal
@@ -257,20 +257,20 @@ class JobRun:
 
     async def _wait_for_engine(self, delay_s: float) -> None:
         # No more jobs of its kind are claimed meanwhile: they would only wait with it, out of order.
-        self._output.tell_busy()
+        self._output.report_busy()
         self.waits_for = kind_of(self.job)
-        self.leave_place()
+        self.release_slot()
         self._wake()
         await asyncio.sleep(delay_s)
-        await self._places.acquire()
-        self._has_place = True
+        await self._slots.acquire()
+        self._has_slot = True
 
     def _note_accepted(self) -> None:
         if self.waits_for is not None:
             self.waits_for = None
             self._wake()
 
-    def _refused(self, error: ApiError) -> JobEnd | None:
+    def _end_after_refusal(self, error: ApiError) -> JobEnd | None:
         """Return how a job ended that its engine did not run to the end; None if it is to run again."""
         if error.code in _NO_ENGINE:
             return None
@@ -279,7 +279,7 @@ class JobRun:
             return None
         return JobEnd(JobStatus.ERROR, error.message, error.code)
 
-    def _ended_early(self) -> JobEnd | None:
+    def _end_after_cancellation(self) -> JobEnd | None:
         """Return how a cancelled job ended; re-raises the cancellation if the event loop is stopping."""
         if self._ending is None:
             raise asyncio.CancelledError

@@ -73,10 +73,10 @@ class RunEvents:
 
     def put(self, event: JobEvent) -> asyncio.Task[None]:
         self._pending.append(event)
-        before = self._writing
-        if before is None or (before.done() and not isinstance(before.exception(), LeaseLostError)):
-            self._writing = before = asyncio.create_task(self._drain())
-        return before
+        writing = self._writing
+        if writing is None or (writing.done() and not isinstance(writing.exception(), LeaseLostError)):
+            self._writing = writing = asyncio.create_task(self._drain())
+        return writing
 
     async def settle(self) -> None:
         """Wait until all events are written; raises the write's error."""
@@ -107,7 +107,7 @@ class RunEvents:
             del self._pending[: len(batch)]
 
 
-_TAKEN_S: Final = 0.2
+_ACCEPTED_S: Final = 0.2
 """An engine that has not refused a job within this time has accepted it, even if it sends no frame yet."""
 
 _BUSY: Final = "The engine's own queue is full; the job waits until it has room."
@@ -137,12 +137,12 @@ class RunOutput:
             return JobEnd(JobStatus.COMPLETED, result_bytes=self._result.num_bytes)
         return JobEnd(failure.status, failure.message, failure.code, self._result.num_bytes)
 
-    async def take_all(self, frames: AsyncGenerator[Frame, None]) -> None:
+    async def store_all(self, frames: AsyncGenerator[Frame, None]) -> None:
         """Raise ApiError if the engine does not take the trace or has failed, LeaseLostError."""
         # The first frame is the service's own and precedes the engine's answer. The job counts as dispatched
         # only once the engine has accepted it.
         self._dispatched = JobEvent.model_validate_json(bytes((await anext(frames)).data))
-        timer = asyncio.get_running_loop().call_later(_TAKEN_S, self._report_dispatched)
+        timer = asyncio.get_running_loop().call_later(_ACCEPTED_S, self._report_dispatched)
         try:
             async for frame in frames:
                 self._report_dispatched()
@@ -150,11 +150,11 @@ class RunOutput:
                     self._has_result = False
                     self._failure = _failure_of(frame.json())
                     return
-                await self._take(frame)
+                await self._store_frame(frame)
         finally:
             timer.cancel()
 
-    def tell_busy(self) -> None:
+    def report_busy(self) -> None:
         """Report that the engine's queue is full, if that is news."""
         if not self._was_busy or self._dispatched is None:
             self._events.put(now(JobStatus.QUEUED, _BUSY))
@@ -166,10 +166,10 @@ class RunOutput:
             self._events.put(event)
             self._accepted()
 
-    async def _take(self, frame: Frame) -> None:
+    async def _store_frame(self, frame: Frame) -> None:
         match frame.kind:
             case FrameKind.EVENT:
-                await self._take_event(JobEvent.model_validate_json(bytes(frame.data)))
+                await self._store_event(JobEvent.model_validate_json(bytes(frame.data)))
             case FrameKind.OUTPUTS:
                 await self._result.write(frame)
             case FrameKind.RESULT:
@@ -178,7 +178,7 @@ class RunOutput:
             case _:
                 pass  # only for a client that follows the trace as it runs
 
-    async def _take_event(self, event: JobEvent) -> None:
+    async def _store_event(self, event: JobEvent) -> None:
         event.time = event.time or time.time()
         if event.status is JobStatus.ERROR:
             # A block's exception: the result that contains it follows, and the job ends only then.

@@ -64,7 +64,7 @@ class JobService:
         try:
             await self.runner.recover(dead=await self._files.start())
             # Of servers that died between writing a job's files and inserting its row.
-            await self._files.remove_others(await self._store.known())
+            await self._files.remove_orphans(await self._store.all_ids())
             await self._count()
         except BaseException:
             await self.stop()
@@ -170,8 +170,8 @@ class JobService:
 
     async def rerun(self, job_id: str, holder: Holder, traceparent: str = "") -> Job:
         """Queue a job again, owned by the key of this request; raises ApiError ``job_not_rerunnable``."""
-        job, before, num_bytes = await self._store.rerun(job_id, holder, traceparent)
-        self._files.space.free(num_bytes, before)
+        job, previous_holder, num_bytes = await self._store.rerun(job_id, holder, traceparent)
+        self._files.space.free(num_bytes, previous_holder)
         await self._files.remove_results([job])
         self.runner.wake()
         return _job_of(job)
@@ -223,7 +223,7 @@ class JobService:
                 await self._count()
                 if time.monotonic() - others_at > ORPHAN_S:
                     others_at = time.monotonic()
-                    await self._files.remove_others(await self._store.known())
+                    await self._files.remove_orphans(await self._store.all_ids())
             except Exception:
                 logger.exception("removing expired jobs failed; retrying")
 

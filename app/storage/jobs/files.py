@@ -94,9 +94,9 @@ class ResultFile:
             if self._file is None:
                 self._file = self._path.open("wb", buffering=0)
             for piece in pieces:
-                rest = memoryview(piece).cast("B")
-                while rest:
-                    rest = rest[self._file.write(rest) :]
+                unwritten = memoryview(piece).cast("B")
+                while unwritten:
+                    unwritten = unwritten[self._file.write(unwritten) :]
 
     def _finish(self) -> None:
         with self._turn:
@@ -143,20 +143,22 @@ class JobFiles:
         self.space = space
         self.process = new_folder_name()
         self._directory = directory
-        self._own: ProcessFolder | None = None
-        self._open = OpenFiles()
+        self._process_folder: ProcessFolder | None = None
+        self._open_files = OpenFiles()
 
     async def start(self) -> frozenset[str]:
         """Create this process's folder, and return the names of the processes that have died."""
         jobs = self._directory / "jobs"
         await asyncio.to_thread(jobs.mkdir, mode=0o700, parents=True, exist_ok=True)
-        self._own = await asyncio.to_thread(claim_folder, self._directory / "servers", self.process)
-        return self._own.dead
+        self._process_folder = await asyncio.to_thread(
+            claim_folder, self._directory / "servers", self.process
+        )
+        return self._process_folder.dead
 
     async def close(self) -> None:
-        own, self._own = self._own, None
-        if own is not None:
-            await asyncio.to_thread(own.release)
+        folder, self._process_folder = self._process_folder, None
+        if folder is not None:
+            await asyncio.to_thread(folder.release)
 
     @contextlib.asynccontextmanager
     async def received(self, chunks: AsyncIterator[bytes], holder: Holder) -> AsyncIterator[JobUpload]:
@@ -164,9 +166,9 @@ class JobFiles:
 
         The errors are ``job_store_full``, ``stored_bytes_full``, or ``internal_error`` for a failed disk.
         """
-        if self._own is None:
+        if self._process_folder is None:
             raise RuntimeError("the files must be started before they are used; call start()")
-        path = self._own.path / secrets.token_hex(16)
+        path = self._process_folder.path / secrets.token_hex(16)
         upload = JobUpload(path, 0, "", holder)
         self.space.take(JOB_BYTES, holder)
         try:
@@ -215,7 +217,7 @@ class JobFiles:
 
     async def result(self, job: JobRow) -> OpenResult:
         """Open a result; its bytes stay counted until it is closed, even if its job is removed meanwhile."""
-        reading = self._open.begin((job.id, job.attempt), job.holder, job.result_bytes or 0)
+        reading = self._open_files.register((job.id, job.attempt), job.holder, job.result_bytes or 0)
         try:
             path = self._result(job.id, job.attempt)
             return OpenResult(await asyncio.to_thread(path.open, "rb"), reading)
@@ -226,25 +228,25 @@ class JobFiles:
     async def remove_results(self, jobs: Collection[JobRow]) -> None:
         """Remove the result files, if any, of the attempts of jobs."""
         for job in jobs:
-            self._hold(job.id, job.attempt)
+            self._count_until_closed(job.id, job.attempt)
             await asyncio.to_thread(self._result(job.id, job.attempt).unlink, missing_ok=True)
 
     async def remove(self, jobs: Collection[JobRow | NewJob]) -> None:
         """Remove jobs' folders, and uncount their bytes."""
         for job in jobs:
-            self._hold(job.id)
+            self._count_until_closed(job.id)
             await asyncio.to_thread(shutil.rmtree, self._folder(job.id), ignore_errors=True)
             self.space.free(job.num_bytes, job.holder)
 
-    def _hold(self, job_id: str, attempt: int | None = None) -> None:
+    def _count_until_closed(self, job_id: str, attempt: int | None = None) -> None:
         """Count the bytes of removed files until they are closed."""
-        for reading in self._open.all():
+        for reading in self._open_files.all():
             if reading.key[0] == job_id and attempt in {None, reading.key[1]}:
                 self.space.hold(reading.num_bytes, reading.holder)
-                let_go = functools.partial(self.space.hold, -reading.num_bytes, reading.holder)
-                self._open.when_closed(reading.key, let_go)
+                uncount = functools.partial(self.space.hold, -reading.num_bytes, reading.holder)
+                self._open_files.when_closed(reading.key, uncount)
 
-    async def remove_others(self, known: Collection[str]) -> None:
+    async def remove_orphans(self, known: Collection[str]) -> None:
         await asyncio.to_thread(self._remove_orphans, frozenset(known))
 
     def _folder(self, job_id: str) -> Path:
