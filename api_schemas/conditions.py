@@ -98,20 +98,20 @@ class Test(Strict):
     )
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_fields(self) -> Self:
         if [self.detector, self.probe, self.dictionary].count(None) != 2:
-            raise _error("a test has one of `detector`, `probe` and `dictionary`", "detector")
+            raise _invalid("a test has one of `detector`, `probe` and `dictionary`", "detector")
         if (self.dictionary is None) != (self.feature is None):
             missing = "feature" if self.feature is None else "dictionary"
-            raise _error("`dictionary` and `feature` belong together", missing)
+            raise _invalid("`dictionary` and `feature` belong together", missing)
         if self.above is not None and self.below is not None:
-            raise _error("a test has either `above` or `below`", "above")
+            raise _invalid("a test has either `above` or `below`", "above")
         if self.probe is not None and self.above is None and self.below is None:
-            raise _error("a test of a `probe` needs `above` or `below`", "above")
+            raise _invalid("a test of a `probe` needs `above` or `below`", "above")
         if (self.over == "window") != (self.of is not None):
-            raise _error("`of`, a number of positions, belongs to `over` window", "of")
+            raise _invalid("`of`, a number of positions, belongs to `over` window", "of")
         if self.until == "end" and self.hysteresis:
-            raise _error("`hysteresis` has no effect with `until` end", "hysteresis")
+            raise _invalid("`hysteresis` has no effect with `until` end", "hysteresis")
         return self
 
 
@@ -133,7 +133,7 @@ class Not(Strict):
     not_: When = Field(alias="not")
 
 
-def _kind(value: Any) -> str:
+def _form_of_condition(value: Any) -> str:
     for join, kind in (("all", AllOf), ("any", AnyOf), ("not", Not)):
         if isinstance(value, kind) or (isinstance(value, dict) and join in value):
             return kind.__name__
@@ -146,7 +146,7 @@ When = Annotated[
     | Annotated[AllOf, Tag(AllOf.__name__)]
     | Annotated[AnyOf, Tag(AnyOf.__name__)]
     | Annotated[Not, Tag(Not.__name__)],
-    Discriminator(_kind),
+    Discriminator(_form_of_condition),
 ]
 """A condition."""
 
@@ -167,7 +167,7 @@ def _check_size(value: Any) -> Any:
                 break
         level = inner
         if depth > _MAX_DEPTH or num_tests > MAX_TESTS:
-            raise _error(
+            raise _invalid(
                 f"a condition has at most {MAX_TESTS} tests and is nested at most {_MAX_DEPTH} deep", ""
             )
     return value
@@ -220,5 +220,5 @@ def points_of(name: DetectorName | DictionaryName | None) -> list[str]:
     return []
 
 
-def _error(message: str, field: str) -> PydanticCustomError:
+def _invalid(message: str, field: str) -> PydanticCustomError:
     return field_error(ErrorCode.INVALID_VALUE, message, field)

@@ -206,7 +206,7 @@ def _parse_one(item: object, param: str, limits: RequestLimits) -> Intervention:
     try:
         return schema.model_validate(item, context=limits)
     except ValidationError as error:
-        raise _translate(error, item, param) from error
+        raise _first_problem(error, item, param) from error
 
 
 def _check_lengths(item: dict[str, Any], param: str, limits: RequestLimits) -> None:
@@ -243,7 +243,7 @@ def _check_list(value: object, param: str, max_items: int) -> None:
         )
 
 
-def _translate(error: ValidationError, item: dict[str, Any], param: str) -> ApiError:
+def _first_problem(error: ValidationError, item: dict[str, Any], param: str) -> ApiError:
     """Return the first of pydantic's errors as an ApiError; further ones would add little."""
     problem = error.errors(include_url=False)[0]
     kind, location = problem["type"], problem["loc"]
@@ -269,7 +269,7 @@ def path_in(item: object, location: Sequence[int | str], *, keep_last: bool) -> 
     path: list[str] = []
     value: Any = item
     for index, part in enumerate(location):
-        if _holds(value, part):
+        if _has_item(value, part):
             value = value[part]
         elif not (keep_last and index == len(location) - 1):
             continue
@@ -277,7 +277,7 @@ def path_in(item: object, location: Sequence[int | str], *, keep_last: bool) -> 
     return path
 
 
-def _holds(value: object, part: int | str) -> bool:
+def _has_item(value: object, part: int | str) -> bool:
     if isinstance(value, list | tuple):
         return isinstance(part, int) and part < len(value)
     return isinstance(value, dict) and part in value

@@ -372,7 +372,7 @@ MODEL_NAME: Final = "model"
 TRACER_NAME: Final = "tracer"
 
 
-def _kind(value: Any) -> str:
+def _form_of_variable(value: Any) -> str:
     is_tensor = isinstance(value, TensorObject) or (
         isinstance(value, dict) and {"dtype", "data"} <= value.keys()
     )
@@ -380,7 +380,8 @@ def _kind(value: Any) -> str:
 
 
 Variable = Annotated[
-    Annotated[TensorObject, Tag("tensor")] | Annotated[JsonValue, Tag("plain")], Discriminator(_kind)
+    Annotated[TensorObject, Tag("tensor")] | Annotated[JsonValue, Tag("plain")],
+    Discriminator(_form_of_variable),
 ]
 """A value of JSON, or a tensor."""
 
@@ -430,7 +431,7 @@ class Trace(Strict):
         if (self.code is None) == (self.block is None):
             raise _invalid("`trace` needs `code` or `block`, and not both", "code")
         if self.block is not None:
-            self._data = _decoded(self.block)
+            self._data = _decoded_block(self.block)
             if self.variables:
                 raise _invalid(
                     "a `block` brings its variables itself; `variables` belong to `code`", "variables"
@@ -438,7 +439,7 @@ class Trace(Strict):
         return self
 
 
-def _decoded(text: str) -> bytes:
+def _decoded_block(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (ValueError, binascii.Error) as error:

@@ -75,8 +75,8 @@ class LayerSelection:
         if self.index is not None:
             layer = resolve_layer(self.index, num_layers, param)
             return range(layer, layer + 1)
-        start = 0 if self.start is None else self._bound(self.start, num_layers, param)
-        stop = num_layers if self.stop is None else self._bound(self.stop, num_layers, param)
+        start = 0 if self.start is None else self._resolve_bound(self.start, num_layers, param)
+        stop = num_layers if self.stop is None else self._resolve_bound(self.stop, num_layers, param)
         if start >= stop:
             raise ApiError(
                 ErrorCode.UNKNOWN_LAYER,
@@ -86,7 +86,7 @@ class LayerSelection:
             )
         return range(start, stop)
 
-    def _bound(self, bound: int, num_layers: int, param: str | None) -> int:
+    def _resolve_bound(self, bound: int, num_layers: int, param: str | None) -> int:
         resolved = bound + num_layers if bound < 0 else bound
         if not 0 <= resolved <= num_layers:
             raise ApiError(

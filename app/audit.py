@@ -116,7 +116,9 @@ class Record:
         }
         written: list[str] = [operation.op for operation in interventions]
         self.operations = written if len(written) <= _MAX_OPERATIONS else list(dict.fromkeys(written))
-        self.uses = [(operation.op, kind) for operation in interventions for kind in _points(operation)]
+        self.uses = [
+            (operation.op, kind) for operation in interventions for kind in _kinds_of_points(operation)
+        ]
         for operation in interventions:
             if isinstance(operation, Trace):
                 code = (operation.code or operation.block or "").encode("utf-8", "surrogatepass")
@@ -141,7 +143,7 @@ class Record:
         return row | {name: _storable(row[name]) for name in ("subject", "model", "error", "route")}
 
 
-def _points(operation: Intervention) -> set[str]:
+def _kinds_of_points(operation: Intervention) -> set[str]:
     if isinstance(operation, Trace):
         return {CODE}
     if isinstance(operation, LogitLens):
@@ -168,7 +170,7 @@ def changed(thing: Key | Tenant) -> dict[str, Any]:
     return thing.model_dump(mode="json", include=names, exclude_none=True)
 
 
-def of_command(command: str, subject: str, thing: Key | Tenant) -> Record:
+def command_record(command: str, subject: str, thing: Key | Tenant) -> Record:
     """Return the record of a command, which needs no key; ``subject`` is empty for one that created a key."""
     default_subject = thing.id if isinstance(thing, Key) else thing.name
     return Record("CLI", route=command, subject=subject or default_subject, details=changed(thing))

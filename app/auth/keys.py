@@ -23,7 +23,7 @@ from typing import Final, Generic, TypeVar
 from api_schemas.administration import CreatedKey, Key, Limits, NewKey, Scope, Tenant, Tier
 from api_schemas.errors import ApiError, ErrorCode
 from app.auth.principal import ANONYMOUS, Principal
-from app.auth.secrets import GivenKeys, Secret, bearer, hashed, matches, new_secret, parsed
+from app.auth.secrets import GivenKeys, Secret, bearer, hashed, matches, new_secret, parse_key
 from app.limits.allowances import ThrottledError
 from app.storage.keys import KeyStore, is_open, key_from_row
 from app.storage.tables import KeyRow
@@ -104,12 +104,12 @@ class LoginThrottle:
 
 def _network_of(address: str) -> str:
     try:
-        parsed = ipaddress.ip_address(address)
+        parse_key = ipaddress.ip_address(address)
     except ValueError:
         return address  # a client on a Unix socket has no address
-    if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is None:
-        return str(ipaddress.ip_network((parsed.packed, _IPV6_NETWORK), strict=False))
-    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
+    if isinstance(parse_key, ipaddress.IPv6Address) and parse_key.ipv4_mapped is None:
+        return str(ipaddress.ip_network((parse_key.packed, _IPV6_NETWORK), strict=False))
+    return str(getattr(parse_key, "ipv4_mapped", None) or parse_key)
 
 
 logger = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class Keys:
         return check.principal
 
     async def _check_text(self, text: str, address: str) -> _CachedCheck:
-        secret = parsed(text)
+        secret = parse_key(text)
         if secret is None:
             return _INVALID
         digest = hashlib.sha256(text.encode()).digest()

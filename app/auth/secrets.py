@@ -42,7 +42,7 @@ def new_secret() -> Secret:
     return Secret(key_id, f"nns_{key_id}_{secrets.token_urlsafe(_SECRET_BYTES)}")
 
 
-def parsed(text: str) -> Secret | None:
+def parse_key(text: str) -> Secret | None:
     """Parse a client's key; None if its format is not that of a key."""
     match = _FORM.fullmatch(text)
     return None if match is None else Secret(match[1], text)

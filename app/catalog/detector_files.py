@@ -198,7 +198,7 @@ def from_form(spec: ModelSpec, max_bytes: int, form: DetectorForm, name: str, co
 
 def from_json(spec: ModelSpec, max_bytes: int, value: dict[str, Any]) -> NewVersion:
     new = validated(NewDetector, value, RequestLimits(max_tensor_bytes=max_bytes))
-    tensors = [_arrays(part, f"parts.{index}") for index, part in enumerate(new.parts)]
+    tensors = [_arrays_of_part(part, f"parts.{index}") for index, part in enumerate(new.parts)]
     check_size((tensor for part_tensors in tensors for tensor in part_tensors.values()), max_bytes, "parts")
     parts = [
         part_of(part, part_tensors, spec, f"parts.{index}")
@@ -208,7 +208,7 @@ def from_json(spec: ModelSpec, max_bytes: int, value: dict[str, Any]) -> NewVers
     return new_version(detector, new.calibration, new.name, "json", shared=new.shared)
 
 
-def _arrays(part: NewPart, param: str) -> dict[str, Any]:
+def _arrays_of_part(part: NewPart, param: str) -> dict[str, Any]:
     values = {name: getattr(part, name) for name in _TENSORS}
     return {
         name: array_of(tensor, f"{param}.{name}") for name, tensor in values.items() if tensor is not None

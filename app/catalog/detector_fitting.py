@@ -196,7 +196,7 @@ def _fit_detector(
             link = Link.IDENTITY
             layers = [_mean_and_scale(*sides) for sides in zip(positive, negative, strict=True)]
     parts = [
-        DetectorPart(point, recipe.form, {name: _narrowed(tensor) for name, tensor in layer.items()})
+        DetectorPart(point, recipe.form, {name: _as_float32(tensor) for name, tensor in layer.items()})
         for point, layer in zip(points, layers, strict=True)
     ]
     return Detector(tuple(parts), bias, link)
@@ -219,7 +219,7 @@ def _mean_and_scale(positive: Values, negative: Values) -> dict[str, Floats]:
     return {"mean": towards.mean(axis=0), "scale": scale}
 
 
-def _narrowed(numbers: Floats) -> Numbers:
+def _as_float32(numbers: Floats) -> Numbers:
     with np.errstate(over="ignore"):
         return numbers.astype(np.float32)
 

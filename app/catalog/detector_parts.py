@@ -63,7 +63,9 @@ def part_of(head: PartHead, tensors: Mapping[str, npt.NDArray[Any]], spec: Model
         raise invalid(f"A part of the form `{form}` needs the tensor `{missing}`.", f"{param}.{missing}")
     hidden = _num_hidden(tensors, param) if form is Form.MLP else 0
     checked = {
-        name: _numbers(tensors.get(name), _shape(form, name, width, hidden), name, point, param)
+        name: _checked_numbers(
+            tensors.get(name), _expected_shape(form, name, width, hidden), name, point, param
+        )
         for name in names
     }
     return Part(point, form, checked)
@@ -81,13 +83,13 @@ def _num_hidden(tensors: Mapping[str, npt.NDArray[Any]], param: str) -> int:
     return int(shape[0])
 
 
-def _shape(form: Form, name: str, width: int, hidden: int) -> tuple[int, ...]:
+def _expected_shape(form: Form, name: str, width: int, hidden: int) -> tuple[int, ...]:
     if form is not Form.MLP:
         return (width,)
     return (hidden, width) if name == "hidden_weights" else (hidden,)
 
 
-def _numbers(
+def _checked_numbers(
     tensor: npt.NDArray[Any] | None, shape: tuple[int, ...], name: str, point: str, param: str
 ) -> Numbers:
     if tensor is None:

@@ -184,7 +184,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
             if LABELS in parts:
                 content, num_features = parts[LABELS], new.head["num_features"]
                 is_csv = not is_json(content)
-                labels = await self._labels(request, content, num_features, LABELS, is_csv=is_csv)
+                labels = await self._parse_labels(request, content, num_features, LABELS, is_csv=is_csv)
             return await self._store_shielded(new, labels, upload, caller)
 
     async def create_from_hub(
@@ -242,7 +242,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
             check_media_type(request, "application/json")
         idle_s = self._settings.upload_idle_timeout_s
         body = await read_bytes(request, min(MAX_LABELS_BYTES, self._settings.max_body_bytes), idle_s)
-        labels = await self._labels(request, bytes(body), row.head["num_features"], None, is_csv=is_csv)
+        labels = await self._parse_labels(request, bytes(body), row.head["num_features"], None, is_csv=is_csv)
         holder, num_bytes = Holder(caller.tenant), num_label_bytes(labels)
         async with self._adding:
             self._space.take(num_bytes, holder)
@@ -306,7 +306,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
                     upload.reserve(len(piece))
                     await asyncio.to_thread(upload.write, piece)
             await asyncio.to_thread(upload.finish)
-            fields = _parsed(cfg, settings.max_json_depth, CFG)
+            fields = _parse_json(cfg, settings.max_json_depth, CFG)
             cfg = json.dumps({**fields, **folder.overrides, "source": str(folder)}, indent=2).encode()
             new = await self._checked_version(form, cfg, upload, strict=strict)
             return await self._store_shielded(new, {}, upload, caller)
@@ -315,7 +315,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         self, form: _Form | DictionaryFromHub, cfg: bytes, upload: WeightsUpload, *, strict: bool = False
     ) -> NewVersion:
         """Return a dictionary to be stored, without labels, checked against its weights and the model."""
-        sae_config = read_config(_parsed(cfg, self._settings.max_json_depth, CFG))
+        sae_config = read_config(_parse_json(cfg, self._settings.max_json_depth, CFG))
         if strict:
             self._engine.served().warnings_of(sae_config.model, _CFG_FILE, ErrorCode.DICTIONARY_MISMATCH)
         at, output_at = places_of(sae_config, form.at, form.output_at, self._engine.capabilities())
@@ -334,7 +334,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         }
         return NewVersion(form.name, form.shared in {True, "true"}, head, cfg, upload.sha256)
 
-    async def _labels(
+    async def _parse_labels(
         self, request: Request, content: bytes, num_features: int, param: str | None, *, is_csv: bool
     ) -> Labels:
         if is_csv:
@@ -343,7 +343,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         if context.bodies is not None and len(content) >= _SMALL_BYTES:
             value = await context.bodies.read(content, context.tenant)
         else:
-            value = _parsed(content, self._settings.max_json_depth, param)
+            value = _parse_json(content, self._settings.max_json_depth, param)
         return await asyncio.to_thread(labels_of_object, value, content, num_features, param)
 
     async def _store_shielded(
@@ -424,7 +424,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
             await self._files.remove(aside)
 
 
-def _parsed(content: bytes, max_depth: int, param: str | None) -> dict[str, Any]:
+def _parse_json(content: bytes, max_depth: int, param: str | None) -> dict[str, Any]:
     try:
         check_depth(content, max_depth)
         return parse_object(content)

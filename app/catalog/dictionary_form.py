@@ -84,9 +84,9 @@ class _FormParser:
                 },
             )
         except (FormParserError, ValueError) as error:
-            raise _wrong(f"The form is broken: {clip(str(error))}.") from error
+            raise _bad_form(f"The form is broken: {clip(str(error))}.") from error
         if not options.get(b"boundary"):
-            raise _wrong("A form's content type needs a boundary.")
+            raise _bad_form("A form's content type needs a boundary.")
         self._upload = upload
         self._max_weights_bytes = max_weights_bytes
         self._parts: dict[str, bytearray] = {}
@@ -100,17 +100,17 @@ class _FormParser:
         try:
             self._parser.write(piece)
         except FormParserError as error:
-            raise _wrong(f"The form is broken: {clip(str(error))}.") from error
+            raise _bad_form(f"The form is broken: {clip(str(error))}.") from error
 
     def finish(self) -> dict[str, bytes]:
         try:
             self._parser.finalize()
         except FormParserError as error:
-            raise _wrong(f"The form is broken: {clip(str(error))}.") from error
+            raise _bad_form(f"The form is broken: {clip(str(error))}.") from error
         if not self._has_ended:
-            raise _wrong("The form ends before its last boundary.")
+            raise _bad_form("The form ends before its last boundary.")
         if not self._has_weights or not self._upload.num_bytes:
-            raise _wrong("A dictionary's form needs a file, in the field `weights`; and `cfg` and `name`.")
+            raise _bad_form("A dictionary's form needs a file, in the field `weights`; and `cfg` and `name`.")
         self._upload.finish()
         return {name: bytes(part) for name, part in self._parts.items()}
 
@@ -136,7 +136,7 @@ class _FormParser:
         is_twice = self._has_weights if name == WEIGHTS else name in self._parts
         if is_twice or (name != WEIGHTS and name not in _MAX_PART_BYTES):
             fields = ", ".join((WEIGHTS, *_MAX_PART_BYTES))
-            raise _wrong(f"A dictionary's form has the fields {fields}, each once; got {clip(name)!r}.")
+            raise _bad_form(f"A dictionary's form has the fields {fields}, each once; got {clip(name)!r}.")
         if name == WEIGHTS:
             self._has_weights = True
             refuse_pickle(self._file_name, b"")
@@ -179,7 +179,7 @@ class _FormParser:
         self._has_ended = True
 
 
-def _wrong(message: str) -> ApiError:
+def _bad_form(message: str) -> ApiError:
     return ApiError(ErrorCode.BAD_REQUEST, message)
 
 
@@ -201,11 +201,11 @@ def labels_of_object(
 
     ``content`` is the JSON that ``value`` was parsed from: a key may be twice in it.
     """
-    labels = _checked(value.items(), num_features, param)
+    labels = _checked_labels(value.items(), num_features, param)
     keys = [match["key"] for match in _STRING.finditer(content) if match["colon"]]
     if len(keys) != len(value):
         key = next((key for key, count in Counter(keys).items() if count > 1), b"one")
-        raise _invalid(f"A feature has one label; {clip(key.decode())} is there twice.", param)
+        raise _invalid_labels(f"A feature has one label; {clip(key.decode())} is there twice.", param)
     return labels
 
 
@@ -213,18 +213,20 @@ def labels_of_csv(content: bytes, num_features: int, param: str | None) -> dict[
     """Return labels by id, without empty ones, of CSV in UTF-8; raises ApiError ``invalid_labels``."""
     try:
         rows = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""), strict=True)
-        return _checked(_pairs(rows, param), num_features, param)
+        return _checked_labels(_pairs_of_rows(rows, param), num_features, param)
     except (UnicodeDecodeError, csv.Error) as error:
-        raise _invalid(f"Labels are a JSON object, or CSV in UTF-8: {clip(str(error))}.", param) from error
+        raise _invalid_labels(
+            f"Labels are a JSON object, or CSV in UTF-8: {clip(str(error))}.", param
+        ) from error
 
 
-def _pairs(rows: Iterable[list[str]], param: str | None) -> Iterable[tuple[str, str]]:
+def _pairs_of_rows(rows: Iterable[list[str]], param: str | None) -> Iterable[tuple[str, str]]:
     for index, row in enumerate(rows):
         cells = [cell.strip() for cell in row]
         if not any(cells) or (index == 0 and tuple(cell.lower() for cell in cells) == _CELLS):
             continue
         if len(cells) != len(_CELLS):
-            raise _invalid(
+            raise _invalid_labels(
                 f"Each line of CSV has an id and a label; line {index + 1} has {len(cells)} cells. A label "
                 "with a comma stands in quotes.",
                 param,
@@ -232,29 +234,29 @@ def _pairs(rows: Iterable[list[str]], param: str | None) -> Iterable[tuple[str, 
         yield cells[0], cells[1]
 
 
-def _checked(pairs: Iterable[tuple[str, Any]], num_features: int, param: str | None) -> dict[int, str]:
+def _checked_labels(pairs: Iterable[tuple[str, Any]], num_features: int, param: str | None) -> dict[int, str]:
     labels: dict[int, str] = {}
     for key, text in pairs:
         feature = int(key) if _ID.fullmatch(key) else -1
         if not 0 <= feature < num_features:
-            raise _invalid(
+            raise _invalid_labels(
                 f"A label's id is a feature from 0 to {num_features - 1}, got {clip(key)!r}.", param
             )
         if not isinstance(text, str):
-            raise _invalid(f"A label is text; that of {feature} is {excerpt(text)}.", param)
+            raise _invalid_labels(f"A label is text; that of {feature} is {excerpt(text)}.", param)
         label = " ".join(text.split())
         if len(label) > MAX_LABEL_CHARACTERS or "\0" in label:
-            raise _invalid(
+            raise _invalid_labels(
                 f"A label has at most {MAX_LABEL_CHARACTERS} characters, and no NUL; that of {feature} has "
                 f"{len(label)}.",
                 param,
             )
         if feature in labels:
-            raise _invalid(f"A feature has one label; {feature} is there twice.", param)
+            raise _invalid_labels(f"A feature has one label; {feature} is there twice.", param)
         if label:
             labels[feature] = label
     return labels
 
 
-def _invalid(message: str, param: str | None) -> ApiError:
+def _invalid_labels(message: str, param: str | None) -> ApiError:
     return ApiError(ErrorCode.INVALID_LABELS, message, param)

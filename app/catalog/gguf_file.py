@@ -97,8 +97,8 @@ def read(data: bytes) -> Tensors:
     num_tensors, num_fields = file.number(8), file.number(8)
     if max(num_tensors, num_fields) > _MAX_ENTRIES:
         raise _invalid(f"A GGUF control vector has at most {_MAX_ENTRIES} fields and tensors.")
-    alignment = _fields(file, num_fields)
-    infos = [_info(file) for _ in range(num_tensors)]
+    alignment = _read_alignment(file, num_fields)
+    infos = [_read_info(file) for _ in range(num_tensors)]
     data_start = -(-file.position // alignment) * alignment
     if sum(info.num_items for info in infos) > len(data) - file.position:
         # Overlapping tensors would multiply the memory, since each is a copy of its bytes.
@@ -107,11 +107,11 @@ def read(data: bytes) -> Tensors:
     for info in infos:
         if info.name in tensors:
             raise _invalid(f"Tensors must have different names; two are {clip(info.name)!r}.")
-        tensors[info.name] = _tensor(data, data_start, info)
+        tensors[info.name] = _read_tensor(data, data_start, info)
     return tensors
 
 
-def _fields(file: _ByteReader, num_fields: int) -> int:
+def _read_alignment(file: _ByteReader, num_fields: int) -> int:
     architecture, alignment = "", _DEFAULT_ALIGNMENT
     for _ in range(num_fields):
         key, kind = file.text(_MAX_NAME_BYTES), file.number(4)
@@ -133,7 +133,7 @@ def _fields(file: _ByteReader, num_fields: int) -> int:
     return alignment
 
 
-def _info(file: _ByteReader) -> _Info:
+def _read_info(file: _ByteReader) -> _Info:
     name = file.text(_MAX_NAME_BYTES)
     if _NAME.fullmatch(name) is None:
         raise _invalid(
@@ -146,7 +146,7 @@ def _info(file: _ByteReader) -> _Info:
     return _Info(name, num_items, file.number(4), file.number(8))
 
 
-def _tensor(data: bytes, data_start: int, info: _Info) -> npt.NDArray[Any]:
+def _read_tensor(data: bytes, data_start: int, info: _Info) -> npt.NDArray[Any]:
     dtype_and_bytes = _DTYPES.get(info.kind)
     if dtype_and_bytes is None:
         raise ApiError(

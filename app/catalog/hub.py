@@ -88,7 +88,7 @@ def folder_of(source: str) -> HubFolder:
         return _folder_of_release(source, table_match["table"], table_match["first"], table_match["rest"])
     match = _HF.fullmatch(source)
     if match is None or match["repository"].partition("/")[0] in _OTHER_TYPES:
-        raise _wrong(
+        raise _invalid_source(
             f"A source is hf://OWNER/NAME/FOLDER, also with a revision, hf://OWNER/NAME@REVISION/FOLDER, "
             f"saelens://RELEASE/ID or neuronpedia://MODEL/SOURCE; got {clip(source)!r}."
         )
@@ -105,9 +105,12 @@ async def open_on_hub(
     ``hub_unavailable``; ``body_too_large``, also from the bytes.
     """
     if huggingface_hub.is_offline_mode():
-        path = await asyncio.to_thread(_cached, folder, name, trusted=trusted)
+        path = await asyncio.to_thread(_cached_file, folder, name, trusted=trusted)
         commit = path.parents[len(Path(folder.path).parts)].name
-        yield dataclasses.replace(folder, revision=commit), _bounded(_read(path), name, max_bytes)
+        yield (
+            dataclasses.replace(folder, revision=commit),
+            _bounded_pieces(_file_pieces(path), name, max_bytes),
+        )
         return
     url = huggingface_hub.hf_hub_url(
         folder.repository, name, subfolder=folder.path or None, revision=folder.revision
@@ -115,7 +118,7 @@ async def open_on_hub(
     # Compressed content could grow without bound as it is unpacked.
     headers = {**build_hf_headers(token=None if trusted else False), "accept-encoding": "identity"}
     async with contextlib.AsyncExitStack() as stack:
-        with _translated():
+        with _translating_errors():
             client = await stack.enter_async_context(huggingface_hub.get_async_session())
             stream = client.stream("GET", url, headers=headers, timeout=_TIMEOUT_S)
             response = await stack.enter_async_context(stream)
@@ -127,10 +130,13 @@ async def open_on_hub(
             answer.headers[_COMMIT] for answer in (*response.history, response) if _COMMIT in answer.headers
         ]
         commit = commits[0] if commits and re.fullmatch(_PART, commits[0]) else folder.revision
-        yield dataclasses.replace(folder, revision=commit), _bounded(_received(response), name, max_bytes)
+        yield (
+            dataclasses.replace(folder, revision=commit),
+            _bounded_pieces(_received_pieces(response), name, max_bytes),
+        )
 
 
-def _cached(folder: HubFolder, name: str, *, trusted: bool) -> Path:
+def _cached_file(folder: HubFolder, name: str, *, trusted: bool) -> Path:
     if not trusted:
         raise _unavailable("this server has no network (HF_HUB_OFFLINE)")
     path = huggingface_hub.try_to_load_from_cache(
@@ -154,7 +160,7 @@ def _check_response(status: int, encoding: str | None, folder: HubFolder, name: 
 
 
 @contextlib.contextmanager
-def _translated() -> Iterator[None]:
+def _translating_errors() -> Iterator[None]:
     """Raise ApiError for the errors of the Hub's client, whose HTTP package differs between its versions."""
     try:
         yield
@@ -162,7 +168,7 @@ def _translated() -> Iterator[None]:
         raise _unavailable(clip(f"{type(error).__name__}: {error}")) from error
 
 
-async def _bounded(pieces: AsyncIterator[bytes], name: str, max_bytes: int) -> AsyncIterator[bytes]:
+async def _bounded_pieces(pieces: AsyncIterator[bytes], name: str, max_bytes: int) -> AsyncIterator[bytes]:
     num_bytes = 0
     async for piece in pieces:
         num_bytes += len(piece)
@@ -171,17 +177,17 @@ async def _bounded(pieces: AsyncIterator[bytes], name: str, max_bytes: int) -> A
         yield piece
 
 
-async def _received(response: Any) -> AsyncIterator[bytes]:
+async def _received_pieces(response: Any) -> AsyncIterator[bytes]:
     pieces = response.aiter_raw(_PIECE_BYTES)
     while True:
-        with _translated():
+        with _translating_errors():
             piece = await anext(pieces, None)
         if piece is None:
             return
         yield piece
 
 
-async def _read(path: Path) -> AsyncIterator[bytes]:
+async def _file_pieces(path: Path) -> AsyncIterator[bytes]:
     file = await asyncio.to_thread(path.open, "rb")
     try:
         while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
@@ -194,7 +200,7 @@ def _folder_of_release(source: str, table: str, release_or_model: str, sae_name:
     """Return the folder of a name in SAELens' table, which is read without importing SAELens."""
     spec = importlib.util.find_spec("sae_lens")
     if spec is None or not spec.submodule_search_locations:
-        raise _wrong(
+        raise _invalid_source(
             f"Names of releases, such as {clip(source)!r}, are looked up in SAELens' table, and this server "
             "has no SAELens: `pip install --no-deps sae-lens` beside it, or name repository and folder, "
             "hf://OWNER/NAME/FOLDER."
@@ -214,7 +220,7 @@ def _folder_of_release(source: str, table: str, release_or_model: str, sae_name:
             if sae.get("neuronpedia") == f"{release_or_model}/{sae_name}"
         ]
     if not candidates:
-        raise _wrong(f"SAELens' table of releases has no {clip(source)!r}.")
+        raise _invalid_source(f"SAELens' table of releases has no {clip(source)!r}.")
     name, sae = candidates[0]
     release = releases[name]
     if release.get("conversion_func"):
@@ -246,7 +252,7 @@ def _too_large(name: str, max_bytes: int) -> ApiError:
     )
 
 
-def _wrong(message: str) -> ApiError:
+def _invalid_source(message: str) -> ApiError:
     return ApiError(ErrorCode.INVALID_VALUE, message, _PARAM)
 
 

@@ -151,7 +151,7 @@ def check_fit(operations: Sequence[Intervention], spec: ModelSpec) -> None:
     # Each operation has an image of its own, of as many positions as it may need.
     sizes = [_num_positions(operation) for operation in declared]
     compile_request(
-        [_anywhere(operation, index) for index, operation in enumerate(declared)],
+        [_at_any_position(operation, index) for index, operation in enumerate(declared)],
         spec=spec,
         prompt_token_ids=[0] * max(sizes, default=1),
         media=PromptMedia(tuple(((0, size),) for size in sizes)),
@@ -170,7 +170,7 @@ def _num_positions(operation: Operation) -> int:
     return shape[-2] if len(shape) > 1 else 1
 
 
-def _anywhere(operation: Operation, image: int) -> Operation:
+def _at_any_position(operation: Operation, image: int) -> Operation:
     """Return an operation without the parts that depend on the prompt or the tokenizer."""
     if isinstance(operation, Patch):
         positions = list(range(len(operation.where.positions or ())))

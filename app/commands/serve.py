@@ -73,7 +73,7 @@ def run(start: Start) -> None:
         if start.options.replicas:
             _serve_replicas(start, console)
         else:
-            _serve(start, console)
+            _serve_alone(start, console)
     except (BundledModelError, CommandError, UnsupportedOptionError) as error:
         if start.settings.log_format == "json":  # this line too, then
             logger.error("%s", error)  # noqa: TRY400 - one line
@@ -81,11 +81,11 @@ def run(start: Start) -> None:
         raise CommandError(str(error)) from error
 
 
-def _serve(start: Start, console: Console) -> None:
+def _serve_alone(start: Start, console: Console) -> None:
     model, options, settings, compiles = start.model, start.arguments, start.settings, start.options.compiles
     # The bundled model's checksums are verified during the import: hashing releases the GIL.
     bundled = settings.bundled_model_dir
-    with _progress(console) as progress, ThreadPoolExecutor(1) as beside:
+    with _progress_bar(console) as progress, ThreadPoolExecutor(1) as beside:
         is_named = model is not None or CONFIG in options
         bundled_check = None if is_named else beside.submit(intact_bundled_model, cache_dir=bundled)
         progress.add_task("Importing vLLM", total=None)
@@ -136,7 +136,7 @@ def _serve_replicas(start: Start, console: Console) -> None:
             f"--replicas needs Ray Serve: pip install 'nnsight-engine[ray]' ({error})"
         ) from error
     if model is None:  # built once here instead of once per replica
-        with _progress(console) as progress:
+        with _progress_bar(console) as progress:
             reporter = _reporter(progress, progress.add_task("Bundled model", total=None))
             bundled_model_path(cache_dir=settings.bundled_model_dir, progress=reporter)
     command.run(
@@ -259,7 +259,7 @@ async def _log_ready(engine: Any, url: str) -> None:
 
 
 async def _announce(engine: Any, url: str, settings: Settings, console: Console, *, with_keys: bool) -> None:
-    with _progress(console) as progress:
+    with _progress_bar(console) as progress:
         progress.add_task("Loading the engine", total=None)
         await engine.started.wait()
     spec = engine.engine.spec
@@ -281,7 +281,7 @@ def _demo_line(url: str, name: str, *, is_bundled: bool, with_key: bool) -> str:
     return f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{json.dumps(demo)}'"
 
 
-def _progress(console: Console) -> Progress:
+def _progress_bar(console: Console) -> Progress:
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),

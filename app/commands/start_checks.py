@@ -74,12 +74,12 @@ def _take_option(name: str, options: Sequence[str]) -> tuple[str | None, list[st
 
 def check_model(model: str, args: argparse.Namespace, taps: str) -> None:
     """Check that a model exists (CommandError) and that options and taps fit its config.json."""
-    config = _config(model, args)
+    config = _find_config(model, args)
     if config and not args.hf_overrides and not args.hf_config_path:
         _check_fit(config, args, taps)
 
 
-def _config(model: str, args: argparse.Namespace) -> Mapping[str, Any]:
+def _find_config(model: str, args: argparse.Namespace) -> Mapping[str, Any]:
     """Return the content of config.json; empty if only vLLM can tell."""
     folder = Path(model)
     if folder.is_dir():
@@ -102,7 +102,7 @@ def _config(model: str, args: argparse.Namespace) -> Mapping[str, Any]:
 def _config_of_folder(folder: Path, args: argparse.Namespace) -> Mapping[str, Any]:
     file = folder / _CONFIG_FILE
     if file.is_file():
-        return _parsed(file)
+        return _parse_config(file)
     if args.hf_config_path or any(next(folder.glob(pattern), None) for pattern in _OTHER_CONFIGS):
         return {}
     raise CommandError(
@@ -113,7 +113,7 @@ def _config_of_folder(folder: Path, args: argparse.Namespace) -> Mapping[str, An
 def _config_of_hub(name: str, args: argparse.Namespace) -> Mapping[str, Any]:
     cached = try_to_load_from_cache(name, _CONFIG_FILE, revision=args.revision)
     if isinstance(cached, str):
-        return _parsed(Path(cached))
+        return _parse_config(Path(cached))
     at = f" at revision {args.revision}" if args.revision else ""
     unknown = f"there is no folder {name}, and the Hugging Face Hub has no model {name}{at}"
     token = args.hf_token if isinstance(args.hf_token, str) else None
@@ -122,7 +122,7 @@ def _config_of_hub(name: str, args: argparse.Namespace) -> Mapping[str, Any]:
         get_hf_file_metadata(
             hf_hub_url(name, _CONFIG_FILE, revision=args.revision), token=token, timeout=_TIMEOUT_S
         )
-        return _parsed(Path(hf_hub_download(name, _CONFIG_FILE, revision=args.revision, token=token)))
+        return _parse_config(Path(hf_hub_download(name, _CONFIG_FILE, revision=args.revision, token=token)))
     except GatedRepoError as error:
         raise CommandError(
             f"{name} is gated on the Hugging Face Hub: accept its terms there, and set HF_TOKEN"
@@ -147,7 +147,7 @@ def _config_of_hub(name: str, args: argparse.Namespace) -> Mapping[str, Any]:
         ) from error
 
 
-def _parsed(file: Path) -> Mapping[str, Any]:
+def _parse_config(file: Path) -> Mapping[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

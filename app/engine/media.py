@@ -30,20 +30,20 @@ class GuardedMediaConnector(MediaConnector):
 
     def load_from_url(self, url: str, media_io: Any, **options: Any) -> Any:
         """Raise VLLMValidationError for a URL not allowed, VLLMUnprocessableEntityError for a failure."""
-        self._check(url)
+        self._check_url(url)
         try:
             return super().load_from_url(url, media_io, **options)
         except OSError as error:  # those of requests are
             raise _unreachable(error) from error
 
     async def load_from_url_async(self, url: str, media_io: Any, **options: Any) -> Any:
-        self._check(url)
+        self._check_url(url)
         try:
             return await super().load_from_url_async(url, media_io, **options)
         except (OSError, aiohttp.ClientError) as error:
             raise _unreachable(error) from error
 
-    def _check(self, url: str) -> None:
+    def _check_url(self, url: str) -> None:
         scheme = url.lstrip().partition(":")[0].lower()
         if scheme in {"http", "https"} and not self.allowed_media_domains:
             raise VLLMValidationError(

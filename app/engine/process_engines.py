@@ -159,12 +159,12 @@ async def _answer_with(child: TraceProcess, request: Callable[[], Awaitable[Fram
         except ProcessEndedError:
             raise
         except DecodeError as error:
-            answer = _refusal(ApiError(ErrorCode.INVALID_TRACE, str(error)))
+            answer = _error_frame(ApiError(ErrorCode.INVALID_TRACE, str(error)))
         except ApiError as error:
-            answer = _refusal(error)
+            answer = _error_frame(error)
         except Exception:
             logger.exception("a request of a trace's process failed")
-            answer = _refusal(internal_error())
+            answer = _error_frame(internal_error())
         if answer is not None:
             await child.answer(answer)
 
@@ -181,5 +181,5 @@ def _check_session_trace(request: TraceRequest) -> None:
         )
 
 
-def _refusal(error: ApiError) -> Frame:
+def _error_frame(error: ApiError) -> Frame:
     return Frame(FrameKind.ERROR, error_bytes(error))

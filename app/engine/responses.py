@@ -161,7 +161,7 @@ async def choice_json(
         file = await store.put(
             {key: tensor for key, (tensor, _) in in_file.items()}, work.tenant, work.meter.key_id
         )
-        _link(in_file, f"{base_path}/v1/results/{file.id}", file.expires_at)
+        _link_tensors(in_file, f"{base_path}/v1/results/{file.id}", file.expires_at)
     if collected.final:
         work.note_tier(collected.tier)
     if collected.final and collected.is_code:
@@ -266,7 +266,9 @@ class _TensorsInFile(dict[str, tuple[TensorResult, dict[str, Any]]]):
         self.clear()
 
 
-def _link(tensors: Mapping[str, tuple[TensorResult, dict[str, Any]]], url: str, expires_at: float) -> None:
+def _link_tensors(
+    tensors: Mapping[str, tuple[TensorResult, dict[str, Any]]], url: str, expires_at: float
+) -> None:
     for key, (tensor, tensor_json) in tensors.items():
         tensor_json["url"], tensor_json["format"], tensor_json["key"] = url, "safetensors", key
         tensor_json["dtype"], tensor_json["shape"] = tensor.dtype, list(tensor.shape)
@@ -290,17 +292,17 @@ def _result_json(result: _Plain, tensors: _TensorsInFile, decode: Decode) -> dic
     if isinstance(result, CollectedTrace):
         return _trace_json(result, tensors)
     if isinstance(result, CollectedProbe):
-        points = {point: _numbers(values) for point, values in result.points.items()}
+        points = {point: _number_rows(values) for point, values in result.points.items()}
         return {"type": "probe", "positions": result.positions, "points": points}
     if isinstance(result, CollectedScores):
-        return {"type": "detect", "positions": result.positions, "scores": _numbers(result.scores)}
+        return {"type": "detect", "positions": result.positions, "scores": _number_rows(result.scores)}
     if isinstance(result, CollectedMarks):
         return {"type": result.kind, "positions": result.positions}
     layers = {str(layer): _lens_rows(rows, decode) for layer, rows in result.layers.items()}
     return {"type": "logit_lens", "positions": result.positions, "layers": layers}
 
 
-def _numbers(values: Array) -> Rows:
+def _number_rows(values: Array) -> Rows:
     return Rows(len(values), 1, lambda start, stop: values[start:stop].tolist())
 
 

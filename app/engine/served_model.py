@@ -45,7 +45,7 @@ class ServedModel:
     @property
     def all_names(self) -> tuple[str, ...]:
         """The names that clients may use; those under which it is served come first."""
-        source = _normal(self.source)
+        source = _normalised(self.source)
         others = (posixpath.basename(source),) if _is_path(source) else (source, posixpath.basename(source))
         return tuple(dict.fromkeys((*self.names, *others, *self.adapters)))
 
@@ -105,9 +105,9 @@ class ServedModel:
         )
 
     def _is_called(self, name: str) -> bool:
-        return name in self.names or _normal(name) in {
-            _normal(self.source),
-            posixpath.basename(_normal(self.source)),
+        return name in self.names or _normalised(name) in {
+            _normalised(self.source),
+            posixpath.basename(_normalised(self.source)),
         }
 
 
@@ -115,14 +115,14 @@ def _is_path(name: str) -> bool:
     return name.startswith(("/", "./", "../", "~")) or "\\" in name
 
 
-def _normal(name: str) -> str:
+def _normalised(name: str) -> str:
     return posixpath.normpath(name)
 
 
 def _comparable(name: str) -> str:
     """Return a model's name without owner, case, punctuation, and the ``hf`` of converted weights."""
     cached = _CACHED.search(name)
-    base = cached["name"] if cached else posixpath.basename(_normal(name))
+    base = cached["name"] if cached else posixpath.basename(_normalised(name))
     plain = re.sub(r"[^0-9a-z]", "", base.lower()).removesuffix("hf")
     return _ALIASES.get(plain, plain)
 
@@ -135,7 +135,7 @@ def describe(spec: ModelSpec, settings: Settings) -> Capabilities:
         model=spec.name,
         architecture=spec.architecture,
         dtype=spec.dtype,
-        points=[_point(leaf) for leaf in spec.leaves],
+        points=[_capability_of(leaf) for leaf in spec.leaves],
         operations=sorted(operations),
         limits=CapabilityLimits(
             max_operations=settings.max_operations,
@@ -182,7 +182,7 @@ def spec_of(capabilities: Capabilities) -> ModelSpec:
     )
 
 
-def _point(leaf: LeafSpec) -> PointCapability:
+def _capability_of(leaf: LeafSpec) -> PointCapability:
     return PointCapability(
         name=point_name(leaf.name),
         shape=list(leaf.shape),

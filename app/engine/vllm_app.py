@@ -46,7 +46,7 @@ from app.engine.adapters import AdapterLocks, AdapterModels, check_adapter_reque
 from app.engine.answer_parsers import mend_chat, mend_messages, mend_responses
 from app.engine.client import EngineReply
 from app.engine.stored_responses import is_under_way, stores_of_responses
-from app.engine.vllm_errors import cause_of, corrected, raise_message_errors, raise_stream_errors, raised
+from app.engine.vllm_errors import cause_of, corrected, raise_message_errors, raise_stream_errors, refusal_of
 from app.http.contexts import context_of, note_error
 from app.http.errors import error_response
 from app.http.vllm_routes import LOAD_ADAPTER, RESPONSES, UNLOAD_ADAPTER
@@ -166,7 +166,7 @@ class _Corrected:
 
 
 async def _error_answer(_request: Request, error: Exception) -> Response:
-    refusal = raised(error)
+    refusal = refusal_of(error)
     if isinstance(refusal, ApiError):
         return error_response(refusal)
     refused = create_error_response(cause_of(error))
@@ -210,7 +210,7 @@ async def _wait_ended(task: asyncio.Task[None], scope: Scope) -> None:
     task.cancel()
     (error,) = await asyncio.gather(task, return_exceptions=True)
     if isinstance(error, Exception):
-        note_error(scope, getattr(raised(error), "code", "internal_error"))
+        note_error(scope, getattr(refusal_of(error), "code", "internal_error"))
         logger.warning("a response in the background has failed: %s", type(error).__name__)
     elif reached.done():
         note_error(scope, reached.result().code)

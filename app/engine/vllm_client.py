@@ -47,7 +47,7 @@ from app.engine.media import register_connector
 from app.engine.served_model import ServedModel, describe
 from app.engine.vllm_app import BackgroundApp, VLLMApp, counted
 from app.engine.vllm_arguments import engine_arguments, message_of
-from app.engine.vllm_errors import Refusals, RefusedError, raised, translating_engine_death
+from app.engine.vllm_errors import Refusals, RefusedError, refusal_of, translating_engine_death
 from app.engine.vllm_requests import ids_of, refusing, texts_of, tokenize_request
 from app.engine.vllm_traces import VLLMTraceEngine
 from app.http.contexts import context_of
@@ -124,7 +124,7 @@ class VLLMEngineClient:
         self._loading: asyncio.Task[InterventionAsyncLLM] | None = None
         self._described: DescribedModel | None = None
         self._capabilities: Capabilities | None = None
-        self._known_texts: TokenTexts | None = None
+        self._loaded_texts: TokenTexts | None = None
         self._markers = NO_MARKERS
         self.started = asyncio.Event()
         self._vllm_app = VLLMApp(args)
@@ -152,10 +152,10 @@ class VLLMEngineClient:
         return self._engine
 
     @property
-    def _texts(self) -> TokenTexts:
-        if self._known_texts is None:
-            self._known_texts = TokenTexts(self.engine.renderer.get_tokenizer())
-        return self._known_texts
+    def _token_texts(self) -> TokenTexts:
+        if self._loaded_texts is None:
+            self._loaded_texts = TokenTexts(self.engine.renderer.get_tokenizer())
+        return self._loaded_texts
 
     async def start(self) -> None:
         if self.started.is_set():
@@ -176,7 +176,7 @@ class VLLMEngineClient:
             await self._vllm_app.use(self._engine)
             await self._warm_up()
             if not self._args.skip_tokenizer_init:
-                await asyncio.to_thread(self._texts.text, 0)  # loads the vocabulary
+                await asyncio.to_thread(self._token_texts.text, 0)  # loads the vocabulary
                 tools = self._args.tool_call_parser or ""
                 self._markers = await asyncio.to_thread(markers_of, self._engine, tools)
         if self.started.is_set():
@@ -349,8 +349,8 @@ class VLLMEngineClient:
             return BackgroundApp(self._vllm_app, self._vllm_app.serving("openai_serving_responses"))
         if not interventions:
             return self._vllm_app
-        call = await self._call(interventions, http, streams=streams)
-        return InterveningApp(self._vllm_app, self.engine, self._results(call, 1, http))
+        call = await self._new_call(interventions, http, streams=streams)
+        return InterveningApp(self._vllm_app, self.engine, self._results_of(call, 1, http))
 
     def check_passed_body(self, path: str, fields: JsonObject) -> None:
         self._vllm_app.check_body(path, fields)
@@ -362,7 +362,7 @@ class VLLMEngineClient:
         refusals = Refusals(request.root.model_dump(exclude_none=True), type(vllm_request).model_fields)
         answer = await self._serve(serve, vllm_request, http, refusals)
         ids: list[int] = answer.tokens if sent_ids is None else sent_ids
-        texts = await asyncio.to_thread(texts_of, ids, self._texts.text)
+        texts = await asyncio.to_thread(texts_of, ids, self._token_texts.text)
         tokens = [{"id": token_id, "text": text} for token_id, text in zip(ids, texts, strict=True)]
         return EngineReply(body={"model": self.served().names[0], "tokens": tokens})
 
@@ -390,8 +390,8 @@ class VLLMEngineClient:
                 "use_beam_search",
             )
         engine = self.engine
-        call = await self._call(interventions, http, streams=bool(request.stream))
-        results = self._results(call, request.n or 1, http, inline=inline)
+        call = await self._new_call(interventions, http, streams=bool(request.stream))
+        results = self._results_of(call, request.n or 1, http, inline=inline)
         streams = False
         try:
             with carrying(call):
@@ -422,7 +422,9 @@ class VLLMEngineClient:
             if not streams:
                 engine.close_call(call)
 
-    async def _call(self, interventions: tuple[Intervention, ...], http: Request, *, streams: bool) -> Call:
+    async def _new_call(
+        self, interventions: tuple[Intervention, ...], http: Request, *, streams: bool
+    ) -> Call:
         operation, *_ = interventions
         if isinstance(operation, Trace):  # always the only operation
             param = f"{FIELD}.0"
@@ -433,13 +435,14 @@ class VLLMEngineClient:
             call = TraceCall(
                 data, name=operation.name or f"{operation.op}_0", param=param,
                 filename=filename_of(operation), streams=streams,
-                max_requests=self._settings.max_trace_requests, max_bytes=self._settings.max_trace_bytes, sandbox_of=sandbox,
+                max_requests=self._settings.max_trace_requests, max_bytes=self._settings.max_trace_bytes,
+                sandbox_of=sandbox,
             )  # fmt: skip
             if sandbox is not None:
                 call.slot = partial(self._sandboxes.request, sandbox, call)
             return call
         declared = InterventionCall(
-            interventions, self.engine.spec, self._texts.token, stream=streams, markers=self._markers,
+            interventions, self.engine.spec, self._token_texts.token, stream=streams, markers=self._markers,
             max_text_bytes=self._settings.inline_json_bytes,
         )  # fmt: skip
         if any(isinstance(op, Steer) and op.vectors is not None for op in interventions):
@@ -453,19 +456,21 @@ class VLLMEngineClient:
             except ApiError:
                 raise
             except Exception as error:
-                raise raised(error) from error
+                raise refusal_of(error) from error
             if isinstance(answer, ErrorResponse):
                 raise RefusedError.of_answer(answer)
             return answer
 
-    def _results(self, call: Call, num_choices: int, http: Request, *, inline: bool = False) -> CallResults:
+    def _results_of(
+        self, call: Call, num_choices: int, http: Request, *, inline: bool = False
+    ) -> CallResults:
         return CallResults(
             call,
             num_choices,
             context_of(http.scope),
             self._store,
             self._settings,
-            self._texts.text,
+            self._token_texts.text,
             base_path=str(http.scope.get("root_path", "")),
             inline=inline,
         )

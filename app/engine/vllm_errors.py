@@ -206,7 +206,7 @@ class Refusals:
         else:
             param = _mentioned(text, fields)
         other = _INSTEAD.get(param or "")
-        return other if other is not None and other in fields and _sets(self._body.get(other)) else param
+        return other if other is not None and other in fields and _has_value(self._body.get(other)) else param
 
     def _first_sent(self, names: Sequence[str]) -> str | None:
         known = [name for name in names if name in self._fields]
@@ -241,7 +241,7 @@ def _mentioned(text: str, fields: Collection[str]) -> str | None:
     return next((word for word in (*quoted, *plain) if word in fields), None)
 
 
-def _sets(value: object) -> bool:
+def _has_value(value: object) -> bool:
     return value is not None and not isinstance(value, bool)
 
 
@@ -305,7 +305,7 @@ def raise_stream_errors(serving: Any) -> None:
     def create(message: str | Exception, *_args: Any, **_kwargs: Any) -> str:
         if isinstance(message, str):
             raise RefusedError(message)
-        raise raised(message) from message
+        raise refusal_of(message) from message
 
     serving.create_streaming_error_response = create
 
@@ -346,7 +346,7 @@ def raise_message_errors(serving: Any) -> None:
 
 
 def answer_of(error: Exception) -> ErrorResponse:
-    refusal = raised(error)
+    refusal = refusal_of(error)
     if isinstance(refusal, RefusedError):
         refused: ErrorResponse = create_error_response(cause_of(error))
         return refused
@@ -356,7 +356,7 @@ def answer_of(error: Exception) -> ErrorResponse:
     )
 
 
-def raised(error: Exception) -> ApiError | RefusedError:
+def refusal_of(error: Exception) -> ApiError | RefusedError:
     """Return an exception that vLLM raised while it served a request, as an error of ours or as a refusal."""
     for cause in (error, error.__cause__):
         if isinstance(cause, ApiError):
@@ -370,7 +370,7 @@ def raised(error: Exception) -> ApiError | RefusedError:
     return refusal
 
 
-def translated(error: Exception, field: str, params: Mapping[str, Any]) -> ApiError | None:
+def trace_refusal(error: Exception, field: str, params: Mapping[str, Any]) -> ApiError | None:
     """Return vLLM's error about a request of a trace as ours; None if it is a fault, not a refusal."""
     if isinstance(error, ApiError):
         return error

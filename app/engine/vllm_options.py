@@ -178,7 +178,7 @@ def parse_recorded(arguments: Sequence[str], own_flags: Iterable[str] = ()) -> a
         if option.get("nargs") == 0:
             parser.add_argument(*option["flags"], action="store_true", default=None)
         else:
-            parser.add_argument(*option["flags"], nargs=option.get("nargs"), type=_reader(option))
+            parser.add_argument(*option["flags"], nargs=option.get("nargs"), type=_value_reader(option))
     flags = [flag for option in options for flag in option["flags"]]
     args, unknown = parser.parse_known_args(_with_dashes(arguments, flags))
     if unknown:
@@ -217,7 +217,7 @@ def _with_dashes(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
     return plain
 
 
-def _reader(option: dict[str, Any]) -> Callable[[str], Any]:
+def _value_reader(option: dict[str, Any]) -> Callable[[str], Any]:
     kind, choices = option.get("kind", "text"), option.get("choices")
     convert, words = _KINDS[kind]
 

@@ -52,11 +52,11 @@ async def read_request(model: type[BaseModel], body: JsonObject, *, in_thread: b
         raise Refusals(body, model.model_fields).invalid(error.errors(include_url=False)) from error
     except VLLMClientError as error:
         raise Refusals(body, model.model_fields).refused(RefusedError.of(error)) from error
-    _check(request)
+    _check_request(request)
     return request
 
 
-def _check(request: Any) -> None:
+def _check_request(request: Any) -> None:
     named = _TRANSFERS & set(getattr(request, "vllm_xargs", None) or ())
     if named:
         name = min(named)
@@ -93,7 +93,7 @@ def _fields_of(model: type[BaseModel]) -> type[BaseModel]:
 
 class _Text(TokenizeCompletionRequest):
     def build_tok_params(self, model_config: ModelConfig) -> TokenizeParams:
-        return _bounded(super().build_tok_params(model_config), model_config)
+        return _bounded_by_context(super().build_tok_params(model_config), model_config)
 
 
 class _Messages(TokenizeChatRequest):
@@ -111,7 +111,7 @@ class _Messages(TokenizeChatRequest):
         )
 
     def build_tok_params(self, model_config: ModelConfig) -> TokenizeParams:
-        return _bounded(super().build_tok_params(model_config), model_config)
+        return _bounded_by_context(super().build_tok_params(model_config), model_config)
 
 
 def ids_of(request: TokenizeRequest) -> list[int] | None:
@@ -148,5 +148,5 @@ def texts_of(ids: Sequence[int], text_of: Callable[[int], str]) -> list[str]:
     return [known[token_id] for token_id in ids]
 
 
-def _bounded(params: TokenizeParams, model_config: ModelConfig) -> TokenizeParams:
+def _bounded_by_context(params: TokenizeParams, model_config: ModelConfig) -> TokenizeParams:
     return dataclasses.replace(params, max_total_tokens=model_config.max_model_len)

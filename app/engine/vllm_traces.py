@@ -26,7 +26,7 @@ from api_schemas.errors import ApiError, ErrorCode, clip
 from api_schemas.jobs import JobStatus
 from app.admission.slot_pool import SlotPool
 from app.engine.client import event_frame
-from app.engine.vllm_errors import translated, translating_engine_death
+from app.engine.vllm_errors import trace_refusal, translating_engine_death
 from app.http.errors import internal_error
 from app.settings import Settings
 from nnsight_engine.core.work_context import current_work
@@ -85,7 +85,7 @@ def sampling_params(sent: Mapping[str, Any], field: str) -> SamplingParams:
         named_there = "" if path_match is None else path_match[1]
         raise ApiError(ErrorCode.INVALID_VALUE, str(error), f"{field}.sampling{named_there}") from error
     except VLLMClientError as error:
-        raise translated(error, field, named) or error from error
+        raise trace_refusal(error, field, named) or error from error
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ApiError(ErrorCode.INVALID_VALUE, str(error), f"{field}.sampling") from error
     return params
@@ -142,7 +142,7 @@ class VLLMTraceEngine:
                     yield event_frame(JobStatus.QUEUED, message=_NO_SANDBOX, engine=self.name)
                 await stack.enter_async_context(slot)
             run = MergedRun(self._engine(), requests)
-            with _translating(run):
+            with _translating_errors(run):
                 async with run:
                     frames = _Frames(run, streams=request.head.streams)
                     async for event in run:
@@ -153,7 +153,7 @@ class VLLMTraceEngine:
 
 
 @contextlib.contextmanager
-def _translating(run: MergedRun) -> Iterator[None]:
+def _translating_errors(run: MergedRun) -> Iterator[None]:
     try:
         yield
     except SlowReaderError as error:
@@ -163,7 +163,7 @@ def _translating(run: MergedRun) -> Iterator[None]:
         if run.failed is not None:
             field = f"invokes.{run.failed}"
             params = msgspec.structs.asdict(run.requests.params[run.failed])
-        refusal = translated(error, field, params)
+        refusal = trace_refusal(error, field, params)
         if refusal is None:
             logger.exception("a trace failed")
             raise internal_error() from error
@@ -208,7 +208,7 @@ def requests_of(
             f"have {settings.max_trace_requests} (max_trace_requests).",
             "invokes",
         )
-    edits = [[_edit(edit, request) for edit in invoke.edits] for invoke in head.invokes]
+    edits = [[_edit_entry(edit, request) for edit in invoke.edits] for invoke in head.invokes]
     num_bytes = sum(
         params.n * len(edit.data or b"")
         for params, chosen in zip(all_params, edits, strict=True)
@@ -248,21 +248,21 @@ class _Frames:
         elif isinstance(event, TraceEvent):
             if event.delta is not None:
                 self._deltas.setdefault(event.block, []).append((event.choice, event.delta))
-            yield from _logs(event.printed)
+            yield from _log_frames(event.printed)
         elif self._streams:
-            yield Frame(FrameKind.OUTPUT, self._streamed(event.block, event.output))
+            yield Frame(FrameKind.OUTPUT, self._output_data(event.block, event.output))
 
     def of_end(self, finished: FinishedTrace) -> Iterator[Frame]:
         work = current_work()
         if work is not None:
             work.note_tier(finished.tier)
-        yield from _logs(finished.printed)
+        yield from _log_frames(finished.printed)
         if finished.failure:
             yield event_frame(JobStatus.ERROR, message=finished.failure)
         yield json_frame(FrameKind.OUTPUTS, {**finished.results, TIER: finished.tier})
         yield Frame(FrameKind.RESULT, finished.data)
 
-    def _streamed(self, block: int, output: RequestOutput) -> bytes:
+    def _output_data(self, block: int, output: RequestOutput) -> bytes:
         choices = [
             {
                 "index": choice.index,
@@ -277,7 +277,7 @@ class _Frames:
         return output_data(block, num_choices, choices, deltas, finished=output.finished)
 
 
-def _logs(printed: str) -> Iterator[Frame]:
+def _log_frames(printed: str) -> Iterator[Frame]:
     if printed:
         yield event_frame(JobStatus.LOG, message=printed.removesuffix("\n"))
 
@@ -287,5 +287,5 @@ def _prompt(invoke: SentInvoke) -> dict[str, Any]:
     return {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
 
 
-def _edit(edit: SentEdit, request: TraceRequest) -> EditEntry:
+def _edit_entry(edit: SentEdit, request: TraceRequest) -> EditEntry:
     return EditEntry(edit.name, edit.digest, bytes(request.parts[edit.part]))

@@ -81,10 +81,10 @@ async def while_connected(
 
     The request's body must have been read: other messages are discarded.
     """
-    return (await begin(receive, work, deadline)).result()
+    return (await start_while_connected(receive, work, deadline)).result()
 
 
-async def begin(
+async def start_while_connected(
     receive: Receive,
     work: Coroutine[Any, Any, T],
     deadline: RequestDeadline | None = None,

@@ -56,16 +56,16 @@ def error_fields(error: ApiError) -> dict[str, Any]:
 
 
 def error_bytes(error: ApiError) -> bytes:
-    return _json({"error": error_fields(error)})
+    return _compact_json({"error": error_fields(error)})
 
 
 def message_error_bytes(error: ApiError) -> bytes:
     fields = error_fields(error)
     named = {**fields, "type": _TYPES_OF_MESSAGES.get(fields["type"], fields["type"])}
-    return _json({"type": "error", "error": named})
+    return _compact_json({"type": "error", "error": named})
 
 
-def _json(body: dict[str, Any]) -> bytes:
+def _compact_json(body: dict[str, Any]) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode("ascii")
 
 
@@ -128,14 +128,14 @@ def validated(model: type[T], value: object, limits: RequestLimits | None = None
         return model.model_validate(value, context=limits)
     except ValidationError as error:
         errors = error.errors(include_url=False)
-        problems: list[dict[str, Any]] = [{**problem, "loc": _path(value, problem)} for problem in errors]
+        problems: list[dict[str, Any]] = [{**problem, "loc": _path_of(value, problem)} for problem in errors]
         kind = str(problems[0]["type"])
         code = ErrorCode(kind) if kind in _OUR_CODES else _VALUE_CODES.get(kind, ErrorCode.INVALID_SHAPE)
         param = ".".join(clip(str(part)) for part in problems[0]["loc"]) or None
         raise ApiError(code, f"The body does not fit this route: {problem_text(problems)}.", param) from error
 
 
-def _path(value: object, problem: Mapping[str, Any]) -> list[str]:
+def _path_of(value: object, problem: Mapping[str, Any]) -> list[str]:
     field = problem.get("ctx", {}).get("field", "") if problem["type"] in _OUR_CODES else ""
     path = path_in(value, problem["loc"], keep_last=problem["type"] == "missing")
     return [*path, *field.split(".")] if field else path

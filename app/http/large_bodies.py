@@ -49,7 +49,7 @@ class LargeBodyReader:
         async with self._slots.request(tenant, object(), may_exceed_queue=True):
             try:
                 async with asyncio.timeout(_LIMIT_S):
-                    is_body, data = await self._response(body)
+                    is_body, data = await self._parse_in_process(body)
             except (OSError, asyncio.IncompleteReadError) as error:  # TimeoutError is an OSError
                 raise ApiError(
                     ErrorCode.RATE_LIMITED,
@@ -65,13 +65,13 @@ class LargeBodyReader:
         while self._idle:
             await _end_process(self._idle.pop())
 
-    async def _response(self, body: bytes | bytearray) -> tuple[bool, bytes]:
+    async def _parse_in_process(self, body: bytes | bytearray) -> tuple[bool, bytes]:
         if self._idle:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-                return await self._response_of(self._idle.pop(), body)
-        return await self._response_of(await self._start_process(), body)
+                return await self._parse_in(self._idle.pop(), body)
+        return await self._parse_in(await self._start_process(), body)
 
-    async def _response_of(
+    async def _parse_in(
         self, process: asyncio.subprocess.Process, body: bytes | bytearray
     ) -> tuple[bool, bytes]:
         is_done = False

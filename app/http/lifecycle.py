@@ -53,7 +53,7 @@ class Startable(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restarts:
-    """At most ``most`` restarts within ``window_s``; then the server is dead.
+    """At most ``max_restarts`` restarts within ``window_s``; then the server is dead.
 
     ``delay_s`` doubles for each further death within the window.
     """

@@ -435,7 +435,7 @@ class _Query:
 
     async def answered(self) -> None:
         if self._task is None and time.monotonic() - self._answered_at >= _PAUSE_S:
-            self._task = asyncio.create_task(self._run(), name="metrics")
+            self._task = asyncio.create_task(self._run_query(), name="metrics")
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=_TIMEOUT_S)
 
@@ -444,7 +444,7 @@ class _Query:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _run(self) -> None:
+    async def _run_query(self) -> None:
         try:
             await self._query()
         finally:

@@ -79,7 +79,7 @@ class Recorder:
                 self.log.drop(record)
             if not record.route and (route := getattr(scope.get("route"), "path", None)):
                 record.route = route
-            self._report(context, span)
+            self._publish(context, span)
 
     def job(self, context: RequestContext, traceparent: str) -> Callable[[JobStatus | None], None]:
         """Begin to record a run of a job; the function is called with its final status when it is over."""
@@ -88,7 +88,7 @@ class Recorder:
         def on_over(ended: JobStatus | None) -> None:
             if ended is not None:
                 self.metrics.count_job(ended)
-            self.metrics.count_use(context.record, self._points(), context.meter.captured_bytes)
+            self.metrics.count_use(context.record, self._point_names(), context.meter.captured_bytes)
             if span is not None:
                 span.end(context.record, ended)
 
@@ -102,7 +102,7 @@ class Recorder:
         except Exception:  # noqa: BLE001 - the route's own check fails the same way and reports the error
             return True
 
-    def _report(self, context: RequestContext, span: RequestSpan | None) -> None:
+    def _publish(self, context: RequestContext, span: RequestSpan | None) -> None:
         metrics, record = self.metrics, context.record
         served = self.engine.served()
         models = (*served.names, *served.adapters)
@@ -110,12 +110,12 @@ class Recorder:
         if record.route in _TIMED and outcome_of(record) == "ok":
             metrics.count_time(record)
         if record.uses and (record.status or _ERROR_STATUS) < _ERROR_STATUS:
-            metrics.count_use(record, self._points(), context.meter.captured_bytes)
+            metrics.count_use(record, self._point_names(), context.meter.captured_bytes)
         log_request(record)
         if span is not None:
             span.end(context, models)
 
-    def _points(self) -> Collection[str]:
+    def _point_names(self) -> Collection[str]:
         """Return the kinds of points of the model; empty while no engine is ready."""
         if not self.engine.ready:
             return ()

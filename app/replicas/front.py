@@ -36,7 +36,7 @@ from app.replicas.options import ReplicaOptions
 from app.replicas.protocol import ReplicaAddress, Replicas, none_ready
 from app.replicas.relay import ForwardedRequest, NotAcceptedError, Relay, is_buffered, reject, relay_socket
 from app.replicas.replica_queries import ReplicaQueries
-from app.replicas.routing import RequestRoute, of_body, owner_of, split_path
+from app.replicas.routing import RequestRoute, owner_of, route_of_body, split_path
 from app.server.probes import READY
 from app.settings import Settings
 
@@ -137,7 +137,7 @@ class Front:
         key = sent.request.headers.get("authorization", "").encode()
 
         def parse() -> RequestRoute:
-            return of_body(body, key, prefix_bytes=self._options.prefix_bytes)
+            return route_of_body(body, key, prefix_bytes=self._options.prefix_bytes)
 
         route = parse() if len(body) < THREAD_BYTES else await asyncio.to_thread(parse)
         return RequestRoute(named or route.model, route.key)

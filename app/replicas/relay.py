@@ -138,7 +138,7 @@ class Relay:
         self._settings = settings
         self._session = aiohttp.ClientSession(
             # One connection per request: no part of a request can be mistaken for the next one's beginning.
-            connector=aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_socket),
+            connector=aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_new_socket),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
@@ -166,7 +166,7 @@ class Relay:
         """
         deadline = context_of(sent.request.scope).deadline
         try:
-            response = await while_connected(sent.receive, self._request(sent, address), deadline)
+            response = await while_connected(sent.receive, self._send_request(sent, address), deadline)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise NotAcceptedError from error
         except (aiohttp.ClientError, OSError) as error:
@@ -178,9 +178,9 @@ class Relay:
         is_event_stream = sent.path in _STREAMS and response.headers.get("content-type", "").startswith(
             _EVENTS
         )
-        source = _pieces(response, address, ends_with_error=is_event_stream)
+        source = _response_pieces(response, address, ends_with_error=is_event_stream)
         if response.status == _UNAVAILABLE and sent.body is not None and _is_short(response):
-            body = await _read(response, address)
+            body = await _read_body(response, address)
             source = _single_piece(body)
             if is_refusal(response.status, body):
                 raise NotAcceptedError(self._stream(response, source, address, is_event_stream=False))
@@ -201,7 +201,7 @@ class Relay:
         except (aiohttp.ClientError, OSError):
             return None
 
-    async def _request(self, sent: ForwardedRequest, address: ReplicaAddress) -> aiohttp.ClientResponse:
+    async def _send_request(self, sent: ForwardedRequest, address: ReplicaAddress) -> aiohttp.ClientResponse:
         request = sent.request
         query = request.scope["query_string"].decode("latin-1")
         path = quote(sent.path, safe="/:@!$&'()*+,;=~")
@@ -258,14 +258,14 @@ def forwarded_headers(connection: HTTPConnection) -> dict[str, str]:
     return {"x-forwarded-for": address, "x-forwarded-proto": connection.url.scheme}
 
 
-def _socket(address: tuple[Any, ...]) -> socket.socket:
+def _new_socket(address: tuple[Any, ...]) -> socket.socket:
     family, kind, protocol, _, _ = address
     sock = socket.socket(family, kind, protocol)
     detect_lost_peer(sock)
     return sock
 
 
-async def _pieces(
+async def _response_pieces(
     response: aiohttp.ClientResponse, address: ReplicaAddress, *, ends_with_error: bool
 ) -> AsyncGenerator[bytes, None]:
     """Yield a response; if the replica fails in between, end with an error event or abort."""
@@ -286,7 +286,7 @@ async def _single_piece(body: bytes) -> AsyncGenerator[bytes, None]:
     yield body
 
 
-async def _read(response: aiohttp.ClientResponse, address: ReplicaAddress) -> bytes:
+async def _read_body(response: aiohttp.ClientResponse, address: ReplicaAddress) -> bytes:
     try:
         return await response.read()
     except (aiohttp.ClientError, OSError) as error:
@@ -350,7 +350,7 @@ async def relay_socket(
 
         further = [other for other in await asyncio.gather(*map(join, others)) if other is not None]
         await websocket.accept(leased.subprotocol, [(REPLICA_HEADER.encode(), address.name.encode())])
-        code = await _pump(websocket, leased, further)
+        code = await _forward_messages(websocket, leased, further)
         if code is not None:
             # The client may have disconnected.
             with contextlib.suppress(WebSocketDisconnect, RuntimeError, OSError):
@@ -393,7 +393,7 @@ def _connection(
     )
 
 
-async def _pump(
+async def _forward_messages(
     websocket: WebSocket, leased: ClientConnection, further: Sequence[ClientConnection]
 ) -> int | None:
     """Forward messages; return the replica's close code, or None if the client closed."""

@@ -131,7 +131,7 @@ class Replica:
 
 
 def cores_of(first_core: int, num_cores: int, cores: Sequence[int]) -> str:
-    """Return the cores of a replica in vLLM's notation, after the ``first`` ones; empty if it chooses."""
+    """Return the cores of a replica in vLLM's notation, from ``first_core`` on; empty if vLLM chooses."""
     chosen = {cores[(first_core + index) % len(cores)] for index in range(num_cores)}
     return ",".join(map(str, sorted(chosen)))
 

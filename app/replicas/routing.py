@@ -74,7 +74,7 @@ class _Body(msgspec.Struct):
     cache_salt: msgspec.Raw = _NOTHING
 
 
-def of_body(body: bytes | bytearray, key: bytes, *, prefix_bytes: int) -> RequestRoute:
+def route_of_body(body: bytes | bytearray, key: bytes, *, prefix_bytes: int) -> RequestRoute:
     """Return the routing properties of a whole JSON body.
 
     Args:

@@ -67,8 +67,8 @@ async def tokenize(request: Request, components: ServerComponents, caller: Compl
     del caller  # permission to complete includes permission to tokenize
     settings = components.settings
     limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
-    wanted = validated(TokenizeRequest, await read_object(request, limits))
-    reply = await components.engine.tokenize(wanted, request)
+    tokenize_request = validated(TokenizeRequest, await read_object(request, limits))
+    reply = await components.engine.tokenize(tokenize_request, request)
     return Response(await json_bytes(reply.body), media_type="application/json")
 
 

@@ -224,7 +224,9 @@ async def follow_job(
     """Server-sent events: first the past events, then new ones as they happen. `id` is the event's number."""
     events = await components.jobs.follow(job_id, caller.tenant, after if last_seen is None else last_seen)
     return EventSourceResponse(
-        _sent(events), ping=components.settings.sse_keep_alive_s or _PING_S, send_timeout=_SEND_TIMEOUT_S
+        _server_sent_events(events),
+        ping=components.settings.sse_keep_alive_s or _PING_S,
+        send_timeout=_SEND_TIMEOUT_S,
     )
 
 
@@ -249,10 +251,10 @@ async def follow_job_by_websocket(
         except ApiError as error:
             await websocket.send_denial_response(error_response(error))
             return
-        await _follow(websocket, job_id, events, components, caller, local=local)
+        await _follow_over_socket(websocket, job_id, events, components, caller, local=local)
 
 
-async def _follow(
+async def _follow_over_socket(
     websocket: WebSocket,
     job_id: str,
     events: AsyncGenerator[JobEvent, None],
@@ -295,7 +297,9 @@ async def _follow(
             await websocket.close(code)
 
 
-async def _sent(events: AsyncGenerator[JobEvent, None]) -> AsyncGenerator[ServerSentEvent, None]:
+async def _server_sent_events(
+    events: AsyncGenerator[JobEvent, None],
+) -> AsyncGenerator[ServerSentEvent, None]:
     async with contextlib.aclosing(events):
         async for event in events:
             yield ServerSentEvent(event.model_dump_json(exclude_none=True), id=str(event.id))

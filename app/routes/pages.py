@@ -66,8 +66,8 @@ def asset(content: bytes, name: str) -> Asset:
     return Asset(content, kind, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
 
 
-def answer(file: Asset, cache: str, known_etags: str, **directives: str) -> Response:
-    """Return a file, or 304 if it is ``held`` already; ``directives`` replace those of the policy."""
+def asset_response(file: Asset, cache: str, known_etags: str, **directives: str) -> Response:
+    """Return a file, or 304 if its tag is one of ``known_etags``; ``directives`` replace those of the policy."""
     replaced = {name.replace("_", "-"): value for name, value in directives.items()}
     policy = "; ".join(f"{name} {value}" for name, value in {**_DIRECTIVES, **replaced}.items())
     headers = {**_HEADERS, "Content-Security-Policy": policy, "Cache-Control": cache, "ETag": file.etag}
@@ -109,7 +109,7 @@ async def get_root(request: Request, accept: Annotated[str, Header()] = "") -> R
 @playground_router.get("/playground")
 async def get_page(if_none_match: Annotated[str, Header()] = "") -> Response:
     """The page."""
-    return answer(page(), REVALIDATE, if_none_match)
+    return asset_response(page(), REVALIDATE, if_none_match)
 
 
 @playground_router.get("/playground/assets/{name}")
@@ -118,7 +118,7 @@ async def get_asset(name: str, if_none_match: Annotated[str, Header()] = "") -> 
     file = assets().get(name)
     if file is None:
         raise ApiError(ErrorCode.NOT_FOUND, f"The playground has no file {name!r}; load the page again.")
-    return answer(file, IMMUTABLE, if_none_match)
+    return asset_response(file, IMMUTABLE, if_none_match)
 
 
 documentation_router = APIRouter(include_in_schema=False)
@@ -154,14 +154,14 @@ _REDOC: Final = asset(
 @documentation_router.get("/docs")
 async def get_swagger_ui(if_none_match: Annotated[str, Header()] = "") -> Response:
     """The API's documentation, with forms to send requests."""
-    return answer(_SWAGGER_UI, REVALIDATE, if_none_match)
+    return asset_response(_SWAGGER_UI, REVALIDATE, if_none_match)
 
 
 @documentation_router.get("/redoc")
 async def get_redoc(if_none_match: Annotated[str, Header()] = "") -> Response:
     """The API's documentation, for reading."""
     # Redoc inserts inline styles
-    return answer(_REDOC, REVALIDATE, if_none_match, style_src="'self' 'unsafe-inline'")
+    return asset_response(_REDOC, REVALIDATE, if_none_match, style_src="'self' 'unsafe-inline'")
 
 
 @documentation_router.get("/docs/assets/{name}")
@@ -170,7 +170,7 @@ async def get_documentation_asset(name: str, if_none_match: Annotated[str, Heade
     file = _assets().get(name)
     if file is None:
         raise ApiError(ErrorCode.NOT_FOUND, f"The documentation has no file {name!r}; load the page again.")
-    return answer(file, REVALIDATE, if_none_match)
+    return asset_response(file, REVALIDATE, if_none_match)
 
 
 @functools.cache

@@ -21,12 +21,12 @@ from app.catalog.training import Report, TrainingQueue
 from app.components import Components
 from app.http.bodies import BodyLimits, read_object
 from app.http.contexts import RequestContext
-from app.http.deadlines import begin, while_connected
+from app.http.deadlines import start_while_connected, while_connected
 from app.http.errors import DONE_FRAME, validated
 from app.http.openapi import EVENTS_TYPE, error_responses, json_body, json_events
 from app.routes.catalog import catalog_of
 from app.routes.parameters import CurrentContext, ServerComponents, Trains
-from app.services.streaming import begun, event_stream
+from app.services.streaming import event_stream, with_first_event
 from app.storage.versions import Kind
 
 ResultT = TypeVar("ResultT")
@@ -126,9 +126,9 @@ async def training_answer(
         result = await while_connected(request.receive, start_training(lambda _: None), deadline)
         return Response(result.model_dump_json(), 201, media_type="application/json")
     # An error before the first event gets its own HTTP status, unless the training waits for long.
-    beginning = await begin(
+    beginning = await start_while_connected(
         request.receive,
-        begun(training_events(start_training, result_event)),
+        with_first_event(training_events(start_training, result_event)),
         deadline,
         settings.sse_keep_alive_s or None,
     )

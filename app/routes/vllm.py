@@ -72,7 +72,7 @@ def _endpoint(route: VLLMRoute) -> Callable[..., Awaitable[Response]]:
             streams = bool(fields.get("stream"))
             in_background = is_in_background(route, fields)
             if route.runs:
-                operations, body = await _prepared(route, fields, request, components)
+                operations, body = await _operations_and_body(route, fields, request, components)
             else:
                 body = await encoded_json(fields)
         return PassedOn(
@@ -112,7 +112,7 @@ async def _read_fields(route: VLLMRoute, request: Request, components: Component
     return fields
 
 
-async def _prepared(
+async def _operations_and_body(
     route: VLLMRoute, fields: JsonObject, request: Request, components: Components
 ) -> tuple[tuple[Intervention, ...], bytes]:
     """Return a request's interventions, and its body without them; raises ApiError if it is not accepted."""

@@ -39,9 +39,9 @@ class HttpOptions:
         """Return the options among vLLM's parsed arguments; imports the middleware; raises CommandError."""
         names = ("allowed_origins", "allowed_methods", "allowed_headers")
         return cls(
-            **{name: _texts(name, getattr(args, name)) for name in names},
+            **{name: _text_list(name, getattr(args, name)) for name in names},
             allow_credentials=args.allow_credentials,
-            middleware=tuple(map(_imported, args.middleware)),
+            middleware=tuple(map(_import_middleware, args.middleware)),
             has_docs=not args.disable_fastapi_docs,
             repeats_request_ids=args.enable_request_id_headers,
         )
@@ -114,7 +114,7 @@ def _head_limits(args: argparse.Namespace) -> HeadLimits:
     return HeadLimits(**limits)
 
 
-def _texts(name: str, value: Any) -> tuple[str, ...]:
+def _text_list(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         raise CommandError(
             f"--{name.replace('_', '-')} must be a JSON list of texts, such as '[\"https://example.org\"]'"
@@ -122,7 +122,7 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _imported(path: str) -> Callable[..., Any]:
+def _import_middleware(path: str) -> Callable[..., Any]:
     module, _, name = path.rpartition(".")
     try:
         middleware: Any = getattr(importlib.import_module(module), name)

@@ -83,13 +83,13 @@ class EventLoopWatchdog:
             if not reported_s:
                 logger.warning("the event loop has been blocked for %.1f s; requests wait", lag_s)
                 if logger.isEnabledFor(logging.DEBUG):
-                    logger.debug("the event loop is blocked in %s", self._where())
+                    logger.debug("the event loop is blocked in %s", self._blocked_at())
 
     def _count(self, seconds: float, *, is_new: bool) -> None:
         if self._counted is not None:
             self._counted.count_stall(seconds, is_new=is_new)
 
-    def _where(self) -> str:
+    def _blocked_at(self) -> str:
         """Return the stack of the loop's thread: locations in code, without values."""
         frame = sys._current_frames().get(self._thread)  # noqa: SLF001 - the standard library's, and documented
         frames = traceback.extract_stack(frame, _MAX_FRAMES) if frame is not None else []
@@ -144,7 +144,7 @@ class ProbeServer:
         self._head_s = probed.settings.upload_idle_timeout_s
         self._handing: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
-        answers = _Answers(config.loaded_app, self._main, watch, probed)
+        answers = _ProbeApp(config.loaded_app, self._main, watch, probed)
         self._config = uvicorn.Config(
             answers, http=config.http, ws="none", lifespan="off", interface="asgi3", log_config=None,
             access_log=False, proxy_headers=False, timeout_keep_alive=config.timeout_keep_alive,
@@ -207,13 +207,13 @@ class ProbeServer:
                 await asyncio.sleep(_ACCEPT_RETRY_S)
                 continue
             connection.setblocking(False)  # noqa: FBT003 - the library's
-            self._start_task(self._route(connection))
+            self._start_task(self._assign(connection))
 
-    async def _route(self, connection: socket.socket) -> None:
+    async def _assign(self, connection: socket.socket) -> None:
         """Assign a connection to the probes or to the main loop, once its first bytes arrive."""
         try:
             async with asyncio.timeout(self._head_s):
-                await _readable(self._loop, connection)
+                await _wait_readable(self._loop, connection)
             beginning = connection.recv(max(map(len, _FIRST_BYTES)), socket.MSG_PEEK)
         except OSError:  # TimeoutError is an OSError
             connection.close()
@@ -236,11 +236,11 @@ class ProbeServer:
         return _protocol(server.config, server.server_state, server.lifespan.state, self._main)
 
     def _hand_over(self, connection: socket.socket) -> None:
-        task = self._main.create_task(self._connect(connection))
+        task = self._main.create_task(self._connect_in_main_loop(connection))
         self._handing.add(task)
         task.add_done_callback(self._handing.discard)
 
-    async def _connect(self, connection: socket.socket) -> None:
+    async def _connect_in_main_loop(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError):  # the client has disconnected
             secure = self._server.config.ssl
             limit_s = None if secure is None else self._head_s
@@ -258,7 +258,7 @@ def _protocol(
     return protocol
 
 
-async def _readable(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
+async def _wait_readable(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
     readable = loop.create_future()
 
     def set_readable() -> None:
@@ -272,7 +272,7 @@ async def _readable(loop: asyncio.AbstractEventLoop, connection: socket.socket) 
         loop.remove_reader(connection)
 
 
-class _Answers:
+class _ProbeApp:
     def __init__(
         self,
         app: ASGIApp,
@@ -299,7 +299,7 @@ class _Answers:
         passed = note if is_probe else send
 
         async def answered() -> None:
-            await self._app(scope, _across(receive, probe_loop), _across(passed, probe_loop))
+            await self._app(scope, _in_loop(receive, probe_loop), _in_loop(passed, probe_loop))
 
         answering = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answered(), self._main))
         try:
@@ -323,7 +323,7 @@ class _Answers:
         if scope["path"] == METRICS:
             if (
                 self._metrics is None
-                or self._admitted_at.get(_caller(scope), -math.inf) < time.monotonic() - _CALLER_TTL_S
+                or self._admitted_at.get(_caller_digest(scope), -math.inf) < time.monotonic() - _CALLER_TTL_S
             ):
                 return None
             return Response(await self._metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
@@ -336,7 +336,7 @@ class _Answers:
         """Record whether the caller may see the metrics, for use while the main loop is blocked."""
         if scope["path"] != METRICS:
             return
-        caller = _caller(scope)
+        caller = _caller_digest(scope)
         self._admitted_at.pop(caller, None)
         if head["status"] == 200:
             self._admitted_at[caller] = time.monotonic()
@@ -344,12 +344,12 @@ class _Answers:
                 del self._admitted_at[next(iter(self._admitted_at))]
 
 
-def _caller(scope: Scope) -> bytes:
+def _caller_digest(scope: Scope) -> bytes:
     named = sorted((name, value) for name, value in scope["headers"] if name in _CALLER)
     return hashlib.sha256(repr(named).encode()).digest()
 
 
-def _across(
+def _in_loop(
     call: Callable[..., Awaitable[Any]], loop: asyncio.AbstractEventLoop
 ) -> Callable[..., Awaitable[Any]]:
     async def crossing(*args: Any) -> Any:

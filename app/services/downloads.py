@@ -26,7 +26,7 @@ async def download(
     """
     size = file.num_bytes
     headers = {"Accept-Ranges": "bytes", "ETag": tag, "Cache-Control": "private, no-store"}
-    requested = _range(request, size, tag)
+    requested = _requested_range(request, size, tag)
     start, stop = requested or (0, size)
     if requested is not None and start >= stop:
         await file.close()
@@ -47,7 +47,7 @@ async def download(
     )
 
 
-def _range(request: Request, size: int, tag: str) -> tuple[int, int] | None:
+def _requested_range(request: Request, size: int, tag: str) -> tuple[int, int] | None:
     """Return the requested range as (start, stop); None for the whole file, empty if unsatisfiable."""
     match = _RANGE.fullmatch(request.headers.get("range", "").strip())
     if match is None or request.headers.get("if-range", tag) != tag:

@@ -18,10 +18,10 @@ from app.engine.request_fields import event_with_model, with_model
 from app.formats.json_text import json_bytes
 from app.http.bodies import BodyLimits, read_object
 from app.http.contexts import context_of
-from app.http.deadlines import begin
+from app.http.deadlines import start_while_connected
 from app.observability.metrics import TokenTimes
 from app.services.operations import check_spelling, isolate, take_operations, with_values
-from app.services.streaming import Begun, begun, event_stream
+from app.services.streaming import StartedAnswer, event_stream, with_first_event
 
 if TYPE_CHECKING:
     from app.components import Components
@@ -53,8 +53,11 @@ async def generate(components: Components, request: Request, caller: Principal, 
     times = TokenTimes(components.metrics, context.record, num_choices(body)) if body.get("stream") else None
     # A stream that has to wait may begin with a comment; what vLLM does not take as a stream may not.
     patience_s = settings.sse_keep_alive_s if body.get("stream") is True else 0
-    beginning = await begin(
-        request.receive, _begun(call(body, interventions, request)), context.deadline, patience_s or None
+    beginning = await start_while_connected(
+        request.receive,
+        _started_answer(call(body, interventions, request)),
+        context.deadline,
+        patience_s or None,
     )
     if beginning.done() and (answer_body := beginning.result().body) is not None:
         content = await json_bytes(with_model(answer_body, context.sent_model))
@@ -68,9 +71,9 @@ async def generate(components: Components, request: Request, caller: Principal, 
     return event_stream(beginning, context, settings, passed)
 
 
-async def _begun(answer: Awaitable[EngineReply]) -> Begun:
+async def _started_answer(answer: Awaitable[EngineReply]) -> StartedAnswer:
     reply = await answer
-    return Begun(body=reply.body) if reply.stream is None else await begun(reply.stream)
+    return StartedAnswer(body=reply.body) if reply.stream is None else await with_first_event(reply.stream)
 
 
 def _check_prompts(body: JsonObject, max_model_len: int) -> None:

@@ -193,25 +193,25 @@ async def send_final(content: bytes, send: Send) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Begun:
-    """An answer that has begun: a whole ``body``, or a stream, whose ``first`` is None if it has no event."""
+class StartedAnswer:
+    """A whole ``body``, or a stream that has begun; ``first_event`` is None for one without events."""
 
     first_event: str | None = None
     later_events: AsyncIterator[str] | None = None
     body: JsonObject | None = None
 
 
-async def begun(stream: AsyncIterator[str]) -> Begun:
+async def with_first_event(stream: AsyncIterator[str]) -> StartedAnswer:
     """Wait for the first event, so that an error before it gets its own HTTP status."""
     try:
-        return Begun(await anext(stream, None), stream)
+        return StartedAnswer(await anext(stream, None), stream)
     except BaseException:
         await _close(stream)
         raise
 
 
 def event_stream(
-    beginning: asyncio.Task[Begun],
+    beginning: asyncio.Task[StartedAnswer],
     context: RequestContext,
     settings: Settings,
     passed: Callable[[str], str] = lambda event: event,
@@ -224,7 +224,7 @@ def event_stream(
     async def close() -> None:
         beginning.cancel()
         (started,) = await asyncio.gather(beginning, return_exceptions=True)
-        if isinstance(started, Begun) and started.later_events is not None:
+        if isinstance(started, StartedAnswer) and started.later_events is not None:
             await _close(started.later_events)
 
     return ClosingStream(
@@ -238,7 +238,7 @@ def event_stream(
 
 
 async def _events(
-    beginning: asyncio.Task[Begun],
+    beginning: asyncio.Task[StartedAnswer],
     context: RequestContext,
     passed: Callable[[str], str],
     close: Callable[[], Awaitable[None]],

@@ -214,7 +214,7 @@ class Database:
 
     async def read(self, work: Callable[[Session], T]) -> T:
         """Run ``work`` in a read-only transaction with a consistent snapshot; ``database_unavailable``."""
-        return await self._in_thread(self._transaction, self._started_engine(), work)
+        return await self._in_thread(self._run_transaction, self._started_engine(), work)
 
     async def write(self, work: Callable[[Session], T]) -> T:
         """Run ``work`` in an atomic transaction.
@@ -225,7 +225,7 @@ class Database:
         transaction may have been committed nevertheless.
         """
         writing = self._started_engine().execution_options(**{WRITES: True})
-        return await self._in_thread(self._transaction, writing, work)
+        return await self._in_thread(self._run_transaction, writing, work)
 
     def _started_engine(self) -> Engine:
         if self._engine is None:
@@ -236,10 +236,10 @@ class Database:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     @classmethod
-    def _transaction(cls, engine: Engine, work: Callable[[Session], T]) -> T:
+    def _run_transaction(cls, engine: Engine, work: Callable[[Session], T]) -> T:
         for delay_s in itertools.chain(_DELAYS_S, [None]):
             try:
-                return cls._attempt(engine, work)
+                return cls._attempt_transaction(engine, work)
             except _UndoneError as undone:
                 error = undone.error
                 if delay_s is None:
@@ -252,7 +252,7 @@ class Database:
         raise AssertionError("the last attempt returns or raises")
 
     @staticmethod
-    def _attempt(engine: Engine, work: Callable[[Session], T]) -> T:
+    def _attempt_transaction(engine: Engine, work: Callable[[Session], T]) -> T:
         with Session(engine, expire_on_commit=False) as session:
             try:
                 result = work(session)
@@ -278,7 +278,7 @@ class Database:
         # WAL, which SQLite refuses to one of two concurrent attempts.
         with FileLock(lock):
             try:
-                return self._migrated()
+                return self._open_migrated()
             except (SQLAlchemyError, CommandError, ImportError) as error:
                 raise DatabaseError(
                     f"the database {self._location()} cannot be used: {error}. NNSIGHT_ENGINE_DATABASE_URL "
@@ -286,7 +286,7 @@ class Database:
                     "set NNSIGHT_ENGINE_DATA_DIR to another folder."
                 ) from error
 
-    def _migrated(self) -> Engine:
+    def _open_migrated(self) -> Engine:
         file = URL.create("sqlite", database=str(self._directory / FILE_NAME))
         url = make_url(self._given_url) if self._given_url else file
         engine = open_engine(url, num_connections=_MAX_THREADS)

@@ -48,7 +48,7 @@ def find_features(
     """Return features with a label, by id; ``words`` all occur in a label, without case."""
     row = FeatureLabelRow
     conditions = [row.dictionary == dictionary, row.feature > after]
-    conditions += [row.folded.contains(word, autoescape=True) for word in _needed(words)]
+    conditions += [row.folded.contains(word, autoescape=True) for word in _distinct_words(words)]
     if feature is not None:
         conditions.append(row.feature == feature)
     rows = session.execute(
@@ -57,7 +57,7 @@ def find_features(
     return [DictionaryFeature(id=feature_id, label=text) for feature_id, text in rows]
 
 
-def _needed(words: Sequence[str]) -> list[str]:
+def _distinct_words(words: Sequence[str]) -> list[str]:
     """Return folded words without parts of others, by length: a label is compared until one is missing."""
     needed: list[str] = []
     for word in sorted({word.casefold() for word in words}, key=len, reverse=True):

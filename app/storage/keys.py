@@ -28,7 +28,7 @@ class KeyStore:
         self._database = database
 
     async def add(self, new: NewKey, key_id: str, hash_: str) -> Key:
-        """Insert a key with the hash ``kept``, and its tenant if this is the tenant's first key."""
+        """Insert a key with the hash ``hash_``, and its tenant if this is the tenant's first key."""
 
         def write(session: Session) -> Key:
             moment = time.time()

@@ -38,7 +38,10 @@ async def lens(server: Server, prompt: str, layers: str, console: Console, *, sh
     # On standard error, so that redirected output contains only the table.
     with Console(stderr=True).status("Reading the lens"):
         try:
-            tokens, result = await _tokens(server, prompt), await _lens(server, prompt, layers)
+            tokens, result = (
+                await _request_tokens(server, prompt),
+                await _request_lens(server, prompt, layers),
+            )
         except (KeyError, IndexError, TypeError, ValidationError) as error:
             raise RemoteError(f"{server.url} answered without a lens; is it an NNsight Engine?") from error
     if result.tensors:
@@ -46,12 +49,12 @@ async def lens(server: Server, prompt: str, layers: str, console: Console, *, sh
     print_lens(result, tokens, console, show_all=show_all)
 
 
-async def _tokens(server: Server, prompt: str) -> list[str]:
+async def _request_tokens(server: Server, prompt: str) -> list[str]:
     answer = await server.post("/v1/tokenize", {"prompt": prompt})
     return [str(token["text"]) for token in answer["tokens"]]
 
 
-async def _lens(server: Server, prompt: str, layers: str) -> LogitLensResult:
+async def _request_lens(server: Server, prompt: str, layers: str) -> LogitLensResult:
     chosen: Any = [int(layers)] if layers.lstrip("-").isdecimal() else layers
     operation: JsonObject = {"op": "logit_lens", "layers": chosen, "top_k": 1, "name": _NAME}
     answer = await server.post(

@@ -58,7 +58,7 @@ VECTORS: Final = Kind(
     "vec_",
     ".safetensors",
     {
-        "at": lambda one: one["at"].replace("*", _span(one["layers"])),
+        "at": lambda one: one["at"].replace("*", _layers_text(one["layers"])),
         "best layer": lambda one: (one["training"] or {}).get("best_layer", ""),
         "from": lambda one: (one["training"] or {}).get("method", one["format"]),
     },
@@ -100,21 +100,23 @@ KINDS: Final = (VECTORS, DETECTORS, DICTIONARIES, PRESETS)
 
 async def show(server: Server, kind: Kind, name: str | None, console: Console) -> None:
     things = await _list_all(server, kind.route, **({} if name is None else {"name": name}))
-    columns = [Column(one, overflow="fold") for one in (*kind.columns, "shared")]
+    columns = [Column(thing, overflow="fold") for thing in (*kind.columns, "shared")]
     table = Table(
         Column("name", no_wrap=True), *columns, Column("created", no_wrap=True), box=None, pad_edge=False
     )
-    for one in things:
-        cells = [plain(str(cell(one))) for cell in kind.columns.values()]
-        created = datetime.fromtimestamp(one["created_at"], UTC).strftime("%Y-%m-%d")
-        table.add_row(f"{one['name']}@{one['version']}", *cells, "yes" if one["shared"] else "", created)
+    for thing in things:
+        cells = [plain(str(cell(thing))) for cell in kind.columns.values()]
+        created = datetime.fromtimestamp(thing["created_at"], UTC).strftime("%Y-%m-%d")
+        table.add_row(
+            f"{thing['name']}@{thing['version']}", *cells, "yes" if thing["shared"] else "", created
+        )
     console.print(table if things else f"{server.url} has no {kind.plural}.")
 
 
 async def add(server: Server, kind: Kind, name: str, source: str, fields: JsonObject) -> JsonObject:
     """Store a file or, of a dictionary, a folder or a place on the Hub; return its description."""
     if kind is PRESETS:
-        return await _add_preset(server, {"name": name, **fields}, _json(Path(source)))
+        return await _add_preset(server, {"name": name, **fields}, _read_json(Path(source)))
     if kind is DICTIONARIES and _HUB in source:
         # The server downloads it before it answers.
         body = {"name": name, "source": source, **fields}
@@ -128,7 +130,7 @@ async def add(server: Server, kind: Kind, name: str, source: str, fields: JsonOb
 
 async def train(server: Server, kind: Kind, name: str, source: Path, console: Console) -> JsonObject:
     """Train one from the prompts of a JSON file, with the fields of the route; return its description."""
-    body = _json(source)
+    body = _read_json(source)
     if not isinstance(body, dict):
         example = '{"positive": ["…"], "negative": ["…"]}'
         raise ValueError(f"{source} has no object with prompts, {example}")  # noqa: TRY004 - of a file
@@ -209,7 +211,7 @@ async def _preset_file(server: Server, name: str) -> JsonObject:
     """Return a preset with what its operations name; dictionaries are named only, since they are large."""
     preset = await server.get(f"{PRESETS.route}/{name}")
     parts: JsonObject = {}
-    for kind, named in _named(preset["interventions"]):
+    for kind, named in _named_things(preset["interventions"]):
         if named["id"] in parts:
             continue
         path = f"{kind.route}/{named['id']}"
@@ -228,7 +230,7 @@ async def _add_preset(server: Server, fields: JsonObject, file: Any) -> JsonObje
     if not isinstance(preset, dict) or "interventions" not in preset:
         raise ValueError("a preset's file has a list of operations, or an object with it as `interventions`")
     parts = preset.get(_PARTS) or {}
-    for kind, named in _named(preset["interventions"]):
+    for kind, named in _named_things(preset["interventions"]):
         part = parts.get(named["id"])
         if part is not None:
             stored = await _find_or_add_part(server, kind, Reference.parse(named["name"]), part)
@@ -255,7 +257,7 @@ async def _find_or_add_part(
     return await server.send("POST", kind.route, data={"name": reference.name}, files={"file": file})
 
 
-def _named(value: Any) -> Iterator[tuple[Kind, JsonObject]]:
+def _named_things(value: Any) -> Iterator[tuple[Kind, JsonObject]]:
     if isinstance(value, dict):
         if isinstance(value.get("name"), str):
             for kind in KINDS:
@@ -264,7 +266,7 @@ def _named(value: Any) -> Iterator[tuple[Kind, JsonObject]]:
         value = list(value.values())
     if isinstance(value, list):
         for item in value:
-            yield from _named(item)
+            yield from _named_things(item)
 
 
 def _reference(name: str) -> Reference:
@@ -274,7 +276,7 @@ def _reference(name: str) -> Reference:
     return reference
 
 
-def _json(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     with _translated_file_errors(path):
         content = path.read_bytes()
     try:
@@ -314,7 +316,7 @@ def _translated_file_errors(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} {reason}") from error
 
 
-def _span(layers: list[int]) -> str:
+def _layers_text(layers: list[int]) -> str:
     if len(layers) > 1 and layers == list(range(layers[0], layers[-1] + 1)):
         return f"{layers[0]}:{layers[-1] + 1}"
     return ", ".join(map(str, layers))

@@ -243,7 +243,7 @@ async def test_a_job_goes_on_while_its_events_cannot_be_written_and_loses_none(b
 async def test_a_job_is_dispatched_when_its_engine_takes_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, taken_s: float
 ):
-    monkeypatch.setattr(run_output, "_TAKEN_S", taken_s)
+    monkeypatch.setattr(run_output, "_ACCEPTED_S", taken_s)
     monkeypatch.setattr(job_run, "_BUSY_DELAYS_S", (0.0,))
     bench.parts.traces = TraceService({"vllm": SlowToRefuse()})
     job = await bench.claimed()

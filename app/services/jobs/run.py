@@ -106,7 +106,7 @@ class JobParts:
 class JobRun:
     """One attempt at a job, for the holder of its key; None if the key has ended, which ends the job.
 
-    It has one of ``places``, except while it waits for an engine whose queue is full: ``waits_for``.
+    It has one of ``slots``, except while it waits for an engine whose queue is full: ``waits_for``.
     ``wake`` is called when more jobs may be claimed than before. ``ended`` is None before the end, and if the
     job is to run again.
     """

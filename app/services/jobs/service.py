@@ -65,7 +65,7 @@ class JobService:
             await self.runner.recover(dead=await self._files.start())
             # Of servers that died between writing a job's files and inserting its row.
             await self._files.remove_orphans(await self._store.all_ids())
-            await self._count()
+            await self._count_stored()
         except BaseException:
             await self.stop()
             raise
@@ -207,7 +207,7 @@ class JobService:
         await self._store.get(job_id, owner)
         return self.feed.follow(job_id, owner, after)
 
-    async def _count(self) -> None:
+    async def _count_stored(self) -> None:
         """Update the stored bytes from the database, where other servers write too."""
         self._files.space.set_stored(await self._store.used_bytes())
 
@@ -220,7 +220,7 @@ class JobService:
             try:
                 while expired := await self._store.remove_expired(time.time()):
                     await self._files.remove(expired)
-                await self._count()
+                await self._count_stored()
                 if time.monotonic() - others_at > ORPHAN_S:
                     others_at = time.monotonic()
                     await self._files.remove_orphans(await self._store.all_ids())

@@ -191,11 +191,11 @@ class JobFiles:
                 await asyncio.to_thread(path.unlink, missing_ok=True)
 
     async def head_of(self, upload: JobUpload) -> TraceRequest:
-        return await asyncio.to_thread(_mapped, upload.path)
+        return await asyncio.to_thread(_read_mapped, upload.path)
 
     async def adopt(self, upload: JobUpload, job_id: str) -> None:
         """Move a received request into a job's folder; on failure nothing is left there."""
-        folder = self._folder(job_id)
+        folder = self._job_folder(job_id)
         moving = asyncio.ensure_future(asyncio.to_thread(_move, upload.path, folder))
         try:
             with on_disk(_A_REQUEST, ErrorCode.JOB_STORE_FULL):
@@ -210,16 +210,16 @@ class JobFiles:
 
     async def request(self, job_id: str) -> TraceRequest:
         """Read a job's request, with views of the memory-mapped file; FileNotFoundError, DecodeError."""
-        return await asyncio.to_thread(_mapped, self._folder(job_id) / _REQUEST)
+        return await asyncio.to_thread(_read_mapped, self._job_folder(job_id) / _REQUEST)
 
     def new_result(self, job: JobRow) -> ResultFile:
-        return ResultFile(self._result(job.id, job.attempt), self.space, job.holder)
+        return ResultFile(self._result_path(job.id, job.attempt), self.space, job.holder)
 
     async def result(self, job: JobRow) -> OpenResult:
         """Open a result; its bytes stay counted until it is closed, even if its job is removed meanwhile."""
         reading = self._open_files.register((job.id, job.attempt), job.holder, job.result_bytes or 0)
         try:
-            path = self._result(job.id, job.attempt)
+            path = self._result_path(job.id, job.attempt)
             return OpenResult(await asyncio.to_thread(path.open, "rb"), reading)
         except BaseException:
             reading.close()
@@ -229,13 +229,13 @@ class JobFiles:
         """Remove the result files, if any, of the attempts of jobs."""
         for job in jobs:
             self._count_until_closed(job.id, job.attempt)
-            await asyncio.to_thread(self._result(job.id, job.attempt).unlink, missing_ok=True)
+            await asyncio.to_thread(self._result_path(job.id, job.attempt).unlink, missing_ok=True)
 
     async def remove(self, jobs: Collection[JobRow | NewJob]) -> None:
         """Remove jobs' folders, and uncount their bytes."""
         for job in jobs:
             self._count_until_closed(job.id)
-            await asyncio.to_thread(shutil.rmtree, self._folder(job.id), ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, self._job_folder(job.id), ignore_errors=True)
             self.space.free(job.num_bytes, job.holder)
 
     def _count_until_closed(self, job_id: str, attempt: int | None = None) -> None:
@@ -249,11 +249,11 @@ class JobFiles:
     async def remove_orphans(self, known: Collection[str]) -> None:
         await asyncio.to_thread(self._remove_orphans, frozenset(known))
 
-    def _folder(self, job_id: str) -> Path:
+    def _job_folder(self, job_id: str) -> Path:
         return self._directory / "jobs" / job_id
 
-    def _result(self, job_id: str, attempt: int) -> Path:
-        return self._folder(job_id) / f"result.{attempt}"
+    def _result_path(self, job_id: str, attempt: int) -> Path:
+        return self._job_folder(job_id) / f"result.{attempt}"
 
     def _remove_orphans(self, known: frozenset[str]) -> None:
         for folder in (self._directory / "jobs").iterdir():
@@ -263,7 +263,7 @@ class JobFiles:
                     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _mapped(path: Path) -> TraceRequest:
+def _read_mapped(path: Path) -> TraceRequest:
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             return TraceRequest.from_bytes(b"")

@@ -385,7 +385,7 @@ class JobStore:
         )
         # Usually no lease has expired, and checking does not write.
         rows = await self._database.read(lambda session: session.execute(leases).all())
-        lost = self._expired({row.number: (row.lease_by, row.lease_until) for row in rows}, dead)
+        lost = self._expired_leases({row.number: (row.lease_by, row.lease_until) for row in rows}, dead)
         if not lost:
             return []
 
@@ -476,7 +476,7 @@ class JobStore:
             return self._requeue(session, job, *is_unchanged, events=[died], num_interruptions=num)
         return self._finish(session, job, *is_unchanged, end=_INTERRUPTED, num_interruptions=num) is not None
 
-    def _expired(self, leases: Mapping[int, Lease], dead: Collection[str]) -> dict[int, Lease]:
+    def _expired_leases(self, leases: Mapping[int, Lease], dead: Collection[str]) -> dict[int, Lease]:
         moment, observed = self._clock(), self._observed
         self._observed = {
             number: observed[number]
