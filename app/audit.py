@@ -212,7 +212,7 @@ class AuditLog:
         self._num_lost = 0
         self._item_added = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()
+        self._flush_lock = asyncio.Lock()
 
     @property
     def is_on(self) -> bool:
@@ -261,7 +261,7 @@ class AuditLog:
             logger.exception("%d audit records were lost", len(self._pending))
 
     async def flush(self) -> None:
-        async with self._turn:  # concurrent flushes would write the same records
+        async with self._flush_lock:  # concurrent flushes would write the same records
             await self._flush()
 
     async def _flush(self) -> None:

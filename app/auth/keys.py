@@ -37,7 +37,7 @@ _Found = TypeVar("_Found")
 class Lookups(Generic[_Found]):
     def __init__(self, read: Callable[[Collection[str]], Awaitable[Mapping[str, _Found]]]) -> None:
         self._read = read
-        self._turn = asyncio.Lock()
+        self._read_lock = asyncio.Lock()
         self._next_read: asyncio.Task[Mapping[str, _Found]] | None = None
         self._requested: set[str] = set()
         self._free_at = 0.0
@@ -51,7 +51,7 @@ class Lookups(Generic[_Found]):
         return (await asyncio.shield(self._next_read)).get(key_id)
 
     async def _read_next(self) -> Mapping[str, _Found]:
-        async with self._turn:
+        async with self._read_lock:
             await asyncio.sleep(max(0.0, self._free_at - time.monotonic()))
             requested, self._requested, self._next_read = self._requested, set(), None
             try:

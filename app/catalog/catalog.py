@@ -74,13 +74,14 @@ class ContentCache:
         loaded = await read(number)
         if loaded is None:
             return None
-        if number not in self._entries and loaded[1] <= self._max_bytes:
+        content, num_bytes = loaded
+        if number not in self._entries and num_bytes <= self._max_bytes:
             self._entries[number] = loaded
-            self._num_bytes += loaded[1]
+            self._num_bytes += num_bytes
             while self._num_bytes > self._max_bytes:
-                _, dropped = self._entries.popitem(last=False)
-                self._num_bytes -= dropped[1]
-        return loaded[0]
+                _, (_, num_dropped) = self._entries.popitem(last=False)
+                self._num_bytes -= num_dropped
+        return content
 
 
 class Parts(NamedTuple):

@@ -214,7 +214,7 @@ def check_start(options: ServeOptions, own_flags: Iterable[str] = ()) -> Start:
         if CONFIG in arguments:  # vLLM's parser reads the model and the address from it
             _check_file(arguments[arguments.index(CONFIG) + 1])
         else:
-            _check_all(start, own_flags)
+            _check_before_start(start, own_flags)
     except UnsupportedOptionError as error:
         raise CommandError(str(error)) from error
     return start
@@ -230,7 +230,7 @@ def check_arguments(model: str, arguments: Sequence[str], own_flags: Iterable[st
         raise CommandError(str(error)) from error
 
 
-def _check_all(start: Start, own_flags: Iterable[str]) -> None:
+def _check_before_start(start: Start, own_flags: Iterable[str]) -> None:
     settings = start.settings
     args = parse_recorded(start.arguments, own_flags)
     if not all((name or "").strip() for name in args.served_model_name or ()):

@@ -49,7 +49,7 @@ class ProcessJob:
     Attributes:
         frames: Frames for the client; an ApiError or None ends them.
         has_begun: Whether it has started to run; if not, another process may retry it.
-        over: Resolved when it uses no resources any more.
+        released: Resolved when it uses no resources any more.
     """
 
     def __init__(self, request: TraceRequest, engine: str, unread: Backpressure) -> None:
@@ -64,9 +64,9 @@ class ProcessJob:
         self.context = contextvars.copy_context()
         work = current_work()
         self.meter = None if work is None else work.meter
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self.meter is not None:
-            self.meter.expect(self.over)
+            self.meter.expect(self.released)
         self._request: asyncio.Task[None] | None = None
         self._share = unread.share(self._end_unread, _MAX_UNREAD_BYTES)
 
@@ -88,8 +88,8 @@ class ProcessJob:
 
     def end(self) -> None:
         """Record that it uses no resources any more; idempotent."""
-        if not self.over.done():
-            self.over.set_result(None)
+        if not self.released.done():
+            self.released.set_result(None)
 
     async def wait_answered(self) -> None:
         """Raise DecodeError if the last request of its process is not over.

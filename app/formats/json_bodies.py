@@ -170,7 +170,7 @@ def _too_many(name: str, unit: str, limit: int, setting: str) -> ApiError:
 
 
 def _with_tensors(value: Any, path: str, *, is_tensor: bool) -> Any:
-    """Recursion is bounded by the depth of a body, which is checked before."""
+    """Return a value of a body, checked for its depth, whose lists of numbers are tensor objects."""
     if isinstance(value, dict):
         inner = value.items()
         are_named = is_tensor and path == "vectors"

@@ -53,7 +53,7 @@ class Recorder:
         """
         record, span = context.record, None
         start = record.begun_s
-        is_kept = scope["type"] == "http" and record.method not in _READS and await self._has_log()
+        is_kept = scope["type"] == "http" and record.method not in _READS and await self._is_audited()
         if self.tracing is not None and str(scope["path"]).startswith(API_PREFIX):
             span = self.tracing.begin(scope, context)
         if is_kept:
@@ -94,7 +94,7 @@ class Recorder:
 
         return on_over
 
-    async def _has_log(self) -> bool:
+    async def _is_audited(self) -> bool:
         if not self.log.is_on:
             return False
         try:

@@ -108,7 +108,7 @@ class Replica:
             await asyncio.sleep(_POLL_S)
 
     async def _end_with_server(self) -> None:
-        await self._ended()
+        await self._wait_ended()
         logger.error("the server of the replica %s has ended", self._name)
         with contextlib.suppress(ProcessLookupError):  # the guard may have died alone
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -118,14 +118,14 @@ class Replica:
         self._process.terminate()
         try:
             async with asyncio.timeout(self._options.stop_s):
-                await self._ended()
+                await self._wait_ended()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            await self._ended()
+            await self._wait_ended()
         await self._http.aclose()
 
-    async def _ended(self) -> None:
+    async def _wait_ended(self) -> None:
         while self._process.poll() is None:  # noqa: ASYNC110 - asyncio cannot wait for it
             await asyncio.sleep(_POLL_S)
 

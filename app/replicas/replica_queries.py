@@ -33,7 +33,7 @@ class _Family:
     samples: list[str] = dataclasses.field(default_factory=list)
 
 
-def merged(pages: Mapping[str, str]) -> str:
+def merge_metrics(pages: Mapping[str, str]) -> str:
     families: dict[str, _Family] = {}
     for replica, page in pages.items():
         family = _Family()
@@ -80,7 +80,7 @@ class ReplicaQueries:
         if refused is not None:
             return refused.response()
         pages = {answer.address.name: answer.text for answer in answers}
-        return Response(merged(pages), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(merge_metrics(pages), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def models(self, request: Request, name: str = "") -> Response:
         """Return all lists as one; models without a ready replica are listed by name."""

@@ -67,7 +67,7 @@ def asset(content: bytes, name: str) -> Asset:
 
 
 def asset_response(file: Asset, cache: str, known_etags: str, **directives: str) -> Response:
-    """Return a file, or 304 if its tag is one of ``known_etags``; ``directives`` replace those of the policy."""
+    """Return a file, or 304 if ``known_etags`` has its tag; ``directives`` replace those of the policy."""
     replaced = {name.replace("_", "-"): value for name, value in directives.items()}
     policy = "; ".join(f"{name} {value}" for name, value in {**_DIRECTIVES, **replaced}.items())
     headers = {**_HEADERS, "Content-Security-Policy": policy, "Cache-Control": cache, "ETag": file.etag}

@@ -31,7 +31,7 @@ _MESSAGE: Final[Message] = {"type": "http.response.body", "body": COMMENT.encode
 _EVENTS: Final = b"text/event-stream"
 _END_OF_EVENT: Final = b"\n\n"
 _FINAL_EVENT_S: Final = 2.0
-_LOOKS: Final = 2
+_CHECKS: Final = 2
 """The number of intervals into which the stall timeout is divided."""
 
 
@@ -108,11 +108,11 @@ class Sending:
     ) -> None:
         self._send = send
         self._deadline = deadline
-        self._pause_s = 0.0 if stall_s is None else stall_s / _LOOKS
+        self._pause_s = 0.0 if stall_s is None else stall_s / _CHECKS
         self._keep_alive_s = keep_alive_s
         self._is_sending = False
         self._is_between_events = True
-        self._num_sent = self._num_seen = self._num_looks = 0
+        self._num_sent = self._num_sent_before = self._num_idle_checks = 0
         self._comment: asyncio.Task[None] | None = None
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self.has_started = False
@@ -172,13 +172,13 @@ class Sending:
         self._timers["stall"] = loop.call_later(self._pause_s, self._check_progress)
 
     def _check_progress(self) -> None:
-        moves = not self._is_sending or self._num_sent != self._num_seen
-        self._num_looks = 0 if moves else self._num_looks + 1
-        self._num_seen = self._num_sent
-        if self._num_looks < _LOOKS:
+        moves = not self._is_sending or self._num_sent != self._num_sent_before
+        self._num_idle_checks = 0 if moves else self._num_idle_checks + 1
+        self._num_sent_before = self._num_sent
+        if self._num_idle_checks < _CHECKS:
             self._watch_progress()
             return
-        logger.info("a client read nothing of its response for %g s", self._pause_s * _LOOKS)
+        logger.info("a client read nothing of its response for %g s", self._pause_s * _CHECKS)
         self.is_stalled = True
         self._deadline.end(ApiError(ErrorCode.REQUEST_TIMED_OUT, "The client does not read the response."))
 

@@ -65,12 +65,12 @@ class Batch:
         self._target = target.resolve()
         # A pipe or a device is written to as it is.
         self._is_replaced = self._target.is_file() or not self._target.exists()
-        self._beside = (
+        self._part_file = (
             self._target.with_name(f"{self._target.name}.part") if self._is_replaced else self._target
         )
         if not self._target.parent.is_dir():
             raise ValueError(f"the answers cannot be written to {target}: make its folder first")
-        if any(path.exists() and path.samefile(source) for path in (self._target, self._beside)):
+        if any(path.exists() and path.samefile(source) for path in (self._target, self._part_file)):
             raise ValueError(f"the answers would be written over the requests of {source}: choose another -o")
         self._concurrency = concurrency
         self.num_requests = sum(1 for _ in read_batch(source))
@@ -83,17 +83,20 @@ class Batch:
             if self.num_answered != self.num_requests:
                 raise ValueError(
                     f"{self._source} had {self.num_requests} requests at first, and {self.num_answered} were "
-                    f"answered: it has changed meanwhile; the answers are in {self._beside}"
+                    f"answered: it has changed meanwhile; the answers are in {self._part_file}"
                 )
             if self._is_replaced:
-                self._beside.replace(self._target)
+                self._part_file.replace(self._target)
         except OSError as error:
-            raise ValueError(f"the answers cannot be written to {self._beside}: {error}") from error
+            raise ValueError(f"the answers cannot be written to {self._part_file}: {error}") from error
 
     async def _write_all(self, server: Server, console: Console) -> None:
         pending: deque[asyncio.Task[JsonObject]] = deque()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with self._beside.open("w", encoding="utf-8") as out, Progress(*columns, console=console) as progress:
+        with (
+            self._part_file.open("w", encoding="utf-8") as out,
+            Progress(*columns, console=console) as progress,
+        ):
             task = progress.add_task("Batch", total=self.num_requests)
             try:
                 for request in read_batch(self._source):

@@ -72,6 +72,7 @@ class RunEvents:
         await self.add(event)
 
     def put(self, event: JobEvent) -> asyncio.Task[None]:
+        """Queue an event, and return the task that writes it; a failed one is replaced if the lease holds."""
         self._pending.append(event)
         writing = self._writing
         if writing is None or (writing.done() and not isinstance(writing.exception(), LeaseLostError)):

@@ -139,7 +139,7 @@ class JobRunner:
         return await self._parts.store.claim(
             self._parts.served().names[0],
             self._served_at,
-            without={run.waits_for for run in self._runs.values() if run.waits_for is not None},
+            without_kinds={run.waits_for for run in self._runs.values() if run.waits_for is not None},
             without_keys=list(self._held_until),
             # Tenants that use their whole share; without keys there are none.
             without_owners=[

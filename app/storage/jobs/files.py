@@ -54,7 +54,7 @@ class ResultFile:
         self._space = space
         self._holder = holder
         self._file: BinaryIO | None = None
-        self._turn = threading.Lock()
+        self._file_lock = threading.Lock()
         self._is_discarded = False
         self.num_bytes = 0
 
@@ -88,7 +88,7 @@ class ResultFile:
         await asyncio.to_thread(self._discard)
 
     def _write(self, *pieces: bytes | bytearray | memoryview) -> None:
-        with self._turn:
+        with self._file_lock:
             if self._is_discarded:
                 return
             if self._file is None:
@@ -99,14 +99,14 @@ class ResultFile:
                     unwritten = unwritten[self._file.write(unwritten) :]
 
     def _finish(self) -> None:
-        with self._turn:
+        with self._file_lock:
             if self._file is not None and not self._is_discarded:
                 os.fsync(self._file.fileno())
                 self._file.close()
                 sync_folder(self._path.parent)
 
     def _discard(self) -> None:
-        with self._turn:
+        with self._file_lock:
             self._is_discarded = True
             try:
                 if self._file is not None:

@@ -273,7 +273,7 @@ class JobStore:
         model: str,
         served_at: Mapping[str, float],
         *,
-        without: Collection[JobKind] = (),
+        without_kinds: Collection[JobKind] = (),
         without_keys: Collection[str] = (),
         without_owners: Collection[str] = (),
     ) -> JobRow | None:
@@ -286,7 +286,7 @@ class JobStore:
             waits = (
                 *_WAITS,
                 JobRow.model == model,
-                *(not_(_is_of(kind)) for kind in without),
+                *(not_(_is_of(kind)) for kind in without_kinds),
                 JobRow.key_id.not_in(without_keys),
                 JobRow.owner.not_in(without_owners),
             )

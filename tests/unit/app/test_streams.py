@@ -168,15 +168,15 @@ class Results:
     """Results of a call, of which each part has the next number."""
 
     call = SimpleNamespace(failure=None)
-    asked = SimpleNamespace(sent_model=None)
+    context = SimpleNamespace(sent_model=None)
     settings = SimpleNamespace(sse_keep_alive_s=0.0)
     num_taken = 0
 
-    async def part(self, _choice: int) -> int:
+    async def new_results(self, _choice: int) -> int:
         self.num_taken += 1
         return self.num_taken
 
-    async def rest(self, _choice: int) -> str:
+    async def remaining_results(self, _choice: int) -> str:
         return "rest"
 
 

@@ -17,7 +17,7 @@ from ray.serve.schema import ServeDeploySchema
 from app.replicas.application import build, deployment_name, num_cores_of, resources_of, scaling_of
 from app.replicas.options import ModelOptions, ReplicaOptions
 from app.replicas.replica import cores_of
-from app.replicas.replica_queries import merged
+from app.replicas.replica_queries import merge_metrics
 from app.replicas.routing import RequestRoute, key_of, owner_of, ranked, route_of_body, split_path
 
 DEPLOY = Path(__file__).resolve().parents[4] / "deploy"
@@ -214,7 +214,7 @@ up 1.0
 
 
 def test_each_number_says_whose_it_is_and_families_stay_together() -> None:
-    page = merged({"a": PAGE, "b": PAGE.replace("3.0", "4.0")})
+    page = merge_metrics({"a": PAGE, "b": PAGE.replace("3.0", "4.0")})
     families = list(text_string_to_metric_families(page))
     assert [one.name for one in families] == ["requests", "up"]
     requests, up = families
