@@ -9,8 +9,7 @@ from typing import Any
 
 from app.admission.rates import Rates
 from app.audit import AuditLog
-from app.auth.keys import Keys
-from app.auth.secrets import GivenKeys
+from app.auth.keys import GivenKeys, Keys
 from app.catalog.catalog import ContentCache, Parts
 from app.catalog.detectors import Detectors
 from app.catalog.dictionaries import Dictionaries

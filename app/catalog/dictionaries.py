@@ -40,8 +40,7 @@ from app.catalog.dictionary_places import places_of, width_at
 from app.catalog.hub import CFG_FILE, WEIGHTS_FILE, check_hub_allowed, folder_of, is_trusted, open_on_hub
 from app.formats.json_bodies import check_depth, parse_object
 from app.http.bodies import BodyLimits, check_media_type, read_bytes, read_object
-from app.http.contexts import context_of
-from app.http.deadlines import while_connected
+from app.http.contexts import context_of, while_connected
 from app.http.errors import validated
 from app.limits.allowances import Allowance
 from app.storage import versions

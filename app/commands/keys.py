@@ -21,8 +21,7 @@ from rich.table import Column, Table
 from api_schemas.administration import CreatedKey, Key, Limits, NewKey, Rotation, Scope, Tenant, Tier
 from api_schemas.errors import ApiError
 from app.audit import command_record
-from app.auth.keys import Keys
-from app.auth.secrets import parse_key
+from app.auth.keys import Keys, parse_key
 from app.command_error import CommandError, read_settings
 from app.settings import Settings
 from app.storage.audit import AuditStore

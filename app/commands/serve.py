@@ -13,7 +13,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from app.auth.secrets import GivenKeys
+from app.auth.keys import GivenKeys
 from app.command_error import CommandError
 from app.commands.start_checks import CONFIG, ServeOptions, Start, check_callers
 from app.engine.process_engines import LocalTraceEngine

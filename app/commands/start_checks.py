@@ -27,7 +27,7 @@ from huggingface_hub.errors import (
 )
 
 from app.addresses import is_loopback
-from app.auth.secrets import GivenKeys
+from app.auth.keys import GivenKeys
 from app.command_error import CommandError, read_settings
 from app.commands.keys import has_keys
 from app.engine.vllm_options import parse_recorded, refuse_named, refuse_with_replicas

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Final, Protocol
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.http.deadlines import RequestDeadline
+from app.http.contexts import RequestDeadline
 from nnsight_engine.core.errors import UnsupportedOptionError
 
 logger = logging.getLogger(__name__)

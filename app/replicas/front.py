@@ -23,8 +23,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.presets import split_model
 from app.engine.served_model import MODELS
 from app.http.bodies import THREAD_BYTES
-from app.http.contexts import context_of
-from app.http.deadlines import while_connected
+from app.http.contexts import context_of, while_connected
 from app.http.errors import error_response, install_error_handlers
 from app.http.gate import HostRules, RequestMiddleware
 from app.http.lifecycle import Lifecycle, Phase, Startable

@@ -32,8 +32,7 @@ from yarl import URL
 
 from api_schemas.errors import ErrorCode
 from app.http.bodies import read_bytes, stream_bytes
-from app.http.contexts import context_of
-from app.http.deadlines import while_connected
+from app.http.contexts import context_of, while_connected
 from app.replicas.protocol import ReplicaAddress, replica_lost
 from app.server.sockets import detect_lost_peer
 from app.services.streaming import ClosingStream, last_events

@@ -14,7 +14,7 @@ from app.catalog.dictionary_form import CSV_TYPE
 from app.http.openapi import SAFETENSORS_TYPE, PageLimit, Strict, error_responses
 from app.routes.catalog import FILE_ANSWER, routes_of, upload_body
 from app.routes.parameters import Intervener, ServerComponents
-from app.services.downloads import download
+from app.services.streaming import download
 
 router: Final = routes_of(
     Dictionaries.kind, "Returns the dictionary's points, its architecture and its sizes."

@@ -28,8 +28,8 @@ from app.http.contexts import RequestContext
 from app.http.errors import RETRY_AFTER_S, error_response
 from app.http.openapi import BINARY, EVENTS_TYPE, JOB_EVENTS, TRACE_BODY, AfterId, PageLimit, error_responses
 from app.routes.parameters import Coder, CurrentContext, ServerComponents
-from app.services.downloads import download
 from app.services.jobs.local_calls import LocalAnswers
+from app.services.streaming import download
 from app.services.traces import check_head, check_sender
 from app.storage.quotas import Holder
 from nnsight_engine.remote_backend.frames import MEDIA_TYPE as FRAMES_TYPE

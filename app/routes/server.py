@@ -20,7 +20,7 @@ from app.engine.served_model import model_of
 from app.http.lifecycle import Phase
 from app.http.openapi import METRICS_ANSWERS, error_responses
 from app.routes.parameters import ANY_CALLER, MONITOR, Caller, ServerComponents
-from app.services.presets import add_presets
+from app.services.operations import add_presets
 from nnsight_engine import __version__
 
 router = APIRouter()

@@ -20,8 +20,7 @@ from app.auth.principal import Principal
 from app.catalog.training import Report, TrainingQueue
 from app.components import Components
 from app.http.bodies import BodyLimits, read_object
-from app.http.contexts import RequestContext
-from app.http.deadlines import start_while_connected, while_connected
+from app.http.contexts import RequestContext, start_while_connected, while_connected
 from app.http.errors import DONE_FRAME, validated
 from app.http.openapi import EVENTS_TYPE, error_responses, json_body, json_events
 from app.routes.catalog import catalog_of

@@ -46,9 +46,8 @@ from app.http.vllm_routes import (
     VLLMRoute,
 )
 from app.routes.parameters import ServerComponents, caller_of
-from app.services.operations import isolate, take_operations, with_values
+from app.services.operations import drop_presets, isolate, take_operations, with_values
 from app.services.passing_on import PassedOn, check_body, check_in_background, is_in_background, num_texts
-from app.services.presets import drop_presets
 from app.services.streaming import last_events
 
 router = APIRouter(tags=["vllm"])

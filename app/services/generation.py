@@ -17,8 +17,7 @@ from app.engine.client import EngineReply, JsonObject
 from app.engine.request_fields import event_with_model, with_model
 from app.formats.json_text import json_bytes
 from app.http.bodies import BodyLimits, read_object
-from app.http.contexts import context_of
-from app.http.deadlines import start_while_connected
+from app.http.contexts import context_of, start_while_connected
 from app.observability.metrics import TokenTimes
 from app.services.operations import check_spelling, isolate, take_operations, with_values
 from app.services.streaming import StartedAnswer, event_stream, with_first_event

@@ -20,8 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import FIELD
 from app.formats.json_bodies import num_media_characters
-from app.http.contexts import KEY, context_of, note_error
-from app.http.deadlines import disconnected
+from app.http.contexts import KEY, context_of, disconnected, note_error
 from app.http.errors import internal_error
 from app.http.vllm_routes import RESPONSES, VLLMRoute
 from app.services.operations import check_spelling

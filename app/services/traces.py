@@ -30,8 +30,7 @@ from app.auth.principal import Principal, check_code_allowed, check_codec, codec
 from app.engine.client import EngineClient, TraceEngine, event_frame
 from app.engine.served_model import ServedModel
 from app.http.bodies import check_media_type, read_bytes
-from app.http.contexts import RequestContext, context_of
-from app.http.deadlines import while_connected
+from app.http.contexts import RequestContext, context_of, while_connected
 from app.http.errors import error_bytes, internal_error
 from app.services.streaming import ClosingStream
 from app.settings import Settings

@@ -19,7 +19,7 @@ import pytest
 import yaml  # type: ignore[import-untyped] # it has no types
 
 import app
-from app.auth.secrets import parse_key
+from app.auth.keys import parse_key
 from app.main import _ROUTERS
 from app.settings import Settings
 from tests.deploy.dockerfile import PROJECT, stages

@@ -20,7 +20,7 @@ from compose_spec import PyCompose
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from app.auth.secrets import parse_key
+from app.auth.keys import parse_key
 from app.settings import Settings
 from tests.deploy.dockerfile import DOCKERFILE, PROJECT, stages
 from tests.monitoring import DASHBOARDS, RULES
