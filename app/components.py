@@ -25,8 +25,9 @@ from app.http.large_bodies import LargeBodyReader
 from app.http.lifecycle import Lifecycle, Restarts
 from app.limits.allowances import ReceivedBytes
 from app.limits.tenant_budget import TenantBudget
-from app.observability.metrics import Metrics, Scrape
+from app.observability.metrics import Metrics
 from app.observability.recording import Recorder
+from app.observability.scraping import Scrape
 from app.observability.tracing import tracing_of
 from app.process_environment import environment_for_traces
 from app.services.jobs.run import JobParts

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import hashlib
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -215,6 +216,9 @@ class Catalog(Generic[T, ContentT]):
 
     async def _add(self, new: NewVersion, caller: Principal) -> VersionRow:
         check_sharing(caller, shared=new.shared)
+        if not new.sha256:  # not in the transaction, which keeps other writers waiting
+            digest = await asyncio.to_thread(hashlib.sha256, new.data)
+            new = dataclasses.replace(new, sha256=digest.hexdigest())
         async with self._adding:  # or concurrent requests could each pass the check for the same free bytes
             await self.count()
             self._stored.check(Holder(caller.tenant), versions.num_bytes_of(self.kind, new))

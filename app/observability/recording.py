@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from http import HTTPStatus
@@ -17,14 +18,16 @@ from starlette.types import Scope
 
 from api_schemas.errors import ErrorCode
 from api_schemas.jobs import JobStatus
-from app.audit import AuditLog
+from app.audit import AuditLog, Record
 from app.auth.keys import Keys
 from app.engine.client import EngineClient
 from app.http.contexts import RequestContext
 from app.http.gate import API_PREFIX, Headers
-from app.observability.logs import log_request
+from app.observability.logs import REQUEST_FIELDS, REQUEST_LOG
 from app.observability.metrics import Metrics, outcome_of
 from app.observability.tracing import RequestSpan, Tracing
+
+_request_log = logging.getLogger(REQUEST_LOG)
 
 _READS: Final = {"GET", "HEAD", "OPTIONS"}
 _UNFINISHED: Final = "client_left"
@@ -111,7 +114,7 @@ class Recorder:
             metrics.count_time(record)
         if record.uses and (record.status or _ERROR_STATUS) < _ERROR_STATUS:
             metrics.count_use(record, self._point_names(), context.meter.captured_bytes)
-        log_request(record)
+        _log_request(record)
         if span is not None:
             span.end(context, models)
 
@@ -126,3 +129,23 @@ def _headers(scope: Mapping[str, Any], request_id: str, span: RequestSpan | None
     sent = dict(scope.get("headers", ())).get(_REQUEST_ID, request_id.encode())
     traced = None if span is None else span.answer_header
     return [(_REQUEST_ID, sent), *([] if traced is None else [traced])]
+
+
+def _log_request(record: Record) -> None:
+    if _request_log.isEnabledFor(logging.INFO):
+        _request_log.info("request", extra=_log_fields(record))
+
+
+def _log_fields(record: Record) -> Mapping[str, Any]:
+    return {
+        **{name: getattr(record, name) for name in REQUEST_FIELDS if getattr(record, name)},
+        "method": record.method,
+        "route": record.route,
+        "status": record.status,
+        "outcome": outcome_of(record),
+        "error": record.error,
+        "operations": record.operations,
+        "duration_s": round(record.duration_s, 6),
+        "request_bytes": record.request_bytes,
+        "response_bytes": record.response_bytes,
+    }

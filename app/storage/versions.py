@@ -8,7 +8,6 @@ a name refer to a version of another tenant. Functions take the session of their
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import re
 import secrets
 import time
@@ -73,8 +72,8 @@ class Kind(Generic[T]):
 class NewVersion:
     """A version to be stored; ``head`` has the fields that describe it beside those of every kind.
 
-    ``sha256`` and ``num_bytes`` are those of ``data`` unless most of it is a file. With ``is_first`` it must
-    be the first of its name.
+    ``sha256`` and ``num_bytes`` are those of ``data`` unless most of it is a file; empty and 0 until they are
+    known. With ``is_first`` it must be the first of its name.
     """
 
     name: str
@@ -87,7 +86,7 @@ class NewVersion:
 
 
 def add(session: Session, kind: Kind[Any], new: NewVersion, tenant: str, model: str) -> VersionRow:
-    """Store the next version of a name.
+    """Store the next version of a name, whose ``sha256`` is known.
 
     Raises:
         ApiError: ``name_taken``: it is to be shared, and another tenant has shared one of that name.
@@ -105,8 +104,7 @@ def add(session: Session, kind: Kind[Any], new: NewVersion, tenant: str, model: 
     name.shared |= new.shared
     row = VersionRow(
         kind=kind.name, id=f"{kind.prefix}{secrets.token_hex(_ID_BYTES)}", tenant=tenant, name=new.name,
-        version=name.versions, model=model, shared=new.shared,
-        sha256=new.sha256 or hashlib.sha256(new.data).hexdigest(),
+        version=name.versions, model=model, shared=new.shared, sha256=new.sha256,
         num_bytes=num_bytes_of(kind, new), created_at=time.time(), head=dict(new.head), data=new.data,
     )  # fmt: skip
     session.add(row)
