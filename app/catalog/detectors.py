@@ -1,4 +1,7 @@
-"""The detectors of one server: from files or training, for requests to use by name."""
+"""The detectors of one server: from files or training, for requests to use by name.
+
+They are trained in a thread; a training that fails stores nothing, and none stores its prompts.
+"""
 
 from __future__ import annotations
 

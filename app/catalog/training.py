@@ -78,7 +78,7 @@ def best_cut(cuts: list[RocPoint]) -> RocPoint:
 
 
 def thinned(cuts: list[RocPoint], max_points: int, keep: RocPoint) -> list[RocPoint]:
-    """Return at most ``most`` points, evenly spread, with both ends and ``keep``."""
+    """Return at most ``max_points`` points, evenly spread, with both ends and ``keep``."""
     if len(cuts) <= max_points:
         return cuts
     chosen = {cuts[round(index * (len(cuts) - 1) / (max_points - 2))] for index in range(max_points - 1)}

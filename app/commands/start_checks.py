@@ -198,7 +198,7 @@ class Start:
 
 
 def check_start(options: ServeOptions, own_flags: Iterable[str] = ()) -> Start:
-    """Check arguments, environment, model and address; ``own`` options are suggested for typing errors."""
+    """Check arguments, environment, model and address; ``own_flags`` are suggested for typing errors."""
     settings = read_settings(options.settings)
     try:
         check_taps(settings.taps)

@@ -57,31 +57,34 @@ class GuardedMediaConnector(MediaConnector):
             )
 
 
-def _decoded(kind: str, fetch: Callable[..., Any]) -> Callable[..., Any]:
+def _naming_decode_errors(kind: str, fetch: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fetch)
     def fetched(*args: Any, **options: Any) -> Any:
-        with _decoding(kind):
+        with _decode_errors_named(kind):
             return fetch(*args, **options)
 
     return fetched
 
 
-def _decoded_async(kind: str, fetch: Callable[..., Any]) -> Callable[..., Any]:
+def _naming_decode_errors_async(kind: str, fetch: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fetch)
     async def fetched(*args: Any, **options: Any) -> Any:
-        with _decoding(kind):
+        with _decode_errors_named(kind):
             return await fetch(*args, **options)
 
     return fetched
 
 
 for _kind in _KINDS:
-    for _name, _wrap in ((f"fetch_{_kind}", _decoded), (f"fetch_{_kind}_async", _decoded_async)):
+    for _name, _wrap in (
+        (f"fetch_{_kind}", _naming_decode_errors),
+        (f"fetch_{_kind}_async", _naming_decode_errors_async),
+    ):
         setattr(GuardedMediaConnector, _name, _wrap(_kind, getattr(MediaConnector, _name)))
 
 
 @contextlib.contextmanager
-def _decoding(kind: str) -> Iterator[None]:
+def _decode_errors_named(kind: str) -> Iterator[None]:
     """Raise VLLMValidationError for any error: decoders have no common class for broken data."""
     try:
         yield

@@ -78,7 +78,7 @@ _NUM_INTERVALS: Final = 20
 """The number of intervals into which the time limit is divided."""
 
 
-async def stalled(probe: Callable[[], Awaitable[Any]], limit_s: Callable[[], float]) -> None:
+async def wait_stalled(probe: Callable[[], Awaitable[Any]], limit_s: Callable[[], float]) -> None:
     """Return once the engine has left a probe unanswered for too long; any answer, an error too, is one.
 
     Time is counted in intervals in which this task itself ran: a suspended machine or a frozen container
@@ -198,7 +198,7 @@ class VLLMEngineClient:
             return
         try:
             # The time of blocks in a step has its own limits, which are added to the timeout.
-            await stalled(engine.is_sleeping, lambda: timeout_s + step_s * engine.num_other_requests)
+            await wait_stalled(engine.is_sleeping, lambda: timeout_s + step_s * engine.num_other_requests)
             logger.error(
                 "a step takes longer than engine_stall_timeout_s, %g s: killing the engine", timeout_s
             )

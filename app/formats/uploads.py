@@ -32,7 +32,7 @@ def read_form(
 ) -> tuple[dict[str, str], tuple[str, bytes]]:
     """Return a form's fields, and its file's name and content; errors are ``bad_request``.
 
-    ``names`` are the fields that it may have; ``what`` is its purpose, for messages: ``a vector``.
+    ``names`` are the fields that it may have; ``purpose`` is of what the form is, for messages: ``a vector``.
     """
     fields: dict[str, str] = {}
     files: list[tuple[str, bytes]] = []

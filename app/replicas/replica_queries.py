@@ -146,10 +146,10 @@ class ReplicaQueries:
         return unavailable
 
     async def _query(
-        self, address: ReplicaAddress, path: str, request: Request, max_s: float
+        self, address: ReplicaAddress, path: str, request: Request, timeout_s: float
     ) -> ReplicaAnswer | None:
         try:
-            async with asyncio.timeout(max_s):
+            async with asyncio.timeout(timeout_s):
                 return await self._relay().get(address, path, request)
         except TimeoutError:
             return None

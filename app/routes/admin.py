@@ -26,7 +26,7 @@ from app.http.bodies import BodyLimits, read_object
 from app.http.errors import validated
 from app.http.openapi import error_responses, json_body
 from app.routes.parameters import ADMIN, CurrentContext, ServerComponents
-from app.storage.audit import AuditStore, Wanted
+from app.storage.audit import AuditFilter, AuditStore
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -136,6 +136,6 @@ async def get_audit(
     limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 100,
 ) -> AuditPage:
     """A page of entries; pass its `last_number` as `after` for the next. Entries appear within a second."""
-    filter_ = Wanted(tenant, key_id, since, until, after)
+    filter_ = AuditFilter(tenant, key_id, since, until, after)
     entries, has_more = await AuditStore(components.database).page(filter_, limit=limit)
     return AuditPage(data=entries, last_number=entries[-1].number if entries else None, has_more=has_more)

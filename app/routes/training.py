@@ -107,7 +107,7 @@ async def training_answer(
 ) -> Response:
     """Run the training of a request, whose body is not read yet.
 
-    ``last`` returns the last event of a stream, with the result.
+    ``result_event`` returns the last event of a stream, with the result.
 
     Raises:
         ApiError: The request is invalid, or failed before the first event of a stream.

@@ -45,24 +45,24 @@ _MAX_FRAMES: Final = 12
 class EventLoopWatchdog:
     """Watches the event loop of the thread that constructs it."""
 
-    def __init__(self, counted: Metrics | None) -> None:
-        self._counted = counted
+    def __init__(self, metrics: Metrics | None) -> None:
+        self._metrics = metrics
         self._thread = threading.get_ident()
         self._lock = threading.Lock()
-        self._beat = time.monotonic()
+        self._beat_at = time.monotonic()
         self._reported_s = 0.0
 
     @property
     def lag_s(self) -> float:
         """The delay of the loop, in seconds beyond its interval."""
-        return max(0.0, time.monotonic() - self._beat - _HEARTBEAT_S)
+        return max(0.0, time.monotonic() - self._beat_at - _HEARTBEAT_S)
 
     async def beat(self) -> None:
         """Record heartbeats until cancelled; runs in the watched loop."""
         while True:
             with self._lock:
                 lag_s, reported_s = self.lag_s, self._reported_s
-                self._beat, self._reported_s = time.monotonic(), 0.0
+                self._beat_at, self._reported_s = time.monotonic(), 0.0
             if lag_s >= _MIN_STALL_S:
                 self._count(lag_s - reported_s, is_new=not reported_s)
                 # If nobody could watch, as while one call held the GIL, this is the first report.
@@ -86,8 +86,8 @@ class EventLoopWatchdog:
                     logger.debug("the event loop is blocked in %s", self._blocked_at())
 
     def _count(self, seconds: float, *, is_new: bool) -> None:
-        if self._counted is not None:
-            self._counted.count_stall(seconds, is_new=is_new)
+        if self._metrics is not None:
+            self._metrics.count_stall(seconds, is_new=is_new)
 
     def _blocked_at(self) -> str:
         """Return the stack of the loop's thread: locations in code, without values."""

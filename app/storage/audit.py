@@ -16,7 +16,7 @@ from app.storage.tables import AuditRow
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wanted:
+class AuditFilter:
     """A filter; None matches all. ``since`` is inclusive, ``until`` exclusive, ``after`` means older ones."""
 
     tenant: str | None = None
@@ -55,7 +55,7 @@ class AuditStore:
 
         return await self._database.write(write)
 
-    async def page(self, filter_: Wanted, *, limit: int) -> tuple[list[AuditEntry], bool]:
+    async def page(self, filter_: AuditFilter, *, limit: int) -> tuple[list[AuditEntry], bool]:
         """Return entries, newest first, and whether there are more."""
 
         def read(session: Session) -> list[AuditEntry]:
