@@ -59,7 +59,7 @@ class Record:
 
     Attributes:
         caller_class: The tier of the caller's key; ``none`` without one.
-        tier: How its steps ran, see ``WorkContext``; set when it is over, like ``marked``.
+        step_tier: How its steps ran, see ``WorkContext.tier``; set when it is over, like ``marked``.
         salt: Isolates its part of the prefix cache; empty for no isolation, None if not applicable.
         named: The stored things that it uses: kind, and the name of a shared one; empty for a tenant's own.
         begun_s: When the last part of its body was received, by ``time.perf_counter``.
@@ -89,7 +89,7 @@ class Record:
     trace_id: str = dataclasses.field(default="", metadata=_UNWRITTEN)
     caller_class: str = dataclasses.field(default="none", metadata=_UNWRITTEN)
     uses: list[tuple[str, str]] = dataclasses.field(default_factory=list, metadata=_UNWRITTEN)
-    tier: str = dataclasses.field(default="", metadata=_UNWRITTEN)
+    step_tier: str = dataclasses.field(default="", metadata=_UNWRITTEN)
     marked: list[str] = dataclasses.field(default_factory=list, metadata=_UNWRITTEN)
     salt: str | None = dataclasses.field(default=None, metadata=_UNWRITTEN)
     named: list[tuple[str, str]] = dataclasses.field(default_factory=list, metadata=_UNWRITTEN)

@@ -36,7 +36,7 @@ from app.catalog.dictionary_form import (
     labels_of_object,
     read_form,
 )
-from app.catalog.dictionary_places import places_of, width_at
+from app.catalog.dictionary_points import points_of_dictionary, width_at
 from app.catalog.hub import CFG_FILE, WEIGHTS_FILE, check_hub_allowed, folder_of, is_trusted, open_on_hub
 from app.formats.json_bodies import check_depth, parse_object
 from app.http.bodies import BodyLimits, check_media_type, read_bytes, read_object
@@ -317,7 +317,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         sae_config = read_config(_parse_json(cfg, self._settings.max_json_depth, CFG))
         if strict:
             self._engine.served().warnings_of(sae_config.model, _CFG_FILE, ErrorCode.DICTIONARY_MISMATCH)
-        at, output_at = places_of(sae_config, form.at, form.output_at, self._engine.capabilities())
+        at, output_at = points_of_dictionary(sae_config, form.at, form.output_at, self._engine.capabilities())
         async with self._checking:
             dtype = await asyncio.to_thread(check_weights, upload.path, sae_config.config)
         head = {

@@ -4,7 +4,7 @@ A request without interventions goes through vLLM's request models, serving clas
 through no code of ours. With them, it takes the same path while its task carries the call, and the results
 are added to each choice of its answer.
 
-vLLM does not detect an engine that hangs; a probe does. The engine answers probes between two steps, so a
+vLLM does not detect an engine that hangs; a question to it does. The engine answers between two steps, so a
 step that takes too long shows.
 """
 
@@ -78,14 +78,14 @@ _NUM_INTERVALS: Final = 20
 """The number of intervals into which the time limit is divided."""
 
 
-async def wait_stalled(probe: Callable[[], Awaitable[Any]], limit_s: Callable[[], float]) -> None:
-    """Return once the engine has left a probe unanswered for too long; any answer, an error too, is one.
+async def wait_stalled(ask_engine: Callable[[], Awaitable[Any]], limit_s: Callable[[], float]) -> None:
+    """Return once the engine has left a question unanswered for too long; any answer, an error too, is one.
 
     Time is counted in intervals in which this task itself ran: a suspended machine or a frozen container
     stops both sides, and neither has stalled.
     """
     while True:
-        task = asyncio.ensure_future(probe())
+        task = asyncio.ensure_future(ask_engine())
         try:
             waited_s = 0.0
             while not task.done():

@@ -165,13 +165,13 @@ class Refusals:
 
         For a field of a union type the message lists the problem of each type, at the deepest path.
         """
-        placed = [(self._path(problem), problem["msg"]) for problem in problems[:_MANY]]
-        top = placed[0][0][:1]
-        deepest = max((place for place, _ in placed if place[:1] == top), key=len)
+        with_paths = [(self._path(problem), problem["msg"]) for problem in problems[:_MANY]]
+        top = with_paths[0][0][:1]
+        deepest = max((path for path, _ in with_paths if path[:1] == top), key=len)
         messages = dict.fromkeys(
             message.removeprefix("Value error, ").replace(*_FRACTION)
-            for place, message in placed
-            if place == deepest
+            for path, message in with_paths
+            if path == deepest
         )
         text = _sentence("; or ".join([*messages][:_MAX_PROBLEMS]))
         kind = _kind(text)

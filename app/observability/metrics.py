@@ -309,7 +309,7 @@ class Metrics:
 
     def count_use(self, record: Record, points: Collection[str], captured_bytes: int) -> None:
         self._captured.inc(captured_bytes)
-        tier = record.tier if record.tier in _TIERS else "unknown"
+        tier = record.step_tier if record.step_tier in _TIERS else "unknown"
         for op, point in record.uses:
             point_label = point if point == CODE or point in points else OTHER
             self._interventions.labels(op if op in _OPS else OTHER, tier, point_label).inc()

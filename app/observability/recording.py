@@ -73,7 +73,7 @@ class Recorder:
             record.duration_s = time.perf_counter() - start
             if not context.is_answered:
                 record.error = record.error or _UNFINISHED
-            record.tier, record.marked = context.tier, [kind for kind, _ in context.marked]
+            record.step_tier, record.marked = context.tier, [kind for kind, _ in context.marked]
             if context.admitted is not None:
                 record.add_use(context.meter)
             if is_kept and record.key_id and record.error not in _NOT_RUN:

@@ -112,7 +112,7 @@ def _common_attributes(record: Record) -> dict[str, str | list[str]]:
         "nnsight_engine.tenant": record.tenant,
         "nnsight_engine.kind": kind_of(record.operations),
         "nnsight_engine.operations": record.operations,
-        "nnsight_engine.tier": record.tier,
+        "nnsight_engine.tier": record.step_tier,
         "error.type": record.error,
     }
 

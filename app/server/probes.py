@@ -113,7 +113,7 @@ _CALLER: Final = {b"authorization", b"host", b"origin"}
 """Headers that identify an admitted caller of metrics."""
 
 
-class Probed(Protocol):
+class ProbedComponents(Protocol):
     """The application's components that a server needs."""
 
     @property
@@ -131,7 +131,11 @@ class ProbeServer:
     """Has the interface of asyncio's servers that uvicorn uses; made in the main loop of ``server``."""
 
     def __init__(
-        self, sock: socket.socket, server: uvicorn.Server, watch: EventLoopWatchdog, probed: Probed
+        self,
+        sock: socket.socket,
+        server: uvicorn.Server,
+        watch: EventLoopWatchdog,
+        components: ProbedComponents,
     ) -> None:
         config = server.config
         sock.listen(config.backlog)
@@ -141,10 +145,10 @@ class ProbeServer:
         self._server = server
         self._main = asyncio.get_running_loop()
         self._watch = watch
-        self._head_s = probed.settings.upload_idle_timeout_s
+        self._head_s = components.settings.upload_idle_timeout_s
         self._handing: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
-        answers = _ProbeApp(config.loaded_app, self._main, watch, probed)
+        answers = _ProbeApp(config.loaded_app, self._main, watch, components)
         self._config = uvicorn.Config(
             answers, http=config.http, ws="none", lifespan="off", interface="asgi3", log_config=None,
             access_log=False, proxy_headers=False, timeout_keep_alive=config.timeout_keep_alive,
@@ -278,13 +282,13 @@ class _ProbeApp:
         app: ASGIApp,
         main: asyncio.AbstractEventLoop,
         watch: EventLoopWatchdog,
-        probed: Probed,
+        components: ProbedComponents,
     ) -> None:
         self._app = app
         self._main = main
         self._watch = watch
-        self._lifecycle = probed.lifecycle
-        self._metrics = probed.metrics
+        self._lifecycle = components.lifecycle
+        self._metrics = components.metrics
         self._admitted_at: dict[bytes, float] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

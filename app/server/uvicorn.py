@@ -18,7 +18,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from app.http.lifecycle import Lifecycle, Phase
-from app.server.probes import EventLoopWatchdog, Probed, ProbeServer
+from app.server.probes import EventLoopWatchdog, ProbedComponents, ProbeServer
 from app.server.sockets import HeadLimits, listening_socket, protocol_with_head_limits
 from app.settings import Settings
 
@@ -32,9 +32,9 @@ _MAX_SOCKET_MESSAGE_BYTES: Final = 2 * 2**20
 
 class DrainingServer(uvicorn.Server):
     @property
-    def _components(self) -> Probed:
+    def _components(self) -> ProbedComponents:
         app: Any = self.config.app
-        components: Probed = app.state.components
+        components: ProbedComponents = app.state.components
         return components
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

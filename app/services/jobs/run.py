@@ -182,7 +182,7 @@ class JobRun:
 
     def _record_run(self, end: JobEnd | None) -> None:
         record = self.context.record
-        record.tier = self.context.tier
+        record.step_tier = self.context.tier
         self.ended = None if end is None else end.status
         record.duration_s = time.time() - record.time
         record.request_bytes = self.job.request_bytes

@@ -1,4 +1,4 @@
-"""The runner of jobs: claims the next job while there is a free place, and renews the leases of its jobs.
+"""The runner of jobs: claims the next job while a slot is free, and renews the leases of its jobs.
 
 Claims are in the database, so servers that share one never run the same job; a dead server's jobs are
 recovered when their leases expire. No job is claimed unless the engine serves, or while the server drains.
@@ -39,7 +39,7 @@ _STOP_S: Final = 15.0
 
 
 class JobRunner:
-    """Jobs that wait for a busy engine have no place."""
+    """Jobs that wait for a busy engine have no slot."""
 
     def __init__(self, parts: JobParts) -> None:
         self._parts = parts
@@ -110,7 +110,7 @@ class JobRunner:
 
     async def _claim_and_start(self) -> bool:
         """Claim a job, and begin to run it or put it back; return whether there was one."""
-        # A place that is free may be for a job that has waited for its engine.
+        # A slot that is free may be for a job that has waited for its engine.
         if self._is_stopping or self._slots.locked() or self._parts.lifecycle.phase is not Phase.READY:
             return False
         await self._slots.acquire()

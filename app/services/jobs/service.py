@@ -1,6 +1,6 @@
 """Jobs: traces that run independently of a connection and may outlive their client, their server, or both.
 
-An accepted job is on disk. From then on it runs once, as soon as a place is free; after a crash the server
+An accepted job is on disk. From then on it runs once, as soon as a slot is free; after a crash the server
 finds it again at its next start.
 """
 

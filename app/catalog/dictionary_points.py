@@ -9,7 +9,7 @@ from app.catalog.rows import LAYER_PREFIX, points_of
 from nnsight_engine.features.saelens import SaeLensConfig, point_of
 
 
-def places_of(
+def points_of_dictionary(
     sae_config: SaeLensConfig, at: str | None, output_at: str | None, capabilities: Capabilities
 ) -> tuple[str, str | None]:
     """Return the points that a dictionary reads and that a transcoder writes, None for others.
