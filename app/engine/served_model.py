@@ -45,7 +45,7 @@ class ServedModel:
     @property
     def all_names(self) -> tuple[str, ...]:
         """The names that clients may use; those under which it is served come first."""
-        source = _normalised(self.source)
+        source = posixpath.normpath(self.source)
         others = (posixpath.basename(source),) if _is_path(source) else (source, posixpath.basename(source))
         return tuple(dict.fromkeys((*self.names, *others, *self.adapters)))
 
@@ -105,9 +105,9 @@ class ServedModel:
         )
 
     def _is_called(self, name: str) -> bool:
-        return name in self.names or _normalised(name) in {
-            _normalised(self.source),
-            posixpath.basename(_normalised(self.source)),
+        return name in self.names or posixpath.normpath(name) in {
+            posixpath.normpath(self.source),
+            posixpath.basename(posixpath.normpath(self.source)),
         }
 
 
@@ -115,14 +115,10 @@ def _is_path(name: str) -> bool:
     return name.startswith(("/", "./", "../", "~")) or "\\" in name
 
 
-def _normalised(name: str) -> str:
-    return posixpath.normpath(name)
-
-
 def _comparable(name: str) -> str:
     """Return a model's name without owner, case, punctuation, and the ``hf`` of converted weights."""
     cached = _CACHED.search(name)
-    base = cached["name"] if cached else posixpath.basename(_normalised(name))
+    base = cached["name"] if cached else posixpath.basename(posixpath.normpath(name))
     plain = re.sub(r"[^0-9a-z]", "", base.lower()).removesuffix("hf")
     return _ALIASES.get(plain, plain)
 

@@ -39,10 +39,9 @@ from api_schemas.server import Capabilities
 from app.admission.slot_pool import SlotPool
 from app.auth.principal import sandbox_of
 from app.engine.answer_parsers import markers_of
-from app.engine.call_results import Call, CallResults, note_stop, with_results
+from app.engine.call_results import Call, CallResults, InterveningApp, note_stop, with_results
 from app.engine.client import DescribedModel, EngineReply, JsonObject, TraceEngine
 from app.engine.grammars import Grammars, read_accepted, setup_of
-from app.engine.intervening_app import InterveningApp
 from app.engine.media import register_connector
 from app.engine.served_model import ServedModel, describe
 from app.engine.vllm_app import BackgroundApp, VLLMApp, counted

@@ -12,7 +12,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
-from app.engine.intervening_app import InterveningApp
+from app.engine.call_results import InterveningApp
 from app.http.contexts import begin_context
 from app.services.streaming import COMMENT, ClosingStream, StartedAnswer, event_stream, with_first_event
 from app.settings import Settings
