@@ -166,12 +166,12 @@ class Catalog(Generic[T, ContentT]):
         row = await self._read(versions.named, reference.name, reference.id, tenant, models)
         content = None if row is None else await self._cache.get(row.number, self._load)
         if row is None or content is None:
-            described = repr(clip(reference.name)) + (
+            name = repr(clip(reference.name)) + (
                 "" if reference.id is None else f" with the id {clip(reference.id)!r}"
             )
             raise kind.error(
                 "unknown_{}",
-                f"There is no {kind.name} {described}; GET /v1/{kind.plural} lists them, "
+                f"There is no {kind.name} {name}; GET /v1/{kind.plural} lists them, "
                 f"POST /v1/{kind.plural} makes one.",
                 param,
             )

@@ -75,6 +75,7 @@ def fit_mlp(
 
 
 def _in_span(standardised: Standardised) -> _Layer:
+    """Return the samples of one layer as coordinates in the space that they span."""
     scaled = standardised.scaled
     variances, directions = np.linalg.eigh(scaled @ scaled.T)
     used = variances > _LEAST_VARIANCE * variances.max()

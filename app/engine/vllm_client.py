@@ -116,8 +116,8 @@ class VLLMEngineClient:
         self._settings = settings
         self._store = store
         self._engine: InterventionAsyncLLM | None = None
-        self._memory: ProcessFolder | None = None
-        self._sockets: ProcessFolder | None = None
+        self._memory_folder: ProcessFolder | None = None
+        self._socket_folder: ProcessFolder | None = None
         self._is_ready = False
         self._fingerprint = ""
         self._loading: asyncio.Task[InterventionAsyncLLM] | None = None
@@ -159,19 +159,21 @@ class VLLMEngineClient:
     async def start(self) -> None:
         if self.started.is_set():
             spawn_engines()
-        self._sockets = None if is_socket_folder_set() else claim_socket_folder()
-        if self._sockets is not None:
-            set_socket_folder(self._sockets.path)
+        self._socket_folder = None if is_socket_folder_set() else claim_socket_folder()
+        if self._socket_folder is not None:
+            set_socket_folder(self._socket_folder.path)
         # A thread cannot be cancelled: `close` waits for it, so that no engine is left running.
         self._loading = asyncio.create_task(asyncio.to_thread(self._load_engine))
         self._engine = await asyncio.shield(self._loading)
         self._fingerprint = fingerprint_of(self._engine.vllm_config.model_config.hf_config)
         async with asyncio.timeout(_WARM_UP_S):
             await self._engine.describe()
-            self._memory = claim_memory_folder()
+            self._memory_folder = claim_memory_folder()
             self._grammars.use(setup_of(self._engine))
             self._engine.accept_grammars(self._grammars.accept)
-            self._engine.handover = None if self._memory is None else SharedMemoryResults(self._memory.path)
+            self._engine.handover = (
+                None if self._memory_folder is None else SharedMemoryResults(self._memory_folder.path)
+            )
             await self._vllm_app.use(self._engine)
             await self._warm_up()
             if not self._args.skip_tokenizer_init:
@@ -255,12 +257,12 @@ class VLLMEngineClient:
                 # It would mistake the engine's orderly shutdown for its death.
                 engine.output_handler.cancel()
             await asyncio.to_thread(engine.shutdown)
-        if self._sockets is not None:
+        if self._socket_folder is not None:
             set_socket_folder(None)
-        for folder in (self._memory, self._sockets):
+        for folder in (self._memory_folder, self._socket_folder):
             if folder is not None:
                 folder.release()
-        self._memory = self._sockets = None
+        self._memory_folder = self._socket_folder = None
 
     def capabilities(self) -> Capabilities:
         if self._capabilities is None:  # the same for every engine, since the model is the same

@@ -205,8 +205,12 @@ class Refusals:
             param = self._first_sent(_INPUT)
         else:
             param = _mentioned(text, fields)
-        other = _INSTEAD.get(param or "")
-        return other if other is not None and other in fields and _has_value(self._body.get(other)) else param
+        instead = _INSTEAD.get(param or "")
+        return (
+            instead
+            if instead is not None and instead in fields and _has_value(self._body.get(instead))
+            else param
+        )
 
     def _first_sent(self, names: Sequence[str]) -> str | None:
         known = [name for name in names if name in self._fields]

@@ -257,11 +257,13 @@ class Metrics:
         for tier in TIERS:
             self._steps.labels(tier).inc(_increase(last.steps.get(tier, 0), counts.steps.get(tier, 0)))
         for event in SANDBOX_EVENTS:
-            before, now = last.sandboxes.get(event, 0), counts.sandboxes.get(event, 0)
-            self._sandboxes.labels(event).inc(_increase(before, now))
+            old_count, new_count = last.sandboxes.get(event, 0), counts.sandboxes.get(event, 0)
+            self._sandboxes.labels(event).inc(_increase(old_count, new_count))
         tallies = [
-            int(_increase(before, now))
-            for before, now in zip(last.intervention_buckets, counts.intervention_buckets, strict=True)
+            int(_increase(old_count, new_count))
+            for old_count, new_count in zip(
+                last.intervention_buckets, counts.intervention_buckets, strict=True
+            )
         ]
         self._step_s.add(tallies, _increase(last.intervention_s, counts.intervention_s))
 
@@ -354,8 +356,8 @@ def outcome_of(record: Record) -> str:
     return "ok" if status < 400 else "refused"
 
 
-def _increase(before: float, now: float) -> float:
-    return now - before if now >= before else now
+def _increase(old_count: float, new_count: float) -> float:
+    return new_count - old_count if new_count >= old_count else new_count
 
 
 _ERROR: Final = 'data: {"error"'

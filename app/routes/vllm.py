@@ -144,16 +144,16 @@ def _last_events_of(path: str) -> Callable[[ApiError, bytes], bytes]:
     )
 
 
-def _openai_error(error: ApiError, _before: bytes) -> bytes:
+def _openai_error(error: ApiError, _last_sent: bytes) -> bytes:
     return last_events(error)
 
 
-def _message_error(error: ApiError, _before: bytes) -> bytes:
+def _message_error(error: ApiError, _last_sent: bytes) -> bytes:
     return _error_event(message_error_bytes(error))
 
 
-def _response_error(error: ApiError, before: bytes) -> bytes:
-    fields, numbers = error_fields(error), _SEQUENCE_NUMBER.findall(before)
+def _response_error(error: ApiError, last_sent: bytes) -> bytes:
+    fields, numbers = error_fields(error), _SEQUENCE_NUMBER.findall(last_sent)
     body = {"type": "error", "sequence_number": int(numbers[-1]) + 1 if numbers else 0}
     body |= {name: fields[name] for name in ("code", "message", "param")}
     return _error_event(json.dumps(body).encode())
