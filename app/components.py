@@ -10,7 +10,7 @@ from typing import Any
 from app.admission.rates import Rates
 from app.audit import AuditLog
 from app.auth.keys import GivenKeys, Keys
-from app.catalog.catalog import ContentCache, Parts
+from app.catalog.catalog import CatalogParts, ContentCache
 from app.catalog.detectors import Detectors
 from app.catalog.dictionaries import Dictionaries
 from app.catalog.presets import Presets
@@ -105,7 +105,9 @@ class Components:
                 watch=self.recorder.job,
             )
         )
-        parts = Parts(settings, database, engine, store.stored, ContentCache(settings.vector_cache_bytes))
+        parts = CatalogParts(
+            settings, database, engine, store.stored, ContentCache(settings.vector_cache_bytes)
+        )
         self.vectors, self.detectors = Vectors(parts), Detectors(parts)
         self.dictionaries = Dictionaries(parts)
         self.presets = Presets(parts, self.vectors, self.detectors, self.dictionaries)

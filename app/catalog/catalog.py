@@ -85,7 +85,7 @@ class ContentCache:
         return content
 
 
-class Parts(NamedTuple):
+class CatalogParts(NamedTuple):
     """What the catalogs of one server share."""
 
     settings: Settings
@@ -100,7 +100,7 @@ class Catalog(Generic[T, ContentT]):
 
     kind: Kind[T]
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: CatalogParts) -> None:
         self._settings, self._database, self._engine, self._stored, self._cache = parts
         self._usage = self._stored.place()
         self._allowance = self.kind.allowance(TenantBudget.of(self._settings))

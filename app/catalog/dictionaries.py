@@ -26,7 +26,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.fields import StoredName, Strict
 from app.admission.slot_pool import SlotPool
 from app.auth.principal import Principal
-from app.catalog.catalog import Catalog, Parts, check_changing, check_sharing
+from app.catalog.catalog import Catalog, CatalogParts, check_changing, check_sharing
 from app.catalog.dictionary_form import (
     CSV_TYPE,
     MAX_CFG_BYTES,
@@ -84,7 +84,7 @@ _CHECKS_AT_ONCE: Final = 2
 """Files that are read at once to check their numbers; others of the server's threads stay free."""
 
 
-class _Form(Strict):
+class _DictionaryForm(Strict):
     name: StoredName
     at: str | None = None
     output_at: str | None = None
@@ -131,7 +131,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         lambda budget: budget.dictionary_bytes, counted=("dictionary",),
     )  # fmt: skip
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: CatalogParts) -> None:
         super().__init__(parts)
         self._space = DiskQuota(self._allowance, parts.stored)
         self._files = DictionaryFiles(dictionary_folder(parts.settings), self._space)
@@ -172,7 +172,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
             parts = await read_form(request, upload, limits)
             texts = {name: content for name, content in parts.items() if name not in {CFG, LABELS}}
             form = validated(
-                _Form, {name: content.decode("utf-8", "replace") for name, content in texts.items()}
+                _DictionaryForm, {name: content.decode("utf-8", "replace") for name, content in texts.items()}
             )
             check_sharing(caller, shared=form.shared == "true")
             cfg = parts.get(CFG)
@@ -210,7 +210,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
             upload.reserve(len(weights))
             await asyncio.to_thread(upload.write, weights)
             await asyncio.to_thread(upload.finish)
-            new = await self._checked_version(_Form(name=name, shared="true"), cfg, upload)
+            new = await self._checked_version(_DictionaryForm(name=name, shared="true"), cfg, upload)
             return await self._store_shielded(dataclasses.replace(new, is_first=True), labels, upload, caller)
 
     async def open(self, dictionary_id: str, tenant: str) -> tuple[Dictionary, OpenResult]:
@@ -311,7 +311,12 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
             return await self._store_shielded(new, {}, upload, caller)
 
     async def _checked_version(
-        self, form: _Form | DictionaryFromHub, cfg: bytes, upload: WeightsUpload, *, strict: bool = False
+        self,
+        form: _DictionaryForm | DictionaryFromHub,
+        cfg: bytes,
+        upload: WeightsUpload,
+        *,
+        strict: bool = False,
     ) -> NewVersion:
         """Return a dictionary to be stored, without labels, checked against its weights and the model."""
         sae_config = read_config(_parse_json(cfg, self._settings.max_json_depth, CFG))

@@ -27,7 +27,7 @@ from api_schemas.operations import LogitLens, Patch, Trace, Where
 from api_schemas.presets import MAX_PRESET_BYTES, NewPreset, Preset, PresetContent, PresetList
 from api_schemas.tensors import VectorUsed
 from app.auth.principal import Principal, check_code_allowed
-from app.catalog.catalog import Catalog, Parts, check_sharing
+from app.catalog.catalog import Catalog, CatalogParts, check_sharing
 from app.catalog.detectors import Detectors
 from app.catalog.dictionaries import Dictionaries
 from app.catalog.names import StoredNames
@@ -53,7 +53,7 @@ class Presets(Catalog[Preset, object]):
     )  # fmt: skip
 
     def __init__(
-        self, parts: Parts, vectors: Vectors, detectors: Detectors, dictionaries: Dictionaries
+        self, parts: CatalogParts, vectors: Vectors, detectors: Detectors, dictionaries: Dictionaries
     ) -> None:
         super().__init__(parts)
         self._catalogs = vectors, detectors, dictionaries

@@ -109,5 +109,5 @@ Caller = Annotated[Principal, ANY_CALLER]
 """A route's parameter that receives the caller, as do the following ones."""
 Completer = Annotated[Principal, COMPLETER]
 Intervener = Annotated[Principal, INTERVENER]
-Trains = Annotated[Principal, TRAINER]
+Trainer = Annotated[Principal, TRAINER]
 Coder = Annotated[Principal, CODER]

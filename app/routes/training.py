@@ -24,7 +24,7 @@ from app.http.contexts import RequestContext, start_while_connected, while_conne
 from app.http.errors import DONE_FRAME, validated
 from app.http.openapi import EVENTS_TYPE, error_responses, json_body, json_events
 from app.routes.catalog import catalog_of
-from app.routes.parameters import CurrentContext, ServerComponents, Trains
+from app.routes.parameters import CurrentContext, ServerComponents, Trainer
 from app.services.streaming import event_stream, with_first_event
 from app.storage.versions import Kind
 
@@ -87,7 +87,7 @@ def add_training_route(
         response_model=None,
     )
     async def train_thing(
-        request: Request, components: ServerComponents, context: CurrentContext, caller: Trains
+        request: Request, components: ServerComponents, context: CurrentContext, caller: Trainer
     ) -> Response:
         train_named = functools.partial(train, components.trainings, catalog_of(components, kind))
         result_event = lambda result: event.model_validate({"type": kind.name, kind.name: result})  # noqa: E731
