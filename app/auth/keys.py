@@ -35,10 +35,10 @@ from app.storage.keys import KeyStore, is_open, key_from_row
 from app.storage.tables import KeyRow
 
 _SCHEME: Final = "bearer"
-_KEPT: Final = "sha256:"
+_HASH_PREFIX: Final = "sha256:"
 _ID_BYTES: Final = 8
 _SECRET_BYTES: Final = 32
-_FORM: Final = re.compile(r"nns_([0-9a-f]{16})_([0-9A-Za-z_-]{43})")
+_KEY_FORM: Final = re.compile(r"nns_([0-9a-f]{16})_([0-9A-Za-z_-]{43})")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -60,12 +60,12 @@ def new_secret() -> Secret:
 
 def parse_key(text: str) -> Secret | None:
     """Parse a client's key; None if its format is not that of a key."""
-    match = _FORM.fullmatch(text)
+    match = _KEY_FORM.fullmatch(text)
     return None if match is None else Secret(match[1], text)
 
 
 def hashed(secret: Secret) -> str:
-    return _KEPT + hashlib.sha256(secret.text.encode()).hexdigest()
+    return _HASH_PREFIX + hashlib.sha256(secret.text.encode()).hexdigest()
 
 
 def matches(secret: Secret, hash_: str) -> bool:
@@ -75,7 +75,7 @@ def matches(secret: Secret, hash_: str) -> bool:
 
 GIVEN_ID: Final = "api-key"
 _SCOPES: Final = frozenset(Scope) - {Scope.ADMIN}
-_HOLDER: Final = Principal(GIVEN_ID, GIVEN_ID, _SCOPES, Tier.SANDBOXED, Limits(), Limits())
+_HOLDER_OF_GIVEN_KEYS: Final = Principal(GIVEN_ID, GIVEN_ID, _SCOPES, Tier.SANDBOXED, Limits(), Limits())
 """The tenant of all these keys, without limits. Its code runs in a sandbox."""
 
 
@@ -93,11 +93,11 @@ class GivenKeys:
         """
         digest = _digest(text)
         matches = [hmac.compare_digest(digest, key_digest) for key_digest in self._digests]
-        return _HOLDER if any(matches) else None
+        return _HOLDER_OF_GIVEN_KEYS if any(matches) else None
 
     def holder(self, key_id: str) -> Principal | None:
         """Return the caller for which work begun with such a key continues; None for other ids."""
-        return _HOLDER if self and key_id == GIVEN_ID else None
+        return _HOLDER_OF_GIVEN_KEYS if self and key_id == GIVEN_ID else None
 
 
 def _digest(text: str) -> bytes:

@@ -56,7 +56,11 @@ async def take_operations(
         caller.check(Scope.INTERVENTIONS)
         if context.admitted is not None:
             await context.admitted.check(*INTERVENING)
-    operations = () if raw is None else await _parsed(raw, count, request, components.settings.request_limits)
+    operations = (
+        ()
+        if raw is None
+        else await _parse_operations(raw, count, request, components.settings.request_limits)
+    )
     _check_scopes(operations, body)
     context.record.note_operations(body, operations)
     if any(isinstance(operation, Trace) for operation in operations):
@@ -104,7 +108,7 @@ def _check_scopes(operations: tuple[Intervention, ...], body: JsonObject) -> Non
             )
 
 
-async def _parsed(
+async def _parse_operations(
     raw: object, count: int, request: Request, limits: RequestLimits
 ) -> tuple[Intervention, ...]:
     declared = request.headers.get("content-length", "")
@@ -114,7 +118,7 @@ async def _parsed(
     return await asyncio.to_thread(parse_interventions, raw, limits, count)
 
 
-_CLOSE: Final = 0.8
+_MIN_SIMILARITY: Final = 0.8
 """Minimum similarity (1: equal) of a field's name to ours for it to count as a misspelling."""
 _MAX_NAMES: Final = 256
 _MAX_EXTRA_CHARACTERS: Final = 4
@@ -132,7 +136,7 @@ def _check_spelling_of(body: Mapping[str, Any], field: str) -> None:
         for name in islice(body, _MAX_NAMES)
         if name != field and abs(len(name) - len(field)) <= _MAX_EXTRA_CHARACTERS
     ]
-    close = next(iter(get_close_matches(field, map(str.lower, short), n=1, cutoff=_CLOSE)), None)
+    close = next(iter(get_close_matches(field, map(str.lower, short), n=1, cutoff=_MIN_SIMILARITY)), None)
     if close is not None:
         name = next(name for name in short if name.lower() == close)
         raise ApiError(
@@ -148,7 +152,7 @@ def _check_spelling_of(body: Mapping[str, Any], field: str) -> None:
         )
 
 
-_CODE: Final = "trace"
+_TRACE: Final = "trace"
 _MAX_LISTED: Final = 1000
 """Versions that the list of models looks at."""
 _MODEL = "model"
@@ -276,7 +280,7 @@ async def _find_presets(
         reference = preset.reference
         if preset.model not in components.presets.models:
             raise name.not_found(f"{reference} is for the model {clip(preset.model)!r}")
-        has_code = any(op["op"] == _CODE for op in preset.interventions)
+        has_code = any(op["op"] == _TRACE for op in preset.interventions)
         if not caller.may_use(reference, has_code=has_code):
             why = ", whose code needs a key that names this version" if has_code else ""
             caller.check_free(f"the preset {reference}{why}", name.param)
