@@ -9,9 +9,8 @@ from typing import Any
 
 from app.admission.rates import Rates
 from app.audit import AuditLog
-from app.auth.keys import Keys
-from app.auth.secrets import GivenKeys
-from app.catalog.catalog import ContentCache, Parts
+from app.auth.keys import GivenKeys, Keys
+from app.catalog.catalog import CatalogParts, ContentCache
 from app.catalog.detectors import Detectors
 from app.catalog.dictionaries import Dictionaries
 from app.catalog.presets import Presets
@@ -25,8 +24,9 @@ from app.formats.json_bodies import MAX_JSON_DEPTH, FieldLimits
 from app.http.large_bodies import LargeBodyReader
 from app.http.lifecycle import Lifecycle, Restarts
 from app.limits.tenant_budget import TenantBudget
-from app.observability.metrics import Metrics, Scrape
+from app.observability.metrics import Metrics
 from app.observability.recording import Recorder
+from app.observability.scraping import Scrape
 from app.observability.tracing import tracing_of
 from app.process_environment import environment_for_traces
 from app.services.jobs.run import JobParts
@@ -81,7 +81,12 @@ class Components:
         )
         self.bodies = LargeBodyReader(field_limits, environment_for_traces(), budget.body_processes)
         self.processes = _process_engines(settings, engine, local)
-        self.traces = TraceService({**engine.trace_engines(), **{one.name: one for one in self.processes}})
+        self.traces = TraceService(
+            {
+                **engine.trace_engines(),
+                **{process_engine.name: process_engine for process_engine in self.processes},
+            }
+        )
         self.jobs = JobService(
             JobParts(
                 settings=settings,
@@ -96,7 +101,7 @@ class Components:
                 watch=self.recorder.job,
             )
         )
-        parts = Parts(
+        parts = CatalogParts(
             settings, database, engine, store.quotas, ContentCache(settings.bounds.vector_cache_bytes)
         )
         self.vectors, self.detectors = Vectors(parts), Detectors(parts)
@@ -134,13 +139,13 @@ class Components:
                 stack.push_async_callback(asyncio.to_thread, self.tracing.close)
             stack.push_async_callback(self.lifecycle.close)
             stack.push_async_callback(self.scrape.close)
-            for one in self.processes:
-                stack.push_async_callback(one.close)
+            for process_engine in self.processes:
+                stack.push_async_callback(process_engine.close)
             stack.push_async_callback(self.jobs.stop)
             await self.jobs.start()
             self.lifecycle.start(self._after_start)
-            for one in self.processes:
-                one.start(after=self.lifecycle.started())
+            for process_engine in self.processes:
+                process_engine.start(after=self.lifecycle.started())
             stack.push_async_callback(self.lifecycle.drain, self.settings.drain_timeout_s)
             yield
 
@@ -151,7 +156,7 @@ class Components:
             tasks.create_task(store_examples(self.settings, self.engine, stores))
 
     def _num_waiting(self) -> dict[str, int]:
-        counts = {one.queue: one.num_waiting for one in self.processes}
+        counts = {process_engine.queue: process_engine.num_waiting for process_engine in self.processes}
         return {**self.engine.num_waiting(), **counts, "trainings": self.trainings.num_waiting}
 
     def _stored_bytes(self) -> dict[str, tuple[int, int]]:

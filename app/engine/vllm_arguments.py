@@ -45,7 +45,7 @@ def parse(arguments: list[str], *, compiles: bool = False) -> argparse.Namespace
     parser = make_arg_parser(_Parser(prog="nnsight-engine serve"))
     args: argparse.Namespace = parser.parse_args(arguments)
     refuse_ignored(args, parser)
-    _check(args)
+    _check_before_load(args)
     args.model = args.model_tag
     for option in ("worker_cls", "scheduler_cls"):
         if getattr(args, option) not in {None, False, "auto"}:
@@ -106,7 +106,7 @@ def message_of(error: Exception) -> str:
     return str(error.args[0] if isinstance(error, KeyError) else error)
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check_before_load(args: argparse.Namespace) -> None:
     """Import the parsers that plugins add, and check what vLLM's server checks before it loads the model."""
     if args.lora_modules and not args.enable_lora:
         raise UnsupportedOptionError("--lora-modules needs --enable-lora; add it")

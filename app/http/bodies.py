@@ -10,8 +10,7 @@ from starlette.requests import Request
 
 from api_schemas.errors import ApiError, ErrorCode
 from app.formats.json_bodies import MAX_JSON_DEPTH, check_depth, checked, parse_object
-from app.http.contexts import context_of
-from app.http.deadlines import while_connected
+from app.http.contexts import context_of, while_connected
 
 THREAD_BYTES: Final = 1024 * 1024
 """Bodies larger than this are processed in a thread."""

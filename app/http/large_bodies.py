@@ -47,7 +47,7 @@ class LargeBodyReader:
         async with self._slots.request(tenant):
             try:
                 async with asyncio.timeout(_LIMIT_S):
-                    is_body, data = await self._response(body)
+                    is_body, data = await self._parse_in_process(body)
             except (OSError, asyncio.IncompleteReadError) as error:  # TimeoutError is an OSError
                 raise ApiError(
                     ErrorCode.RATE_LIMITED,
@@ -61,15 +61,15 @@ class LargeBodyReader:
 
     async def close(self) -> None:
         while self._idle:
-            await _end(self._idle.pop())
+            await _end_process(self._idle.pop())
 
-    async def _response(self, body: bytes | bytearray) -> tuple[bool, bytes]:
+    async def _parse_in_process(self, body: bytes | bytearray) -> tuple[bool, bytes]:
         if self._idle:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-                return await self._response_of(self._idle.pop(), body)
-        return await self._response_of(await self._start(), body)
+                return await self._parse_in(self._idle.pop(), body)
+        return await self._parse_in(await self._start_process(), body)
 
-    async def _response_of(
+    async def _parse_in(
         self, process: asyncio.subprocess.Process, body: bytes | bytearray
     ) -> tuple[bool, bytes]:
         is_done = False
@@ -80,10 +80,10 @@ class LargeBodyReader:
             if is_done and len(body) < _MAX_REUSE_BYTES:
                 self._idle.append(process)
             else:
-                await _end(process)
+                await _end_process(process)
         return answer
 
-    async def _start(self) -> asyncio.subprocess.Process:
+    async def _start_process(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", _MODULE,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
@@ -105,7 +105,7 @@ class LargeBodyReader:
         return is_body, await process.stdout.readexactly(num_bytes)
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _end_process(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     await process.wait()

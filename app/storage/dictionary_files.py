@@ -85,27 +85,27 @@ class DictionaryFiles:
     def __init__(self, directory: Path, space: StoredBytes) -> None:
         self.space = space
         self._directory = directory
-        self._own: ProcessFolder | None = None
-        self._open = OpenFiles()
+        self._upload_folder: ProcessFolder | None = None
+        self._open_files = OpenFiles()
         self._ahead: dict[str, tuple[float, asyncio.Task[None]]] = {}
         self._reading = asyncio.Semaphore(_READS_AT_ONCE)
 
     async def start(self) -> None:
         """Create the folder, and remove uploads of servers that died."""
-        if self._own is None:
+        if self._upload_folder is None:
             await asyncio.to_thread(self._directory.mkdir, mode=0o700, parents=True, exist_ok=True)
-            self._own = await asyncio.to_thread(claim_folder, self._directory / _UPLOADS)
+            self._upload_folder = await asyncio.to_thread(claim_folder, self._directory / _UPLOADS)
 
     async def close(self) -> None:
-        own, self._own = self._own, None
-        if own is not None:
-            await asyncio.to_thread(own.release)
+        folder, self._upload_folder = self._upload_folder, None
+        if folder is not None:
+            await asyncio.to_thread(folder.release)
 
     @contextlib.asynccontextmanager
     async def receiving(self, holder: Holder) -> AsyncIterator[WeightsUpload]:
-        if self._own is None:
+        if self._upload_folder is None:
             raise RuntimeError("the files must be started before they are used; call start()")
-        upload = WeightsUpload(self._own.path / secrets.token_hex(16), self.space.spend(holder))
+        upload = WeightsUpload(self._upload_folder.path / secrets.token_hex(16), self.space.spend(holder))
         try:
             yield upload
         finally:
@@ -121,7 +121,7 @@ class DictionaryFiles:
 
     async def open(self, sha256: str, num_bytes: int, holder: Holder) -> OpenResult:
         """Open a file for ``holder``; ``rate_limit_exceeded`` for too many downloads, FileNotFoundError."""
-        reading = self._open.begin((sha256, 0), holder, num_bytes)
+        reading = self._open_files.register((sha256, 0), holder, num_bytes)
         try:
             return OpenResult(await asyncio.to_thread(self.path(sha256).open, "rb"), reading)
         except BaseException:
@@ -154,7 +154,7 @@ class DictionaryFiles:
 
     async def remove(self, aside: Path) -> None:
         """Remove a file that was set aside; its bytes stay counted until its last reader has closed it."""
-        self._open.keep_counted(self.space, aside.name.partition(".")[0])
+        self._open_files.keep_counted(self.space, aside.name.partition(".")[0])
         await asyncio.to_thread(aside.unlink, missing_ok=True)
 
     async def old_files(self) -> tuple[list[str], list[Path]]:
@@ -163,9 +163,9 @@ class DictionaryFiles:
 
     @staticmethod
     def _read_through(path: Path) -> None:
-        part = bytearray(_PART_BYTES)
+        buffer = bytearray(_PART_BYTES)
         with path.open("rb", buffering=0) as file:
-            while file.readinto(part):
+            while file.readinto(buffer):
                 pass
 
     def _link(self, source: Path, sha256: str) -> None:

@@ -58,9 +58,9 @@ class OpenFiles:
         )  # fmt: skip
         self._then: dict[Key, list[Callable[[], None]]] = {}
 
-    def begin(self, key: Key, holder: Holder, num_bytes: int) -> OpenFile:
+    def register(self, key: Key, holder: Holder, num_bytes: int) -> OpenFile:
         """Register a reader before its file is opened; ``rate_limit_exceeded`` if the tenant has too many."""
-        reading = OpenFile(key, self._limit.spend(holder, 1), num_bytes, lambda: self._end(reading))
+        reading = OpenFile(key, self._limit.spend(holder, 1), num_bytes, lambda: self._unregister(reading))
         self._readers.setdefault(key, []).append(reading)
         return reading
 
@@ -82,7 +82,7 @@ class OpenFiles:
         else:
             then()
 
-    def _end(self, reading: OpenFile) -> None:
+    def _unregister(self, reading: OpenFile) -> None:
         readers = self._readers.get(reading.key, [])
         if reading not in readers:
             return
@@ -105,11 +105,13 @@ class OpenResult:
 
     async def chunks(self, start: int = 0, stop: int | None = None) -> AsyncGenerator[bytes, None]:
         """Yield the bytes from ``start`` to ``stop``, and close the file at the end or when left early."""
-        rest = (self.num_bytes if stop is None else stop) - start
+        num_left = (self.num_bytes if stop is None else stop) - start
         try:
             self._file.seek(start)
-            while rest > 0 and (chunk := await asyncio.to_thread(self._file.read, min(rest, _CHUNK_BYTES))):
-                rest -= len(chunk)
+            while num_left > 0 and (
+                chunk := await asyncio.to_thread(self._file.read, min(num_left, _CHUNK_BYTES))
+            ):
+                num_left -= len(chunk)
                 yield chunk
         finally:
             await self.close()
@@ -138,9 +140,9 @@ async def in_pieces(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 def append(file: BinaryIO, piece: bytes | memoryview, digest: hashlib._Hash) -> None:
     digest.update(piece)
-    rest = memoryview(piece)
-    while rest:
-        rest = rest[file.write(rest) :]
+    unwritten = memoryview(piece)
+    while unwritten:
+        unwritten = unwritten[file.write(unwritten) :]
 
 
 logger = logging.getLogger(__name__)
@@ -174,11 +176,11 @@ def claim_folder(directory: Path, name: str | None = None) -> ProcessFolder:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     dead = set()
     with _locked(directory / LOCK_NAME):
-        for other in directory.iterdir():
-            if other.is_dir() and _is_abandoned(other):
-                logger.info("removing files of a dead process: %s", other)
-                shutil.rmtree(other, ignore_errors=True)
-                dead.add(other.name)
+        for existing in directory.iterdir():
+            if existing.is_dir() and _is_abandoned(existing):
+                logger.info("removing files of a dead process: %s", existing)
+                shutil.rmtree(existing, ignore_errors=True)
+                dead.add(existing.name)
         folder = directory / (name or new_folder_name())
         folder.mkdir(mode=0o700)
         lock = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

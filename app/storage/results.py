@@ -46,9 +46,9 @@ def layout(tensors: Mapping[str, TensorResult]) -> tuple[bytes, list[str]]:
     for key in order:
         tensor = tensors[key]
         code, _ = _code_and_size(tensor)
-        end = offset + len(tensor.data)
-        header[key] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
+        stop = offset + len(tensor.data)
+        header[key] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [offset, stop]}
+        offset = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, order
@@ -69,17 +69,17 @@ def write(path: Path, head: bytes, tensors: Mapping[str, TensorResult], order: l
 
 
 def _code_and_size(tensor: TensorResult) -> tuple[str, int]:
-    known = _DTYPES.get(tensor.dtype)
-    if known is None:
+    code_and_bytes = _DTYPES.get(tensor.dtype)
+    if code_and_bytes is None:
         raise ValueError(f"a stored tensor's dtype must be one of {', '.join(_DTYPES)}, got {tensor.dtype!r}")
-    num_bytes = known[1]
+    num_bytes = code_and_bytes[1]
     for size in tensor.shape:
         num_bytes *= size
     if num_bytes != len(tensor.data):
         raise ValueError(
             f"a {tensor.dtype} tensor of shape {tensor.shape} has {num_bytes} bytes, got {len(tensor.data)}"
         )
-    return known
+    return code_and_bytes
 
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class ResultStore:
         self._clock = clock or steady_time()
         self._folder: ProcessFolder | None = None
         self._entries: dict[str, StoredResult] = {}
-        self._open = OpenFiles()
+        self._open_files = OpenFiles()
         self.quotas = StoredQuotas()
         self._space = StoredBytes(limit, self.quotas)
         self._writes: set[asyncio.Task[StoredResult]] = set()
@@ -178,7 +178,7 @@ class ResultStore:
             entry = None
         if entry is None:
             raise _not_found()
-        reading = self._open.begin((entry.id, 0), entry.holder, entry.num_bytes)
+        reading = self._open_files.register((entry.id, 0), entry.holder, entry.num_bytes)
         try:
             file = await asyncio.to_thread(self._path(result_id).open, "rb")
         except BaseException as error:
@@ -224,7 +224,7 @@ class ResultStore:
             )
         # Evicting a file that is being read would free nothing now.
         eviction = _Eviction(
-            entry for entry in self._entries.values() if not self._open.is_open((entry.id, 0))
+            entry for entry in self._entries.values() if not self._open_files.is_open((entry.id, 0))
         )
         for name in holder.names:
             if not eviction.add(self.quotas.excess(name, num_bytes), name):
@@ -243,7 +243,7 @@ class ResultStore:
     def _forget(self, entries: Iterable[StoredResult]) -> list[Path]:
         gone = [entry for entry in entries if self._entries.pop(entry.id, None) is not None]
         for entry in gone:
-            self._open.when_closed((entry.id, 0), entry.spending.close)
+            self._open_files.when_closed((entry.id, 0), entry.spending.close)
         return [self._path(entry.id) for entry in gone]
 
     async def _sweep(self) -> None:
@@ -270,32 +270,36 @@ class _Eviction:
 
     def __init__(self, entries: Iterable[StoredResult]) -> None:
         self.entries: list[StoredResult] = []
-        self._left: dict[str, list[StoredResult]] = defaultdict(list)
+        self._remaining: dict[str, list[StoredResult]] = defaultdict(list)
         for entry in reversed(list(entries)):
-            self._left[entry.holder.tenant].append(entry)
+            self._remaining[entry.holder.tenant].append(entry)
 
     def add(self, num_bytes: int, name: str) -> bool:
         """Select files until ``num_bytes`` are freed; False if they do not suffice.
 
         ``name`` is one of ``Holder.names``, or empty for any, starting with the tenant that has the most.
         """
-        gone = sum(entry.num_bytes for entry in self.entries if not name or name in entry.holder.names)
-        while gone < num_bytes:
+        freed = sum(entry.num_bytes for entry in self.entries if not name or name in entry.holder.names)
+        while freed < num_bytes:
             entry = self._oldest_of(name) if name else self._oldest()
             if entry is None:
                 return False
-            self._left[entry.holder.tenant].remove(entry)
+            self._remaining[entry.holder.tenant].remove(entry)
             self.entries.append(entry)
-            gone += entry.num_bytes
+            freed += entry.num_bytes
         return True
 
     def _oldest(self) -> StoredResult | None:
-        most = max(self._left.values(), key=lambda left: sum(one.num_bytes for one in left), default=None)
-        return most[-1] if most else None
+        largest = max(
+            self._remaining.values(),
+            key=lambda entries: sum(entry.num_bytes for entry in entries),
+            default=None,
+        )
+        return largest[-1] if largest else None
 
     def _oldest_of(self, name: str) -> StoredResult | None:
-        found = (entry for left in self._left.values() for entry in reversed(left))
-        return next((entry for entry in found if name in entry.holder.names), None)
+        candidates = (entry for entries in self._remaining.values() for entry in reversed(entries))
+        return next((entry for entry in candidates if name in entry.holder.names), None)
 
 
 def steady_time() -> Callable[[], float]:

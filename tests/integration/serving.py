@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp
 
-from app.auth.secrets import GivenKeys
+from app.auth.keys import GivenKeys
 from app.components import Components
 from app.engine.client import TraceEngine
 from app.main import create_app, new_store

@@ -18,7 +18,7 @@ from api_schemas.jobs import JobEvent, JobStatus, JobSummary
 from app import audit as audit_log
 from app.cli import main
 from app.limits.limit import Limit
-from app.storage.audit import AuditStore, Wanted
+from app.storage.audit import AuditFilter, AuditStore
 from app.storage.database import Database
 from app.storage.jobs import store
 from app.storage.jobs.store import JobStore, NewJob
@@ -35,7 +35,7 @@ STEER = {"op": "steer", "at": "layers.1.output", "vector": [0.0] * 8}
 async def entries(server: Server, **wanted: Any) -> list[dict[str, Any]]:
     """Return what is written down, the newest first."""
     await server.context.log.flush()
-    found, _ = await AuditStore(server.context.database).page(Wanted(**wanted), limit=1000)
+    found, _ = await AuditStore(server.context.database).page(AuditFilter(**wanted), limit=1000)
     return [entry.model_dump() for entry in found]
 
 

@@ -33,7 +33,7 @@ async def grammars(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gr
     made = Grammars(settings, environment_for_traces(), cpu_s=2)
     model = str(bundled_model_path())
     config = {"backend": "auto"}
-    made.begin(GrammarSetup(model, "auto", "", False, 49152, "llama", False, config))
+    made.use(GrammarSetup(model, "auto", "", False, 49152, "llama", False, config))
     await made.accept(StructuredOutputsParams(choice=["yes", "no"]), "")
     yield made
     await made.close()

@@ -20,7 +20,6 @@ from app.engine.served_model import ServedModel
 from app.http.lifecycle import Lifecycle, Startable
 from app.limits.limit import Holder, Limit
 from app.services.jobs import run as job_run
-from app.services.jobs import run_output
 from app.services.jobs.run import Ending, JobParts, JobRun
 from app.services.traces import TraceService
 from app.settings import Settings
@@ -243,7 +242,7 @@ async def test_a_job_goes_on_while_its_events_cannot_be_written_and_loses_none(b
 async def test_a_job_is_dispatched_when_its_engine_takes_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, taken_s: float
 ):
-    monkeypatch.setattr(run_output, "_TAKEN_S", taken_s)
+    monkeypatch.setattr(job_run, "_ACCEPTED_S", taken_s)
     monkeypatch.setattr(job_run, "_BUSY_DELAYS_S", (0.0,))
     bench.parts.traces = TraceService({"vllm": SlowToRefuse()})
     job = await bench.claimed()

@@ -17,7 +17,7 @@ from app.engine.stored_responses import MAX_OF_TENANT, stores_of_responses
 from app.formats.json_text import encoded_json
 from app.http.vllm_routes import LOAD_ADAPTER, RESPONSES, VLLM_ROUTES
 from app.services.passing_on import MAX_OBJECTS, check_body, num_texts
-from app.storage.audit import AuditStore, Wanted
+from app.storage.audit import AuditFilter, AuditStore
 from nnsight_engine.core.work_context import WorkContext, working_for
 from tests.fakes.results import MODEL
 from tests.fakes.vllm_app import num_open
@@ -307,5 +307,5 @@ async def test_the_audit_log_names_the_adapter_that_was_loaded(server: Server) -
     operator = await tenants.headers("op", Scope.ADMIN)
     await sent(tenants, LOAD_ADAPTER, operator, lora_name="pirate", lora_path="/srv/pirate")
     await server.context.log.flush()
-    found, _ = await AuditStore(server.context.database).page(Wanted(), limit=1)
+    found, _ = await AuditStore(server.context.database).page(AuditFilter(), limit=1)
     assert (found[0].route, found[0].subject) == (LOAD_ADAPTER, "pirate")

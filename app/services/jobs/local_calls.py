@@ -64,11 +64,11 @@ class LocalCalls:
 
     async def frames(self, job_id: str) -> AsyncGenerator[Frame, None]:
         """Yield the calls to a job's client; never ends."""
-        last = 0
+        last_number = 0
         while True:
             call, called = self.pending.get(job_id), self._called
-            if call is not None and call.number != last:
-                last = call.number
+            if call is not None and call.number != last_number:
+                last_number = call.number
                 yield call.frame
             else:
                 await called.wait()
@@ -99,38 +99,38 @@ class LocalAnswers:
 
         Raises ApiError ``rate_limit_exceeded`` without memory, DecodeError for bytes that are no answer.
         """
-        rest = memoryview(data)
-        while rest:
+        unread = memoryview(data)
+        while unread:
             is_open = len(self._head) == ANSWER_HEAD_BYTES
-            rest = self._take_body(rest) if is_open else self._take_head(rest)
+            unread = self._read_body(unread) if is_open else self._read_head(unread)
             if len(self._head) == ANSWER_HEAD_BYTES and not self._num_left:
-                self._end()
+                self._finish_answer()
 
     def close(self) -> None:
         if self._received is not None:
             self._received.close()
         self._received, self._body = None, bytearray()
 
-    def _take_head(self, rest: memoryview) -> memoryview:
+    def _read_head(self, unread: memoryview) -> memoryview:
         num = ANSWER_HEAD_BYTES - len(self._head)
-        self._head += rest[:num]
-        found = answer_head(self._head, self._max_bytes)
-        if found is not None:
-            self._number, self._num_left = found
+        self._head += unread[:num]
+        number_and_size = answer_head(self._head, self._max_bytes)
+        if number_and_size is not None:
+            self._number, self._num_left = number_and_size
             self._received = self._new_spending()
-        return rest[num:]
+        return unread[num:]
 
-    def _take_body(self, rest: memoryview) -> memoryview:
-        piece = rest[: self._num_left]
+    def _read_body(self, unread: memoryview) -> memoryview:
+        piece = unread[: self._num_left]
         if self._calls.waiting(self._job_id, self._number) is None:
             self.close()
         if self._received is not None:
             self._received.add(len(piece))
             self._body += piece
         self._num_left -= len(piece)
-        return rest[len(piece) :]
+        return unread[len(piece) :]
 
-    def _end(self) -> None:
+    def _finish_answer(self) -> None:
         self._head = bytearray()
         call = self._calls.waiting(self._job_id, self._number)
         if self._received is not None and call is not None:

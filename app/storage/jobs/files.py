@@ -54,7 +54,7 @@ class ResultFile:
         self._space = space
         self._spending = space.spend(holder)
         self._file: BinaryIO | None = None
-        self._turn = threading.Lock()
+        self._file_lock = threading.Lock()
         self._is_discarded = False
 
     @property
@@ -86,25 +86,25 @@ class ResultFile:
         await asyncio.to_thread(self._discard)
 
     def _write(self, *pieces: bytes | bytearray | memoryview) -> None:
-        with self._turn:
+        with self._file_lock:
             if self._is_discarded:
                 return
             if self._file is None:
                 self._file = self._path.open("wb", buffering=0)
             for piece in pieces:
-                rest = memoryview(piece).cast("B")
-                while rest:
-                    rest = rest[self._file.write(rest) :]
+                unwritten = memoryview(piece).cast("B")
+                while unwritten:
+                    unwritten = unwritten[self._file.write(unwritten) :]
 
     def _finish(self) -> None:
-        with self._turn:
+        with self._file_lock:
             if self._file is not None and not self._is_discarded:
                 os.fsync(self._file.fileno())
                 self._file.close()
                 sync_folder(self._path.parent)
 
     def _discard(self) -> None:
-        with self._turn:
+        with self._file_lock:
             self._is_discarded = True
             try:
                 if self._file is not None:
@@ -141,20 +141,22 @@ class JobFiles:
         self.space = space
         self.process = new_folder_name()
         self._directory = directory
-        self._own: ProcessFolder | None = None
-        self._open = OpenFiles()
+        self._process_folder: ProcessFolder | None = None
+        self._open_files = OpenFiles()
 
     async def start(self) -> frozenset[str]:
         """Create this process's folder, and return the names of the processes that have died."""
         jobs = self._directory / "jobs"
         await asyncio.to_thread(jobs.mkdir, mode=0o700, parents=True, exist_ok=True)
-        self._own = await asyncio.to_thread(claim_folder, self._directory / "servers", self.process)
-        return self._own.dead
+        self._process_folder = await asyncio.to_thread(
+            claim_folder, self._directory / "servers", self.process
+        )
+        return self._process_folder.dead
 
     async def close(self) -> None:
-        own, self._own = self._own, None
-        if own is not None:
-            await asyncio.to_thread(own.release)
+        folder, self._process_folder = self._process_folder, None
+        if folder is not None:
+            await asyncio.to_thread(folder.release)
 
     @contextlib.asynccontextmanager
     async def received(self, chunks: AsyncIterator[bytes], holder: Holder) -> AsyncIterator[JobUpload]:
@@ -162,9 +164,9 @@ class JobFiles:
 
         The errors are ``job_store_full``, ``stored_bytes_full``, or ``internal_error`` for a failed disk.
         """
-        if self._own is None:
+        if self._process_folder is None:
             raise RuntimeError("the files must be started before they are used; call start()")
-        path = self._own.path / secrets.token_hex(16)
+        path = self._process_folder.path / secrets.token_hex(16)
         upload = JobUpload(path, self.space.spend(holder, JOB_BYTES))
         try:
             digest = hashlib.sha256()
@@ -186,11 +188,11 @@ class JobFiles:
                 await asyncio.to_thread(path.unlink, missing_ok=True)
 
     async def head_of(self, upload: JobUpload) -> TraceRequest:
-        return await asyncio.to_thread(_mapped, upload.path)
+        return await asyncio.to_thread(_read_mapped, upload.path)
 
     async def adopt(self, upload: JobUpload, job_id: str) -> None:
         """Move a received request into a job's folder; on failure nothing is left there."""
-        folder = self._folder(job_id)
+        folder = self._job_folder(job_id)
         moving = asyncio.ensure_future(asyncio.to_thread(_move, upload.path, folder))
         try:
             with on_disk(_A_REQUEST, ErrorCode.JOB_STORE_FULL):
@@ -205,16 +207,16 @@ class JobFiles:
 
     async def request(self, job_id: str) -> TraceRequest:
         """Read a job's request, with views of the memory-mapped file; FileNotFoundError, DecodeError."""
-        return await asyncio.to_thread(_mapped, self._folder(job_id) / _REQUEST)
+        return await asyncio.to_thread(_read_mapped, self._job_folder(job_id) / _REQUEST)
 
     def new_result(self, job: JobRow) -> ResultFile:
-        return ResultFile(self._result(job.id, job.attempt), self.space, job.holder)
+        return ResultFile(self._result_path(job.id, job.attempt), self.space, job.holder)
 
     async def result(self, job: JobRow) -> OpenResult:
         """Open a result; its bytes stay counted until it is closed, even if its job is removed meanwhile."""
-        reading = self._open.begin((job.id, job.attempt), job.holder, job.result_bytes or 0)
+        reading = self._open_files.register((job.id, job.attempt), job.holder, job.result_bytes or 0)
         try:
-            path = self._result(job.id, job.attempt)
+            path = self._result_path(job.id, job.attempt)
             return OpenResult(await asyncio.to_thread(path.open, "rb"), reading)
         except BaseException:
             reading.close()
@@ -223,24 +225,24 @@ class JobFiles:
     async def remove_results(self, jobs: Collection[JobRow]) -> None:
         """Remove the result files, if any, of the attempts of jobs."""
         for job in jobs:
-            self._open.keep_counted(self.space, job.id, job.attempt)
-            await asyncio.to_thread(self._result(job.id, job.attempt).unlink, missing_ok=True)
+            self._open_files.keep_counted(self.space, job.id, job.attempt)
+            await asyncio.to_thread(self._result_path(job.id, job.attempt).unlink, missing_ok=True)
 
     async def remove(self, jobs: Collection[JobRow | NewJob]) -> None:
         """Remove jobs' folders, and uncount their bytes."""
         for job in jobs:
-            self._open.keep_counted(self.space, job.id)
-            await asyncio.to_thread(shutil.rmtree, self._folder(job.id), ignore_errors=True)
+            self._open_files.keep_counted(self.space, job.id)
+            await asyncio.to_thread(shutil.rmtree, self._job_folder(job.id), ignore_errors=True)
             self.space.store(-job.num_bytes, job.holder)
 
-    async def remove_others(self, known: Collection[str]) -> None:
+    async def remove_orphans(self, known: Collection[str]) -> None:
         await asyncio.to_thread(self._remove_orphans, frozenset(known))
 
-    def _folder(self, job_id: str) -> Path:
+    def _job_folder(self, job_id: str) -> Path:
         return self._directory / "jobs" / job_id
 
-    def _result(self, job_id: str, attempt: int) -> Path:
-        return self._folder(job_id) / f"result.{attempt}"
+    def _result_path(self, job_id: str, attempt: int) -> Path:
+        return self._job_folder(job_id) / f"result.{attempt}"
 
     def _remove_orphans(self, known: frozenset[str]) -> None:
         for folder in (self._directory / "jobs").iterdir():
@@ -250,7 +252,7 @@ class JobFiles:
                     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _mapped(path: Path) -> TraceRequest:
+def _read_mapped(path: Path) -> TraceRequest:
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             return TraceRequest.from_bytes(b"")

@@ -206,7 +206,7 @@ class Slow(LargeBodyReader):
         self.reading: Counter[bytes] = Counter()
         self.may_end = asyncio.Event()
 
-    async def _response(self, body: bytes | bytearray) -> tuple[bool, bytes]:
+    async def _parse_in_process(self, body: bytes | bytearray) -> tuple[bool, bytes]:
         self.reading[bytes(body)] += 1
         await self.may_end.wait()
         return True, b"{}"

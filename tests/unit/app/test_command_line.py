@@ -25,8 +25,7 @@ import nnsight_engine
 from api_schemas.administration import Key, NewKey
 from api_schemas.interventions import parse_interventions
 from api_schemas.operations import LogitLens, Steer
-from app.auth.keys import Keys
-from app.auth.secrets import Secret
+from app.auth.keys import Keys, Secret
 from app.cli import main
 from app.command_error import CommandError
 from app.commands import serve, start_checks

@@ -94,7 +94,7 @@ async def test_a_server_taken_for_dead_changes_nothing_any_more(
     stale = await claimed(slow)
     await slow.append_events(stale, [RUNNING])
     monkeypatch.setattr(job_store, "LEASE_S", -1.0)  # one look is enough
-    assert await slow.recover(own=[job_id]) == []
+    assert await slow.recover(own_ids=[job_id]) == []
     assert attempts(await other.recover()) == [(job_id, 1)]
     monkeypatch.undo()
     fresh = await claimed(other)

@@ -37,7 +37,7 @@ async def _components_of(connection: HTTPConnection) -> Components:
     return components
 
 
-async def _request_of(connection: HTTPConnection) -> RequestContext:
+async def _context_of_request(connection: HTTPConnection) -> RequestContext:
     return context_of(connection.scope)
 
 
@@ -93,9 +93,9 @@ def _check_origin(connection: HTTPConnection) -> None:
         raise ApiError(ErrorCode.ORIGIN_NOT_ALLOWED, "Cross-origin WebSocket connections are not allowed.")
 
 
-Served = Annotated[Components, Depends(_components_of)]
+ServerComponents = Annotated[Components, Depends(_components_of)]
 """A route's parameter that receives the server's components."""
-Asked = Annotated[RequestContext, Depends(_request_of)]
+CurrentContext = Annotated[RequestContext, Depends(_context_of_request)]
 """A route's parameter that receives the request's context."""
 ANY_CALLER: Final = Security(caller_of)
 """A route's dependency: a key with any scope, if the server has keys. The following ones require scopes."""
@@ -109,5 +109,5 @@ Caller = Annotated[Principal, ANY_CALLER]
 """A route's parameter that receives the caller, as do the following ones."""
 Completer = Annotated[Principal, COMPLETER]
 Intervener = Annotated[Principal, INTERVENER]
-Trains = Annotated[Principal, TRAINER]
+Trainer = Annotated[Principal, TRAINER]
 Coder = Annotated[Principal, CODER]
