@@ -32,9 +32,9 @@ class NamedDetector(DetectorName):
     @classmethod
     def of(cls, used: DetectorUsed, content: object) -> NamedDetector:
         """Wrap a ``core.detector.Detector``, without checks."""
-        found = cls.model_construct(name=used.name, id=used.id)
-        found._used, found._content = used, content  # noqa: SLF001 - our own
-        return found
+        detector = cls.model_construct(name=used.name, id=used.id)
+        detector._used, detector._content = used, content  # noqa: SLF001 - our own
+        return detector
 
     @property
     def used(self) -> DetectorUsed | None:
@@ -98,20 +98,20 @@ class Test(Strict):
     )
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_fields(self) -> Self:
         if [self.detector, self.probe, self.dictionary].count(None) != 2:
-            raise _error("a test has one of `detector`, `probe` and `dictionary`", "detector")
+            raise _invalid("a test has one of `detector`, `probe` and `dictionary`", "detector")
         if (self.dictionary is None) != (self.feature is None):
             missing = "feature" if self.feature is None else "dictionary"
-            raise _error("`dictionary` and `feature` belong together", missing)
+            raise _invalid("`dictionary` and `feature` belong together", missing)
         if self.above is not None and self.below is not None:
-            raise _error("a test has either `above` or `below`", "above")
+            raise _invalid("a test has either `above` or `below`", "above")
         if self.probe is not None and self.above is None and self.below is None:
-            raise _error("a test of a `probe` needs `above` or `below`", "above")
+            raise _invalid("a test of a `probe` needs `above` or `below`", "above")
         if (self.over == "window") != (self.of is not None):
-            raise _error("`of`, a number of positions, belongs to `over` window", "of")
+            raise _invalid("`of`, a number of positions, belongs to `over` window", "of")
         if self.until == "end" and self.hysteresis:
-            raise _error("`hysteresis` has no effect with `until` end", "hysteresis")
+            raise _invalid("`hysteresis` has no effect with `until` end", "hysteresis")
         return self
 
 
@@ -133,7 +133,7 @@ class Not(Strict):
     not_: When = Field(alias="not")
 
 
-def _kind(value: Any) -> str:
+def _form_of_condition(value: Any) -> str:
     for join, kind in (("all", AllOf), ("any", AnyOf), ("not", Not)):
         if isinstance(value, kind) or (isinstance(value, dict) and join in value):
             return kind.__name__
@@ -146,7 +146,7 @@ When = Annotated[
     | Annotated[AllOf, Tag(AllOf.__name__)]
     | Annotated[AnyOf, Tag(AnyOf.__name__)]
     | Annotated[Not, Tag(Not.__name__)],
-    Discriminator(_kind),
+    Discriminator(_form_of_condition),
 ]
 """A condition."""
 
@@ -157,17 +157,17 @@ def _check_size(value: Any) -> Any:
     while level:
         depth += 1
         inner: list[Any] = []
-        for one in level:
-            given = one if isinstance(one, dict) else {}
-            join = next((name for name in _JOINS if name in given), None)
+        for condition in level:
+            fields = condition if isinstance(condition, dict) else {}
+            join = next((name for name in _JOINS if name in fields), None)
             num_tests += join is None
-            below = given.get(join) if join is not None else None
+            below = fields.get(join) if join is not None else None
             inner += below if isinstance(below, list) else [below] if join == "not" else []
             if num_tests + len(inner) > MAX_TESTS * _MAX_DEPTH:
                 break
         level = inner
         if depth > _MAX_DEPTH or num_tests > MAX_TESTS:
-            raise _error(
+            raise _invalid(
                 f"a condition has at most {MAX_TESTS} tests and is nested at most {_MAX_DEPTH} deep", ""
             )
     return value
@@ -184,23 +184,27 @@ def inner_tests(when: When, path: str = "when") -> dict[str, Test]:
     """Return the tests by their paths, such as ``when.all.1``, from left to right."""
     match when:
         case AllOf():
-            inner = {f"{path}.all.{index}": one for index, one in enumerate(when.all)}
+            inner = {f"{path}.all.{index}": condition for index, condition in enumerate(when.all)}
         case AnyOf():
-            inner = {f"{path}.any.{index}": one for index, one in enumerate(when.any)}
+            inner = {f"{path}.any.{index}": condition for index, condition in enumerate(when.any)}
         case Not():
             inner = {f"{path}.not": when.not_}
         case _:
             return {path: when}
-    return {place: test for below, one in inner.items() for place, test in inner_tests(one, below).items()}
+    return {
+        test_path: test
+        for below, condition in inner.items()
+        for test_path, test in inner_tests(condition, below).items()
+    }
 
 
 def with_tests(when: When, tests: Iterator[Test]) -> When:
     """Return a condition with other tests in the place of its own, from left to right."""
     match when:
         case AllOf():
-            return when.model_copy(update={"all": [with_tests(one, tests) for one in when.all]})
+            return when.model_copy(update={"all": [with_tests(condition, tests) for condition in when.all]})
         case AnyOf():
-            return when.model_copy(update={"any": [with_tests(one, tests) for one in when.any]})
+            return when.model_copy(update={"any": [with_tests(condition, tests) for condition in when.any]})
         case Not():
             return when.model_copy(update={"not_": with_tests(when.not_, tests)})
     return next(tests)
@@ -216,5 +220,5 @@ def points_of(name: DetectorName | DictionaryName | None) -> list[str]:
     return []
 
 
-def _error(message: str, field: str) -> PydanticCustomError:
+def _invalid(message: str, field: str) -> PydanticCustomError:
     return field_error(ErrorCode.INVALID_VALUE, message, field)

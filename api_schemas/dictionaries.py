@@ -61,9 +61,9 @@ class NamedDictionary(DictionaryName):
     @classmethod
     def of(cls, used: DictionaryUsed, content: object, labels: LabelReader | None = None) -> NamedDictionary:
         """Wrap a ``features.config.StoredDictionary``, without checks."""
-        found = cls.model_construct(name=used.name, id=used.id)
-        found._used, found._content, found._labels = used, content, labels  # noqa: SLF001 - our own
-        return found
+        dictionary = cls.model_construct(name=used.name, id=used.id)
+        dictionary._used, dictionary._content, dictionary._labels = used, content, labels  # noqa: SLF001 - our own
+        return dictionary
 
     @property
     def used(self) -> DictionaryUsed | None:

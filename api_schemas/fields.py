@@ -74,9 +74,9 @@ class Strict(BaseModel):
     @classmethod
     def _check_known_fields(cls, value: Any) -> Any:
         # Like pydantic's check for ``extra``, whose error does not list the known fields.
-        given = value if isinstance(value, dict) else {}
+        fields = value if isinstance(value, dict) else {}
         known = [field.alias or name for name, field in cls.model_fields.items()]
-        unknown = next((name for name in given if name not in known), None)
+        unknown = next((name for name in fields if name not in known), None)
         if unknown is not None:
             name = clip(str(unknown))
             raise PydanticCustomError(
@@ -146,9 +146,12 @@ class NameOrText(Strict):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        whole = handler.resolve_ref_schema(handler(core_schema))
-        described: JsonSchemaValue = {key: whole.pop(key) for key in ("title", "description")}
-        return {**described, "anyOf": [{"type": "string", "minLength": 1, "maxLength": 128}, whole]}
+        object_schema = handler.resolve_ref_schema(handler(core_schema))
+        description_of: JsonSchemaValue = {key: object_schema.pop(key) for key in ("title", "description")}
+        return {
+            **description_of,
+            "anyOf": [{"type": "string", "minLength": 1, "maxLength": 128}, object_schema],
+        }
 
 
 class Listed(BaseModel):

@@ -180,7 +180,7 @@ class EmbeddingsResponse(BaseModel):
     data: list[EmbeddedText] = Field(default_factory=list)
 
 
-def _form(value: Any) -> str:
+def _form_of_prompt(value: Any) -> str:
     return "ids" if isinstance(value, list) else "text"
 
 
@@ -196,7 +196,7 @@ class TokenizePrompt(Strict):
     prompt: Annotated[
         Annotated[str, Field(strict=True), Tag("text")]
         | Annotated[Items[Annotated[Integer, Field(ge=0)]], Tag("ids"), Field(min_length=1)],
-        Discriminator(_form),
+        Discriminator(_form_of_prompt),
     ]
 
 
@@ -222,7 +222,7 @@ class TokenizeMessages(Strict):
     continue_final_message: bool | None = None
 
 
-def _kind(value: Any) -> str:
+def _form_of_request(value: Any) -> str:
     has_messages = "messages" in value if isinstance(value, dict) else isinstance(value, TokenizeMessages)
     return TokenizeMessages.__name__ if has_messages else TokenizePrompt.__name__
 
@@ -232,7 +232,7 @@ class TokenizeRequest(
         Annotated[
             Annotated[TokenizePrompt, Tag(TokenizePrompt.__name__)]
             | Annotated[TokenizeMessages, Tag(TokenizeMessages.__name__)],
-            Discriminator(_kind),
+            Discriminator(_form_of_request),
         ]
     ]
 ):

@@ -106,18 +106,18 @@ class PromptOperations:
 
     def __init__(self, operations: Sequence[Intervention]) -> None:
         self._shared: list[tuple[int, Intervention]] = []
-        self._own: defaultdict[int, list[tuple[int, Intervention]]] = defaultdict(list)
+        self._by_prompt: defaultdict[int, list[tuple[int, Intervention]]] = defaultdict(list)
         for index, op in enumerate(operations):
             if isinstance(op, Trace) or op.prompts is None:
                 self._shared.append((index, op))
                 continue
             for prompt in op.prompts:
-                self._own[prompt].append((index, op))
+                self._by_prompt[prompt].append((index, op))
 
     def of(self, prompt: int) -> list[tuple[int, Intervention]]:
         """Return the operations of one prompt in order, each with its index in the request."""
-        own = self._own.get(prompt)
-        return sorted([*self._shared, *own], key=itemgetter(0)) if own else self._shared
+        of_prompt = self._by_prompt.get(prompt)
+        return sorted([*self._shared, *of_prompt], key=itemgetter(0)) if of_prompt else self._shared
 
 
 def _check_number(raw: list[object], limits: RequestLimits, num_prompts: int | None) -> None:
@@ -132,23 +132,23 @@ def _check_number(raw: list[object], limits: RequestLimits, num_prompts: int | N
         )
     if len(raw) <= limits.max_operations:
         return
-    found: Counter[int] = Counter()
+    num_by_prompt: Counter[int] = Counter()
     num_shared = 0
     for index, item in enumerate(raw):
         prompts = _field(item, "prompts")
         if isinstance(prompts, list) and len(raw) <= limits.max_request_operations:
             most_prompts = limits.max_list_items if num_prompts is None else num_prompts
             _check_list(prompts, f"{FIELD}.{index}.prompts", most_prompts)
-            found.update(prompt for prompt in prompts if isinstance(prompt, int))
+            num_by_prompt.update(prompt for prompt in prompts if isinstance(prompt, int))
         else:
             num_shared += 1
-    most = num_shared + max(found.values(), default=0)
-    if most > limits.max_operations:
+    num_operations = num_shared + max(num_by_prompt.values(), default=0)
+    if num_operations > limits.max_operations:
         raise ApiError(
             ErrorCode.TOO_MANY_OPERATIONS,
             f"A prompt may have {limits.max_operations} operations, and all prompts together "
-            f"{max(limits.max_operations, limits.max_request_operations)}, got {most}. One operation may "
-            "name many points: give `at` a list or a pattern.",
+            f"{max(limits.max_operations, limits.max_request_operations)}, got {num_operations}. "
+            "One operation may name many points: give `at` a list or a pattern.",
             FIELD,
         )
 
@@ -206,7 +206,7 @@ def _parse_one(item: object, param: str, limits: RequestLimits) -> Intervention:
     try:
         return schema.model_validate(item, context=limits)
     except ValidationError as error:
-        raise _translate(error, item, param) from error
+        raise _first_problem(error, item, param) from error
 
 
 def _check_lengths(item: dict[str, Any], param: str, limits: RequestLimits) -> None:
@@ -243,24 +243,24 @@ def _check_list(value: object, param: str, max_items: int) -> None:
         )
 
 
-def _translate(error: ValidationError, item: dict[str, Any], param: str) -> ApiError:
+def _first_problem(error: ValidationError, item: dict[str, Any], param: str) -> ApiError:
     """Return the first of pydantic's errors as an ApiError; further ones would add little."""
-    first = error.errors(include_url=False)[0]
-    kind, location = first["type"], first["loc"]
+    problem = error.errors(include_url=False)[0]
+    kind, location = problem["type"], problem["loc"]
     path = path_in(item, location, keep_last=kind == "missing")
     if kind in _OUR_CODES:
-        field = first.get("ctx", {}).get("field", "")
+        field = problem.get("ctx", {}).get("field", "")
         code = ErrorCode(kind)
-        message = f"{first['msg']}."
+        message = f"{problem['msg']}."
         path = [*path, *field.split(".")] if field else path
     else:
         code = _CODES.get(kind, ErrorCode.INVALID_SHAPE)
         if kind == "literal_error" and path:
             code = _LITERAL_CODES.get(path[-1], code)
-        got = "" if kind == "missing" else f", got {excerpt(first['input'])}"
+        got = "" if kind == "missing" else f", got {excerpt(problem['input'])}"
         field = f"`{'.'.join(path)}` of " if path else ""
         hint = next((f" {_FORMS[part]}" for part in reversed(path) if part in _FORMS), "")
-        message = f"{field}an operation `{item['op']}`: {first['msg']}{got}.{hint}"
+        message = f"{field}an operation `{item['op']}`: {problem['msg']}{got}.{hint}"
     return ApiError(code, message, ".".join([param, *path]))
 
 
@@ -269,7 +269,7 @@ def path_in(item: object, location: Sequence[int | str], *, keep_last: bool) -> 
     path: list[str] = []
     value: Any = item
     for index, part in enumerate(location):
-        if _holds(value, part):
+        if _has_item(value, part):
             value = value[part]
         elif not (keep_last and index == len(location) - 1):
             continue
@@ -277,7 +277,7 @@ def path_in(item: object, location: Sequence[int | str], *, keep_last: bool) -> 
     return path
 
 
-def _holds(value: object, part: int | str) -> bool:
+def _has_item(value: object, part: int | str) -> bool:
     if isinstance(value, list | tuple):
         return isinstance(part, int) and part < len(value)
     return isinstance(value, dict) and part in value

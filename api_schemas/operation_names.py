@@ -38,7 +38,7 @@ def points_of_names(op: Detect | Features | Feature | Stop | Flag) -> list[str]:
 def tensors_of(op: Intervention) -> dict[str, TensorInput]:
     match op:
         case Steer(vectors=[*several]):
-            return {f"vectors.{index}.vector": one.vector for index, one in enumerate(several)}
+            return {f"vectors.{index}.vector": weighted.vector for index, weighted in enumerate(several)}
         case Steer(vector=vector) | Ablate(vector=vector):
             return {} if vector is None else {"vector": vector}
         case Probe():
@@ -54,8 +54,8 @@ def with_tensors(op: Intervention, tensors: Mapping[str, TensorInput]) -> Interv
     if not isinstance(op, Steer) or op.vectors is None:
         return op.model_copy(update=dict(tensors))
     vectors = [
-        one.model_copy(update={"vector": tensors.get(f"vectors.{index}.vector", one.vector)})
-        for index, one in enumerate(op.vectors)
+        weighted.model_copy(update={"vector": tensors.get(f"vectors.{index}.vector", weighted.vector)})
+        for index, weighted in enumerate(op.vectors)
     ]
     return op.model_copy(update={"vectors": vectors})
 
@@ -109,14 +109,16 @@ def dictionaries_used(op: Intervention) -> dict[str, DictionaryUsed]:
 
 def features_named(op: Intervention) -> dict[str, int | str]:
     """Return the features that an operation names, by path; ids once names are resolved."""
-    found = {
+    features = {
         f"{path}.feature": test.feature
         for path, test in condition_tests(op).items()
         if test.feature is not None
     }
     match op:
-        case Features(features=[*given]):
-            found |= {f"features.{index}": one for index, one in enumerate(given)}
+        case Features(features=[*listed]):
+            features |= {f"features.{index}": feature for index, feature in enumerate(listed)}
         case Feature():
-            found |= {f"changes.{index}.feature": one.feature for index, one in enumerate(op.changes)}
-    return found
+            features |= {
+                f"changes.{index}.feature": change.feature for index, change in enumerate(op.changes)
+            }
+    return features

@@ -1,7 +1,7 @@
 """The operations of a request's ``interventions``, one class each, and the positions at which they act.
 
 They define the syntax; its meaning for a model is checked by ``nnsight_engine.plans.compile.request``,
-the code of ``trace`` by ``nnsight_engine.vllm_backend.request_code``. Operations apply in the given
+the code of ``trace`` by ``nnsight_engine.vllm_backend.trace_code``. Operations apply in the given
 order: at the same point and position, later ones see the effect of earlier ones. Positions are absolute,
 because prefill and decode do not identify them reliably: after a preemption generated tokens are
 prefilled again.
@@ -148,9 +148,9 @@ class Steer(_Write):
     def _check_vectors(self) -> Self:
         if (self.vector is None) == (self.vectors is None):
             raise _invalid("`steer` needs either `vector` or `vectors`, and not both", "vector")
-        weights = [] if self.vectors is None or self.mode != "project_out" else self.vectors
-        for index, one in enumerate(weights):
-            if one.weight != 1.0:
+        weighted_vectors = [] if self.vectors is None or self.mode != "project_out" else self.vectors
+        for index, weighted in enumerate(weighted_vectors):
+            if weighted.weight != 1.0:
                 raise _invalid(
                     "`project_out` removes the span of its vectors, on which weights have no effect; leave "
                     "`weight` out",
@@ -334,7 +334,9 @@ class Feature(_Operation):
 
     @model_validator(mode="after")
     def _check_changes(self) -> Self:
-        _check_once([(f"changes.{index}.feature", one.feature) for index, one in enumerate(self.changes)])
+        _check_once(
+            [(f"changes.{index}.feature", change.feature) for index, change in enumerate(self.changes)]
+        )
         return self
 
 
@@ -370,7 +372,7 @@ MODEL_NAME: Final = "model"
 TRACER_NAME: Final = "tracer"
 
 
-def _kind(value: Any) -> str:
+def _form_of_variable(value: Any) -> str:
     is_tensor = isinstance(value, TensorObject) or (
         isinstance(value, dict) and {"dtype", "data"} <= value.keys()
     )
@@ -378,7 +380,8 @@ def _kind(value: Any) -> str:
 
 
 Variable = Annotated[
-    Annotated[TensorObject, Tag("tensor")] | Annotated[JsonValue, Tag("plain")], Discriminator(_kind)
+    Annotated[TensorObject, Tag("tensor")] | Annotated[JsonValue, Tag("plain")],
+    Discriminator(_form_of_variable),
 ]
 """A value of JSON, or a tensor."""
 
@@ -428,7 +431,7 @@ class Trace(Strict):
         if (self.code is None) == (self.block is None):
             raise _invalid("`trace` needs `code` or `block`, and not both", "code")
         if self.block is not None:
-            self._data = _decoded(self.block)
+            self._data = _decoded_block(self.block)
             if self.variables:
                 raise _invalid(
                     "a `block` brings its variables itself; `variables` belong to `code`", "variables"
@@ -436,7 +439,7 @@ class Trace(Strict):
         return self
 
 
-def _decoded(text: str) -> bytes:
+def _decoded_block(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (ValueError, binascii.Error) as error:

@@ -75,8 +75,8 @@ class LayerSelection:
         if self.index is not None:
             layer = resolve_layer(self.index, num_layers, param)
             return range(layer, layer + 1)
-        start = 0 if self.start is None else self._bound(self.start, num_layers, param)
-        stop = num_layers if self.stop is None else self._bound(self.stop, num_layers, param)
+        start = 0 if self.start is None else self._resolve_bound(self.start, num_layers, param)
+        stop = num_layers if self.stop is None else self._resolve_bound(self.stop, num_layers, param)
         if start >= stop:
             raise ApiError(
                 ErrorCode.UNKNOWN_LAYER,
@@ -86,7 +86,7 @@ class LayerSelection:
             )
         return range(start, stop)
 
-    def _bound(self, bound: int, num_layers: int, param: str | None) -> int:
+    def _resolve_bound(self, bound: int, num_layers: int, param: str | None) -> int:
         resolved = bound + num_layers if bound < 0 else bound
         if not 0 <= resolved <= num_layers:
             raise ApiError(
@@ -110,7 +110,9 @@ class PointPattern:
         """Parse ``logits`` or ``layers.3:9.output``; ApiError ``unknown_point`` or ``unknown_layer``."""
         if len(text) > _MAX_LENGTH:
             raise _unknown_point(text, param)
-        prefix = next((one for one in (_PREFIX, _ENCODER_PREFIX) if text.startswith(one)), None)
+        prefix = next(
+            (candidate for candidate in (_PREFIX, _ENCODER_PREFIX) if text.startswith(candidate)), None
+        )
         if prefix is None:
             if text not in MODEL_POINTS:
                 raise _unknown_point(text, param)

@@ -24,7 +24,9 @@ SEPARATOR: Final = ":"
 """Between a model's name and a preset's."""
 
 
-def _parsed(value: object, _: ValidatorFunctionWrapHandler, info: ValidationInfo) -> list[Intervention]:
+def _parse_operations(
+    value: object, _: ValidatorFunctionWrapHandler, info: ValidationInfo
+) -> list[Intervention]:
     """Parse operations as those of a request are, with the same errors."""
     limits = info.context if isinstance(info.context, RequestLimits) else DEFAULT_LIMITS
     operations = parse_interventions(value, limits)
@@ -45,7 +47,7 @@ class NewPreset(Strict):
 
     name: StoredName
     description: str = Field(default="", strict=True, max_length=1000)
-    interventions: Annotated[list[Intervention], WrapValidator(_parsed), Field(min_length=1)]
+    interventions: Annotated[list[Intervention], WrapValidator(_parse_operations), Field(min_length=1)]
     shared: bool = Field(default=False, strict=True)
 
 
@@ -109,5 +111,9 @@ def split_model(model: str, served: Collection[str]) -> tuple[str, str | None]:
     """Return the served name in ``NAME:PRESET``, and the preset; any other name is returned with None."""
     if model in served:
         return model, None
-    name = max((one for one in served if model.startswith(f"{one}{SEPARATOR}")), key=len, default=None)
+    name = max(
+        (served_name for served_name in served if model.startswith(f"{served_name}{SEPARATOR}")),
+        key=len,
+        default=None,
+    )
     return (model, None) if name is None else (name, model.removeprefix(f"{name}{SEPARATOR}"))

@@ -141,7 +141,7 @@ def _check_size(num_bytes: int, info: ValidationInfo) -> None:
         )
 
 
-def _kind(value: Any) -> str:
+def _form_of_tensor(value: Any) -> str:
     """Select the form by the first item; the form then checks the rest."""
     if isinstance(value, TensorObject):
         return "tensor"
@@ -159,7 +159,7 @@ def _kind(value: Any) -> str:
 _LIST_KINDS: Final = ("numbers", "rows", "stacks")
 
 
-def _check(value: Any, info: ValidationInfo) -> Any:
+def _check_tensor(value: Any, info: ValidationInfo) -> Any:
     if isinstance(value, list):
         shape = _shape_of(value)
         _check_size(math.prod(shape) * _LIST_ITEM_BYTES, info)
@@ -193,7 +193,7 @@ TensorInput = Annotated[
     | Annotated[Items[Items[Numbers]], Tag("stacks")]
     | Annotated[TensorObject, Tag("tensor")]
     | Annotated[VectorName, Tag(VectorName.__name__)],
-    Discriminator(_kind),
-    AfterValidator(_check),
+    Discriminator(_form_of_tensor),
+    AfterValidator(_check_tensor),
 ]
 """A tensor of a request: nested lists of numbers (one to three deep), an object, or a name."""

@@ -33,8 +33,8 @@ class NewVector(Strict):
 
     @model_validator(mode="after")
     def _check_form(self) -> Self:
-        given = (self.vectors is not None, self.at is not None, self.values is not None)
-        if given not in {(True, False, False), (False, True, True)}:
+        are_given = (self.vectors is not None, self.at is not None, self.values is not None)
+        if are_given not in {(True, False, False), (False, True, True)}:
             raise ValueError("a vector is given as `vectors`, or as `at` and `values`")
         return self
 

@@ -16,18 +16,18 @@ _RULE: Final = "trusted_proxies lists addresses and networks, such as 10.1.2.3 o
 
 def check_proxies(listed: str) -> None:
     """Raise ValueError, with a suggested correction, for a part that is neither an address nor a network."""
-    for one in filter(None, (part.strip() for part in listed.split(","))):
+    for proxy in filter(None, (part.strip() for part in listed.split(","))):
         try:
-            ipaddress.ip_network(one)
+            ipaddress.ip_network(proxy)
         except ValueError as error:
-            raise ValueError(f"{_RULE}, got {one!r}; {_step(one)}") from error
+            raise ValueError(f"{_RULE}, got {proxy!r}; {_correction(proxy)}") from error
 
 
-def _step(one: str) -> str:
-    if one == "*":
+def _correction(proxy: str) -> str:
+    if proxy == "*":
         return "every client could then forge its address: list the network of your proxies"
     try:
-        within = ipaddress.ip_interface(one)
+        within = ipaddress.ip_interface(proxy)
     except ValueError:
         return "write the proxy's address"
     return f"write {within.network} for the network, or {within.ip} for the one address"

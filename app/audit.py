@@ -59,7 +59,7 @@ class Record:
 
     Attributes:
         caller_class: The tier of the caller's key; ``none`` without one.
-        tier: How its steps ran, see ``WorkContext``; set when it is over, like ``marked``.
+        step_tier: How its steps ran, see ``WorkContext.tier``; set when it is over, like ``marked``.
         salt: Isolates its part of the prefix cache; empty for no isolation, None if not applicable.
         named: The stored things that it uses: kind, and the name of a shared one; empty for a tenant's own.
         begun_s: When the last part of its body was received, by ``time.perf_counter``.
@@ -89,7 +89,7 @@ class Record:
     trace_id: str = dataclasses.field(default="", metadata=_UNWRITTEN)
     caller_class: str = dataclasses.field(default="none", metadata=_UNWRITTEN)
     uses: list[tuple[str, str]] = dataclasses.field(default_factory=list, metadata=_UNWRITTEN)
-    tier: str = dataclasses.field(default="", metadata=_UNWRITTEN)
+    step_tier: str = dataclasses.field(default="", metadata=_UNWRITTEN)
     marked: list[str] = dataclasses.field(default_factory=list, metadata=_UNWRITTEN)
     salt: str | None = dataclasses.field(default=None, metadata=_UNWRITTEN)
     named: list[tuple[str, str]] = dataclasses.field(default_factory=list, metadata=_UNWRITTEN)
@@ -116,7 +116,9 @@ class Record:
         }
         written: list[str] = [operation.op for operation in interventions]
         self.operations = written if len(written) <= _MAX_OPERATIONS else list(dict.fromkeys(written))
-        self.uses = [(operation.op, kind) for operation in interventions for kind in _points(operation)]
+        self.uses = [
+            (operation.op, kind) for operation in interventions for kind in _kinds_of_points(operation)
+        ]
         for operation in interventions:
             if isinstance(operation, Trace):
                 code = (operation.code or operation.block or "").encode("utf-8", "surrogatepass")
@@ -141,7 +143,7 @@ class Record:
         return row | {name: _storable(row[name]) for name in ("subject", "model", "error", "route")}
 
 
-def _points(operation: Intervention) -> set[str]:
+def _kinds_of_points(operation: Intervention) -> set[str]:
     if isinstance(operation, Trace):
         return {CODE}
     if isinstance(operation, LogitLens):
@@ -168,10 +170,10 @@ def changed(thing: Key | Tenant) -> dict[str, Any]:
     return thing.model_dump(mode="json", include=names, exclude_none=True)
 
 
-def of_command(command: str, subject: str, thing: Key | Tenant) -> Record:
+def command_record(command: str, subject: str, thing: Key | Tenant) -> Record:
     """Return the record of a command, which needs no key; ``subject`` is empty for one that created a key."""
-    made = thing.id if isinstance(thing, Key) else thing.name
-    return Record("CLI", route=command, subject=subject or made, details=changed(thing))
+    default_subject = thing.id if isinstance(thing, Key) else thing.name
+    return Record("CLI", route=command, subject=subject or default_subject, details=changed(thing))
 
 
 logger = logging.getLogger(__name__)
@@ -182,21 +184,21 @@ _MAX_BATCH: Final = 1000
 _RETRY_S: Final = 5.0
 _SWEEP_S: Final = 3600.0
 _UNDER_WAY: Final = "under_way"
-_KNOWN: Final = ("tenant", "key_id", "route", "subject", "model", "operations", "code_sha256")
+_EARLY_COLUMNS: Final = ("tenant", "key_id", "route", "subject", "model", "operations", "code_sha256")
 """Attributes that are set while a request runs; changes of them are written before its end."""
 
 
 @dataclasses.dataclass(slots=True)
 class _AuditEntry:
-    """``known`` has the values of ``_KNOWN`` when the row was last written before the end."""
+    """``written_columns``: the values of ``_EARLY_COLUMNS`` when the row was last written before the end."""
 
     record: Record
     row: dict[str, Any] = dataclasses.field(default_factory=dict)
     number: int | None = None
-    known: tuple[Any, ...] | None = None
+    written_columns: tuple[Any, ...] | None = None
 
     def mutable_columns(self) -> tuple[Any, ...]:
-        return tuple(getattr(self.record, name) for name in _KNOWN)
+        return tuple(getattr(self.record, name) for name in _EARLY_COLUMNS)
 
 
 class AuditLog:
@@ -210,13 +212,13 @@ class AuditLog:
         self._num_lost = 0
         self._item_added = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()
+        self._flush_lock = asyncio.Lock()
 
     @property
     def is_on(self) -> bool:
         return self._ttl_s > 0
 
-    def begin(self, record: Record) -> None:
+    def register(self, record: Record) -> None:
         """Register a request that begins; ``add`` or ``drop`` must follow."""
         if self.is_on:
             self._running[record.request_id] = _AuditEntry(record)
@@ -226,8 +228,8 @@ class AuditLog:
         if not self.is_on:
             return
         entry = self._running.pop(record.request_id, None) or _AuditEntry(record)
-        # A known row is always updated: it would remain marked as unfinished.
-        if len(self._pending) >= _MAX_PENDING and entry.known is None:
+        # A written row is always updated: it would remain marked as unfinished.
+        if len(self._pending) >= _MAX_PENDING and entry.written_columns is None:
             self._num_lost += 1
             return
         entry.row = record.row()
@@ -239,7 +241,7 @@ class AuditLog:
         entry = self._running.get(record.request_id)
         if entry is None:
             return
-        if entry.known is None:
+        if entry.written_columns is None:
             del self._running[record.request_id]
         else:
             self.add(record)
@@ -259,7 +261,7 @@ class AuditLog:
             logger.exception("%d audit records were lost", len(self._pending))
 
     async def flush(self) -> None:
-        async with self._turn:  # concurrent flushes would write the same records
+        async with self._flush_lock:  # concurrent flushes would write the same records
             await self._flush()
 
     async def _flush(self) -> None:
@@ -274,13 +276,13 @@ class AuditLog:
 
     async def _write_started(self, entries: Sequence[_AuditEntry]) -> None:
         for entry in entries:
-            entry.known = entry.mutable_columns()
+            entry.written_columns = entry.mutable_columns()
             entry.row = entry.record.row() | {"error": entry.record.error or _UNDER_WAY}
         try:
             await self._write(entries)
         except BaseException:
             for entry in entries:
-                entry.known = None
+                entry.written_columns = None
             raise
 
     async def _write_ended(self, entries: Sequence[_AuditEntry]) -> None:
@@ -288,10 +290,10 @@ class AuditLog:
         del self._pending[: len(entries)]
 
     async def _write(self, entries: Sequence[_AuditEntry]) -> None:
-        new = [entry for entry in entries if entry.number is None]
-        changed = [{**entry.row, "number": entry.number} for entry in entries if entry.number is not None]
-        numbers = await self._store.write([entry.row for entry in new], changed)
-        for entry, number in zip(new, numbers, strict=True):
+        unwritten = [entry for entry in entries if entry.number is None]
+        written = [{**entry.row, "number": entry.number} for entry in entries if entry.number is not None]
+        numbers = await self._store.write([entry.row for entry in unwritten], written)
+        for entry, number in zip(unwritten, numbers, strict=True):
             entry.number = number
 
     async def _run_writer(self) -> None:
@@ -318,7 +320,7 @@ def _is_due(entry: _AuditEntry) -> bool:
     record = entry.record
     if not record.key_id or time.time() - record.time < _GATHER_S:
         return False
-    return entry.known != entry.mutable_columns()
+    return entry.written_columns != entry.mutable_columns()
 
 
 async def _uninterrupted(work: Coroutine[Any, Any, None]) -> None:

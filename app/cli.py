@@ -31,7 +31,9 @@ _COMMANDS.add_typer(TERMINAL)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = ["--help" if one == "-h" else one for one in (sys.argv[1:] if argv is None else argv)]
+    arguments = [
+        "--help" if argument == "-h" else argument for argument in (sys.argv[1:] if argv is None else argv)
+    ]
     try:
         status = _COMMANDS(arguments, prog_name="nnsight-engine", standalone_mode=False)
     except typer.Exit as ended:
@@ -39,15 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (typer.Abort, KeyboardInterrupt):  # uvicorn raises it again after the shutdown is complete
         return _INTERRUPTED
     except typer.TyperException as error:
-        _report(error.format_message())
+        _print_error(error.format_message())
         return error.exit_code
     except CommandError as error:
-        _report(str(error))
+        _print_error(str(error))
         return _FAILED
     return int(status or 0)
 
 
-def _report(message: str) -> None:
+def _print_error(message: str) -> None:
     if message:  # without a subcommand the help has already been printed
         console = Console(stderr=True, highlight=False)
         console.print(f"nnsight-engine: {message}", markup=False, soft_wrap=True)
@@ -68,14 +70,14 @@ def _root(
     del version
 
 
-def _value(value: Any) -> Any:
+def _check_value(value: Any) -> Any:
     if isinstance(value, str) and value.startswith("-"):
         raise typer.BadParameter(f"it needs a value, got the option {value}")
     return value
 
 
 def _option(metavar: str, description: str) -> Any:
-    return typer.Option(help=description, metavar=metavar, callback=_value, rich_help_panel="Options")
+    return typer.Option(help=description, metavar=metavar, callback=_check_value, rich_help_panel="Options")
 
 
 def _replica_option(description: str) -> Any:
@@ -84,7 +86,7 @@ def _replica_option(description: str) -> Any:
 
 
 def _flags(context: typer.Context) -> list[str]:
-    return [flag for one in context.command.params for flag in one.opts]
+    return [flag for parameter in context.command.params for flag in parameter.opts]
 
 
 @_COMMANDS.command(
@@ -199,7 +201,7 @@ def serve(  # noqa: PLR0913 - one argument for each option
 )
 def check(  # noqa: PLR0913 - one argument for each option
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="A folder or a Hugging Face name.", callback=_value)],
+    model: Annotated[str, typer.Argument(help="A folder or a Hugging Face name.", callback=_check_value)],
     *,
     prompt: Annotated[str | None, _option("TEXT", "The prompt, of 4 to 256 tokens.")] = None,
     layers: Annotated[

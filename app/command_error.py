@@ -25,12 +25,12 @@ def read_settings(options: Mapping[str, Any] | None = None) -> Settings:
 
 
 def _settings_error(error: ValidationError, options: Collection[str]) -> CommandError:
-    first = error.errors(include_url=False)[0]
-    name = ".".join(map(str, first["loc"]))
-    problem = f"{first['msg']}, got {first['input']!r}; see docs/settings.md"
+    problem = error.errors(include_url=False)[0]
+    name = ".".join(map(str, problem["loc"]))
+    message = f"{problem['msg']}, got {problem['input']!r}; see docs/settings.md"
     if name in options:
-        return CommandError(f"--{name.replace('_', '-')}: {problem}")
+        return CommandError(f"--{name.replace('_', '-')}: {message}")
     # Otherwise the location is the name of an environment variable with an alias.
     if name in Settings.model_fields:
         name = f"{Settings.model_config['env_prefix']}{name}".upper()
-    return CommandError(f"the variable {name} is wrong: {problem}")
+    return CommandError(f"the variable {name} is wrong: {message}")

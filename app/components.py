@@ -9,9 +9,8 @@ from typing import Any
 
 from app.admission.rates import Rates
 from app.audit import AuditLog
-from app.auth.keys import Keys
-from app.auth.secrets import GivenKeys
-from app.catalog.catalog import ContentCache, Parts
+from app.auth.keys import GivenKeys, Keys
+from app.catalog.catalog import CatalogParts, ContentCache
 from app.catalog.detectors import Detectors
 from app.catalog.dictionaries import Dictionaries
 from app.catalog.presets import Presets
@@ -21,13 +20,13 @@ from app.engine.client import EngineClient
 from app.engine.process_engines import LocalTraceEngine, SessionTraces
 from app.engine.trace_process_pool import TraceProcesses
 from app.examples.storing import ExampleStores, store_examples
-from app.formats.json_bodies import FieldLimits
+from app.formats.json_bodies import MAX_JSON_DEPTH, FieldLimits
 from app.http.large_bodies import LargeBodyReader
 from app.http.lifecycle import Lifecycle, Restarts
-from app.limits.allowances import ReceivedBytes
 from app.limits.tenant_budget import TenantBudget
-from app.observability.metrics import Metrics, Scrape
+from app.observability.metrics import Metrics
 from app.observability.recording import Recorder
+from app.observability.scraping import Scrape
 from app.observability.tracing import tracing_of
 from app.process_environment import environment_for_traces
 from app.services.jobs.run import JobParts
@@ -62,9 +61,9 @@ class Components:
         given_keys: GivenKeys | None = None,
     ) -> None:
         self.settings, self.engine, self.store = settings, engine, store
-        budget = TenantBudget.of(settings)
+        budget, bounds = TenantBudget.of(settings), settings.bounds
         restarts = Restarts(
-            settings.max_engine_restarts, settings.engine_restart_window_s, settings.engine_restart_delay_s
+            settings.max_engine_restarts, settings.engine_restart_window_s, bounds.engine_restart_delay_s
         )
         self.lifecycle = Lifecycle(engine, on_engine_failure, restarts)
         self.database = database = Database(settings.data_dir, settings.database_url)
@@ -76,16 +75,18 @@ class Components:
         self.recorder = Recorder(
             log=self.log, keys=self.keys, metrics=self.metrics, engine=engine, tracing=self.tracing
         )
-        self.receiving = ReceivedBytes(budget.received_bytes)
+        self.received, self.sockets = budget.received_bytes, budget.sockets
         field_limits = FieldLimits(
-            settings.max_json_depth,
-            settings.max_field_objects,
-            settings.max_field_values,
-            settings.max_prompt_ids,
+            MAX_JSON_DEPTH, bounds.max_field_objects, bounds.max_field_values, bounds.max_prompt_ids
         )
         self.bodies = LargeBodyReader(field_limits, environment_for_traces(), budget.body_processes)
         self.processes = _process_engines(settings, engine, local)
-        self.traces = TraceService({**engine.trace_engines(), **{one.name: one for one in self.processes}})
+        self.traces = TraceService(
+            {
+                **engine.trace_engines(),
+                **{process_engine.name: process_engine for process_engine in self.processes},
+            }
+        )
         self.jobs = JobService(
             JobParts(
                 settings=settings,
@@ -95,12 +96,14 @@ class Components:
                 traces=self.traces,
                 keys=self.keys,
                 rates=self.rates,
-                stored=store.stored,
+                quotas=store.quotas,
                 log=self.log,
                 watch=self.recorder.job,
             )
         )
-        parts = Parts(settings, database, engine, store.stored, ContentCache(settings.vector_cache_bytes))
+        parts = CatalogParts(
+            settings, database, engine, store.quotas, ContentCache(settings.bounds.vector_cache_bytes)
+        )
         self.vectors, self.detectors = Vectors(parts), Detectors(parts)
         self.dictionaries = Dictionaries(parts)
         self.presets = Presets(parts, self.vectors, self.detectors, self.dictionaries)
@@ -136,13 +139,13 @@ class Components:
                 stack.push_async_callback(asyncio.to_thread, self.tracing.close)
             stack.push_async_callback(self.lifecycle.close)
             stack.push_async_callback(self.scrape.close)
-            for one in self.processes:
-                stack.push_async_callback(one.close)
+            for process_engine in self.processes:
+                stack.push_async_callback(process_engine.close)
             stack.push_async_callback(self.jobs.stop)
             await self.jobs.start()
             self.lifecycle.start(self._after_start)
-            for one in self.processes:
-                one.start(after=self.lifecycle.started())
+            for process_engine in self.processes:
+                process_engine.start(after=self.lifecycle.started())
             stack.push_async_callback(self.lifecycle.drain, self.settings.drain_timeout_s)
             yield
 
@@ -153,7 +156,7 @@ class Components:
             tasks.create_task(store_examples(self.settings, self.engine, stores))
 
     def _num_waiting(self) -> dict[str, int]:
-        counts = {one.queue: one.num_waiting for one in self.processes}
+        counts = {process_engine.queue: process_engine.num_waiting for process_engine in self.processes}
         return {**self.engine.num_waiting(), **counts, "trainings": self.trainings.num_waiting}
 
     def _stored_bytes(self) -> dict[str, tuple[int, int]]:
@@ -164,8 +167,8 @@ class Components:
             "jobs": (self.jobs.used_bytes, settings.job_store_bytes),
             "vectors": (vectors, settings.vector_store_bytes),
             "dictionaries": (self.dictionaries.used_bytes, settings.dictionary_store_bytes),
-            "presets": (self.presets.used_bytes, settings.preset_store_bytes),
-            "bodies": (self.receiving.num_bytes, settings.max_received_bytes),
+            "presets": (self.presets.used_bytes, settings.bounds.preset_store_bytes),
+            "bodies": (self.received.used(), settings.max_received_bytes),
         }
 
 
@@ -179,7 +182,7 @@ def _process_engines(
     options = ProcessOptions(
         model=engine.served().source,
         max_result_bytes=settings.max_trace_bytes,
-        compresses=settings.compress_results,
+        compresses=True,
     )
 
     async def outline() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 from fastapi import FastAPI
 
-from app.auth.secrets import GivenKeys
+from app.auth.keys import GivenKeys
 from app.components import Components
 from app.engine.client import EngineClient
 from app.engine.process_engines import LocalTraceEngine
@@ -18,15 +18,13 @@ from app.http.openapi import DocumentedApp
 from app.limits.tenant_budget import TenantBudget
 from app.routes import (
     admin,
-    detectors,
     dictionaries,
     generation,
     jobs,
     pages,
-    presets,
     server,
+    stored,
     traces,
-    vectors,
     vllm,
 )
 from app.server.http_options import HttpOptions
@@ -40,10 +38,10 @@ _ROUTERS = (
     jobs.events_router,
     traces.router,
     admin.router,
-    vectors.router,
-    detectors.router,
+    stored.vectors_router,
+    stored.detectors_router,
     dictionaries.router,
-    presets.router,
+    stored.presets_router,
     vllm.router,
 )
 
@@ -104,7 +102,7 @@ def new_store(settings: Settings) -> ResultStore:
     return ResultStore(
         settings.result_dir,
         ttl_s=settings.result_ttl_s,
-        allowance=TenantBudget.of(settings).result_bytes,
+        limit=TenantBudget.of(settings).result_bytes,
         replica=settings.replica,
     )
 

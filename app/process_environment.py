@@ -131,13 +131,13 @@ _PASSED_ON_FAMILIES: Final = (
 
 def environment_for_traces() -> dict[str, str]:
     """Return the variables that users' code needs, without secrets; the model's files are present by then."""
-    kept = {
+    passed_on = {
         name: value
         for name, value in os.environ.items()
         if name in _PASSED_ON or name.startswith(_PASSED_ON_FAMILIES)
     }
     return {
-        **kept,
+        **passed_on,
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -161,8 +161,8 @@ def environment_of_replica(base: Mapping[str, str], name: str, *, cores: str) ->
     environment = {**os.environ, **base, f"{_OURS}REPLICA": name}
     # These apply to the front, not to a replica: its address, and the folder for the metrics of several
     # processes.
-    for other in (f"{_OURS}HOST", f"{_OURS}PORT", "PROMETHEUS_MULTIPROC_DIR"):
-        environment.pop(other, None)
+    for variable in (f"{_OURS}HOST", f"{_OURS}PORT", "PROMETHEUS_MULTIPROC_DIR"):
+        environment.pop(variable, None)
     if cores:
         environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
     return environment

@@ -6,12 +6,13 @@ This is the only module that reads the environment. The setting ``port`` is the 
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal, Self
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, PrivateAttr, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from api_schemas.fields import RequestLimits
@@ -36,12 +37,35 @@ def _home(variable: str, default: str) -> Path:
     return Path(os.environ.get(variable) or default).expanduser() / "nnsight-engine"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bounds:
+    """Bounds that no operator sets, beside the settings; tests change them by ``Settings.with_bounds``.
+
+    ``max_prompt_ids`` counts all prompts of a request, ``max_choices`` those of all its prompts.
+    """
+
+    max_operations: int = 64
+    max_tensor_bytes: int = 64 * MIB
+    max_choices: int = 1024
+    max_field_objects: int = 10_000
+    max_field_values: int = 500_000
+    max_prompt_ids: int = 1_000_000
+    inline_json_bytes: int = 16 * MIB
+    max_queued_trainings: int = 16
+    max_training_bytes: int = 512 * MIB
+    vector_cache_bytes: int = 256 * MIB
+    preset_store_bytes: int = 64 * MIB
+    engine_restart_delay_s: float = 1.0
+
+
 class Settings(BaseSettings):
     """The server's settings; sizes are bytes, times are seconds."""
 
     model_config = SettingsConfigDict(
         env_prefix="NNSIGHT_ENGINE_", frozen=True, extra="forbid", validate_by_name=True
     )
+
+    _bounds: Bounds = PrivateAttr(default_factory=Bounds)
 
     # The address
 
@@ -92,52 +116,6 @@ class Settings(BaseSettings):
         description="Most bytes of bodies that the server holds in memory, of all requests being received "
         "or answered.",
     )
-    max_json_depth: int = Field(
-        default=64, ge=4, le=256, description="Deepest nesting of arrays and objects in a request's JSON."
-    )
-    max_field_objects: int = Field(
-        default=10_000,
-        ge=1,
-        description="Most objects and lists in one field of a request, such as `messages` or `tools`.",
-    )
-    max_field_values: int = Field(
-        default=500_000,
-        ge=1,
-        description="Most values in one field of a request; a tensor object is one value.",
-    )
-    max_prompt_ids: int = Field(
-        default=1_000_000, ge=1, description="Most token ids of all prompts of a request together."
-    )
-    max_tensor_bytes: int = Field(default=64 * MIB, ge=1, description="Largest tensor in a request, decoded.")
-    max_operations: int = Field(default=64, ge=1, description="Most operations for one prompt of a request.")
-    max_choices: int = Field(
-        default=1024,
-        ge=1,
-        description="Most choices of one completion or chat, `n` for each of its prompts.",
-    )
-
-    # Grammars
-
-    max_grammar_bytes: int = Field(
-        default=64 * KIB,
-        ge=1,
-        description="Largest grammar of a request, from `structured_outputs`, `response_format` or `tools`.",
-    )
-    max_grammar_repeats: int = Field(
-        default=1000, ge=1, description="Highest count of a repetition in a grammar's patterns, `{1,1000}`."
-    )
-    max_grammar_alternatives: int = Field(
-        default=1000, ge=1, description="Most alternatives of a pattern, a choice, an `enum` or an `anyOf`."
-    )
-    max_grammar_nesting: int = Field(
-        default=32, ge=1, description="Deepest nesting of a grammar's groups, or of its schema."
-    )
-    grammar_compile_s: int = Field(
-        default=3, ge=1, description="Most CPU seconds for the compilation of a grammar."
-    )
-    grammar_compile_bytes: int = Field(
-        default=512 * MIB, ge=MIB, description="Most memory for the compilation of a grammar."
-    )
 
     # Results
 
@@ -145,13 +123,7 @@ class Settings(BaseSettings):
         default=MIB,
         ge=0,
         description="If the captured tensors of a choice exceed this, they are returned as a file at "
-        "/v1/results/{id}.",
-    )
-    inline_json_bytes: int = Field(
-        default=16 * MIB,
-        ge=0,
-        description="If the numbers that the other operations of a choice read (a lens, probes, scores, "
-        "features) would have more JSON than about this, they are returned in such a file, too.",
+        "/v1/results/{id}. Their other numbers are, beyond 16 MiB of JSON, or this if it is more.",
     )
     result_ttl_s: float = Field(
         default=600.0, gt=0, description="How long a file at /v1/results/{id} is stored."
@@ -164,11 +136,6 @@ class Settings(BaseSettings):
     result_dir: Path = Field(
         default_factory=_default_result_dir,
         description="Folder of result files; each server process creates its own folder in it.",
-    )
-    compress_results: bool = Field(
-        default=True,
-        description="Whether saved values of traces are compressed for clients that request it; clients "
-        "on other machines do.",
     )
 
     # The engine
@@ -206,12 +173,6 @@ class Settings(BaseSettings):
         description="Most work of one request's operations at one position, as a multiple of the model's own "
         "computation for a position.",
     )
-    max_step_work: float = Field(
-        default=256.0,
-        gt=0,
-        description="Most work of all operations in one step, in positions of the model's own computation; "
-        "prompts with more are computed in several steps.",
-    )
     loaded_dictionary_bytes: int = Field(
         default=2 * GIB,
         ge=0,
@@ -225,11 +186,6 @@ class Settings(BaseSettings):
     )
     engine_restart_window_s: float = Field(
         default=900.0, gt=0, description="Time after which the death of an engine is no longer counted."
-    )
-    engine_restart_delay_s: float = Field(
-        default=1.0,
-        ge=0,
-        description="Delay before an engine that has died is restarted; doubled for each further death.",
     )
     engine_stall_timeout_s: float = Field(
         default=300.0,
@@ -252,11 +208,6 @@ class Settings(BaseSettings):
     )
     max_trace_request_bytes: int = Field(
         default=GIB, ge=1024, description="Largest trace that a client may send, with its tensors."
-    )
-    max_trace_requests: int = Field(
-        default=256,
-        ge=1,
-        description="Most vLLM requests of one trace, counting each invoke's `n`.",
     )
     max_trace_bytes: int = Field(
         default=4 * GIB, ge=0, description="Most bytes that one traced request may hold in the engine."
@@ -303,14 +254,6 @@ class Settings(BaseSettings):
         default=0.75,
         gt=0,
         description="How long a sandboxed trace may compute within one step of the engine.",
-    )
-    sandbox_wait_s: float = Field(
-        default=0.03,
-        gt=0,
-        description="How long one step of the engine waits for all sandboxes of one tenant together.",
-    )
-    sandbox_cpu_s: int = Field(
-        default=300, ge=1, description="Most CPU seconds of a sandbox process in its lifetime."
     )
     sandbox_needs_namespaces: bool = Field(
         default=False,
@@ -362,23 +305,6 @@ class Settings(BaseSettings):
         "not set, for keys with the scope `admin` or, without keys, for clients on this machine. Only for "
         "these it uses its own token of the Hub.",
     )
-    preset_store_bytes: int = Field(
-        default=64 * MIB, ge=0, description="Most bytes of all stored presets, 1 KiB for each included."
-    )
-    vector_cache_bytes: int = Field(
-        default=256 * MIB,
-        ge=0,
-        description="Most bytes of vectors and detectors in memory; the least recently used are evicted.",
-    )
-    max_training_prompts: int = Field(
-        default=512, ge=4, description="Most prompts of a training, both sides together."
-    )
-    max_training_bytes: int = Field(
-        default=512 * MIB, ge=1, description="Most bytes of the values of a training."
-    )
-    max_queued_trainings: int = Field(
-        default=16, ge=0, description="Most queued trainings; one runs at a time."
-    )
 
     examples: bool = Field(
         default=True,
@@ -404,12 +330,6 @@ class Settings(BaseSettings):
         default=5.0,
         ge=0,
         description="How long a tenant without requests still has a share of the engine; 0 for no shares.",
-    )
-    fair_step: float = Field(
-        default=1.25,
-        ge=1,
-        description="Longest step of the engine, as a multiple of the shortest, while a tenant exceeds "
-        "its share and other tenants have requests.",
     )
 
     # Time limits of requests
@@ -474,9 +394,25 @@ class Settings(BaseSettings):
         return value
 
     @property
+    def bounds(self) -> Bounds:
+        return self._bounds
+
+    def with_bounds(self, **changed: Any) -> Self:
+        """Return these settings with other bounds."""
+        copy = self.model_copy()
+        copy._bounds = dataclasses.replace(self._bounds, **changed)  # noqa: SLF001 - of this class
+        return copy
+
+    @property
+    def inline_json_bytes(self) -> int:
+        return max(self.bounds.inline_json_bytes, self.inline_tensor_bytes)
+
+    @property
     def request_limits(self) -> RequestLimits:
         """The limits on one request's interventions."""
-        return RequestLimits(max_operations=self.max_operations, max_tensor_bytes=self.max_tensor_bytes)
+        return RequestLimits(
+            max_operations=self.bounds.max_operations, max_tensor_bytes=self.bounds.max_tensor_bytes
+        )
 
 
 def otlp_traces_endpoint(settings: Settings) -> str:

@@ -30,11 +30,11 @@ from nnsight_engine.modeling.bundled import bundled_model_path
 from nnsight_engine.plans.collect.collector import RequestCollector
 from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.request_plan import PLAN_KEY
-from nnsight_engine.vllm_backend.call import prepare_params, salted
+from nnsight_engine.vllm_backend.operations_call import prepare_params, salted
 from nnsight_engine.vllm_backend.outputs import ResultRouter, deliver_payloads
-from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
-from nnsight_engine.vllm_backend.trace_run import results_of
+from nnsight_engine.vllm_backend.running_trace import results_of
 from nnsight_engine.vllm_backend.vllm import VLLM
+from nnsight_engine.vllm_backend.vllm_tracer import RequestTracer, SentTrace
 
 _TAP_OPERATORS: Final = "nnsight_engine::"
 _GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "ignore_eos": True}

@@ -32,8 +32,7 @@ from nnsight_engine.plans.request_plan import RequestPlan
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.module_tree import ModelLayout
-from nnsight_engine.vllm_backend.steps.step import Step
-from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
+from nnsight_engine.vllm_backend.steps.worker_state import Step, WorkerState
 
 _SHAPE: Final = LayerSizes(num_layers=30, hidden_size=576)
 _PROMPT: Final = (1, 2, 3, 4)
@@ -123,7 +122,7 @@ class _StandIn:
             )
             tensors = {name: (one.dtype, list(one.shape), one.data) for name, one in compiled.tensors.items()}
             self._plans[request_id] = compiled.plan
-            self._state.begin([(request_id, {"plan": compiled.plan, "tensors": tensors})], set())
+            self._state.begin_step([(request_id, {"plan": compiled.plan, "tensors": tensors})], set())
             self._outbox.open(request_id, compiled.plan, stops_outside=False)
         self._position = len(_PROMPT)
         self._known_ids = np.zeros(_MANY_TOKENS, np.int32)
@@ -159,14 +158,14 @@ class _StandIn:
             if torch.equal(plain[-1, row], outputs[-1, row]) is writes:
                 raise PlanCheckError(f"row {row} must {'' if writes else 'not '}be changed by its plan")
             if found is not None and not writes:
-                payload = self._outbox.take(request_id, final=True)
+                payload = self._outbox.take_payload(request_id, final=True)
                 expected = outputs[:, row].contiguous().cpu().view(torch.int16).numpy().tobytes()
                 if payload is None or payload.records[0].parts[0] != expected:
                     raise PlanCheckError(f"the capture of row {row} must be the layers' outputs")
 
     def _plan(self) -> StepPlan | None:
         self._position += 1
-        self._state.begin([], set())
+        self._state.begin_step([], set())
         step = _decode_step(self._request_ids, self._position, self._known_ids, self._token_ids)
         return self._state.plan(step)
 

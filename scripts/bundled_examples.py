@@ -137,10 +137,10 @@ def describe(server: Server, folder: Path) -> None:
             "promotes": promotes,
             "suppresses": suppresses,
         }
-    described = {"sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "features": features}
+    description_of = {"sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "features": features}
     DESCRIPTIONS.parent.mkdir(exist_ok=True)
     DESCRIPTIONS.write_text(
-        json.dumps(described, ensure_ascii=False, separators=(",", ":")), encoding="utf-8"
+        json.dumps(description_of, ensure_ascii=False, separators=(",", ":")), encoding="utf-8"
     )
     (DATA / "index.json").write_text(json.dumps(index, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 

@@ -2,6 +2,7 @@
 
     python -m scripts.size             # lines and files of each folder, and of everything
     python -m scripts.size --journeys  # serves the bundled model, and profiles one request of each kind
+    python -m scripts.size --journeys --files  # also names the files
 
 A journey is the set of our files of which a function runs while the request does, in the server's, the
 engine's and the client's process. Processes of sandboxes cannot write, so theirs are missing.
@@ -100,9 +101,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--journeys", action="store_true", help="profile requests to a server")
-    if parser.parse_args().journeys:
+    parser.add_argument("--files", action="store_true", help="name the files of each journey")
+    options = parser.parse_args()
+    if options.journeys:
         for name, files in journeys().items():
             print(f"{name:10} {len(files):4} files")
+            if options.files:
+                print(*(f"  {Path(file).relative_to(PROJECT)}" for file in sorted(files)), sep="\n")
     else:
         print_table()
     return 0

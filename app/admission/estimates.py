@@ -58,7 +58,7 @@ def check_choices(body: Mapping[str, Any], max_choices: int) -> None:
         raise ApiError(
             ErrorCode.INVALID_VALUE,
             f"A request may ask for {max_choices} choices, `n` for each of its prompts, and this one asks "
-            f"for {found}; send several (NNSIGHT_ENGINE_MAX_CHOICES).",
+            f"for {found}; send several.",
             "n",
         )
 

@@ -1,24 +1,23 @@
-"""Rate limits and quotas of keys and tenants: admits or rejects requests, and counts their usage.
+"""Limits of keys and tenants over time: admits or rejects requests, and counts their usage.
 
 Concurrency is counted by each server for itself, the rest as ``counters`` does. Usage is counted when a
 request is over; a used-up minute admits none. Concurrent requests would exceed the token quota by far, so
 each reserves the tokens that it asks for and releases the rest. Usage beyond a minute's quota is carried
 over, so that later requests wait accordingly.
 
-``RequestMiddleware`` sends the headers of an admitted request, and releases it after the last byte of its
+``RequestMiddleware`` sends the headers of an admitted request, and ends it after the last byte of its
 response.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import dataclasses
 import enum
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
 
 from limits import RateLimitItemPerMinute
 
@@ -27,9 +26,11 @@ from api_schemas.errors import ApiError, ErrorCode
 from app.admission.counters import Counts, Reservation, Used
 from app.admission.estimates import Estimate
 from app.auth.principal import Principal
-from app.limits.allowances import ThrottledError, limit_message
+from app.limits.limit import UNBOUNDED, Holder, Limit, Spending, ThrottledError, name_of_key, subject
 from nnsight_engine.core.work_context import UsageMeter
 
+_MIN_RETRY_S: Final = 1
+_REMAINING: Final = "x-ratelimit-remaining-requests"
 _REMAINING_TOKENS: Final = "x-ratelimit-remaining-tokens"
 _MICROSECONDS: Final = 10**6
 
@@ -41,7 +42,7 @@ class Quota(enum.Enum):
     CAPTURED_BYTES = "captured_bytes_per_minute"
     INTERVENTION_TIME = "intervention_seconds_per_minute"
 
-    def limit(self, limits: Limits) -> int | None:
+    def most(self, limits: Limits) -> int | None:
         most: float | None = getattr(limits, self.value)
         return None if most is None else max(1, int(most * self._scale))
 
@@ -69,205 +70,59 @@ INTERVENING: Final = (Quota.CAPTURED_BYTES, Quota.INTERVENTION_TIME)
 """Quotas that only requests with interventions use."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class QuotaGroup:
-    """The requests that share limits: those of a key, or of all keys of a tenant."""
+class QuotaGroup(NamedTuple):
+    """The requests that share limits: those of a key, or of all keys of a tenant; see ``Holder.names``."""
 
     name: str
-    text: str
     limits: Limits
-
-    @property
-    def subject(self) -> str:
-        return self.text[0].upper() + self.text[1:]
-
-
-class Quotas:
-    def __init__(self, counts: Counts) -> None:
-        self._counts = counts
-
-    async def check(self, groups: Sequence[QuotaGroup], *quotas: Quota) -> dict[str, str]:
-        """Return OpenAI's headers, if tokens are checked and limited; raises ThrottledError."""
-        header_sets: list[dict[str, str]] = []
-        for group, quota, most in _limited(groups, quotas):
-            used = await self._counts.used(_name(group, quota))
-            if used.amount >= most:
-                raise await self._used_up(group, quota, most)
-            if quota is Quota.TOKENS:
-                header_sets.append(_headers(most, used))
-        return _least(header_sets)
-
-    async def wait_s(self, groups: Sequence[QuotaGroup]) -> int:
-        """Return the seconds until all groups have some of each quota left; 0 if they have now."""
-        wait = 0
-        for group, quota, most in _limited(groups, Quota):
-            used = await self._counts.used(_name(group, quota))
-            if used.amount >= most:
-                ahead = await self._counts.used(_name(group, quota), ahead=True)
-                wait = max(wait, ahead.wait_s(most - 1))
-        return wait
-
-    async def reserve(
-        self, groups: Sequence[QuotaGroup], estimate: Estimate
-    ) -> tuple[list[Reservation], dict[str, str]]:
-        """Return the reservations, to be passed to ``settle``, and OpenAI's headers; raises ThrottledError.
-
-        Raises ApiError ``request_beyond_limit`` if the request alone exceeds the quota of a minute.
-        """
-        reserved: list[Reservation] = []
-        header_sets: list[dict[str, str]] = []
-        try:
-            for group, _, most in _limited(groups, [Quota.TOKENS]):
-                header_sets.append(await self._reserve(group, most, estimate, reserved))
-        except BaseException:
-            await self._release(reserved)
-            raise
-        return reserved, _least(header_sets)
-
-    async def _reserve(
-        self, group: QuotaGroup, most: int, estimate: Estimate, reserved: list[Reservation]
-    ) -> dict[str, str]:
-        if estimate.stated > most:
-            raise ApiError(
-                ErrorCode.BEYOND_LIMIT,
-                f"{group.subject} may use {most} tokens a minute, and this request asks for "
-                f"{estimate.stated} by itself: its prompts' and the most that it may generate. Send it with "
-                "fewer, or in parts.",
-                "max_tokens",
-            )
-        # Estimates may be wrong, so they never exceed the quota of an unused minute.
-        amount = min(estimate.stated + estimate.guessed, most)
-        reservation, used = await self._counts.reserve(_name(group, Quota.TOKENS), amount)
-        reserved.append(reservation)
-        if used.amount > most:
-            raise await self._used_up(group, Quota.TOKENS, most, reservation)
-        return _headers(most, used)
-
-    async def reserve_unchecked(self, groups: Sequence[QuotaGroup], estimate: Estimate) -> list[Reservation]:
-        """Reserve tokens for work that runs in any case; pass the reservations to ``settle``."""
-        requested = estimate.stated + estimate.guessed
-        return [
-            (await self._counts.reserve(_name(group, quota), min(requested, most)))[0]
-            for group, quota, most in _limited(groups, [Quota.TOKENS])
-        ]
-
-    async def _release(self, reserved: Sequence[Reservation]) -> None:
-        for one in reserved:
-            await self._counts.release(one, one.amount)
-
-    async def settle(
-        self, groups: Sequence[QuotaGroup], meter: UsageMeter, reserved: Sequence[Reservation] = ()
-    ) -> None:
-        """Count the usage of a request that is over, and release the unused part of its reservations."""
-        await meter.settled()
-        by_name = {one.name: one for one in reserved}
-        for group, quota, most in _limited(groups, Quota):
-            name, used = _name(group, quota), quota.used(meter)
-            reservation = by_name.get(name)
-            if reservation is not None:
-                await self._counts.release(reservation, reservation.amount - used)
-            beyond = used - (0 if reservation is None else reservation.amount)
-            if beyond > 0:
-                await self._counts.add(name, beyond, most)
-
-    async def _used_up(
-        self, group: QuotaGroup, quota: Quota, most: int, reservation: Reservation | None = None
-    ) -> ThrottledError:
-        used = await self._counts.used(_name(group, quota), ahead=True)
-        num_requests = 1 if reservation is None else reservation.amount
-        if reservation is not None:
-            used = dataclasses.replace(used, now=used.now - num_requests)
-        wait = used.wait_s(most - num_requests)
-        more = "" if num_requests == 1 else f", and this one asks for {quota.text(num_requests)}"
-        headers = {"Retry-After": str(wait)}
-        if quota is Quota.TOKENS:
-            headers |= _headers(most, used)
-        return ThrottledError(
-            f"{group.subject} may use {quota.text(most)} a minute and has used "
-            f"{quota.text(used.amount)}{more}: send this one again in {wait} s.",
-            headers,
-        )
-
-
-def _headers(most: int, used: Used) -> dict[str, str]:
-    return {
-        "x-ratelimit-limit-tokens": str(most),
-        _REMAINING_TOKENS: str(max(0, most - used.amount)),
-        "x-ratelimit-reset-tokens": f"{used.wait_s(0)}s",
-    }
-
-
-def _least(header_sets: list[dict[str, str]]) -> dict[str, str]:
-    return min(header_sets, key=lambda headers: int(headers[_REMAINING_TOKENS]), default={})
-
-
-def _limited(
-    groups: Sequence[QuotaGroup], quotas: Iterable[Quota]
-) -> Iterator[tuple[QuotaGroup, Quota, int]]:
-    for quota in quotas:
-        for group in groups:
-            most = quota.limit(group.limits)
-            if most is not None:
-                yield group, quota, most
-
-
-def _name(group: QuotaGroup, quota: Quota) -> str:
-    return f"{group.name}/{quota.value}"
-
-
-_MIN_RETRY_S: Final = 1
-_REMAINING: Final = "x-ratelimit-remaining-requests"
 
 
 class Admitted:
-    """An admitted request; calls ``release`` with itself when the request is over."""
+    """An admitted request; when it is over, ``running`` is to be closed, and ``bill`` to be called."""
 
     def __init__(
-        self,
-        headers: dict[str, str],
-        meter: UsageMeter,
-        groups: Sequence[QuotaGroup],
-        quotas: Quotas,
-        release: Callable[[Admitted], None],
+        self, rates: Rates, groups: Sequence[QuotaGroup], meter: UsageMeter, running: Spending
     ) -> None:
-        self.headers = headers
-        self.meter = meter
-        self.groups = groups
-        self.reserved: list[Reservation] = []
-        self._quotas = quotas
-        self._release: Callable[[Admitted], None] | None = release
+        self.headers: dict[str, str] = {}
+        self.running = running
+        self._rates = rates
+        self._groups = groups
+        self._meter = meter
+        self._reserved: list[Reservation] = []
+        self._is_billed = False
 
     async def check(self, *quotas: Quota) -> None:
         """Raise ThrottledError if a quota that the request is going to use is used up."""
-        self.headers |= await self._quotas.check(self.groups, *quotas)
+        self.headers |= await self._rates.check(self._groups, *quotas)
 
     async def reserve(self, estimate: Estimate) -> None:
         """Reserve tokens; raise ApiError ``request_beyond_limit`` or ``rate_limit_exceeded``."""
         try:
-            self.reserved, header_sets = await self._quotas.reserve(self.groups, estimate)
+            self._reserved, headers = await self._rates.reserve(self._groups, estimate)
         except ThrottledError as error:
             # The error has these headers itself, with newer values; they must not be sent twice.
             self.headers = {name: value for name, value in self.headers.items() if name not in error.headers}
             raise
-        self.headers |= header_sets
+        self.headers |= headers
 
-    def release(self) -> None:
-        """Mark the response as over; idempotent."""
-        release, self._release = self._release, None
-        if release is not None:
-            release(self)
+    def bill(self) -> None:
+        """Count the request's usage in the background, and release the unused tokens; idempotent."""
+        if self._groups and not self._is_billed:
+            self._is_billed = True
+            self._rates.bill_later(self._groups, self._meter, self._reserved)
 
 
 class Rates:
     def __init__(self, url: str) -> None:
         self.counts = Counts(url)
-        self._quotas = Quotas(self.counts)
-        self._running: collections.Counter[str] = collections.Counter()
-        self._settling: set[asyncio.Task[None]] = set()
+        self._running = Limit(
+            "running requests", UNBOUNDED, then="send this one again when one of them has ended"
+        )
+        self._billing: set[asyncio.Task[None]] = set()
 
     def num_running(self, tenant: str) -> int:
         """Return how many completions, chats, traces and trainings of a tenant run on this server."""
-        return self._running[f"tenant:{tenant}"]
+        return self._running.used(tenant)
 
     async def admit(self, caller: Principal, meter: UsageMeter, *, works: bool) -> Admitted | None:
         """Return None if nothing is counted for the request; raises ThrottledError if it exceeds a limit.
@@ -277,103 +132,197 @@ class Rates:
         groups = groups_of(caller)
         if not (groups or works):
             return None
-        headers: dict[str, str] = {}
+        running = self._running.spend(Holder(caller.tenant, caller.key_id))
+        admitted = Admitted(self, groups, meter, running)
         if works:
             self._check_running(groups)
-            headers |= await self._quotas.check(groups, Quota.TOKENS)
-        for group in groups:
-            await self._check_rate(group)
-        # Other requests may have been admitted while this one waited for the storage, so check again.
-        names = [f"key:{caller.key_id}", f"tenant:{caller.tenant}"] if works else []
-        self._check_running(groups if works else [])
-        self._running.update(names)
+            await admitted.check(Quota.TOKENS)
+        for group, item in _rates(groups):
+            if not await self.counts.test(item, group.name):
+                raise await self._beyond(group, item)
+        if works:  # others may have been admitted while this one waited for the storage, so check again
+            self._check_running(groups)
+            running.add(1)
         try:
-            header_sets = [await self._count(group) for group in groups]
+            header_sets = [await self._hit(group, item) for group, item in _rates(groups)]
         except BaseException:
-            self._end(names)
+            running.close()
             raise
-        headers |= min(filter(None, header_sets), key=lambda one: int(one[_REMAINING]), default={})
+        admitted.headers |= _least(header_sets, _REMAINING)
+        return admitted
 
-        def release(admitted: Admitted) -> None:
-            self._end(names)
-            self._count_later(admitted)
-
-        return Admitted(headers, meter, groups, self._quotas, release)
-
-    async def reserve_unchecked(self, caller: Principal, estimate: Estimate) -> list[Reservation]:
-        """Reserve the tokens of work that is not a request, such as a job, when it begins."""
-        return await self._quotas.reserve_unchecked(groups_of(caller), estimate)
-
-    async def count(self, caller: Principal, meter: UsageMeter, reserved: Sequence[Reservation] = ()) -> None:
-        """Count the usage of such work, and release the unused part of its reservations."""
-        await self._quotas.settle(groups_of(caller), meter, reserved)
+    async def check(self, groups: Sequence[QuotaGroup], *quotas: Quota) -> dict[str, str]:
+        """Return OpenAI's headers, if tokens are checked and limited; raises ThrottledError."""
+        header_sets: list[dict[str, str]] = []
+        for group, quota, most in _limited(groups, quotas):
+            used = await self.counts.used(_name(group, quota))
+            if used.amount >= most:
+                raise await self._used_up(group, quota, most)
+            if quota is Quota.TOKENS:
+                header_sets.append(_token_headers(most, used))
+        return _least(header_sets, _REMAINING_TOKENS)
 
     async def wait_s(self, caller: Principal) -> int:
-        """Return the seconds until work that is not a request may begin for a caller; 0 for now."""
-        return await self._quotas.wait_s(groups_of(caller))
+        """Return the seconds until a caller has some of each quota left, for a job; 0 for now."""
+        wait = 0
+        for group, quota, most in _limited(groups_of(caller), Quota):
+            used = await self.counts.used(_name(group, quota))
+            if used.amount >= most:
+                ahead = await self.counts.used(_name(group, quota), ahead=True)
+                wait = max(wait, ahead.wait_s(most - 1))
+        return wait
+
+    async def reserve(
+        self, groups: Sequence[QuotaGroup], estimate: Estimate
+    ) -> tuple[list[Reservation], dict[str, str]]:
+        """Return the reservations, to be passed to ``bill``, and OpenAI's headers; raises ThrottledError.
+
+        Raises ApiError ``request_beyond_limit`` if the request alone exceeds the quota of a minute.
+        """
+        reserved: list[Reservation] = []
+        header_sets: list[dict[str, str]] = []
+        try:
+            for group, _, most in _limited(groups, [Quota.TOKENS]):
+                header_sets.append(await self._reserve(group, most, estimate, reserved))
+        except BaseException:
+            for one in reserved:
+                await self.counts.release(one, one.amount)
+            raise
+        return reserved, _least(header_sets, _REMAINING_TOKENS)
+
+    async def _reserve(
+        self, group: QuotaGroup, most: int, estimate: Estimate, reserved: list[Reservation]
+    ) -> dict[str, str]:
+        if estimate.stated > most:
+            raise ApiError(
+                ErrorCode.BEYOND_LIMIT,
+                f"{subject(group.name)} may use {most} tokens a minute, and this request asks for "
+                f"{estimate.stated} by itself: its prompts' and the most that it may generate. Send it with "
+                "fewer, or in parts.",
+                "max_tokens",
+            )
+        # Estimates may be wrong, so they never exceed the quota of an unused minute.
+        amount = min(estimate.stated + estimate.guessed, most)
+        reservation, used = await self.counts.reserve(_name(group, Quota.TOKENS), amount)
+        reserved.append(reservation)
+        if used.amount > most:
+            raise await self._used_up(group, Quota.TOKENS, most, reservation)
+        return _token_headers(most, used)
+
+    async def reserve_unchecked(self, caller: Principal, estimate: Estimate) -> list[Reservation]:
+        """Reserve the tokens of work that runs in any case, such as a job; pass them to ``bill``."""
+        requested = estimate.stated + estimate.guessed
+        return [
+            (await self.counts.reserve(_name(group, quota), min(requested, most)))[0]
+            for group, quota, most in _limited(groups_of(caller), [Quota.TOKENS])
+        ]
+
+    async def bill(
+        self, groups: Sequence[QuotaGroup], meter: UsageMeter, reserved: Sequence[Reservation] = ()
+    ) -> None:
+        """Count the usage of work that is over, and release the unused part of its reservations."""
+        await meter.settled()
+        by_name = {one.name: one for one in reserved}
+        for group, quota, most in _limited(groups, Quota):
+            name, used = _name(group, quota), quota.used(meter)
+            reservation = by_name.get(name)
+            if reservation is not None:
+                await self.counts.release(reservation, reservation.amount - used)
+            beyond = used - (0 if reservation is None else reservation.amount)
+            if beyond > 0:
+                await self.counts.add(name, beyond, most)
+
+    def bill_later(
+        self, groups: Sequence[QuotaGroup], meter: UsageMeter, reserved: Sequence[Reservation]
+    ) -> None:
+        task = asyncio.create_task(self.bill(groups, meter, reserved))
+        self._billing.add(task)
+        task.add_done_callback(self._billing.discard)
 
     async def close(self) -> None:
-        await asyncio.gather(*self._settling, return_exceptions=True)
-
-    def _count_later(self, admitted: Admitted) -> None:
-        if not admitted.groups:
-            return
-        counting = self._quotas.settle(admitted.groups, admitted.meter, admitted.reserved)
-        task = asyncio.create_task(counting)
-        self._settling.add(task)
-        task.add_done_callback(self._settling.discard)
+        await asyncio.gather(*self._billing, return_exceptions=True)
 
     def _check_running(self, groups: Sequence[QuotaGroup]) -> None:
         for group in groups:
-            most = group.limits.concurrency
-            if most is not None and self._running[group.name] >= most:
-                running, then = self._running[group.name], "send this one again when one of them has ended"
-                message = limit_message(group.subject, most, "running requests", running, 1, then)
+            most, used = group.limits.concurrency, self._running.used(group.name)
+            if most is not None and used >= most:
+                message = self._running.exceeded(group.name, most, used).message
                 raise ThrottledError(message, {"Retry-After": str(_MIN_RETRY_S)})
 
-    def _end(self, names: list[str]) -> None:
-        self._running.subtract(names)
-        for name in names:
-            if self._running[name] <= 0:
-                del self._running[name]
+    async def _hit(self, group: QuotaGroup, item: RateLimitItemPerMinute) -> dict[str, str]:
+        if not await self.counts.hit(item, group.name):
+            raise await self._beyond(group, item)
+        return await self._request_headers(group, item)
 
-    async def _check_rate(self, group: QuotaGroup) -> None:
-        most = group.limits.requests_per_minute
-        if most is not None and not await self.counts.test(RateLimitItemPerMinute(most), group.name):
-            raise await self._beyond(group, most)
-
-    async def _count(self, group: QuotaGroup) -> dict[str, str]:
-        most = group.limits.requests_per_minute
-        if most is None:
-            return {}
-        if not await self.counts.hit(RateLimitItemPerMinute(most), group.name):
-            raise await self._beyond(group, most)
-        return await self._left(group, most)
-
-    async def _beyond(self, group: QuotaGroup, most: int) -> ThrottledError:
-        headers = await self._left(group, most)
+    async def _beyond(self, group: QuotaGroup, item: RateLimitItemPerMinute) -> ThrottledError:
+        headers = await self._request_headers(group, item)
         wait = headers["x-ratelimit-reset-requests"].removesuffix("s")
         return ThrottledError(
-            f"{group.subject} may send {most} requests a minute, and has sent them: send this one again in "
-            f"{wait} s.",
+            f"{subject(group.name)} may send {item.amount} requests a minute, and has sent them: send this "
+            f"one again in {wait} s.",
             {**headers, "Retry-After": wait},
         )
 
-    async def _left(self, group: QuotaGroup, most: int) -> dict[str, str]:
-        stats = await self.counts.stats(RateLimitItemPerMinute(most), group.name)
+    async def _request_headers(self, group: QuotaGroup, item: RateLimitItemPerMinute) -> dict[str, str]:
+        stats = await self.counts.stats(item, group.name)
         return {
-            "x-ratelimit-limit-requests": str(most),
+            "x-ratelimit-limit-requests": str(item.amount),
             _REMAINING: str(max(0, stats.remaining)),
             "x-ratelimit-reset-requests": f"{max(_MIN_RETRY_S, math.ceil(stats.reset_time - time.time()))}s",
         }
 
+    async def _used_up(
+        self, group: QuotaGroup, quota: Quota, most: int, reservation: Reservation | None = None
+    ) -> ThrottledError:
+        used = await self.counts.used(_name(group, quota), ahead=True)
+        amount = 1 if reservation is None else reservation.amount
+        if reservation is not None:
+            used = dataclasses.replace(used, now=used.now - amount)
+        wait = used.wait_s(most - amount)
+        more = "" if amount == 1 else f", and this one asks for {quota.text(amount)}"
+        headers = {"Retry-After": str(wait)}
+        if quota is Quota.TOKENS:
+            headers |= _token_headers(most, used)
+        return ThrottledError(
+            f"{subject(group.name)} may use {quota.text(most)} a minute and has used "
+            f"{quota.text(used.amount)}{more}: send this one again in {wait} s.",
+            headers,
+        )
+
 
 def groups_of(caller: Principal) -> list[QuotaGroup]:
-    return [
-        group
-        for group in (
-            QuotaGroup(f"key:{caller.key_id}", f"the key {caller.key_id!r}", caller.limits),
-            QuotaGroup(f"tenant:{caller.tenant}", f"the tenant {caller.tenant!r}", caller.tenant_limits),
-        )
-        if group.limits.model_fields_set
-    ]
+    key = QuotaGroup(name_of_key(caller.key_id), caller.limits)
+    tenant = QuotaGroup(caller.tenant, caller.tenant_limits)
+    return [group for group in (key, tenant) if group.limits.model_fields_set]
+
+
+def _rates(groups: Sequence[QuotaGroup]) -> Iterator[tuple[QuotaGroup, RateLimitItemPerMinute]]:
+    for group in groups:
+        if group.limits.requests_per_minute is not None:
+            yield group, RateLimitItemPerMinute(group.limits.requests_per_minute)
+
+
+def _limited(
+    groups: Sequence[QuotaGroup], quotas: Iterable[Quota]
+) -> Iterator[tuple[QuotaGroup, Quota, int]]:
+    for quota in quotas:
+        for group in groups:
+            most = quota.most(group.limits)
+            if most is not None:
+                yield group, quota, most
+
+
+def _name(group: QuotaGroup, quota: Quota) -> str:
+    return f"{group.name}/{quota.value}"
+
+
+def _token_headers(most: int, used: Used) -> dict[str, str]:
+    return {
+        "x-ratelimit-limit-tokens": str(most),
+        _REMAINING_TOKENS: str(max(0, most - used.amount)),
+        "x-ratelimit-reset-tokens": f"{used.wait_s(0)}s",
+    }
+
+
+def _least(header_sets: list[dict[str, str]], remaining: str) -> dict[str, str]:
+    return min(header_sets, key=lambda headers: int(headers[remaining]), default={})

@@ -1,5 +1,9 @@
 """Authenticates requests by their key, and creates, rotates and revokes keys.
 
+The text of a key is ``nns_<id>_<secret>``. The id is not secret. The secret has 256 random bits, so its
+SHA-256 is stored; a slow hash would let guesses consume CPU time and delay valid keys. Keys of ``--api-key``
+and ``VLLM_API_KEY`` have no rows in the database.
+
 A check is cached for some seconds, during which another process's revocation is not noticed; one by this
 process takes effect at once. After that, rows are read in batches: random ids cause a few statements per
 second, not a query for each. An invalid key costs the same whether it is wrong, expired or nonexistent.
@@ -13,20 +17,92 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import hmac
 import ipaddress
 import logging
 import math
+import re
+import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Final, Generic, TypeVar
 
 from api_schemas.administration import CreatedKey, Key, Limits, NewKey, Scope, Tenant, Tier
 from api_schemas.errors import ApiError, ErrorCode
 from app.auth.principal import ANONYMOUS, Principal
-from app.auth.secrets import GivenKeys, Secret, bearer, hashed, matches, new_secret, parsed
-from app.limits.allowances import ThrottledError
+from app.limits.limit import ThrottledError
 from app.storage.keys import KeyStore, is_open, key_from_row
 from app.storage.tables import KeyRow
+
+_SCHEME: Final = "bearer"
+_HASH_PREFIX: Final = "sha256:"
+_ID_BYTES: Final = 8
+_SECRET_BYTES: Final = 32
+_KEY_FORM: Final = re.compile(r"nns_([0-9a-f]{16})_([0-9A-Za-z_-]{43})")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Secret:
+    id: str
+    text: str
+
+
+def bearer(authorization: str | None) -> str:
+    """Return the credentials of an ``Authorization: Bearer`` header, unvalidated; empty if there are none."""
+    scheme, _, text = (authorization or "").partition(" ")
+    return text.strip() if scheme.lower() == _SCHEME else ""
+
+
+def new_secret() -> Secret:
+    key_id = secrets.token_hex(_ID_BYTES)
+    return Secret(key_id, f"nns_{key_id}_{secrets.token_urlsafe(_SECRET_BYTES)}")
+
+
+def parse_key(text: str) -> Secret | None:
+    """Parse a client's key; None if its format is not that of a key."""
+    match = _KEY_FORM.fullmatch(text)
+    return None if match is None else Secret(match[1], text)
+
+
+def hashed(secret: Secret) -> str:
+    return _HASH_PREFIX + hashlib.sha256(secret.text.encode()).hexdigest()
+
+
+def matches(secret: Secret, hash_: str) -> bool:
+    """Return whether the hash is that of this key; takes the same time in either case."""
+    return hmac.compare_digest(hashed(secret), hash_)
+
+
+GIVEN_ID: Final = "api-key"
+_SCOPES: Final = frozenset(Scope) - {Scope.ADMIN}
+_HOLDER_OF_GIVEN_KEYS: Final = Principal(GIVEN_ID, GIVEN_ID, _SCOPES, Tier.SANDBOXED, Limits(), Limits())
+"""The tenant of all these keys, without limits. Its code runs in a sandbox."""
+
+
+class GivenKeys:
+    def __init__(self, texts: Sequence[str] = ()) -> None:
+        self._digests = [_digest(text) for text in texts]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def principal(self, text: str) -> Principal | None:
+        """Return the caller that a text authenticates; None if it is none of the keys.
+
+        The time depends on neither the text nor the keys.
+        """
+        digest = _digest(text)
+        matches = [hmac.compare_digest(digest, key_digest) for key_digest in self._digests]
+        return _HOLDER_OF_GIVEN_KEYS if any(matches) else None
+
+    def holder(self, key_id: str) -> Principal | None:
+        """Return the caller for which work begun with such a key continues; None for other ids."""
+        return _HOLDER_OF_GIVEN_KEYS if self and key_id == GIVEN_ID else None
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
 
 _PAUSE_S: Final = 0.05
 """The pause between two statements, in seconds."""
@@ -37,23 +113,23 @@ _Found = TypeVar("_Found")
 class Lookups(Generic[_Found]):
     def __init__(self, read: Callable[[Collection[str]], Awaitable[Mapping[str, _Found]]]) -> None:
         self._read = read
-        self._turn = asyncio.Lock()
-        self._next: asyncio.Task[Mapping[str, _Found]] | None = None
+        self._read_lock = asyncio.Lock()
+        self._next_read: asyncio.Task[Mapping[str, _Found]] | None = None
         self._requested: set[str] = set()
         self._free_at = 0.0
 
     async def find(self, key_id: str) -> _Found | None:
         """Return the value of an id, read after this call began, or None."""
-        if self._next is None:
-            self._next = asyncio.create_task(self._read_next())
+        if self._next_read is None:
+            self._next_read = asyncio.create_task(self._read_next())
         self._requested.add(key_id)
         # Others wait for the same task, so a cancelled caller must not cancel it.
-        return (await asyncio.shield(self._next)).get(key_id)
+        return (await asyncio.shield(self._next_read)).get(key_id)
 
     async def _read_next(self) -> Mapping[str, _Found]:
-        async with self._turn:
+        async with self._read_lock:
             await asyncio.sleep(max(0.0, self._free_at - time.monotonic()))
-            requested, self._requested, self._next = self._requested, set(), None
+            requested, self._requested, self._next_read = self._requested, set(), None
             try:
                 return await self._read(requested)
             finally:
@@ -94,7 +170,9 @@ class LoginThrottle:
     def _evict(self) -> None:
         """Drop entries whose allowance is full again, or all if too many remain."""
         self._allowances = {
-            source: one for source, one in self._allowances.items() if self._remaining(source) < _BURST
+            source: allowance
+            for source, allowance in self._allowances.items()
+            if self._remaining(source) < _BURST
         }
         if len(self._allowances) >= _MAX_ENTRIES:
             self._allowances.clear()
@@ -102,18 +180,18 @@ class LoginThrottle:
 
 def _network_of(address: str) -> str:
     try:
-        parsed = ipaddress.ip_address(address)
+        parse_key = ipaddress.ip_address(address)
     except ValueError:
         return address  # a client on a Unix socket has no address
-    if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is None:
-        return str(ipaddress.ip_network((parsed.packed, _IPV6_NETWORK), strict=False))
-    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
+    if isinstance(parse_key, ipaddress.IPv6Address) and parse_key.ipv4_mapped is None:
+        return str(ipaddress.ip_network((parse_key.packed, _IPV6_NETWORK), strict=False))
+    return str(getattr(parse_key, "ipv4_mapped", None) or parse_key)
 
 
 logger = logging.getLogger(__name__)
 
 _CACHE_TTL_S: Final = 10.0
-_MAX_KNOWN: Final = 10_000
+_MAX_CHECKS: Final = 10_000
 _USE_RESOLUTION_S: Final = 60.0
 
 
@@ -129,32 +207,32 @@ _INVALID: Final = _CachedCheck(None, 0.0)
 
 
 class Keys:
-    def __init__(self, store: KeyStore, given: GivenKeys | None = None) -> None:
+    def __init__(self, store: KeyStore, given_keys: GivenKeys | None = None) -> None:
         self._store = store
-        self._given = given or GivenKeys()
+        self._given_keys = given_keys or GivenKeys()
         self._lookups = Lookups(store.find)
-        self._known: dict[bytes, _CachedCheck] = {}
+        self._checks: dict[bytes, _CachedCheck] = {}
         self._generation = 0
         self._has_keys = False
-        self._looked_until = 0.0
-        self._guesses = LoginThrottle()
+        self._has_keys_until = 0.0
+        self._throttle = LoginThrottle()
         # The hash that nonexistent keys are compared with, for equal timing.
         self._dummy_hash = hashed(new_secret())
         self._notes: set[asyncio.Task[None]] = set()
 
     async def are_required(self) -> bool:
         """Return whether this server has keys; once it has, that does not change."""
-        if self._given:
+        if self._given_keys:
             return True
         moment = time.monotonic()
-        if not self._has_keys and moment >= self._looked_until:
+        if not self._has_keys and moment >= self._has_keys_until:
             self._has_keys = await self._store.is_used()
-            self._looked_until = moment + _CACHE_TTL_S
+            self._has_keys_until = moment + _CACHE_TTL_S
         return self._has_keys
 
     async def need_sandbox(self) -> bool:
         """Return whether there is a valid key whose code runs in a sandbox."""
-        if self._given:
+        if self._given_keys:
             return True
         return await self._store.has_open(Tier.SANDBOXED, Scope.CODE)
 
@@ -174,48 +252,50 @@ class Keys:
                 "This server requires a key: send it as `Authorization: Bearer nns_…`. The server's operator "
                 "creates keys with `nnsight-engine keys create`.",
             )
-        given = self._given.principal(text)
-        if given is not None:
-            return given
-        known = await self._looked_up(text, address)
-        if known.principal is None:
+        given_caller = self._given_keys.principal(text)
+        if given_caller is not None:
+            return given_caller
+        check = await self._check_text(text, address)
+        if check.principal is None:
             raise ApiError(
                 ErrorCode.INVALID_KEY,
                 "The key of this request is unknown or has ended; ask the server's operator for another one.",
             )
-        return known.principal
+        return check.principal
 
-    async def _looked_up(self, text: str, address: str) -> _CachedCheck:
-        secret = parsed(text)
+    async def _check_text(self, text: str, address: str) -> _CachedCheck:
+        secret = parse_key(text)
         if secret is None:
             return _INVALID
         digest = hashlib.sha256(text.encode()).digest()
-        known = self._known.get(digest)
-        if known is None or time.monotonic() >= known.until:
+        check = self._checks.get(digest)
+        if check is None or time.monotonic() >= check.until:
             generation = self._generation
-            known = await self._checked(secret)
+            check = await self._check_secret(secret)
             if generation == self._generation:  # otherwise the key may have been revoked meanwhile
-                self._remember(digest, known)
-        if known.principal is None:
-            self._guesses.count(secret.id, address)
-        return known
+                self._remember(digest, check)
+        if check.principal is None:
+            self._throttle.count(secret.id, address)
+        return check
 
-    def _remember(self, digest: bytes, known: _CachedCheck) -> None:
-        if len(self._known) >= _MAX_KNOWN:
+    def _remember(self, digest: bytes, check: _CachedCheck) -> None:
+        if len(self._checks) >= _MAX_CHECKS:
             # Invalid keys are evicted first: guesses may have filled the cache.
-            self._known = {key: one for key, one in self._known.items() if one.principal is not None}
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-        self._known[digest] = known
+            self._checks = {
+                key: cached for key, cached in self._checks.items() if cached.principal is not None
+            }
+            if len(self._checks) >= _MAX_CHECKS:
+                self._checks.clear()
+        self._checks[digest] = check
 
-    async def _checked(self, secret: Secret) -> _CachedCheck:
+    async def _check_secret(self, secret: Secret) -> _CachedCheck:
         until = time.monotonic() + _CACHE_TTL_S
-        found = await self._lookups.find(secret.id)
-        is_right = matches(secret, self._dummy_hash if found is None else found[0].hash)
+        row_and_limits = await self._lookups.find(secret.id)
+        is_right = matches(secret, self._dummy_hash if row_and_limits is None else row_and_limits[0].hash)
         moment = time.time()
-        if found is None or not is_right or not is_open(found[0], moment):
+        if row_and_limits is None or not is_right or not is_open(row_and_limits[0], moment):
             return _CachedCheck(None, until)
-        row, tenant_limits = found
+        row, tenant_limits = row_and_limits
         if row.expires_at is not None:
             until = min(until, time.monotonic() + row.expires_at - moment)
         if row.last_used_at is None or row.last_used_at < moment - _USE_RESOLUTION_S:
@@ -231,11 +311,11 @@ class Keys:
         """
         if not key_id:
             return ANONYMOUS
-        given = self._given.holder(key_id)
-        if given is not None:
-            return given
-        found = await self._store.valid_successor(key_id)
-        return None if found is None else _principal(*found)
+        given_caller = self._given_keys.holder(key_id)
+        if given_caller is not None:
+            return given_caller
+        row_and_limits = await self._store.valid_successor(key_id)
+        return None if row_and_limits is None else _principal(*row_and_limits)
 
     async def _note_use(self, key_id: str) -> None:
         try:
@@ -269,15 +349,15 @@ class Keys:
 
         It raises ``invalid_api_key`` if the id belongs to a key with another secret.
         """
-        found = await self._lookups.find(secret.id)
-        if found is None:
+        row_and_limits = await self._lookups.find(secret.id)
+        if row_and_limits is None:
             return None
-        if not matches(secret, found[0].hash):
+        if not matches(secret, row_and_limits[0].hash):
             raise ApiError(
                 ErrorCode.INVALID_KEY,
                 f"The id {secret.id} belongs to a key with another secret; generate a new key.",
             )
-        return key_from_row(found[0])
+        return key_from_row(row_and_limits[0])
 
     async def rotate(self, key_id: str, grace_s: float) -> CreatedKey:
         """Create a key with the rights of another, which expires after ``grace_s`` seconds; ``key_ended``."""
@@ -303,15 +383,15 @@ class Keys:
     async def limit(self, tenant: str, limits: Limits) -> Tenant:
         changed = await self._store.limit(tenant, limits)
         self._generation += 1
-        self._known.clear()
+        self._checks.clear()
         return changed
 
     def _expire_cached(self, key_id: str) -> None:
         self._generation += 1
-        self._known = {
-            digest: known
-            for digest, known in self._known.items()
-            if known.principal is None or known.principal.key_id != key_id
+        self._checks = {
+            digest: check
+            for digest, check in self._checks.items()
+            if check.principal is None or check.principal.key_id != key_id
         }
 
 

@@ -53,14 +53,14 @@ class Principal:
         names = {str(preset)} if has_code else {preset.name, str(preset)}
         return self.presets is None or not self.presets.isdisjoint(names)
 
-    def check_free(self, what: str, param: str | None = None) -> None:
+    def check_free(self, other_means: str, param: str | None = None) -> None:
         """Raise ``preset_not_allowed`` unless the caller may intervene by other means than presets."""
         if self.presets is not None:
             allowed = ", ".join(sorted(self.presets)[:_MAX_NAMED])
             raise ApiError(
                 ErrorCode.PRESET_NOT_ALLOWED,
                 f"The key {self.key_id!r} may intervene by {len(self.presets)} presets only ({allowed}), and "
-                f"this request has {what}.",
+                f"this request has {other_means}.",
                 param,
             )
 
@@ -74,7 +74,7 @@ class Principal:
                 "the first one with `nnsight-engine keys create --tenant NAME --scopes admin`.",
             )
         if missing:
-            requested = ",".join(one for one in Scope if one in self.scopes or one in missing)
+            requested = ",".join(scope for scope in Scope if scope in self.scopes or scope in missing)
             raise ApiError(
                 ErrorCode.MISSING_SCOPE,
                 f"The key {self.key_id!r} lacks the scope {', '.join(missing)}: the server's operator "
@@ -100,14 +100,14 @@ def takes_code(settings: Settings) -> bool:
 
 def check_code_allowed(settings: Settings, caller: Principal) -> None:
     if settings.allow_code is False:
-        raise _refusal("This server takes no traces: allow_code is false (NNSIGHT_ENGINE_ALLOW_CODE).")
+        raise _code_refusal("This server takes no traces: allow_code is false (NNSIGHT_ENGINE_ALLOW_CODE).")
     if caller.has_key:
         caller.check(Scope.CODE)
         return
     if settings.allow_code:
         return
     if not is_loopback(settings.host):
-        raise _refusal(
+        raise _code_refusal(
             f"Traces are code, and this server listens on {settings.host}, for other machines too: its "
             "operator has to allow them, allow_code=true (NNSIGHT_ENGINE_ALLOW_CODE=1)."
         )
@@ -119,7 +119,7 @@ def sandbox_of(settings: Settings, caller: Principal) -> str | None:
     return caller.tenant if is_stranger and settings.sandbox != "off" else None
 
 
-def _refusal(message: str) -> ApiError:
+def _code_refusal(message: str) -> ApiError:
     return ApiError(ErrorCode.CODE_NOT_ALLOWED, message)
 
 
@@ -132,20 +132,20 @@ def check_codec(head: TraceHead, caller: Principal, settings: Settings) -> None:
     if head.codec == "wire":
         return
     if not settings.allow_cloudpickle:
-        raise _refused("this server accepts them from no client (NNSIGHT_ENGINE_ALLOW_CLOUDPICKLE)")
+        raise _codec_refusal("this server accepts them from no client (NNSIGHT_ENGINE_ALLOW_CLOUDPICKLE)")
     if not caller.has_key:
-        raise _refused(
+        raise _codec_refusal(
             "this server has no keys: its operator can create one that may send them, `keys create "
             "--tier trusted --trusted-codecs`"
         )
     if not caller.trusted_codecs:
-        raise _refused(
+        raise _codec_refusal(
             f"the key {caller.key_id!r} may not send them: the server's operator can create one that may, "
             "`keys create --tier trusted --trusted-codecs`"
         )
 
 
-def _refused(why: str) -> ApiError:
+def _codec_refusal(why: str) -> ApiError:
     return ApiError(
         ErrorCode.CODEC_NOT_ALLOWED,
         f"Blocks in the codec 'cloudpickle' can run any code, and {why}. Send them in the codec 'wire'.",

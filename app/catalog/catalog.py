@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import hashlib
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -24,11 +25,12 @@ from app.engine.client import EngineClient
 from app.formats.uploads import FORM_TYPE, read_form
 from app.http.bodies import BodyLimits, check_media_type, read_bytes, read_object
 from app.http.errors import validated
+from app.limits.limit import Holder
 from app.limits.tenant_budget import TenantBudget
 from app.settings import Settings
 from app.storage import versions
 from app.storage.database import Database
-from app.storage.quotas import Holder, StoredBytes
+from app.storage.quotas import StoredBytes, StoredQuotas
 from app.storage.tables import VersionRow
 from app.storage.versions import Kind, NewVersion
 
@@ -60,36 +62,37 @@ class ContentCache:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._held: collections.OrderedDict[int, tuple[Any, int]] = collections.OrderedDict()
+        self._entries: collections.OrderedDict[int, tuple[Any, int]] = collections.OrderedDict()
 
     async def get(
         self, number: int, read: Callable[[int], Awaitable[tuple[ContentT, int] | None]]
     ) -> ContentT | None:
         """Return a content, or None if its version was deleted; ``read`` also returns its size in bytes."""
-        held = self._held.get(number)
-        if held is not None:
-            self._held.move_to_end(number)
-            content: ContentT = held[0]
+        entry = self._entries.get(number)
+        if entry is not None:
+            self._entries.move_to_end(number)
+            content: ContentT = entry[0]
             return content
-        found = await read(number)
-        if found is None:
+        loaded = await read(number)
+        if loaded is None:
             return None
-        if number not in self._held and found[1] <= self._max_bytes:
-            self._held[number] = found
-            self._num_bytes += found[1]
+        content, num_bytes = loaded
+        if number not in self._entries and num_bytes <= self._max_bytes:
+            self._entries[number] = loaded
+            self._num_bytes += num_bytes
             while self._num_bytes > self._max_bytes:
-                _, dropped = self._held.popitem(last=False)
-                self._num_bytes -= dropped[1]
-        return found[0]
+                _, (_, num_dropped) = self._entries.popitem(last=False)
+                self._num_bytes -= num_dropped
+        return content
 
 
-class Parts(NamedTuple):
+class CatalogParts(NamedTuple):
     """What the catalogs of one server share."""
 
     settings: Settings
     database: Database
     engine: EngineClient
-    stored: StoredBytes
+    quotas: StoredQuotas
     cache: ContentCache
 
 
@@ -98,15 +101,14 @@ class Catalog(Generic[T, ContentT]):
 
     kind: Kind[T]
 
-    def __init__(self, parts: Parts) -> None:
-        self._settings, self._database, self._engine, self._stored, self._cache = parts
-        self._usage = self._stored.place()
-        self._allowance = self.kind.allowance(TenantBudget.of(self._settings))
+    def __init__(self, parts: CatalogParts) -> None:
+        self._settings, self._database, self._engine, quotas, self._cache = parts
+        self._space = StoredBytes(self.kind.limit(TenantBudget.of(self._settings)), quotas)
         self._adding = asyncio.Lock()
 
     @property
     def used_bytes(self) -> int:
-        return self._usage.total
+        return self._space.used()
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -116,11 +118,11 @@ class Catalog(Generic[T, ContentT]):
     @property
     def body_limits(self) -> BodyLimits:
         settings = self._settings
-        return BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
+        return BodyLimits(settings.max_body_bytes, settings.upload_idle_timeout_s)
 
     async def count(self) -> None:
         """Update the stored bytes of each tenant from the database, where other servers write too."""
-        self._usage.set(await self._read(versions.used_bytes))
+        self._space.set_stored(await self._read(versions.used_bytes))
 
     async def add(self, new: NewVersion, caller: Principal) -> T:
         """Store the next version of a name.
@@ -133,10 +135,10 @@ class Catalog(Generic[T, ContentT]):
 
     async def page(self, tenant: str, *, name: str | None, after: str | None, limit: int) -> Page[T]:
         """Return a tenant's versions and shared ones, newest first; ``not_found`` for ``after``."""
-        found = await self._read(versions.page, tenant, name=name, after=after, limit=limit + 1)
+        rows = await self._read(versions.page, tenant, name=name, after=after, limit=limit + 1)
         # Some have hundreds of numbers to validate.
-        data = await asyncio.to_thread(lambda: [self._shown(row, tenant) for row in found[:limit]])
-        return self.kind.listed.of(data, has_more=len(found) > limit)
+        data = await asyncio.to_thread(lambda: [self._shown(row, tenant) for row in rows[:limit]])
+        return self.kind.listed.of(data, has_more=len(rows) > limit)
 
     async def get(self, id_: str, tenant: str) -> T:
         """Return a version visible to a tenant; ``not_found``."""
@@ -158,17 +160,19 @@ class Catalog(Generic[T, ContentT]):
         await self.count()
         return row
 
-    async def named(self, given: NameOrText, tenant: str, param: str) -> tuple[VersionRow, ContentT]:
+    async def named(self, reference: NameOrText, tenant: str, param: str) -> tuple[VersionRow, ContentT]:
         """Return what a name in a request means; raises ApiError ``unknown_…`` or ``…_mismatch``."""
         kind, models = self.kind, self.models
-        row = await self._read(versions.named, given.name, given.id, tenant, models)
+        row = await self._read(versions.named, reference.name, reference.id, tenant, models)
         content = None if row is None else await self._cache.get(row.number, self._load)
         if row is None or content is None:
-            what = repr(clip(given.name)) + ("" if given.id is None else f" with the id {clip(given.id)!r}")
+            name = repr(clip(reference.name)) + (
+                "" if reference.id is None else f" with the id {clip(reference.id)!r}"
+            )
             raise kind.error(
                 "unknown_{}",
-                f"There is no {kind.name} {what}; GET /v1/{kind.plural} lists them, POST /v1/{kind.plural} "
-                "makes one.",
+                f"There is no {kind.name} {name}; GET /v1/{kind.plural} lists them, "
+                f"POST /v1/{kind.plural} makes one.",
                 param,
             )
         if row.model not in models:
@@ -212,17 +216,18 @@ class Catalog(Generic[T, ContentT]):
 
     async def _add(self, new: NewVersion, caller: Principal) -> VersionRow:
         check_sharing(caller, shared=new.shared)
+        if not new.sha256:  # not in the transaction, which keeps other writers waiting
+            digest = await asyncio.to_thread(hashlib.sha256, new.data)
+            new = dataclasses.replace(new, sha256=digest.hexdigest())
         async with self._adding:  # or concurrent requests could each pass the check for the same free bytes
             await self.count()
-            self._stored.check(Holder(caller.tenant), versions.num_bytes_of(self.kind, new))
+            self._space.quotas.check(Holder(caller.tenant), versions.num_bytes_of(self.kind, new))
             row = await self._write(self._insert, new, caller.tenant)
             await self.count()
         return row
 
     def _insert(self, session: Session, new: NewVersion, tenant: str) -> VersionRow:
-        versions.check_room(
-            session, self.kind, self._allowance, versions.num_bytes_of(self.kind, new), tenant
-        )
+        versions.check_room(session, self.kind, self._space, versions.num_bytes_of(self.kind, new), tenant)
         return versions.add(session, self.kind, new, tenant, self.models[0])
 
     async def _upload(
@@ -247,19 +252,19 @@ class Catalog(Generic[T, ContentT]):
         body = bytes(await read_bytes(request, min(form_bytes, limits.max_bytes), limits.idle_s))
 
         def read() -> ResultT:
-            what = f"a {self.kind.name}"
-            fields, (name, content) = read_form(body, content_type, form_type.model_fields, what)
+            purpose = f"a {self.kind.name}"
+            fields, (name, content) = read_form(body, content_type, form_type.model_fields, purpose)
             return from_form(validated(form_type, fields), name, content)
 
         return await asyncio.to_thread(read)
 
-    async def _read(self, work: Callable[..., ResultT], *given: Any, **options: Any) -> ResultT:
+    async def _read(self, work: Callable[..., ResultT], *arguments: Any, **options: Any) -> ResultT:
         """Run a function of ``storage.versions`` for this kind."""
-        return await self._database.read(lambda session: work(session, self.kind, *given, **options))
+        return await self._database.read(lambda session: work(session, self.kind, *arguments, **options))
 
-    async def _write(self, work: Callable[..., ResultT], *given: Any) -> ResultT:
+    async def _write(self, work: Callable[..., ResultT], *arguments: Any) -> ResultT:
         """Run ``work`` once more if a name was created meanwhile, where writers are concurrent."""
         try:
-            return await self._database.write(lambda session: work(session, *given))
+            return await self._database.write(lambda session: work(session, *arguments))
         except IntegrityError:
-            return await self._database.write(lambda session: work(session, *given))
+            return await self._database.write(lambda session: work(session, *arguments))

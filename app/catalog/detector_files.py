@@ -17,7 +17,7 @@ import safetensors.numpy
 from api_schemas.detectors import DetectorHead, DetectorTraining, NewDetector, NewPart, PartHead, RocPoint
 from api_schemas.errors import ApiError, ErrorCode, clip
 from api_schemas.fields import RequestLimits, StoredName, Strict
-from app.catalog.detector_parts import described, detector_of, invalid, part_of
+from app.catalog.detector_parts import description_of, detector_of, invalid, part_of
 from app.catalog.vector_files import SLACK_BYTES, array_of
 from app.formats.json_bodies import exceeds_depth, parse_object
 from app.formats.uploads import FILE, is_safetensors, read_safetensors, refuse_pickle
@@ -52,7 +52,7 @@ def new_version(
 ) -> NewVersion:
     """Return a detector to be stored; ``source_sha256`` is that of the uploaded file."""
     head = {
-        **described(detector, calibration),
+        **description_of(detector, calibration),
         "format": format_,
         "source_sha256": source_sha256,
         "training": None if training is None else training.model_dump(mode="json"),
@@ -111,12 +111,12 @@ def read_file(
             'file: {"parts": [{"at": "layers.12.output", "form": "linear"}], "bias": 0.0}.',
             HEAD,
         )
-    head = _head_of(text)
+    head = _parse_head(text)
     check_size(content.tensors.values(), max_bytes, FILE)
     parts = [
         part_of(part, tensors, spec, f"parts.{index}")
         for index, (part, tensors) in enumerate(
-            zip(head.parts, _by_part(_named(content.tensors, head), len(head.parts)), strict=True)
+            zip(head.parts, _by_part(_with_part_names(content.tensors, head), len(head.parts)), strict=True)
         )
     ]
     return detector_of(parts, head.bias, head.link, head.threshold, spec), list(head.calibration)
@@ -131,13 +131,12 @@ def check_bytes(num_bytes: int, max_bytes: int, param: str) -> None:
     if num_bytes > max_bytes:
         raise ApiError(
             ErrorCode.TENSOR_TOO_LARGE,
-            f"The tensors of a detector may have {max_bytes} bytes in float32 (max_tensor_bytes), these have "
-            f"{num_bytes}.",
+            f"The tensors of a detector may have {max_bytes} bytes in float32, these have {num_bytes}.",
             param,
         )
 
 
-def _head_of(text: str) -> DetectorHead:
+def _parse_head(text: str) -> DetectorHead:
     body = text.encode("utf-8", "surrogatepass")
     if exceeds_depth(body, _MAX_DEPTH):
         raise ApiError(ErrorCode.JSON_TOO_DEEP, f"A detector's head nests at most {_MAX_DEPTH} deep.", HEAD)
@@ -148,7 +147,9 @@ def _head_of(text: str) -> DetectorHead:
         raise ApiError(error.code, f"The detector's head: {error.message}", param) from error
 
 
-def _named(tensors: Mapping[str, npt.NDArray[Any]], head: DetectorHead) -> Mapping[str, npt.NDArray[Any]]:
+def _with_part_names(
+    tensors: Mapping[str, npt.NDArray[Any]], head: DetectorHead
+) -> Mapping[str, npt.NDArray[Any]]:
     if list(tensors) == ["weights"] and [part.form for part in head.parts] == ["linear"]:
         return {"parts.0.weights": tensors["weights"]}
     return tensors
@@ -157,19 +158,19 @@ def _named(tensors: Mapping[str, npt.NDArray[Any]], head: DetectorHead) -> Mappi
 def _by_part(
     tensors: Mapping[str, npt.NDArray[Any]], num_parts: int
 ) -> list[dict[str, npt.NDArray[np.float32]]]:
-    found: list[dict[str, npt.NDArray[np.float32]]] = [{} for _ in range(num_parts)]
-    places = {str(index): part for index, part in enumerate(found)}
+    tensors_by_part: list[dict[str, npt.NDArray[np.float32]]] = [{} for _ in range(num_parts)]
+    by_index = {str(index): part for index, part in enumerate(tensors_by_part)}
     for name, tensor in tensors.items():
-        prefix, _, rest = name.partition(".")
-        index, _, own = rest.partition(".")
-        if prefix != "parts" or index not in places or not own:
+        prefix, _, suffix = name.partition(".")
+        index, _, tensor_name = suffix.partition(".")
+        if prefix != "parts" or index not in by_index or not tensor_name:
             raise invalid(
                 f"Tensors are named parts.N.weights and so on, N from 0 to {num_parts - 1}; got "
                 f"{clip(name)!r}.",
                 FILE,
             )
-        places[index][own] = tensor
-    return found
+        by_index[index][tensor_name] = tensor
+    return tensors_by_part
 
 
 _WIDENING: Final = 2
@@ -196,16 +197,18 @@ def from_form(spec: ModelSpec, max_bytes: int, form: DetectorForm, name: str, co
 
 def from_json(spec: ModelSpec, max_bytes: int, value: dict[str, Any]) -> NewVersion:
     new = validated(NewDetector, value, RequestLimits(max_tensor_bytes=max_bytes))
-    tensors = [_arrays(part, f"parts.{index}") for index, part in enumerate(new.parts)]
-    check_size((tensor for several in tensors for tensor in several.values()), max_bytes, "parts")
+    tensors = [_arrays_of_part(part, f"parts.{index}") for index, part in enumerate(new.parts)]
+    check_size((tensor for part_tensors in tensors for tensor in part_tensors.values()), max_bytes, "parts")
     parts = [
-        part_of(part, several, spec, f"parts.{index}")
-        for index, (part, several) in enumerate(zip(new.parts, tensors, strict=True))
+        part_of(part, part_tensors, spec, f"parts.{index}")
+        for index, (part, part_tensors) in enumerate(zip(new.parts, tensors, strict=True))
     ]
     detector = detector_of(parts, new.bias, new.link, new.threshold, spec)
     return new_version(detector, new.calibration, new.name, "json", shared=new.shared)
 
 
-def _arrays(part: NewPart, param: str) -> dict[str, Any]:
-    given = {name: getattr(part, name) for name in _TENSORS}
-    return {name: array_of(tensor, f"{param}.{name}") for name, tensor in given.items() if tensor is not None}
+def _arrays_of_part(part: NewPart, param: str) -> dict[str, Any]:
+    values = {name: getattr(part, name) for name in _TENSORS}
+    return {
+        name: array_of(tensor, f"{param}.{name}") for name, tensor in values.items() if tensor is not None
+    }

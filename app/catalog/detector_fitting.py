@@ -60,7 +60,7 @@ def fit_mlp(
         for sides in zip(positive, negative, strict=True)
     ]
     labels = np.concatenate((np.ones(len(positive[0])), np.zeros(len(negative[0]))))
-    inner, outer, offset = _trained(layers, labels, hidden, seed)
+    inner, outer, offset = _train_network(layers, labels, hidden, seed)
     parts = []
     for layer, (weights, bias), row in zip(layers, inner, outer, strict=True):
         written = weights @ layer.basis / layer.scale
@@ -75,6 +75,7 @@ def fit_mlp(
 
 
 def _in_span(standardised: Standardised) -> _Layer:
+    """Return the samples of one layer as coordinates in the space that they span."""
     scaled = standardised.scaled
     variances, directions = np.linalg.eigh(scaled @ scaled.T)
     used = variances > _LEAST_VARIANCE * variances.max()
@@ -83,7 +84,7 @@ def _in_span(standardised: Standardised) -> _Layer:
     return _Layer(standardised.centre, standardised.scale, basis, directions[:, used] * lengths)
 
 
-def _trained(
+def _train_network(
     layers: Sequence[_Layer], labels: Floats, hidden: int, seed: int
 ) -> tuple[list[tuple[Floats, Floats]], list[Floats], float]:
     random = torch.Generator().manual_seed(seed)
@@ -159,13 +160,13 @@ def fit(
     trained = _by_point(positive[chosen.positive]), _by_point(negative[chosen.negative])
     for towards, away in zip(*trained, strict=True):
         _check_different(towards, away, recipe.form)
-    detector = _fitted(*trained, points, recipe)
+    detector = _fit_detector(*trained, points, recipe)
     numbers = [tensor for part in detector.parts for tensor in part.tensors.values()]
     if not (np.isfinite(detector.bias) and all(np.isfinite(tensor).all() for tensor in numbers)):
         raise NothingToLearnError(
             "the difference of the two sides there is too small or too large for float32"
         )
-    return _scored(detector, (positive, negative), chosen)
+    return _with_scores(detector, (positive, negative), chosen)
 
 
 def _by_point(values: Values) -> list[Values]:
@@ -182,7 +183,7 @@ def _check_different(positive: Values, negative: Values, form: Form) -> None:
         raise NothingToLearnError("the two sides do not differ there")
 
 
-def _fitted(
+def _fit_detector(
     positive: list[Values], negative: list[Values], points: Sequence[str], recipe: Recipe
 ) -> Detector:
     link, bias = Link.SIGMOID, 0.0
@@ -196,7 +197,7 @@ def _fitted(
             link = Link.IDENTITY
             layers = [_mean_and_scale(*sides) for sides in zip(positive, negative, strict=True)]
     parts = [
-        DetectorPart(point, recipe.form, {name: _narrowed(tensor) for name, tensor in layer.items()})
+        DetectorPart(point, recipe.form, {name: _as_float32(tensor) for name, tensor in layer.items()})
         for point, layer in zip(points, layers, strict=True)
     ]
     return Detector(tuple(parts), bias, link)
@@ -219,29 +220,33 @@ def _mean_and_scale(positive: Values, negative: Values) -> dict[str, Floats]:
     return {"mean": towards.mean(axis=0), "scale": scale}
 
 
-def _narrowed(numbers: Floats) -> Numbers:
+def _as_float32(numbers: Floats) -> Numbers:
     with np.errstate(over="ignore"):
         return numbers.astype(np.float32)
 
 
-def _scored(detector: Detector, sides: tuple[Values, Values], chosen: Split) -> FittedDetector:
-    def both(of: Detector) -> tuple[Numbers, Numbers]:
+def _with_scores(detector: Detector, sides: tuple[Values, Values], chosen: Split) -> FittedDetector:
+    def scores_of_sides(scorer: Detector) -> tuple[Numbers, Numbers]:
         positive, negative = (
-            of.scores({part.point: side[:, index] for index, part in enumerate(of.parts)}) for side in sides
+            scorer.scores({part.point: side[:, index] for index, part in enumerate(scorer.parts)})
+            for side in sides
         )
         return positive, negative
 
     with np.errstate(over="ignore", invalid="ignore"):
-        totals, scores = both(dataclasses.replace(detector, link=Link.IDENTITY)), both(detector)
-    if not all(np.isfinite(one).all() for one in totals):
+        totals, scores = (
+            scores_of_sides(dataclasses.replace(detector, link=Link.IDENTITY)),
+            scores_of_sides(detector),
+        )
+    if not all(np.isfinite(side_totals).all() for side_totals in totals):
         raise NothingToLearnError("the scores there are beyond float32")
-    held = scores[0][chosen.held_positive], scores[1][chosen.held_negative]
+    held_out = scores[0][chosen.held_positive], scores[1][chosen.held_negative]
     wide = totals[0].astype(np.float64), totals[1].astype(np.float64)
-    cuts = roc(*held)
+    cuts = roc(*held_out)
     best = best_cut(cuts)
     return FittedDetector(
         dataclasses.replace(detector, threshold=best.threshold),
-        auroc(*held),
+        auroc(*held_out),
         separation((wide[0][chosen.held_positive], wide[1][chosen.held_negative]), wide),
         thinned(cuts, _MAX_CUTS, best),
     )

@@ -62,11 +62,13 @@ def part_of(head: PartHead, tensors: Mapping[str, npt.NDArray[Any]], spec: Model
     if missing is not None:
         raise invalid(f"A part of the form `{form}` needs the tensor `{missing}`.", f"{param}.{missing}")
     hidden = _num_hidden(tensors, param) if form is Form.MLP else 0
-    found = {
-        name: _numbers(tensors.get(name), _shape(form, name, width, hidden), name, point, param)
+    checked = {
+        name: _checked_numbers(
+            tensors.get(name), _expected_shape(form, name, width, hidden), name, point, param
+        )
         for name in names
     }
-    return Part(point, form, found)
+    return Part(point, form, checked)
 
 
 def _num_hidden(tensors: Mapping[str, npt.NDArray[Any]], param: str) -> int:
@@ -81,13 +83,13 @@ def _num_hidden(tensors: Mapping[str, npt.NDArray[Any]], param: str) -> int:
     return int(shape[0])
 
 
-def _shape(form: Form, name: str, width: int, hidden: int) -> tuple[int, ...]:
+def _expected_shape(form: Form, name: str, width: int, hidden: int) -> tuple[int, ...]:
     if form is not Form.MLP:
         return (width,)
     return (hidden, width) if name == "hidden_weights" else (hidden,)
 
 
-def _numbers(
+def _checked_numbers(
     tensor: npt.NDArray[Any] | None, shape: tuple[int, ...], name: str, point: str, param: str
 ) -> Numbers:
     if tensor is None:
@@ -115,14 +117,16 @@ def detector_of(
     parts: Sequence[Part], bias: float, link: str, threshold: float | None, spec: ModelSpec
 ) -> Detector:
     """Raise ApiError ``invalid_detector``: two parts read one place; ``not_finite``: beyond float32."""
-    seen: dict[PlannedSite, str] = {}
+    points_by_site: dict[PlannedSite, str] = {}
     for part in parts:
         (site,) = resolve_sites(part.point, _READ, spec, "parts")
-        place = canonical_site(site)
-        if place in seen:
-            same = "" if seen[place] == part.point else f", which is {seen[place]}"
-            raise invalid(f"Parts read different places; two read {part.point}{same}.", "parts")
-        seen[place] = part.point
+        canonical = canonical_site(site)
+        if canonical in points_by_site:
+            other_name = (
+                "" if points_by_site[canonical] == part.point else f", which is {points_by_site[canonical]}"
+            )
+            raise invalid(f"Parts read different places; two read {part.point}{other_name}.", "parts")
+        points_by_site[canonical] = part.point
     for name, number in (("bias", bias), ("threshold", threshold)):
         if number is not None and abs(number) > LARGEST["float32"]:
             raise ApiError(ErrorCode.NOT_FINITE, f"`{name}` must be finite in float32, got {number:g}.", name)
@@ -143,7 +147,7 @@ def width_of(part: Part) -> int:
     return int(part.tensors[TENSORS[part.form][0]].shape[-1])
 
 
-def described(detector: Detector, calibration: Sequence[RocPoint]) -> dict[str, Any]:
+def description_of(detector: Detector, calibration: Sequence[RocPoint]) -> dict[str, Any]:
     """Return the fields of ``api_schemas.detectors.Detector`` that describe the numbers, as JSON values."""
     parts = [
         DetectorPart(

@@ -24,9 +24,8 @@ from api_schemas.dictionaries import (
 )
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.fields import StoredName, Strict
-from app.admission.slot_pool import SlotPool
 from app.auth.principal import Principal
-from app.catalog.catalog import Catalog, Parts, check_changing, check_sharing
+from app.catalog.catalog import Catalog, CatalogParts, check_changing, check_sharing
 from app.catalog.dictionary_form import (
     CSV_TYPE,
     MAX_CFG_BYTES,
@@ -36,14 +35,14 @@ from app.catalog.dictionary_form import (
     labels_of_object,
     read_form,
 )
-from app.catalog.dictionary_places import places_of, width_at
+from app.catalog.dictionary_points import points_of_dictionary, width_at
 from app.catalog.hub import CFG_FILE, WEIGHTS_FILE, check_hub_allowed, folder_of, is_trusted, open_on_hub
-from app.formats.json_bodies import check_depth, parse_object
+from app.formats.json_bodies import MAX_JSON_DEPTH, check_depth, parse_object
 from app.http.bodies import BodyLimits, check_media_type, read_bytes, read_object
-from app.http.contexts import context_of
-from app.http.deadlines import while_connected
+from app.http.contexts import context_of, while_connected
 from app.http.errors import validated
-from app.limits.allowances import Allowance
+from app.limits.limit import Holder, Limit
+from app.limits.slots import Slots
 from app.storage import versions
 from app.storage.database import Database, dictionary_folder
 from app.storage.dictionary_files import DictionaryFiles, WeightsUpload
@@ -57,7 +56,6 @@ from app.storage.feature_labels import (
     replace_labels,
 )
 from app.storage.open_files import OpenResult, in_pieces
-from app.storage.quotas import DiskQuota, Holder
 from app.storage.tables import VersionRow
 from app.storage.versions import Kind, NewVersion
 from nnsight_engine.features.config import DictionaryConfig
@@ -72,20 +70,12 @@ _CFG_FILE: Final = "The dictionary's cfg.json"
 _SMALL_BYTES: Final = 128 * 1024
 """Larger JSON is parsed in a process of its own."""
 _MAX_WORDS: Final = 16
-_SEARCHES: Final = Allowance("searches of labels", total=2, each=1)
-"""Searches at once. Each reads all labels of a dictionary in a thread of the database, which others need too.
-
-An index would not bound them: words of one or two letters, anywhere in a label, have none.
-"""
-_WAITING: Final = Allowance.of("waiting searches of labels", 256, 0.5)
-_DOWNLOADS: Final = Allowance("downloads from the Hub", total=2, each=1)
-_WAITING_DOWNLOADS: Final = Allowance.of("waiting downloads from the Hub", 16, 0.25)
 _MAX_BODY_BYTES: Final = 16 * 1024
 _CHECKS_AT_ONCE: Final = 2
 """Files that are read at once to check their numbers; others of the server's threads stay free."""
 
 
-class _Form(Strict):
+class _DictionaryForm(Strict):
     name: StoredName
     at: str | None = None
     output_at: str | None = None
@@ -99,26 +89,28 @@ class FeatureLabels:
         self._database = database
         self._number = row.number
         self._num_labels = row.head["num_labels"]
-        self._known: dict[int, str | None] = {}
+        self._labels_by_id: dict[int, str | None] = {}
         self._ids: dict[str, list[int]] = {}
 
     async def of(self, ids: Sequence[int]) -> dict[int, str]:
         """Return the labels of those features that have one."""
-        new = [one for one in ids if one not in self._known] if self._num_labels else []
-        if new:
-            found = await self._database.read(lambda session: labels_of(session, self._number, new))
-            self._known |= dict.fromkeys(new) | found
-        return {one: label for one in ids if (label := self._known.get(one)) is not None}
+        unread = [feature for feature in ids if feature not in self._labels_by_id] if self._num_labels else []
+        if unread:
+            labels = await self._database.read(lambda session: labels_of(session, self._number, unread))
+            self._labels_by_id |= dict.fromkeys(unread) | labels
+        return {feature: label for feature in ids if (label := self._labels_by_id.get(feature)) is not None}
 
     def num_bytes(self, ids: Sequence[int]) -> int:
         """Return the bytes of the labels of some features, as far as they have been read."""
-        return sum(len((self._known.get(one) or "").encode()) for one in ids)
+        return sum(len((self._labels_by_id.get(feature) or "").encode()) for feature in ids)
 
     async def ids_of(self, labels: Iterable[str], limit: int) -> dict[str, list[int]]:
         """Return the features that have exactly one of some labels, at most ``limit`` each, by label."""
-        new = [label for label in labels if label not in self._ids]
-        if new:
-            self._ids |= await self._database.read(lambda session: ids_of(session, self._number, new, limit))
+        unread = [label for label in labels if label not in self._ids]
+        if unread:
+            self._ids |= await self._database.read(
+                lambda session: ids_of(session, self._number, unread, limit)
+            )
         return self._ids
 
 
@@ -130,17 +122,18 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         lambda budget: budget.dictionary_bytes, counted=("dictionary",),
     )  # fmt: skip
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: CatalogParts) -> None:
         super().__init__(parts)
-        self._space = DiskQuota(self._allowance, parts.stored)
         self._files = DictionaryFiles(dictionary_folder(parts.settings), self._space)
         self._checking = asyncio.Semaphore(_CHECKS_AT_ONCE)
-        self._searching = SlotPool(_SEARCHES, _WAITING)
-        self._downloading = SlotPool(_DOWNLOADS, _WAITING_DOWNLOADS)
-
-    @property
-    def used_bytes(self) -> int:
-        return self._space.used_bytes
+        # Each search reads all labels of a dictionary in a thread of the database, which others need too. An
+        # index would not bound it: words of one or two letters, anywhere in a label, have none.
+        self._searching = Slots(
+            Limit("searches of labels", 2, each=1), Limit("waiting searches of labels", 256, 0.5)
+        )
+        self._downloading = Slots(
+            Limit("downloads from the Hub", 2, each=1), Limit("waiting downloads from the Hub", 16, 0.25)
+        )
 
     async def start(self) -> None:
         """Create the folder, count the stored bytes, and remove files that servers which died left behind."""
@@ -150,13 +143,10 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         for sha256 in hashes:
             await self._remove_unused(sha256)
         for path in aside:
-            await self._settle(path)
+            await self._remove_or_bring_back(path)
 
     async def close(self) -> None:
         await self._files.close()
-
-    async def count(self) -> None:
-        self._space.set_stored(await self._read(versions.used_bytes))
 
     async def create(self, request: Request, caller: Principal, *, strict: bool = False) -> Dictionary:
         """Store the dictionary of a request, or nothing if it is invalid (ApiError).
@@ -164,24 +154,24 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         ``strict`` refuses one that names another model than the served one.
         """
         settings = self._settings
-        limits = BodyLimits(
-            settings.max_dictionary_bytes, settings.max_json_depth, settings.upload_idle_timeout_s
-        )
+        limits = BodyLimits(settings.max_dictionary_bytes, settings.upload_idle_timeout_s)
         async with self._files.receiving(Holder(caller.tenant)) as upload:
             parts = await read_form(request, upload, limits)
-            texts = {name: part for name, part in parts.items() if name not in {CFG, LABELS}}
-            form = validated(_Form, {name: part.decode("utf-8", "replace") for name, part in texts.items()})
+            texts = {name: content for name, content in parts.items() if name not in {CFG, LABELS}}
+            form = validated(
+                _DictionaryForm, {name: content.decode("utf-8", "replace") for name, content in texts.items()}
+            )
             check_sharing(caller, shared=form.shared == "true")
             cfg = parts.get(CFG)
             if cfg is None:
                 raise ApiError(ErrorCode.BAD_REQUEST, "A dictionary's form needs its cfg.json as `cfg`.", CFG)
             labels: Labels = {}
-            new = await self._checked(form, cfg, upload, strict=strict)
+            new = await self._checked_version(form, cfg, upload, strict=strict)
             if LABELS in parts:
                 content, num_features = parts[LABELS], new.head["num_features"]
                 is_csv = not is_json(content)
-                labels = await self._labels(request, content, num_features, LABELS, is_csv=is_csv)
-            return await self._kept(new, labels, upload, caller)
+                labels = await self._parse_labels(request, content, num_features, LABELS, is_csv=is_csv)
+            return await self._store_shielded(new, labels, upload, caller)
 
     async def create_from_hub(
         self, request: Request, caller: Principal, *, strict: bool = False
@@ -191,11 +181,11 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         A client's disconnect ends the download, and nothing is stored.
         """
         settings = self._settings
-        limits = BodyLimits(_MAX_BODY_BYTES, settings.max_json_depth, settings.upload_idle_timeout_s)
-        wanted = validated(DictionaryFromHub, await read_object(request, limits))
-        check_sharing(caller, shared=wanted.shared)
+        limits = BodyLimits(_MAX_BODY_BYTES, settings.upload_idle_timeout_s)
+        form = validated(DictionaryFromHub, await read_object(request, limits))
+        check_sharing(caller, shared=form.shared)
         check_hub_allowed(settings, caller)
-        work = self._downloaded(wanted, caller, strict=strict)
+        work = self._download(form, caller, strict=strict)
         return await while_connected(request.receive, work, context_of(request.scope).deadline)
 
     async def add_first(
@@ -204,17 +194,19 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         """Store a shared dictionary; raises NameUsedError if it is not the first of its name."""
         check_sharing(caller, shared=True)
         async with self._files.receiving(Holder(caller.tenant)) as upload:
-            upload.reserve(len(weights))
+            upload.spending.add(len(weights))
             await asyncio.to_thread(upload.write, weights)
             await asyncio.to_thread(upload.finish)
-            new = await self._checked(_Form(name=name, shared="true"), cfg, upload)
-            return await self._kept(dataclasses.replace(new, is_first=True), labels, upload, caller)
+            new = await self._checked_version(_DictionaryForm(name=name, shared="true"), cfg, upload)
+            return await self._store_shielded(dataclasses.replace(new, is_first=True), labels, upload, caller)
 
     async def open(self, dictionary_id: str, tenant: str) -> tuple[Dictionary, OpenResult]:
         """Open the weights' file; raises ApiError, ``internal_error`` if it is gone."""
-        about = await self.get(dictionary_id, tenant)
+        dictionary = await self.get(dictionary_id, tenant)
         try:
-            return about, await self._files.open(about.sha256, about.weights_bytes, Holder(tenant))
+            return dictionary, await self._files.open(
+                dictionary.sha256, dictionary.weights_bytes, Holder(tenant)
+            )
         except FileNotFoundError as error:
             await self.get(dictionary_id, tenant)  # it may have been removed meanwhile
             logger.exception("the weights of the dictionary %s are missing", dictionary_id)
@@ -236,14 +228,10 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
             check_media_type(request, "application/json")
         idle_s = self._settings.upload_idle_timeout_s
         body = await read_bytes(request, min(MAX_LABELS_BYTES, self._settings.max_body_bytes), idle_s)
-        labels = await self._labels(request, bytes(body), row.head["num_features"], None, is_csv=is_csv)
-        holder, num_bytes = Holder(caller.tenant), num_label_bytes(labels)
+        labels = await self._parse_labels(request, bytes(body), row.head["num_features"], None, is_csv=is_csv)
         async with self._adding:
-            self._space.take(num_bytes, holder)
-            try:
+            with self._space.spend(Holder(caller.tenant), num_label_bytes(labels)):
                 row = await self._write(self._replace_labels, dictionary_id, caller.tenant, labels)
-            finally:
-                self._space.give_up(num_bytes, holder)
             await self.count()
         return self._shown(row, caller.tenant)
 
@@ -262,17 +250,17 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
 
         def read(session: Session) -> list[DictionaryFeature]:
             row = versions.visible(session, self.kind, dictionary_id, tenant)
-            found = find_features(
+            matching = find_features(
                 session, row.number, words=words, feature=feature, after=after, limit=limit + 1
             )
-            if found or words or feature is None or not after < feature < row.head["num_features"]:
-                return found
+            if matching or words or feature is None or not after < feature < row.head["num_features"]:
+                return matching
             return [DictionaryFeature(id=feature)]
 
-        async with self._searching.request(tenant, object()) if words else contextlib.nullcontext():
-            found = await self._database.read(read)
-        data = found[:limit]
-        return FeatureList(data=data, last_id=data[-1].id if data else None, has_more=len(found) > limit)
+        async with self._searching.request(tenant) if words else contextlib.nullcontext():
+            matching = await self._database.read(read)
+        data = matching[:limit]
+        return FeatureList(data=data, last_id=data[-1].id if data else None, has_more=len(matching) > limit)
 
     async def file_of(self, row: VersionRow) -> Path:
         """Return the file of the weights, after it was read into the machine's memory."""
@@ -282,14 +270,14 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
     def labels_of(self, row: VersionRow) -> FeatureLabels:
         return FeatureLabels(self._database, row)
 
-    async def _downloaded(self, wanted: DictionaryFromHub, caller: Principal, *, strict: bool) -> Dictionary:
+    async def _download(self, form: DictionaryFromHub, caller: Principal, *, strict: bool) -> Dictionary:
         settings = self._settings
         open_file = functools.partial(open_on_hub, trusted=is_trusted(settings, caller))
         async with (
-            self._downloading.request(caller.tenant, object()),
+            self._downloading.request(caller.tenant),
             self._files.receiving(Holder(caller.tenant)) as upload,
         ):
-            folder = await asyncio.to_thread(folder_of, wanted.source)
+            folder = await asyncio.to_thread(folder_of, form.source)
             async with open_file(folder, CFG_FILE, MAX_CFG_BYTES) as (folder, pieces):
                 cfg = b"".join([piece async for piece in pieces])
             # The weights are of the same commit.
@@ -297,38 +285,43 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
                 async for piece in in_pieces(pieces):
                     if not upload.num_bytes:
                         refuse_pickle("", piece)
-                    upload.reserve(len(piece))
+                    upload.spending.add(len(piece))
                     await asyncio.to_thread(upload.write, piece)
             await asyncio.to_thread(upload.finish)
-            fields = _parsed(cfg, settings.max_json_depth, CFG)
+            fields = _parse_json(cfg, CFG)
             cfg = json.dumps({**fields, **folder.overrides, "source": str(folder)}, indent=2).encode()
-            new = await self._checked(wanted, cfg, upload, strict=strict)
-            return await self._kept(new, {}, upload, caller)
+            new = await self._checked_version(form, cfg, upload, strict=strict)
+            return await self._store_shielded(new, {}, upload, caller)
 
-    async def _checked(
-        self, wanted: _Form | DictionaryFromHub, cfg: bytes, upload: WeightsUpload, *, strict: bool = False
+    async def _checked_version(
+        self,
+        form: _DictionaryForm | DictionaryFromHub,
+        cfg: bytes,
+        upload: WeightsUpload,
+        *,
+        strict: bool = False,
     ) -> NewVersion:
         """Return a dictionary to be stored, without labels, checked against its weights and the model."""
-        read = read_config(_parsed(cfg, self._settings.max_json_depth, CFG))
+        sae_config = read_config(_parse_json(cfg, CFG))
         if strict:
-            self._engine.served().warnings_of(read.model, _CFG_FILE, ErrorCode.DICTIONARY_MISMATCH)
-        at, output_at = places_of(read, wanted.at, wanted.output_at, self._engine.capabilities())
+            self._engine.served().warnings_of(sae_config.model, _CFG_FILE, ErrorCode.DICTIONARY_MISMATCH)
+        at, output_at = points_of_dictionary(sae_config, form.at, form.output_at, self._engine.capabilities())
         async with self._checking:
-            dtype = await asyncio.to_thread(check_weights, upload.path, read.config)
+            dtype = await asyncio.to_thread(check_weights, upload.path, sae_config.config)
         head = {
-            "trained_on": read.model or None,
-            "architecture": read.config.architecture.value,
+            "trained_on": sae_config.model or None,
+            "architecture": sae_config.config.architecture.value,
             "at": at,
             "output_at": output_at,
-            "input_width": read.config.input_width,
-            "output_width": read.config.output_width,
-            "num_features": read.config.num_features,
+            "input_width": sae_config.config.input_width,
+            "output_width": sae_config.config.output_width,
+            "num_features": sae_config.config.num_features,
             "dtype": dtype,
             "weights_bytes": upload.num_bytes,
         }
-        return NewVersion(wanted.name, wanted.shared in {True, "true"}, head, cfg, upload.sha256)
+        return NewVersion(form.name, form.shared in {True, "true"}, head, cfg, upload.sha256)
 
-    async def _labels(
+    async def _parse_labels(
         self, request: Request, content: bytes, num_features: int, param: str | None, *, is_csv: bool
     ) -> Labels:
         if is_csv:
@@ -337,24 +330,24 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         if context.bodies is not None and len(content) >= _SMALL_BYTES:
             value = await context.bodies.read(content, context.tenant)
         else:
-            value = _parsed(content, self._settings.max_json_depth, param)
+            value = _parse_json(content, param)
         return await asyncio.to_thread(labels_of_object, value, content, num_features, param)
 
-    async def _kept(
+    async def _store_shielded(
         self, new: NewVersion, labels: Labels, upload: WeightsUpload, caller: Principal
     ) -> Dictionary:
         num_bytes = upload.num_bytes + len(new.data) + num_label_bytes(labels)
         head = {**new.head, "num_labels": len(labels)}
         new = dataclasses.replace(new, head=head, num_bytes=num_bytes)
-        keeping = asyncio.ensure_future(self._keep(new, labels, upload, caller.tenant))
+        storing = asyncio.ensure_future(self._store(new, labels, upload, caller.tenant))
         try:
-            return self._shown(await asyncio.shield(keeping), caller.tenant)
+            return self._shown(await asyncio.shield(storing), caller.tenant)
         except asyncio.CancelledError:
             # The transaction cannot be cancelled, and it needs the file.
-            await asyncio.gather(keeping, return_exceptions=True)
+            await asyncio.gather(storing, return_exceptions=True)
             raise
 
-    async def _keep(self, new: NewVersion, labels: Labels, upload: WeightsUpload, tenant: str) -> VersionRow:
+    async def _store(self, new: NewVersion, labels: Labels, upload: WeightsUpload, tenant: str) -> VersionRow:
         def write(session: Session) -> VersionRow:
             row = self._insert(session, new, tenant)
             add_labels(session, row.number, labels)
@@ -369,19 +362,19 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
                 raise
             # Another server may have removed the last other dictionary with these weights meanwhile.
             await self._files.add(upload)
-            upload.release()
+            upload.spending.close()
             await self.count()
         return row
 
     def _replace_labels(
         self, session: Session, dictionary_id: str, tenant: str, labels: Labels
     ) -> VersionRow:
-        seen = versions.visible(session, self.kind, dictionary_id, tenant)
+        visible_row = versions.visible(session, self.kind, dictionary_id, tenant)
         # Two requests that replace the labels at once do so one after the other.
-        row = session.get_one(VersionRow, seen.number, with_for_update=True)
+        row = session.get_one(VersionRow, visible_row.number, with_for_update=True)
         num_bytes = row.head["weights_bytes"] + len(row.data) + num_label_bytes(labels)
-        more = max(0, num_bytes - row.num_bytes)
-        versions.check_room(session, self.kind, self._allowance, more, row.tenant)
+        num_added = max(0, num_bytes - row.num_bytes)
+        versions.check_room(session, self.kind, self._space, num_added, row.tenant)
         replace_labels(session, row.number, labels)
         row.num_bytes, row.head = num_bytes, {**row.head, "num_labels": len(labels)}
         return row
@@ -391,9 +384,9 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
 
     def _check_fit(self, row: VersionRow, content: DictionaryConfig, param: str) -> None:
         at, output_at = row.head["at"], row.head["output_at"] or row.head["at"]
-        for place, width in {at: content.input_width, output_at: content.output_width}.items():
-            if width_at(place, self._engine.capabilities()) != width:
-                why = f"is of values with {width} numbers, and this model has none such at {place}"
+        for point, width in {at: content.input_width, output_at: content.output_width}.items():
+            if width_at(point, self._engine.capabilities()) != width:
+                why = f"is of values with {width} numbers, and this model has none such at {point}"
                 raise self.mismatch(row, why, param)
 
     def _shown(self, row: VersionRow, tenant: str) -> Dictionary:
@@ -408,9 +401,9 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         if not await self._read(versions.num_uses, sha256):
             aside = await self._files.set_aside(sha256)
             if aside is not None:
-                await self._settle(aside)
+                await self._remove_or_bring_back(aside)
 
-    async def _settle(self, aside: Path) -> None:
+    async def _remove_or_bring_back(self, aside: Path) -> None:
         """Remove a file that was set aside; bring it back if a dictionary has come for it meanwhile."""
         if await self._read(versions.num_uses, aside.name.partition(".")[0]):
             await self._files.bring_back(aside)
@@ -418,9 +411,9 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
             await self._files.remove(aside)
 
 
-def _parsed(content: bytes, max_depth: int, param: str | None) -> dict[str, Any]:
+def _parse_json(content: bytes, param: str | None) -> dict[str, Any]:
     try:
-        check_depth(content, max_depth)
+        check_depth(content, MAX_JSON_DEPTH)
         return parse_object(content)
     except ApiError as error:
         raise ApiError(error.code, error.message, param) from error

@@ -51,37 +51,37 @@ class _ByteReader:
         self._data = data
         self.position = 0
 
-    def take(self, num_bytes: int) -> bytes:
-        end = self.position + num_bytes
-        if end > len(self._data):
-            raise _invalid(f"The GGUF file is cut off: it needs byte {end} and has {len(self._data)}.")
-        part = self._data[self.position : end]
-        self.position = end
-        return part
+    def read_bytes(self, num_bytes: int) -> bytes:
+        stop = self.position + num_bytes
+        if stop > len(self._data):
+            raise _invalid(f"The GGUF file is cut off: it needs byte {stop} and has {len(self._data)}.")
+        content = self._data[self.position : stop]
+        self.position = stop
+        return content
 
     def number(self, num_bytes: int) -> int:
-        return int.from_bytes(self.take(num_bytes), "little")
+        return int.from_bytes(self.read_bytes(num_bytes), "little")
 
     def text(self, max_bytes: int | None = None) -> str:
         num_bytes = self.number(8)
         if max_bytes is not None and num_bytes > max_bytes:
             raise _invalid(f"A name in a GGUF file has at most {max_bytes} bytes, got {num_bytes}.")
-        return self.take(num_bytes).decode("utf-8", "replace")
+        return self.read_bytes(num_bytes).decode("utf-8", "replace")
 
     def skip(self, kind: int) -> None:
         if kind == _STRING:
-            self.take(self.number(8))
+            self.read_bytes(self.number(8))
         elif kind == _ARRAY:
             self._skip_array()
         else:
-            self.take(_scalar_bytes(kind))
+            self.read_bytes(_scalar_bytes(kind))
 
     def _skip_array(self) -> None:
         kind, num_items = self.number(4), self.number(8)
         if kind == _ARRAY:
             raise _invalid("A GGUF control vector has no arrays of arrays.")
         if kind != _STRING:
-            self.take(num_items * _scalar_bytes(kind))
+            self.read_bytes(num_items * _scalar_bytes(kind))
             return
         for _ in range(num_items):  # each item has at least eight bytes, so the file's size bounds the loop
             self.skip(_STRING)
@@ -90,16 +90,16 @@ class _ByteReader:
 def read(data: bytes) -> Tensors:
     """Raise ApiError ``unsupported_vector_format``, ``invalid_vector_file``, ``wrong_dtype`` (quantized)."""
     file = _ByteReader(data)
-    file.take(len(MAGIC))
+    file.read_bytes(len(MAGIC))
     version = file.number(4)
     if version not in _VERSIONS:
         raise _invalid(f"GGUF files of version 2 or 3, little-endian, are read; got version {version}.")
     num_tensors, num_fields = file.number(8), file.number(8)
     if max(num_tensors, num_fields) > _MAX_ENTRIES:
         raise _invalid(f"A GGUF control vector has at most {_MAX_ENTRIES} fields and tensors.")
-    alignment = _fields(file, num_fields)
-    infos = [_info(file) for _ in range(num_tensors)]
-    start = -(-file.position // alignment) * alignment
+    alignment = _read_alignment(file, num_fields)
+    infos = [_read_info(file) for _ in range(num_tensors)]
+    data_start = -(-file.position // alignment) * alignment
     if sum(info.num_items for info in infos) > len(data) - file.position:
         # Overlapping tensors would multiply the memory, since each is a copy of its bytes.
         raise _invalid("The GGUF file's tensors claim more numbers than it has bytes.")
@@ -107,11 +107,11 @@ def read(data: bytes) -> Tensors:
     for info in infos:
         if info.name in tensors:
             raise _invalid(f"Tensors must have different names; two are {clip(info.name)!r}.")
-        tensors[info.name] = _tensor(data, start, info)
+        tensors[info.name] = _read_tensor(data, data_start, info)
     return tensors
 
 
-def _fields(file: _ByteReader, num_fields: int) -> int:
+def _read_alignment(file: _ByteReader, num_fields: int) -> int:
     architecture, alignment = "", _DEFAULT_ALIGNMENT
     for _ in range(num_fields):
         key, kind = file.text(_MAX_NAME_BYTES), file.number(4)
@@ -133,7 +133,7 @@ def _fields(file: _ByteReader, num_fields: int) -> int:
     return alignment
 
 
-def _info(file: _ByteReader) -> _Info:
+def _read_info(file: _ByteReader) -> _Info:
     name = file.text(_MAX_NAME_BYTES)
     if _NAME.fullmatch(name) is None:
         raise _invalid(
@@ -146,28 +146,30 @@ def _info(file: _ByteReader) -> _Info:
     return _Info(name, num_items, file.number(4), file.number(8))
 
 
-def _tensor(data: bytes, start: int, info: _Info) -> npt.NDArray[Any]:
-    known = _DTYPES.get(info.kind)
-    if known is None:
+def _read_tensor(data: bytes, data_start: int, info: _Info) -> npt.NDArray[Any]:
+    dtype_and_bytes = _DTYPES.get(info.kind)
+    if dtype_and_bytes is None:
         raise ApiError(
             ErrorCode.WRONG_DTYPE,
             f"Directions must be F32, F16, BF16 or F64; {clip(info.name)!r} has GGML's type {info.kind}.",
             _PARAM,
         )
-    dtype, item_bytes = known
-    begin = start + info.offset
-    end = begin + info.num_items * item_bytes
-    if end > len(data):
-        raise _invalid(f"{clip(info.name)!r} lies beyond the file's end: it needs byte {end} of {len(data)}.")
-    content = data[begin:end]
+    dtype, item_bytes = dtype_and_bytes
+    start = data_start + info.offset
+    stop = start + info.num_items * item_bytes
+    if stop > len(data):
+        raise _invalid(
+            f"{clip(info.name)!r} lies beyond the file's end: it needs byte {stop} of {len(data)}."
+        )
+    content = data[start:stop]
     return np.frombuffer(content, "<f8") if dtype == "float64" else floats_from_bytes(dtype, content)
 
 
 def _scalar_bytes(kind: int) -> int:
-    found = _SCALAR_BYTES.get(kind)
-    if found is None:
+    num_bytes = _SCALAR_BYTES.get(kind)
+    if num_bytes is None:
         raise _invalid(f"The GGUF file has a field of a type that there is not, {kind}.")
-    return found
+    return num_bytes
 
 
 def _invalid(message: str) -> ApiError:

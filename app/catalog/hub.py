@@ -83,16 +83,16 @@ def check_hub_allowed(settings: Settings, caller: Principal) -> None:
 
 def folder_of(source: str) -> HubFolder:
     """Return the folder of a source; raises ApiError ``invalid_value``, ``unsupported_dictionary``."""
-    named = _NAMED.fullmatch(source)
-    if named is not None:
-        return _released(source, named["table"], named["first"], named["rest"])
-    found = _HF.fullmatch(source)
-    if found is None or found["repository"].partition("/")[0] in _OTHER_TYPES:
-        raise _wrong(
+    table_match = _NAMED.fullmatch(source)
+    if table_match is not None:
+        return _folder_of_release(source, table_match["table"], table_match["first"], table_match["rest"])
+    match = _HF.fullmatch(source)
+    if match is None or match["repository"].partition("/")[0] in _OTHER_TYPES:
+        raise _invalid_source(
             f"A source is hf://OWNER/NAME/FOLDER, also with a revision, hf://OWNER/NAME@REVISION/FOLDER, "
             f"saelens://RELEASE/ID or neuronpedia://MODEL/SOURCE; got {clip(source)!r}."
         )
-    return HubFolder(found["repository"], found["path"].strip("/"), found["revision"] or "main")
+    return HubFolder(match["repository"], match["path"].strip("/"), match["revision"] or "main")
 
 
 @contextlib.asynccontextmanager
@@ -105,9 +105,12 @@ async def open_on_hub(
     ``hub_unavailable``; ``body_too_large``, also from the bytes.
     """
     if huggingface_hub.is_offline_mode():
-        path = await asyncio.to_thread(_cached, folder, name, trusted=trusted)
+        path = await asyncio.to_thread(_cached_file, folder, name, trusted=trusted)
         commit = path.parents[len(Path(folder.path).parts)].name
-        yield dataclasses.replace(folder, revision=commit), _bounded(_read(path), name, max_bytes)
+        yield (
+            dataclasses.replace(folder, revision=commit),
+            _bounded_pieces(_file_pieces(path), name, max_bytes),
+        )
         return
     url = huggingface_hub.hf_hub_url(
         folder.repository, name, subfolder=folder.path or None, revision=folder.revision
@@ -115,20 +118,25 @@ async def open_on_hub(
     # Compressed content could grow without bound as it is unpacked.
     headers = {**build_hf_headers(token=None if trusted else False), "accept-encoding": "identity"}
     async with contextlib.AsyncExitStack() as stack:
-        with _translated():
+        with _translating_errors():
             client = await stack.enter_async_context(huggingface_hub.get_async_session())
             stream = client.stream("GET", url, headers=headers, timeout=_TIMEOUT_S)
             response = await stack.enter_async_context(stream)
-        _check(response.status_code, response.headers.get("content-encoding"), folder, name)
+        _check_response(response.status_code, response.headers.get("content-encoding"), folder, name)
         declared = response.headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > max_bytes:
             raise _too_large(name, max_bytes)
-        seen = [one.headers[_COMMIT] for one in (*response.history, response) if _COMMIT in one.headers]
-        commit = seen[0] if seen and re.fullmatch(_PART, seen[0]) else folder.revision
-        yield dataclasses.replace(folder, revision=commit), _bounded(_received(response), name, max_bytes)
+        commits = [
+            answer.headers[_COMMIT] for answer in (*response.history, response) if _COMMIT in answer.headers
+        ]
+        commit = commits[0] if commits and re.fullmatch(_PART, commits[0]) else folder.revision
+        yield (
+            dataclasses.replace(folder, revision=commit),
+            _bounded_pieces(_received_pieces(response), name, max_bytes),
+        )
 
 
-def _cached(folder: HubFolder, name: str, *, trusted: bool) -> Path:
+def _cached_file(folder: HubFolder, name: str, *, trusted: bool) -> Path:
     if not trusted:
         raise _unavailable("this server has no network (HF_HUB_OFFLINE)")
     path = huggingface_hub.try_to_load_from_cache(
@@ -139,7 +147,7 @@ def _cached(folder: HubFolder, name: str, *, trusted: bool) -> Path:
     return Path(path)
 
 
-def _check(status: int, encoding: str | None, folder: HubFolder, name: str) -> None:
+def _check_response(status: int, encoding: str | None, folder: HubFolder, name: str) -> None:
     if status in _MISSING:
         raise ApiError(
             ErrorCode.NOT_FOUND,
@@ -152,7 +160,7 @@ def _check(status: int, encoding: str | None, folder: HubFolder, name: str) -> N
 
 
 @contextlib.contextmanager
-def _translated() -> Iterator[None]:
+def _translating_errors() -> Iterator[None]:
     """Raise ApiError for the errors of the Hub's client, whose HTTP package differs between its versions."""
     try:
         yield
@@ -160,7 +168,7 @@ def _translated() -> Iterator[None]:
         raise _unavailable(clip(f"{type(error).__name__}: {error}")) from error
 
 
-async def _bounded(pieces: AsyncIterator[bytes], name: str, max_bytes: int) -> AsyncIterator[bytes]:
+async def _bounded_pieces(pieces: AsyncIterator[bytes], name: str, max_bytes: int) -> AsyncIterator[bytes]:
     num_bytes = 0
     async for piece in pieces:
         num_bytes += len(piece)
@@ -169,17 +177,17 @@ async def _bounded(pieces: AsyncIterator[bytes], name: str, max_bytes: int) -> A
         yield piece
 
 
-async def _received(response: Any) -> AsyncIterator[bytes]:
+async def _received_pieces(response: Any) -> AsyncIterator[bytes]:
     pieces = response.aiter_raw(_PIECE_BYTES)
     while True:
-        with _translated():
+        with _translating_errors():
             piece = await anext(pieces, None)
         if piece is None:
             return
         yield piece
 
 
-async def _read(path: Path) -> AsyncIterator[bytes]:
+async def _file_pieces(path: Path) -> AsyncIterator[bytes]:
     file = await asyncio.to_thread(path.open, "rb")
     try:
         while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
@@ -188,28 +196,32 @@ async def _read(path: Path) -> AsyncIterator[bytes]:
         file.close()
 
 
-def _released(source: str, table: str, first: str, rest: str) -> HubFolder:
+def _folder_of_release(source: str, table: str, release_or_model: str, sae_name: str) -> HubFolder:
     """Return the folder of a name in SAELens' table, which is read without importing SAELens."""
     spec = importlib.util.find_spec("sae_lens")
     if spec is None or not spec.submodule_search_locations:
-        raise _wrong(
+        raise _invalid_source(
             f"Names of releases, such as {clip(source)!r}, are looked up in SAELens' table, and this server "
             "has no SAELens: `pip install --no-deps sae-lens` beside it, or name repository and folder, "
             "hf://OWNER/NAME/FOLDER."
         )
-    releases = _releases(Path(spec.submodule_search_locations[0], _TABLE))
+    releases = _read_release_table(Path(spec.submodule_search_locations[0], _TABLE))
     if table == "saelens":
-        found = [(first, one) for one in releases.get(first, {}).get("saes", ()) if one.get("id") == rest]
-    else:
-        found = [
-            (name, one)
-            for name, release in releases.items()
-            for one in release.get("saes", ())
-            if one.get("neuronpedia") == f"{first}/{rest}"
+        candidates = [
+            (release_or_model, sae)
+            for sae in releases.get(release_or_model, {}).get("saes", ())
+            if sae.get("id") == sae_name
         ]
-    if not found:
-        raise _wrong(f"SAELens' table of releases has no {clip(source)!r}.")
-    name, sae = found[0]
+    else:
+        candidates = [
+            (name, sae)
+            for name, release in releases.items()
+            for sae in release.get("saes", ())
+            if sae.get("neuronpedia") == f"{release_or_model}/{sae_name}"
+        ]
+    if not candidates:
+        raise _invalid_source(f"SAELens' table of releases has no {clip(source)!r}.")
+    name, sae = candidates[0]
     release = releases[name]
     if release.get("conversion_func"):
         raise ApiError(
@@ -226,7 +238,7 @@ def _released(source: str, table: str, first: str, rest: str) -> HubFolder:
 
 
 @functools.lru_cache(maxsize=1)
-def _releases(path: Path) -> dict[str, Any]:
+def _read_release_table(path: Path) -> dict[str, Any]:
     with path.open(encoding="utf-8") as file:
         # The installed package's own file; parsed in C, since it has megabytes. Both loaders are safe.
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -240,7 +252,7 @@ def _too_large(name: str, max_bytes: int) -> ApiError:
     )
 
 
-def _wrong(message: str) -> ApiError:
+def _invalid_source(message: str) -> ApiError:
     return ApiError(ErrorCode.INVALID_VALUE, message, _PARAM)
 
 

@@ -51,11 +51,11 @@ class StoredNames:
         self._detectors = detectors
         self._dictionaries = dictionaries
         self._tenant = tenant
-        self._found: dict[tuple[str, str, str | None], tuple[VersionRow, Any]] = {}
+        self._by_name: dict[tuple[str, str, str | None], tuple[VersionRow, Any]] = {}
         self._tensors: dict[tuple[int, tuple[int, ...]], NamedTensor] = {}
         self._row_bytes = 0
         self._detector_bytes: dict[str, int] = {}
-        self._named: dict[str, tuple[NamedDictionary, FeatureLabels]] = {}
+        self._resolved_dictionaries: dict[str, tuple[NamedDictionary, FeatureLabels]] = {}
         self.used: dict[str, tuple[Kind[Any], VersionRow]] = {}
 
     @functools.cached_property
@@ -63,76 +63,84 @@ class StoredNames:
         return self._vectors.shape.num_layers
 
     async def _find(
-        self, catalog: Catalog[Any, ContentT], given: NameOrText, param: str
+        self, catalog: Catalog[Any, ContentT], name: NameOrText, param: str
     ) -> tuple[VersionRow, ContentT]:
-        key = catalog.kind.name, given.name, given.id
-        if key not in self._found:
-            self._found[key] = await catalog.named(given, self._tenant, param)
-        row, content = self._found[key]
+        key = catalog.kind.name, name.name, name.id
+        if key not in self._by_name:
+            self._by_name[key] = await catalog.named(name, self._tenant, param)
+        row, content = self._by_name[key]
         self.used[row.id] = catalog.kind, row
         return row, content
 
     async def resolved(self, operations: Sequence[Intervention]) -> tuple[Intervention, ...]:
-        return tuple([await self._operation(op, index) for index, op in enumerate(operations)])
+        return tuple([await self._resolve_operation(op, index) for index, op in enumerate(operations)])
 
-    async def _operation(self, op: Intervention, index: int) -> Intervention:
+    async def _resolve_operation(self, op: Intervention, index: int) -> Intervention:
         param = f"{FIELD}.{index}"
         if any(isinstance(tensor, VectorName) for tensor in tensors_of(op).values()):
-            op = await self._with_vectors(op, param)
+            op = await self._resolve_vectors(op, param)
         match op:
             case Detect():
                 op = op.model_copy(
-                    update={"detector": await self._detector(op.detector, f"{param}.detector")}
+                    update={"detector": await self._resolve_detector(op.detector, f"{param}.detector")}
                 )
             case Features():
-                op = await self._features(op, f"{op.op}_{index}", param)
+                op = await self._resolve_features(op, f"{op.op}_{index}", param)
             case Feature():
-                op = await self._feature(op, param)
+                op = await self._resolve_feature(op, param)
         when = condition_of(op)
         if when is None:
             return op
-        tests = [await self._test(test, f"{param}.{path}") for path, test in condition_tests(op).items()]
+        tests = [
+            await self._resolve_test(test, f"{param}.{path}") for path, test in condition_tests(op).items()
+        ]
         return op.model_copy(update={"when": with_tests(when, iter(tests))})
 
-    async def _test(self, test: Test, param: str) -> Test:
+    async def _resolve_test(self, test: Test, param: str) -> Test:
         if test.detector is not None:
-            detector = await self._detector(test.detector, f"{param}.detector")
+            detector = await self._resolve_detector(test.detector, f"{param}.detector")
             return test.model_copy(update={"detector": detector})
         if test.dictionary is not None and test.feature is not None:
-            named, labels = await self._dictionary(test.dictionary, f"{param}.dictionary")
+            named, labels = await self._resolve_dictionary(test.dictionary, f"{param}.dictionary")
             (feature,) = await _feature_ids(named, labels, {f"{param}.feature": test.feature})
             return test.model_copy(update={"dictionary": named, "feature": feature})
         if test.probe is not None and isinstance(test.probe.weights, VectorName):
-            return test.model_copy(update={"probe": await self._probe(test.probe, f"{param}.probe")})
+            return test.model_copy(update={"probe": await self._resolve_probe(test.probe, f"{param}.probe")})
         return test
 
-    async def _features(self, op: Features, default_name: str, param: str) -> Features:
-        named, labels = await self._dictionary(op.dictionary, f"{param}.dictionary")
-        given = {f"{param}.features.{index}": feature for index, feature in enumerate(op.features or ())}
-        ids = await _feature_ids(named, labels, given)
+    async def _resolve_features(self, op: Features, default_name: str, param: str) -> Features:
+        named, labels = await self._resolve_dictionary(op.dictionary, f"{param}.dictionary")
+        named_features = {
+            f"{param}.features.{index}": feature for index, feature in enumerate(op.features or ())
+        }
+        ids = await _feature_ids(named, labels, named_features)
         await labels.of(ids)  # their size is known before the engine is asked
         # Its result is found by its name, and gets the dictionary's labels.
         name = default_name if op.name is None else op.name
         return op.model_copy(update={"dictionary": named, "features": ids or None, "name": name})
 
-    async def _feature(self, op: Feature, param: str) -> Feature:
-        named, labels = await self._dictionary(op.dictionary, f"{param}.dictionary")
-        given = {f"{param}.changes.{index}.feature": one.feature for index, one in enumerate(op.changes)}
-        ids = await _feature_ids(named, labels, given)
+    async def _resolve_feature(self, op: Feature, param: str) -> Feature:
+        named, labels = await self._resolve_dictionary(op.dictionary, f"{param}.dictionary")
+        named_features = {
+            f"{param}.changes.{index}.feature": change.feature for index, change in enumerate(op.changes)
+        }
+        ids = await _feature_ids(named, labels, named_features)
         changes = [
             change.model_copy(update={"feature": feature})
             for change, feature in zip(op.changes, ids, strict=True)
         ]
         return op.model_copy(update={"dictionary": named, "changes": changes})
 
-    async def _probe(self, probe: InlineProbe, param: str) -> InlineProbe:
+    async def _resolve_probe(self, probe: InlineProbe, param: str) -> InlineProbe:
         """Return a probe whose weights are a vector's row of its own layer."""
         as_operation = Probe(at=probe.at, weights=probe.weights)
-        found = await self._with_vectors(as_operation, param)
-        return probe.model_copy(update={"weights": found.weights}) if isinstance(found, Probe) else probe
+        resolved = await self._resolve_vectors(as_operation, param)
+        return (
+            probe.model_copy(update={"weights": resolved.weights}) if isinstance(resolved, Probe) else probe
+        )
 
-    async def _with_vectors(self, op: Intervention, param: str) -> Intervention:
-        given = {path: one for path, one in tensors_of(op).items() if isinstance(one, VectorName)}
+    async def _resolve_vectors(self, op: Intervention, param: str) -> Intervention:
+        names = {path: tensor for path, tensor in tensors_of(op).items() if isinstance(tensor, VectorName)}
         if isinstance(op, Patch):
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
@@ -142,35 +150,39 @@ class StoredNames:
             )
         if not isinstance(op, Steer | Ablate | Probe):
             return op
-        found: dict[str, TensorInput] = {}
-        for path, name in given.items():
-            place = f"{param}.{path}"
-            row, data = await self._find(self._vectors, name, place)
+        tensors: dict[str, TensorInput] = {}
+        for path, name in names.items():
+            tensor_param = f"{param}.{path}"
+            row, data = await self._find(self._vectors, name, tensor_param)
             points = points_of(op.at, self._num_layers, f"{param}.at") if name.layer is None else []
-            layers = self._layers(name, row, points, place)
-            found[path] = self._tensor(row, data, layers, place)
-        return with_tensors(op, found)
+            layers = self._layers_of_points(name, row, points, tensor_param)
+            tensors[path] = self._tensor_of_rows(row, data, layers, tensor_param)
+        return with_tensors(op, tensors)
 
-    def _layers(
-        self, given: VectorName, row: VersionRow, points: Sequence[Point], param: str
+    def _layers_of_points(
+        self, name: VectorName, row: VersionRow, points: Sequence[Point], param: str
     ) -> tuple[int, ...]:
-        at, known = row.head["at"], row.head["layers"]
-        if given.layer is not None:
-            layers: tuple[int, ...] = (resolve_layer(given.layer, self._num_layers, f"{param}.layer"),)
+        at, stored_layers = row.head["at"], row.head["layers"]
+        if name.layer is not None:
+            layers: tuple[int, ...] = (resolve_layer(name.layer, self._num_layers, f"{param}.layer"),)
         else:
             strange = next((point for point in points if f"{LAYER_PREFIX}{point.leaf}" != at), None)
             if strange is not None:
                 why = f"belongs to {at} and not to {strange}; `layer` beside `name` takes one row everywhere"
                 raise self._vectors.mismatch(row, why, param)
             layers = tuple(point.layer for point in points)
-        missing = next((layer for layer in layers if layer not in known), None)
+        missing = next((layer for layer in layers if layer not in stored_layers), None)
         if missing is not None:
-            had = ", ".join(map(str, known[:_NUM_CANDIDATES])) + ", …" * (len(known) > _NUM_CANDIDATES)
+            had = ", ".join(map(str, stored_layers[:_NUM_CANDIDATES])) + ", …" * (
+                len(stored_layers) > _NUM_CANDIDATES
+            )
             raise self._vectors.mismatch(row, f"has no row for layer {missing}, but for {had}", param)
         return layers
 
-    def _tensor(self, row: VersionRow, data: bytes, layers: tuple[int, ...], param: str) -> NamedTensor:
-        key, width, known = (row.number, layers), row.head["width"], row.head["layers"]
+    def _tensor_of_rows(
+        self, row: VersionRow, data: bytes, layers: tuple[int, ...], param: str
+    ) -> NamedTensor:
+        key, width, stored_layers = (row.number, layers), row.head["width"], row.head["layers"]
         if key not in self._tensors:
             self._row_bytes += 4 * width * len(layers)
             if self._row_bytes > _MAX_BYTES:
@@ -180,15 +192,15 @@ class StoredNames:
                     "vectors, or the same layers in the same order.",
                     param,
                 )
-            rows = np.frombuffer(data, "<f4").reshape(len(known), width)
-            wanted = rows[[known.index(layer) for layer in layers]]
+            rows = np.frombuffer(data, "<f4").reshape(len(stored_layers), width)
+            selected = rows[[stored_layers.index(layer) for layer in layers]]
             # One row has the shape [width] and applies to all points, as in a request that contains it.
-            shape = [width] if len(layers) == 1 else list(wanted.shape)
+            shape = [width] if len(layers) == 1 else list(selected.shape)
             used = VectorUsed(name=row.name, version=row.version, id=row.id)
-            self._tensors[key] = NamedTensor.of(used, shape, wanted.tobytes())
+            self._tensors[key] = NamedTensor.of(used, shape, selected.tobytes())
         return self._tensors[key]
 
-    async def _detector(self, name: DetectorName, param: str) -> NamedDetector:
+    async def _resolve_detector(self, name: DetectorName, param: str) -> NamedDetector:
         row, detector = await self._find(self._detectors, name, param)
         self._detector_bytes[row.id] = sum(
             tensor.nbytes for part in detector.parts for tensor in part.tensors.values()
@@ -201,10 +213,12 @@ class StoredNames:
             )
         return NamedDetector.of(DetectorUsed(name=row.name, version=row.version, id=row.id), detector)
 
-    async def _dictionary(self, name: DictionaryName, param: str) -> tuple[NamedDictionary, FeatureLabels]:
+    async def _resolve_dictionary(
+        self, name: DictionaryName, param: str
+    ) -> tuple[NamedDictionary, FeatureLabels]:
         row, config = await self._find(self._dictionaries, name, param)
-        if row.id not in self._named:
-            if len(self._named) == MAX_DICTIONARIES:
+        if row.id not in self._resolved_dictionaries:
+            if len(self._resolved_dictionaries) == MAX_DICTIONARIES:
                 raise ApiError(
                     ErrorCode.TOO_MANY_OPERATIONS,
                     f"All operations together may name {MAX_DICTIONARIES} different dictionaries.",
@@ -215,25 +229,25 @@ class StoredNames:
             content = StoredDictionary(config, at, output_at or at, row.sha256, str(path), row.head["dtype"])
             labels = self._dictionaries.labels_of(row)
             used = DictionaryUsed(name=row.name, version=row.version, id=row.id)
-            self._named[row.id] = NamedDictionary.of(used, content, labels), labels
-        return self._named[row.id]
+            self._resolved_dictionaries[row.id] = NamedDictionary.of(used, content, labels), labels
+        return self._resolved_dictionaries[row.id]
 
 
 async def _feature_ids(
-    dictionary: NamedDictionary, labels: FeatureLabels, given: Mapping[str, int | str]
+    dictionary: NamedDictionary, labels: FeatureLabels, features: Mapping[str, int | str]
 ) -> list[int]:
     """Return the ids of features, given by id or exact label; raises ApiError."""
-    texts = [one for one in given.values() if isinstance(one, str)]
-    found = await labels.ids_of(texts, _NUM_CANDIDATES + 1)
+    texts = [feature for feature in features.values() if isinstance(feature, str)]
+    ids_by_label = await labels.ids_of(texts, _NUM_CANDIDATES + 1)
     ids: dict[int, None] = {}
-    for param, feature in given.items():
+    for param, feature in features.items():
         if isinstance(feature, int):
-            own = _checked_id(dictionary, feature, param)
+            feature_id = _checked_id(dictionary, feature, param)
         else:
-            own = _only_id(dictionary, feature, found[feature], param)
-        if own in ids:
-            raise ApiError(ErrorCode.INVALID_VALUE, f"The feature {own} is named twice.", param)
-        ids[own] = None
+            feature_id = _only_id(dictionary, feature, ids_by_label[feature], param)
+        if feature_id in ids:
+            raise ApiError(ErrorCode.INVALID_VALUE, f"The feature {feature_id} is named twice.", param)
+        ids[feature_id] = None
     return list(ids)
 
 

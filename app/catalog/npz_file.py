@@ -56,13 +56,13 @@ def read(data: bytes) -> Tensors:
 
 def _check_directory(data: bytes) -> None:
     """Refuse a directory of too many entries before zipfile creates an object for each."""
-    end = data.rfind(_END, max(0, len(data) - _END_BYTES - _MAX_COMMENT))
-    if end < 0 or len(data) - end < _END_BYTES:
+    directory_end = data.rfind(_END, max(0, len(data) - _END_BYTES - _MAX_COMMENT))
+    if directory_end < 0 or len(data) - directory_end < _END_BYTES:
         raise _invalid("The .npz file is cut off: its end is missing.")
-    num_bytes = int.from_bytes(data[end + 12 : end + 16], "little")
-    start = end - _ZIP64_LOCATOR_BYTES
-    if start >= _ZIP64_END_BYTES and data[start:end].startswith(_ZIP64_LOCATOR):
-        record = data[start - _ZIP64_END_BYTES : start]
+    num_bytes = int.from_bytes(data[directory_end + 12 : directory_end + 16], "little")
+    locator_start = directory_end - _ZIP64_LOCATOR_BYTES
+    if locator_start >= _ZIP64_END_BYTES and data[locator_start:directory_end].startswith(_ZIP64_LOCATOR):
+        record = data[locator_start - _ZIP64_END_BYTES : locator_start]
         num_bytes = int.from_bytes(record[40:48], "little")
     if num_bytes > _MAX_ENTRIES * _ENTRY_BYTES:
         raise _invalid(f"A vector's .npz file has at most {_MAX_ENTRIES} arrays; its directory is for more.")
@@ -120,10 +120,10 @@ def _array(content: bytes, name: str) -> npt.NDArray[Any]:
             f"{clip(str(dtype))}.",
             _PARAM,
         )
-    left = content[file.tell() :]
-    if math.prod(shape) * dtype.itemsize != len(left) or any(size < 0 for size in shape):
-        raise _invalid(f"The array {clip(name)!r} claims another size than its {len(left)} bytes have.")
-    return np.frombuffer(left, dtype).reshape(shape, order="F" if is_fortran else "C")
+    data = content[file.tell() :]
+    if math.prod(shape) * dtype.itemsize != len(data) or any(size < 0 for size in shape):
+        raise _invalid(f"The array {clip(name)!r} claims another size than its {len(data)} bytes have.")
+    return np.frombuffer(data, dtype).reshape(shape, order="F" if is_fortran else "C")
 
 
 def _invalid(message: str) -> ApiError:

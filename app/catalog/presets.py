@@ -27,7 +27,7 @@ from api_schemas.operations import LogitLens, Patch, Trace, Where
 from api_schemas.presets import MAX_PRESET_BYTES, NewPreset, Preset, PresetContent, PresetList
 from api_schemas.tensors import VectorUsed
 from app.auth.principal import Principal, check_code_allowed
-from app.catalog.catalog import Catalog, Parts, check_sharing
+from app.catalog.catalog import Catalog, CatalogParts, check_sharing
 from app.catalog.detectors import Detectors
 from app.catalog.dictionaries import Dictionaries
 from app.catalog.names import StoredNames
@@ -53,11 +53,11 @@ class Presets(Catalog[Preset, object]):
     )  # fmt: skip
 
     def __init__(
-        self, parts: Parts, vectors: Vectors, detectors: Detectors, dictionaries: Dictionaries
+        self, parts: CatalogParts, vectors: Vectors, detectors: Detectors, dictionaries: Dictionaries
     ) -> None:
         super().__init__(parts)
-        self._named_by = vectors, detectors, dictionaries
-        self._making = asyncio.Lock()
+        self._catalogs = vectors, detectors, dictionaries
+        self._creating = asyncio.Lock()
 
     async def create(
         self, request: Request, caller: Principal, *, unless_same: bool = False
@@ -71,14 +71,14 @@ class Presets(Catalog[Preset, object]):
         body = await read_object(request, limits)
         new = await asyncio.to_thread(validated, NewPreset, body, self._settings.request_limits)
         check_sharing(caller, shared=new.shared)
-        operations = pinned(body[INTERVENTIONS], await self._checked(new, caller))
+        operations = pinned(body[INTERVENTIONS], await self._resolved_operations(new, caller))
         head = {
             "description": new.description,
-            "operations": list(dict.fromkeys(one["op"] for one in operations)),
+            "operations": list(dict.fromkeys(operation["op"] for operation in operations)),
         }
         data = json.dumps(operations, separators=(",", ":")).encode("ascii")
         version = NewVersion(new.name, new.shared, head, data)
-        async with self._making:  # or concurrent requests could each find that there is none like it
+        async with self._creating:  # or concurrent requests could each find that there is none like it
             row = await self._newest_if_same(version, caller.tenant) if unless_same else None
             is_new = row is None
             row = row or await self._add(version, caller)
@@ -88,9 +88,9 @@ class Presets(Catalog[Preset, object]):
         return await asyncio.to_thread(self._content, await self._visible(id_, tenant), tenant)
 
     async def find(self, references: Collection[Reference], tenant: str) -> dict[Reference, PresetContent]:
-        found = await self._meant(references, tenant, self.models)
+        rows = await self._resolved_rows(references, tenant, self.models)
         return await asyncio.to_thread(
-            lambda: {one: self._content(row, tenant) for one, row in found.items()}
+            lambda: {reference: self._content(row, tenant) for reference, row in rows.items()}
         )
 
     async def names(self, tenant: str, limit: int) -> list[str]:
@@ -100,8 +100,8 @@ class Presets(Catalog[Preset, object]):
     async def _visible(self, id_: str, tenant: str, *, with_data: bool = False) -> VersionRow:
         del with_data
         reference = Reference.parse(id_)
-        found = {} if reference is None else await self._meant([reference], tenant, self.models)
-        for row in found.values():
+        rows = {} if reference is None else await self._resolved_rows([reference], tenant, self.models)
+        for row in rows.values():
             return row
         raise self.kind.not_found(id_)
 
@@ -109,32 +109,32 @@ class Presets(Catalog[Preset, object]):
         shown = dict(self._shown(row, tenant))
         return PresetContent.model_construct(**shown, interventions=json.loads(row.data))
 
-    async def _meant(
+    async def _resolved_rows(
         self, references: Collection[Reference], tenant: str, models: Sequence[str]
     ) -> dict[Reference, VersionRow]:
         def read(session: Session) -> dict[Reference, VersionRow]:
-            found = {
-                one: versions.meant(session, self.kind, one, tenant, models, with_data=True)
-                for one in references
+            rows = {
+                reference: versions.resolve(session, self.kind, reference, tenant, models, with_data=True)
+                for reference in references
             }
-            return {one: row for one, row in found.items() if row is not None}
+            return {reference: row for reference, row in rows.items() if row is not None}
 
         return await self._database.read(read)
 
     async def _newest_if_same(self, new: NewVersion, tenant: str) -> VersionRow | None:
         """Return the newest version of the tenant's name, if it is the same as one to be stored."""
         model = self.models[0]
-        same = tenant, model, new.shared, new.head, new.data
-        for row in (await self._meant([Reference(new.name)], tenant, [model])).values():
-            if (row.tenant, row.model, row.shared, row.head, row.data) == same:
+        expected = tenant, model, new.shared, new.head, new.data
+        for row in (await self._resolved_rows([Reference(new.name)], tenant, [model])).values():
+            if (row.tenant, row.model, row.shared, row.head, row.data) == expected:
                 return row
         return None
 
-    async def _checked(self, new: NewPreset, caller: Principal) -> Sequence[Intervention]:
+    async def _resolved_operations(self, new: NewPreset, caller: Principal) -> Sequence[Intervention]:
         """Return the operations with resolved names; raises ApiError."""
-        if any(isinstance(one, Trace) for one in new.interventions):
+        if any(isinstance(operation, Trace) for operation in new.interventions):
             check_code_allowed(self._settings, caller)
-        names = StoredNames(*self._named_by, caller.tenant)
+        names = StoredNames(*self._catalogs, caller.tenant)
         operations = await names.resolved(new.interventions)
         await asyncio.to_thread(check_fit, operations, spec_of(self._engine.capabilities()))
         for kind, row in names.used.values():
@@ -147,11 +147,11 @@ class Presets(Catalog[Preset, object]):
 
 def check_fit(operations: Sequence[Intervention], spec: ModelSpec) -> None:
     """Compile operations with resolved names for a made-up prompt with every position; raises ApiError."""
-    declared = [one for one in operations if not isinstance(one, Trace)]
+    declared = [operation for operation in operations if not isinstance(operation, Trace)]
     # Each operation has an image of its own, of as many positions as it may need.
-    sizes = [_num_positions(one) for one in declared]
+    sizes = [_num_positions(operation) for operation in declared]
     compile_request(
-        [_anywhere(one, index) for index, one in enumerate(declared)],
+        [_at_any_position(operation, index) for index, operation in enumerate(declared)],
         spec=spec,
         prompt_token_ids=[0] * max(sizes, default=1),
         media=PromptMedia(tuple(((0, size),) for size in sizes)),
@@ -170,7 +170,7 @@ def _num_positions(operation: Operation) -> int:
     return shape[-2] if len(shape) > 1 else 1
 
 
-def _anywhere(operation: Operation, image: int) -> Operation:
+def _at_any_position(operation: Operation, image: int) -> Operation:
     """Return an operation without the parts that depend on the prompt or the tokenizer."""
     if isinstance(operation, Patch):
         positions = list(range(len(operation.where.positions or ())))
@@ -189,7 +189,7 @@ def pinned(raw: Sequence[dict[str, Any]], operations: Sequence[Intervention]) ->
 
     Names have a version and an id, and features are ids, since labels can be replaced.
     """
-    found = []
+    pinned_operations = []
     for sent, operation in zip(raw, operations, strict=True):
         changed: Any = sent
         named: dict[str, VectorUsed | DetectorUsed | DictionaryUsed] = {
@@ -199,19 +199,23 @@ def pinned(raw: Sequence[dict[str, Any]], operations: Sequence[Intervention]) ->
         }
         for path, used in named.items():
             name = {"name": f"{used.name}@{used.version}", "id": used.id}
-            changed = _updated(changed, path.split("."), name)
+            changed = _with_value_at(changed, path.split("."), name)
         for path, feature in features_named(operation).items():
-            changed = _updated(changed, path.split("."), feature)
-        found.append(changed)
-    return found
+            changed = _with_value_at(changed, path.split("."), feature)
+        pinned_operations.append(changed)
+    return pinned_operations
 
 
-def _updated(value: Any, path: Sequence[str], new: Any) -> Any:
+def _with_value_at(value: Any, path: Sequence[str], replacement: Any) -> Any:
     """Return a JSON value with another one at a path; fields of an object are updated, and stay otherwise."""
     if not path:
-        return {**value, **new} if isinstance(value, dict) and isinstance(new, dict) else new
-    key, *rest = path
+        return (
+            {**value, **replacement}
+            if isinstance(value, dict) and isinstance(replacement, dict)
+            else replacement
+        )
+    key, *remaining = path
     if isinstance(value, list):
-        place = int(key)
-        return [*value[:place], _updated(value[place], rest, new), *value[place + 1 :]]
-    return {**value, key: _updated(value[key], rest, new)}
+        index = int(key)
+        return [*value[:index], _with_value_at(value[index], remaining, replacement), *value[index + 1 :]]
+    return {**value, key: _with_value_at(value[key], remaining, replacement)}

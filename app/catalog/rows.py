@@ -84,11 +84,11 @@ class ModelShape:
 
     @classmethod
     def of(cls, name: str, capabilities: Capabilities) -> Self:
-        found: dict[str, set[int]] = {}
+        widths_by_leaf: dict[str, set[int]] = {}
         for point in capabilities.points:
             if point.name.startswith(LAYER_PREFIX) and "steer" in point.operations:
-                found.setdefault(point.name.removeprefix(LAYER_PREFIX), set()).add(point.width)
-        widths = {leaf: min(several) for leaf, several in found.items() if len(several) == 1}
+                widths_by_leaf.setdefault(point.name.removeprefix(LAYER_PREFIX), set()).add(point.width)
+        widths = {leaf: min(several) for leaf, several in widths_by_leaf.items() if len(several) == 1}
         return cls(name, capabilities.sizes.num_layers, widths)
 
     @property
@@ -97,16 +97,16 @@ class ModelShape:
 
     def width(self, leaf: str, param: str) -> int:
         """Raise ApiError ``unknown_point``."""
-        found = self.widths.get(leaf)
-        if found is None:
-            offered = ", ".join(f"{LAYER_PREFIX}{known}" for known in self.widths)
+        width = self.widths.get(leaf)
+        if width is None:
+            offered = ", ".join(f"{LAYER_PREFIX}{leaf_name}" for leaf_name in self.widths)
             raise ApiError(
                 ErrorCode.UNKNOWN_POINT,
                 f"{self.name} has no point {clip(pattern_of(leaf))!r} that a vector could belong to; it has "
                 f"{offered or 'none'}.",
                 param,
             )
-        return found
+        return width
 
 
 def rows_of(tensors: Tensors, at: str | Sequence[str] | None, shape: ModelShape, param: str) -> VectorRows:

@@ -25,11 +25,11 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.operations import Capture, Where
 from api_schemas.points import LayerSelection, resolve_layer
 from api_schemas.training import LabelledPrompts, Prompt, TrainingProgress
-from app.admission.slot_pool import SlotPool
 from app.auth.principal import Principal
 from app.catalog.rows import RESIDUAL_LEAF
 from app.engine.client import EngineClient, EngineReply, JsonObject
 from app.engine.request_fields import isolate_cache
+from app.limits.slots import Slots
 from app.limits.tenant_budget import TenantBudget
 from app.settings import Settings
 
@@ -44,13 +44,13 @@ def auroc(positive: Scores, negative: Scores) -> float:
     return float((differences > 0).mean() + (differences == 0).mean() / 2)
 
 
-def separation(held: tuple[Scores, Scores], everything: tuple[Scores, Scores]) -> float:
+def separation(held_out: tuple[Scores, Scores], all_scores: tuple[Scores, Scores]) -> float:
     """Return the distance of the held-out sides' means, in standard deviations within a side.
 
     Few samples are held out, so the deviation of each side is estimated from all of them.
     """
-    deviation = float(np.sqrt((everything[0].var() + everything[1].var()) / 2))
-    distance = float(held[0].mean() - held[1].mean())
+    deviation = float(np.sqrt((all_scores[0].var() + all_scores[1].var()) / 2))
+    distance = float(held_out[0].mean() - held_out[1].mean())
     bound = _MAX_SEPARATION * deviation
     return distance / deviation if abs(distance) < bound else float(np.sign(distance)) * _MAX_SEPARATION
 
@@ -77,11 +77,11 @@ def best_cut(cuts: list[RocPoint]) -> RocPoint:
     return max(cuts, key=lambda cut: cut.tpr - cut.fpr)
 
 
-def thinned(cuts: list[RocPoint], most: int, keep: RocPoint) -> list[RocPoint]:
-    """Return at most ``most`` points, evenly spread, with both ends and ``keep``."""
-    if len(cuts) <= most:
+def thinned(cuts: list[RocPoint], max_points: int, keep: RocPoint) -> list[RocPoint]:
+    """Return at most ``max_points`` points, evenly spread, with both ends and ``keep``."""
+    if len(cuts) <= max_points:
         return cuts
-    chosen = {cuts[round(index * (len(cuts) - 1) / (most - 2))] for index in range(most - 1)}
+    chosen = {cuts[round(index * (len(cuts) - 1) / (max_points - 2))] for index in range(max_points - 1)}
     return sorted(chosen | {keep}, key=lambda cut: -cut.threshold)
 
 
@@ -163,12 +163,12 @@ def logistic(
         for sides in zip(positive, negative, strict=True):
             yield Standardised(np.concatenate(sides), num_dimensions)
 
-    kernel = sum((one.scaled @ one.scaled.T for one in layers()), np.zeros((len(labels), len(labels))))
+    kernel = sum((layer.scaled @ layer.scaled.T for layer in layers()), np.zeros((len(labels), len(labels))))
     combination, bias = _newton(kernel, labels, _PENALTY * len(labels))
     weights = []
-    for one in layers():
-        row = one.scaled.T @ combination / one.scale
-        bias -= float(row @ one.centre)
+    for layer in layers():
+        row = layer.scaled.T @ combination / layer.scale
+        bias -= float(row @ layer.centre)
         weights.append(row)
     return weights, bias
 
@@ -176,7 +176,7 @@ def logistic(
 def _newton(kernel: Floats, labels: Floats, penalty: float) -> tuple[Floats, float]:
     """Minimise the logistic loss of ``kernel @ a + b`` plus ``penalty / 2 * a @ kernel @ a``."""
     count = len(labels)
-    found = np.zeros(count + 1)
+    parameters = np.zeros(count + 1)
 
     def loss(at: Floats) -> float:
         logits = kernel @ at[:-1] + at[-1]
@@ -184,26 +184,26 @@ def _newton(kernel: Floats, labels: Floats, penalty: float) -> tuple[Floats, flo
             np.logaddexp(0, logits).sum() - labels @ logits + penalty / 2 * at[:-1] @ kernel @ at[:-1]
         )
 
-    best = loss(found)
+    best = loss(parameters)
     for _ in range(_MAX_STEPS):
-        logits = kernel @ found[:-1] + found[-1]
+        logits = kernel @ parameters[:-1] + parameters[-1]
         chances = 1 / (1 + np.exp(-np.clip(logits, -500, 500)))
         curvature = np.maximum(chances * (1 - chances), 1e-12)
         system = np.zeros((count + 1, count + 1))
         system[:-1, :-1] = kernel + np.diag(penalty / curvature)
         system[:-1, -1] = system[-1, :-1] = 1.0
         target = np.append(logits + (labels - chances) / curvature, 0.0)
-        step = np.linalg.solve(system, target) - found
+        step = np.linalg.solve(system, target) - parameters
         size = 1.0
         for _ in range(_MAX_HALVINGS):
-            if loss(found + size * step) <= best:
+            if loss(parameters + size * step) <= best:
                 break
             size /= 2
-        found = found + size * step
-        previous, best = best, loss(found)
+        parameters = parameters + size * step
+        previous, best = best, loss(parameters)
         if previous - best <= _TOLERANCE * max(1.0, abs(best)):
             break
-    return found[:-1], float(found[-1])
+    return parameters[:-1], float(parameters[-1])
 
 
 SIDES: Final = ("positive", "negative")
@@ -218,7 +218,7 @@ Values = npt.NDArray[np.float32]
 
 async def read_activations(
     engine: EngineClient,
-    wanted: LabelledPrompts,
+    request: LabelledPrompts,
     points: Sequence[str],
     http: Request,
     caller: Principal,
@@ -230,7 +230,7 @@ async def read_activations(
     gate, num_done = asyncio.Semaphore(_IN_FLIGHT), 0
     prompts = [
         (prompt, f"{side}.{index}")
-        for side, listed in zip(SIDES, (wanted.positive, wanted.negative), strict=True)
+        for side, listed in zip(SIDES, (request.positive, request.negative), strict=True)
         for index, prompt in enumerate(listed)
     ]
 
@@ -238,14 +238,14 @@ async def read_activations(
         nonlocal num_done
         async with gate:
             try:
-                reply = await _captured(engine, prompt, wanted.position, points, http, caller)
+                reply = await _capture(engine, prompt, request.position, points, http, caller)
             except ApiError as error:
                 raise ApiError(error.code, f"`{param}`: {error.message}", param) from error
         num_done += 1
         report(TrainingProgress(stage="capture", done=num_done, total=len(prompts)))
         body: JsonObject = reply.body or {}
-        found = body["choices"][0]["interventions"]["results"][_RESULT]["points"]
-        return np.stack([np.frombuffer(base64.b64decode(found[point]["data"]), "<f4") for point in points])
+        tensors = body["choices"][0]["interventions"]["results"][_RESULT]["points"]
+        return np.stack([np.frombuffer(base64.b64decode(tensors[point]["data"]), "<f4") for point in points])
 
     tasks = [asyncio.create_task(values_of(*each)) for each in prompts]
     try:
@@ -254,10 +254,10 @@ async def read_activations(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return values[: len(wanted.positive)], values[len(wanted.positive) :]
+    return values[: len(request.positive)], values[len(request.positive) :]
 
 
-def _captured(
+def _capture(
     engine: EngineClient,
     prompt: Prompt,
     position: int | str,
@@ -279,6 +279,7 @@ def _captured(
 
 ALL_LAYERS: Final = "all"
 _ITEM_BYTES: Final = 4
+_MAX_PROMPTS: Final = 512
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -295,41 +296,44 @@ class TrainingQueue:
         self._settings = settings
         self._engine = engine
         budget = TenantBudget.of(settings)
-        self._slots = SlotPool(budget.trainings, budget.waiting_trainings)
+        self._slots = Slots(budget.trainings, budget.waiting_trainings)
 
     @property
     def num_waiting(self) -> int:
         return self._slots.num_waiting
 
-    def check(self, wanted: LabelledPrompts, num_points: int, width: int) -> None:
+    def check(self, request: LabelledPrompts, num_points: int, width: int) -> None:
         """Raise ApiError ``invalid_value``: too many prompts or values; ``training_failed``: duplicates."""
-        num_prompts = len(wanted.positive) + len(wanted.negative)
-        if num_prompts > self._settings.max_training_prompts:
+        num_prompts = len(request.positive) + len(request.negative)
+        if num_prompts > _MAX_PROMPTS:
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
-                f"A training has at most {self._settings.max_training_prompts} prompts, got "
-                f"{num_prompts} (NNSIGHT_ENGINE_MAX_TRAINING_PROMPTS).",
+                f"A training has at most {_MAX_PROMPTS} prompts, got {num_prompts}.",
                 "positive",
             )
-        _check_different(wanted)
+        _check_different(request)
         num_bytes = num_prompts * num_points * width * _ITEM_BYTES
-        if num_bytes > self._settings.max_training_bytes:
+        if num_bytes > self._settings.bounds.max_training_bytes:
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
-                f"A training has at most {self._settings.max_training_bytes} bytes of values, and "
-                f"these prompts and layers have {num_bytes}; name fewer of one of them "
-                "(NNSIGHT_ENGINE_MAX_TRAINING_BYTES).",
+                f"A training has at most {self._settings.bounds.max_training_bytes} bytes of values, and "
+                f"these prompts and layers have {num_bytes}; name fewer of one of them.",
                 "layers",
             )
 
     @contextlib.asynccontextmanager
     async def examples(
-        self, wanted: LabelledPrompts, points: Sequence[str], http: Request, caller: Principal, report: Report
+        self,
+        request: LabelledPrompts,
+        points: Sequence[str],
+        http: Request,
+        caller: Principal,
+        report: Report,
     ) -> AsyncIterator[Examples]:
         """Wait for a training's turn, and hold it while its examples are used; raises ApiError."""
-        async with self._slots.request(caller.tenant, object()):
-            positive, negative = await read_activations(self._engine, wanted, points, http, caller, report)
-            chosen = split(len(positive), len(negative), holdout=wanted.holdout, seed=wanted.seed)
+        async with self._slots.request(caller.tenant):
+            positive, negative = await read_activations(self._engine, request, points, http, caller, report)
+            chosen = split(len(positive), len(negative), holdout=request.holdout, seed=request.seed)
             yield Examples(positive, negative, chosen)
 
 
@@ -338,28 +342,32 @@ def points_at(layers: Sequence[int]) -> list[str]:
     return [f"layers.{layer}.{RESIDUAL_LEAF}" for layer in layers]
 
 
-def layers_of(wanted: str | list[int], num_layers: int) -> list[int]:
+def layers_of(selection: str | list[int], num_layers: int) -> list[int]:
     """Return the layers, ascending; raises ApiError ``unknown_layer``, ``invalid_value`` for duplicates."""
-    if isinstance(wanted, str):
-        text = "*" if wanted == ALL_LAYERS else wanted
+    if isinstance(selection, str):
+        text = "*" if selection == ALL_LAYERS else selection
         return list(LayerSelection.parse(text, "layers").resolve(num_layers, "layers"))
-    layers = [resolve_layer(layer, num_layers, f"layers.{index}") for index, layer in enumerate(wanted)]
+    layers = [resolve_layer(layer, num_layers, f"layers.{index}") for index, layer in enumerate(selection)]
     if len(set(layers)) < len(layers):
         raise ApiError(ErrorCode.INVALID_VALUE, "A layer may be named once.", "layers")
     return sorted(layers)
 
 
-def _check_different(wanted: LabelledPrompts) -> None:
+def _check_different(request: LabelledPrompts) -> None:
     """Refuse duplicate prompts: one that is both trained on and held out would make the scores too good."""
-    seen: dict[str, str] = {}
-    for side, prompts in zip(SIDES, (wanted.positive, wanted.negative), strict=True):
+    param_by_text: dict[str, str] = {}
+    for side, prompts in zip(SIDES, (request.positive, request.negative), strict=True):
         for index, prompt in enumerate(prompts):
             param = f"{side}.{index}"
-            text = prompt if isinstance(prompt, str) else json.dumps([one.model_dump() for one in prompt])
-            first = seen.setdefault(text, param)
-            if first != param:
+            text = (
+                prompt
+                if isinstance(prompt, str)
+                else json.dumps([message.model_dump() for message in prompt])
+            )
+            first_param = param_by_text.setdefault(text, param)
+            if first_param != param:
                 raise ApiError(
                     ErrorCode.TRAINING_FAILED,
-                    f"Each prompt may be there once; `{param}` is the same as `{first}`.",
+                    f"Each prompt may be there once; `{param}` is the same as `{first_param}`.",
                     param,
                 )

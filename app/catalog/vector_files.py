@@ -91,7 +91,8 @@ def read_provenance(data: bytes, rows: VectorRows) -> tuple[str, Training | None
     except ApiError as error:
         raise ApiError(error.code, f"The file's metadata `training`: {error.message}", FILE) from error
     is_its_own = (
-        metadata.get("sha256") == rows.sha256 and tuple(one.layer for one in training.layers) == rows.layers
+        metadata.get("sha256") == rows.sha256
+        and tuple(score.layer for score in training.layers) == rows.layers
     )
     return model, training if is_its_own else None, not is_its_own
 
@@ -104,11 +105,11 @@ def _read_json(data: bytes) -> Tensors:
         nested = isinstance(value, dict) and "vectors" in value
         rows = _JsonFile.model_validate(value).vectors if nested else _ROWS.validate_python(value)
     except ValidationError as error:
-        found = error.errors()
+        problems = error.errors()
         code = ErrorCode.INVALID_VECTOR_FILE
-        if any(one["type"] == "finite_number" for one in found):
+        if any(problem["type"] == "finite_number" for problem in problems):
             code = ErrorCode.NOT_FINITE
-        message = f"The JSON must be lists of numbers by layer, {{'10': [0.5, …]}}: {problem_text(found)}."
+        message = f"The JSON must be lists of numbers by layer, {{'10': [0.5, …]}}: {problem_text(problems)}."
         raise ApiError(code, message, FILE) from error
     except (ValueError, RecursionError) as error:
         raise ApiError(

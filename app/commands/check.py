@@ -44,12 +44,12 @@ def run(request: CheckRequest, arguments: Sequence[str], json_file: Path | None)
         with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
             task = progress.add_task("importing vLLM", total=None)
 
-            def report(what: str, done: int, total: int) -> None:
-                progress.update(task, description=what, completed=done, total=total or None)
+            def report(stage: str, done: int, total: int) -> None:
+                progress.update(task, description=stage, completed=done, total=total or None)
 
-            given = _engine_arguments(request.model, arguments)
+            engine_options = _engine_arguments(request.model, arguments)
             certify = importlib.import_module("nnsight_engine.certificate.certify").certify
-            certificate: Certificate = certify(request, report=report, **given)
+            certificate: Certificate = certify(request, report=report, **engine_options)
     except (CertificateError, UnsupportedOptionError) as error:
         raise CommandError(str(error)) from error
     if json_file is not None:
@@ -61,24 +61,24 @@ def run(request: CheckRequest, arguments: Sequence[str], json_file: Path | None)
 def _engine_arguments(model: str, options: Sequence[str]) -> dict[str, Any]:
     parse = importlib.import_module("app.engine.vllm_arguments").parse
     kind: type[EngineArgs] = importlib.import_module("vllm").EngineArgs
-    given, default = (kind.from_cli_args(parse([model, *one])) for one in (options, ()))
-    values = {field.name: getattr(given, field.name) for field in dataclasses.fields(kind)}
+    chosen, default = (kind.from_cli_args(parse([model, *added])) for added in (options, ()))
+    values = {field.name: getattr(chosen, field.name) for field in dataclasses.fields(kind)}
     return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
 def print_certificate(certificate: Certificate, console: Console) -> None:
     subjects: dict[str, dict[str, Finding]] = {}
-    for one in certificate.findings:
-        subjects.setdefault(one.subject, {})[one.what] = one
+    for finding in certificate.findings:
+        subjects.setdefault(finding.subject, {})[finding.what] = finding
     columns = (PLAIN, *VALUES, *WRITES, SKIP)
     table = Table(Column("point", no_wrap=True), *columns, box=None, pad_edge=False, header_style="bold")
     for subject, by_what in subjects.items():
-        table.add_row(subject, *(_cell(by_what.get(what)) for what in columns))
+        table.add_row(subject, *(_cell(by_what.get(column)) for column in columns))
     console.print(table)
     for verdict, findings in certificate.reasons().items():
-        where = [f"{one.subject} ({one.what})" for one in findings]
-        more = f" and {len(where) - _SHOWN} more" if len(where) > _SHOWN else ""
-        text = f"{verdict.status}: {', '.join(where[:_SHOWN])}{more}: {verdict.reason}"
+        where = [f"{finding.subject} ({finding.what})" for finding in findings]
+        remainder = f" and {len(where) - _SHOWN} more" if len(where) > _SHOWN else ""
+        text = f"{verdict.status}: {', '.join(where[:_SHOWN])}{remainder}: {verdict.reason}"
         console.print(text, style=_STYLES[verdict.status], markup=False, soft_wrap=True)
     versions = ", ".join(f"{name} {version}" for name, version in certificate.versions.items())
     counts = ", ".join(f"{number} {status}" for status, number in certificate.counts().items())

@@ -20,9 +20,8 @@ from rich.table import Column, Table
 
 from api_schemas.administration import CreatedKey, Key, Limits, NewKey, Rotation, Scope, Tenant, Tier
 from api_schemas.errors import ApiError
-from app.audit import of_command
-from app.auth.keys import Keys
-from app.auth.secrets import parsed
+from app.audit import command_record
+from app.auth.keys import Keys, parse_key
 from app.command_error import CommandError, read_settings
 from app.settings import Settings
 from app.storage.audit import AuditStore
@@ -50,7 +49,7 @@ def run(arguments: Sequence[str]) -> None:
     except (ApiError, DatabaseError) as error:
         raise CommandError(str(error)) from error
     except ValidationError as error:
-        raise CommandError(_first(error)) from error
+        raise CommandError(_first_problem(error)) from error
 
 
 async def has_keys(settings: Settings) -> bool:
@@ -59,12 +58,12 @@ async def has_keys(settings: Settings) -> bool:
 
 
 async def _on_keys(settings: Settings, work: Work[T]) -> T:
-    async with _opened(settings) as database:
+    async with _opened_database(settings) as database:
         return await work(Keys(KeyStore(database)))
 
 
 @contextlib.asynccontextmanager
-async def _opened(settings: Settings) -> AsyncIterator[Database]:
+async def _opened_database(settings: Settings) -> AsyncIterator[Database]:
     database = Database(settings.data_dir, settings.database_url)
     await database.start()
     try:
@@ -73,12 +72,12 @@ async def _opened(settings: Settings) -> AsyncIterator[Database]:
         await database.close()
 
 
-def _change(settings: Settings, command: str, subject: str, work: Work[Changed]) -> Changed:
+def _change_recorded(settings: Settings, command: str, subject: str, work: Work[Changed]) -> Changed:
     async def changing() -> Changed:
-        async with _opened(settings) as database:
+        async with _opened_database(settings) as database:
             changed = await work(Keys(KeyStore(database)))
             if settings.audit_days:
-                await AuditStore(database).write([of_command(command, subject, changed).row()])
+                await AuditStore(database).write([command_record(command, subject, changed).row()])
             return changed
 
     return asyncio.run(changing())
@@ -117,9 +116,9 @@ def create(  # noqa: PLR0913, PLR0917 - options of a command
         limits=_limits(limits),
         trusted_codecs=trusted_codecs,
         expires_in_s=None if expires is None else expires * 86400,
-        presets=tuple(one.strip() for one in presets.split(",")) if presets else None,
+        presets=tuple(preset.strip() for preset in presets.split(",")) if presets else None,
     )
-    _show(_change(context.obj, "keys create", "", lambda keys: keys.create(new)))
+    _show(_change_recorded(context.obj, "keys create", "", lambda keys: keys.create(new)))
 
 
 @_COMMANDS.command()
@@ -138,7 +137,7 @@ def adopt(
         text = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"{file} cannot be read: {error}") from error
-    secret = parsed(text)
+    secret = parse_key(text)
     if secret is None:
         raise typer.BadParameter(
             f"{file} must contain a key: nns_, 16 characters of 0-9a-f, _, 43 characters of 0-9A-Za-z-_"
@@ -147,15 +146,15 @@ def adopt(
     def recognized() -> Key | None:
         return asyncio.run(_on_keys(context.obj, lambda keys: keys.recognized(secret)))
 
-    known = recognized()
-    if known is None:
+    key = recognized()
+    if key is None:
         try:
-            known = _change(context.obj, "keys adopt", "", lambda keys: keys.adopt(secret, new))
+            key = _change_recorded(context.obj, "keys adopt", "", lambda keys: keys.adopt(secret, new))
         except KeyTakenError:  # several processes start at once, and another one was first
-            known = recognized()
-            if known is None:
+            key = recognized()
+            if key is None:
                 raise
-    typer.echo(f"The key {known.id} of {known.tenant} is registered.", err=True)
+    typer.echo(f"The key {key.id} of {key.tenant} is registered.", err=True)
 
 
 @_COMMANDS.command("list")
@@ -180,7 +179,7 @@ def list_keys(
     for key in keys:
         table.add_row(
             key.id, key.tenant, key.name, ", ".join(key.scopes), key.tier, _described_limits(key.limits),
-            ", ".join(key.presets or ()), _day(key.created_at), _day(key.last_used_at), _end(key),
+            ", ".join(key.presets or ()), _day(key.created_at), _day(key.last_used_at), _end_text(key),
         )  # fmt: skip
     Console().print(table)
 
@@ -192,8 +191,8 @@ def limit(
     limits: Annotated[str, typer.Argument(help=_LIMITS_HELP)] = "",
 ) -> None:
     """Limit all keys of a tenant together; without LIMITS, remove the limits."""
-    wanted = _limits(limits)
-    changed = _change(context.obj, "keys limit", tenant, lambda keys: keys.limit(tenant, wanted))
+    new_limits = _limits(limits)
+    changed = _change_recorded(context.obj, "keys limit", tenant, lambda keys: keys.limit(tenant, new_limits))
     typer.echo(
         f"All keys of {changed.name} together: {_described_limits(changed.limits) or 'no limits'}.", err=True
     )
@@ -209,13 +208,17 @@ def rotate(
 ) -> None:
     """Replace a key by a new one with the same rights, and print it."""
     rotation = Rotation(grace_s=grace * 3600)
-    _show(_change(context.obj, "keys rotate", key_id, lambda keys: keys.rotate(key_id, rotation.grace_s)))
+    _show(
+        _change_recorded(
+            context.obj, "keys rotate", key_id, lambda keys: keys.rotate(key_id, rotation.grace_s)
+        )
+    )
 
 
 @_COMMANDS.command()
 def revoke(context: typer.Context, key_id: Annotated[str, typer.Argument(help="The key's id.")]) -> None:
     """Revoke a key. A running server notices within seconds."""
-    key = _change(context.obj, "keys revoke", key_id, lambda keys: keys.revoke(key_id))
+    key = _change_recorded(context.obj, "keys revoke", key_id, lambda keys: keys.revoke(key_id))
     typer.echo(f"The key {key.id} of {key.tenant} is revoked.", err=True)
 
 
@@ -227,9 +230,9 @@ def _show(created: CreatedKey) -> None:
     typer.echo(created.key)
 
 
-def _first(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}"
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}, got {problem['input']!r}"
 
 
 def _scopes(text: str) -> tuple[Scope, ...]:
@@ -261,5 +264,5 @@ def _day(moment: float | None) -> str:
     return datetime.datetime.fromtimestamp(moment, datetime.UTC).strftime("%Y-%m-%d %H:%M")
 
 
-def _end(key: Key) -> str:
+def _end_text(key: Key) -> str:
     return f"revoked {_day(key.revoked_at)}" if key.revoked_at is not None else _day(key.expires_at)

@@ -13,7 +13,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from app.auth.secrets import GivenKeys
+from app.auth.keys import GivenKeys
 from app.command_error import CommandError
 from app.commands.start_checks import CONFIG, ServeOptions, Start, check_callers
 from app.engine.process_engines import LocalTraceEngine
@@ -73,7 +73,7 @@ def run(start: Start) -> None:
         if start.options.replicas:
             _serve_replicas(start, console)
         else:
-            _serve(start, console)
+            _serve_alone(start, console)
     except (BundledModelError, CommandError, UnsupportedOptionError) as error:
         if start.settings.log_format == "json":  # this line too, then
             logger.error("%s", error)  # noqa: TRY400 - one line
@@ -81,13 +81,13 @@ def run(start: Start) -> None:
         raise CommandError(str(error)) from error
 
 
-def _serve(start: Start, console: Console) -> None:
+def _serve_alone(start: Start, console: Console) -> None:
     model, options, settings, compiles = start.model, start.arguments, start.settings, start.options.compiles
     # The bundled model's checksums are verified during the import: hashing releases the GIL.
     bundled = settings.bundled_model_dir
-    with _progress(console) as progress, ThreadPoolExecutor(1) as beside:
+    with _progress_bar(console) as progress, ThreadPoolExecutor(1) as beside:
         is_named = model is not None or CONFIG in options
-        found = None if is_named else beside.submit(intact_bundled_model, cache_dir=bundled)
+        bundled_check = None if is_named else beside.submit(intact_bundled_model, cache_dir=bundled)
         progress.add_task("Importing vLLM", total=None)
         # Importing vLLM takes seconds, so it starts only after the progress bar is visible.
         with uncollected():
@@ -99,7 +99,7 @@ def _serve(start: Start, console: Console) -> None:
         if model is None:
             task = progress.add_task("Bundled model", total=None)
             reporter = _reporter(progress, task)
-            intact = None if found is None else found.result()
+            intact = None if bundled_check is None else bundled_check.result()
             model = str(intact or bundled_model_path(cache_dir=bundled, progress=reporter))
             options = ["--served-model-name", BUNDLED_MODEL_NAME, *options]
     if compiles:
@@ -110,20 +110,20 @@ def _serve(start: Start, console: Console) -> None:
         set_engine_log_level(level)
     settings = _with_options_of_files(settings, args)
     args.host, args.port = settings.host, settings.port
-    _run(args, settings, client_module, console)
+    _run_server(args, settings, client_module, console)
 
 
 def _with_options_of_files(settings: Settings, args: argparse.Namespace) -> Settings:
     """Return the settings with those that vLLM's parser has read, also from a file of options."""
-    given: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     if args.host:
-        given["host"] = args.host
+        changes["host"] = args.host
     if args.port != settings.port:
-        given["port"] = args.port
-    given = {name: value for name, value in given.items() if name not in settings.model_fields_set}
+        changes["port"] = args.port
+    changes = {name: value for name, value in changes.items() if name not in settings.model_fields_set}
     if args.sse_keep_alive_interval:
-        given["sse_keep_alive_s"] = args.sse_keep_alive_interval
-    return settings.model_copy(update=given)
+        changes["sse_keep_alive_s"] = args.sse_keep_alive_interval
+    return settings.model_copy(update=changes)
 
 
 def _serve_replicas(start: Start, console: Console) -> None:
@@ -136,7 +136,7 @@ def _serve_replicas(start: Start, console: Console) -> None:
             f"--replicas needs Ray Serve: pip install 'nnsight-engine[ray]' ({error})"
         ) from error
     if model is None:  # built once here instead of once per replica
-        with _progress(console) as progress:
+        with _progress_bar(console) as progress:
             reporter = _reporter(progress, progress.add_task("Bundled model", total=None))
             bundled_model_path(cache_dir=settings.bundled_model_dir, progress=reporter)
     command.run(
@@ -164,9 +164,9 @@ def _server_options(options: ServeOptions) -> list[str]:
 
 
 def _trace_options(options: list[str], settings: Settings) -> list[str]:
-    name, *_ = found = engine_trace_options(settings) or [""]
-    given = any(option.partition("=")[0] == name for option in options)
-    return found if name and not given else []
+    name, *_ = trace_options = engine_trace_options(settings) or [""]
+    is_given = any(option.partition("=")[0] == name for option in options)
+    return trace_options if name and not is_given else []
 
 
 def _check_sandbox(settings: Settings) -> None:
@@ -181,12 +181,12 @@ def _check_sandbox(settings: Settings) -> None:
         )
 
 
-def _run(args: argparse.Namespace, settings: Settings, client_module: Any, console: Console) -> None:
+def _run_server(args: argparse.Namespace, settings: Settings, client_module: Any, console: Console) -> None:
     _check_sandbox(settings)
     http, listening = HttpOptions.of(args), listening_options(args)
     limit_logs(**log_options(args))
-    given = GivenKeys(args.api_key or [key for key in [vllm_key()] if key])
-    with_keys = check_callers(settings, given)
+    given_keys = GivenKeys(args.api_key or [key for key in [vllm_key()] if key])
+    with_keys = check_callers(settings, given_keys)
     if "*" in http.allowed_origins and not with_keys:
         raise CommandError(
             "--allowed-origins '[\"*\"]' needs keys: without them every page that somebody on this machine "
@@ -206,7 +206,7 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
         store,
         on_engine_failure=stop,
         local=_local_engine(args, settings),
-        given_keys=given,
+        given_keys=given_keys,
         http=http,
     )
     app.root_path = args.root_path or ""
@@ -247,7 +247,7 @@ def _local_engine(args: argparse.Namespace, settings: Settings) -> LocalTraceEng
         device=settings.local_engine_device,
         dtype=settings.local_engine_dtype,
         max_result_bytes=settings.max_trace_bytes,
-        compresses=settings.compress_results,
+        compresses=True,
     )
     return LocalTraceEngine(options, settings, environment_for_traces())
 
@@ -259,16 +259,16 @@ async def _log_ready(engine: Any, url: str) -> None:
 
 
 async def _announce(engine: Any, url: str, settings: Settings, console: Console, *, with_keys: bool) -> None:
-    with _progress(console) as progress:
+    with _progress_bar(console) as progress:
         progress.add_task("Loading the engine", total=None)
         await engine.started.wait()
     spec = engine.engine.spec
-    who = "holders of a key" if with_keys else "this machine only, because there are no keys"
+    callers = "holders of a key" if with_keys else "this machine only, because there are no keys"
     page = f", playground at {url}/playground" if settings.playground else ""
     source = engine.served().source
     is_bundled = settings.examples and is_bundled_model(source, cache_dir=settings.bundled_model_dir)
     console.print(
-        f"Ready for {who}: {spec.name} at {url}, docs at {url}/docs{page}.", markup=False, soft_wrap=True
+        f"Ready for {callers}: {spec.name} at {url}, docs at {url}/docs{page}.", markup=False, soft_wrap=True
     )
     line = _demo_line(url, spec.name, is_bundled=is_bundled, with_key=with_keys)
     console.print("Steer it:" if is_bundled else "Read it:", line, markup=False, soft_wrap=True)
@@ -281,7 +281,7 @@ def _demo_line(url: str, name: str, *, is_bundled: bool, with_key: bool) -> str:
     return f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{json.dumps(demo)}'"
 
 
-def _progress(console: Console) -> Progress:
+def _progress_bar(console: Console) -> Progress:
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),

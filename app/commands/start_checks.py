@@ -27,7 +27,7 @@ from huggingface_hub.errors import (
 )
 
 from app.addresses import is_loopback
-from app.auth.secrets import GivenKeys
+from app.auth.keys import GivenKeys
 from app.command_error import CommandError, read_settings
 from app.commands.keys import has_keys
 from app.engine.vllm_options import parse_recorded, refuse_named, refuse_with_replicas
@@ -55,31 +55,31 @@ _MAX_LEN_KEYS: Final = (
 
 def split_model(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the model, first argument or ``--model``, and the options, first those of a file."""
-    first = arguments[0] if arguments and not arguments[0].startswith("-") else None
-    option, options = _taken("--model", arguments[1:] if first is not None else arguments)
-    file, options = _taken(CONFIG, options)
-    if first is not None and option is not None:
+    positional = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    option, options = _take_option("--model", arguments[1:] if positional is not None else arguments)
+    file, options = _take_option(CONFIG, options)
+    if positional is not None and option is not None:
         raise CommandError("MODEL is given twice, as the first argument and as --model")
-    return first or option, options if file is None else [CONFIG, file, *options]
+    return positional or option, options if file is None else [CONFIG, file, *options]
 
 
-def _taken(name: str, options: Sequence[str]) -> tuple[str | None, list[str]]:
-    for index, one in enumerate(options):
-        if one.startswith(f"{name}="):
-            return one.removeprefix(f"{name}="), [*options[:index], *options[index + 1 :]]
-        if one == name and index + 1 < len(options):
+def _take_option(name: str, options: Sequence[str]) -> tuple[str | None, list[str]]:
+    for index, option in enumerate(options):
+        if option.startswith(f"{name}="):
+            return option.removeprefix(f"{name}="), [*options[:index], *options[index + 1 :]]
+        if option == name and index + 1 < len(options):
             return options[index + 1], [*options[:index], *options[index + 2 :]]
     return None, [*options]
 
 
 def check_model(model: str, args: argparse.Namespace, taps: str) -> None:
     """Check that a model exists (CommandError) and that options and taps fit its config.json."""
-    config = _config(model, args)
+    config = _find_config(model, args)
     if config and not args.hf_overrides and not args.hf_config_path:
         _check_fit(config, args, taps)
 
 
-def _config(model: str, args: argparse.Namespace) -> Mapping[str, Any]:
+def _find_config(model: str, args: argparse.Namespace) -> Mapping[str, Any]:
     """Return the content of config.json; empty if only vLLM can tell."""
     folder = Path(model)
     if folder.is_dir():
@@ -102,8 +102,8 @@ def _config(model: str, args: argparse.Namespace) -> Mapping[str, Any]:
 def _config_of_folder(folder: Path, args: argparse.Namespace) -> Mapping[str, Any]:
     file = folder / _CONFIG_FILE
     if file.is_file():
-        return _parsed(file)
-    if args.hf_config_path or any(next(folder.glob(one), None) for one in _OTHER_CONFIGS):
+        return _parse_config(file)
+    if args.hf_config_path or any(next(folder.glob(pattern), None) for pattern in _OTHER_CONFIGS):
         return {}
     raise CommandError(
         f"the folder {folder} has no {_CONFIG_FILE}: it must contain a model in Hugging Face's layout"
@@ -113,7 +113,7 @@ def _config_of_folder(folder: Path, args: argparse.Namespace) -> Mapping[str, An
 def _config_of_hub(name: str, args: argparse.Namespace) -> Mapping[str, Any]:
     cached = try_to_load_from_cache(name, _CONFIG_FILE, revision=args.revision)
     if isinstance(cached, str):
-        return _parsed(Path(cached))
+        return _parse_config(Path(cached))
     at = f" at revision {args.revision}" if args.revision else ""
     unknown = f"there is no folder {name}, and the Hugging Face Hub has no model {name}{at}"
     token = args.hf_token if isinstance(args.hf_token, str) else None
@@ -122,7 +122,7 @@ def _config_of_hub(name: str, args: argparse.Namespace) -> Mapping[str, Any]:
         get_hf_file_metadata(
             hf_hub_url(name, _CONFIG_FILE, revision=args.revision), token=token, timeout=_TIMEOUT_S
         )
-        return _parsed(Path(hf_hub_download(name, _CONFIG_FILE, revision=args.revision, token=token)))
+        return _parse_config(Path(hf_hub_download(name, _CONFIG_FILE, revision=args.revision, token=token)))
     except GatedRepoError as error:
         raise CommandError(
             f"{name} is gated on the Hugging Face Hub: accept its terms there, and set HF_TOKEN"
@@ -147,7 +147,7 @@ def _config_of_hub(name: str, args: argparse.Namespace) -> Mapping[str, Any]:
         ) from error
 
 
-def _parsed(file: Path) -> Mapping[str, Any]:
+def _parse_config(file: Path) -> Mapping[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -160,12 +160,12 @@ def _parsed(file: Path) -> Mapping[str, Any]:
 
 def _check_fit(config: Mapping[str, Any], args: argparse.Namespace, taps: str) -> None:
     layers = next(
-        (config[one] for one in ("num_hidden_layers", "n_layer", "n_layers") if one in config), None
+        (config[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config), None
     )
     if isinstance(layers, int):
         chosen_taps(taps, layers)
-    longest = max((config[one] for one in _MAX_LEN_KEYS if isinstance(config.get(one), int)), default=None)
-    is_scaled = "factor" in json.dumps([config.get(one) for one in ("rope_scaling", "rope_parameters")])
+    longest = max((config[key] for key in _MAX_LEN_KEYS if isinstance(config.get(key), int)), default=None)
+    is_scaled = "factor" in json.dumps([config.get(key) for key in ("rope_scaling", "rope_parameters")])
     if longest and not is_scaled and (args.max_model_len or 0) > longest and not may_exceed_max_model_len():
         raise CommandError(
             f"--max-model-len must be at most {longest}, the model's longest, got {args.max_model_len}"
@@ -197,8 +197,8 @@ class Start:
     arguments: list[str]
 
 
-def check_start(options: ServeOptions, own: Iterable[str] = ()) -> Start:
-    """Check arguments, environment, model and address; ``own`` options are suggested for typing errors."""
+def check_start(options: ServeOptions, own_flags: Iterable[str] = ()) -> Start:
+    """Check arguments, environment, model and address; ``own_flags`` are suggested for typing errors."""
     settings = read_settings(options.settings)
     try:
         check_taps(settings.taps)
@@ -214,31 +214,31 @@ def check_start(options: ServeOptions, own: Iterable[str] = ()) -> Start:
         if CONFIG in arguments:  # vLLM's parser reads the model and the address from it
             _check_file(arguments[arguments.index(CONFIG) + 1])
         else:
-            _check_all(start, own)
+            _check_before_start(start, own_flags)
     except UnsupportedOptionError as error:
         raise CommandError(str(error)) from error
     return start
 
 
-def check_arguments(model: str, arguments: Sequence[str], own: Iterable[str] = ()) -> None:
+def check_arguments(model: str, arguments: Sequence[str], own_flags: Iterable[str] = ()) -> None:
     """Check the model and vLLM's options of a command that starts no server; raises CommandError."""
     try:
         check_vllm()
-        args = parse_recorded(arguments, own)
+        args = parse_recorded(arguments, own_flags)
         check_model(model, args, ALL_TAPS)
     except UnsupportedOptionError as error:
         raise CommandError(str(error)) from error
 
 
-def _check_all(start: Start, own: Iterable[str]) -> None:
+def _check_before_start(start: Start, own_flags: Iterable[str]) -> None:
     settings = start.settings
-    args = parse_recorded(start.arguments, own)
+    args = parse_recorded(start.arguments, own_flags)
     if not all((name or "").strip() for name in args.served_model_name or ()):
         raise CommandError("--served-model-name must not be empty")
-    given = GivenKeys(args.api_key or [key for key in [vllm_key()] if key])
+    given_keys = GivenKeys(args.api_key or [key for key in [vllm_key()] if key])
     if not args.uds:
         check_address(settings)
-    check_callers(settings, given)
+    check_callers(settings, given_keys)
     model = start.model
     if model is None:
         bundled = bundled_model_folder(cache_dir=settings.bundled_model_dir)
@@ -260,10 +260,10 @@ def check_address(settings: Settings) -> None:
             ) from error
 
 
-def check_callers(settings: Settings, given: GivenKeys | None = None) -> bool:
+def check_callers(settings: Settings, given_keys: GivenKeys | None = None) -> bool:
     """Return whether there are any keys, stored or given; without them, require a loopback address."""
     try:
-        with_keys = bool(given) or asyncio.run(has_keys(settings))
+        with_keys = bool(given_keys) or asyncio.run(has_keys(settings))
     except DatabaseError as error:
         raise CommandError(str(error)) from error
     if not with_keys and not is_loopback(settings.host):

@@ -83,11 +83,11 @@ class AdapterModels(OpenAIServingModels):
 
     async def show_available_models(self) -> ModelList:
         """Return vLLM's list, without folders of the server."""
-        found = await super().show_available_models()
-        for card in found.data:
+        listed = await super().show_available_models()
+        for card in listed.data:
             if card.root is not None and Path(card.root).is_absolute():
                 card.root = card.id
-        return found
+        return listed
 
 
 def check_adapter_request(fields: MutableMapping[str, Any], *, takes_adapters: bool) -> None:
@@ -139,9 +139,9 @@ def _check_name(name: str) -> None:
 
 
 async def load_again(models: AdapterModels, adapters: Iterable[LoRARequest]) -> None:
-    for one in adapters:
-        given = LoadLoRAAdapterRequest(lora_name=one.lora_name, lora_path=one.lora_path)
+    for adapter in adapters:
+        request = LoadLoRAAdapterRequest(lora_name=adapter.lora_name, lora_path=adapter.lora_path)
         try:
-            await models.load_lora_adapter(given, one.base_model_name)
+            await models.load_lora_adapter(request, adapter.base_model_name)
         except ApiError as error:
-            logger.error("the adapter %r is lost: %s", one.lora_name, error.message)  # noqa: TRY400 - no fault
+            logger.error("the adapter %r is lost: %s", adapter.lora_name, error.message)  # noqa: TRY400 - no fault

@@ -82,12 +82,12 @@ def find_markers(reasoning: str, tools: str, tokenizer: Any) -> AnswerMarkers:
     parser = ReasoningParserManager.get_reasoning_parser(reasoning)(tokenizer) if reasoning else None
     used: list[tuple[Part, str, PartMarkers | None]] = []
     if parser is not None:
-        used.append((Part.REASONING, f"--reasoning-parser {reasoning}", _of_reasoning(parser)))
+        used.append((Part.REASONING, f"--reasoning-parser {reasoning}", _reasoning_markers(parser)))
     if tools:
         used.append((Part.TOOL_CALLS, f"--tool-call-parser {tools}", TOOL_MARKERS.get(tools)))
     missing, begun_by = dict(NO_MARKERS.missing), dict[int, int]()
     for part, option, markers in used:
-        reason = _reason(option, markers, vocabulary)
+        reason = _why_unmarked(option, markers, vocabulary)
         if markers is None or reason:
             missing |= {part.name.lower(): reason, "content": reason}
             continue
@@ -97,20 +97,20 @@ def find_markers(reasoning: str, tools: str, tokenizer: Any) -> AnswerMarkers:
     if used and not any(part.name.lower() in missing for part, _, _ in used):
         del missing["content"]
     begins_with_reasoning = parser is not None and "reasoning" not in missing and _is_reasoning("x", parser)
-    first = Part.REASONING if begins_with_reasoning else Part.CONTENT
+    first_part = Part.REASONING if begins_with_reasoning else Part.CONTENT
     # Special tokens stand between the turns: the end of text, or the names of those who speak.
     between = {
         token for token, added in getattr(tokenizer, "added_tokens_decoder", {}).items() if added.special
     }
-    return AnswerMarkers(begun_by, first, frozenset(between - begun_by.keys()), missing)
+    return AnswerMarkers(begun_by, first_part, frozenset(between - begun_by.keys()), missing)
 
 
-def _of_reasoning(parser: ReasoningParser) -> PartMarkers | None:
+def _reasoning_markers(parser: ReasoningParser) -> PartMarkers | None:
     begin, end = parser.reasoning_start_str, parser.reasoning_end_str
     return PartMarkers((begin.strip(),), end.strip()) if begin and end else None
 
 
-def _reason(option: str, markers: PartMarkers | None, vocabulary: Mapping[str, int]) -> str:
+def _why_unmarked(option: str, markers: PartMarkers | None, vocabulary: Mapping[str, int]) -> str:
     if markers is None:
         return f"{option} finds this part by the text, not by tokens of its own"
     for text in (*markers.begins, markers.end):
@@ -137,26 +137,26 @@ def mend_chat(serving: Any, tools: str) -> None:
     """Have a serving class of chat completions parse cut answers as its streams do."""
     create = serving.chat_completion_full_generator
 
-    async def whole(request: Any, outputs: AsyncIterator[Any], *args: Any, **more: Any) -> Any:
-        last: list[Any] = []
+    async def full_generator(request: Any, outputs: AsyncIterator[Any], *args: Any, **more: Any) -> Any:
+        last_outputs: list[Any] = []
 
         async def watched() -> AsyncIterator[Any]:
-            async for one in outputs:
-                last[:] = one.outputs
-                yield one
+            async for output in outputs:
+                last_outputs[:] = output.outputs
+                yield output
 
         parser = more.get("parser")
         if parser is not None:
-            texts = iter(last)  # vLLM parses them one after another
+            texts = iter(last_outputs)  # vLLM parses them one after another
             _mend(parser, tools, lambda: next(texts).finish_reason == _LENGTH)
         answer = await create(request, watched(), *args, **more)
-        cut = {one.index for one in last if one.finish_reason == _LENGTH}
+        cut = {output.index for output in last_outputs if output.finish_reason == _LENGTH}
         for choice in getattr(answer, "choices", ()):
             if choice.index in cut:
                 choice.finish_reason = _LENGTH
         return answer
 
-    serving.chat_completion_full_generator = whole
+    serving.chat_completion_full_generator = full_generator
 
 
 def mend_messages(serving: Any, tools: str) -> None:
@@ -167,7 +167,7 @@ def mend_messages(serving: Any, tools: str) -> None:
     def converted(answer: Any) -> Any:
         for choice in answer.choices:
             for call in choice.message.tool_calls:
-                call.function.arguments = _completed(call.function.arguments)
+                call.function.arguments = _completed_json(call.function.arguments)
         return convert(answer)
 
     serving.messages_full_converter = converted
@@ -197,33 +197,33 @@ def mend_responses(serving: Any, tools: str) -> None:
 def _mend(parser: Any, tools: str, is_cut: Callable[[], bool]) -> None:
     parse = parser.parse
 
-    def parsed(text: str, asked: Any, **options: Any) -> _Parsed:
+    def parsed(text: str, request: Any, **options: Any) -> _Parsed:
         mends = is_cut()
-        found: _Parsed = parse(text, asked, **options)
-        return _as_streamed(found, parser, tools, text, asked) if mends else found
+        result: _Parsed = parse(text, request, **options)
+        return _as_streamed(result, parser, tools, text, request) if mends else result
 
     parser.parse = parsed
 
 
-def _as_streamed(found: _Parsed, parser: Parser, tools: str, text: str, request: Any) -> _Parsed:
+def _as_streamed(whole_result: _Parsed, parser: Parser, tools: str, text: str, request: Any) -> _Parsed:
     """Return the content of vLLM's stream of a cut answer, given its parser's results for the whole."""
-    reasoning, content, calls = found
+    reasoning, content, calls = whole_result
     reader, markers = parser.tool_parser, TOOL_MARKERS.get(tools)
     if not request.tools or request.tool_choice == "none":
-        return found
+        return whole_result
     if not isinstance(parser, DelegatingParser) or type(parser).parse is not DelegatingParser.parse:
-        return found
+        return whole_result
     if reader is None or reader.engine_based_streaming:  # those do so in whole answers, too
-        return found
+        return whole_result
     begins = markers.begins if markers else ()
     if calls:
-        return reasoning, (content or "")[: _start(content or "", begins)] or None, calls
-    _, rest = parser.extract_reasoning(text, request)
+        return reasoning, (content or "")[: _marker_start(content or "", begins)] or None, calls
+    _, answer = parser.extract_reasoning(text, request)
     is_list = request.tool_choice == "required" and reader.supports_required_and_named
-    start = 0 if is_list else _start(rest or "", begins)
-    if start is None or not rest:
-        return found
-    return reasoning, rest[:start] or None, _started_calls(parser, rest, request) or None
+    marker_start = 0 if is_list else _marker_start(answer or "", begins)
+    if marker_start is None or not answer:
+        return whole_result
+    return reasoning, answer[:marker_start] or None, _started_calls(parser, answer, request) or None
 
 
 def _started_calls(parser: DelegatingParser, text: str, request: Any) -> list[FunctionCall]:
@@ -237,14 +237,14 @@ def _started_calls(parser: DelegatingParser, text: str, request: Any) -> list[Fu
         logger.warning("a parser of tool calls has failed on a cut one: %s", type(error).__name__)
         return []
     started: dict[int, FunctionCall] = {}
-    for one in () if delta is None else delta.tool_calls:
-        call = started.setdefault(one.index, FunctionCall(id=one.id, name="", arguments=""))
-        call.name += (one.function and one.function.name) or ""
-        call.arguments += (one.function and one.function.arguments) or ""
+    for call_delta in () if delta is None else delta.tool_calls:
+        call = started.setdefault(call_delta.index, FunctionCall(id=call_delta.id, name="", arguments=""))
+        call.name += (call_delta.function and call_delta.function.name) or ""
+        call.arguments += (call_delta.function and call_delta.function.arguments) or ""
     return [call for call in started.values() if call.name]
 
 
-def _start(text: str, markers: Sequence[str]) -> int | None:
+def _marker_start(text: str, markers: Sequence[str]) -> int | None:
     starts = [text.find(marker) for marker in markers if marker in text]
     parts: list[int] = [partial_tag_overlap(text, marker) for marker in markers]
     if not starts and any(parts):
@@ -252,9 +252,9 @@ def _start(text: str, markers: Sequence[str]) -> int | None:
     return min(starts, default=None)
 
 
-def _completed(arguments: str) -> str:
+def _completed_json(arguments: str) -> str:
     try:
-        found = pydantic_core.from_json(arguments or "{}", allow_partial=True)
+        parsed = pydantic_core.from_json(arguments or "{}", allow_partial=True)
     except ValueError:
-        found = {}
-    return json.dumps(found if isinstance(found, dict) else {}, ensure_ascii=False)
+        parsed = {}
+    return json.dumps(parsed if isinstance(parsed, dict) else {}, ensure_ascii=False)

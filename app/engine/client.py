@@ -137,7 +137,7 @@ class EngineClient(Protocol):
     def check_passed_body(self, path: str, fields: JsonObject) -> None:
         """Raise ApiError for a body that would cost too much, before it is passed on to ``vllm_app``."""
 
-    async def tokenize(self, wanted: TokenizeRequest, http: Request) -> EngineReply:
+    async def tokenize(self, request: TokenizeRequest, http: Request) -> EngineReply:
         """Return the tokens of a text or a conversation; only called when ready."""
 
     def served(self) -> ServedModel:

@@ -32,12 +32,12 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.request import get_structured_output_key
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.admission.slot_pool import Slot, SlotPool
 from app.engine.client import JsonObject
 from app.engine.vllm_requests import read_request
 from app.http.errors import internal_error
+from app.limits.slots import Slot, Slots
 from app.limits.tenant_budget import TenantBudget
-from app.settings import Settings
+from app.settings import KIB, MIB, Settings
 from nnsight_engine.vllm_backend import grammar_process
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
 from nnsight_engine.vllm_backend.grammar_process import (
@@ -72,10 +72,10 @@ _GRAMMAR: Final = re.compile(
 class GrammarBounds:
     """The limits of one grammar; ``max_alternatives`` is that of one list, or of one pattern as a whole."""
 
-    max_bytes: int
-    max_repeats: int
-    max_alternatives: int
-    max_nesting: int
+    max_bytes: int = 64 * KIB
+    max_repeats: int = 1000
+    max_alternatives: int = 1000
+    max_nesting: int = 32
 
     def check(self, kind: str, text: str) -> None:
         """Raise ApiError ``invalid_value`` for a grammar that exceeds a bound.
@@ -84,7 +84,7 @@ class GrammarBounds:
         """
         # A character has at least one byte: a text that is far too long need not be encoded.
         num_bytes = len(text) if len(text) > self.max_bytes else len(text.encode("utf-8", "surrogatepass"))
-        self._check_limit(kind, "bytes of text", num_bytes, self.max_bytes, "max_grammar_bytes")
+        self._check_limit(kind, "bytes of text", num_bytes, self.max_bytes)
         if kind in {"regex", "grammar"}:
             self._check_pattern(kind, text, _REGEX if kind == "regex" else _GRAMMAR)
             return
@@ -93,17 +93,13 @@ class GrammarBounds:
         except (ValueError, RecursionError):
             return  # the compiler reports the syntax error
         if kind == "choice" and isinstance(value, list):
-            self._check_limit(
-                kind, "alternatives", len(value), self.max_alternatives, "max_grammar_alternatives"
-            )
+            self._check_limit(kind, "alternatives", len(value), self.max_alternatives)
             return
-        for depth, key, part in _parts(value):
+        for depth, key, part in _schema_parts(value):
             if isinstance(part, dict | list):
-                self._check_limit(kind, "levels of nesting", depth, self.max_nesting, "max_grammar_nesting")
+                self._check_limit(kind, "levels of nesting", depth, self.max_nesting)
             if key in _LISTS and isinstance(part, list):
-                self._check_limit(
-                    kind, "alternatives", len(part), self.max_alternatives, "max_grammar_alternatives"
-                )
+                self._check_limit(kind, "alternatives", len(part), self.max_alternatives)
             elif key == "patternProperties" and isinstance(part, dict):
                 for pattern in part:
                     self._check_pattern(kind, pattern, _REGEX)
@@ -117,35 +113,33 @@ class GrammarBounds:
                 num_alternatives += 1
             elif token[0] in {"(", ")"}:
                 depth += 1 if token[0] == "(" else -1
-                self._check_limit(kind, "levels of nesting", depth, self.max_nesting, "max_grammar_nesting")
+                self._check_limit(kind, "levels of nesting", depth, self.max_nesting)
             else:
                 for count in filter(None, token.groups()):
                     # Python itself refuses integers of thousands of digits.
                     repeats = int(count) if len(count) < 10 else 10**9
-                    self._check_limit(kind, "repetitions", repeats, self.max_repeats, "max_grammar_repeats")
-        self._check_limit(
-            kind, "alternatives", num_alternatives, self.max_alternatives, "max_grammar_alternatives"
-        )
+                    self._check_limit(kind, "repetitions", repeats, self.max_repeats)
+        self._check_limit(kind, "alternatives", num_alternatives, self.max_alternatives)
 
-    def _check_limit(self, kind: str, what: str, got: int, most: int, setting: str) -> None:
-        if got > most:
+    def _check_limit(self, kind: str, unit: str, got: int, limit: int) -> None:
+        if got > limit:
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
-                f"A grammar may have {most} {what} ({setting}), this {kind} has {got} or more; make it "
+                f"A grammar may have {limit} {unit}, this {kind} has {got} or more; make it "
                 "simpler, or check the answer afterwards.",
                 FIELD,
             )
 
 
-def _parts(value: Any) -> Iterator[tuple[int, str, Any]]:
-    left: list[tuple[int, str, Any]] = [(1, "", value)]
-    while left:
-        depth, key, part = entry = left.pop()
+def _schema_parts(value: Any) -> Iterator[tuple[int, str, Any]]:
+    pending: list[tuple[int, str, Any]] = [(1, "", value)]
+    while pending:
+        depth, key, part = entry = pending.pop()
         yield entry
         if isinstance(part, dict):
-            left += [(depth + 1, name, one) for name, one in part.items() if name not in _VALUES]
+            pending += [(depth + 1, name, inner) for name, inner in part.items() if name not in _VALUES]
         elif isinstance(part, list) and key != "enum":
-            left += [(depth + 1, "", one) for one in part if isinstance(one, dict | list)]
+            pending += [(depth + 1, "", inner) for inner in part if isinstance(inner, dict | list)]
 
 
 logger = logging.getLogger(__name__)
@@ -153,36 +147,40 @@ logger = logging.getLogger(__name__)
 _START_S: Final = 180.0
 _WALL: Final = 10
 """Factor from the CPU time limit to the wall-clock limit, for a machine that is busy with other work."""
-_MAX_KNOWN: Final = 1024
+_MAX_VERDICTS: Final = 1024
 
 
 class Grammars:
-    def __init__(self, settings: Settings, environment: Mapping[str, str]) -> None:
-        self._bounds = GrammarBounds(
-            settings.max_grammar_bytes,
-            settings.max_grammar_repeats,
-            settings.max_grammar_alternatives,
-            settings.max_grammar_nesting,
-        )
-        self._cpu_s = settings.grammar_compile_s
-        self._memory = settings.grammar_compile_bytes
+    """``cpu_s`` and ``memory_bytes`` are for the compilation of one grammar."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        environment: Mapping[str, str],
+        *,
+        cpu_s: int = 3,
+        memory_bytes: int = 512 * MIB,
+    ) -> None:
+        self._bounds = GrammarBounds()
+        self._cpu_s = cpu_s
+        self._memory = memory_bytes
         # vLLM's own limit counts wall-clock time; ours counts CPU time.
         self._environment = {**environment, "MALLOC_ARENA_MAX": "2", "VLLM_REGEX_COMPILATION_TIMEOUT_S": "0"}
         budget = TenantBudget.of(settings)
-        self._slots = SlotPool(budget.grammar_processes, budget.waiting_grammars)
+        self._slots = Slots(budget.grammar_processes, budget.waiting_grammars)
         self._setup: GrammarSetup | None = None
         self._backend = ""
         self._forking = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._orders: socket.socket | None = None
-        self._known: collections.OrderedDict[bytes, GrammarVerdict] = collections.OrderedDict()
+        self._verdicts: collections.OrderedDict[bytes, GrammarVerdict] = collections.OrderedDict()
         self._compiling: dict[bytes, _Compiling] = {}
 
     @property
     def num_waiting(self) -> int:
         return self._slots.num_waiting
 
-    def begin(self, setup: GrammarSetup) -> None:
+    def use(self, setup: GrammarSetup) -> None:
         self._setup, self._backend = setup, ""
 
     async def close(self) -> None:
@@ -206,20 +204,20 @@ class Grammars:
         try:
             kind, text = get_structured_output_key(structured)
             self._bounds.check(kind.name.lower(), text)
-            given = {
+            fields = {
                 field.name: getattr(structured, field.name)
                 for field in dataclasses.fields(structured)
                 if field.init and getattr(structured, field.name) is not None
             }
-            if "json" in given:
-                given["json"] = text  # as text, since msgpack cannot encode integers of any size
-            msgspec.msgpack.encode(given)
+            if "json" in fields:
+                fields["json"] = text  # as text, since msgpack cannot encode integers of any size
+            msgspec.msgpack.encode(fields)
         except (ValueError, TypeError, RecursionError) as error:  # such as a lone surrogate
             raise ApiError(ErrorCode.INVALID_VALUE, f"The grammar cannot be used: {error}", FIELD) from error
-        verdict = await self._verdict(given, sender)
+        verdict = await self._verdict(fields, sender)
         if verdict.backend not in {"", self._backend}:  # the engine keeps the backend of its first grammar
             self._backend = self._backend or verdict.backend
-            verdict = await self._verdict(given, sender)
+            verdict = await self._verdict(fields, sender)
         if verdict.error:
             raise ApiError(ErrorCode.INVALID_VALUE, f"The grammar cannot be used: {verdict.error}", FIELD)
         structured._backend = verdict.backend  # noqa: SLF001 - vLLM's own check would set it
@@ -227,17 +225,17 @@ class Grammars:
         if verdict.grammar is not None:
             structured.choice, structured.grammar = None, verdict.grammar
 
-    async def _verdict(self, given: dict[str, Any], sender: str) -> GrammarVerdict:
-        key = hashlib.sha256(msgspec.msgpack.encode([self._backend, given])).digest()
-        known = self._known.get(key)
-        if known is not None:
-            self._known.move_to_end(key)
-            return known
+    async def _verdict(self, fields: dict[str, Any], sender: str) -> GrammarVerdict:
+        key = hashlib.sha256(msgspec.msgpack.encode([self._backend, fields])).digest()
+        verdict = self._verdicts.get(key)
+        if verdict is not None:
+            self._verdicts.move_to_end(key)
+            return verdict
         compiling = self._compiling.get(key)
         if compiling is None:
-            job = GrammarJob(given, self._backend, self._cpu_s, self._memory)
+            job = GrammarJob(fields, self._backend, self._cpu_s, self._memory)
             slot = self._slots.request(sender, key)  # refused by this tenant's share only
-            task = asyncio.create_task(self._compiled(job, key, slot), name="grammar")
+            task = asyncio.create_task(self._compile_and_cache(job, key, slot), name="grammar")
             task.add_done_callback(lambda _: slot.release())  # also if the task never started
             compiling = self._compiling[key] = _Compiling(task)
         compiling.num_waiting += 1
@@ -249,7 +247,7 @@ class Grammars:
                 compiling.task.cancel()
                 del self._compiling[key]
 
-    async def _compiled(self, job: GrammarJob, key: bytes, slot: Slot) -> GrammarVerdict:
+    async def _compile_and_cache(self, job: GrammarJob, key: bytes, slot: Slot) -> GrammarVerdict:
         await slot.wait_granted()
         try:
             verdict = await self._compile(job)
@@ -260,14 +258,14 @@ class Grammars:
             except OSError as error:
                 logger.exception("grammars cannot be compiled")
                 raise internal_error() from error
-        self._known[key] = verdict
-        while len(self._known) > _MAX_KNOWN:
-            self._known.popitem(last=False)
+        self._verdicts[key] = verdict
+        while len(self._verdicts) > _MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
         return verdict
 
     async def _compile(self, job: GrammarJob) -> GrammarVerdict:
         """Raise ApiError ``queue_full`` if the machine is too busy, OSError if no process can be started."""
-        async with await self._forked() as child:
+        async with await self._fork_child() as child:
             try:
                 answer = await child.answer(msgspec.msgpack.encode(job), job.max_cpu_s * _WALL)
             except TimeoutError as error:
@@ -278,13 +276,13 @@ class Grammars:
         if answer:
             return msgspec.msgpack.decode(answer, type=GrammarVerdict)
         return GrammarVerdict(
-            error=f"it takes more than {job.max_cpu_s} s or {job.max_bytes} bytes to compile "
-            "(grammar_compile_s, grammar_compile_bytes); make it simpler, or check the answer afterwards"
+            error=f"it takes more than {job.max_cpu_s} s or {job.max_bytes} bytes to compile; "
+            "make it simpler, or check the answer afterwards"
         )
 
-    async def _forked(self) -> _Child:
+    async def _fork_child(self) -> _Child:
         async with self._forking:
-            orders = self._orders or await self._started()
+            orders = self._orders or await self._start_process()
             ours, theirs = socket.socketpair()
             with theirs:
                 socket.send_fds(orders, [FORK], [theirs.fileno()])
@@ -299,7 +297,7 @@ class Grammars:
             writer.close()  # closing the socket ends the child
             raise
 
-    async def _started(self) -> socket.socket:
+    async def _start_process(self) -> socket.socket:
         if self._setup is None:
             raise ApiError(ErrorCode.STARTING, "The engine is loading the model; try again shortly.")
         ours, theirs = socket.socketpair()
@@ -373,10 +371,10 @@ async def read_accepted(model: type[Any], body: JsonObject, accept: Accept, tena
 
 
 def _structural_tags(body: Mapping[str, Any]) -> list[str]:
-    structured, wanted = body.get("structured_outputs"), body.get("response_format")
+    structured, response_format = body.get("structured_outputs"), body.get("response_format")
     tags = [structured.get("structural_tag")] if isinstance(structured, dict) else []
-    if isinstance(wanted, dict) and wanted.get("type") == "structural_tag":
-        tags.append(json.dumps(wanted))
+    if isinstance(response_format, dict) and response_format.get("type") == "structural_tag":
+        tags.append(json.dumps(response_format))
     return [tag for tag in tags if isinstance(tag, str)]
 
 

@@ -30,20 +30,20 @@ class GuardedMediaConnector(MediaConnector):
 
     def load_from_url(self, url: str, media_io: Any, **options: Any) -> Any:
         """Raise VLLMValidationError for a URL not allowed, VLLMUnprocessableEntityError for a failure."""
-        self._check(url)
+        self._check_url(url)
         try:
             return super().load_from_url(url, media_io, **options)
         except OSError as error:  # those of requests are
             raise _unreachable(error) from error
 
     async def load_from_url_async(self, url: str, media_io: Any, **options: Any) -> Any:
-        self._check(url)
+        self._check_url(url)
         try:
             return await super().load_from_url_async(url, media_io, **options)
         except (OSError, aiohttp.ClientError) as error:
             raise _unreachable(error) from error
 
-    def _check(self, url: str) -> None:
+    def _check_url(self, url: str) -> None:
         scheme = url.lstrip().partition(":")[0].lower()
         if scheme in {"http", "https"} and not self.allowed_media_domains:
             raise VLLMValidationError(
@@ -57,31 +57,34 @@ class GuardedMediaConnector(MediaConnector):
             )
 
 
-def _decoded(kind: str, fetch: Callable[..., Any]) -> Callable[..., Any]:
+def _naming_decode_errors(kind: str, fetch: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fetch)
     def fetched(*args: Any, **options: Any) -> Any:
-        with _decoding(kind):
+        with _decode_errors_named(kind):
             return fetch(*args, **options)
 
     return fetched
 
 
-def _decoded_async(kind: str, fetch: Callable[..., Any]) -> Callable[..., Any]:
+def _naming_decode_errors_async(kind: str, fetch: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fetch)
     async def fetched(*args: Any, **options: Any) -> Any:
-        with _decoding(kind):
+        with _decode_errors_named(kind):
             return await fetch(*args, **options)
 
     return fetched
 
 
 for _kind in _KINDS:
-    for _name, _wrap in ((f"fetch_{_kind}", _decoded), (f"fetch_{_kind}_async", _decoded_async)):
+    for _name, _wrap in (
+        (f"fetch_{_kind}", _naming_decode_errors),
+        (f"fetch_{_kind}_async", _naming_decode_errors_async),
+    ):
         setattr(GuardedMediaConnector, _name, _wrap(_kind, getattr(MediaConnector, _name)))
 
 
 @contextlib.contextmanager
-def _decoding(kind: str) -> Iterator[None]:
+def _decode_errors_named(kind: str) -> Iterator[None]:
     """Raise VLLMValidationError for any error: decoders have no common class for broken data."""
     try:
         yield

@@ -55,8 +55,8 @@ class LocalTraceEngine(TraceProcesses):
             await super().serve_request(child, message, job)
             return
         await job.wait_answered()
-        data = await _announced(child, "a call to its client")
-        job.serve(_answering(child, partial(self._call_client, child, data, job)))
+        data = await _receive_announced(child, "a call to its client")
+        job.serve(_answer_with(child, partial(self._call_client, child, data, job)))
 
     async def _call_client(self, child: TraceProcess, data: Data, job: ProcessJob) -> None:
         if job.request.call_client is None:
@@ -104,25 +104,27 @@ class SessionTraces(TraceProcesses):
 
     def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
         """Run a session in a process, or a trace on the engine; see ``TraceEngine``."""
-        run = super().run_trace if request.head.kind == "session" else self._engine.run_trace
-        return run(request, job_id)
+        run_on_engine = super().run_trace if request.head.kind == "session" else self._engine.run_trace
+        return run_on_engine(request, job_id)
 
     async def serve_request(self, child: TraceProcess, message: dict[str, Any], job: ProcessJob) -> None:
         """Run a trace of the session, or describe the model to it."""
         await job.wait_answered()
         if TRACE in message:
-            data = await _announced(child, "a trace")
+            data = await _receive_announced(child, "a trace")
             # This task reads the process for no request in particular; the trace's usage, tier and spans
             # belong to the job's context.
-            job.serve(_answering(child, partial(self._trace, child, data, job)), job.context.copy())
+            job.serve(
+                _answer_with(child, partial(self._run_session_trace, child, data, job)), job.context.copy()
+            )
         elif OUTLINE in message:
-            job.serve(_answering(child, self._describe))
+            job.serve(_answer_with(child, self._describe_model))
         else:
             await super().serve_request(child, message, job)
 
-    async def _trace(self, child: TraceProcess, data: Data, job: ProcessJob) -> None:
+    async def _run_session_trace(self, child: TraceProcess, data: Data, job: ProcessJob) -> None:
         request = await asyncio.to_thread(TraceRequest.from_bytes, data)  # untrusted input
-        _check(request)
+        _check_session_trace(request)
         # The block's process knows the model's own name only, not an adapter that the session names.
         session = job.request.head
         request.head = msgspec.structs.replace(
@@ -138,18 +140,18 @@ class SessionTraces(TraceProcesses):
                 elif frame.kind is FrameKind.EVENT and (event := frame.json())["status"] == JobStatus.LOG:
                     job.notify(JobStatus.LOG, event.get("message"))
 
-    async def _describe(self) -> Frame:
+    async def _describe_model(self) -> Frame:
         return json_frame(FrameKind.EVENT, await self._outline())
 
 
-async def _announced(child: TraceProcess, what: str) -> Data:
+async def _receive_announced(child: TraceProcess, content: str) -> Data:
     kind, data = await child.frame()
     if kind is not FrameKind.RESULT:
-        raise DecodeError(f"a trace process announced {what} and sent none")
+        raise DecodeError(f"a trace process announced {content} and sent none")
     return data
 
 
-async def _answering(child: TraceProcess, request: Callable[[], Awaitable[Frame | None]]) -> None:
+async def _answer_with(child: TraceProcess, request: Callable[[], Awaitable[Frame | None]]) -> None:
     """Send what a request returns, None if it has sent its answer itself, or the error that it raises."""
     with contextlib.suppress(ProcessEndedError):
         try:
@@ -157,17 +159,17 @@ async def _answering(child: TraceProcess, request: Callable[[], Awaitable[Frame 
         except ProcessEndedError:
             raise
         except DecodeError as error:
-            answer = _refusal(ApiError(ErrorCode.INVALID_TRACE, str(error)))
+            answer = _error_frame(ApiError(ErrorCode.INVALID_TRACE, str(error)))
         except ApiError as error:
-            answer = _refusal(error)
+            answer = _error_frame(error)
         except Exception:
             logger.exception("a request of a trace's process failed")
-            answer = _refusal(internal_error())
+            answer = _error_frame(internal_error())
         if answer is not None:
             await child.answer(answer)
 
 
-def _check(request: TraceRequest) -> None:
+def _check_session_trace(request: TraceRequest) -> None:
     """Raise DecodeError unless the request is a trace for vLLM in the ``wire`` codec.
 
     No key was checked for the right to use another codec, so only the one that needs no right is accepted.
@@ -179,5 +181,5 @@ def _check(request: TraceRequest) -> None:
         )
 
 
-def _refusal(error: ApiError) -> Frame:
+def _error_frame(error: ApiError) -> Frame:
     return Frame(FrameKind.ERROR, error_bytes(error))

@@ -32,13 +32,13 @@ def isolate_cache(body: JsonObject, caller: Principal) -> None:
         return
     salt = body.get("cache_salt")
     if salt is None or (salt and isinstance(salt, str)):  # vLLM refuses other values
-        body["cache_salt"] = _own(salt or "", caller)
+        body["cache_salt"] = _tenant_hash(salt or "", caller)
     for part in content_parts(body):
         if part.get("uuid") is not None:
-            part["uuid"] = _own(str(part["uuid"]), caller)
+            part["uuid"] = _tenant_hash(str(part["uuid"]), caller)
 
 
-def _own(name: str, caller: Principal) -> str:
+def _tenant_hash(name: str, caller: Principal) -> str:
     # Unambiguous, since no tenant's name has a colon; hashed, since vLLM limits the salt's length.
     return hashlib.sha256(f"{caller.tenant}:{name}".encode()).hexdigest()
 
@@ -52,8 +52,8 @@ _HOLDERS: Final = ("response", "message")
 def with_model(body: dict[str, Any], model: str | None) -> dict[str, Any]:
     if model is None:
         return body
-    found = {name: with_model(body[name], model) for name in _HOLDERS if isinstance(body.get(name), dict)}
-    return body | found | ({_MODEL: model} if _MODEL in body else {})
+    holders = {name: with_model(body[name], model) for name in _HOLDERS if isinstance(body.get(name), dict)}
+    return body | holders | ({_MODEL: model} if _MODEL in body else {})
 
 
 def event_with_model(event: str, model: str) -> str:

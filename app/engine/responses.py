@@ -48,11 +48,11 @@ class LabelBudget:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._taken = 0
+        self._num_bytes = 0
 
-    def take(self, num_bytes: int, name: str) -> None:
-        self._taken += num_bytes
-        check_labels(self._taken, self._max_bytes, name)
+    def spend(self, num_bytes: int, name: str) -> None:
+        self._num_bytes += num_bytes
+        check_labels(self._num_bytes, self._max_bytes, name)
 
 
 async def features_json(
@@ -61,23 +61,32 @@ async def features_json(
     """Raise ApiError ``capture_too_large`` if the labels exceed the budget of the answer."""
     active = result.ids[result.activations != 0.0] if result.drops_zeros else result.ids
     features, counts = np.unique(active, return_counts=True)
-    reader = _reader(result.name, operations)
+    reader = _label_reader(result.name, operations)
     labels = {} if reader is None else await reader.of(features.tolist())
-    sizes = [len(labels[one].encode()) if one in labels else 0 for one in features.tolist()]
-    budget.take(int(np.dot(sizes, counts)), result.name)
+    sizes = [
+        len(labels[feature_id].encode()) if feature_id in labels else 0 for feature_id in features.tolist()
+    ]
+    budget.spend(int(np.dot(sizes, counts)), result.name)
 
-    def made(start: int, stop: int) -> Iterator[list[dict[str, Any]]]:
+    def rows_between(start: int, stop: int) -> Iterator[list[dict[str, Any]]]:
         for row in result.rows(start, stop):
-            yield [{"id": one, "label": labels.get(one), "activation": value} for one, value in row]
+            yield [
+                {"id": feature_id, "label": labels.get(feature_id), "activation": value}
+                for feature_id, value in row
+            ]
 
-    rows = Rows(len(result.ids), result.ids.shape[1], made)
+    rows = Rows(len(result.ids), result.ids.shape[1], rows_between)
     return {"type": "features", "positions": result.positions, "features": rows}
 
 
-def _reader(name: str, operations: Sequence[Intervention]) -> LabelReader | None:
-    for one in operations:
-        if isinstance(one, Features) and one.name == name and isinstance(one.dictionary, NamedDictionary):
-            return one.dictionary.labels
+def _label_reader(name: str, operations: Sequence[Intervention]) -> LabelReader | None:
+    for operation in operations:
+        if (
+            isinstance(operation, Features)
+            and operation.name == name
+            and isinstance(operation.dictionary, NamedDictionary)
+        ):
+            return operation.dictionary.labels
     return None
 
 
@@ -127,17 +136,23 @@ async def choice_json(
     work.meter.captured_bytes += sum(map(_num_bytes, arrays.values()))
     text_bytes = sum(_text_bytes(result, arrays[result.name]) for result in collected.results)
     has_large_text = text_bytes > settings.inline_json_bytes and not inline
-    tensors, numbers, labels = _Places(), _Places(), LabelBudget(settings.max_capture_bytes_per_request)
+    tensors, numbers, labels = (
+        _TensorsInFile(),
+        _TensorsInFile(),
+        LabelBudget(settings.max_capture_bytes_per_request),
+    )
     answer: dict[str, Any] = {"results": {}}
     for result in collected.results:
-        if has_large_text and (own := arrays[result.name]):
-            links = {at: numbers.add(result.name, at, _tensor_of(array)) for at, array in own.items()}
-            found = _linked_json(result, links)
+        if has_large_text and (result_arrays := arrays[result.name]):
+            links = {
+                at: numbers.add(result.name, at, _tensor_of(array)) for at, array in result_arrays.items()
+            }
+            result_json = _linked_json(result, links)
         elif isinstance(result, CollectedFeatures):
-            found = await features_json(result, operations, labels)
+            result_json = await features_json(result, operations, labels)
         else:
-            found = _result_json(result, tensors, decode)
-        answer["results"][result.name] = found
+            result_json = _result_json(result, tensors, decode)
+        answer["results"][result.name] = result_json
     num_bytes = sum(len(tensor.data) for tensor, _ in tensors.values())
     work.meter.captured_bytes += num_bytes
     if inline or num_bytes <= settings.inline_tensor_bytes:
@@ -146,7 +161,7 @@ async def choice_json(
         file = await store.put(
             {key: tensor for key, (tensor, _) in in_file.items()}, work.tenant, work.meter.key_id
         )
-        _link(in_file, f"{base_path}/v1/results/{file.id}", file.expires_at)
+        _link_tensors(in_file, f"{base_path}/v1/results/{file.id}", file.expires_at)
     if collected.final:
         work.note_tier(collected.tier)
     if collected.final and collected.is_code:
@@ -170,22 +185,25 @@ def _applied_json(
     applied: Sequence[CollectedSites], operations: Sequence[Intervention]
 ) -> list[dict[str, Any]]:
     plain = [
-        {key: value for key, value in dataclasses.asdict(one).items() if value is not None} for one in applied
+        {key: value for key, value in dataclasses.asdict(entry).items() if value is not None}
+        for entry in applied
     ]
-    for one, operation in zip(plain, operations, strict=False):
-        detectors = [own.model_dump() for own in detectors_used(operation).values()]
+    for entry, operation in zip(plain, operations, strict=False):
+        detectors = [named.model_dump() for named in detectors_used(operation).values()]
         if detectors:
-            one["detectors"] = detectors
-        dictionaries = [own.model_dump() for own in dictionaries_used(operation).values()]
+            entry["detectors"] = detectors
+        dictionaries = [named.model_dump() for named in dictionaries_used(operation).values()]
         if dictionaries:
-            one["dictionaries"] = dictionaries
+            entry["dictionaries"] = dictionaries
         used = [
-            own.model_dump() for path, own in vectors_used(operation).items() if not path.startswith("when.")
+            named.model_dump()
+            for path, named in vectors_used(operation).items()
+            if not path.startswith("when.")
         ]
         if used and isinstance(operation, Steer) and operation.vectors is not None:
-            one["vectors"] = used
+            entry["vectors"] = used
         elif used:
-            (one["vector"],) = used
+            (entry["vector"],) = used
     return plain
 
 
@@ -226,7 +244,7 @@ def _linked_json(result: CollectedResult, links: dict[str, Any]) -> dict[str, An
     return {"type": kind, "positions": result.positions, field: empty, "tensors": links}  # type: ignore[union-attr]  # no trace's
 
 
-class _Places(dict[str, tuple[TensorResult, dict[str, Any]]]):
+class _TensorsInFile(dict[str, tuple[TensorResult, dict[str, Any]]]):
     """Tensors by their keys in a file, each with its object in the answer, which is filled in last."""
 
     def add(self, name: str, path: str, tensor: TensorResult) -> dict[str, Any]:
@@ -241,61 +259,65 @@ class _Places(dict[str, tuple[TensorResult, dict[str, Any]]]):
         return self[key][1]
 
     def embed(self) -> None:
-        for tensor, place in self.values():
-            place["dtype"], place["shape"] = tensor.dtype, list(tensor.shape)
-            place["data"] = base64.b64encode(tensor.data).decode("ascii")
-            place["encoding"] = "base64"
+        for tensor, tensor_json in self.values():
+            tensor_json["dtype"], tensor_json["shape"] = tensor.dtype, list(tensor.shape)
+            tensor_json["data"] = base64.b64encode(tensor.data).decode("ascii")
+            tensor_json["encoding"] = "base64"
         self.clear()
 
 
-def _link(places: Mapping[str, tuple[TensorResult, dict[str, Any]]], url: str, expires_at: float) -> None:
-    for key, (tensor, place) in places.items():
-        place["url"], place["format"], place["key"] = url, "safetensors", key
-        place["dtype"], place["shape"] = tensor.dtype, list(tensor.shape)
-        place["expires_at"] = math.floor(expires_at)  # the file exists at least as long as the answer says
+def _link_tensors(
+    tensors: Mapping[str, tuple[TensorResult, dict[str, Any]]], url: str, expires_at: float
+) -> None:
+    for key, (tensor, tensor_json) in tensors.items():
+        tensor_json["url"], tensor_json["format"], tensor_json["key"] = url, "safetensors", key
+        tensor_json["dtype"], tensor_json["shape"] = tensor.dtype, list(tensor.shape)
+        tensor_json["expires_at"] = math.floor(
+            expires_at
+        )  # the file exists at least as long as the answer says
 
 
-def _below(place: str, key: object) -> str:
+def _path_below(path: str, key: object) -> str:
     """Return the path of an item, escaped as in JSON pointers, so that paths of different keys differ."""
-    return f"{place}/{_escaped(str(key))}"
+    return f"{path}/{_escaped(str(key))}"
 
 
 def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _result_json(result: _Plain, tensors: _Places, decode: Decode) -> dict[str, Any]:
+def _result_json(result: _Plain, tensors: _TensorsInFile, decode: Decode) -> dict[str, Any]:
     if isinstance(result, CollectedCapture):
         return _capture_json(result, tensors)
     if isinstance(result, CollectedTrace):
         return _trace_json(result, tensors)
     if isinstance(result, CollectedProbe):
-        points = {point: _numbers(values) for point, values in result.points.items()}
+        points = {point: _number_rows(values) for point, values in result.points.items()}
         return {"type": "probe", "positions": result.positions, "points": points}
     if isinstance(result, CollectedScores):
-        return {"type": "detect", "positions": result.positions, "scores": _numbers(result.scores)}
+        return {"type": "detect", "positions": result.positions, "scores": _number_rows(result.scores)}
     if isinstance(result, CollectedMarks):
         return {"type": result.kind, "positions": result.positions}
     layers = {str(layer): _lens_rows(rows, decode) for layer, rows in result.layers.items()}
     return {"type": "logit_lens", "positions": result.positions, "layers": layers}
 
 
-def _numbers(values: Array) -> Rows:
+def _number_rows(values: Array) -> Rows:
     return Rows(len(values), 1, lambda start, stop: values[start:stop].tolist())
 
 
 def _lens_rows(rows: LensRows, decode: Decode) -> Rows:
-    def made(start: int, stop: int) -> Iterator[dict[str, Any]]:
+    def rows_between(start: int, stop: int) -> Iterator[dict[str, Any]]:
         for top, targets in rows.rows(start, stop):
             yield {
                 "top": [_token_json(token, decode) for token in top],
                 "targets": [_token_json(token, decode) for token in targets],
             }
 
-    return Rows(len(rows.ids), rows.ids.shape[1] + len(rows.targets), made)
+    return Rows(len(rows.ids), rows.ids.shape[1] + len(rows.targets), rows_between)
 
 
-def _capture_json(capture: CollectedCapture, tensors: _Places) -> dict[str, Any]:
+def _capture_json(capture: CollectedCapture, tensors: _TensorsInFile) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "type": "capture",
         "positions": capture.positions,
@@ -309,20 +331,22 @@ def _capture_json(capture: CollectedCapture, tensors: _Places) -> dict[str, Any]
     return answer
 
 
-def _trace_json(result: CollectedTrace, tensors: _Places) -> dict[str, Any]:
-    def plain(value: Any, place: str) -> Any:
+def _trace_json(result: CollectedTrace, tensors: _TensorsInFile) -> dict[str, Any]:
+    def plain(value: Any, path: str) -> Any:
         if isinstance(value, TensorResult):
-            return tensors.add(result.name, place, value)
+            return tensors.add(result.name, path, value)
         if isinstance(value, dict):
-            return {key: plain(item, _below(place, key)) for key, item in value.items()}
+            return {key: plain(item, _path_below(path, key)) for key, item in value.items()}
         if isinstance(value, list):
-            return [plain(item, _below(place, index)) for index, item in enumerate(value)]
+            return [plain(item, _path_below(path, index)) for index, item in enumerate(value)]
         return value
 
     answer: dict[str, Any] = {"type": "trace", "saves": {}}
     answer["saves"] = {name: plain(value, _escaped(name)) for name, value in result.saves.items()}
     if result.grown:
-        answer["grown"] = {name: plain(value, _below(_GROWN, name)) for name, value in result.grown.items()}
+        answer["grown"] = {
+            name: plain(value, _path_below(_GROWN, name)) for name, value in result.grown.items()
+        }
     if result.printed:
         answer["printed"] = result.printed
     if result.warnings:

@@ -13,6 +13,7 @@ from api_schemas.errors import ApiError, ErrorCode, clip
 from api_schemas.points import PointPattern, point_name
 from api_schemas.server import Capabilities, CapabilityLimits, ModelSizes, PointCapability
 from app.auth.principal import takes_code
+from app.formats.json_bodies import MAX_JSON_DEPTH
 from app.settings import Settings
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.remote_backend.messages import TraceHead
@@ -21,7 +22,7 @@ MODELS: Final = "/v1/models"
 _DEFAULT_REVISION: Final = "main"
 _CACHED: Final = re.compile(r"models--(?P<owner>[^/]+)--(?P<name>[^/]+?)(/|$)")
 """A repository's folder in the cache of Hugging Face."""
-_ANY: Final = re.compile(
+_MEANINGLESS: Final = re.compile(
     r"(?:globalstep|checkpoint|epoch|step|run)?[0-9]*|final|last|latest|model|output|[0-9a-f]{40}"
 )
 """Folders whose names say nothing about the model."""
@@ -45,7 +46,7 @@ class ServedModel:
     @property
     def all_names(self) -> tuple[str, ...]:
         """The names that clients may use; those under which it is served come first."""
-        source = _normal(self.source)
+        source = posixpath.normpath(self.source)
         others = (posixpath.basename(source),) if _is_path(source) else (source, posixpath.basename(source))
         return tuple(dict.fromkeys((*self.names, *others, *self.adapters)))
 
@@ -55,8 +56,12 @@ class ServedModel:
         ``Llama-3.2-1B`` and ``meta-llama/llama-3.2-1b`` are one model. A folder on the author's machine says
         nothing, nor does a folder here that is called ``checkpoint-400``.
         """
-        ours = {plain for one in (*self.all_names, self.source) if not _ANY.fullmatch(plain := _plain(one))}
-        return bool(ours) and not _is_path(name) and bool(_plain(name)) and _plain(name) not in ours
+        ours = {
+            plain
+            for own_name in (*self.all_names, self.source)
+            if not _MEANINGLESS.fullmatch(plain := _comparable(own_name))
+        }
+        return bool(ours) and not _is_path(name) and bool(_comparable(name)) and _comparable(name) not in ours
 
     def warnings_of(self, name: str, file: str, refused: ErrorCode | None = None) -> list[str]:
         """Return a warning about a file of another model, or raise the ApiError ``refused`` instead."""
@@ -101,9 +106,9 @@ class ServedModel:
         )
 
     def _is_called(self, name: str) -> bool:
-        return name in self.names or _normal(name) in {
-            _normal(self.source),
-            posixpath.basename(_normal(self.source)),
+        return name in self.names or posixpath.normpath(name) in {
+            posixpath.normpath(self.source),
+            posixpath.basename(posixpath.normpath(self.source)),
         }
 
 
@@ -111,14 +116,10 @@ def _is_path(name: str) -> bool:
     return name.startswith(("/", "./", "../", "~")) or "\\" in name
 
 
-def _normal(name: str) -> str:
-    return posixpath.normpath(name)
-
-
-def _plain(name: str) -> str:
+def _comparable(name: str) -> str:
     """Return a model's name without owner, case, punctuation, and the ``hf`` of converted weights."""
     cached = _CACHED.search(name)
-    base = cached["name"] if cached else posixpath.basename(_normal(name))
+    base = cached["name"] if cached else posixpath.basename(posixpath.normpath(name))
     plain = re.sub(r"[^0-9a-z]", "", base.lower()).removesuffix("hf")
     return _ALIASES.get(plain, plain)
 
@@ -131,16 +132,16 @@ def describe(spec: ModelSpec, settings: Settings) -> Capabilities:
         model=spec.name,
         architecture=spec.architecture,
         dtype=spec.dtype,
-        points=[_point(leaf) for leaf in spec.leaves],
+        points=[_capability_of(leaf) for leaf in spec.leaves],
         operations=sorted(operations),
         limits=CapabilityLimits(
-            max_operations=settings.max_operations,
-            max_tensor_bytes=settings.max_tensor_bytes,
+            max_operations=settings.bounds.max_operations,
+            max_tensor_bytes=settings.bounds.max_tensor_bytes,
             max_capture_bytes=spec.max_capture_bytes,
             max_work=spec.max_work,
             max_num_batched_tokens=spec.max_num_batched_tokens,
             max_body_bytes=settings.max_body_bytes,
-            max_json_depth=settings.max_json_depth,
+            max_json_depth=MAX_JSON_DEPTH,
         ),
         sizes=ModelSizes(
             num_layers=spec.num_layers,
@@ -155,13 +156,13 @@ def spec_of(capabilities: Capabilities) -> ModelSpec:
     sizes = capabilities.sizes
     leaves = tuple(
         LeafSpec(
-            PointPattern.parse(one.name).leaf,
-            tuple(one.shape),
-            one.tier,
-            tuple(one.operations),
-            None if one.layers is None else tuple(one.layers),
+            PointPattern.parse(point.name).leaf,
+            tuple(point.shape),
+            point.tier,
+            tuple(point.operations),
+            None if point.layers is None else tuple(point.layers),
         )
-        for one in capabilities.points
+        for point in capabilities.points
     )
     return ModelSpec(
         name=capabilities.model,
@@ -178,7 +179,7 @@ def spec_of(capabilities: Capabilities) -> ModelSpec:
     )
 
 
-def _point(leaf: LeafSpec) -> PointCapability:
+def _capability_of(leaf: LeafSpec) -> PointCapability:
     return PointCapability(
         name=point_name(leaf.name),
         shape=list(leaf.shape),
@@ -193,8 +194,8 @@ def model_of(listed: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return a model of the caller's list; raises ApiError ``model_not_found``."""
     for card in listed["data"]:
         if card["id"] == name:
-            found: dict[str, Any] = card
-            return found
+            model: dict[str, Any] = card
+            return model
     raise ApiError(
         ErrorCode.MODEL_NOT_FOUND,
         f"The model {clip(name)!r} does not exist, or is not yours; GET {MODELS} lists the names.",

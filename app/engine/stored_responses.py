@@ -51,16 +51,16 @@ class StoredResponses(MutableMapping[str, Any]):
         """Set an entry; ``queue_full`` if all older ones beyond the limits are needed."""
         tenant = tenant_served()
         self._entries[tenant, name] = value
-        own = [key for key in self._entries if key[0] == tenant]
+        own_keys = [key for key in self._entries if key[0] == tenant]
         try:
-            self._drop(own, self._max_of_tenant)
+            self._drop(own_keys, self._max_of_tenant)
             self._drop(list(self._entries), self._max_stored)
         except ApiError:
             del self._entries[tenant, name]
             raise
 
-    def _drop(self, entries: list[Entry], most: int) -> None:
-        num_over = len(entries) - most
+    def _drop(self, entries: list[Entry], max_entries: int) -> None:
+        num_over = len(entries) - max_entries
         for key in entries if num_over > 0 else ():
             if not self._is_needed(key, self._entries[key]):
                 del self._entries[key]
@@ -70,8 +70,8 @@ class StoredResponses(MutableMapping[str, Any]):
         if num_over > 0:
             raise ApiError(
                 ErrorCode.QUEUE_FULL,
-                f"{most} responses in the background are under way, as many as may be; send this again when "
-                "one of them has ended, or cancel one.",
+                f"{max_entries} responses in the background are under way, as many as may be; send this "
+                "again when one of them has ended, or cancel one.",
                 "background",
             )
 

@@ -17,9 +17,9 @@ from typing import Any, Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
-from app.admission.slot_pool import FairQueue
 from app.engine.client import event_frame
 from app.http.errors import internal_error
+from app.limits.slots import FairQueue
 from app.limits.tenant_budget import TenantBudget
 from app.settings import Settings
 from nnsight_engine.core.work_context import current_work
@@ -49,7 +49,7 @@ class ProcessJob:
     Attributes:
         frames: Frames for the client; an ApiError or None ends them.
         has_begun: Whether it has started to run; if not, another process may retry it.
-        over: Resolved when it uses no resources any more.
+        released: Resolved when it uses no resources any more.
     """
 
     def __init__(self, request: TraceRequest, engine: str, unread: Backpressure) -> None:
@@ -64,11 +64,11 @@ class ProcessJob:
         self.context = contextvars.copy_context()
         work = current_work()
         self.meter = None if work is None else work.meter
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self.meter is not None:
-            self.meter.expect(self.over)
+            self.meter.expect(self.released)
         self._request: asyncio.Task[None] | None = None
-        self._share = unread.share(self._drop, _MAX_UNREAD_BYTES)
+        self._share = unread.share(self._end_unread, _MAX_UNREAD_BYTES)
 
     def notify(self, status: JobStatus, message: str | None = None) -> None:
         frame = event_frame(status, message=message, engine=self.engine)
@@ -88,8 +88,8 @@ class ProcessJob:
 
     def end(self) -> None:
         """Record that it uses no resources any more; idempotent."""
-        if not self.over.done():
-            self.over.set_result(None)
+        if not self.released.done():
+            self.released.set_result(None)
 
     async def wait_answered(self) -> None:
         """Raise DecodeError if the last request of its process is not over.
@@ -111,7 +111,7 @@ class ProcessJob:
             self._request.cancel()
             await asyncio.gather(self._request, return_exceptions=True)
 
-    def _drop(self, error: SlowReaderError) -> None:
+    def _end_unread(self, error: SlowReaderError) -> None:
         """Cancel the trace, discard its unread frames and leave the reason for the next read."""
         while not self.frames.empty():
             self.frames.get_nowait()
@@ -234,15 +234,13 @@ class TraceProcesses:
                 self.notify_positions()
 
     def _check_takes_more(self, request: TraceRequest) -> None:
-        num_waiting = len(self._queue)
-        if not num_waiting and self.num_running < len(self._slots):
-            return
-        if not request.may_exceed_queue:
-            own = sum(job.request.tenant == request.tenant for job in self._queue)
-            self.waiting.check(request.tenant, own)
-        self.waiting.check_total(num_waiting)
+        def waiting_of(tenant: str) -> int:
+            return sum(tenant in {"", job.request.tenant} for job in self._queue)
 
-    async def take(self) -> ProcessJob:
+        if len(self._queue) or self.num_running == len(self._slots):
+            self.waiting.check("" if request.may_exceed_queue else request.tenant, used=waiting_of)
+
+    async def next_job(self) -> ProcessJob:
         return await self._queue.take()
 
     def notify_positions(self) -> None:
@@ -283,12 +281,12 @@ class _ProcessSlot:
     async def _run_next(self) -> None:
         if self._traces.starts_ahead:
             with contextlib.suppress(ApiError):
-                await self._ready()
-        job = self.running = await self._traces.take()
+                await self._ready_process()
+        job = self.running = await self._traces.next_job()
         is_broken = False
         try:
             self._traces.notify_positions()
-            await self._serve(job)
+            await self._run_with_retry(job)
         except ApiError as error:
             job.frames.put_nowait(error)
         except Exception:
@@ -297,9 +295,9 @@ class _ProcessSlot:
             is_broken = True
         self.running = None
         job.end()
-        await (self.drop() if is_broken else self._settle())
+        await (self.drop() if is_broken else self._wait_settled())
 
-    async def _settle(self) -> None:
+    async def _wait_settled(self) -> None:
         """Wait until the process has undone the effects of an answered trace; kill it if it does not."""
         child = self.child
         if child is None or self._is_settled:
@@ -314,12 +312,12 @@ class _ProcessSlot:
                 await self.drop()
             self._is_settled = True
 
-    async def _ready(self) -> TraceProcess:
+    async def _ready_process(self) -> TraceProcess:
         if self.child is not None and not self.child.has_ended:
             return self.child
         await self.drop()
         if time.monotonic() < self._retry_at:
-            raise self._refusal()
+            raise self._start_failure()
         traces = self._traces
         try:
             child = self.child = await TraceProcess.start(
@@ -338,9 +336,9 @@ class _ProcessSlot:
         logger.error("%s could not be started: %s", traces.purpose, self._failure)
         await self.drop()
         self._retry_at = time.monotonic() + _PAUSE_S
-        raise self._refusal()
+        raise self._start_failure()
 
-    def _refusal(self) -> ApiError:
+    def _start_failure(self) -> ApiError:
         return ApiError(
             ErrorCode.LOCAL_ENGINE_FAILED,
             f"The server could not start {self._traces.purpose}: {self._failure}. Its log has the details; "
@@ -352,25 +350,25 @@ class _ProcessSlot:
         if child is not None:
             await child.close()
 
-    async def _serve(self, job: ProcessJob) -> None:
+    async def _run_with_retry(self, job: ProcessJob) -> None:
         """Run a trace, on a second process if the first had ended before the trace began."""
         if job.cancelled.is_set():
             return
         for is_last in (False, True):
             try:
-                await self._serve_in(await self._ready(), job)
+                await self._run_in(await self._ready_process(), job)
             except ProcessEndedError as error:
                 await self.drop()
                 if is_last or job.has_begun or job.cancelled.is_set():
-                    raise self._ended(job, error) from error
+                    raise self._process_ended(job, error) from error
             else:
                 return
 
-    async def _serve_in(self, child: TraceProcess, job: ProcessJob) -> None:
+    async def _run_in(self, child: TraceProcess, job: ProcessJob) -> None:
         self._num_runs += 1
         number = self._num_runs
-        begin = time.monotonic()
-        watch = asyncio.create_task(self._watch(child, job, number))
+        started_at = time.monotonic()
+        watch = asyncio.create_task(self._end_overdue(child, job, number))
         try:
             if not child.has_nothing_unread:
                 raise ProcessEndedError(None)
@@ -383,14 +381,14 @@ class _ProcessSlot:
             raise ProcessEndedError(None) from error
         finally:
             if job.meter is not None and self._traces.are_engines:
-                job.meter.intervention_s += time.monotonic() - begin
+                job.meter.intervention_s += time.monotonic() - started_at
             try:
                 watch.cancel()
                 await asyncio.gather(watch, return_exceptions=True)
             finally:
                 await job.end_request()
 
-    async def _watch(self, child: TraceProcess, job: ProcessJob, number: int) -> None:
+    async def _end_overdue(self, child: TraceProcess, job: ProcessJob, number: int) -> None:
         """Cancel a trace that nothing waits for or that exceeded its time, then kill the process."""
         try:
             async with asyncio.timeout(self._traces.time_limit_s):
@@ -418,7 +416,7 @@ class _ProcessSlot:
         if not isinstance(event, dict):
             raise DecodeError("an event is an object")
         if frame.kind is FrameKind.ERROR:
-            raise self._failed(event, job)
+            raise self._trace_error(event, job)
         await self._on_event(child, event, job)
         return False
 
@@ -436,23 +434,23 @@ class _ProcessSlot:
         else:
             await self._traces.serve_request(child, event, job)
 
-    def _failed(self, event: dict[str, Any], job: ProcessJob) -> ApiError:
+    def _trace_error(self, event: dict[str, Any], job: ProcessJob) -> ApiError:
         error = event.get("error")
         error = error if isinstance(error, dict) else {}
         if error.get("code") == ErrorCode.INVALID_TRACE:
             return ApiError(ErrorCode.INVALID_TRACE, str(error.get("message", "")))
-        return self._time_out() if job.is_late else internal_error()
+        return self._timed_out() if job.is_late else internal_error()
 
-    def _ended(self, job: ProcessJob, error: ProcessEndedError) -> ApiError:
+    def _process_ended(self, job: ProcessJob, error: ProcessEndedError) -> ApiError:
         if job.is_late:
-            return self._time_out()
+            return self._timed_out()
         return ApiError(
             ErrorCode.TRACE_PROCESS_ENDED,
             f"The process that ran the trace has ended: {error}. Possible causes are a block that runs out "
             "of memory or ends its process; the server has started another one.",
         )
 
-    def _time_out(self) -> ApiError:
+    def _timed_out(self) -> ApiError:
         return ApiError(
             ErrorCode.TRACE_TIMED_OUT,
             f"A trace may run for {self._traces.time_limit_s:g} s (trace_time_limit_s), and this one was "

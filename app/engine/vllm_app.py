@@ -46,7 +46,7 @@ from app.engine.adapters import AdapterLocks, AdapterModels, check_adapter_reque
 from app.engine.answer_parsers import mend_chat, mend_messages, mend_responses
 from app.engine.client import EngineReply
 from app.engine.stored_responses import is_under_way, stores_of_responses
-from app.engine.vllm_errors import cause_of, corrected, raise_message_errors, raise_stream_errors, raised
+from app.engine.vllm_errors import cause_of, corrected, raise_message_errors, raise_stream_errors, refusal_of
 from app.http.contexts import context_of, note_error
 from app.http.errors import error_response
 from app.http.vllm_routes import LOAD_ADAPTER, RESPONSES, UNLOAD_ADAPTER
@@ -63,7 +63,7 @@ class VLLMApp(FastAPI):
         self._args = self.state.args = args
         init_exception_handler(self)
         for kind in _OURS:  # vLLM's own handler would end the server
-            self.add_exception_handler(kind, _answer)
+            self.add_exception_handler(kind, _error_answer)
         for router in (basic_router, cache_router, info_router, pause_router, sleep_router):
             self.include_router(router)
         attach_tokenize_router(self)
@@ -107,14 +107,14 @@ class VLLMApp(FastAPI):
             register_pooling_api_routers(self, tasks, engine.model_config)
             if "generate" in tasks:
                 register_generate_api_routers(self)
-        before = list(self.adapters.values())
+        loaded_adapters = list(self.adapters.values())
         if self._models is not None:
             self._args.lora_modules = None  # those of the engine before are loaded, as they were last
         await init_app_state(engine, self.state, self._args, tasks)
         models = self.state.openai_serving_models
         models.__class__ = AdapterModels
         models.lora_resolver_lock = AdapterLocks()
-        await load_again(models, before)
+        await load_again(models, loaded_adapters)
         self._models = models
         if "generate" not in tasks:
             return
@@ -130,15 +130,15 @@ class VLLMApp(FastAPI):
 
     def serving(self, name: str) -> Any:
         """Return one of vLLM's serving classes; raises ApiError if the model does not generate."""
-        found = getattr(self.state, name, None)
-        if found is None:
+        serving_class = getattr(self.state, name, None)
+        if serving_class is None:
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
                 "The model is served to embed or classify, and generates no text; ask /v1/embeddings, "
                 "/pooling or /classify.",
                 "model",
             )
-        return found
+        return serving_class
 
 
 class _Corrected:
@@ -146,29 +146,29 @@ class _Corrected:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        held: list[Message] = []
+        held_messages: list[Message] = []
 
         async def sent(message: Message) -> None:
             is_start = message["type"] == "http.response.start"
-            if not held and not (is_start and message["status"] >= HTTPStatus.BAD_REQUEST):
+            if not held_messages and not (is_start and message["status"] >= HTTPStatus.BAD_REQUEST):
                 await send(message)
                 return
-            held.append(message)
+            held_messages.append(message)
             if not is_start and not message.get("more_body", False):
-                start, *bodies = held
-                text = corrected(b"".join(one.get("body", b"") for one in bodies).decode())
-                headers = [one for one in start["headers"] if one[0] != b"content-length"]
+                head, *bodies = held_messages
+                text = corrected(b"".join(body.get("body", b"") for body in bodies).decode())
+                headers = [header for header in head["headers"] if header[0] != b"content-length"]
                 size = str(len(text.encode())).encode()
-                await send({**start, "headers": [*headers, (b"content-length", size)]})
+                await send({**head, "headers": [*headers, (b"content-length", size)]})
                 await send({"type": "http.response.body", "body": text.encode()})
 
         await self._app(scope, receive, sent)
 
 
-async def _answer(_request: Request, error: Exception) -> Response:
-    found = raised(error)
-    if isinstance(found, ApiError):
-        return error_response(found)
+async def _error_answer(_request: Request, error: Exception) -> Response:
+    refusal = refusal_of(error)
+    if isinstance(refusal, ApiError):
+        return error_response(refusal)
     refused = create_error_response(cause_of(error))
     return JSONResponse(refused.model_dump(), status_code=refused.error.code)
 
@@ -195,7 +195,7 @@ class BackgroundApp:
         response_id = answer.get("id") if isinstance(answer, dict) else None
         task: asyncio.Task[None] | None = self._serving.background_tasks.get(response_id)
         if task is not None:
-            await _ended(task, scope)
+            await _wait_ended(task, scope)
         stored = self._serving.response_store.get(response_id)
         if stored is not None and is_under_way(stored):
             stored.status = "failed"
@@ -203,14 +203,14 @@ class BackgroundApp:
                 note_error(scope, "internal_error")
 
 
-async def _ended(task: asyncio.Task[None], scope: Scope) -> None:
+async def _wait_ended(task: asyncio.Task[None], scope: Scope) -> None:
     reached = context_of(scope).deadline.reached
     waited_for: set[asyncio.Future[Any]] = {task, reached}
     await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
     task.cancel()
     (error,) = await asyncio.gather(task, return_exceptions=True)
     if isinstance(error, Exception):
-        note_error(scope, getattr(raised(error), "code", "internal_error"))
+        note_error(scope, getattr(refusal_of(error), "code", "internal_error"))
         logger.warning("a response in the background has failed: %s", type(error).__name__)
     elif reached.done():
         note_error(scope, reached.result().code)

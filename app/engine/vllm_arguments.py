@@ -45,7 +45,7 @@ def parse(arguments: list[str], *, compiles: bool = False) -> argparse.Namespace
     parser = make_arg_parser(_Parser(prog="nnsight-engine serve"))
     args: argparse.Namespace = parser.parse_args(arguments)
     refuse_ignored(args, parser)
-    _check(args)
+    _check_before_load(args)
     args.model = args.model_tag
     for option in ("worker_cls", "scheduler_cls"):
         if getattr(args, option) not in {None, False, "auto"}:
@@ -67,19 +67,15 @@ def engine_arguments(args: argparse.Namespace, settings: Settings) -> AsyncEngin
         settings.max_capture_bytes_per_request,
         settings.max_capture_bytes_engine,
         max_work=settings.max_work,
-        max_step_work=settings.max_step_work,
         loaded_dictionary_bytes=settings.loaded_dictionary_bytes,
         trace_step_s=settings.trace_step_s,
         max_trace_bytes=settings.max_trace_bytes,
         sandbox=settings.sandbox,
         sandbox_bytes=settings.sandbox_bytes,
         sandbox_step_s=settings.sandbox_step_s,
-        sandbox_wait_s=settings.sandbox_wait_s,
-        sandbox_cpu_s=settings.sandbox_cpu_s,
         sandbox_needs_namespaces=settings.sandbox_needs_namespaces,
         max_sandboxes=settings.max_sandboxes,
         fair_window_s=settings.fair_window_s,
-        fair_step=settings.fair_step,
         taps=settings.taps,
         intervention_graphs=settings.intervention_graphs,
         points=settings.points,
@@ -110,7 +106,7 @@ def message_of(error: Exception) -> str:
     return str(error.args[0] if isinstance(error, KeyError) else error)
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check_before_load(args: argparse.Namespace) -> None:
     """Import the parsers that plugins add, and check what vLLM's server checks before it loads the model."""
     if args.lora_modules and not args.enable_lora:
         raise UnsupportedOptionError("--lora-modules needs --enable-lora; add it")

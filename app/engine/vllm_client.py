@@ -4,7 +4,7 @@ A request without interventions goes through vLLM's request models, serving clas
 through no code of ours. With them, it takes the same path while its task carries the call, and the results
 are added to each choice of its answer.
 
-vLLM does not detect an engine that hangs; a probe does. The engine answers probes between two steps, so a
+vLLM does not detect an engine that hangs; a question to it does. The engine answers between two steps, so a
 step that takes too long shows.
 """
 
@@ -36,21 +36,20 @@ from api_schemas.generation import TokenizeRequest
 from api_schemas.interventions import FIELD, Intervention
 from api_schemas.operations import Steer, Trace
 from api_schemas.server import Capabilities
-from app.admission.slot_pool import SlotPool
 from app.auth.principal import sandbox_of
 from app.engine.answer_parsers import markers_of
-from app.engine.call_results import Call, CallResults, note_stop, with_results
+from app.engine.call_results import Call, CallResults, InterveningApp, note_stop, with_results
 from app.engine.client import DescribedModel, EngineReply, JsonObject, TraceEngine
 from app.engine.grammars import Grammars, read_accepted, setup_of
-from app.engine.intervening_app import InterveningApp
 from app.engine.media import register_connector
 from app.engine.served_model import ServedModel, describe
 from app.engine.vllm_app import BackgroundApp, VLLMApp, counted
 from app.engine.vllm_arguments import engine_arguments, message_of
-from app.engine.vllm_errors import Refusals, RefusedError, raised, translating_engine_death
+from app.engine.vllm_errors import Refusals, RefusedError, refusal_of, translating_engine_death
 from app.engine.vllm_requests import ids_of, refusing, texts_of, tokenize_request
-from app.engine.vllm_traces import VLLMTraceEngine
+from app.engine.vllm_traces import MAX_TRACE_REQUESTS, VLLMTraceEngine
 from app.http.contexts import context_of
+from app.limits.slots import Slots
 from app.limits.tenant_budget import TenantBudget
 from app.process_environment import (
     environment_for_traces,
@@ -67,25 +66,25 @@ from nnsight_engine.core.work_context import EngineCounts
 from nnsight_engine.plans.request_plan import NO_MARKERS
 from nnsight_engine.remote_backend.messages import TraceHead, fingerprint_of
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM, carrying
-from nnsight_engine.vllm_backend.call import InterventionCall
 from nnsight_engine.vllm_backend.compat import engine_config
 from nnsight_engine.vllm_backend.content_logs import redact_content
-from nnsight_engine.vllm_backend.request_code import encoded_code, filename_of
-from nnsight_engine.vllm_backend.rpc_results import SharedMemoryResults, answer
+from nnsight_engine.vllm_backend.operations_call import InterventionCall
+from nnsight_engine.vllm_backend.rpc_results import SharedMemoryResults, common_result
 from nnsight_engine.vllm_backend.trace_call import TraceCall
+from nnsight_engine.vllm_backend.trace_code import encoded_code, filename_of
 
 _NUM_INTERVALS: Final = 20
 """The number of intervals into which the time limit is divided."""
 
 
-async def stalled(probe: Callable[[], Awaitable[Any]], limit_s: Callable[[], float]) -> None:
-    """Return once the engine has left a probe unanswered for too long; any answer, an error too, is one.
+async def wait_stalled(ask_engine: Callable[[], Awaitable[Any]], limit_s: Callable[[], float]) -> None:
+    """Return once the engine has left a question unanswered for too long; any answer, an error too, is one.
 
     Time is counted in intervals in which this task itself ran: a suspended machine or a frozen container
     stops both sides, and neither has stalled.
     """
     while True:
-        task = asyncio.ensure_future(probe())
+        task = asyncio.ensure_future(ask_engine())
         try:
             waited_s = 0.0
             while not task.done():
@@ -117,19 +116,19 @@ class VLLMEngineClient:
         self._settings = settings
         self._store = store
         self._engine: InterventionAsyncLLM | None = None
-        self._memory: ProcessFolder | None = None
-        self._sockets: ProcessFolder | None = None
+        self._memory_folder: ProcessFolder | None = None
+        self._socket_folder: ProcessFolder | None = None
         self._is_ready = False
         self._fingerprint = ""
         self._loading: asyncio.Task[InterventionAsyncLLM] | None = None
         self._described: DescribedModel | None = None
         self._capabilities: Capabilities | None = None
-        self._known_texts: TokenTexts | None = None
+        self._loaded_texts: TokenTexts | None = None
         self._markers = NO_MARKERS
         self.started = asyncio.Event()
         self._vllm_app = VLLMApp(args)
         budget = TenantBudget.of(settings)
-        self._sandboxes = SlotPool(budget.sandboxes, budget.waiting_sandboxed)
+        self._sandboxes = Slots(budget.sandboxes, budget.waiting_sandboxed)
         self._grammars = Grammars(settings, environment_for_traces())
         redact_content()
         self._traces: dict[str, TraceEngine] = {
@@ -152,31 +151,33 @@ class VLLMEngineClient:
         return self._engine
 
     @property
-    def _texts(self) -> TokenTexts:
-        if self._known_texts is None:
-            self._known_texts = TokenTexts(self.engine.renderer.get_tokenizer())
-        return self._known_texts
+    def _token_texts(self) -> TokenTexts:
+        if self._loaded_texts is None:
+            self._loaded_texts = TokenTexts(self.engine.renderer.get_tokenizer())
+        return self._loaded_texts
 
     async def start(self) -> None:
         if self.started.is_set():
             spawn_engines()
-        self._sockets = None if is_socket_folder_set() else claim_socket_folder()
-        if self._sockets is not None:
-            set_socket_folder(self._sockets.path)
+        self._socket_folder = None if is_socket_folder_set() else claim_socket_folder()
+        if self._socket_folder is not None:
+            set_socket_folder(self._socket_folder.path)
         # A thread cannot be cancelled: `close` waits for it, so that no engine is left running.
-        self._loading = asyncio.create_task(asyncio.to_thread(self._load))
+        self._loading = asyncio.create_task(asyncio.to_thread(self._load_engine))
         self._engine = await asyncio.shield(self._loading)
         self._fingerprint = fingerprint_of(self._engine.vllm_config.model_config.hf_config)
         async with asyncio.timeout(_WARM_UP_S):
             await self._engine.describe()
-            self._memory = claim_memory_folder()
-            self._grammars.begin(setup_of(self._engine))
+            self._memory_folder = claim_memory_folder()
+            self._grammars.use(setup_of(self._engine))
             self._engine.accept_grammars(self._grammars.accept)
-            self._engine.handover = None if self._memory is None else SharedMemoryResults(self._memory.path)
+            self._engine.handover = (
+                None if self._memory_folder is None else SharedMemoryResults(self._memory_folder.path)
+            )
             await self._vllm_app.use(self._engine)
-            await self._generate_one()
+            await self._warm_up()
             if not self._args.skip_tokenizer_init:
-                await asyncio.to_thread(self._texts.text, 0)  # loads the vocabulary
+                await asyncio.to_thread(self._token_texts.text, 0)  # loads the vocabulary
                 tools = self._args.tool_call_parser or ""
                 self._markers = await asyncio.to_thread(markers_of, self._engine, tools)
         if self.started.is_set():
@@ -198,7 +199,7 @@ class VLLMEngineClient:
             return
         try:
             # The time of blocks in a step has its own limits, which are added to the timeout.
-            await stalled(engine.is_sleeping, lambda: timeout_s + step_s * engine.num_other_requests)
+            await wait_stalled(engine.is_sleeping, lambda: timeout_s + step_s * engine.num_other_requests)
             logger.error(
                 "a step takes longer than engine_stall_timeout_s, %g s: killing the engine", timeout_s
             )
@@ -206,12 +207,12 @@ class VLLMEngineClient:
         except Exception:
             logger.exception("the engine watchdog has failed: a hanging engine is no longer detected")
 
-    async def _generate_one(self) -> None:
+    async def _warm_up(self) -> None:
         """Run the model on each engine, so that it is reported ready only after it has worked."""
         tasks = await self.engine.get_supported_tasks()
         for rank in range(self.engine.num_engines):
             if "generate" not in tasks:
-                await self._pool_one(tasks)
+                await self._warm_up_pooling(tasks)
                 continue
             params = SamplingParams(max_tokens=1, temperature=0.0)
             num_tokens = 0
@@ -222,13 +223,13 @@ class VLLMEngineClient:
             if not num_tokens:
                 raise RuntimeError("the engine answers, and generates no token")
 
-    async def _pool_one(self, tasks: tuple[SupportedTask, ...]) -> None:
+    async def _warm_up_pooling(self, tasks: tuple[SupportedTask, ...]) -> None:
         params = PoolingParams(task=self.engine.model_config.get_pooling_task(tasks))
         params.verify(self.engine.model_config)
         async for _ in self.engine.encode({"prompt_token_ids": [0]}, params, f"warm-up-{uuid.uuid4()}"):
             pass
 
-    def _load(self) -> InterventionAsyncLLM:
+    def _load_engine(self) -> InterventionAsyncLLM:
         for adapter in self._args.lora_modules or ():  # a relative path may be a repository's name
             adapter.path = get_adapter_absolute_path(adapter.path)
         register_connector()
@@ -256,12 +257,12 @@ class VLLMEngineClient:
                 # It would mistake the engine's orderly shutdown for its death.
                 engine.output_handler.cancel()
             await asyncio.to_thread(engine.shutdown)
-        if self._sockets is not None:
+        if self._socket_folder is not None:
             set_socket_folder(None)
-        for folder in (self._memory, self._sockets):
+        for folder in (self._memory_folder, self._socket_folder):
             if folder is not None:
                 folder.release()
-        self._memory = self._sockets = None
+        self._memory_folder = self._socket_folder = None
 
     def capabilities(self) -> Capabilities:
         if self._capabilities is None:  # the same for every engine, since the model is the same
@@ -288,8 +289,8 @@ class VLLMEngineClient:
     async def describe_model(self) -> DescribedModel:
         if self._described is None:
             with translating_engine_death():
-                outline = answer(await self.engine.collective_rpc("outline_model"))
-                spec = answer(await self.engine.collective_rpc("describe_traces"))
+                outline = common_result(await self.engine.collective_rpc("outline_model"))
+                spec = common_result(await self.engine.collective_rpc("describe_traces"))
             self._described = DescribedModel([tuple(entry) for entry in outline], spec)
         return self._described
 
@@ -349,20 +350,20 @@ class VLLMEngineClient:
             return BackgroundApp(self._vllm_app, self._vllm_app.serving("openai_serving_responses"))
         if not interventions:
             return self._vllm_app
-        call = await self._call(interventions, http, streams=streams)
-        return InterveningApp(self._vllm_app, self.engine, self._results(call, 1, http))
+        call = await self._new_call(interventions, http, streams=streams)
+        return InterveningApp(self._vllm_app, self.engine, self._results_of(call, 1, http))
 
     def check_passed_body(self, path: str, fields: JsonObject) -> None:
         self._vllm_app.check_body(path, fields)
 
-    async def tokenize(self, wanted: TokenizeRequest, http: Request) -> EngineReply:
-        serving, given = self._vllm_app.state.serving_tokenization, ids_of(wanted)
-        serve = serving.create_tokenize if given is None else serving.create_detokenize
-        request = await tokenize_request(wanted, self.engine.spec)
-        refusals = Refusals(wanted.root.model_dump(exclude_none=True), type(request).model_fields)
-        answer = await self._serve(serve, request, http, refusals)
-        ids: list[int] = answer.tokens if given is None else given
-        texts = await asyncio.to_thread(texts_of, ids, self._texts.text)
+    async def tokenize(self, request: TokenizeRequest, http: Request) -> EngineReply:
+        serving, sent_ids = self._vllm_app.state.serving_tokenization, ids_of(request)
+        serve = serving.create_tokenize if sent_ids is None else serving.create_detokenize
+        vllm_request = await tokenize_request(request, self.engine.spec)
+        refusals = Refusals(request.root.model_dump(exclude_none=True), type(vllm_request).model_fields)
+        answer = await self._serve(serve, vllm_request, http, refusals)
+        ids: list[int] = answer.tokens if sent_ids is None else sent_ids
+        texts = await asyncio.to_thread(texts_of, ids, self._token_texts.text)
         tokens = [{"id": token_id, "text": text} for token_id, text in zip(ids, texts, strict=True)]
         return EngineReply(body={"model": self.served().names[0], "tokens": tokens})
 
@@ -390,8 +391,8 @@ class VLLMEngineClient:
                 "use_beam_search",
             )
         engine = self.engine
-        call = await self._call(interventions, http, streams=bool(request.stream))
-        results = self._results(call, request.n or 1, http, inline=inline)
+        call = await self._new_call(interventions, http, streams=bool(request.stream))
+        results = self._results_of(call, request.n or 1, http, inline=inline)
         streams = False
         try:
             with carrying(call):
@@ -409,11 +410,11 @@ class VLLMEngineClient:
                         is_chat=isinstance(request, ChatCompletionRequest),
                     )
                 )
-            found = answer.model_dump()
-            for choice in found["choices"]:
-                choice[FIELD] = await results.rest(choice["index"])
+            answer_body = answer.model_dump()
+            for choice in answer_body["choices"]:
+                choice[FIELD] = await results.remaining_results(choice["index"])
                 note_stop(choice)
-            return EngineReply(body=found)
+            return EngineReply(body=answer_body)
         except ApiError as refusal:
             if call.failure is not None:
                 raise call.failure from refusal
@@ -422,27 +423,29 @@ class VLLMEngineClient:
             if not streams:
                 engine.close_call(call)
 
-    async def _call(self, interventions: tuple[Intervention, ...], http: Request, *, streams: bool) -> Call:
-        first, *_ = interventions
-        if isinstance(first, Trace):  # always the only operation
+    async def _new_call(
+        self, interventions: tuple[Intervention, ...], http: Request, *, streams: bool
+    ) -> Call:
+        operation, *_ = interventions
+        if isinstance(operation, Trace):  # always the only operation
             param = f"{FIELD}.0"
             sandbox = sandbox_of(self._settings, context_of(http.scope).caller)
             if sandbox is not None:
                 await self.prepare_sandbox()
-            data = await asyncio.to_thread(encoded_code, first, param)
+            data = await asyncio.to_thread(encoded_code, operation, param)
             call = TraceCall(
-                data, name=first.name or f"{first.op}_0", param=param, filename=filename_of(first),
-                streams=streams, max_requests=self._settings.max_trace_requests,
+                data, name=operation.name or f"{operation.op}_0", param=param,
+                filename=filename_of(operation), streams=streams, max_requests=MAX_TRACE_REQUESTS,
                 max_bytes=self._settings.max_trace_bytes, sandbox_of=sandbox,
             )  # fmt: skip
             if sandbox is not None:
                 call.slot = partial(self._sandboxes.request, sandbox, call)
             return call
         declared = InterventionCall(
-            interventions, self.engine.spec, self._texts.token, stream=streams, markers=self._markers,
+            interventions, self.engine.spec, self._token_texts.token, stream=streams, markers=self._markers,
             max_text_bytes=self._settings.inline_json_bytes,
         )  # fmt: skip
-        if any(isinstance(one, Steer) and one.vectors is not None for one in interventions):
+        if any(isinstance(op, Steer) and op.vectors is not None for op in interventions):
             await asyncio.to_thread(declared.prepare)
         return declared
 
@@ -453,19 +456,21 @@ class VLLMEngineClient:
             except ApiError:
                 raise
             except Exception as error:
-                raise raised(error) from error
+                raise refusal_of(error) from error
             if isinstance(answer, ErrorResponse):
                 raise RefusedError.of_answer(answer)
             return answer
 
-    def _results(self, call: Call, num_choices: int, http: Request, *, inline: bool = False) -> CallResults:
+    def _results_of(
+        self, call: Call, num_choices: int, http: Request, *, inline: bool = False
+    ) -> CallResults:
         return CallResults(
             call,
             num_choices,
             context_of(http.scope),
             self._store,
             self._settings,
-            self._texts.text,
+            self._token_texts.text,
             base_path=str(http.scope.get("root_path", "")),
             inline=inline,
         )

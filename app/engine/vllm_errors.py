@@ -165,13 +165,13 @@ class Refusals:
 
         For a field of a union type the message lists the problem of each type, at the deepest path.
         """
-        placed = [(self._place(one), one["msg"]) for one in problems[:_MANY]]
-        top = placed[0][0][:1]
-        deepest = max((place for place, _ in placed if place[:1] == top), key=len)
+        with_paths = [(self._path(problem), problem["msg"]) for problem in problems[:_MANY]]
+        top = with_paths[0][0][:1]
+        deepest = max((path for path, _ in with_paths if path[:1] == top), key=len)
         messages = dict.fromkeys(
             message.removeprefix("Value error, ").replace(*_FRACTION)
-            for place, message in placed
-            if place == deepest
+            for path, message in with_paths
+            if path == deepest
         )
         text = _sentence("; or ".join([*messages][:_MAX_PROBLEMS]))
         kind = _kind(text)
@@ -180,15 +180,17 @@ class Refusals:
             text if param is None else f"`{param}`: {text}", param, _Kind("", step=kind.step)
         )
 
-    def _place(self, problem: ErrorDetails) -> list[str]:
+    def _path(self, problem: ErrorDetails) -> list[str]:
         return path_in(self._body, problem["loc"], keep_last=problem["type"] == "missing")
 
     def _as_sentence(self, text: str, param: str | None, kind: _Kind) -> ApiError:
-        found = () if param is None else _found(self._body, param)
+        sent_values = () if param is None else _values_at(self._body, param)
         value = "".join(
-            f", got {excerpt(one)}" for one in found if "got" not in text and excerpt(one) not in text
+            f", got {excerpt(sent_value)}"
+            for sent_value in sent_values
+            if "got" not in text and excerpt(sent_value) not in text
         )
-        step = _step(param, is_given=bool(found)) if kind.step is None else kind.step
+        step = _next_step(param, is_given=bool(sent_values)) if kind.step is None else kind.step
         return ApiError(kind.code, f"{text}{value}{f'; {step}' if step else ''}.", param)
 
     def _param(self, kind: _Kind, named: str | None, text: str) -> str | None:
@@ -198,24 +200,28 @@ class Refusals:
         elif text.startswith(TOO_LARGE):
             param = next((name for name in fields if _is_huge(self._body.get(name))), None)
         elif kind.params:
-            param = self._first(kind.params)
+            param = self._first_sent(kind.params)
         elif named is not None:  # a part of the prompt: an image, a text, its token ids
-            param = self._first(_INPUT)
+            param = self._first_sent(_INPUT)
         else:
             param = _mentioned(text, fields)
-        other = _INSTEAD.get(param or "")
-        return other if other is not None and other in fields and _sets(self._body.get(other)) else param
+        instead = _INSTEAD.get(param or "")
+        return (
+            instead
+            if instead is not None and instead in fields and _has_value(self._body.get(instead))
+            else param
+        )
 
-    def _first(self, names: Sequence[str]) -> str | None:
+    def _first_sent(self, names: Sequence[str]) -> str | None:
         known = [name for name in names if name in self._fields]
         return next((name for name in known if self._body.get(name) is not None), next(iter(known), None))
 
 
 def _kind(text: str) -> _Kind:
-    return next((one for one in _KINDS if re.search(one.pattern, text)), _OTHER)
+    return next((kind for kind in _KINDS if re.search(kind.pattern, text)), _OTHER)
 
 
-def _step(param: str | None, *, is_given: bool) -> str:
+def _next_step(param: str | None, *, is_given: bool) -> str:
     if param is None:
         return "compare the request's fields with /docs"
     if not is_given:
@@ -233,17 +239,17 @@ def _is_huge(value: object) -> bool:
 
 def _mentioned(text: str, fields: Collection[str]) -> str | None:
     """Return the first field in backquotes, else one that begins the text or has an underscore."""
-    words = [one[0] for one in _WORD.finditer(text)]
-    quoted = (one.strip("`").partition(".")[0] for one in words if one.startswith("`"))
-    plain = (one for index, one in enumerate(words) if not index or "_" in one)
-    return next((one for one in (*quoted, *plain) if one in fields), None)
+    words = [word[0] for word in _WORD.finditer(text)]
+    quoted = (word.strip("`").partition(".")[0] for word in words if word.startswith("`"))
+    plain = (word for index, word in enumerate(words) if not index or "_" in word)
+    return next((word for word in (*quoted, *plain) if word in fields), None)
 
 
-def _sets(value: object) -> bool:
+def _has_value(value: object) -> bool:
     return value is not None and not isinstance(value, bool)
 
 
-def _found(body: Mapping[str, Any], param: str) -> tuple[Any, ...]:
+def _values_at(body: Mapping[str, Any], param: str) -> tuple[Any, ...]:
     value: Any = body
     for part in param.split("."):
         if isinstance(value, Mapping) and part in value:
@@ -303,7 +309,7 @@ def raise_stream_errors(serving: Any) -> None:
     def create(message: str | Exception, *_args: Any, **_kwargs: Any) -> str:
         if isinstance(message, str):
             raise RefusedError(message)
-        raise raised(message) from message
+        raise refusal_of(message) from message
 
     serving.create_streaming_error_response = create
 
@@ -344,22 +350,22 @@ def raise_message_errors(serving: Any) -> None:
 
 
 def answer_of(error: Exception) -> ErrorResponse:
-    found = raised(error)
-    if isinstance(found, RefusedError):
+    refusal = refusal_of(error)
+    if isinstance(refusal, RefusedError):
         refused: ErrorResponse = create_error_response(cause_of(error))
         return refused
-    info = found.body().error
+    info = refusal.body().error
     return ErrorResponse(
-        error=ErrorInfo(message=info.message, type=info.type, param=info.param, code=found.status)
+        error=ErrorInfo(message=info.message, type=info.type, param=info.param, code=refusal.status)
     )
 
 
-def raised(error: Exception) -> ApiError | RefusedError:
+def refusal_of(error: Exception) -> ApiError | RefusedError:
     """Return an exception that vLLM raised while it served a request, as an error of ours or as a refusal."""
-    for one in (error, error.__cause__):
-        if isinstance(one, ApiError):
-            return one
-        if isinstance(one, EngineDeadError):
+    for cause in (error, error.__cause__):
+        if isinstance(cause, ApiError):
+            return cause
+        if isinstance(cause, EngineDeadError):
             return engine_dead()
     refusal = RefusedError.of(cause_of(error))
     # Only the type is logged: the message may quote the request.
@@ -368,7 +374,7 @@ def raised(error: Exception) -> ApiError | RefusedError:
     return refusal
 
 
-def translated(error: Exception, field: str, given: Mapping[str, Any]) -> ApiError | None:
+def trace_refusal(error: Exception, field: str, params: Mapping[str, Any]) -> ApiError | None:
     """Return vLLM's error about a request of a trace as ours; None if it is a fault, not a refusal."""
     if isinstance(error, ApiError):
         return error
@@ -378,8 +384,8 @@ def translated(error: Exception, field: str, given: Mapping[str, Any]) -> ApiErr
         return ApiError(ErrorCode.QUEUE_FULL, str(error), field)
     if isinstance(error, VLLMClientError):
         names = SamplingParams.__struct_fields__
-        made = Refusals(given, (*names, _PROMPT)).refused(RefusedError.of(error))
-        top = (made.param or "").partition(".")[0]
-        place = f".sampling.{made.param}" if top in names else f".{_PROMPT}" if top == _PROMPT else ""
-        return ApiError(made.code, made.message, f"{field}{place}")
+        refusal = Refusals(params, (*names, _PROMPT)).refused(RefusedError.of(error))
+        top = (refusal.param or "").partition(".")[0]
+        field_path = f".sampling.{refusal.param}" if top in names else f".{_PROMPT}" if top == _PROMPT else ""
+        return ApiError(refusal.code, refusal.message, f"{field}{field_path}")
     return None

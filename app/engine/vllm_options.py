@@ -122,13 +122,13 @@ def refuse_with_replicas(options: Sequence[str]) -> None:
             "them; give adapters at the start, --lora-modules"
         )
     names = [option.partition("=")[0].replace("_", "-") for option in options]
-    given = "--api-key" if "--api-key" in names else "VLLM_API_KEY" if vllm_key() else ""
-    if given:
+    key_option = "--api-key" if "--api-key" in names else "VLLM_API_KEY" if vllm_key() else ""
+    if key_option:
         raise UnsupportedOptionError(
-            f"{given} is not supported: replicas share the keys of their database, which "
+            f"{key_option} is not supported: replicas share the keys of their database, which "
             "`nnsight-engine keys create` makes (docs/keys.md)"
         )
-    of_one = next((one for one in names if one.startswith(_OF_ONE_SERVER)), None)
+    of_one = next((name for name in names if name.startswith(_OF_ONE_SERVER)), None)
     if of_one is not None:
         raise UnsupportedOptionError(
             f"{of_one} is not supported: with replicas the front answers, at --host and --port; {_PROXY}"
@@ -167,26 +167,26 @@ class _Parser(argparse.ArgumentParser):
         raise UnsupportedOptionError(message)
 
 
-def parse_recorded(arguments: Sequence[str], own: Iterable[str] = ()) -> argparse.Namespace:
+def parse_recorded(arguments: Sequence[str], own_flags: Iterable[str] = ()) -> argparse.Namespace:
     """Return the values of vLLM's options as far as they can be told without vLLM; others are None.
 
     Raises UnsupportedOptionError for unknown options and wrong kinds of values.
     """
     options = json.loads(RECORD.read_text(encoding="utf-8"))
     parser = _Parser(add_help=False)
-    for one in options:
-        if one.get("nargs") == 0:
-            parser.add_argument(*one["flags"], action="store_true", default=None)
+    for option in options:
+        if option.get("nargs") == 0:
+            parser.add_argument(*option["flags"], action="store_true", default=None)
         else:
-            parser.add_argument(*one["flags"], nargs=one.get("nargs"), type=_reader(one))
-    flags = [flag for one in options for flag in one["flags"]]
-    args, unknown = parser.parse_known_args(_plain(arguments, flags))
+            parser.add_argument(*option["flags"], nargs=option.get("nargs"), type=_value_reader(option))
+    flags = [flag for option in options for flag in option["flags"]]
+    args, unknown = parser.parse_known_args(_with_dashes(arguments, flags))
     if unknown:
-        _refuse(unknown[0], [*own, *flags])
+        _refuse_unknown(unknown[0], [*own_flags, *flags])
     return args
 
 
-def _refuse(argument: str, known: Sequence[str]) -> NoReturn:
+def _refuse_unknown(argument: str, known: Sequence[str]) -> NoReturn:
     if not argument.startswith("-"):
         raise UnsupportedOptionError(
             f"unexpected argument {argument!r}: MODEL, a single one, comes before the options"
@@ -201,23 +201,23 @@ def _refuse(argument: str, known: Sequence[str]) -> NoReturn:
     raise UnsupportedOptionError(f"there is no option {name}; {hint}")
 
 
-def _plain(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
+def _with_dashes(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
     """Return the arguments in the form of argparse: dashes in names, no keys of JSON options."""
     plain: list[str] = []
-    rest = iter(arguments)
-    for one in rest:
-        name, equals, _ = one.partition("=")
+    remaining = iter(arguments)
+    for argument in remaining:
+        name, equals, _ = argument.partition("=")
         base, _, key = name.partition(".")
         base = base.replace("_", "-") if base.startswith("--") else base
-        if one.startswith("-O") or (key and base in flags):
-            if one == "-O" or (key and not equals):
-                next(rest, None)
+        if argument.startswith("-O") or (key and base in flags):
+            if argument == "-O" or (key and not equals):
+                next(remaining, None)
             continue
-        plain.append(f"{base}{one[len(base) :]}" if one.startswith("--") else one)
+        plain.append(f"{base}{argument[len(base) :]}" if argument.startswith("--") else argument)
     return plain
 
 
-def _reader(option: dict[str, Any]) -> Callable[[str], Any]:
+def _value_reader(option: dict[str, Any]) -> Callable[[str], Any]:
     kind, choices = option.get("kind", "text"), option.get("choices")
     convert, words = _KINDS[kind]
 
@@ -241,11 +241,11 @@ def _reader(option: dict[str, Any]) -> Callable[[str], Any]:
 
 def _size(text: str) -> int:
     """Return a number such as ``25.6k`` or ``4K``, which are 25600 and 4096."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
         return int(text)
-    power = _POWERS.index(found[2].lower()) + 1
-    return int(float(found[1]) * (1000 if found[2].islower() else 1024) ** power)
+    power = _POWERS.index(match[2].lower()) + 1
+    return int(float(match[1]) * (1000 if match[2].islower() else 1024) ** power)
 
 
 _KINDS: Final[dict[str, tuple[Callable[[str], Any], str]]] = {

@@ -36,15 +36,15 @@ _TRANSFERS: Final = {"kv_transfer_params", "ec_transfer_params"}
 
 async def read_request(model: type[BaseModel], body: JsonObject, *, in_thread: bool = False) -> Any:
     """Raise ApiError for a body that is invalid, or that vLLM would accept and fail on later."""
-    own = dict(body)  # vLLM's validators modify it
+    fields = dict(body)  # vLLM's validators modify it
     try:
         try:
             validate = model.model_validate
-            request = await asyncio.to_thread(validate, own) if in_thread else validate(own)
+            request = await asyncio.to_thread(validate, fields) if in_thread else validate(fields)
         except (ValidationError, VLLMClientError):
             raise
         except Exception as error:
-            _fields_of(model).model_validate(own)  # raises for a field of a wrong type, if there is one
+            _fields_of(model).model_validate(fields)  # raises for a field of a wrong type, if there is one
             raise VLLMValidationError(
                 f"A field of this request cannot be read ({type(error).__name__}: {error})"
             ) from error
@@ -52,11 +52,11 @@ async def read_request(model: type[BaseModel], body: JsonObject, *, in_thread: b
         raise Refusals(body, model.model_fields).invalid(error.errors(include_url=False)) from error
     except VLLMClientError as error:
         raise Refusals(body, model.model_fields).refused(RefusedError.of(error)) from error
-    _check(request)
+    _check_request(request)
     return request
 
 
-def _check(request: Any) -> None:
+def _check_request(request: Any) -> None:
     named = _TRANSFERS & set(getattr(request, "vllm_xargs", None) or ())
     if named:
         name = min(named)
@@ -93,7 +93,7 @@ def _fields_of(model: type[BaseModel]) -> type[BaseModel]:
 
 class _Text(TokenizeCompletionRequest):
     def build_tok_params(self, model_config: ModelConfig) -> TokenizeParams:
-        return _bounded(super().build_tok_params(model_config), model_config)
+        return _bounded_by_context(super().build_tok_params(model_config), model_config)
 
 
 class _Messages(TokenizeChatRequest):
@@ -111,21 +111,21 @@ class _Messages(TokenizeChatRequest):
         )
 
     def build_tok_params(self, model_config: ModelConfig) -> TokenizeParams:
-        return _bounded(super().build_tok_params(model_config), model_config)
+        return _bounded_by_context(super().build_tok_params(model_config), model_config)
 
 
-def ids_of(wanted: TokenizeRequest) -> list[int] | None:
+def ids_of(request: TokenizeRequest) -> list[int] | None:
     """Return the token ids of the request; None if it has a text or a conversation."""
-    prompt = wanted.root.prompt if isinstance(wanted.root, TokenizePrompt) else None
+    prompt = request.root.prompt if isinstance(request.root, TokenizePrompt) else None
     return prompt if isinstance(prompt, list) else None
 
 
-async def tokenize_request(wanted: TokenizeRequest, spec: ModelSpec) -> Any:
+async def tokenize_request(request: TokenizeRequest, spec: ModelSpec) -> Any:
     """Return vLLM's request for ours; raises ApiError ``unknown_token``, ``invalid_value``."""
-    body = wanted.root.model_dump(exclude_none=True)
-    ids = ids_of(wanted)
+    body = request.root.model_dump(exclude_none=True)
+    ids = ids_of(request)
     if ids is None:
-        model: type[_Text | _Messages] = _Messages if isinstance(wanted.root, TokenizeMessages) else _Text
+        model: type[_Text | _Messages] = _Messages if isinstance(request.root, TokenizeMessages) else _Text
         return await read_request(model, body)
     if len(ids) > spec.max_model_len:
         raise ApiError(
@@ -133,7 +133,7 @@ async def tokenize_request(wanted: TokenizeRequest, spec: ModelSpec) -> Any:
             f"A prompt here has at most {spec.max_model_len} tokens, got {len(ids)}; send fewer ids.",
             "prompt",
         )
-    index = next((index for index, one in enumerate(ids) if one >= spec.vocab_size), None)
+    index = next((index for index, token_id in enumerate(ids) if token_id >= spec.vocab_size), None)
     if index is not None:
         raise ApiError(
             ErrorCode.UNKNOWN_TOKEN,
@@ -148,5 +148,5 @@ def texts_of(ids: Sequence[int], text_of: Callable[[int], str]) -> list[str]:
     return [known[token_id] for token_id in ids]
 
 
-def _bounded(params: TokenizeParams, model_config: ModelConfig) -> TokenizeParams:
+def _bounded_by_context(params: TokenizeParams, model_config: ModelConfig) -> TokenizeParams:
     return dataclasses.replace(params, max_total_tokens=model_config.max_model_len)

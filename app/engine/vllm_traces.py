@@ -24,10 +24,10 @@ from vllm.sampling_params import RequestOutputKind
 
 from api_schemas.errors import ApiError, ErrorCode, clip
 from api_schemas.jobs import JobStatus
-from app.admission.slot_pool import SlotPool
 from app.engine.client import event_frame
-from app.engine.vllm_errors import translated, translating_engine_death
+from app.engine.vllm_errors import trace_refusal, translating_engine_death
 from app.http.errors import internal_error
+from app.limits.slots import Slots
 from app.settings import Settings
 from nnsight_engine.core.work_context import current_work
 from nnsight_engine.plans.request_plan import PLAN_KEY
@@ -37,7 +37,7 @@ from nnsight_engine.remote_backend.saved_deltas import output_data
 from nnsight_engine.remote_backend.unread_output import SlowReaderError
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
 from nnsight_engine.vllm_backend.fair_scheduler import SENDER_KEY
-from nnsight_engine.vllm_backend.trace_run import (
+from nnsight_engine.vllm_backend.running_trace import (
     FinishedTrace,
     MergedRun,
     Output,
@@ -61,9 +61,9 @@ _Scalar = str | int | float | bool
 _EXTRA: Final = dict[str, _Scalar | list[_Scalar] | None]
 
 
-def sampling_params(given: Mapping[str, Any], field: str) -> SamplingParams:
+def sampling_params(sent: Mapping[str, Any], field: str) -> SamplingParams:
     """Raise ApiError if a parameter is unknown, or has a wrong type or value."""
-    named = {name: value for name, value in given.items() if not (name in _DERIVED or name.startswith("_"))}
+    named = {name: value for name, value in sent.items() if not (name in _DERIVED or name.startswith("_"))}
     unknown = named.keys() - set(SamplingParams.__struct_fields__)
     if unknown:
         name = min(unknown)
@@ -74,18 +74,18 @@ def sampling_params(given: Mapping[str, Any], field: str) -> SamplingParams:
         )
     structured = named.get("structured_outputs")
     if isinstance(structured, dict):
-        own = {name: value for name, value in structured.items() if not name.startswith("_")}
-        named["structured_outputs"] = own
+        public_fields = {name: value for name, value in structured.items() if not name.startswith("_")}
+        named["structured_outputs"] = public_fields
     try:
         _check_extra(named.get("extra_args"), field)
         msgspec.msgpack.encode(named)  # values that this refuses would fail on the way to the engine
         params: SamplingParams = msgspec.convert(named, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
-        place = _PLACE.search(str(error))
-        named_there = "" if place is None else place[1]
+        path_match = _PLACE.search(str(error))
+        named_there = "" if path_match is None else path_match[1]
         raise ApiError(ErrorCode.INVALID_VALUE, str(error), f"{field}.sampling{named_there}") from error
     except VLLMClientError as error:
-        raise translated(error, field, named) or error from error
+        raise trace_refusal(error, field, named) or error from error
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ApiError(ErrorCode.INVALID_VALUE, str(error), f"{field}.sampling") from error
     return params
@@ -106,6 +106,8 @@ def _check_extra(extra: Any, field: str) -> None:
 logger = logging.getLogger(__name__)
 
 _NO_SANDBOX: Final = "all sandboxes are at work, or all that one tenant may have"
+MAX_TRACE_REQUESTS: Final = 256
+"""Most vLLM requests of one trace, counting each invoke's ``n``."""
 _MAX_EDITS: Final = 64
 """Maximum number of edits beside one block; each has a thread."""
 
@@ -120,7 +122,7 @@ class VLLMTraceEngine:
         engine: Callable[[], InterventionAsyncLLM],
         adapter_of: Callable[[TraceHead], LoRARequest | None],
         settings: Settings,
-        sandboxes: SlotPool,
+        sandboxes: Slots,
     ) -> None:
         self._engine = engine
         self._adapter_of = adapter_of
@@ -142,7 +144,7 @@ class VLLMTraceEngine:
                     yield event_frame(JobStatus.QUEUED, message=_NO_SANDBOX, engine=self.name)
                 await stack.enter_async_context(slot)
             run = MergedRun(self._engine(), requests)
-            with _translating(run):
+            with _translating_errors(run):
                 async with run:
                     frames = _Frames(run, streams=request.head.streams)
                     async for event in run:
@@ -153,17 +155,17 @@ class VLLMTraceEngine:
 
 
 @contextlib.contextmanager
-def _translating(run: MergedRun) -> Iterator[None]:
+def _translating_errors(run: MergedRun) -> Iterator[None]:
     try:
         yield
     except SlowReaderError as error:
         raise ApiError(ErrorCode.CAPTURE_TOO_LARGE, str(error)) from error
     except Exception as error:
-        field, given = "invokes", dict[str, Any]()
+        field, params = "invokes", dict[str, Any]()
         if run.failed is not None:
             field = f"invokes.{run.failed}"
-            given = msgspec.structs.asdict(run.requests.params[run.failed])
-        refusal = translated(error, field, given)
+            params = msgspec.structs.asdict(run.requests.params[run.failed])
+        refusal = trace_refusal(error, field, params)
         if refusal is None:
             logger.exception("a trace failed")
             raise internal_error() from error
@@ -201,14 +203,14 @@ def requests_of(
         sampling_params(invoke.sampling, f"invokes.{index}") for index, invoke in enumerate(head.invokes)
     ]
     num_requests = sum(params.n for params in all_params)
-    if num_requests > settings.max_trace_requests:
+    if num_requests > MAX_TRACE_REQUESTS:
         raise ApiError(
             ErrorCode.INVALID_VALUE,
             f"The trace's invokes make {num_requests} requests, each as many as its `n`; one trace may "
-            f"have {settings.max_trace_requests} (max_trace_requests).",
+            f"have {MAX_TRACE_REQUESTS}.",
             "invokes",
         )
-    edits = [[_edit(edit, request) for edit in invoke.edits] for invoke in head.invokes]
+    edits = [[_edit_entry(edit, request) for edit in invoke.edits] for invoke in head.invokes]
     num_bytes = sum(
         params.n * len(edit.data or b"")
         for params, chosen in zip(all_params, edits, strict=True)
@@ -229,7 +231,7 @@ def requests_of(
         entry = TraceEntry(
             job_id, index, params.n, data if requests.held is None else b"", head.groups, head.streams,
             edits[index], wanted=head.wanted, prints=True, codec=head.codec,
-            compresses=settings.compress_results and "zstd" in head.accepts,
+            compresses="zstd" in head.accepts,
             sandbox_of=request.sandbox_of,
         )  # fmt: skip
         requests.add(_prompt(invoke), params, entry, sender=request.tenant, adapter=adapter)
@@ -248,21 +250,21 @@ class _Frames:
         elif isinstance(event, TraceEvent):
             if event.delta is not None:
                 self._deltas.setdefault(event.block, []).append((event.choice, event.delta))
-            yield from _logs(event.printed)
+            yield from _log_frames(event.printed)
         elif self._streams:
-            yield Frame(FrameKind.OUTPUT, self._streamed(event.block, event.output))
+            yield Frame(FrameKind.OUTPUT, self._output_data(event.block, event.output))
 
     def of_end(self, finished: FinishedTrace) -> Iterator[Frame]:
         work = current_work()
         if work is not None:
             work.note_tier(finished.tier)
-        yield from _logs(finished.printed)
+        yield from _log_frames(finished.printed)
         if finished.failure:
             yield event_frame(JobStatus.ERROR, message=finished.failure)
         yield json_frame(FrameKind.OUTPUTS, {**finished.results, TIER: finished.tier})
         yield Frame(FrameKind.RESULT, finished.data)
 
-    def _streamed(self, block: int, output: RequestOutput) -> bytes:
+    def _output_data(self, block: int, output: RequestOutput) -> bytes:
         choices = [
             {
                 "index": choice.index,
@@ -277,15 +279,15 @@ class _Frames:
         return output_data(block, num_choices, choices, deltas, finished=output.finished)
 
 
-def _logs(printed: str) -> Iterator[Frame]:
+def _log_frames(printed: str) -> Iterator[Frame]:
     if printed:
         yield event_frame(JobStatus.LOG, message=printed.removesuffix("\n"))
 
 
 def _prompt(invoke: SentInvoke) -> dict[str, Any]:
-    given = invoke.prompt
-    return {"prompt": given} if isinstance(given, str) else {"prompt_token_ids": given}
+    prompt = invoke.prompt
+    return {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
 
 
-def _edit(edit: SentEdit, request: TraceRequest) -> EditEntry:
+def _edit_entry(edit: SentEdit, request: TraceRequest) -> EditEntry:
     return EditEntry(edit.name, edit.digest, bytes(request.parts[edit.part]))

@@ -111,18 +111,18 @@ async def _store(stores: ExampleStores, files: ExampleFiles) -> None:
     index = await asyncio.to_thread(files.index)
     for vector in index.vectors:
         content = await asyncio.to_thread(files.content, vector.name)
-        await _once(vector.name, _add_vector(stores.vectors, vector, content))
+        await _add_once(vector.name, _add_vector(stores.vectors, vector, content))
     for detector in index.detectors:
         content = await asyncio.to_thread(files.content, detector.name)
-        await _once(detector.name, _add_detector(stores.detectors, detector, content))
+        await _add_once(detector.name, _add_detector(stores.detectors, detector, content))
     for dictionary in index.dictionaries:
         content = await asyncio.to_thread(files.content, dictionary.name)
         cfg = json.dumps(dictionary.cfg, indent=2).encode()
         adding = stores.dictionaries.add_first(dictionary.name, content, cfg, dictionary.labels, _OWNER)
-        await _once(dictionary.name, adding)
+        await _add_once(dictionary.name, adding)
 
 
-async def _once(name: str, adding: Awaitable[object]) -> None:
+async def _add_once(name: str, adding: Awaitable[object]) -> None:
     try:
         await adding
     except NameUsedError:

@@ -118,6 +118,10 @@ _MIN_NUMBERS: Final = 1024
 _MAX_RANK: Final = 3
 
 
+MAX_JSON_DEPTH: Final = 64
+"""Deepest nesting of arrays and objects in a request's JSON."""
+
+
 class FieldLimits(msgspec.Struct, frozen=True):
     """Limits on the content of one body; ``max_prompt_ids`` counts all prompts together.
 
@@ -140,63 +144,58 @@ def checked(body: dict[str, Any], limits: FieldLimits) -> dict[str, Any]:
         body[name] = _with_tensors(body[name], name, is_tensor=name not in _HOLDERS)
     for name, value in body.items():
         if isinstance(value, dict | list):
-            most = limits.max_prompt_ids if name == PROMPT else limits.max_values
-            _check_count(name, value, limits.max_objects, most)
+            max_values = limits.max_prompt_ids if name == PROMPT else limits.max_values
+            _check_count(name, value, limits.max_objects, max_values)
     return body
 
 
 def _check_count(name: str, value: Any, max_objects: int, max_values: int) -> None:
-    left, num_objects, num_values = [value], 0, 0
-    while left:
-        part = left.pop()
+    pending, num_objects, num_values = [value], 0, 0
+    while pending:
+        part = pending.pop()
         num_objects += 1
         num_values += len(part)
         if num_objects > max_objects:
-            raise _too_many(name, "objects and lists", max_objects, "max_field_objects")
+            raise _too_many(name, "objects and lists", max_objects)
         if num_values > max_values:
-            setting = "max_prompt_ids" if name == PROMPT else "max_field_values"
-            raise _too_many(name, "values", max_values, setting)
+            raise _too_many(name, "values", max_values)
         inner = part.values() if isinstance(part, dict) else part
-        left += [one for one in inner if isinstance(one, dict | list)]
+        pending += [item for item in inner if isinstance(item, dict | list)]
 
 
-def _too_many(name: str, what: str, most: int, setting: str) -> ApiError:
-    return ApiError(
-        ErrorCode.INVALID_VALUE,
-        f"One field of a request may hold {most} {what} ({setting}), and this one holds more; send less in "
-        "it.",
-        name,
-    )
+def _too_many(name: str, unit: str, limit: int) -> ApiError:
+    message = f"One field of a request may hold {limit} {unit}, and this one holds more; send less in it."
+    return ApiError(ErrorCode.INVALID_VALUE, message, name)
 
 
 def _with_tensors(value: Any, path: str, *, is_tensor: bool) -> Any:
-    """Recursion is bounded by the depth of a body, which is checked before."""
+    """Return a value of a body, checked for its depth, whose lists of numbers are tensor objects."""
     if isinstance(value, dict):
         inner = value.items()
         are_named = is_tensor and path == "vectors"
         return {
-            key: _with_tensors(one, f"{path}.{key}", is_tensor=are_named or key in _TENSOR_KEYS)
-            for key, one in inner
+            key: _with_tensors(item, f"{path}.{key}", is_tensor=are_named or key in _TENSOR_KEYS)
+            for key, item in inner
         }
     if not isinstance(value, list):
         return value
     if is_tensor:
         return _as_tensor(value, path)
-    return [_with_tensors(one, f"{path}.{index}", is_tensor=False) for index, one in enumerate(value)]
+    return [_with_tensors(item, f"{path}.{index}", is_tensor=False) for index, item in enumerate(value)]
 
 
 def _as_tensor(value: list[Any], path: str) -> Any:
     """Return numbers, nested up to three deep, as a float32 tensor object; others are unchanged."""
     shape, rows = [len(value)], [value]
-    while len(shape) < _MAX_RANK and {type(one) for row in rows for one in row} == {list}:
-        rows = [one for row in rows for one in row]
+    while len(shape) < _MAX_RANK and {type(item) for row in rows for item in row} == {list}:
+        rows = [item for row in rows for item in row]
         lengths = set(map(len, rows))
         if len(lengths) != 1:
             return value
         shape += lengths
     if math.prod(shape) < _MIN_NUMBERS:
         return value
-    kinds = {type(one) for row in rows for one in row}
+    kinds = {type(item) for row in rows for item in row}
     if not kinds <= {float, int}:
         raise ApiError(
             ErrorCode.INVALID_VALUE, "A tensor is a list of numbers, or of lists of them, three deep.", path
@@ -238,9 +237,9 @@ def _parts_in(value: Any) -> Iterator[dict[str, Any]]:
     if isinstance(value, dict):
         yield from content_parts(value)
     elif isinstance(value, list):
-        for one in value:
-            if isinstance(one, dict | list):
-                yield from _parts_in(one)
+        for item in value:
+            if isinstance(item, dict | list):
+                yield from _parts_in(item)
 
 
 def num_media_characters(fields: Mapping[str, Any]) -> int:
@@ -250,9 +249,9 @@ def num_media_characters(fields: Mapping[str, Any]) -> int:
 
 def _num_characters(part: Mapping[str, Any]) -> int:
     kind = part.get("type")
-    place = _SOURCES.get(kind) if isinstance(kind, str) else None
-    if place is None:
+    keys = _SOURCES.get(kind) if isinstance(kind, str) else None
+    if keys is None:
         return 0
-    given, inner = part.get(place[0]), place[1]
-    source = given.get(inner) if isinstance(given, dict) else given
+    media, inner_key = part.get(keys[0]), keys[1]
+    source = media.get(inner_key) if isinstance(media, dict) else media
     return len(source) if isinstance(source, str) else 0

@@ -82,17 +82,17 @@ def _pieces(value: Any) -> Iterator[str]:
 async def json_bytes(value: Any) -> bytes:
     """Return a value, which may contain ``Rows``, as strict JSON; between their pieces the loop is free."""
     mark = secrets.token_hex(16)
-    found: dict[str, Rows] = {}
+    rows_by_key: dict[str, Rows] = {}
 
     def hold(rows: Any) -> str:
         if not isinstance(rows, Rows):
             raise TypeError(f"{type(rows).__name__} cannot be serialized as JSON")
         key = f"{mark}-{id(rows)}"
-        found[key] = rows
+        rows_by_key[key] = rows
         return key
 
     text = json_text(value, hold)
-    if not found:
+    if not rows_by_key:
         return text.encode()
     parts, num_items = list[bytes](), 0
     for index, part in enumerate(re.split(f'"({mark}-[0-9]+)"', text)):
@@ -100,7 +100,7 @@ async def json_bytes(value: Any) -> bytes:
             parts.append(part.encode())
             continue
         parts.append(b"[")
-        for at, (rows, size) in enumerate(found[part].pieces()):
+        for at, (rows, size) in enumerate(rows_by_key[part].pieces()):
             parts += (b"," if at else b"", json_text(rows)[1:-1].encode())
             num_items += size
             if num_items >= _PIECE_ITEMS:

@@ -28,29 +28,31 @@ _MAX_FIELD_BYTES: Final = 64 * 1024
 
 
 def read_form(
-    body: bytes, content_type: str, names: Collection[str], what: str
+    body: bytes, content_type: str, names: Collection[str], purpose: str
 ) -> tuple[dict[str, str], tuple[str, bytes]]:
     """Return a form's fields, and its file's name and content; errors are ``bad_request``.
 
-    ``names`` are the fields that it may have; ``what`` is its purpose, for messages: ``a vector``.
+    ``names`` are the fields that it may have; ``purpose`` is of what the form is, for messages: ``a vector``.
     """
     fields: dict[str, str] = {}
     files: list[tuple[str, bytes]] = []
-    form = f"The form of {what}"
+    form = f"The form of {purpose}"
 
     def on_field(field: Field) -> None:
         name = (field.field_name or b"").decode("utf-8", "replace")
         if name not in names or name in fields:
             known = ", ".join((FILE, *names))
-            raise _wrong(f"{form} has the fields {known}, each once; got {clip(name)!r}.")
+            raise _bad_form(f"{form} has the fields {known}, each once; got {clip(name)!r}.")
         value = field.value or b""
         if len(value) > _MAX_FIELD_BYTES:
-            raise _wrong(f"A field of a form has at most {_MAX_FIELD_BYTES} bytes; {name} has {len(value)}.")
+            raise _bad_form(
+                f"A field of a form has at most {_MAX_FIELD_BYTES} bytes; {name} has {len(value)}."
+            )
         fields[name] = value.decode("utf-8", "replace")
 
     def on_file(file: File) -> None:
         if file.field_name != FILE.encode() or files:
-            raise _wrong(f"{form} has one file, in the field `{FILE}`.")
+            raise _bad_form(f"{form} has one file, in the field `{FILE}`.")
         file.file_object.seek(0)
         files.append(((file.file_name or b"").decode("utf-8", "replace"), file.file_object.read()))
 
@@ -63,13 +65,13 @@ def read_form(
         parser.write(body)
         parser.finalize()
     except (FormParserError, ValueError, TypeError) as error:
-        raise _wrong(f"The form is broken: {clip(str(error))}.") from error
+        raise _bad_form(f"The form is broken: {clip(str(error))}.") from error
     if not files:
-        raise _wrong(f"{form} needs a file, in the field `{FILE}`.")
+        raise _bad_form(f"{form} needs a file, in the field `{FILE}`.")
     return fields, files[0]
 
 
-def _wrong(message: str) -> ApiError:
+def _bad_form(message: str) -> ApiError:
     return ApiError(ErrorCode.BAD_REQUEST, message)
 
 

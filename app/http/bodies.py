@@ -9,9 +9,8 @@ from typing import Any, Final
 from starlette.requests import Request
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.formats.json_bodies import check_depth, checked, parse_object
-from app.http.contexts import context_of
-from app.http.deadlines import while_connected
+from app.formats.json_bodies import MAX_JSON_DEPTH, check_depth, checked, parse_object
+from app.http.contexts import context_of, while_connected
 
 THREAD_BYTES: Final = 1024 * 1024
 """Bodies larger than this are processed in a thread."""
@@ -26,7 +25,6 @@ class BodyLimits:
     """Limits of one body; ``idle_s`` is the longest pause between two chunks, None for no limit."""
 
     max_bytes: int
-    max_depth: int
     idle_s: float | None = None
 
 
@@ -43,7 +41,7 @@ async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
     if bodies is not None and len(body) >= _LARGE_BYTES:
         reading = bodies.read(body, context.tenant)
         return await while_connected(request.receive, reading, context.deadline)
-    check_depth(body, limits.max_depth)
+    check_depth(body, MAX_JSON_DEPTH)
     value = parse_object(body)
     if bodies is None or len(body) < min(_SMALL_BYTES, bodies.limits.min_bytes):
         return value
@@ -66,10 +64,10 @@ async def read_bytes(request: Request, max_bytes: int, idle_s: float | None = No
         ClientDisconnect: The client disconnected before the end of the body.
     """
     body = bytearray()  # grows in place; joining a list of chunks would need twice the memory
-    intake = context_of(request.scope).intake
+    received = context_of(request.scope).received
     async for chunk in stream_bytes(request, max_bytes, idle_s):
-        if intake is not None:
-            intake.add(len(chunk))
+        if received is not None:
+            received.add(len(chunk))
         body += chunk
     return body
 

@@ -29,7 +29,7 @@ _SPARE_BYTES: Final = 64 * 2**20
 """Memory for the interpreter, independent of the body."""
 
 
-def _answer(limits: FieldLimits, body: bytes) -> tuple[bool, bytes]:
+def _parse(limits: FieldLimits, body: bytes) -> tuple[bool, bytes]:
     try:
         check_depth(body, limits.max_depth)
         value = checked(parse_object(body), limits)
@@ -53,10 +53,10 @@ def serve(requests: BinaryIO, responses: BinaryIO) -> None:
     own_bytes = address_space_bytes() + _SPARE_BYTES
     while head := requests.read(REQUEST_HEADER.size):
         num_limits, num_bytes = REQUEST_HEADER.unpack(head)
-        most = own_bytes + _BYTES_PER_BYTE * num_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+        max_bytes = own_bytes + _BYTES_PER_BYTE * num_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, resource.RLIM_INFINITY))
         limits = msgspec.json.decode(requests.read(num_limits), type=FieldLimits)
-        is_body, data = _answer(limits, requests.read(num_bytes))
+        is_body, data = _parse(limits, requests.read(num_bytes))
         responses.write(RESPONSE_HEADER.pack(is_body, len(data)))
         responses.write(data)
         responses.flush()

@@ -20,7 +20,7 @@ from api_schemas.fields import RequestLimits
 from api_schemas.interventions import path_in
 from app.http.contexts import note_error
 from app.http.vllm_routes import MESSAGES
-from app.limits.allowances import ThrottledError
+from app.limits.limit import ThrottledError
 
 RETRY_AFTER_S: Final = 5
 """The default Retry-After for a server that is starting, full or draining."""
@@ -56,16 +56,16 @@ def error_fields(error: ApiError) -> dict[str, Any]:
 
 
 def error_bytes(error: ApiError) -> bytes:
-    return _json({"error": error_fields(error)})
+    return _compact_json({"error": error_fields(error)})
 
 
 def message_error_bytes(error: ApiError) -> bytes:
     fields = error_fields(error)
     named = {**fields, "type": _TYPES_OF_MESSAGES.get(fields["type"], fields["type"])}
-    return _json({"type": "error", "error": named})
+    return _compact_json({"type": "error", "error": named})
 
 
-def _json(body: dict[str, Any]) -> bytes:
+def _compact_json(body: dict[str, Any]) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode("ascii")
 
 
@@ -117,8 +117,8 @@ def internal_error() -> ApiError:
 def problem_text(problems: Sequence[Mapping[str, Any]]) -> str:
     """Return pydantic's problems as text: locations and reasons, without values or server internals."""
     return "; ".join(
-        f"{'.'.join(clip(str(part)) for part in one['loc'])}: {one['msg']}"
-        for one in problems[:_MAX_PROBLEMS]
+        f"{'.'.join(clip(str(part)) for part in problem['loc'])}: {problem['msg']}"
+        for problem in problems[:_MAX_PROBLEMS]
     )
 
 
@@ -127,18 +127,18 @@ def validated(model: type[T], value: object, limits: RequestLimits | None = None
     try:
         return model.model_validate(value, context=limits)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        problems: list[dict[str, Any]] = [{**one, "loc": _place(value, one)} for one in found]
+        errors = error.errors(include_url=False)
+        problems: list[dict[str, Any]] = [{**problem, "loc": _path_of(value, problem)} for problem in errors]
         kind = str(problems[0]["type"])
         code = ErrorCode(kind) if kind in _OUR_CODES else _VALUE_CODES.get(kind, ErrorCode.INVALID_SHAPE)
         param = ".".join(clip(str(part)) for part in problems[0]["loc"]) or None
         raise ApiError(code, f"The body does not fit this route: {problem_text(problems)}.", param) from error
 
 
-def _place(value: object, problem: Mapping[str, Any]) -> list[str]:
+def _path_of(value: object, problem: Mapping[str, Any]) -> list[str]:
     field = problem.get("ctx", {}).get("field", "") if problem["type"] in _OUR_CODES else ""
-    place = path_in(value, problem["loc"], keep_last=problem["type"] == "missing")
-    return [*place, *field.split(".")] if field else place
+    path = path_in(value, problem["loc"], keep_last=problem["type"] == "missing")
+    return [*path, *field.split(".")] if field else path
 
 
 def install_error_handlers(app: Starlette) -> None:

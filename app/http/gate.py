@@ -127,9 +127,10 @@ class RequestMiddleware:
             await error_response(internal_error())(scope, exchange.receive, exchange.send)
         finally:
             if context.admitted is not None:
-                context.admitted.release()
-            if context.intake is not None:
-                context.intake.close()
+                context.admitted.running.close()
+                context.admitted.bill()
+            if context.received is not None:
+                context.received.close()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -197,7 +198,7 @@ class HostRules:
         self._allowed_origins = allowed_origins
         # Without keys the server listens on loopback only; other host names are checked only there.
         self._checks_name = is_loopback(settings.host)
-        self._own = {name.strip().lower() for name in settings.allowed_hosts.split(",")} - {""}
+        self._own_names = {name.strip().lower() for name in settings.allowed_hosts.split(",")} - {""}
         self._are_keys_required = are_keys_required
         self._has_keys = False
 
@@ -225,7 +226,7 @@ class HostRules:
         return None
 
     def _is_own(self, host: Authority | None) -> bool:
-        return host is not None and (is_loopback(host.name) or host.name in self._own)
+        return host is not None and (is_loopback(host.name) or host.name in self._own_names)
 
     async def _requires_keys(self) -> bool:
         if not self._has_keys:  # once keys exist, that does not change
@@ -240,24 +241,24 @@ class HostRules:
 
 def host_of(connection: HTTPConnection) -> Authority | None:
     """Return the host in the request's ``Host`` header; None if it is malformed, missing or repeated."""
-    given = connection.headers.getlist("host")
-    return _authority(given[0]) if len(given) == 1 else None
+    values = connection.headers.getlist("host")
+    return _authority(values[0]) if len(values) == 1 else None
 
 
 def is_cross_origin(connection: HTTPConnection) -> bool:
     """Return whether the ``Origin`` header is malformed or names another host or port than ``Host``."""
-    given = connection.headers.getlist("origin")
-    if not given:
+    values = connection.headers.getlist("origin")
+    if not values:
         return False
-    origin = _ORIGIN.fullmatch(given[0])
-    page = None if origin is None or len(given) > 1 else _authority(origin[1])
+    origin = _ORIGIN.fullmatch(values[0])
+    page = None if origin is None or len(values) > 1 else _authority(origin[1])
     return page is None or page != host_of(connection)
 
 
 def _authority(text: str) -> Authority | None:
     """Return the host and port; None for anything else, including user information (``127.0.0.1@evil``)."""
-    found = _AUTHORITY.fullmatch(text)
-    if found is None:
+    match = _AUTHORITY.fullmatch(text)
+    if match is None:
         return None
-    name, port = found[1].lower().strip("[]"), (found[2] or "").lstrip("0")
+    name, port = match[1].lower().strip("[]"), (match[2] or "").lstrip("0")
     return Authority(name, "" if port in _DEFAULT_PORTS else port)

@@ -17,9 +17,9 @@ from typing import Any, Final
 import msgspec
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.admission.slot_pool import SlotPool
 from app.formats.json_bodies import FieldLimits
-from app.limits.allowances import Allowance
+from app.limits.limit import Limit
+from app.limits.slots import Slots
 
 REQUEST_HEADER: Final = struct.Struct("<QQ")
 """The request header: sizes in bytes of the limits and of the body, which follow."""
@@ -28,8 +28,6 @@ RESPONSE_HEADER: Final = struct.Struct("<?Q")
 bytes.
 """
 
-_WAITING: Final = Allowance.of("queued large bodies", 0)
-"""The number of waiting bodies is not limited here: ``ReceivedBytes`` limits their bytes."""
 _MODULE: Final = "app.http.body_process"
 _CHUNK_BYTES: Final = 2**20
 _LIMIT_S: Final = 60.0
@@ -38,18 +36,18 @@ _MAX_REUSE_BYTES: Final = 16 * 2**20
 
 
 class LargeBodyReader:
-    def __init__(self, limits: FieldLimits, environment: Mapping[str, str], processes: Allowance) -> None:
+    def __init__(self, limits: FieldLimits, environment: Mapping[str, str], processes: Limit) -> None:
         self.limits = limits
         self._environment = environment
-        self._slots = SlotPool(processes, _WAITING)
+        self._slots = Slots(processes)  # the limit of received bytes bounds those that wait
         self._idle: list[asyncio.subprocess.Process] = []
 
     async def read(self, body: bytes | bytearray, tenant: str = "") -> dict[str, Any]:
         """Return a body's JSON object; raises as ``read_object`` does, or ``rate_limit_exceeded``."""
-        async with self._slots.request(tenant, object(), may_exceed_queue=True):
+        async with self._slots.request(tenant):
             try:
                 async with asyncio.timeout(_LIMIT_S):
-                    is_body, data = await self._response(body)
+                    is_body, data = await self._parse_in_process(body)
             except (OSError, asyncio.IncompleteReadError) as error:  # TimeoutError is an OSError
                 raise ApiError(
                     ErrorCode.RATE_LIMITED,
@@ -63,15 +61,15 @@ class LargeBodyReader:
 
     async def close(self) -> None:
         while self._idle:
-            await _end(self._idle.pop())
+            await _end_process(self._idle.pop())
 
-    async def _response(self, body: bytes | bytearray) -> tuple[bool, bytes]:
+    async def _parse_in_process(self, body: bytes | bytearray) -> tuple[bool, bytes]:
         if self._idle:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-                return await self._response_of(self._idle.pop(), body)
-        return await self._response_of(await self._start(), body)
+                return await self._parse_in(self._idle.pop(), body)
+        return await self._parse_in(await self._start_process(), body)
 
-    async def _response_of(
+    async def _parse_in(
         self, process: asyncio.subprocess.Process, body: bytes | bytearray
     ) -> tuple[bool, bytes]:
         is_done = False
@@ -82,10 +80,10 @@ class LargeBodyReader:
             if is_done and len(body) < _MAX_REUSE_BYTES:
                 self._idle.append(process)
             else:
-                await _end(process)
+                await _end_process(process)
         return answer
 
-    async def _start(self) -> asyncio.subprocess.Process:
+    async def _start_process(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", _MODULE,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
@@ -107,7 +105,7 @@ class LargeBodyReader:
         return is_body, await process.stdout.readexactly(num_bytes)
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _end_process(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     await process.wait()

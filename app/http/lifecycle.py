@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Final, Protocol
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.http.deadlines import RequestDeadline
+from app.http.contexts import RequestDeadline
 from nnsight_engine.core.errors import UnsupportedOptionError
 
 logger = logging.getLogger(__name__)
@@ -53,12 +53,12 @@ class Startable(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restarts:
-    """At most ``most`` restarts within ``window_s``; then the server is dead.
+    """At most ``max_restarts`` restarts within ``window_s``; then the server is dead.
 
     ``delay_s`` doubles for each further death within the window.
     """
 
-    most: int = 0
+    max_restarts: int = 0
     window_s: float = 900.0
     delay_s: float = 1.0
 
@@ -155,12 +155,12 @@ class Lifecycle:
         if self._has_drained:
             return
         self._has_drained = True
-        waiting = [asyncio.ensure_future(one.wait()) for one in (self._idle, self._given_up)]
+        waiting = [asyncio.ensure_future(waiter.wait()) for waiter in (self._idle, self._given_up)]
         try:
             await asyncio.wait(waiting, timeout=drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for one in waiting:
-                one.cancel()
+            for waiter in waiting:
+                waiter.cancel()
         if self._idle.is_set():
             return
         logger.warning("closing with %d requests in flight after %s s", self.num_in_flight, drain_timeout_s)
@@ -177,7 +177,7 @@ class Lifecycle:
         await self._engine.close()
 
     async def _keep_engine(self, then: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
-        serves = await self._begin()
+        serves = await self._start_engine()
         while serves:
             self._has_started.set()
             beside = None if then is None else asyncio.create_task(then(), name="engine-started")
@@ -199,8 +199,10 @@ class Lifecycle:
         while not self._is_draining:
             delay_s = self._delay_s()
             if delay_s is None:
-                most = self._restarts.most
-                self._failure = f"the engine has failed more than {most} times; not restarting it again"
+                max_restarts = self._restarts.max_restarts
+                self._failure = (
+                    f"the engine has failed more than {max_restarts} times; not restarting it again"
+                )
                 return False
             logger.error("the engine has failed; restarting it in %g s", delay_s)
             try:
@@ -208,7 +210,7 @@ class Lifecycle:
             except Exception:
                 logger.exception("releasing the resources of the failed engine failed")
             await asyncio.sleep(delay_s)
-            if self.phase is not Phase.DRAINING and await self._begin():
+            if self.phase is not Phase.DRAINING and await self._start_engine():
                 self.num_restarts += 1
                 self._is_restarting = False
                 logger.warning("the engine serves again")
@@ -218,12 +220,15 @@ class Lifecycle:
     def _delay_s(self) -> float | None:
         """Record a death and return the delay before the next start; None if no restart is left."""
         moment, restarts = time.monotonic(), self._restarts
-        self._deaths = [*(one for one in self._deaths if moment - one < restarts.window_s), moment]
-        if len(self._deaths) > restarts.most:
+        self._deaths = [
+            *(died_at for died_at in self._deaths if moment - died_at < restarts.window_s),
+            moment,
+        ]
+        if len(self._deaths) > restarts.max_restarts:
             return None
         return float(min(restarts.delay_s * 2 ** (len(self._deaths) - 1), _MAX_DELAY_S))
 
-    async def _begin(self) -> bool:
+    async def _start_engine(self) -> bool:
         try:
             await self._engine.start()
         except UnsupportedOptionError as error:

@@ -42,22 +42,22 @@ _KEYS: Final[Links] = {
 }
 
 
-def _stored(kind: str, parameter: str, *parts: str, field: str = "id") -> Links:
+def _links_of_stored(kind: str, parameter: str, *parts: str, field: str = "id") -> Links:
     """Return the links of a stored thing to itself, to ``parts`` of it (``METHOD /PART``), to its list."""
-    routes = [one.partition(" ") for one in ("GET ", "DELETE ", *parts)]
-    own = {parameter: f"$response.body#/{field}"}
+    routes = [route.partition(" ") for route in ("GET ", "DELETE ", *parts)]
+    parameters = {parameter: f"$response.body#/{field}"}
     return {
-        **{f"{method} /v1/{kind}/{{{parameter}}}{part}": own for method, _, part in routes},
+        **{f"{method} /v1/{kind}/{{{parameter}}}{part}": parameters for method, _, part in routes},
         f"GET /v1/{kind}": {"name": "$response.body#/name", "after": _ID},
     }
 
 
-_VECTORS: Final = _stored("vectors", "vector_id", "GET /content")
-_DETECTORS: Final = _stored("detectors", "detector_id", "GET /content")
-_DICTIONARIES: Final = _stored(
+_VECTORS: Final = _links_of_stored("vectors", "vector_id", "GET /content")
+_DETECTORS: Final = _links_of_stored("detectors", "detector_id", "GET /content")
+_DICTIONARIES: Final = _links_of_stored(
     "dictionaries", "dictionary_id", "GET /content", "GET /config", "GET /features", "PUT /labels"
 )
-_PRESETS: Final = _stored("presets", "preset", field="name")
+_PRESETS: Final = _links_of_stored("presets", "preset", field="name")
 LINKS: Final[Mapping[tuple[str, int], Links]] = {
     ("POST /v1/jobs", 200): _JOBS,
     ("POST /v1/jobs", 202): _JOBS,
@@ -86,8 +86,8 @@ def add_links(paths: dict[str, dict[str, dict[str, Any]]]) -> None:
         responses = _operation(paths, source)["responses"]
         for target, parameters in links.items():
             name = _operation(paths, target)["operationId"]
-            found = responses[str(status)].setdefault("links", {})
-            found[name] = {"operationId": name, "parameters": dict(parameters)}
+            response_links = responses[str(status)].setdefault("links", {})
+            response_links[name] = {"operationId": name, "parameters": dict(parameters)}
 
 
 def _operation(paths: dict[str, dict[str, dict[str, Any]]], route: str) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class DocumentedApp(FastAPI):
                 schemas[name] = described
             for operations in schema["paths"].values():
                 for operation in operations.values():
-                    _correct(operation)
+                    _correct_operation(operation)
             add_links(schema["paths"])
             for replaced in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(replaced, None)
@@ -213,7 +213,7 @@ def _documented_error(status: int) -> dict[str, Any]:
     return {"description": _MEANINGS[status], "content": {"application/json": {"schema": schema}}}
 
 
-def _correct(operation: dict[str, Any]) -> None:
+def _correct_operation(operation: dict[str, Any]) -> None:
     """Correct FastAPI's own output (error format, null parameters) and add the errors of rejected keys."""
     responses = operation["responses"]
     if "422" in responses:

@@ -9,27 +9,26 @@ import importlib.resources
 import logging
 import logging.config
 import sys
-from collections.abc import Collection, Mapping
-from typing import Any, Final
+from collections.abc import Collection
+from typing import Final
 
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from app.audit import Record
 from app.http.contexts import RequestContext
-from app.observability.metrics import outcome_of
 from app.process_environment import set_engine_log
 from app.settings import Settings
 from nnsight_engine.core.work_context import current_work
 
-_requests = logging.getLogger("app.requests")
+REQUEST_LOG: Final = "app.requests"
+"""The logger of answered requests."""
 
-_FIELDS: Final = ("request_id", "tenant", "trace_id")
+REQUEST_FIELDS: Final = ("request_id", "tenant", "trace_id")
 _VERBOSE_LOGGERS: Final = ("app", "nnsight_engine", "uvicorn")
 """Loggers whose level is the setting ``log_level``."""
 _EXTRAS: Final = (
-    *_FIELDS, "method", "route", "status", "outcome", "error", "operations", "duration_s", "request_bytes",
-    "response_bytes", "model", "models", "url",
+    *REQUEST_FIELDS, "method", "route", "status", "outcome", "error", "operations", "duration_s",
+    "request_bytes", "response_bytes", "model", "models", "url",
 )  # fmt: skip
 """Extra fields of our log lines. Only these are written, because libraries add fields of their own to all
 records.
@@ -91,7 +90,7 @@ def _formatter(*last: Processor) -> logging.Formatter:
 def add_request(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
     work = current_work()
     if isinstance(work, RequestContext):
-        for name in _FIELDS:
+        for name in REQUEST_FIELDS:
             value = getattr(work.record, name)
             if value:
                 event.setdefault(name, value)
@@ -101,24 +100,6 @@ def add_request(_logger: WrappedLogger, _method: str, event: EventDict) -> Event
 def limit_logs(*, uvicorn_level: str, logs_requests: bool, excluded: Collection[str]) -> None:
     uvicorns = logging.getLogger("uvicorn")
     uvicorns.setLevel(max(uvicorns.level, logging.getLevelNamesMapping()[uvicorn_level]))
-    _requests.addFilter(lambda entry: logs_requests and getattr(entry, "route", "") not in excluded)
-
-
-def log_request(record: Record) -> None:
-    if _requests.isEnabledFor(logging.INFO):
-        _requests.info("request", extra=_of_request(record))
-
-
-def _of_request(record: Record) -> Mapping[str, Any]:
-    return {
-        **{name: getattr(record, name) for name in _FIELDS if getattr(record, name)},
-        "method": record.method,
-        "route": record.route,
-        "status": record.status,
-        "outcome": outcome_of(record),
-        "error": record.error,
-        "operations": record.operations,
-        "duration_s": round(record.duration_s, 6),
-        "request_bytes": record.request_bytes,
-        "response_bytes": record.response_bytes,
-    }
+    logging.getLogger(REQUEST_LOG).addFilter(
+        lambda entry: logs_requests and getattr(entry, "route", "") not in excluded
+    )

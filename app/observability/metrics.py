@@ -7,24 +7,18 @@ The number of values of each label is bounded: those from clients are mapped to 
 Times of tokens are measured when events are sent to the client. The first event with text counts as the first
 token, since a chat begins with an event without text. After that each of vLLM's events is at least one token,
 possibly with empty text, except those that end a stream.
-
-Collects values on demand when metrics are scraped: the engine's counts, and the current gauges.
-
-The engine answers between two steps, so it is queried at most once per second, regardless of the number of
-scrapers, and so is the database. If one does not respond, the last known values are exposed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Final, Literal
 
 from prometheus_client import (
     REGISTRY,
@@ -40,8 +34,7 @@ from api_schemas.errors import ErrorCode
 from api_schemas.interventions import OPERATIONS
 from api_schemas.jobs import JobStatus
 from app.audit import CODE, Record
-from app.engine.client import EngineClient
-from app.http.lifecycle import Lifecycle, Phase
+from app.http.lifecycle import Phase
 from nnsight_engine.core.work_context import SANDBOX_EVENTS, STEP_BUCKETS_S, TIERS, EngineCounts
 
 OTHER: Final = "other"
@@ -106,7 +99,7 @@ class Metrics:
     """The metrics of one server; ``folder`` shares them with other processes on its port."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        own = self._own = CollectorRegistry()
+        registry = self._registry = CollectorRegistry()
         self._folder = folder
         self._last_counts = EngineCounts()
         self._last_engine = 0
@@ -115,53 +108,53 @@ class Metrics:
             "nnsight_engine_requests",
             "Answered requests, by outcome.",
             ["route", "method", "model", "tenant_class", "outcome"],
-            registry=own,
+            registry=registry,
         )
         self._rejected = Counter(
             "nnsight_engine_rejected",
             "Requests that were refused or failed, by error code.",
             ["reason"],
-            registry=own,
+            registry=registry,
         )
         self._request_s = Histogram(
             "nnsight_engine_request_seconds",
             "From a request's last byte to its answer's, for successful completions, chats and traces.",
             ["route", "kind"],
             buckets=_REQUEST_BUCKETS_S,
-            registry=own,
+            registry=registry,
         )
         self.first_token_s = Histogram(
             "nnsight_engine_time_to_first_token_seconds",
             "Time from a request's last byte to the first event of its stream with text.",
             ["route", "kind"],
             buckets=_FIRST_BUCKETS_S,
-            registry=own,
+            registry=registry,
         )
         self.between_tokens_s = Histogram(
             "nnsight_engine_inter_token_seconds",
             "Time between events with tokens, for streams of one choice.",
             ["route", "kind"],
             buckets=_BETWEEN_BUCKETS_S,
-            registry=own,
+            registry=registry,
         )
         self._interventions = Counter(
             "nnsight_engine_interventions",
             "Operations of completed requests and jobs, by kind of point and by tier of the steps.",
             ["op", "tier", "point"],
-            registry=own,
+            registry=registry,
         )
         self._prompts = Counter(
             "nnsight_engine_cache_salted_requests",
             "Completions and chats, by the isolation of their prefix cache.",
             ["salt"],
-            registry=own,
+            registry=registry,
         )
         self._named = {
             kind: Counter(
                 f"nnsight_engine_{kind}_requests",
                 f"Requests with a {kind}: shared ones by name, `own` for those of a tenant.",
                 [kind],
-                registry=own,
+                registry=registry,
             )
             for kind in _NAMED
         }
@@ -170,52 +163,52 @@ class Metrics:
             "nnsight_engine_marked_choices",
             "Choices in which a condition held: that of a `flag`, or of a `stop`, which ended them.",
             ["op"],
-            registry=own,
+            registry=registry,
         )
         for op in _MARKS:
             self._marked.labels(op)
         self._captured = Counter(
             "nnsight_engine_captured_bytes",
             "Bytes of captures and saves that left the engine.",
-            registry=own,
+            registry=registry,
         )
         self._job_ends = Counter(
-            "nnsight_engine_jobs_ended", "Runs of jobs by end.", ["status"], registry=own
+            "nnsight_engine_jobs_ended", "Runs of jobs by end.", ["status"], registry=registry
         )
         self._restarts = Counter(
-            "nnsight_engine_engine_restarts", "Engine restarts after a failure.", registry=own
+            "nnsight_engine_engine_restarts", "Engine restarts after a failure.", registry=registry
         )
         self._stalls = Counter(
             "nnsight_engine_loop_stalls",
             "Number of times that the event loop was blocked for a second or longer.",
-            registry=own,
+            registry=registry,
         )
         self._stalled_s = Counter(
             "nnsight_engine_loop_stalled_seconds",
             "Seconds that the event loop was blocked in these stalls.",
-            registry=own,
+            registry=registry,
         )
-        self._make_engine_metrics(own)
-        self._make_gauges(own)
+        self._make_engine_metrics(registry)
+        self._make_gauges(registry)
 
-    def _make_engine_metrics(self, own: CollectorRegistry) -> None:
+    def _make_engine_metrics(self, registry: CollectorRegistry) -> None:
         self._steps = Counter(
             "nnsight_engine_steps",
             "Steps of the engine: plain, with interventions in the compiled model, or uncompiled.",
             ["tier"],
-            registry=own,
+            registry=registry,
         )
         self._step_s = _TalliedHistogram(
             "nnsight_engine_step_intervention_seconds",
             "Seconds of interventions in one step, for steps with interventions.",
             buckets=STEP_BUCKETS_S,
-            registry=own,
+            registry=registry,
         )
         self._sandboxes = Counter(
             "nnsight_engine_sandboxes",
             "Sandboxes that were assigned to traces, killed early, or not available.",
             ["event"],
-            registry=own,
+            registry=registry,
         )
         # Rates can be computed only for series that existed at zero before.
         for tier in TIERS:
@@ -226,12 +219,12 @@ class Metrics:
             if status.is_final:
                 self._job_ends.labels(status.value.lower())
 
-    def _make_gauges(self, own: CollectorRegistry) -> None:
+    def _make_gauges(self, registry: CollectorRegistry) -> None:
         """Create the gauges; over several processes they are summed, or equal if shared."""
 
         def gauge(name: str, about: str, labels: Iterable[str] = (), *, is_shared: bool = False) -> Gauge:
             mode: Literal["livemax", "livesum"] = "livemax" if is_shared else "livesum"
-            return Gauge(f"nnsight_engine_{name}", about, labels, registry=own, multiprocess_mode=mode)
+            return Gauge(f"nnsight_engine_{name}", about, labels, registry=registry, multiprocess_mode=mode)
 
         self._phase = gauge("phase", "Number of server processes in this phase.", ["phase"])
         self._in_flight = gauge("in_flight", "Requests being answered and jobs being run.")
@@ -253,7 +246,7 @@ class Metrics:
         if self._folder is not None:
             multiprocess.MultiProcessCollector(registry, path=str(self._folder))  # type: ignore[no-untyped-call]
         else:
-            registry.register(self._own)
+            registry.register(self._registry)
             registry.register(REGISTRY)
         return generate_latest(registry)
 
@@ -262,15 +255,17 @@ class Metrics:
         last, self._last_counts = self._last_counts if number == self._last_engine else EngineCounts(), counts
         self._last_engine = number
         for tier in TIERS:
-            self._steps.labels(tier).inc(_grown(last.steps.get(tier, 0), counts.steps.get(tier, 0)))
+            self._steps.labels(tier).inc(_increase(last.steps.get(tier, 0), counts.steps.get(tier, 0)))
         for event in SANDBOX_EVENTS:
-            before, now = last.sandboxes.get(event, 0), counts.sandboxes.get(event, 0)
-            self._sandboxes.labels(event).inc(_grown(before, now))
+            old_count, new_count = last.sandboxes.get(event, 0), counts.sandboxes.get(event, 0)
+            self._sandboxes.labels(event).inc(_increase(old_count, new_count))
         tallies = [
-            int(_grown(before, now))
-            for before, now in zip(last.intervention_buckets, counts.intervention_buckets, strict=True)
+            int(_increase(old_count, new_count))
+            for old_count, new_count in zip(
+                last.intervention_buckets, counts.intervention_buckets, strict=True
+            )
         ]
-        self._step_s.add(tallies, _grown(last.intervention_s, counts.intervention_s))
+        self._step_s.add(tallies, _increase(last.intervention_s, counts.intervention_s))
 
     def count_restarts(self, num_restarts: int) -> None:
         self._restarts.inc(num_restarts - self._num_restarts)
@@ -292,9 +287,9 @@ class Metrics:
             if status is not JobStatus.LOG:
                 self._jobs.labels(status.value.lower()).set(levels.jobs.get(status.value, 0))
         self._oldest_job_s.set(levels.oldest_job_s)
-        for store, (used, most) in levels.stored.items():
+        for store, (used, limit) in levels.stored.items():
             self._stored.labels(store).set(used)
-            self._max_stored.labels(store).set(most)
+            self._max_stored.labels(store).set(limit)
 
     def count_request(self, record: Record, models: Sequence[str]) -> None:
         model = record.model or (models[0] if record.operations or record.salt is not None else "")
@@ -311,15 +306,15 @@ class Metrics:
             self._prompts.labels(record.salt).inc()
 
     def count_time(self, record: Record) -> None:
-        taken_s = time.perf_counter() - record.begun_s
-        self._request_s.labels(record.route, kind_of(record.operations)).observe(taken_s)
+        duration_s = time.perf_counter() - record.begun_s
+        self._request_s.labels(record.route, kind_of(record.operations)).observe(duration_s)
 
     def count_use(self, record: Record, points: Collection[str], captured_bytes: int) -> None:
         self._captured.inc(captured_bytes)
-        tier = record.tier if record.tier in _TIERS else "unknown"
+        tier = record.step_tier if record.step_tier in _TIERS else "unknown"
         for op, point in record.uses:
-            known = point if point == CODE or point in points else OTHER
-            self._interventions.labels(op if op in _OPS else OTHER, tier, known).inc()
+            point_label = point if point == CODE or point in points else OTHER
+            self._interventions.labels(op if op in _OPS else OTHER, tier, point_label).inc()
         for op in record.marked:
             self._marked.labels(op).inc()
         for kind, name in record.named:
@@ -361,8 +356,8 @@ def outcome_of(record: Record) -> str:
     return "ok" if status < 400 else "refused"
 
 
-def _grown(before: float, now: float) -> float:
-    return now - before if now >= before else now
+def _increase(old_count: float, new_count: float) -> float:
+    return new_count - old_count if new_count >= old_count else new_count
 
 
 _ERROR: Final = 'data: {"error"'
@@ -409,102 +404,3 @@ def _has_text(event: str) -> bool:
     if len(event) > _LARGE:
         return True
     return _TEXT.search(event) is not None
-
-
-logger = logging.getLogger(__name__)
-
-_PAUSE_S: Final = 1.0
-"""The pause between a response and the next query."""
-
-_TIMEOUT_S: Final = 2.0
-"""How long a scrape waits for a response before it uses the last known values."""
-
-
-class Jobs(Protocol):
-    async def levels(self) -> tuple[dict[str, int], float]:
-        """Return the number of jobs by status, and for how long the oldest waiting one has waited."""
-
-
-class _Query:
-    """A query that runs at most once per second, shared by all scrapers; it raises nothing."""
-
-    def __init__(self, query: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._query = query
-        self._task: asyncio.Task[None] | None = None
-        self._answered_at = float("-inf")
-
-    async def answered(self) -> None:
-        if self._task is None and time.monotonic() - self._answered_at >= _PAUSE_S:
-            self._task = asyncio.create_task(self._run(), name="metrics")
-        if self._task is not None:
-            await asyncio.wait({self._task}, timeout=_TIMEOUT_S)
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _run(self) -> None:
-        try:
-            await self._query()
-        finally:
-            self._task, self._answered_at = None, time.monotonic()
-
-
-class Scrape:
-    def __init__(
-        self,
-        metrics: Metrics,
-        engine: EngineClient,
-        lifecycle: Lifecycle,
-        jobs: Jobs,
-        *,
-        waiting: Callable[[], Mapping[str, int]],
-        stored: Callable[[], Mapping[str, tuple[int, int]]],
-        restarts: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self._metrics = metrics
-        self._engine = engine
-        self._lifecycle = lifecycle
-        self._jobs = jobs
-        self._waiting = waiting
-        self._stored = stored
-        self._restarts = restarts
-        self._known_jobs: tuple[dict[str, int], float] = ({}, 0.0)
-        self._queries = (_Query(self._query_engine), _Query(self._query_jobs))
-
-    async def exposition(self) -> bytes:
-        await asyncio.gather(*(question.answered() for question in self._queries))
-        jobs, oldest_s = self._known_jobs
-        levels = GaugeValues(
-            self._lifecycle.phase,
-            self._lifecycle.num_in_flight,
-            {**self._waiting(), "jobs": jobs.get("QUEUED", 0)},
-            jobs,
-            oldest_s,
-            self._stored(),
-        )
-        self._metrics.update_gauges(levels)
-        self._metrics.count_restarts(self._restarts())
-        return await self._metrics.exposition()
-
-    async def close(self) -> None:
-        for question in self._queries:
-            await question.close()
-        self._metrics.close()
-
-    async def _query_engine(self) -> None:
-        try:
-            if self._engine.ready:
-                number = self._restarts()
-                counts = await self._engine.count_events()
-                if number == self._restarts():
-                    self._metrics.count_engine(counts, number)
-        except Exception:
-            logger.warning("reading the engine's counters failed", exc_info=True)
-
-    async def _query_jobs(self) -> None:
-        try:
-            self._known_jobs = await self._jobs.levels()
-        except Exception:
-            logger.warning("counting the jobs in the database failed", exc_info=True)

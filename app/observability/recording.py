@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from http import HTTPStatus
@@ -17,14 +18,16 @@ from starlette.types import Scope
 
 from api_schemas.errors import ErrorCode
 from api_schemas.jobs import JobStatus
-from app.audit import AuditLog
+from app.audit import AuditLog, Record
 from app.auth.keys import Keys
 from app.engine.client import EngineClient
 from app.http.contexts import RequestContext
 from app.http.gate import API_PREFIX, Headers
-from app.observability.logs import log_request
+from app.observability.logs import REQUEST_FIELDS, REQUEST_LOG
 from app.observability.metrics import Metrics, outcome_of
 from app.observability.tracing import RequestSpan, Tracing
+
+_request_log = logging.getLogger(REQUEST_LOG)
 
 _READS: Final = {"GET", "HEAD", "OPTIONS"}
 _UNFINISHED: Final = "client_left"
@@ -53,11 +56,11 @@ class Recorder:
         """
         record, span = context.record, None
         start = record.begun_s
-        is_kept = scope["type"] == "http" and record.method not in _READS and await self._has_log()
+        is_kept = scope["type"] == "http" and record.method not in _READS and await self._is_audited()
         if self.tracing is not None and str(scope["path"]).startswith(API_PREFIX):
             span = self.tracing.begin(scope, context)
         if is_kept:
-            self.log.begin(record)
+            self.log.register(record)
         try:
             yield _headers(scope if repeats_id else {}, record.request_id, span)
         except ClientDisconnect:
@@ -70,7 +73,7 @@ class Recorder:
             record.duration_s = time.perf_counter() - start
             if not context.is_answered:
                 record.error = record.error or _UNFINISHED
-            record.tier, record.marked = context.tier, [kind for kind, _ in context.marked]
+            record.step_tier, record.marked = context.tier, [kind for kind, _ in context.marked]
             if context.admitted is not None:
                 record.add_use(context.meter)
             if is_kept and record.key_id and record.error not in _NOT_RUN:
@@ -79,22 +82,22 @@ class Recorder:
                 self.log.drop(record)
             if not record.route and (route := getattr(scope.get("route"), "path", None)):
                 record.route = route
-            self._report(context, span)
+            self._publish(context, span)
 
-    def job(self, run: RequestContext, traceparent: str) -> Callable[[JobStatus | None], None]:
+    def job(self, context: RequestContext, traceparent: str) -> Callable[[JobStatus | None], None]:
         """Begin to record a run of a job; the function is called with its final status when it is over."""
-        span = None if self.tracing is None else self.tracing.begin_job(run, traceparent)
+        span = None if self.tracing is None else self.tracing.begin_job(context, traceparent)
 
-        def over(ended: JobStatus | None) -> None:
+        def on_over(ended: JobStatus | None) -> None:
             if ended is not None:
                 self.metrics.count_job(ended)
-            self.metrics.count_use(run.record, self._points(), run.meter.captured_bytes)
+            self.metrics.count_use(context.record, self._point_names(), context.meter.captured_bytes)
             if span is not None:
-                span.end(run.record, ended)
+                span.end(context.record, ended)
 
-        return over
+        return on_over
 
-    async def _has_log(self) -> bool:
+    async def _is_audited(self) -> bool:
         if not self.log.is_on:
             return False
         try:
@@ -102,7 +105,7 @@ class Recorder:
         except Exception:  # noqa: BLE001 - the route's own check fails the same way and reports the error
             return True
 
-    def _report(self, context: RequestContext, span: RequestSpan | None) -> None:
+    def _publish(self, context: RequestContext, span: RequestSpan | None) -> None:
         metrics, record = self.metrics, context.record
         served = self.engine.served()
         models = (*served.names, *served.adapters)
@@ -110,12 +113,12 @@ class Recorder:
         if record.route in _TIMED and outcome_of(record) == "ok":
             metrics.count_time(record)
         if record.uses and (record.status or _ERROR_STATUS) < _ERROR_STATUS:
-            metrics.count_use(record, self._points(), context.meter.captured_bytes)
-        log_request(record)
+            metrics.count_use(record, self._point_names(), context.meter.captured_bytes)
+        _log_request(record)
         if span is not None:
             span.end(context, models)
 
-    def _points(self) -> Collection[str]:
+    def _point_names(self) -> Collection[str]:
         """Return the kinds of points of the model; empty while no engine is ready."""
         if not self.engine.ready:
             return ()
@@ -126,3 +129,23 @@ def _headers(scope: Mapping[str, Any], request_id: str, span: RequestSpan | None
     sent = dict(scope.get("headers", ())).get(_REQUEST_ID, request_id.encode())
     traced = None if span is None else span.answer_header
     return [(_REQUEST_ID, sent), *([] if traced is None else [traced])]
+
+
+def _log_request(record: Record) -> None:
+    if _request_log.isEnabledFor(logging.INFO):
+        _request_log.info("request", extra=_log_fields(record))
+
+
+def _log_fields(record: Record) -> Mapping[str, Any]:
+    return {
+        **{name: getattr(record, name) for name in REQUEST_FIELDS if getattr(record, name)},
+        "method": record.method,
+        "route": record.route,
+        "status": record.status,
+        "outcome": outcome_of(record),
+        "error": record.error,
+        "operations": record.operations,
+        "duration_s": round(record.duration_s, 6),
+        "request_bytes": record.request_bytes,
+        "response_bytes": record.response_bytes,
+    }

@@ -70,8 +70,8 @@ class RequestSpan:
         traceparent = self.headers.get(_TRACEPARENT)
         return None if traceparent is None else (_TRACEPARENT.encode(), traceparent.encode())
 
-    def end(self, asked: RequestContext, models: Sequence[str]) -> None:
-        record = asked.record
+    def end(self, context: RequestContext, models: Sequence[str]) -> None:
+        record = context.record
         route = record.route or "unknown"
         self._span.update_name(f"{record.method} {route}")
         self._span.set_attributes(
@@ -79,8 +79,8 @@ class RequestSpan:
                 "http.request.method": record.method,
                 "http.route": route,
                 "http.response.status_code": record.status or 0,
-                **_known(record),
-                **_generation(asked, models),
+                **_common_attributes(record),
+                **_generation_attributes(context, models),
             }
         )
         if (record.status or _SERVER_ERROR) >= _SERVER_ERROR:
@@ -98,7 +98,7 @@ class JobSpan:
             {
                 "nnsight_engine.job_id": record.subject,
                 "nnsight_engine.job_status": "" if ended is None else ended.value,
-                **_known(record),
+                **_common_attributes(record),
             }
         )
         if ended is JobStatus.ERROR:
@@ -106,35 +106,37 @@ class JobSpan:
         self._span.end()
 
 
-def _known(record: Record) -> dict[str, str | list[str]]:
+def _common_attributes(record: Record) -> dict[str, str | list[str]]:
     return {
         "nnsight_engine.request_id": record.request_id,
         "nnsight_engine.tenant": record.tenant,
         "nnsight_engine.kind": kind_of(record.operations),
         "nnsight_engine.operations": record.operations,
-        "nnsight_engine.tier": record.tier,
+        "nnsight_engine.tier": record.step_tier,
         "error.type": record.error,
     }
 
 
-def _generation(asked: RequestContext, models: Sequence[str]) -> dict[str, AttributeValue]:
+def _generation_attributes(context: RequestContext, models: Sequence[str]) -> dict[str, AttributeValue]:
     """Return the attributes of OpenTelemetry's conventions for generative AI; none for other routes."""
-    record, meter = asked.record, asked.meter
+    record, meter = context.record, context.meter
     if record.route not in _GENERATIONS:
         return {}
     model = record.model or models[0]
-    found: dict[str, AttributeValue] = {
+    attributes: dict[str, AttributeValue] = {
         "gen_ai.operation.name": _GENERATIONS[record.route],
         "gen_ai.provider.name": _PROVIDER,
         "gen_ai.request.model": model if model in models else OTHER,
     }
-    found |= {f"gen_ai.request.{_FIELDS.get(name, name)}": value for name, value in record.sampling.items()}
+    attributes |= {
+        f"gen_ai.request.{_FIELDS.get(name, name)}": value for name, value in record.sampling.items()
+    }
     if meter.prompt_tokens:  # the model ran
-        found["gen_ai.usage.input_tokens"] = meter.prompt_tokens
-        found["gen_ai.usage.output_tokens"] = meter.output_tokens
+        attributes["gen_ai.usage.input_tokens"] = meter.prompt_tokens
+        attributes["gen_ai.usage.output_tokens"] = meter.output_tokens
     if meter.finish_reasons:
-        found["gen_ai.response.finish_reasons"] = meter.finish_reasons
-    return found
+        attributes["gen_ai.response.finish_reasons"] = meter.finish_reasons
+    return attributes
 
 
 class Tracing:
@@ -147,18 +149,18 @@ class Tracing:
         self._tracer = self._provider.get_tracer("nnsight_engine", __version__)
         self._propagator = TraceContextTextMapPropagator()
 
-    def begin(self, scope: Scope, request: RequestContext) -> RequestSpan:
+    def begin(self, scope: Scope, context: RequestContext) -> RequestSpan:
         parent = self._propagator.extract(Headers(scope=scope), context=Context())
         span = self._tracer.start_span("request", parent, SpanKind.SERVER)
-        return RequestSpan(span, self._propagate(span, request))
+        return RequestSpan(span, self._propagate(span, context))
 
-    def begin_job(self, run: RequestContext, traceparent: str) -> JobSpan:
+    def begin_job(self, context: RequestContext, traceparent: str) -> JobSpan:
         """Begin the span of a job's run; ``traceparent`` is its request's, empty if that had none."""
         parent = self._propagator.extract({_TRACEPARENT: traceparent}, context=Context())
         parent_context = get_current_span(parent).get_span_context()
         links = [Link(parent_context)] if parent_context.is_valid else []
         span = self._tracer.start_span("job", Context(), SpanKind.CONSUMER, links=links)
-        self._propagate(span, run)
+        self._propagate(span, context)
         return JobSpan(span)
 
     def _propagate(self, span: Span, context: RequestContext) -> dict[str, str]:

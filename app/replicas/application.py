@@ -85,7 +85,7 @@ def replicas_of(index: int, options: ReplicaOptions, settings: Settings) -> Appl
             f"the cluster has {len(nodes)} nodes, and replicas that listen on {options.host} are reachable "
             "from their own node only: set `host: 0.0.0.0`, which requires keys"
         )
-    shared = [resources_of(one, options.models, nodes) for one in options.models]
+    shared = [resources_of(options_of_model, options.models, nodes) for options_of_model in options.models]
     model, resources = options.models[index], shared[index]
     if model.num_devices > 1 and not resources["num_gpus"]:
         logger.warning(
@@ -94,14 +94,17 @@ def replicas_of(index: int, options: ReplicaOptions, settings: Settings) -> Appl
             model.names[0],
             model.num_devices,
         )
-    before = zip(options.models[:index], shared[:index], strict=True)
+    earlier = zip(options.models[:index], shared[:index], strict=True)
     stop_s = settings.drain_timeout_s + _SHUTDOWN_MARGIN_S
     server = ServerOptions(
         arguments=[*([] if model.model is None else [model.model]), *model.arguments],
         environment={**environment_for_replicas(), **options.environment, **model.environment},
         host=options.host,
         num_cores=num_cores_of(model, resources),
-        first_core=sum(one.max_replica_count * num_cores_of(one, its) for one, its in before),
+        first_core=sum(
+            options_of_model.max_replica_count * num_cores_of(options_of_model, its_resources)
+            for options_of_model, its_resources in earlier
+        ),
         stop_s=stop_s,
     )
     return (
@@ -153,23 +156,23 @@ def resources_of(
     replicas on a node, so that all can be scheduled. Ray gives a Ray engine its GPUs, in a placement group of
     its own.
     """
-    has_gpus = any(one.get("GPU", 0) > 0 for one in nodes)
+    has_gpus = any(node.get("GPU", 0) > 0 for node in nodes)
     num_gpus = _num_gpus(model, has_gpus=has_gpus)
     if model.num_cpus is not None:
         return {"num_cpus": model.num_cpus, "num_gpus": num_gpus}
     if num_gpus or (has_gpus and not model.num_devices):
         return {"num_cpus": 1.0, "num_gpus": num_gpus}
-    sizes = [one["CPU"] for one in nodes if one.get("CPU", 0) >= 1] or [
+    sizes = [node["CPU"] for node in nodes if node.get("CPU", 0) >= 1] or [
         1.0
     ]  # heads may be kept for Ray itself
-    taken, sharing = 0.0, 0
-    for one in models:
-        if one.num_cpus is None and not _num_gpus(one, has_gpus=has_gpus):
-            sharing += one.max_replica_count
+    reserved, sharing = 0.0, 0
+    for other in models:
+        if other.num_cpus is None and not _num_gpus(other, has_gpus=has_gpus):
+            sharing += other.max_replica_count
         else:
-            taken += one.max_replica_count * (1.0 if one.num_cpus is None else one.num_cpus)
-    left = min(sizes) - taken / len(sizes)
-    share = left / max(1, math.ceil(sharing / len(sizes)))
+            reserved += other.max_replica_count * (1.0 if other.num_cpus is None else other.num_cpus)
+    free = min(sizes) - reserved / len(sizes)
+    share = free / max(1, math.ceil(sharing / len(sizes)))
     return {"num_cpus": float(int(share)) if share >= 1 else _MIN_CPUS, "num_gpus": num_gpus}
 
 
@@ -192,7 +195,7 @@ class ServedFront:
     async def __init__(self, options: ReplicaOptions, settings: Settings, *handles: DeploymentHandle) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         self._options = options
         self._settings = settings
-        self._replicas: list[Replicas] = [ServedReplicas(one, options.wait_s) for one in handles]
+        self._replicas: list[Replicas] = [ServedReplicas(handle, options.wait_s) for handle in handles]
 
     def __serve_build_asgi_app__(self) -> Starlette:
         return create_front(self._settings, self._options, lambda: self._replicas, _ExternalReplicas())

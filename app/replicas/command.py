@@ -57,8 +57,11 @@ class RayReplicas:
         UnsupportedOptionError: there are no keys, and replicas would be reachable from other machines.
         """
         address = cluster_address()
-        own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
-        ray.init(address=address or "local", **({} if address else own))
+        cluster_options: dict[str, Any] = {
+            "include_dashboard": False,
+            "object_store_memory": _OBJECT_STORE_BYTES,
+        }
+        ray.init(address=address or "local", **({} if address else cluster_options))
         self._application = f"{_APPLICATION}-{socket.gethostname()}-{port}"
         if len(nodes_of_cluster()) > 1:
             if not with_keys:
@@ -80,7 +83,7 @@ class RayReplicas:
             handles = await asyncio.to_thread(self._deploy)
         finally:
             log_task.cancel()
-        self.replicas = [ServedReplicas(one, self._options.wait_s) for one in handles]
+        self.replicas = [ServedReplicas(handle, self._options.wait_s) for handle in handles]
 
     async def died(self) -> None:
         await asyncio.Event().wait()
@@ -121,10 +124,15 @@ class RayReplicas:
                 logger.info("the state of the replicas cannot be read from Ray Serve: %r", error)
                 continue
             ours = [applications.get(self._name(index)) for index in range(len(self._options.models))]
-            found = {its.message for one in ours if one is not None for its in one.deployments.values()}
-            for message in found - logged - {""}:
+            messages = {
+                deployment.message
+                for application in ours
+                if application is not None
+                for deployment in application.deployments.values()
+            }
+            for message in messages - logged - {""}:
                 logger.warning("replicas are not ready yet: %s", message)
-            logged |= found
+            logged |= messages
 
     def _shut_down(self) -> None:
         if not ray.is_initialized():
@@ -153,12 +161,12 @@ def run(options: dict[str, Any], settings: Settings, console: Console, *, with_k
         failures.append(f"{reason}; Ray's log has more")
         server.should_exit = True
 
-    started = RayReplicas(checked, settings)
+    replicas = RayReplicas(checked, settings)
     app = create_front(
         settings,
         checked,
-        lambda: started.replicas,
-        started,
+        lambda: replicas.replicas,
+        replicas,
         on_failure=stop,
         are_keys_required=functools.partial(has_keys, settings),
     )
@@ -168,13 +176,13 @@ def run(options: dict[str, Any], settings: Settings, console: Console, *, with_k
     sock = listening_socket(config, stall_s=settings.client_stall_timeout_s)
     port = sock.getsockname()[1]
     url = f"http://{settings.host}:{port}"
-    started.connect(port, with_keys=with_keys)
+    replicas.connect(port, with_keys=with_keys)
     # Ray has installed a handler, which uvicorn would restore and call at the end.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     async def serve_front() -> None:
         announcing = asyncio.create_task(
-            _announce(started, checked, url, settings, console, with_keys=with_keys)
+            _announce(replicas, checked, url, settings, console, with_keys=with_keys)
         )
         await server.serve(sockets=[sock])
         announcing.cancel()
@@ -187,7 +195,7 @@ def run(options: dict[str, Any], settings: Settings, console: Console, *, with_k
 
 
 async def _announce(
-    started: RayReplicas,
+    replicas: RayReplicas,
     options: ReplicaOptions,
     url: str,
     settings: Settings,
@@ -195,12 +203,12 @@ async def _announce(
     *,
     with_keys: bool,
 ) -> None:
-    while not started.ready:  # noqa: ASYNC110 - models take seconds to load
+    while not replicas.ready:  # noqa: ASYNC110 - models take seconds to load
         await asyncio.sleep(0.2)
-    names: Sequence[str] = [one.names[0] for one in options.models]
+    names: Sequence[str] = [model.names[0] for model in options.models]
     if settings.log_format == "json":
         logger.setLevel(logging.INFO)
         logger.info("ready", extra={"models": names, "url": url})
         return
-    who = "holders of a key" if with_keys else "this machine only, because there are no keys"
-    console.print(f"Ready for {who}: {', '.join(names)} at {url}.", markup=False, soft_wrap=True)
+    callers = "holders of a key" if with_keys else "this machine only, because there are no keys"
+    console.print(f"Ready for {callers}: {', '.join(names)} at {url}.", markup=False, soft_wrap=True)

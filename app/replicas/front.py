@@ -23,20 +23,18 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.presets import split_model
 from app.engine.served_model import MODELS
 from app.http.bodies import THREAD_BYTES
-from app.http.contexts import context_of
-from app.http.deadlines import while_connected
+from app.http.contexts import context_of, while_connected
 from app.http.errors import error_response, install_error_handlers
 from app.http.gate import HostRules, RequestMiddleware
 from app.http.lifecycle import Lifecycle, Phase, Startable
 from app.http.vllm_routes import OF_ONE_ENGINE
-from app.limits.allowances import ReceivedBytes
 from app.limits.tenant_budget import TenantBudget
 from app.observability.metrics import Metrics
 from app.replicas.options import ReplicaOptions
 from app.replicas.protocol import ReplicaAddress, Replicas, none_ready
 from app.replicas.relay import ForwardedRequest, NotAcceptedError, Relay, is_buffered, reject, relay_socket
 from app.replicas.replica_queries import ReplicaQueries
-from app.replicas.routing import RequestRoute, of_body, owner_of, split_path
+from app.replicas.routing import RequestRoute, owner_of, route_of_body, split_path
 from app.server.probes import READY
 from app.settings import Settings
 
@@ -64,30 +62,30 @@ class Front:
         self._settings = settings
         self._options = options
         self._replicas = replicas
-        self._receiving = ReceivedBytes(TenantBudget.of(settings).received_bytes)
+        self._received = TenantBudget.of(settings).received_bytes
         self._queries = ReplicaQueries(options.models, replicas, lambda: self._relay)
-        self._index = {name: index for index, one in enumerate(options.models) for name in one.names}
-        self._opened: Relay | None = None
+        self._index = {name: index for index, model in enumerate(options.models) for name in model.names}
+        self._open_relay: Relay | None = None
 
     async def close(self) -> None:
-        if self._opened is not None:
-            await self._opened.close()
+        if self._open_relay is not None:
+            await self._open_relay.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
-            await self._socket(WebSocket(scope, receive, send))
+            await self._answer_socket(WebSocket(scope, receive, send))
             return
         request = Request(scope, receive)
         path, named = scope["path"], scope.get(_MODEL, "")
         answer: Response | None = None
         if path == "/metrics":
             answer = await self._queries.metrics(request)
-        elif self._is_of_all(request, named):
+        elif self._is_for_model_list(request, named):
             answer = await self._queries.models(request, path.removeprefix(MODELS).removeprefix("/"))
         elif path in OF_ONE_ENGINE:
             raise _of_one_engine(path)
         elif path in READY:
-            answer = await self._queries.ready(request, self._wanted(named))
+            answer = await self._queries.ready(request, self._models_for_readiness(named))
         elif is_buffered(request):
             answer = await self._count_body(request)
         if answer is not None:
@@ -100,17 +98,17 @@ class Front:
         else:
             await self._forward(sent, await self._route_of(sent, named), send)
 
-    def _is_of_all(self, request: Request, named: str) -> bool:
+    def _is_for_model_list(self, request: Request, named: str) -> bool:
         """Return whether a request is for the list of all models, or one of it: no replica has all of it."""
         path = request.scope["path"]
         is_list = path == MODELS or (path.startswith(f"{MODELS}/") and request.method == "GET")
         return is_list and not named and len(self._options.models) > 1
 
-    def _wanted(self, named: str) -> list[int]:
+    def _models_for_readiness(self, named: str) -> list[int]:
         """Return the models that readiness depends on: the named one, or those that always have replicas."""
         if named:
             return [self._index[named]]
-        return [index for index, one in enumerate(self._options.models) if one.replicas]
+        return [index for index, model in enumerate(self._options.models) if model.replicas]
 
     async def _count_body(self, request: Request) -> Response | None:
         """Count a buffered body to its key if a replica accepts it, else to the client's address.
@@ -127,7 +125,7 @@ class Front:
             key = request.headers.get("authorization", "")
             # Callers without a key are accepted only by a server that this machine alone uses.
             name = f"key {hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}" if key else ""
-        context_of(request.scope).intake = self._receiving.intake(name)
+        context_of(request.scope).received = self._received.spend(name)
         return None
 
     async def _route_of(self, sent: ForwardedRequest, named: str) -> RequestRoute:
@@ -137,16 +135,16 @@ class Front:
         key = sent.request.headers.get("authorization", "").encode()
 
         def parse() -> RequestRoute:
-            return of_body(body, key, prefix_bytes=self._options.prefix_bytes)
+            return route_of_body(body, key, prefix_bytes=self._options.prefix_bytes)
 
-        found = parse() if len(body) < THREAD_BYTES else await asyncio.to_thread(parse)
-        return RequestRoute(named or found.model, found.key)
+        route = parse() if len(body) < THREAD_BYTES else await asyncio.to_thread(parse)
+        return RequestRoute(named or route.model, route.key)
 
     @property
     def _relay(self) -> Relay:
-        if self._opened is None:
-            self._opened = Relay(self._settings)
-        return self._opened
+        if self._open_relay is None:
+            self._open_relay = Relay(self._settings)
+        return self._open_relay
 
     async def _forward_to_owner(self, owner: str, sent: ForwardedRequest, send: Send) -> None:
         scope = sent.request.scope
@@ -164,7 +162,7 @@ class Front:
         await answer(scope, sent.receive, send)
 
     async def _forward(self, sent: ForwardedRequest, route: RequestRoute, send: Send) -> None:
-        replicas = self._of(route.model)
+        replicas = self._replicas_of(route.model)
         scope = sent.request.scope
         tried: set[str] = set()
         answer: Response | None = None
@@ -185,7 +183,7 @@ class Front:
             raise none_ready()
         await answer(scope, sent.receive, send)
 
-    def _of(self, model: str) -> Replicas:
+    def _replicas_of(self, model: str) -> Replicas:
         """Return a model's replicas, also by ``MODEL:PRESET``; of the first one for an unknown name."""
         replicas = self._replicas()
         if not replicas:
@@ -193,14 +191,14 @@ class Front:
         name, _ = split_model(model, self._index)
         return replicas[self._index.get(name, 0)]
 
-    async def _socket(self, websocket: WebSocket) -> None:
+    async def _answer_socket(self, websocket: WebSocket) -> None:
         try:
             await self._forward_socket(websocket, websocket.scope["path"])
         except ApiError as error:
             await reject(websocket, error_response(error))
 
     async def _forward_socket(self, websocket: WebSocket, path: str) -> None:
-        replicas = self._of(websocket.scope.get(_MODEL, ""))
+        replicas = self._replicas_of(websocket.scope.get(_MODEL, ""))
         is_local = websocket.query_params.get("local", "").lower() in _TRUE and path.endswith(_EVENTS)
         tried: set[str] = set()
         answer: Response | None = None
@@ -210,7 +208,7 @@ class Front:
                     break
                 tried.add(address.name)
                 addresses: list[ReplicaAddress] = await self._queries.addresses() if is_local else []
-                others = [one for one in addresses if one.name != address.name]
+                others = [other for other in addresses if other.name != address.name]
                 try:
                     await relay_socket(websocket, path, address, others)
                 except NotAcceptedError as refusal:
@@ -270,14 +268,14 @@ class _ModelInPath:
 
     def __init__(self, app: ASGIApp, options: ReplicaOptions) -> None:
         self._app = app
-        self._names = [name for one in options.models for name in one.names]
+        self._names = [name for model in options.models for name in model.names]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in {"http", "websocket"}:
-            root, whole = str(scope.get("root_path", "")).rstrip("/"), str(scope["path"])
-            below = whole.removeprefix(root) if whole.startswith(f"{root}/") else whole
-            model, path = split_path(below, self._names)
-            if path != whole:
+            root, full_path = str(scope.get("root_path", "")).rstrip("/"), str(scope["path"])
+            path_below_root = full_path.removeprefix(root) if full_path.startswith(f"{root}/") else full_path
+            model, path = split_path(path_below_root, self._names)
+            if path != full_path:
                 scope = {**scope, "root_path": "", "path": path, "raw_path": path.encode()}
             if model:
                 scope[_MODEL] = model

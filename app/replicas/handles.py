@@ -32,7 +32,7 @@ class ServedReplicas:
         self._handle = handle
         self._leases = handle.options(method_name="lease", stream=True)
         self._wait_s = wait_s
-        self._last: list[ReplicaAddress] = []
+        self._last_addresses: list[ReplicaAddress] = []
 
     @contextlib.asynccontextmanager
     async def acquire(
@@ -43,7 +43,7 @@ class ServedReplicas:
         try:
             try:
                 async with asyncio.timeout(self._wait_s):
-                    name, url = await self._next(leases, arguments)
+                    name, url = await self._lease_replica(leases, arguments)
             except (TimeoutError, RayServeException) as error:
                 logger.info("no replica was chosen: %r", error)
                 raise none_ready() from error
@@ -55,17 +55,19 @@ class ServedReplicas:
     async def addresses(self) -> list[ReplicaAddress]:
         """Return the last known ones if a replica does not answer in time."""
         try:
-            found = await self._handle.broadcast("address").results_async(
+            answers = await self._handle.broadcast("address").results_async(
                 timeout_s=_ADDRESSES_TIMEOUT_S, return_exceptions=True
             )
         except TimeoutError:
-            return self._last
+            return self._last_addresses
         except (RayError, RayServeException):
             return []
-        self._last = [ReplicaAddress(*one) for one in found if not isinstance(one, BaseException)]
-        return self._last
+        self._last_addresses = [
+            ReplicaAddress(*answer) for answer in answers if not isinstance(answer, BaseException)
+        ]
+        return self._last_addresses
 
-    async def _next(self, leases: list[Any], arguments: dict[str, Any]) -> tuple[str, str]:
+    async def _lease_replica(self, leases: list[Any], arguments: dict[str, Any]) -> tuple[str, str]:
         """Retry until a replica answers; one may have died before the router noticed."""
         while True:
             leases.append(self._leases.remote(**arguments))
@@ -95,12 +97,12 @@ class PrefixRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Return the replicas in order of preference, each in a group of its own to fix the order."""
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # if none of them has room
-            given = pending_request.kwargs
-        replicas = {one.replica_id.unique_id: one for one in candidate_replicas}
+            arguments = pending_request.kwargs
+        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         cache = self.replica_queue_len_cache
-        loads = {name: cache.get(one.replica_id) or 0 for name, one in replicas.items()}
-        order = ranked(loads, given.get("key", b""), tried=given.get("tried", ()), slack=self._slack)
+        loads = {name: cache.get(replica.replica_id) or 0 for name, replica in replicas.items()}
+        order = ranked(loads, arguments.get("key", b""), tried=arguments.get("tried", ()), slack=self._slack)
         return [[replicas[name]] for name in order]

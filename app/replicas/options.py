@@ -71,8 +71,8 @@ class ModelOptions(BaseModel):
 
     @property
     def names(self) -> tuple[str, ...]:
-        given = _engine_options(self.arguments).served_model_name
-        return tuple(given) if given else (self.model or BUNDLED_MODEL_NAME,)
+        served_names = _engine_options(self.arguments).served_model_name
+        return tuple(served_names) if served_names else (self.model or BUNDLED_MODEL_NAME,)
 
     @property
     def num_devices(self) -> int:
@@ -120,7 +120,7 @@ class ReplicaOptions(BaseModel):
 
     @model_validator(mode="after")
     def _check_names(self) -> ReplicaOptions:
-        names = [name for one in self.models for name in one.names]
+        names = [name for model in self.models for name in model.names]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(
@@ -139,7 +139,7 @@ def _engine_options(arguments: list[str]) -> Any:
     parser.add_argument("--prefill-context-parallel-size", "-pcp", dest="prefill", type=int, default=1)
     parser.add_argument("--distributed-executor-backend", default="")
     parser.add_argument("--config")
-    return parser.parse_known_args([_dashed(one) for one in arguments])[0]
+    return parser.parse_known_args([_dashed(argument) for argument in arguments])[0]
 
 
 def _dashed(argument: str) -> str:

@@ -25,8 +25,8 @@ def main() -> None:
     servers: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
-        for one in servers:
-            one.send_signal(number)
+        for process in servers:
+            process.send_signal(number)
 
     signal.signal(signal.SIGTERM, pass_on)
     server = subprocess.Popen(  # noqa: S603 - ourselves

@@ -32,8 +32,7 @@ from yarl import URL
 
 from api_schemas.errors import ErrorCode
 from app.http.bodies import read_bytes, stream_bytes
-from app.http.contexts import context_of
-from app.http.deadlines import while_connected
+from app.http.contexts import context_of, while_connected
 from app.replicas.protocol import ReplicaAddress, replica_lost
 from app.server.sockets import detect_lost_peer
 from app.services.streaming import ClosingStream, last_events
@@ -109,9 +108,9 @@ class ForwardedRequest:
             return
         # The form of a dictionary has more parts than its weights.
         form_bytes = settings.max_dictionary_bytes + settings.max_body_bytes
-        most = max(settings.max_trace_request_bytes, form_bytes)
+        max_bytes = max(settings.max_trace_request_bytes, form_bytes)
         try:
-            async for chunk in stream_bytes(self.request, most, settings.upload_idle_timeout_s):
+            async for chunk in stream_bytes(self.request, max_bytes, settings.upload_idle_timeout_s):
                 yield chunk
         except Exception as error:
             self.error = error
@@ -120,8 +119,10 @@ class ForwardedRequest:
             self._is_read.set()
 
     def headers(self) -> CIMultiDict[str]:
-        found = [(name, one) for name, one in self.request.headers.items() if name not in _HOP_BY_HOP_HEADERS]
-        headers = CIMultiDict(found)
+        kept_headers = [
+            (name, value) for name, value in self.request.headers.items() if name not in _HOP_BY_HOP_HEADERS
+        ]
+        headers = CIMultiDict(kept_headers)
         if self.body is not None:
             headers.popall("content-length", None)
             if self.body or self.request.method not in _SAFE_METHODS:
@@ -136,7 +137,7 @@ class Relay:
         self._settings = settings
         self._session = aiohttp.ClientSession(
             # One connection per request: no part of a request can be mistaken for the next one's beginning.
-            connector=aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_socket),
+            connector=aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_new_socket),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
@@ -164,7 +165,7 @@ class Relay:
         """
         deadline = context_of(sent.request.scope).deadline
         try:
-            response = await while_connected(sent.receive, self._request(sent, address), deadline)
+            response = await while_connected(sent.receive, self._send_request(sent, address), deadline)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise NotAcceptedError from error
         except (aiohttp.ClientError, OSError) as error:
@@ -176,9 +177,9 @@ class Relay:
         is_event_stream = sent.path in _STREAMS and response.headers.get("content-type", "").startswith(
             _EVENTS
         )
-        source = _pieces(response, address, ends_with_error=is_event_stream)
+        source = _response_pieces(response, address, ends_with_error=is_event_stream)
         if response.status == _UNAVAILABLE and sent.body is not None and _is_short(response):
-            body = await _read(response, address)
+            body = await _read_body(response, address)
             source = _single_piece(body)
             if is_refusal(response.status, body):
                 raise NotAcceptedError(self._stream(response, source, address, is_event_stream=False))
@@ -191,13 +192,15 @@ class Relay:
         try:
             async with self._session.get(f"{address.url}{path}", headers=headers) as response:
                 response_headers = {
-                    name: one for name, one in response.headers.items() if name.lower() in _REFUSAL_HEADERS
+                    name: value
+                    for name, value in response.headers.items()
+                    if name.lower() in _REFUSAL_HEADERS
                 }
                 return ReplicaAnswer(address, response.status, await response.text(), response_headers)
         except (aiohttp.ClientError, OSError):
             return None
 
-    async def _request(self, sent: ForwardedRequest, address: ReplicaAddress) -> aiohttp.ClientResponse:
+    async def _send_request(self, sent: ForwardedRequest, address: ReplicaAddress) -> aiohttp.ClientResponse:
         request = sent.request
         query = request.scope["query_string"].decode("latin-1")
         path = quote(sent.path, safe="/:@!$&'()*+,;=~")
@@ -245,7 +248,7 @@ def is_buffered(request: Request) -> bool:
 
 def is_refusal(status: int, body: bytes) -> bool:
     """Return whether a replica has done no work for the request, so that another one may run it."""
-    return status == _UNAVAILABLE and _code(body) in _REFUSALS
+    return status == _UNAVAILABLE and _error_code(body) in _REFUSALS
 
 
 def forwarded_headers(connection: HTTPConnection) -> dict[str, str]:
@@ -254,14 +257,14 @@ def forwarded_headers(connection: HTTPConnection) -> dict[str, str]:
     return {"x-forwarded-for": address, "x-forwarded-proto": connection.url.scheme}
 
 
-def _socket(address: tuple[Any, ...]) -> socket.socket:
+def _new_socket(address: tuple[Any, ...]) -> socket.socket:
     family, kind, protocol, _, _ = address
-    found = socket.socket(family, kind, protocol)
-    detect_lost_peer(found)
-    return found
+    sock = socket.socket(family, kind, protocol)
+    detect_lost_peer(sock)
+    return sock
 
 
-async def _pieces(
+async def _response_pieces(
     response: aiohttp.ClientResponse, address: ReplicaAddress, *, ends_with_error: bool
 ) -> AsyncGenerator[bytes, None]:
     """Yield a response; if the replica fails in between, end with an error event or abort."""
@@ -282,7 +285,7 @@ async def _single_piece(body: bytes) -> AsyncGenerator[bytes, None]:
     yield body
 
 
-async def _read(response: aiohttp.ClientResponse, address: ReplicaAddress) -> bytes:
+async def _read_body(response: aiohttp.ClientResponse, address: ReplicaAddress) -> bytes:
     try:
         return await response.read()
     except (aiohttp.ClientError, OSError) as error:
@@ -293,7 +296,7 @@ def _is_short(response: aiohttp.ClientResponse) -> bool:
     return response.content_length is not None and response.content_length <= _MAX_REFUSAL_BYTES
 
 
-def _code(body: bytes) -> str:
+def _error_code(body: bytes) -> str:
     try:
         return msgspec.json.decode(body, type=_ErrorBody).error.code
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -324,7 +327,7 @@ async def relay_socket(
     """Forward a WebSocket, not accepted yet, until either side closes it; NotAcceptedError if refused."""
     async with contextlib.AsyncExitStack() as stack:
         try:
-            first = await stack.enter_async_context(_connection(websocket, path, address))
+            leased = await stack.enter_async_context(_connection(websocket, path, address))
         except InvalidStatus as error:
             denial = _denial(error)
             if is_refusal(denial.status_code, bytes(denial.body)):
@@ -333,20 +336,20 @@ async def relay_socket(
             return
         except (OSError, TimeoutError, WebSocketException) as error:
             raise NotAcceptedError from error
-        detect_lost_peer(first.transport.get_extra_info("socket"))
+        detect_lost_peer(leased.transport.get_extra_info("socket"))
 
-        async def join(one: ReplicaAddress) -> ClientConnection | None:
+        async def join(other: ReplicaAddress) -> ClientConnection | None:
             try:
-                connection = _connection(websocket, path, one, timeout_s=_OTHERS_CONNECT_TIMEOUT_S)
+                connection = _connection(websocket, path, other, timeout_s=_OTHERS_CONNECT_TIMEOUT_S)
                 joined = await stack.enter_async_context(connection)
             except (OSError, TimeoutError, WebSocketException):
                 return None
             detect_lost_peer(joined.transport.get_extra_info("socket"))
             return joined
 
-        further = [one for one in await asyncio.gather(*map(join, others)) if one is not None]
-        await websocket.accept(first.subprotocol, [(REPLICA_HEADER.encode(), address.name.encode())])
-        code = await _pump(websocket, first, further)
+        further = [other for other in await asyncio.gather(*map(join, others)) if other is not None]
+        await websocket.accept(leased.subprotocol, [(REPLICA_HEADER.encode(), address.name.encode())])
+        code = await _forward_messages(websocket, leased, further)
         if code is not None:
             # The client may have disconnected.
             with contextlib.suppress(WebSocketDisconnect, RuntimeError, OSError):
@@ -389,16 +392,16 @@ def _connection(
     )
 
 
-async def _pump(
-    websocket: WebSocket, first: ClientConnection, further: Sequence[ClientConnection]
+async def _forward_messages(
+    websocket: WebSocket, leased: ClientConnection, further: Sequence[ClientConnection]
 ) -> int | None:
     """Forward messages; return the replica's close code, or None if the client closed."""
-    listening = asyncio.create_task(_forward_to_replicas(websocket, first, further))
-    sending = asyncio.create_task(_forward_to_client(websocket, first))
-    receiving_others = [asyncio.create_task(_send_calls(websocket, one)) for one in further]
+    listening = asyncio.create_task(_forward_to_replicas(websocket, leased, further))
+    sending = asyncio.create_task(_forward_to_client(websocket, leased))
+    receiving_others = [asyncio.create_task(_send_calls(websocket, other)) for other in further]
     try:
-        done, _ = await asyncio.wait([listening, sending], return_when=asyncio.FIRST_COMPLETED)
-        return sending.result() if sending in done and listening not in done else None
+        finished, _ = await asyncio.wait([listening, sending], return_when=asyncio.FIRST_COMPLETED)
+        return sending.result() if sending in finished and listening not in finished else None
     except WebSocketDisconnect:
         return None  # raised by a send
     finally:
@@ -408,14 +411,14 @@ async def _pump(
 
 
 async def _forward_to_replicas(
-    websocket: WebSocket, first: ClientConnection, further: Sequence[ClientConnection]
+    websocket: WebSocket, leased: ClientConnection, further: Sequence[ClientConnection]
 ) -> None:
     while (message := await websocket.receive())["type"] != "websocket.disconnect":
         text, data = message.get("text"), message.get("bytes")
-        targets = (first,) if data is None else (first, *further)
-        for one in targets:
+        targets = (leased,) if data is None else (leased, *further)
+        for target in targets:
             with contextlib.suppress(ConnectionClosed):  # handled by its reader
-                await one.send(text or "" if data is None else data)
+                await target.send(text or "" if data is None else data)
 
 
 async def _forward_to_client(websocket: WebSocket, source: ClientConnection) -> int:
@@ -436,8 +439,8 @@ async def _send_calls(websocket: WebSocket, source: ClientConnection) -> None:
 
 
 def _denial(error: InvalidStatus) -> Response:
-    found = error.response
+    response = error.response
     headers = {
-        name: value for name, value in found.headers.raw_items() if name.lower() not in _DROPPED_HEADERS
+        name: value for name, value in response.headers.raw_items() if name.lower() not in _DROPPED_HEADERS
     }
-    return Response(bytes(found.body or b""), found.status_code, headers)
+    return Response(bytes(response.body or b""), response.status_code, headers)

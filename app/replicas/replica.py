@@ -50,9 +50,6 @@ class Replica:
         self._name: str = context.replica_id.unique_id
         self._options = options
         address = ray.util.get_node_ip_address() if options.host != _LOOPBACK else _LOOPBACK
-        port = _free_port(options.host)
-        self._url = f"http://{address}:{port}"
-        self._http = httpx.AsyncClient(base_url=self._url, timeout=_HTTP_TIMEOUT_S, trust_env=False)
         environment = environment_of_replica(
             {**options.environment, **_cluster(options)},
             self._name,
@@ -62,16 +59,20 @@ class Replica:
                 sorted(os.sched_getaffinity(0)),
             ),
         )
-        self._process = subprocess.Popen(  # noqa: ASYNC220, S603 - it takes milliseconds; ourselves
-            [
-                *(sys.executable, "-m", "app.replicas.process_guard", "serve", *options.arguments),
-                *("--host", options.host, "--port", str(port)),
-            ],
-            stdin=subprocess.PIPE,  # never written to; closed when this process ends
-            start_new_session=True,
-            env=environment,
-        )
-        await self._wait_ready()
+        with _reserve_port(options.host) as reserved:
+            port: int = reserved.getsockname()[1]
+            self._url = f"http://{address}:{port}"
+            self._http = httpx.AsyncClient(base_url=self._url, timeout=_HTTP_TIMEOUT_S, trust_env=False)
+            self._process = subprocess.Popen(  # noqa: ASYNC220, S603 - it takes milliseconds; ourselves
+                [
+                    *(sys.executable, "-m", "app.replicas.process_guard", "serve", *options.arguments),
+                    *("--host", options.host, "--port", str(port)),
+                ],
+                stdin=subprocess.PIPE,  # never written to; closed when this process ends
+                start_new_session=True,
+                env=environment,
+            )
+            await self._wait_ready()
         self._watching = asyncio.create_task(self._end_with_server(), name="replica-server")
 
     async def lease(
@@ -108,7 +109,7 @@ class Replica:
             await asyncio.sleep(_POLL_S)
 
     async def _end_with_server(self) -> None:
-        await self._ended()
+        await self._wait_ended()
         logger.error("the server of the replica %s has ended", self._name)
         with contextlib.suppress(ProcessLookupError):  # the guard may have died alone
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -118,21 +119,21 @@ class Replica:
         self._process.terminate()
         try:
             async with asyncio.timeout(self._options.stop_s):
-                await self._ended()
+                await self._wait_ended()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            await self._ended()
+            await self._wait_ended()
         await self._http.aclose()
 
-    async def _ended(self) -> None:
+    async def _wait_ended(self) -> None:
         while self._process.poll() is None:  # noqa: ASYNC110 - asyncio cannot wait for it
             await asyncio.sleep(_POLL_S)
 
 
-def cores_of(first: int, num_cores: int, cores: Sequence[int]) -> str:
-    """Return the cores of a replica in vLLM's notation, after the ``first`` ones; empty if it chooses."""
-    chosen = {cores[(first + index) % len(cores)] for index in range(num_cores)}
+def cores_of(first_core: int, num_cores: int, cores: Sequence[int]) -> str:
+    """Return the cores of a replica in vLLM's notation, from ``first_core`` on; empty if vLLM chooses."""
+    chosen = {cores[(first_core + index) % len(cores)] for index in range(num_cores)}
     return ",".join(map(str, sorted(chosen)))
 
 
@@ -149,8 +150,16 @@ def _cluster(options: ServerOptions) -> dict[str, str]:
     }
 
 
-def _free_port(host: str) -> int:
-    with socket.socket() as found:
-        found.bind((host, 0))
-        port: int = found.getsockname()[1]
-    return port
+def _reserve_port(host: str) -> socket.socket:
+    """Return a socket bound to a free port, which the kernel gives to no other process while it is open.
+
+    It does not listen, so the server may bind the port too: both set SO_REUSEADDR.
+    """
+    reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((host, 0))
+    except BaseException:
+        reserved.close()
+        raise
+    return reserved

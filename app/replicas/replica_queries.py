@@ -33,7 +33,7 @@ class _Family:
     samples: list[str] = dataclasses.field(default_factory=list)
 
 
-def merged(pages: Mapping[str, str]) -> str:
+def merge_metrics(pages: Mapping[str, str]) -> str:
     families: dict[str, _Family] = {}
     for replica, page in pages.items():
         family = _Family()
@@ -44,11 +44,11 @@ def merged(pages: Mapping[str, str]) -> str:
                 if line not in family.headers:
                     family.headers.append(line)
             elif sample := _SAMPLE.match(line):
-                end = sample.end(1)
+                name_end = sample.end(1)
                 label = f'{{replica="{replica}"' + ("," if sample[2] else "} ")
-                rest = line[end + 1 :]
-                family.samples.append(f"{line[:end]}{label}{rest}")
-    lines = [line for one in families.values() for line in (*one.headers, *one.samples)]
+                rest = line[name_end + 1 :]
+                family.samples.append(f"{line[:name_end]}{label}{rest}")
+    lines = [line for family in families.values() for line in (*family.headers, *family.samples)]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -72,53 +72,55 @@ class ReplicaQueries:
     async def metrics(self, request: Request) -> Response:
         """Return the metrics of all replicas, if the caller may read them."""
         addresses = await self.addresses()
-        found = await asyncio.gather(
-            *(self._query(one, "/metrics", request, _METRICS_S) for one in addresses)
+        replies = await asyncio.gather(
+            *(self._query(address, "/metrics", request, _METRICS_S) for address in addresses)
         )
-        answers = [one for one in found if one is not None]
-        refused = next((one for one in answers if one.status != _OK), None)
+        answers = [answer for answer in replies if answer is not None]
+        refused = next((answer for answer in answers if answer.status != _OK), None)
         if refused is not None:
             return refused.response()
-        pages = {one.address.name: one.text for one in answers}
-        return Response(merged(pages), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        pages = {answer.address.name: answer.text for answer in answers}
+        return Response(merge_metrics(pages), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def models(self, request: Request, name: str = "") -> Response:
         """Return all lists as one; models without a ready replica are listed by name."""
-        queries = (self._first(one, MODELS, request) for one in self._replicas())
-        found = await asyncio.gather(*queries)
-        answers = [one for one in found if one is not None and one.status != _UNAVAILABLE]
+        queries = (self._first_answer(replicas, MODELS, request) for replicas in self._replicas())
+        replies = await asyncio.gather(*queries)
+        answers = [answer for answer in replies if answer is not None and answer.status != _UNAVAILABLE]
         if not answers:
             raise none_ready()
-        refused = next((one for one in answers if one.status != _OK), None)
+        refused = next((answer for answer in answers if answer.status != _OK), None)
         if refused is not None:
             return refused.response()
         data: list[Any] = []
-        for model, one in zip(self._models, found, strict=True):
-            is_there = one is not None and one.status == _OK
-            data += msgspec.json.decode(one.text)["data"] if one and is_there else _cards(model)
+        for model, answer in zip(self._models, replies, strict=True):
+            is_there = answer is not None and answer.status == _OK
+            data += msgspec.json.decode(answer.text)["data"] if answer and is_there else _cards(model)
         listed = {"object": "list", "data": data}
         return JSONResponse(model_of(listed, name) if name else listed)
 
-    async def ready(self, request: Request, wanted: Collection[int]) -> Response:
+    async def ready(self, request: Request, model_indices: Collection[int]) -> Response:
         replicas = self._replicas()
         if not replicas:
             raise none_ready()
-        queries = (self._first(replicas[index], "/health/ready", request) for index in sorted(wanted))
-        found = await asyncio.gather(*queries)
-        for one in found:
-            if one is None:
+        queries = (
+            self._first_answer(replicas[index], "/health/ready", request) for index in sorted(model_indices)
+        )
+        answers = await asyncio.gather(*queries)
+        for answer in answers:
+            if answer is None:
                 raise none_ready()
-            if one.status != _OK:
-                return one.response()
-        first = next(iter(found), None)  # empty if no model needs replicas
-        return JSONResponse({"status": "ready"}) if first is None else first.response()
+            if answer.status != _OK:
+                return answer.response()
+        first_answer = next(iter(answers), None)  # empty if no model needs replicas
+        return JSONResponse({"status": "ready"}) if first_answer is None else first_answer.response()
 
     async def refusal(self, request: Request) -> Response | None:
         """Return the replicas' rejection of a caller; None if they accept it, or none is ready."""
-        for one in self._replicas():
-            answers = await self._first(one, MODELS, request)
-            if answers is not None and answers.status != _UNAVAILABLE:
-                return None if answers.status == _OK else answers.response()
+        for replicas in self._replicas():
+            answer = await self._first_answer(replicas, MODELS, request)
+            if answer is not None and answer.status != _UNAVAILABLE:
+                return None if answer.status == _OK else answer.response()
         return None
 
     async def address_of(self, name: str) -> ReplicaAddress | None:
@@ -126,28 +128,28 @@ class ReplicaQueries:
         addresses = await self.addresses()
         if not addresses:
             raise none_ready()
-        return next((one for one in addresses if one.name == name), None)
+        return next((address for address in addresses if address.name == name), None)
 
     async def addresses(self) -> list[ReplicaAddress]:
-        found = await asyncio.gather(*(one.addresses() for one in self._replicas()))
-        return [address for some in found for address in some]
+        lists = await asyncio.gather(*(replicas.addresses() for replicas in self._replicas()))
+        return [address for addresses in lists for address in addresses]
 
-    async def _first(self, replicas: Replicas, path: str, request: Request) -> ReplicaAnswer | None:
+    async def _first_answer(self, replicas: Replicas, path: str, request: Request) -> ReplicaAnswer | None:
         """Return the answer of the first ready replica; else that of an unavailable one, or None."""
         addresses = await replicas.addresses()
         unavailable: ReplicaAnswer | None = None
         for address in random.sample(addresses, len(addresses)):
-            answers = await self._query(address, path, request, _FIRST_S)
-            if answers is not None and answers.status != _UNAVAILABLE:
-                return answers
-            unavailable = answers or unavailable
+            answer = await self._query(address, path, request, _FIRST_S)
+            if answer is not None and answer.status != _UNAVAILABLE:
+                return answer
+            unavailable = answer or unavailable
         return unavailable
 
     async def _query(
-        self, address: ReplicaAddress, path: str, request: Request, max_s: float
+        self, address: ReplicaAddress, path: str, request: Request, timeout_s: float
     ) -> ReplicaAnswer | None:
         try:
-            async with asyncio.timeout(max_s):
+            async with asyncio.timeout(timeout_s):
                 return await self._relay().get(address, path, request)
         except TimeoutError:
             return None

@@ -42,8 +42,10 @@ def key_of(parts: Sequence[bytes | memoryview]) -> bytes:
 
 def _by_key(names: Sequence[str], loads: Mapping[str, int], key: bytes, slack: int) -> list[str]:
     order = sorted(names, key=lambda name: key_of([key, name.encode()]))
-    most = min(loads[name] for name in names) + slack
-    return [name for name in order if loads[name] <= most] + [name for name in order if loads[name] > most]
+    max_load = min(loads[name] for name in names) + slack
+    return [name for name in order if loads[name] <= max_load] + [
+        name for name in order if loads[name] > max_load
+    ]
 
 
 def _by_load(names: Sequence[str], loads: Mapping[str, int]) -> list[str]:
@@ -72,7 +74,7 @@ class _Body(msgspec.Struct):
     cache_salt: msgspec.Raw = _NOTHING
 
 
-def of_body(body: bytes | bytearray, key: bytes, *, prefix_bytes: int) -> RequestRoute:
+def route_of_body(body: bytes | bytearray, key: bytes, *, prefix_bytes: int) -> RequestRoute:
     """Return the routing properties of a whole JSON body.
 
     Args:
@@ -81,27 +83,27 @@ def of_body(body: bytes | bytearray, key: bytes, *, prefix_bytes: int) -> Reques
             0 disables keys.
     """
     try:
-        found = msgspec.json.decode(body, type=_Body)
+        fields = msgspec.json.decode(body, type=_Body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return RequestRoute()
-    beginning = bytes(memoryview(found.messages or found.prompt)[:prefix_bytes])
+    beginning = bytes(memoryview(fields.messages or fields.prompt)[:prefix_bytes])
     if not prefix_bytes or len(beginning) < prefix_bytes:
-        return RequestRoute(_name(found.model))
+        return RequestRoute(_name(fields.model))
     # Not copied: they may be large.
     common: list[bytes | memoryview] = [
         key,
-        memoryview(found.cache_salt),
-        memoryview(found.interventions),
+        memoryview(fields.cache_salt),
+        memoryview(fields.interventions),
         beginning,
     ]
-    return RequestRoute(_name(found.model), key_of(common))
+    return RequestRoute(_name(fields.model), key_of(common))
 
 
 def split_path(path: str, models: Collection[str]) -> tuple[str, str]:
     """Return the model of ``/models/NAME/v1/…``, empty if none, and the path without it."""
     rest = path.removeprefix(_MODELS)
-    found = [name for name in models if path.startswith(_MODELS) and rest.startswith(f"{name}/")]
-    model = max(found, key=len, default="")
+    candidates = [name for name in models if path.startswith(_MODELS) and rest.startswith(f"{name}/")]
+    model = max(candidates, key=len, default="")
     return model, rest.removeprefix(model) if model else path
 
 

@@ -25,8 +25,8 @@ from app.components import Components
 from app.http.bodies import BodyLimits, read_object
 from app.http.errors import validated
 from app.http.openapi import error_responses, json_body
-from app.routes.context import ADMIN, Asked, Served
-from app.storage.audit import AuditStore, Wanted
+from app.routes.parameters import ADMIN, CurrentContext, ServerComponents
+from app.storage.audit import AuditFilter, AuditStore
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -42,21 +42,23 @@ router = APIRouter(prefix="/v1/admin", tags=["keys"], dependencies=[ADMIN])
     openapi_extra=json_body(NewKey),
     responses=error_responses(400, 413, 422),
 )
-async def create_key(request: Request, response: Response, context: Served, asked: Asked) -> CreatedKey:
+async def create_key(
+    request: Request, response: Response, components: ServerComponents, context: CurrentContext
+) -> CreatedKey:
     """The secret, `key`, is only in this answer."""
     response.headers["Cache-Control"] = "no-store"
-    created = await context.keys.create(await _read(request, context, NewKey))
-    asked.record.subject, asked.record.details = created.id, changed(created)
+    created = await components.keys.create(await _read(request, components, NewKey))
+    context.record.subject, context.record.details = created.id, changed(created)
     return created
 
 
 @router.get("/keys", summary="List keys, the newest first")
 async def list_keys(
-    context: Served,
+    components: ServerComponents,
     tenant: Annotated[str | None, Query(max_length=MAX_NAME, description="Only this tenant's.")] = None,
 ) -> KeyList:
     """Includes keys that have ended."""
-    return KeyList(data=await context.keys.page(tenant))
+    return KeyList(data=await components.keys.page(tenant))
 
 
 @router.post(
@@ -67,26 +69,26 @@ async def list_keys(
     responses=error_responses(400, 404, 409, 413, 422),
 )
 async def rotate_key(
-    key_id: str, request: Request, response: Response, context: Served, asked: Asked
+    key_id: str, request: Request, response: Response, components: ServerComponents, context: CurrentContext
 ) -> CreatedKey:
     """The old key ends now, or after `grace_s`."""
     response.headers["Cache-Control"] = "no-store"
-    rotation = await _read(request, context, Rotation)
-    created = await context.keys.rotate(key_id, rotation.grace_s)
-    asked.record.details = changed(created)
+    rotation = await _read(request, components, Rotation)
+    created = await components.keys.rotate(key_id, rotation.grace_s)
+    context.record.details = changed(created)
     return created
 
 
 @router.delete("/keys/{key_id}", summary="Revoke a key", responses=error_responses(404))
-async def revoke_key(key_id: str, context: Served) -> Key:
+async def revoke_key(key_id: str, components: ServerComponents) -> Key:
     """The key is refused from now on; lists still include it."""
-    return await context.keys.revoke(key_id)
+    return await components.keys.revoke(key_id)
 
 
 @router.get("/tenants", summary="List tenants, by name")
-async def list_tenants(context: Served) -> TenantList:
+async def list_tenants(components: ServerComponents) -> TenantList:
     """Every tenant that has, or had, a key."""
-    return TenantList(data=await context.keys.tenants())
+    return TenantList(data=await components.keys.tenants())
 
 
 @router.put(
@@ -95,20 +97,22 @@ async def list_tenants(context: Served) -> TenantList:
     openapi_extra=json_body(Limits),
     responses=error_responses(400, 404, 413, 422),
 )
-async def limit_tenant(tenant: str, request: Request, context: Served, asked: Asked) -> Tenant:
+async def limit_tenant(
+    tenant: str, request: Request, components: ServerComponents, context: CurrentContext
+) -> Tenant:
     """Limits that are left out are removed."""
-    limited = await context.keys.limit(tenant, await _read(request, context, Limits))
-    asked.record.details = changed(limited)
+    limited = await components.keys.limit(tenant, await _read(request, components, Limits))
+    context.record.details = changed(limited)
     return limited
 
 
-async def _read(request: Request, context: Components, model: type[T]) -> T:
+async def _read(request: Request, components: Components, model: type[T]) -> T:
     """Read and validate a body of limited size, after the caller's key was checked.
 
     A body that is declared as a route's parameter would be read by FastAPI before the key is checked.
     """
-    settings = context.settings
-    limits = BodyLimits(_MAX_BODY_BYTES, settings.max_json_depth, settings.upload_idle_timeout_s)
+    settings = components.settings
+    limits = BodyLimits(_MAX_BODY_BYTES, settings.upload_idle_timeout_s)
     return validated(model, await read_object(request, limits))
 
 
@@ -119,7 +123,7 @@ Time = Annotated[float | None, Query(allow_inf_nan=False, description="In second
 
 @router.get("/audit", summary="Who ran what, the newest first")
 async def get_audit(
-    context: Served,
+    components: ServerComponents,
     tenant: Annotated[
         str | None, Query(max_length=MAX_NAME, description="Only entries of this tenant.")
     ] = None,
@@ -132,6 +136,6 @@ async def get_audit(
     limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 100,
 ) -> AuditPage:
     """A page of entries; pass its `last_number` as `after` for the next. Entries appear within a second."""
-    wanted = Wanted(tenant, key_id, since, until, after)
-    entries, has_more = await AuditStore(context.database).page(wanted, limit=limit)
+    filter_ = AuditFilter(tenant, key_id, since, until, after)
+    entries, has_more = await AuditStore(components.database).page(filter_, limit=limit)
     return AuditPage(data=entries, last_number=entries[-1].number if entries else None, has_more=has_more)

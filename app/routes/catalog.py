@@ -23,7 +23,7 @@ from app.http.openapi import (
     json_body,
     schema_of,
 )
-from app.routes.context import Intervener, Served
+from app.routes.parameters import Intervener, ServerComponents
 from app.storage.versions import Kind
 
 T = TypeVar("T", bound=Listed)
@@ -35,8 +35,8 @@ FILE_ANSWER: Final[dict[str, Any]] = {
 }
 
 
-def catalog_of(context: Components, kind: Kind[T]) -> Catalog[T, Any]:
-    catalog: Catalog[T, Any] = getattr(context, kind.plural)
+def catalog_of(components: Components, kind: Kind[T]) -> Catalog[T, Any]:
+    catalog: Catalog[T, Any] = getattr(components, kind.plural)
     return catalog
 
 
@@ -61,13 +61,13 @@ def list_of(kind: Kind[Any]) -> APIRouter:
         responses=error_responses(404, 503),
     )
     async def page(
-        context: Served,
+        components: ServerComponents,
         caller: Intervener,
         limit: PageLimit = 20,
         after: AfterId = None,
         name: OfName = None,
     ) -> Page[Any]:
-        return await catalog_of(context, kind).page(caller.tenant, name=name, after=after, limit=limit)
+        return await catalog_of(components, kind).page(caller.tenant, name=name, after=after, limit=limit)
 
     return router
 
@@ -92,8 +92,8 @@ def routes_of(kind: Kind[Any], about: str, content: tuple[str, str] | None = Non
         responses=responses,
     )
     @by_id
-    async def get(id_: str, context: Served, caller: Intervener) -> Any:
-        return await catalog_of(context, kind).get(id_, caller.tenant)
+    async def get(id_: str, components: ServerComponents, caller: Intervener) -> Any:
+        return await catalog_of(components, kind).get(id_, caller.tenant)
 
     @router.delete(
         f"/{{{name}_id}}",
@@ -105,8 +105,8 @@ def routes_of(kind: Kind[Any], about: str, content: tuple[str, str] | None = Non
         responses=responses,
     )
     @by_id
-    async def delete(id_: str, context: Served, caller: Intervener) -> None:
-        await catalog_of(context, kind).remove(id_, caller)
+    async def delete(id_: str, components: ServerComponents, caller: Intervener) -> None:
+        await catalog_of(components, kind).remove(id_, caller)
 
     if content is None:
         return router
@@ -120,8 +120,8 @@ def routes_of(kind: Kind[Any], about: str, content: tuple[str, str] | None = Non
         responses={200: FILE_ANSWER, **responses},
     )
     @by_id
-    async def get_content(id_: str, context: Served, caller: Intervener) -> Response:
-        file = await catalog_of(context, kind).content(id_, caller.tenant)
+    async def get_content(id_: str, components: ServerComponents, caller: Intervener) -> Response:
+        file = await catalog_of(components, kind).content(id_, caller.tenant)
         return Response(file, media_type=SAFETENSORS_TYPE, headers={"Cache-Control": "private, no-store"})
 
     return router

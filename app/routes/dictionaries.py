@@ -13,8 +13,8 @@ from app.catalog.dictionaries import Dictionaries
 from app.catalog.dictionary_form import CSV_TYPE
 from app.http.openapi import SAFETENSORS_TYPE, PageLimit, Strict, error_responses
 from app.routes.catalog import FILE_ANSWER, routes_of, upload_body
-from app.routes.context import Intervener, Served
-from app.services.downloads import download
+from app.routes.parameters import Intervener, ServerComponents
+from app.services.streaming import download
 
 router: Final = routes_of(
     Dictionaries.kind, "Returns the dictionary's points, its architecture and its sizes."
@@ -51,12 +51,12 @@ _Words = Annotated[str, Query(max_length=256, description="Words that all occur 
     responses=error_responses(400, 403, 404, 408, 409, 413, 415, 422, 429, 503),
 )
 async def create_dictionary(
-    request: Request, context: Served, caller: Intervener, *, strict: Strict = False
+    request: Request, components: ServerComponents, caller: Intervener, *, strict: Strict = False
 ) -> Dictionary:
     """A form with SAELens' files, the tensors as safetensors and `cfg.json`; or JSON: a place on the Hub."""
     if request.headers.get("content-type", "").split(";", 1)[0].strip().lower() == "application/json":
-        return await context.dictionaries.create_from_hub(request, caller, strict=strict)
-    return await context.dictionaries.create(request, caller, strict=strict)
+        return await components.dictionaries.create_from_hub(request, caller, strict=strict)
+    return await components.dictionaries.create(request, caller, strict=strict)
 
 
 @router.get(
@@ -70,16 +70,16 @@ async def create_dictionary(
     },
 )
 async def get_dictionary_content(
-    request: Request, dictionary_id: str, context: Served, caller: Intervener
+    request: Request, dictionary_id: str, components: ServerComponents, caller: Intervener
 ) -> Response:
     """The file that was uploaded; `Range` resumes a download."""
-    about, file = await context.dictionaries.open(dictionary_id, caller.tenant)
+    about, file = await components.dictionaries.open(dictionary_id, caller.tenant)
     return await download(
         request,
         file,
         media_type=SAFETENSORS_TYPE,
         tag=f'"{about.sha256}"',
-        stall_s=context.settings.client_stall_timeout_s,
+        stall_s=components.settings.client_stall_timeout_s,
     )
 
 
@@ -92,9 +92,11 @@ async def get_dictionary_content(
         **error_responses(404, 503),
     },
 )
-async def get_dictionary_config(dictionary_id: str, context: Served, caller: Intervener) -> Response:
+async def get_dictionary_config(
+    dictionary_id: str, components: ServerComponents, caller: Intervener
+) -> Response:
     """The `cfg.json` that was uploaded."""
-    cfg = await context.dictionaries.content(dictionary_id, caller.tenant)
+    cfg = await components.dictionaries.content(dictionary_id, caller.tenant)
     return Response(cfg, media_type="application/json", headers={"Cache-Control": "private, no-store"})
 
 
@@ -105,7 +107,7 @@ async def get_dictionary_config(dictionary_id: str, context: Served, caller: Int
 )
 async def list_features(
     dictionary_id: str,
-    context: Served,
+    components: ServerComponents,
     caller: Intervener,
     query: _Words = "",
     id: _FeatureQuery = None,
@@ -113,7 +115,7 @@ async def list_features(
     limit: PageLimit = 20,
 ) -> FeatureList:
     """Features with a label, by id; pass a page's `last_id` as `after` for the next."""
-    return await context.dictionaries.features(
+    return await components.dictionaries.features(
         dictionary_id, caller.tenant, query=query, feature=id, after=after, limit=limit
     )
 
@@ -124,6 +126,8 @@ async def list_features(
     openapi_extra=_LABELS,
     responses=error_responses(400, 404, 408, 413, 422, 503),
 )
-async def put_labels(request: Request, dictionary_id: str, context: Served, caller: Intervener) -> Dictionary:
+async def put_labels(
+    request: Request, dictionary_id: str, components: ServerComponents, caller: Intervener
+) -> Dictionary:
     """Labels by id, as JSON or CSV. Those of shared dictionaries need the scope `admin`."""
-    return await context.dictionaries.set_labels(request, dictionary_id, caller)
+    return await components.dictionaries.set_labels(request, dictionary_id, caller)

@@ -27,11 +27,11 @@ from app.http.bodies import stream_bytes
 from app.http.contexts import RequestContext
 from app.http.errors import RETRY_AFTER_S, error_response
 from app.http.openapi import BINARY, EVENTS_TYPE, JOB_EVENTS, TRACE_BODY, AfterId, PageLimit, error_responses
-from app.routes.context import Asked, Coder, Served
-from app.services.downloads import download
+from app.limits.limit import Holder
+from app.routes.parameters import Coder, CurrentContext, ServerComponents
 from app.services.jobs.local_calls import LocalAnswers
+from app.services.streaming import download
 from app.services.traces import check_head, check_sender
-from app.storage.quotas import Holder
 from nnsight_engine.remote_backend.frames import MEDIA_TYPE as FRAMES_TYPE
 from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.serialization import DecodeError
@@ -68,8 +68,8 @@ Key = Annotated[
 async def create_job(
     request: Request,
     response: Response,
-    context: Served,
-    asked: Asked,
+    components: ServerComponents,
+    context: CurrentContext,
     caller: Coder,
     *,
     key: Key = None,
@@ -78,55 +78,55 @@ async def create_job(
     ] = False,
 ) -> Job:
     """The body is that of `POST /v1/traces`. An accepted job survives a restart of the server."""
-    check_sender(context.settings, request, caller)
-    await check_quotas(asked)
-    settings = context.settings
+    check_sender(components.settings, request, caller)
+    await check_quotas(context)
+    settings = components.settings
     body = stream_bytes(request, settings.max_trace_request_bytes, settings.upload_idle_timeout_s)
-    check = functools.partial(check_head, settings, caller, context.engine.served())
+    check = functools.partial(check_head, settings, caller, components.engine.served())
     holder = Holder(caller.tenant, caller.key_id)
-    job, is_new = await context.jobs.submit(
-        body, check=check, key=key, holder=holder, reruns=rerun, traceparent=asked.traceparent
+    job, is_new = await components.jobs.submit(
+        body, check=check, key=key, holder=holder, reruns=rerun, traceparent=context.traceparent
     )
-    asked.record.subject, asked.record.model = job.id, job.model
+    context.record.subject, context.record.model = job.id, job.model
     response.status_code = 202 if is_new else 200
     response.headers["Location"] = f"/v1/jobs/{job.id}"
     return job
 
 
-async def check_quotas(asked: RequestContext) -> None:
+async def check_quotas(context: RequestContext) -> None:
     """Raise ApiError unless the caller's quotas permit a job now; usage is counted when the job runs."""
-    if asked.admitted is not None:
-        await asked.admitted.check(*Quota)
+    if context.admitted is not None:
+        await context.admitted.check(*Quota)
 
 
 @router.get("", summary="List jobs, the newest first", responses=error_responses(404))
 async def list_jobs(
-    context: Served,
+    components: ServerComponents,
     caller: Coder,
     limit: PageLimit = 20,
     after: AfterId = None,
     status: Annotated[JobStatus | None, Query(description="Only jobs with this status.")] = None,
 ) -> JobList:
     """A page of jobs; pass its `last_id` as `after` for the next."""
-    return await context.jobs.page(caller.tenant, status=status, after=after, limit=limit)
+    return await components.jobs.page(caller.tenant, status=status, after=after, limit=limit)
 
 
 @router.get("/{job_id}", summary="Get a job's state", responses=error_responses(404))
-async def get_job(job_id: str, context: Served, caller: Coder) -> Job:
+async def get_job(job_id: str, components: ServerComponents, caller: Coder) -> Job:
     """The job's status, times and sizes, and its error if it failed."""
-    return await context.jobs.get(job_id, caller.tenant)
+    return await components.jobs.get(job_id, caller.tenant)
 
 
 @router.delete("/{job_id}", status_code=204, summary="End and remove a job", responses=error_responses(404))
-async def delete_job(job_id: str, context: Served, caller: Coder) -> None:
+async def delete_job(job_id: str, components: ServerComponents, caller: Coder) -> None:
     """Deletes the job's request and result; its id becomes unknown. A running job ends shortly after."""
-    await context.jobs.remove(job_id, caller.tenant)
+    await components.jobs.remove(job_id, caller.tenant)
 
 
 @router.post("/{job_id}/cancel", summary="End a job", responses=error_responses(404))
-async def cancel_job(job_id: str, context: Served, caller: Coder) -> Job:
+async def cancel_job(job_id: str, components: ServerComponents, caller: Coder) -> Job:
     """A queued job ends at once, a running one shortly after; a finished one stays as it is."""
-    return await context.jobs.cancel(job_id, caller.tenant)
+    return await components.jobs.cancel(job_id, caller.tenant)
 
 
 @router.post(
@@ -135,11 +135,11 @@ async def cancel_job(job_id: str, context: Served, caller: Coder) -> Job:
     summary="Run a job again",
     responses=error_responses(403, 404, 409, 429, 503),
 )
-async def rerun_job(job_id: str, context: Served, asked: Asked, caller: Coder) -> Job:
+async def rerun_job(job_id: str, components: ServerComponents, context: CurrentContext, caller: Coder) -> Job:
     """Only for a job that failed or was cancelled; its earlier result is deleted."""
-    check_code_allowed(context.settings, caller)
-    await check_quotas(asked)
-    return await context.jobs.rerun(job_id, Holder(caller.tenant, caller.key_id), asked.traceparent)
+    check_code_allowed(components.settings, caller)
+    await check_quotas(context)
+    return await components.jobs.rerun(job_id, Holder(caller.tenant, caller.key_id), context.traceparent)
 
 
 @router.get(
@@ -158,17 +158,19 @@ async def rerun_job(job_id: str, context: Served, asked: Asked, caller: Coder) -
         **error_responses(404, 409, 416, 429),
     },
 )
-async def get_job_result(job_id: str, request: Request, context: Served, caller: Coder) -> Response:
+async def get_job_result(
+    job_id: str, request: Request, components: ServerComponents, caller: Coder
+) -> Response:
     """A job without a result answers with the `ERROR` frame that says why. `Range` resumes a download."""
     try:
-        tag, result = await context.jobs.result(job_id, caller.tenant)
+        tag, result = await components.jobs.result(job_id, caller.tenant)
     except ApiError as error:
         if error.code is ErrorCode.JOB_NOT_FINISHED:
             return error_response(error, {"Retry-After": str(RETRY_AFTER_S)})
         raise
     if isinstance(result, bytes):
         return Response(result, media_type=FRAMES_TYPE, headers={"ETag": tag})
-    stall_s = context.settings.client_stall_timeout_s
+    stall_s = components.settings.client_stall_timeout_s
     return await download(request, result, media_type=FRAMES_TYPE, tag=tag, stall_s=stall_s)
 
 
@@ -217,18 +219,25 @@ class _Ping(msgspec.Struct):
     },
 )
 async def follow_job(
-    job_id: str, context: Served, caller: Coder, after: After = 0, last_seen: LastSeen = None
+    job_id: str, components: ServerComponents, caller: Coder, after: After = 0, last_seen: LastSeen = None
 ) -> EventSourceResponse:
     """Server-sent events: first the past events, then new ones as they happen. `id` is the event's number."""
-    events = await context.jobs.follow(job_id, caller.tenant, after if last_seen is None else last_seen)
+    events = await components.jobs.follow(job_id, caller.tenant, after if last_seen is None else last_seen)
     return EventSourceResponse(
-        _sent(events), ping=context.settings.sse_keep_alive_s or _PING_S, send_timeout=_SEND_TIMEOUT_S
+        _server_sent_events(events),
+        ping=components.settings.sse_keep_alive_s or _PING_S,
+        send_timeout=_SEND_TIMEOUT_S,
     )
 
 
 @events_router.websocket("/{job_id}/events")
 async def follow_job_by_websocket(
-    websocket: WebSocket, job_id: str, context: Served, caller: Coder, local: Local, after: After = 0
+    websocket: WebSocket,
+    job_id: str,
+    components: ServerComponents,
+    caller: Coder,
+    local: Local,
+    after: After = 0,
 ) -> None:
     """The same events as JSON text, `{"type": "event", …}`; `{"type": "ping"}` is answered with a pong.
 
@@ -237,28 +246,28 @@ async def follow_job_by_websocket(
     """
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(context.receiving.socket(caller.tenant))
-            events = await context.jobs.follow(job_id, caller.tenant, after)
+            stack.enter_context(components.sockets.spend(caller.tenant, 1))
+            events = await components.jobs.follow(job_id, caller.tenant, after)
         except ApiError as error:
             await websocket.send_denial_response(error_response(error))
             return
-        await _follow(websocket, job_id, events, context, caller, local=local)
+        await _follow_over_socket(websocket, job_id, events, components, caller, local=local)
 
 
-async def _follow(
+async def _follow_over_socket(
     websocket: WebSocket,
     job_id: str,
     events: AsyncGenerator[JobEvent, None],
-    context: Components,
+    components: Components,
     caller: Principal,
     *,
     local: bool,
 ) -> None:
     await websocket.accept()
     sending = asyncio.create_task(_send_events(websocket, events), name=f"job-events-{job_id}")
-    calls = context.jobs.calls
-    new_intake = functools.partial(context.receiving.intake, caller.tenant)
-    answers = LocalAnswers(calls, job_id, new_intake, context.settings.max_trace_request_bytes)
+    calls = components.jobs.calls
+    new_spending = functools.partial(components.received.spend, caller.tenant)
+    answers = LocalAnswers(calls, job_id, new_spending, components.settings.max_trace_request_bytes)
     listening = asyncio.create_task(_listen(websocket, answers if local else None))
     tasks = [sending, listening]
     if local:
@@ -273,7 +282,7 @@ async def _follow(
         else:
             for task in done:
                 task.result()
-            code = _NORMAL if await _is_over(context, job_id, caller.tenant) else _GOING_AWAY
+            code = _NORMAL if await _is_over(components, job_id, caller.tenant) else _GOING_AWAY
     except WebSocketDisconnect:
         pass  # raised by a send
     finally:
@@ -288,16 +297,18 @@ async def _follow(
             await websocket.close(code)
 
 
-async def _sent(events: AsyncGenerator[JobEvent, None]) -> AsyncGenerator[ServerSentEvent, None]:
+async def _server_sent_events(
+    events: AsyncGenerator[JobEvent, None],
+) -> AsyncGenerator[ServerSentEvent, None]:
     async with contextlib.aclosing(events):
         async for event in events:
             yield ServerSentEvent(event.model_dump_json(exclude_none=True), id=str(event.id))
 
 
-async def _is_over(context: Components, job_id: str, owner: str) -> bool:
+async def _is_over(components: Components, job_id: str, owner: str) -> bool:
     """Return whether a job has ended; False if it was removed, or if its server stopped."""
     try:
-        return (await context.jobs.get(job_id, owner)).status.is_final
+        return (await components.jobs.get(job_id, owner)).status.is_final
     except ApiError:
         return False
 

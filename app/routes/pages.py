@@ -66,14 +66,14 @@ def asset(content: bytes, name: str) -> Asset:
     return Asset(content, kind, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
 
 
-def answer(found: Asset, cache: str, held: str, **directives: str) -> Response:
-    """Return a file, or 304 if it is ``held`` already; ``directives`` replace those of the policy."""
-    own = {name.replace("_", "-"): value for name, value in directives.items()}
-    policy = "; ".join(f"{name} {value}" for name, value in {**_DIRECTIVES, **own}.items())
-    headers = {**_HEADERS, "Content-Security-Policy": policy, "Cache-Control": cache, "ETag": found.etag}
-    if found.etag in held:
+def asset_response(file: Asset, cache: str, known_etags: str, **directives: str) -> Response:
+    """Return a file, or 304 if ``known_etags`` has its tag; ``directives`` replace those of the policy."""
+    replaced = {name.replace("_", "-"): value for name, value in directives.items()}
+    policy = "; ".join(f"{name} {value}" for name, value in {**_DIRECTIVES, **replaced}.items())
+    headers = {**_HEADERS, "Content-Security-Policy": policy, "Cache-Control": cache, "ETag": file.etag}
+    if file.etag in known_etags:
         return Response(status_code=_NOT_MODIFIED, headers=headers)
-    return Response(found.content, media_type=found.media_type, headers=headers)
+    return Response(file.content, media_type=file.media_type, headers=headers)
 
 
 STATIC: Final = Path(__file__).resolve().parents[1] / "playground" / "static"
@@ -109,16 +109,16 @@ async def get_root(request: Request, accept: Annotated[str, Header()] = "") -> R
 @playground_router.get("/playground")
 async def get_page(if_none_match: Annotated[str, Header()] = "") -> Response:
     """The page."""
-    return answer(page(), REVALIDATE, if_none_match)
+    return asset_response(page(), REVALIDATE, if_none_match)
 
 
 @playground_router.get("/playground/assets/{name}")
 async def get_asset(name: str, if_none_match: Annotated[str, Header()] = "") -> Response:
     """A script or a stylesheet of the page."""
-    found = assets().get(name)
-    if found is None:
+    file = assets().get(name)
+    if file is None:
         raise ApiError(ErrorCode.NOT_FOUND, f"The playground has no file {name!r}; load the page again.")
-    return answer(found, IMMUTABLE, if_none_match)
+    return asset_response(file, IMMUTABLE, if_none_match)
 
 
 documentation_router = APIRouter(include_in_schema=False)
@@ -154,27 +154,27 @@ _REDOC: Final = asset(
 @documentation_router.get("/docs")
 async def get_swagger_ui(if_none_match: Annotated[str, Header()] = "") -> Response:
     """The API's documentation, with forms to send requests."""
-    return answer(_SWAGGER_UI, REVALIDATE, if_none_match)
+    return asset_response(_SWAGGER_UI, REVALIDATE, if_none_match)
 
 
 @documentation_router.get("/redoc")
 async def get_redoc(if_none_match: Annotated[str, Header()] = "") -> Response:
     """The API's documentation, for reading."""
     # Redoc inserts inline styles
-    return answer(_REDOC, REVALIDATE, if_none_match, style_src="'self' 'unsafe-inline'")
+    return asset_response(_REDOC, REVALIDATE, if_none_match, style_src="'self' 'unsafe-inline'")
 
 
 @documentation_router.get("/docs/assets/{name}")
 async def get_documentation_asset(name: str, if_none_match: Annotated[str, Header()] = "") -> Response:
     """A script or a stylesheet of these pages."""
-    found = _assets().get(name)
-    if found is None:
+    file = _assets().get(name)
+    if file is None:
         raise ApiError(ErrorCode.NOT_FOUND, f"The documentation has no file {name!r}; load the page again.")
-    return answer(found, REVALIDATE, if_none_match)
+    return asset_response(file, REVALIDATE, if_none_match)
 
 
 @functools.cache
 def _assets() -> dict[str, Asset]:
     folder = importlib.resources.files(_PACKAGE) / "static"
-    found = {name: asset((folder / name).read_bytes().replace(_LOGO, _BLANK), name) for name in _FILES}
-    return {**found, _START: asset(_START_SCRIPT, _START)}
+    files = {name: asset((folder / name).read_bytes().replace(_LOGO, _BLANK), name) for name in _FILES}
+    return {**files, _START: asset(_START_SCRIPT, _START)}

@@ -19,8 +19,8 @@ from app.components import Components
 from app.engine.served_model import model_of
 from app.http.lifecycle import Phase
 from app.http.openapi import METRICS_ANSWERS, error_responses
-from app.routes.context import ANY_CALLER, MONITOR, Caller, Served
-from app.services.presets import add_presets
+from app.routes.parameters import ANY_CALLER, MONITOR, Caller, ServerComponents
+from app.services.operations import add_presets
 from nnsight_engine import __version__
 
 router = APIRouter()
@@ -32,10 +32,10 @@ router = APIRouter()
     summary="Liveness: whether the process should keep running",
     responses=error_responses(503),
 )
-async def live(context: Served) -> dict[str, str]:
+async def live(components: ServerComponents) -> dict[str, str]:
     """200 from process start, also while the model loads and while draining; 503 once the engine is dead."""
-    phase = context.lifecycle.phase
-    refusal = context.lifecycle.refusal()
+    phase = components.lifecycle.phase
+    refusal = components.lifecycle.refusal()
     if phase is Phase.DEAD and refusal is not None:
         raise refusal
     return {"status": phase}
@@ -47,12 +47,12 @@ async def live(context: Served) -> dict[str, str]:
     summary="Readiness: whether the server accepts requests",
     responses=error_responses(503),
 )
-async def ready(context: Served) -> dict[str, str]:
+async def ready(components: ServerComponents) -> dict[str, str]:
     """200 while requests are served; 503 with the reason otherwise."""
-    refusal = context.lifecycle.refusal()
+    refusal = components.lifecycle.refusal()
     if refusal is not None:
         raise refusal
-    return {"status": context.lifecycle.phase}
+    return {"status": components.lifecycle.phase}
 
 
 @router.get(
@@ -70,24 +70,24 @@ async def ready(context: Served) -> dict[str, str]:
     responses=error_responses(503),
 )
 @router.post("/ping", tags=["health"], include_in_schema=False)
-async def health(context: Served) -> Response:
+async def health(components: ServerComponents) -> Response:
     """200 without content while requests are served; 503 with the reason otherwise."""
-    await ready(context)
+    await ready(components)
     return Response()
 
 
 @router.get("/v1/status", tags=["health"], summary="Server status and models")
-async def get_status(context: Served, caller: Caller) -> ServerStatus:
+async def get_status(components: ServerComponents, caller: Caller) -> ServerStatus:
     """Returns the phase, the models, their trace engines, and the caller's running and queued requests."""
-    phase, served = context.lifecycle.phase, context.engine.served()
+    phase, served = components.lifecycle.phase, components.engine.served()
     model = ModelStatus(
         name=served.names[0],
         names=list(served.all_names),
         fingerprint=served.fingerprint,
         running=phase is Phase.READY,
-        engines=context.traces.names,
+        engines=components.traces.names,
     )
-    in_flight, queued = await _counts(context, caller)
+    in_flight, queued = await _running_and_queued(components, caller)
     return ServerStatus(
         phase=phase,
         version=__version__,
@@ -98,15 +98,15 @@ async def get_status(context: Served, caller: Caller) -> ServerStatus:
     )
 
 
-async def _counts(context: Components, caller: Principal) -> tuple[int, int]:
+async def _running_and_queued(components: Components, caller: Principal) -> tuple[int, int]:
     """Return the running and queued requests: a tenant's own; all for administrators or without keys."""
     if not caller.has_key or Scope.ADMIN in caller.scopes:
-        waiting = sum(one.num_waiting for one in context.processes)
-        return context.lifecycle.num_in_flight, await context.jobs.num_waiting() + waiting
+        waiting = sum(engine.num_waiting for engine in components.processes)
+        return components.lifecycle.num_in_flight, await components.jobs.num_waiting() + waiting
     tenant = caller.tenant
-    running = context.rates.num_running(tenant) + context.jobs.runner.num_running(tenant)
-    waiting = sum(one.num_waiting_of(tenant) for one in context.processes)
-    return running, await context.jobs.num_waiting(tenant) + waiting
+    running = components.rates.num_running(tenant) + components.jobs.runner.num_running(tenant)
+    waiting = sum(engine.num_waiting_of(tenant) for engine in components.processes)
+    return running, await components.jobs.num_waiting(tenant) + waiting
 
 
 @router.get(
@@ -117,15 +117,15 @@ async def _counts(context: Components, caller: Principal) -> tuple[int, int]:
     response_class=Response,
     responses=METRICS_ANSWERS,
 )
-async def get_metrics(context: Served) -> Response:
+async def get_metrics(components: ServerComponents) -> Response:
     """This server's metrics, listed in docs/monitoring.md, and vLLM's own."""
-    return Response(await context.scrape.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    return Response(await components.scrape.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 @router.get("/v1/models", tags=["openai"], summary="List the models served", responses=error_responses(503))
-async def list_models(context: Served, caller: Caller) -> dict[str, Any]:
+async def list_models(components: ServerComponents, caller: Caller) -> dict[str, Any]:
     """OpenAI's list of models, as vLLM returns it, and those that name a preset of the caller's."""
-    return await add_presets(await context.engine.models(), context.presets, caller)
+    return await add_presets(await components.engine.models(), components.presets, caller)
 
 
 @router.get(
@@ -134,9 +134,9 @@ async def list_models(context: Served, caller: Caller) -> dict[str, Any]:
     summary="A model of the list",
     responses=error_responses(404, 503),
 )
-async def get_model(model: str, context: Served, caller: Caller) -> dict[str, Any]:
+async def get_model(model: str, components: ServerComponents, caller: Caller) -> dict[str, Any]:
     """OpenAI's object for a model, as the list has it; of an organisation, too, ``org/model``."""
-    listed = await list_models(context, caller)
+    listed = await list_models(components, caller)
     return model_of(listed, model) if model else listed  # `/v1/models/` is the list
 
 
@@ -147,6 +147,6 @@ async def get_model(model: str, context: Served, caller: Caller) -> dict[str, An
     summary="List the points and operations for interventions",
     responses=error_responses(503),
 )
-async def get_capabilities(context: Served) -> Capabilities:
+async def get_capabilities(components: ServerComponents) -> Capabilities:
     """The points of this model with their shapes, the operations and the limits."""
-    return context.engine.capabilities()
+    return components.engine.capabilities()

@@ -20,20 +20,19 @@ from app.auth.principal import Principal
 from app.catalog.training import Report, TrainingQueue
 from app.components import Components
 from app.http.bodies import BodyLimits, read_object
-from app.http.contexts import RequestContext
-from app.http.deadlines import begin, while_connected
+from app.http.contexts import RequestContext, start_while_connected, while_connected
 from app.http.errors import DONE_FRAME, validated
 from app.http.openapi import EVENTS_TYPE, error_responses, json_body, json_events
 from app.routes.catalog import catalog_of
-from app.routes.context import Asked, Served, Trains
-from app.services.streaming import begun, event_stream
+from app.routes.parameters import CurrentContext, ServerComponents, Trainer
+from app.services.streaming import event_stream, with_first_event
 from app.storage.versions import Kind
 
 ResultT = TypeVar("ResultT")
 
 
 async def training_events(
-    train: Callable[[Report], Coroutine[Any, Any, ResultT]], last: Callable[[ResultT], BaseModel]
+    train: Callable[[Report], Coroutine[Any, Any, ResultT]], result_event: Callable[[ResultT], BaseModel]
 ) -> AsyncGenerator[str, None]:
     """Yield progress, then the result, as server-sent events; closing early cancels the training."""
     events: asyncio.Queue[TrainingProgress | None] = asyncio.Queue()
@@ -42,7 +41,7 @@ async def training_events(
     try:
         while (event := await events.get()) is not None:
             yield _frame(event)
-        yield _frame(last(await working))
+        yield _frame(result_event(await working))
         yield DONE_FRAME
     finally:
         working.cancel()
@@ -61,7 +60,7 @@ Train = Callable[[TrainingQueue, Any, WantedT, Request, Principal, Report], Coro
 def add_training_route(
     router: APIRouter,
     kind: Kind[T],
-    wanted: type[WantedT],
+    request_type: type[WantedT],
     event: type[BaseModel],
     train: Train[WantedT, T],
     *,
@@ -76,7 +75,7 @@ def add_training_route(
         status_code=201,
         summary=summary,
         description=description,
-        openapi_extra=json_body(wanted),
+        openapi_extra=json_body(request_type),
         responses={
             200: {
                 "description": f"With `stream`: progress events, then the {kind.name}; ends with `[DONE]`.",
@@ -87,42 +86,49 @@ def add_training_route(
         },
         response_model=None,
     )
-    async def train_thing(request: Request, context: Served, asked: Asked, caller: Trains) -> Response:
-        run = functools.partial(train, context.trainings, catalog_of(context, kind))
-        last = lambda made: event.model_validate({"type": kind.name, kind.name: made})  # noqa: E731
-        return await training_answer(request, context, asked, caller, wanted, run, last)
+    async def train_thing(
+        request: Request, components: ServerComponents, context: CurrentContext, caller: Trainer
+    ) -> Response:
+        train_named = functools.partial(train, components.trainings, catalog_of(components, kind))
+        result_event = lambda result: event.model_validate({"type": kind.name, kind.name: result})  # noqa: E731
+        return await training_answer(
+            request, components, context, caller, request_type, train_named, result_event
+        )
 
 
 async def training_answer(
     request: Request,
-    context: Components,
-    asked: RequestContext,
+    components: Components,
+    context: RequestContext,
     caller: Principal,
-    wanted_type: type[WantedT],
+    request_type: type[WantedT],
     train: Callable[[WantedT, Request, Principal, Report], Coroutine[Any, Any, T]],
-    last: Callable[[T], BaseModel],
+    result_event: Callable[[T], BaseModel],
 ) -> Response:
     """Run the training of a request, whose body is not read yet.
 
-    ``last`` returns the last event of a stream, with the result.
+    ``result_event`` returns the last event of a stream, with the result.
 
     Raises:
         ApiError: The request is invalid, or failed before the first event of a stream.
     """
-    settings = context.settings
-    admitted, deadline = asked.admitted, asked.deadline
+    settings = components.settings
+    admitted, deadline = context.admitted, context.deadline
     if admitted is not None:
         await admitted.check(*INTERVENING)
-    limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
-    wanted = validated(wanted_type, await read_object(request, limits))
+    limits = BodyLimits(settings.max_body_bytes, settings.upload_idle_timeout_s)
+    training_request = validated(request_type, await read_object(request, limits))
     if admitted is not None:
-        await admitted.reserve(of_training(wanted))
-    run = functools.partial(train, wanted, request, caller)
-    if not wanted.stream:
-        made = await while_connected(request.receive, run(lambda _: None), deadline)
-        return Response(made.model_dump_json(), 201, media_type="application/json")
+        await admitted.reserve(of_training(training_request))
+    start_training = functools.partial(train, training_request, request, caller)
+    if not training_request.stream:
+        result = await while_connected(request.receive, start_training(lambda _: None), deadline)
+        return Response(result.model_dump_json(), 201, media_type="application/json")
     # An error before the first event gets its own HTTP status, unless the training waits for long.
-    beginning = await begin(
-        request.receive, begun(training_events(run, last)), deadline, settings.sse_keep_alive_s or None
+    beginning = await start_while_connected(
+        request.receive,
+        with_first_event(training_events(start_training, result_event)),
+        deadline,
+        settings.sse_keep_alive_s or None,
     )
-    return event_stream(beginning, asked, settings)
+    return event_stream(beginning, context, settings)

@@ -45,10 +45,9 @@ from app.http.vllm_routes import (
     VLLM_ROUTES,
     VLLMRoute,
 )
-from app.routes.context import Served, caller_of
-from app.services.operations import isolate, take_operations, with_values
+from app.routes.parameters import ServerComponents, caller_of
+from app.services.operations import drop_presets, isolate, take_operations, with_values
 from app.services.passing_on import PassedOn, check_body, check_in_background, is_in_background, num_texts
-from app.services.presets import drop_presets
 from app.services.streaming import last_events
 
 router = APIRouter(tags=["vllm"])
@@ -62,25 +61,27 @@ _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
 
 
 def _endpoint(route: VLLMRoute) -> Callable[..., Awaitable[Response]]:
-    async def passed_on(request: Request, context: Served) -> Response:
+    async def passed_on(request: Request, components: ServerComponents) -> Response:
         body, streams, in_background = b"", False, False
         operations: tuple[Intervention, ...] = ()
         if route.path == STORED_RESPONSE:
             _check_whole(request)
         if route.has_body:
-            fields = await _fields(route, request, context)
+            fields = await _read_fields(route, request, components)
             streams = bool(fields.get("stream"))
             in_background = is_in_background(route, fields)
             if route.runs:
-                operations, body = await _prepared(route, fields, request, context)
+                operations, body = await _operations_and_body(route, fields, request, components)
             else:
                 body = await encoded_json(fields)
         return PassedOn(
-            await context.engine.vllm_app(operations, request, streams=streams, in_background=in_background),
+            await components.engine.vllm_app(
+                operations, request, streams=streams, in_background=in_background
+            ),
             body,
-            stall_s=context.settings.client_stall_timeout_s,
+            stall_s=components.settings.client_stall_timeout_s,
             final_event=_last_events_of(route.path),
-            keep_alive_s=context.settings.sse_keep_alive_s,
+            keep_alive_s=components.settings.sse_keep_alive_s,
         )
 
     return passed_on
@@ -96,56 +97,63 @@ def _check_whole(request: Request) -> None:
         )
 
 
-async def _fields(route: VLLMRoute, request: Request, context: Components) -> JsonObject:
-    settings = context.settings
-    limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
+async def _read_fields(route: VLLMRoute, request: Request, components: Components) -> JsonObject:
+    settings = components.settings
+    limits = BodyLimits(settings.max_body_bytes, settings.upload_idle_timeout_s)
     fields = await read_object(request, limits)
-    max_model_len = context.engine.capabilities().sizes.max_model_len
-    check_body(route, fields, max_model_len, settings.max_choices)
+    max_model_len = components.engine.capabilities().sizes.max_model_len
+    check_body(route, fields, max_model_len, settings.bounds.max_choices)
     if not route.runs:
-        drop_presets(fields, context.engine.served())
-    context.engine.check_passed_body(route.path, fields)
+        drop_presets(fields, components.engine.served())
+    components.engine.check_passed_body(route.path, fields)
     if route.path in {LOAD_ADAPTER, UNLOAD_ADAPTER}:
         context_of(request.scope).record.subject = clip(str(fields.get("lora_name", "")))
     return fields
 
 
-async def _prepared(
-    route: VLLMRoute, fields: JsonObject, request: Request, context: Components
+async def _operations_and_body(
+    route: VLLMRoute, fields: JsonObject, request: Request, components: Components
 ) -> tuple[tuple[Intervention, ...], bytes]:
     """Return a request's interventions, and its body without them; raises ApiError if it is not accepted."""
-    asked = context_of(request.scope)
+    context = context_of(request.scope)
     count = num_texts(fields) if route.has_many else 1
-    operations = await take_operations(fields, count, request, context, asked.caller)
+    operations = await take_operations(fields, count, request, components, context.caller)
     if is_in_background(route, fields):
         check_in_background(fields, has_operations=bool(operations))
     if operations and not route.intervenes:
         raise ApiError(
             ErrorCode.UNSUPPORTED_COMBINATION, f"{route.path} takes no `{FIELD}`, and so no preset.", FIELD
         )
-    isolate(operations, fields, request, asked.caller)
+    isolate(operations, fields, request, context.caller)
     body = await encoded_json(fields)
-    if asked.admitted is not None:
-        await asked.admitted.reserve(of_text(len(body) - num_media_characters(fields), fields))
-    return await with_values(operations, request, context, asked.caller), body
+    if context.admitted is not None:
+        await context.admitted.reserve(of_text(len(body) - num_media_characters(fields), fields))
+    return await with_values(operations, request, components, context.caller), body
 
 
 def _last_events_of(path: str) -> Callable[[ApiError, bytes], bytes]:
     """Return the function that makes an error the last events of a route's stream, in the form of its API."""
-    found = {MESSAGES: _message_error, RESPONSES: _response_error}
-    return next((made for start, made in found.items() if path.startswith(start)), _error)
+    by_prefix = {MESSAGES: _message_error, RESPONSES: _response_error}
+    return next(
+        (
+            last_events_of_error
+            for prefix, last_events_of_error in by_prefix.items()
+            if path.startswith(prefix)
+        ),
+        _openai_error,
+    )
 
 
-def _error(error: ApiError, _before: bytes) -> bytes:
+def _openai_error(error: ApiError, _last_sent: bytes) -> bytes:
     return last_events(error)
 
 
-def _message_error(error: ApiError, _before: bytes) -> bytes:
+def _message_error(error: ApiError, _last_sent: bytes) -> bytes:
     return _error_event(message_error_bytes(error))
 
 
-def _response_error(error: ApiError, before: bytes) -> bytes:
-    fields, numbers = error_fields(error), _SEQUENCE_NUMBER.findall(before)
+def _response_error(error: ApiError, last_sent: bytes) -> bytes:
+    fields, numbers = error_fields(error), _SEQUENCE_NUMBER.findall(last_sent)
     body = {"type": "error", "sequence_number": int(numbers[-1]) + 1 if numbers else 0}
     body |= {name: fields[name] for name in ("code", "message", "param")}
     return _error_event(json.dumps(body).encode())
@@ -171,13 +179,13 @@ def _documentation(route: VLLMRoute) -> dict[str, Any] | None:
     models = _MODELS.get(route.path)
     if models is None:
         return _BODY if route.has_body else None
-    asked, answered = models
+    request_model, answer_model = models
     contents = {
-        "application/json": {"schema": schema_of(answered)},
+        "application/json": {"schema": schema_of(answer_model)},
         EVENTS_TYPE: {"schema": event_schema({"type": "string"})},
     }
     answer = {"description": "The answer, or its events where `stream` is true.", "content": contents}
-    return json_body(asked) | {"responses": {"200": answer}}
+    return json_body(request_model) | {"responses": {"200": answer}}
 
 
 for _route in VLLM_ROUTES:

@@ -39,9 +39,9 @@ class HttpOptions:
         """Return the options among vLLM's parsed arguments; imports the middleware; raises CommandError."""
         names = ("allowed_origins", "allowed_methods", "allowed_headers")
         return cls(
-            **{name: _texts(name, getattr(args, name)) for name in names},
+            **{name: _text_list(name, getattr(args, name)) for name in names},
             allow_credentials=args.allow_credentials,
-            middleware=tuple(map(_imported, args.middleware)),
+            middleware=tuple(map(_import_middleware, args.middleware)),
             has_docs=not args.disable_fastapi_docs,
             repeats_request_ids=args.enable_request_id_headers,
         )
@@ -56,11 +56,11 @@ class HttpOptions:
                 allow_headers=self.allowed_headers,
                 allow_credentials=self.allow_credentials,
             )
-        for one in self.middleware:
-            if inspect.isclass(one):
-                app.add_middleware(one)  # type: ignore[arg-type]  # what it takes is up to the operator
+        for layer in self.middleware:
+            if inspect.isclass(layer):
+                app.add_middleware(layer)  # type: ignore[arg-type]  # what it takes is up to the operator
             else:
-                app.middleware("http")(one)
+                app.middleware("http")(layer)
 
 
 def listening_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -100,12 +100,12 @@ def log_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def _head_limits(args: argparse.Namespace) -> HeadLimits:
     """Return the limits; vLLM's defaults, which are larger than ours, count as not given."""
-    given = {
+    vllm_limits = {
         "max_bytes": ("h11_max_incomplete_event_size", 4 * 2**20),
         "max_headers": ("h11_max_header_count", 256),
     }
     limits: dict[str, int] = {}
-    for field, (name, default) in given.items():
+    for field, (name, default) in vllm_limits.items():
         value = getattr(args, name)
         if value < 1:
             raise CommandError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
@@ -114,20 +114,20 @@ def _head_limits(args: argparse.Namespace) -> HeadLimits:
     return HeadLimits(**limits)
 
 
-def _texts(name: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+def _text_list(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         raise CommandError(
             f"--{name.replace('_', '-')} must be a JSON list of texts, such as '[\"https://example.org\"]'"
         )
     return tuple(value)
 
 
-def _imported(path: str) -> Callable[..., Any]:
+def _import_middleware(path: str) -> Callable[..., Any]:
     module, _, name = path.rpartition(".")
     try:
-        found: Any = getattr(importlib.import_module(module), name)
+        middleware: Any = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise CommandError(f"--middleware {path} cannot be imported: {error}") from error
-    if not (inspect.isclass(found) or inspect.iscoroutinefunction(found)):
+    if not (inspect.isclass(middleware) or inspect.iscoroutinefunction(middleware)):
         raise CommandError(f"--middleware {path} must name a class, or a function with `async def`")
-    return found  # type: ignore[no-any-return]  # both can be called
+    return middleware  # type: ignore[no-any-return]  # both can be called

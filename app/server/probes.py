@@ -45,24 +45,24 @@ _MAX_FRAMES: Final = 12
 class EventLoopWatchdog:
     """Watches the event loop of the thread that constructs it."""
 
-    def __init__(self, counted: Metrics | None) -> None:
-        self._counted = counted
+    def __init__(self, metrics: Metrics | None) -> None:
+        self._metrics = metrics
         self._thread = threading.get_ident()
         self._lock = threading.Lock()
-        self._beat = time.monotonic()
+        self._beat_at = time.monotonic()
         self._reported_s = 0.0
 
     @property
     def lag_s(self) -> float:
         """The delay of the loop, in seconds beyond its interval."""
-        return max(0.0, time.monotonic() - self._beat - _HEARTBEAT_S)
+        return max(0.0, time.monotonic() - self._beat_at - _HEARTBEAT_S)
 
     async def beat(self) -> None:
         """Record heartbeats until cancelled; runs in the watched loop."""
         while True:
             with self._lock:
                 lag_s, reported_s = self.lag_s, self._reported_s
-                self._beat, self._reported_s = time.monotonic(), 0.0
+                self._beat_at, self._reported_s = time.monotonic(), 0.0
             if lag_s >= _MIN_STALL_S:
                 self._count(lag_s - reported_s, is_new=not reported_s)
                 # If nobody could watch, as while one call held the GIL, this is the first report.
@@ -83,17 +83,17 @@ class EventLoopWatchdog:
             if not reported_s:
                 logger.warning("the event loop has been blocked for %.1f s; requests wait", lag_s)
                 if logger.isEnabledFor(logging.DEBUG):
-                    logger.debug("the event loop is blocked in %s", self._where())
+                    logger.debug("the event loop is blocked in %s", self._blocked_at())
 
     def _count(self, seconds: float, *, is_new: bool) -> None:
-        if self._counted is not None:
-            self._counted.count_stall(seconds, is_new=is_new)
+        if self._metrics is not None:
+            self._metrics.count_stall(seconds, is_new=is_new)
 
-    def _where(self) -> str:
+    def _blocked_at(self) -> str:
         """Return the stack of the loop's thread: locations in code, without values."""
         frame = sys._current_frames().get(self._thread)  # noqa: SLF001 - the standard library's, and documented
         frames = traceback.extract_stack(frame, _MAX_FRAMES) if frame is not None else []
-        return " > ".join(f"{Path(one.filename).name}:{one.lineno} {one.name}" for one in frames)
+        return " > ".join(f"{Path(entry.filename).name}:{entry.lineno} {entry.name}" for entry in frames)
 
 
 LIVE: Final = "/health/live"
@@ -113,7 +113,7 @@ _CALLER: Final = {b"authorization", b"host", b"origin"}
 """Headers that identify an admitted caller of metrics."""
 
 
-class Probed(Protocol):
+class ProbedComponents(Protocol):
     """The application's components that a server needs."""
 
     @property
@@ -131,7 +131,11 @@ class ProbeServer:
     """Has the interface of asyncio's servers that uvicorn uses; made in the main loop of ``server``."""
 
     def __init__(
-        self, sock: socket.socket, server: uvicorn.Server, watch: EventLoopWatchdog, probed: Probed
+        self,
+        sock: socket.socket,
+        server: uvicorn.Server,
+        watch: EventLoopWatchdog,
+        components: ProbedComponents,
     ) -> None:
         config = server.config
         sock.listen(config.backlog)
@@ -141,10 +145,10 @@ class ProbeServer:
         self._server = server
         self._main = asyncio.get_running_loop()
         self._watch = watch
-        self._head_s = probed.settings.upload_idle_timeout_s
+        self._head_s = components.settings.upload_idle_timeout_s
         self._handing: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
-        answers = _Answers(config.loaded_app, self._main, watch, probed)
+        answers = _ProbeApp(config.loaded_app, self._main, watch, components)
         self._config = uvicorn.Config(
             answers, http=config.http, ws="none", lifespan="off", interface="asgi3", log_config=None,
             access_log=False, proxy_headers=False, timeout_keep_alive=config.timeout_keep_alive,
@@ -152,7 +156,7 @@ class ProbeServer:
         self._config.load()
         self._state = ServerState()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._thread = threading.Thread(target=self._run, name="probes", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="probes", daemon=True)
 
     def start(self) -> None:
         """Accept connections from now on."""
@@ -171,7 +175,7 @@ class ProbeServer:
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, _CLOSE_S)
 
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._start_task(self._accept())
         self._start_task(self._watch.watch())
@@ -186,7 +190,7 @@ class ProbeServer:
         task.add_done_callback(self._tasks.discard)
 
     async def _stop(self) -> None:
-        for task in [one for one in self._tasks if one is not asyncio.current_task()]:
+        for task in [task for task in self._tasks if task is not asyncio.current_task()]:
             task.cancel()
         for connection in list(self._state.connections):
             connection.shutdown()
@@ -207,21 +211,21 @@ class ProbeServer:
                 await asyncio.sleep(_ACCEPT_RETRY_S)
                 continue
             connection.setblocking(False)  # noqa: FBT003 - the library's
-            self._start_task(self._route(connection))
+            self._start_task(self._assign(connection))
 
-    async def _route(self, connection: socket.socket) -> None:
+    async def _assign(self, connection: socket.socket) -> None:
         """Assign a connection to the probes or to the main loop, once its first bytes arrive."""
         try:
             async with asyncio.timeout(self._head_s):
-                await _readable(self._loop, connection)
-            first = connection.recv(max(map(len, _FIRST_BYTES)), socket.MSG_PEEK)
+                await _wait_readable(self._loop, connection)
+            beginning = connection.recv(max(map(len, _FIRST_BYTES)), socket.MSG_PEEK)
         except OSError:  # TimeoutError is an OSError
             connection.close()
             return
         except BaseException:
             connection.close()
             raise
-        if self._server.config.ssl is None and first.startswith(_FIRST_BYTES):
+        if self._server.config.ssl is None and beginning.startswith(_FIRST_BYTES):
             with contextlib.suppress(OSError):
                 await self._loop.connect_accepted_socket(self._probe_protocol, connection)
         else:
@@ -236,11 +240,11 @@ class ProbeServer:
         return _protocol(server.config, server.server_state, server.lifespan.state, self._main)
 
     def _hand_over(self, connection: socket.socket) -> None:
-        task = self._main.create_task(self._connect(connection))
+        task = self._main.create_task(self._connect_in_main_loop(connection))
         self._handing.add(task)
         task.add_done_callback(self._handing.discard)
 
-    async def _connect(self, connection: socket.socket) -> None:
+    async def _connect_in_main_loop(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError):  # the client has disconnected
             secure = self._server.config.ssl
             limit_s = None if secure is None else self._head_s
@@ -258,7 +262,7 @@ def _protocol(
     return protocol
 
 
-async def _readable(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
+async def _wait_readable(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
     readable = loop.create_future()
 
     def set_readable() -> None:
@@ -272,24 +276,24 @@ async def _readable(loop: asyncio.AbstractEventLoop, connection: socket.socket) 
         loop.remove_reader(connection)
 
 
-class _Answers:
+class _ProbeApp:
     def __init__(
         self,
         app: ASGIApp,
         main: asyncio.AbstractEventLoop,
         watch: EventLoopWatchdog,
-        probed: Probed,
+        components: ProbedComponents,
     ) -> None:
         self._app = app
         self._main = main
         self._watch = watch
-        self._lifecycle = probed.lifecycle
-        self._metrics = probed.metrics
+        self._lifecycle = components.lifecycle
+        self._metrics = components.metrics
         self._admitted_at: dict[bytes, float] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         messages: list[Message] = []
-        here = asyncio.get_running_loop()
+        probe_loop = asyncio.get_running_loop()
         is_probe = scope["path"] in {LIVE, *READY, METRICS}
 
         async def note(message: Message) -> None:
@@ -299,31 +303,31 @@ class _Answers:
         passed = note if is_probe else send
 
         async def answered() -> None:
-            await self._app(scope, _across(receive, here), _across(passed, here))
+            await self._app(scope, _in_loop(receive, probe_loop), _in_loop(passed, probe_loop))
 
         answering = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answered(), self._main))
         try:
             while not answering.done():
                 await asyncio.wait({answering}, timeout=_POLL_S)
                 if is_probe and not answering.done() and self._watch.lag_s > _STALLED_S:
-                    own = await self._own_answer(scope)
-                    if own is not None:
-                        await own(scope, receive, send)
+                    own_response = await self._own_response(scope)
+                    if own_response is not None:
+                        await own_response(scope, receive, send)
                         return
             await answering
         finally:
             answering.cancel()
         for message in messages:
             if message["type"] == "http.response.start":
-                self._remember(scope, message)
+                self._remember_admitted(scope, message)
             await send(message)
 
-    async def _own_answer(self, scope: Scope) -> Response | None:
+    async def _own_response(self, scope: Scope) -> Response | None:
         """Return a response from state available without the main loop; None if only that loop can answer."""
         if scope["path"] == METRICS:
             if (
                 self._metrics is None
-                or self._admitted_at.get(_caller(scope), -math.inf) < time.monotonic() - _CALLER_TTL_S
+                or self._admitted_at.get(_caller_digest(scope), -math.inf) < time.monotonic() - _CALLER_TTL_S
             ):
                 return None
             return Response(await self._metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
@@ -332,24 +336,24 @@ class _Answers:
             return error_response(refusal)
         return JSONResponse({"status": self._lifecycle.phase})
 
-    def _remember(self, scope: Scope, start: Message) -> None:
+    def _remember_admitted(self, scope: Scope, head: Message) -> None:
         """Record whether the caller may see the metrics, for use while the main loop is blocked."""
         if scope["path"] != METRICS:
             return
-        caller = _caller(scope)
+        caller = _caller_digest(scope)
         self._admitted_at.pop(caller, None)
-        if start["status"] == 200:
+        if head["status"] == 200:
             self._admitted_at[caller] = time.monotonic()
             while len(self._admitted_at) > _MAX_CALLERS:
                 del self._admitted_at[next(iter(self._admitted_at))]
 
 
-def _caller(scope: Scope) -> bytes:
+def _caller_digest(scope: Scope) -> bytes:
     named = sorted((name, value) for name, value in scope["headers"] if name in _CALLER)
     return hashlib.sha256(repr(named).encode()).digest()
 
 
-def _across(
+def _in_loop(
     call: Callable[..., Awaitable[Any]], loop: asyncio.AbstractEventLoop
 ) -> Callable[..., Awaitable[Any]]:
     async def crossing(*args: Any) -> Any:

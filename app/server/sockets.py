@@ -32,29 +32,29 @@ Headers = list[tuple[bytes, bytes]]
 def as_x_forwarded(headers: Headers) -> Headers:
     """Return the translated headers; without a well-formed one the client is the peer of the connection."""
     text = ",".join(value.decode("latin-1") for name, value in headers if name == _NAME)
-    others = [(name, value) for name, value in headers if name not in _OTHERS]
+    other_headers = [(name, value) for name, value in headers if name not in _OTHERS]
     hops = _hops(text)
     if not hops:
-        return others
+        return other_headers
     addresses = ", ".join(_address(hop.get("for", "unknown")) for hop in hops)
     proto = hops[-1].get("proto", "").lower()
     forwarded = [(_FOR, addresses.encode("latin-1"))]
-    return [*others, *forwarded, *([(_PROTO, proto.encode())] if proto in _SECURE else [])]
+    return [*other_headers, *forwarded, *([(_PROTO, proto.encode())] if proto in _SECURE else [])]
 
 
 def _hops(text: str) -> list[dict[str, str]]:
     hops: list[dict[str, str]] = [{}]
-    place = 0
-    while place < len(text):
-        found = _PAIR.match(text, place)
-        if found is None:
+    position = 0
+    while position < len(text):
+        match = _PAIR.match(text, position)
+        if match is None:
             return []
-        name, value, end = found.groups()
+        name, value, separator = match.groups()
         if name:
             hops[-1][name.lower()] = re.sub(r"\\(.)", r"\1", value[1:-1]) if value[:1] == '"' else value
-        if end == ",":
+        if separator == ",":
             hops.append({})
-        place = found.end()
+        position = match.end()
     return [hop for hop in hops if hop]
 
 
@@ -126,11 +126,11 @@ class _HeadLimitedProtocol(HttpToolsProtocol):
     head_s: ClassVar[float]
     reads_forwarded: ClassVar[bool] = False
     limits: ClassVar[HeadLimits] = HeadLimits()
-    _waiting: asyncio.TimerHandle | None = None
+    _head_timer: asyncio.TimerHandle | None = None
     _num_bytes = 0
     """Bytes received since the last complete head, piece of a body or message."""
     _is_in_head = True
-    _got_on = False
+    _made_progress = False
     _is_refused = False
 
     def data_received(self, data: bytes) -> None:
@@ -140,9 +140,9 @@ class _HeadLimitedProtocol(HttpToolsProtocol):
                 self._refuse(_TOO_LARGE.format(self.limits.max_bytes))
                 return
             piece, data = data[:room], data[room:]
-            self._got_on = False
+            self._made_progress = False
             super().data_received(piece)
-            self._num_bytes = 0 if self._got_on else self._num_bytes + len(piece)
+            self._num_bytes = 0 if self._made_progress else self._num_bytes + len(piece)
             protocol: Any = self.transport.get_protocol()
             if protocol is not self:  # the connection was upgraded to a WebSocket
                 if data:
@@ -152,13 +152,13 @@ class _HeadLimitedProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         if self._is_refused:
             return
-        self._got_on = True
+        self._made_progress = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self._is_refused:
             return
-        self._got_on = self._is_in_head = True
+        self._made_progress = self._is_in_head = True
         super().on_message_complete()
 
     def _refuse(self, message: str) -> None:
@@ -182,39 +182,40 @@ class _HeadLimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's
         super().connection_made(transport)
-        self._wait()
+        self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._wait_no_more()
+        self._stop_head_timer()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._wait()
+        self._start_head_timer()
 
     def on_headers_complete(self) -> None:
         if not self._is_refused and len(self.headers) > self.limits.max_headers:
             self._refuse(_TOO_MANY.format(self.limits.max_headers))
         if self._is_refused:
             return
-        self._got_on, self._is_in_head = True, False
-        self._wait_no_more()
+        self._made_progress, self._is_in_head = True, False
+        self._stop_head_timer()
         if self.reads_forwarded:
             self.headers[:] = as_x_forwarded(self.headers)
         super().on_headers_complete()
 
-    def _wait(self) -> None:
-        self._wait_no_more()
-        self._waiting = self.loop.call_later(self.head_s, self._give_up)
+    def _start_head_timer(self) -> None:
+        self._stop_head_timer()
+        self._head_timer = self.loop.call_later(self.head_s, self._on_head_timeout)
 
-    def _wait_no_more(self) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
 
-    def _give_up(self) -> None:
+    def _on_head_timeout(self) -> None:
         transport: Any = self.transport
         cycle: Any = self.cycle  # None before the first request
         if cycle is not None and not cycle.response_complete:
-            self._wait()  # this head is of the next request, and the current response is still in progress
+            # This head is of the next request, and the current response is still in progress.
+            self._start_head_timer()
         elif not transport.is_closing():
             transport.abort()

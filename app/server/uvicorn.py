@@ -18,7 +18,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from app.http.lifecycle import Lifecycle, Phase
-from app.server.probes import EventLoopWatchdog, Probed, ProbeServer
+from app.server.probes import EventLoopWatchdog, ProbedComponents, ProbeServer
 from app.server.sockets import HeadLimits, listening_socket, protocol_with_head_limits
 from app.settings import Settings
 
@@ -32,9 +32,9 @@ _MAX_SOCKET_MESSAGE_BYTES: Final = 2 * 2**20
 
 class DrainingServer(uvicorn.Server):
     @property
-    def _components(self) -> Probed:
+    def _components(self) -> ProbedComponents:
         app: Any = self.config.app
-        components: Probed = app.state.components
+        components: ProbedComponents = app.state.components
         return components
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -46,7 +46,7 @@ class DrainingServer(uvicorn.Server):
             lifecycle.give_up()
             signal.signal(sig, signal.SIG_DFL)
         else:
-            awaited = _awaited(lifecycle, self._components.settings.drain_timeout_s)
+            awaited = _describe_wait(lifecycle, self._components.settings.drain_timeout_s)
             logger.warning("shutting down: %s; a second signal ends this sooner", awaited)
         lifecycle.begin_drain()
         super().handle_exit(sig, frame)
@@ -77,7 +77,7 @@ class DrainingServer(uvicorn.Server):
         await asyncio.gather(self._beating, return_exceptions=True)
 
 
-def _awaited(lifecycle: Lifecycle, limit_s: float) -> str:
+def _describe_wait(lifecycle: Lifecycle, limit_s: float) -> str:
     number = lifecycle.num_in_flight
     if number:
         return f"waiting up to {limit_s:g} s for {number} request{'s' if number > 1 else ''}"
@@ -105,8 +105,7 @@ def server_config(
             reads_forwarded=settings.proxy_header == "forwarded",
             limits=head_limits,
         ),
-        # A partially received WebSocket message is not counted by ``ReceivedBytes``; clients send pieces of
-        # 1 MiB.
+        # A partially received WebSocket message is not counted as received; clients send pieces of 1 MiB.
         ws_max_size=_MAX_SOCKET_MESSAGE_BYTES,
     )
 
@@ -119,26 +118,26 @@ async def refresh_certificate(config: uvicorn.Config, poll_s: float = POLL_S) ->
 
     Polls, because the files may be replaced together with the folder or the link that they lie behind.
     """
-    read = _stamps(config)
+    loaded = _file_stamps(config)
     while True:
         await asyncio.sleep(poll_s)
         try:
-            now = _stamps(config)
-            if now != read:
-                _load(config)
-                read = now
+            current = _file_stamps(config)
+            if current != loaded:
+                _load_certificate(config)
+                loaded = current
                 logger.warning("the certificate has changed and was read again")
         except OSError as error:  # also if the two do not belong together, while they are being replaced
             logger.warning("the changed certificate cannot be read, the old one is used: %s", error)
 
 
-def _stamps(config: uvicorn.Config) -> list[tuple[int, int]]:
+def _file_stamps(config: uvicorn.Config) -> list[tuple[int, int]]:
     files = (config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)
-    found = [os.stat(file) for file in files if file]
-    return [(one.st_mtime_ns, one.st_ino) for one in found]
+    stats = [os.stat(file) for file in files if file]
+    return [(stat.st_mtime_ns, stat.st_ino) for stat in stats]
 
 
-def _load(config: uvicorn.Config) -> None:
+def _load_certificate(config: uvicorn.Config) -> None:
     if config.ssl is None or config.ssl_certfile is None:
         return
     # A context keeps a certificate whose key does not fit, so the pair is tried in another one.

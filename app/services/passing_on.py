@@ -20,8 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import FIELD
 from app.formats.json_bodies import num_media_characters
-from app.http.contexts import KEY, context_of, note_error
-from app.http.deadlines import disconnected
+from app.http.contexts import KEY, context_of, disconnected, note_error
 from app.http.errors import internal_error
 from app.http.vllm_routes import RESPONSES, VLLMRoute
 from app.services.operations import check_spelling
@@ -63,7 +62,7 @@ class PassedOn(Response):
         sending = Sending(send, deadline, self._stall_s, self._keep_alive_s)
         gone = asyncio.ensure_future(disconnected(receive))
         try:
-            error = await self._answered(scope, sending, gone, deadline.reached)
+            error = await self._run_app(scope, sending, gone, deadline.reached)
             error = deadline.error or error
             if self._is_whole:
                 return
@@ -80,7 +79,7 @@ class PassedOn(Response):
             sending.close()
             gone.cancel()
 
-    async def _answered(
+    async def _run_app(
         self, scope: Scope, sending: Sending, gone: asyncio.Future[Any], reached: asyncio.Future[Any]
     ) -> ApiError | None:
         unread = [{"type": "http.request", "body": self._content, "more_body": False}]
@@ -99,13 +98,13 @@ class PassedOn(Response):
                 self._is_whole = is_body and not message.get("more_body", False)
 
         try:
-            await self._app(_scope_of(scope), received, sent)
+            await self._app(_inner_scope(scope), received, sent)
         except Exception as error:
             # Starlette raises again what it has answered.
-            found = next((one for one in _causes(error) if isinstance(one, ApiError)), None)
-            if found is None:
+            refusal = next((cause for cause in _causes(error) if isinstance(cause, ApiError)), None)
+            if refusal is None:
                 logger.exception("a route of vLLM failed: %s", scope["path"])
-            return found or internal_error()
+            return refusal or internal_error()
         return None
 
 
@@ -115,7 +114,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _scope_of(scope: Scope) -> Scope:
+def _inner_scope(scope: Scope) -> Scope:
     """Return the connection as the application sees it: without the caller's key and this server's route."""
     headers = [(name, value) for name, value in scope["headers"] if name not in _HIDDEN]
     # With a newer version of ASGI, starlette notices a client that has left only when it sends.
@@ -147,17 +146,17 @@ def check_body(
             ErrorCode.UNSUPPORTED_COMBINATION, f"{route.path} takes no `{FIELD}`; leave it out.", FIELD
         )
     check_spelling(fields)
-    others = [value for name, value in fields.items() if name != FIELD]
-    num_characters = sum(map(len, _texts(others))) - num_media_characters(fields)
+    other_fields = [value for name, value in fields.items() if name != FIELD]
+    num_characters = sum(map(len, _texts(other_fields))) - num_media_characters(fields)
     num_prompts = 1
     if route.has_many:
         _check_texts(fields, max_model_len, max_texts)
         num_prompts = min(num_texts(fields), _MAX_TEXTS)
-    most = max_model_len * _MAX_CHARS_PER_TOKEN * num_prompts
-    if num_characters > most:  # vLLM tokenizes texts whole, on a thread that all requests share
+    max_characters = max_model_len * _MAX_CHARS_PER_TOKEN * num_prompts
+    if num_characters > max_characters:  # vLLM tokenizes texts whole, on a thread that all requests share
         raise ApiError(
             ErrorCode.INVALID_VALUE,
-            f"The texts of this request to {route.path} may have {most} characters together, got "
+            f"The texts of this request to {route.path} may have {max_characters} characters together, got "
             f"{num_characters}: the model's context has {max_model_len} tokens.",
         )
     extra = fields.get("vllm_xargs")
@@ -166,7 +165,7 @@ def check_body(
             raise _invalid(f"vllm_xargs.{name}", "is an object: send it as a field of its own")
     if route.path == RESPONSES:
         _check_response(fields)
-        if sum(map(len, _texts(others, with_names=True))) > _MAX_STORED:
+        if sum(map(len, _texts(other_fields, with_names=True))) > _MAX_STORED:
             fields["store"] = False
 
 
@@ -176,7 +175,7 @@ def is_in_background(route: VLLMRoute, fields: Mapping[str, Any]) -> bool:
 
 def check_in_background(fields: Mapping[str, Any], *, has_operations: bool) -> None:
     """Raise ApiError for a response in the background that streams, has operations, or is not stored."""
-    others = {
+    rules = {
         FIELD: (has_operations, "a stored response has no results"),
         "request_id": ("request_id" in fields, "its id is chosen by the server"),
         "stream": (bool(fields.get("stream")), "the events of one that is cancelled would never end"),
@@ -185,7 +184,7 @@ def check_in_background(fields: Mapping[str, Any], *, has_operations: bool) -> N
             f"it is read later; texts, images and names in it may have {_MAX_STORED} characters together",
         ),
     }
-    for name, (is_refused, reason) in others.items():
+    for name, (is_refused, reason) in rules.items():
         if is_refused:
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
@@ -226,9 +225,9 @@ def _check_response(fields: Mapping[str, Any]) -> None:
     if not isinstance(fields.get("background", False), bool | None):
         raise _invalid("background", "must be true or false")
     for name in ("user", "request_id", "prompt_cache_key", "previous_response_id"):
-        given = fields.get(name)
-        if isinstance(given, str) and len(given) > _MAX_NAME:
-            raise _invalid(name, f"may have {_MAX_NAME} characters, got {len(given)}")
+        value = fields.get(name)
+        if isinstance(value, str) and len(value) > _MAX_NAME:
+            raise _invalid(name, f"may have {_MAX_NAME} characters, got {len(value)}")
     nested = [fields.get(name) for name in ("input", "tools", "previous_input_messages", "include")]
     num_objects = sum(1 for _ in _objects(nested))
     if num_objects > MAX_OBJECTS:
@@ -244,13 +243,13 @@ def _check_response(fields: Mapping[str, Any]) -> None:
 def _objects(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         yield value
-        for one in value.values():
-            yield from _objects(one)
+        for item in value.values():
+            yield from _objects(item)
     elif isinstance(value, list):
-        for one in value:
-            if not isinstance(one, dict | list):
-                yield one
-            yield from _objects(one)
+        for item in value:
+            if not isinstance(item, dict | list):
+                yield item
+            yield from _objects(item)
 
 
 def _texts(value: Any, *, with_names: bool = False) -> Iterator[str]:
@@ -261,8 +260,8 @@ def _texts(value: Any, *, with_names: bool = False) -> Iterator[str]:
             yield from value
         yield from _texts(list(value.values()), with_names=with_names)
     elif isinstance(value, list):
-        for one in value:
-            yield from _texts(one, with_names=with_names)
+        for item in value:
+            yield from _texts(item, with_names=with_names)
 
 
 def _invalid(name: str, text: str) -> ApiError:

@@ -1,8 +1,4 @@
-"""Traces from a client's message to the frames of the answer, for ``/v1/traces`` and for jobs.
-
-The sender is admitted before the body is read, the head before its parts are. An error before the engine's
-first frame gets its own HTTP status; a later one becomes an ``ERROR`` frame. A client's disconnect ends the
-trace at any stage.
+"""Traces on the engine that can run them, for ``/v1/traces`` and for jobs, and what their senders may do.
 
 The sandbox takes ten seconds to start, and ends with its engine. So the lifecycle starts it early, each time
 that an engine becomes ready, where keys exist whose code would wait for it.
@@ -10,39 +6,26 @@ that an engine becomes ready, where keys exist whose code would wait for it.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
-import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
 from api_schemas.server import TraceOutline
-from app.admission.estimates import of_trace
-from app.admission.rates import INTERVENING
 from app.auth.keys import Keys
-from app.auth.principal import Principal, check_code_allowed, check_codec, codecs_of, sandbox_of, takes_code
+from app.auth.principal import Principal, check_code_allowed, check_codec, codecs_of, takes_code
 from app.engine.client import EngineClient, TraceEngine, event_frame
 from app.engine.served_model import ServedModel
-from app.http.bodies import check_media_type, read_bytes
-from app.http.contexts import RequestContext, context_of
-from app.http.deadlines import while_connected
-from app.http.errors import error_bytes, internal_error
-from app.services.streaming import ClosingStream
+from app.http.bodies import check_media_type
+from app.http.errors import error_bytes
 from app.settings import Settings
 from nnsight_engine.core.work_context import UsageMeter
-from nnsight_engine.remote_backend.frames import MEDIA_TYPE, Frame, FrameKind
+from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE as TRACE_TYPE
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
-from nnsight_engine.serialization import DecodeError
-
-if TYPE_CHECKING:
-    from app.components import Components
 
 
 def check_sender(settings: Settings, http: Request, caller: Principal) -> None:
@@ -108,7 +91,7 @@ class TraceService:
         able = _ENGINE_OF[head.dialect]
         name = able if head.engine == "auto" else head.engine
         if name != able or name not in self._engines:
-            raise _unable(name, able)
+            raise _no_engine(name, able)
         return self._engines[name]
 
     async def run(self, request: TraceRequest, job_id: str, meter: UsageMeter) -> AsyncGenerator[Frame, None]:
@@ -139,11 +122,11 @@ async def model_outline(engine: EngineClient, engines: Sequence[str]) -> TraceOu
     )
 
 
-def _unable(name: str, able: str) -> ApiError:
+def _no_engine(name: str, able: str) -> ApiError:
     if name != able:
-        whose = "LanguageModel" if able == "local" else "VLLM"
+        model_class = "LanguageModel" if able == "local" else "VLLM"
         message = (
-            f"The blocks name modules of {whose}, which {able!r} runs, and ask for {name!r}: leave "
+            f"The blocks name modules of {model_class}, which {able!r} runs, and ask for {name!r}: leave "
             "`engine` out, or write them against the other class."
         )
     elif name == "local":
@@ -154,111 +137,6 @@ def _unable(name: str, able: str) -> ApiError:
     else:
         message = "This server runs no traces on vLLM."
     return ApiError(ErrorCode.UNSUPPORTED_COMBINATION, message, "engine")
-
-
-Frames = AsyncGenerator[Frame, None]
-
-
-async def answer_trace(context: Components, http: Request, caller: Principal) -> Response:
-    """Return the response, whose body lasts until the trace has ended; raises ApiError, ClientDisconnect."""
-    asked = context_of(http.scope)
-    request = await read_trace(context, http, caller)
-    asked.record.subject = job_id = f"trace-{secrets.token_hex(16)}"
-    engine = context.traces.engine_for(request.head)
-    frames = context.traces.run(request, job_id, asked.meter)
-    del request  # it may be large
-    opened = await while_connected(http.receive, _opened(frames), asked.deadline)
-    return ClosingStream(
-        _answer([event_frame(JobStatus.RECEIVED, job=job_id), *opened], frames, asked),
-        media_type=MEDIA_TYPE,
-        headers={
-            "NNsight-Job-Id": job_id,
-            "NNsight-Engine": engine.name,
-            "Cache-Control": "no-store",
-            "X-Accel-Buffering": "no",
-        },
-        on_close=frames.aclose,
-        stall_s=context.settings.client_stall_timeout_s,
-        final_event=last_frame,
-    )
-
-
-async def read_trace(context: Components, http: Request, caller: Principal) -> TraceRequest:
-    """Return an accepted trace; raises ApiError, or ClientDisconnect before the end of the body."""
-    check_sender(context.settings, http, caller)
-    asked = context_of(http.scope)
-    admitted = asked.admitted
-    if admitted is not None:
-        await admitted.check(*INTERVENING)
-    settings = context.settings
-    body = await read_bytes(http, settings.max_trace_request_bytes, settings.upload_idle_timeout_s)
-    try:
-        if TraceRequest.is_slow(body):
-            request = await asyncio.to_thread(TraceRequest.from_bytes, body)
-        else:
-            request = TraceRequest.from_bytes(body)
-    except DecodeError as error:
-        raise ApiError(ErrorCode.INVALID_TRACE, str(error)) from error
-    await asked.record.note_trace(request)
-    check_head(context.settings, caller, context.engine.served(), request.head)
-    if admitted is not None:
-        await admitted.reserve(of_trace(request.head))
-    request.sandbox_of = sandbox_of(context.settings, caller)
-    # The sender for fair queueing: the tenant or, without keys, the client's address.
-    request.tenant = caller.tenant
-    request.sender = caller.tenant or ("" if http.client is None else http.client.host)
-    return request
-
-
-async def _opened(frames: Frames) -> list[Frame]:
-    """Return the frames up to the engine's first one, which follows one of the service."""
-    try:
-        return [await anext(frames), await anext(frames)]
-    except StopAsyncIteration as error:
-        raise internal_error() from error
-    except BaseException:
-        await frames.aclose()
-        raise
-
-
-async def _answer(
-    opened: list[Frame], frames: Frames, asked: RequestContext
-) -> AsyncGenerator[bytes | memoryview, None]:
-    """Yield a trace's frames as bytes; an error becomes the last frame."""
-    try:
-        async with contextlib.aclosing(_completed(opened, frames, asked)) as completed:
-            async for frame in completed:
-                for piece in frame.pieces():
-                    yield piece
-    except ApiError as error:
-        logger.info("a trace ended with %s: %s", error.code, error.message)
-        asked.record.error = error.code
-        yield last_frame(error)
-    except Exception:
-        logger.exception("unhandled error in a trace")
-        asked.record.error = ErrorCode.INTERNAL
-        yield last_frame(internal_error())
-    finally:
-        await frames.aclose()
-
-
-async def _completed(opened: list[Frame], frames: Frames, asked: RequestContext) -> Frames:
-    """Yield all frames of a trace, and a ``COMPLETED`` event before the result of one without errors."""
-    has_failed = False
-    for frame in opened:
-        yield frame
-    async for frame in frames:
-        if frame.kind is FrameKind.RESULT:
-            if has_failed:
-                asked.record.error = ErrorCode.BLOCK_FAILED
-            else:
-                yield event_frame(JobStatus.COMPLETED)
-            yield frame
-            return
-        has_failed |= frame.kind is FrameKind.EVENT and frame.json().get("status") == JobStatus.ERROR
-        yield frame
-    logger.error("a trace ended without a result")
-    raise internal_error()
 
 
 def last_frame(error: ApiError) -> bytes:

@@ -16,7 +16,7 @@ from app.storage.tables import AuditRow
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wanted:
+class AuditFilter:
     """A filter; None matches all. ``since`` is inclusive, ``until`` exclusive, ``after`` means older ones."""
 
     tenant: str | None = None
@@ -55,16 +55,16 @@ class AuditStore:
 
         return await self._database.write(write)
 
-    async def page(self, wanted: Wanted, *, limit: int) -> tuple[list[AuditEntry], bool]:
+    async def page(self, filter_: AuditFilter, *, limit: int) -> tuple[list[AuditEntry], bool]:
         """Return entries, newest first, and whether there are more."""
 
         def read(session: Session) -> list[AuditEntry]:
-            newest_first = select(AuditRow).where(*wanted.conditions()).order_by(AuditRow.number.desc())
+            newest_first = select(AuditRow).where(*filter_.conditions()).order_by(AuditRow.number.desc())
             return [AuditEntry.model_validate(row) for row in session.scalars(newest_first.limit(limit + 1))]
 
         entries = await self._database.read(read)
         return entries[:limit], len(entries) > limit
 
     async def expire(self, before: float) -> None:
-        old = delete(AuditRow).where(AuditRow.time < before)
-        await self._database.write(lambda session: session.execute(old))
+        expired = delete(AuditRow).where(AuditRow.time < before)
+        await self._database.write(lambda session: session.execute(expired))

@@ -56,20 +56,22 @@ def open_engine(url: URL, *, num_connections: int) -> Engine:
     if url.drivername in {"postgresql", "postgres"}:
         url = url.set(drivername=_DRIVER)
     engine = (
-        _sqlite(url, num_connections) if url.get_backend_name() == "sqlite" else _other(url, num_connections)
+        _sqlite_engine(url, num_connections)
+        if url.get_backend_name() == "sqlite"
+        else _server_engine(url, num_connections)
     )
-    event.listen(engine, "before_cursor_execute", _hold_text, retval=True)
+    event.listen(engine, "before_cursor_execute", _escape_parameters, retval=True)
     return engine
 
 
-def _sqlite(url: URL, num_connections: int) -> Engine:
+def _sqlite_engine(url: URL, num_connections: int) -> Engine:
     engine = create_engine(url, pool_size=num_connections)
     event.listen(engine, "connect", _set_up_sqlite)
     event.listen(engine, "begin", _begin_in_sqlite)
     return engine
 
 
-def _other(url: URL, num_connections: int) -> Engine:
+def _server_engine(url: URL, num_connections: int) -> Engine:
     # The timeout for a silent server; other drivers have options of their own in the URL.
     waits = {"timeout": _TIMEOUT_S} if url.drivername == _DRIVER else {}
     # Each connection is tested before use: servers restart, and firewalls drop idle connections.
@@ -110,7 +112,7 @@ def _code_of(error: BaseException | None) -> str:
     return code if isinstance(code, str) else ""
 
 
-def _hold_text(
+def _escape_parameters(
     _connection: Connection, _cursor: object, statement: str, parameters: Any, _context: object, _many: object
 ) -> tuple[str, Any]:
     """Escape characters that not every database can store; an id that contains NUL then matches no row."""
@@ -122,7 +124,7 @@ def _storable(value: Any) -> Any:
         case str():
             return value if value.isascii() and "\0" not in value else printable(value).replace("\0", "\\x00")
         case dict():
-            return {name: _storable(one) for name, one in value.items()}
+            return {name: _storable(item) for name, item in value.items()}
         case tuple() | list():
             return type(value)(map(_storable, value))
         case _:
@@ -197,7 +199,7 @@ class Database:
             return
         self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="database")
         try:
-            self._engine = await self._in_thread(self._open)
+            self._engine = await self._in_thread(self._open_and_migrate)
         except BaseException:
             await self.close()
             raise
@@ -212,7 +214,7 @@ class Database:
 
     async def read(self, work: Callable[[Session], T]) -> T:
         """Run ``work`` in a read-only transaction with a consistent snapshot; ``database_unavailable``."""
-        return await self._in_thread(self._transaction, self._opened(), work)
+        return await self._in_thread(self._run_transaction, self._started_engine(), work)
 
     async def write(self, work: Callable[[Session], T]) -> T:
         """Run ``work`` in an atomic transaction.
@@ -222,10 +224,10 @@ class Database:
         statements, or rows read ``with_for_update``. After a cancellation or ``database_unavailable`` the
         transaction may have been committed nevertheless.
         """
-        writing = self._opened().execution_options(**{WRITES: True})
-        return await self._in_thread(self._transaction, writing, work)
+        writing = self._started_engine().execution_options(**{WRITES: True})
+        return await self._in_thread(self._run_transaction, writing, work)
 
-    def _opened(self) -> Engine:
+    def _started_engine(self) -> Engine:
         if self._engine is None:
             raise RuntimeError("the database must be started before it is used; call start()")
         return self._engine
@@ -234,10 +236,10 @@ class Database:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     @classmethod
-    def _transaction(cls, engine: Engine, work: Callable[[Session], T]) -> T:
+    def _run_transaction(cls, engine: Engine, work: Callable[[Session], T]) -> T:
         for delay_s in itertools.chain(_DELAYS_S, [None]):
             try:
-                return cls._attempt(engine, work)
+                return cls._attempt_transaction(engine, work)
             except _UndoneError as undone:
                 error = undone.error
                 if delay_s is None:
@@ -250,7 +252,7 @@ class Database:
         raise AssertionError("the last attempt returns or raises")
 
     @staticmethod
-    def _attempt(engine: Engine, work: Callable[[Session], T]) -> T:
+    def _attempt_transaction(engine: Engine, work: Callable[[Session], T]) -> T:
         with Session(engine, expire_on_commit=False) as session:
             try:
                 result = work(session)
@@ -262,7 +264,7 @@ class Database:
             session.commit()
             return result
 
-    def _open(self) -> Engine:
+    def _open_and_migrate(self) -> Engine:
         lock = self._directory / "migrate.lock"
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -276,15 +278,15 @@ class Database:
         # WAL, which SQLite refuses to one of two concurrent attempts.
         with FileLock(lock):
             try:
-                return self._migrated()
+                return self._open_migrated()
             except (SQLAlchemyError, CommandError, ImportError) as error:
                 raise DatabaseError(
-                    f"the database {self._place()} cannot be used: {error}. NNSIGHT_ENGINE_DATABASE_URL says "
-                    "where it is; where another version of nnsight-engine made it, start that one, or set "
-                    "NNSIGHT_ENGINE_DATA_DIR to another folder."
+                    f"the database {self._location()} cannot be used: {error}. NNSIGHT_ENGINE_DATABASE_URL "
+                    "says where it is; where another version of nnsight-engine made it, start that one, or "
+                    "set NNSIGHT_ENGINE_DATA_DIR to another folder."
                 ) from error
 
-    def _migrated(self) -> Engine:
+    def _open_migrated(self) -> Engine:
         file = URL.create("sqlite", database=str(self._directory / FILE_NAME))
         url = make_url(self._given_url) if self._given_url else file
         engine = open_engine(url, num_connections=_MAX_THREADS)
@@ -299,7 +301,7 @@ class Database:
             raise
         return engine
 
-    def _place(self) -> str:
+    def _location(self) -> str:
         try:
             # The password is masked.
             return str(make_url(self._given_url)) if self._given_url else f"in {self._directory}"

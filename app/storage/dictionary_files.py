@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 import logging
 import os
@@ -21,8 +20,9 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from api_schemas.errors import ErrorCode
+from app.limits.limit import Holder, Spending
 from app.storage.open_files import OpenFiles, OpenResult, ProcessFolder, append, claim_folder
-from app.storage.quotas import DiskQuota, Holder, on_disk, sync_folder
+from app.storage.quotas import StoredBytes, on_disk, sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +40,12 @@ _WEIGHTS: Final = "The weights"
 
 
 class WeightsUpload:
-    def __init__(self, path: Path, space: DiskQuota, holder: Holder) -> None:
+    """``spending`` counts its bytes until they are counted as stored, or the file is removed."""
+
+    def __init__(self, path: Path, spending: Spending) -> None:
         self.path = path
         self.num_bytes = 0
-        self._space, self._holder = space, holder
-        self._reserved = 0
+        self.spending = spending
         self._digest = hashlib.sha256()
         self._file: BinaryIO | None = None
         self._is_closed = False
@@ -52,11 +53,6 @@ class WeightsUpload:
     @property
     def sha256(self) -> str:
         return self._digest.hexdigest()
-
-    def reserve(self, num_bytes: int) -> None:
-        """Count bytes that may be written next; on the event loop."""
-        self._space.take(num_bytes, self._holder)
-        self._reserved += num_bytes
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes; in a thread. ``dictionary_store_full``, or ``internal_error`` for a failed disk."""
@@ -73,14 +69,9 @@ class WeightsUpload:
             if self._file is not None:
                 os.fsync(self._file.fileno())
 
-    def release(self) -> None:
-        """Release the reserved bytes, which are counted as stored from now on, or removed."""
-        self._space.give_up(self._reserved, self._holder)
-        self._reserved = 0
-
     async def discard(self) -> None:
         """Remove the file; a file added to the folder stays there."""
-        self.release()
+        self.spending.close()
         await asyncio.to_thread(self._remove)
 
     def _remove(self) -> None:
@@ -91,30 +82,30 @@ class WeightsUpload:
 
 
 class DictionaryFiles:
-    def __init__(self, directory: Path, space: DiskQuota) -> None:
+    def __init__(self, directory: Path, space: StoredBytes) -> None:
         self.space = space
         self._directory = directory
-        self._own: ProcessFolder | None = None
-        self._open = OpenFiles()
+        self._upload_folder: ProcessFolder | None = None
+        self._open_files = OpenFiles()
         self._ahead: dict[str, tuple[float, asyncio.Task[None]]] = {}
         self._reading = asyncio.Semaphore(_READS_AT_ONCE)
 
     async def start(self) -> None:
         """Create the folder, and remove uploads of servers that died."""
-        if self._own is None:
+        if self._upload_folder is None:
             await asyncio.to_thread(self._directory.mkdir, mode=0o700, parents=True, exist_ok=True)
-            self._own = await asyncio.to_thread(claim_folder, self._directory / _UPLOADS)
+            self._upload_folder = await asyncio.to_thread(claim_folder, self._directory / _UPLOADS)
 
     async def close(self) -> None:
-        own, self._own = self._own, None
-        if own is not None:
-            await asyncio.to_thread(own.release)
+        folder, self._upload_folder = self._upload_folder, None
+        if folder is not None:
+            await asyncio.to_thread(folder.release)
 
     @contextlib.asynccontextmanager
     async def receiving(self, holder: Holder) -> AsyncIterator[WeightsUpload]:
-        if self._own is None:
+        if self._upload_folder is None:
             raise RuntimeError("the files must be started before they are used; call start()")
-        upload = WeightsUpload(self._own.path / secrets.token_hex(16), self.space, holder)
+        upload = WeightsUpload(self._upload_folder.path / secrets.token_hex(16), self.space.spend(holder))
         try:
             yield upload
         finally:
@@ -130,7 +121,7 @@ class DictionaryFiles:
 
     async def open(self, sha256: str, num_bytes: int, holder: Holder) -> OpenResult:
         """Open a file for ``holder``; ``rate_limit_exceeded`` for too many downloads, FileNotFoundError."""
-        reading = self._open.begin((sha256, 0), holder, num_bytes)
+        reading = self._open_files.register((sha256, 0), holder, num_bytes)
         try:
             return OpenResult(await asyncio.to_thread(self.path(sha256).open, "rb"), reading)
         except BaseException:
@@ -163,12 +154,7 @@ class DictionaryFiles:
 
     async def remove(self, aside: Path) -> None:
         """Remove a file that was set aside; its bytes stay counted until its last reader has closed it."""
-        sha256 = aside.name.partition(".")[0]
-        for reading in self._open.all():
-            if reading.key[0] == sha256:
-                self.space.hold(reading.num_bytes, reading.holder)
-                let_go = functools.partial(self.space.hold, -reading.num_bytes, reading.holder)
-                self._open.when_closed(reading.key, let_go)
+        self._open_files.keep_counted(self.space, aside.name.partition(".")[0])
         await asyncio.to_thread(aside.unlink, missing_ok=True)
 
     async def old_files(self) -> tuple[list[str], list[Path]]:
@@ -177,9 +163,9 @@ class DictionaryFiles:
 
     @staticmethod
     def _read_through(path: Path) -> None:
-        part = bytearray(_PART_BYTES)
+        buffer = bytearray(_PART_BYTES)
         with path.open("rb", buffering=0) as file:
-            while file.readinto(part):
+            while file.readinto(buffer):
                 pass
 
     def _link(self, source: Path, sha256: str) -> None:

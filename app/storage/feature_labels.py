@@ -28,11 +28,11 @@ def num_label_bytes(labels: Labels) -> int:
 
 def add_labels(session: Session, dictionary: int, labels: Labels) -> None:
     # As rows and not as objects of the ORM, which takes twice as long for a hundred thousand.
-    adding, given = insert(_LABELS), list(labels.items())
-    for start in range(0, len(given), _AT_ONCE):
+    adding, items = insert(_LABELS), list(labels.items())
+    for start in range(0, len(items), _AT_ONCE):
         rows = [
             {"dictionary": dictionary, "feature": feature, "text": text, "folded": text.casefold()}
-            for feature, text in given[start : start + _AT_ONCE]
+            for feature, text in items[start : start + _AT_ONCE]
         ]
         session.connection().execute(adding, rows)
 
@@ -47,15 +47,17 @@ def find_features(
 ) -> list[DictionaryFeature]:
     """Return features with a label, by id; ``words`` all occur in a label, without case."""
     row = FeatureLabelRow
-    wanted = [row.dictionary == dictionary, row.feature > after]
-    wanted += [row.folded.contains(word, autoescape=True) for word in _needed(words)]
+    conditions = [row.dictionary == dictionary, row.feature > after]
+    conditions += [row.folded.contains(word, autoescape=True) for word in _distinct_words(words)]
     if feature is not None:
-        wanted.append(row.feature == feature)
-    found = session.execute(select(row.feature, row.text).where(*wanted).order_by(row.feature).limit(limit))
-    return [DictionaryFeature(id=one, label=text) for one, text in found]
+        conditions.append(row.feature == feature)
+    rows = session.execute(
+        select(row.feature, row.text).where(*conditions).order_by(row.feature).limit(limit)
+    )
+    return [DictionaryFeature(id=feature_id, label=text) for feature_id, text in rows]
 
 
-def _needed(words: Sequence[str]) -> list[str]:
+def _distinct_words(words: Sequence[str]) -> list[str]:
     """Return folded words without parts of others, by length: a label is compared until one is missing."""
     needed: list[str] = []
     for word in sorted({word.casefold() for word in words}, key=len, reverse=True):
@@ -66,17 +68,17 @@ def _needed(words: Sequence[str]) -> list[str]:
 
 def ids_of(session: Session, dictionary: int, labels: Sequence[str], limit: int) -> dict[str, list[int]]:
     """Return the features that have exactly one of the labels, at most ``limit`` each, by label."""
-    row, found = FeatureLabelRow, dict[str, list[int]]()
+    row, ids_by_label = FeatureLabelRow, dict[str, list[int]]()
     for label in labels:
-        wanted = select(row.feature).where(row.dictionary == dictionary, row.text == label)
-        found[label] = list(session.scalars(wanted.order_by(row.feature).limit(limit)))
-    return found
+        query = select(row.feature).where(row.dictionary == dictionary, row.text == label)
+        ids_by_label[label] = list(session.scalars(query.order_by(row.feature).limit(limit)))
+    return ids_by_label
 
 
 def labels_of(session: Session, dictionary: int, ids: Sequence[int]) -> dict[int, str]:
-    table, found = FeatureLabelRow, dict[int, str]()
+    table, labels = FeatureLabelRow, dict[int, str]()
     for start in range(0, len(ids), _AT_ONCE):
-        some = table.feature.in_(ids[start : start + _AT_ONCE])
-        wanted = select(table.feature, table.text).where(table.dictionary == dictionary, some)
-        found |= {row[0]: row[1] for row in session.execute(wanted)}
-    return found
+        is_in_chunk = table.feature.in_(ids[start : start + _AT_ONCE])
+        query = select(table.feature, table.text).where(table.dictionary == dictionary, is_in_chunk)
+        labels |= {row[0]: row[1] for row in session.execute(query)}
+    return labels

@@ -27,8 +27,8 @@ class KeyStore:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def add(self, new: NewKey, key_id: str, kept: str) -> Key:
-        """Insert a key with the hash ``kept``, and its tenant if this is the tenant's first key."""
+    async def add(self, new: NewKey, key_id: str, hash_: str) -> Key:
+        """Insert a key with the hash ``hash_``, and its tenant if this is the tenant's first key."""
 
         def write(session: Session) -> Key:
             moment = time.time()
@@ -37,8 +37,8 @@ class KeyStore:
                 session.flush()
             expires_at = None if new.expires_in_s is None else moment + new.expires_in_s
             row = KeyRow(
-                id=key_id, tenant=new.tenant, name=new.name, hash=kept, scopes=list(new.scopes),
-                tier=new.tier, limits=_kept(new.limits), created_at=moment, expires_at=expires_at,
+                id=key_id, tenant=new.tenant, name=new.name, hash=hash_, scopes=list(new.scopes),
+                tier=new.tier, limits=_limits_json(new.limits), created_at=moment, expires_at=expires_at,
                 trusted_codecs=new.trusted_codecs, presets=None if new.presets is None else list(new.presets),
             )  # fmt: skip
             session.add(row)
@@ -53,7 +53,7 @@ class KeyStore:
         except IntegrityError as error:
             raise KeyTakenError(key_id) from error
 
-    async def replace(self, key_id: str, new_id: str, kept: str, grace_s: float) -> Key:
+    async def replace(self, key_id: str, new_id: str, hash_: str, grace_s: float) -> Key:
         """Insert a key with the rights of another, which expires after ``grace_s`` seconds; ``key_ended``."""
 
         def write(session: Session) -> Key:
@@ -68,13 +68,13 @@ class KeyStore:
                     ErrorCode.KEY_ENDED, f"The key {key_id!r} has ended; create another.", "key_id"
                 )
             row = KeyRow(
-                id=new_id, tenant=old.tenant, name=old.name, hash=kept, scopes=old.scopes, tier=old.tier,
+                id=new_id, tenant=old.tenant, name=old.name, hash=hash_, scopes=old.scopes, tier=old.tier,
                 limits=old.limits, created_at=moment, expires_at=old.expires_at, replaces=old.id,
                 trusted_codecs=old.trusted_codecs, presets=old.presets,
             )  # fmt: skip
             session.add(row)
-            end = moment + grace_s
-            old.expires_at = end if old.expires_at is None else min(end, old.expires_at)
+            grace_end = moment + grace_s
+            old.expires_at = grace_end if old.expires_at is None else min(grace_end, old.expires_at)
             return key_from_row(row)
 
         return await self._database.write(write)
@@ -94,10 +94,10 @@ class KeyStore:
 
     async def page(self, tenant: str | None = None) -> list[Key]:
         def read(session: Session) -> list[Key]:
-            wanted = select(KeyRow).order_by(KeyRow.created_at.desc(), KeyRow.id)
+            query = select(KeyRow).order_by(KeyRow.created_at.desc(), KeyRow.id)
             if tenant is not None:
-                wanted = wanted.where(KeyRow.tenant == tenant)
-            return [key_from_row(row) for row in session.scalars(wanted)]
+                query = query.where(KeyRow.tenant == tenant)
+            return [key_from_row(row) for row in session.scalars(query)]
 
         return await self._database.read(read)
 
@@ -115,13 +115,13 @@ class KeyStore:
         def read(session: Session) -> dict[str, tuple[KeyRow, Limits]]:
             # One statement, whether or not the key exists, so that the time it takes reveals nothing.
             joined = select(KeyRow, TenantRow.limits).join(TenantRow, TenantRow.name == KeyRow.tenant)
-            found: dict[str, tuple[KeyRow, Limits]] = {}
+            rows_by_id: dict[str, tuple[KeyRow, Limits]] = {}
             ids = list(key_ids)
             for start in range(0, len(ids), _MAX_IDS):
-                some = joined.where(KeyRow.id.in_(ids[start : start + _MAX_IDS]))
-                for row, limits in session.execute(some):
-                    found[row.id] = row, Limits.model_validate(limits)
-            return found
+                chunk = joined.where(KeyRow.id.in_(ids[start : start + _MAX_IDS]))
+                for row, limits in session.execute(chunk):
+                    rows_by_id[row.id] = row, Limits.model_validate(limits)
+            return rows_by_id
 
         return await self._database.read(read)
 
@@ -131,16 +131,16 @@ class KeyStore:
         def read(session: Session) -> tuple[KeyRow, Limits] | None:
             moment = time.time()
             row = session.get(KeyRow, key_id)
-            left = [] if row is None else [row]
-            while left:
-                row = left.pop()
+            pending = [] if row is None else [row]
+            while pending:
+                row = pending.pop()
                 if row.revoked_at is not None:
                     continue
                 if is_open(row, moment):
                     return row, Limits.model_validate(session.get_one(TenantRow, row.tenant).limits)
                 # A key may have been replaced more than once, for example if the first response was lost.
                 successors = select(KeyRow).where(KeyRow.replaces == row.id).order_by(KeyRow.created_at)
-                left.extend(session.scalars(successors))
+                pending.extend(session.scalars(successors))
             return None
 
         return await self._database.read(read)
@@ -156,15 +156,15 @@ class KeyStore:
             row = session.get(TenantRow, tenant)
             if row is None:
                 raise ApiError(ErrorCode.TENANT_NOT_FOUND, f"There is no tenant {tenant!r}.", "tenant")
-            row.limits = _kept(limits)
+            row.limits = _limits_json(limits)
             return _tenant(row)
 
         return await self._database.write(write)
 
     async def is_used(self) -> bool:
         """Return whether a key was ever created; from then on every caller needs a key."""
-        found = await self._database.read(lambda session: session.scalar(select(func.count(KeyRow.id))))
-        return bool(found)
+        count = await self._database.read(lambda session: session.scalar(select(func.count(KeyRow.id))))
+        return bool(count)
 
     async def note_use(self, key_id: str) -> None:
         change = update(KeyRow).where(KeyRow.id == key_id).values(last_used_at=time.time())
@@ -198,7 +198,7 @@ def _tenant(row: TenantRow) -> Tenant:
     return Tenant(name=row.name, limits=Limits.model_validate(row.limits), created_at=row.created_at)
 
 
-def _kept(limits: Limits) -> dict[str, Any]:
+def _limits_json(limits: Limits) -> dict[str, Any]:
     return limits.model_dump(exclude_none=True)
 
 

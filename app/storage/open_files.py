@@ -11,7 +11,6 @@ The kernel releases the lock when the process ends; the next claim of a folder r
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
 import fcntl
@@ -27,13 +26,11 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from api_schemas.errors import ErrorCode
-from app.limits.allowances import UNBOUNDED, Allowance
-from app.storage.quotas import Holder
+from app.limits.limit import UNBOUNDED, Holder, Limit, Spending
 
 _CHUNK_BYTES: Final = 1024 * 1024
-_DOWNLOADS: Final = Allowance(
-    "downloads under way", UNBOUNDED, 64, ErrorCode.RATE_LIMITED, "end some, or wait until they have ended"
-)
+_MAX_DOWNLOADS: Final = 64
+"""The most of one tenant."""
 Key = tuple[str, int]
 """A store's key for a file: an id, and a number among the files of that id."""
 
@@ -43,32 +40,40 @@ class OpenFile:
     """One reader of a file of ``holder``; ``close`` unregisters it and is idempotent."""
 
     key: Key
-    holder: Holder
+    spending: Spending
     num_bytes: int
     close: Callable[[], None]
+
+    @property
+    def holder(self) -> Holder:
+        return self.spending.holder
 
 
 class OpenFiles:
     def __init__(self) -> None:
         self._readers: dict[Key, list[OpenFile]] = {}
-        self._of_tenant: collections.Counter[str] = collections.Counter()
+        self._limit = Limit(
+            "downloads under way", UNBOUNDED, each=_MAX_DOWNLOADS, code=ErrorCode.RATE_LIMITED,
+            then="end some, or wait until they have ended",
+        )  # fmt: skip
         self._then: dict[Key, list[Callable[[], None]]] = {}
 
-    def begin(self, key: Key, holder: Holder, num_bytes: int) -> OpenFile:
+    def register(self, key: Key, holder: Holder, num_bytes: int) -> OpenFile:
         """Register a reader before its file is opened; ``rate_limit_exceeded`` if the tenant has too many."""
-        tenant = holder.tenant
-        _DOWNLOADS.check(tenant, self._of_tenant[tenant])
-        reading = OpenFile(key, holder, num_bytes, lambda: self._end(reading))
-        self._of_tenant[tenant] += 1
+        reading = OpenFile(key, self._limit.spend(holder, 1), num_bytes, lambda: self._unregister(reading))
         self._readers.setdefault(key, []).append(reading)
         return reading
 
     def is_open(self, key: Key) -> bool:
         return key in self._readers
 
-    def all(self) -> list[OpenFile]:
-        """Return one reader of each file."""
-        return [readers[0] for readers in self._readers.values()]
+    def keep_counted(self, space: Limit, id_: str, number: int | None = None) -> None:
+        """Count the bytes of an id's removed files, or of one, until their last readers have closed them."""
+        for reading, *_ in list(self._readers.values()):
+            if reading.key[0] == id_ and number in {None, reading.key[1]}:
+                held = space.spend(reading.holder)
+                held.add(reading.num_bytes, may_exceed=True)
+                self.when_closed(reading.key, held.close)
 
     def when_closed(self, key: Key, then: Callable[[], None]) -> None:
         """Call ``then`` when no reader of the file is left; immediately if there is none."""
@@ -77,14 +82,12 @@ class OpenFiles:
         else:
             then()
 
-    def _end(self, reading: OpenFile) -> None:
+    def _unregister(self, reading: OpenFile) -> None:
         readers = self._readers.get(reading.key, [])
         if reading not in readers:
             return
         readers.remove(reading)
-        self._of_tenant[reading.holder.tenant] -= 1
-        if not self._of_tenant[reading.holder.tenant]:
-            del self._of_tenant[reading.holder.tenant]
+        reading.spending.close()
         if not readers:
             del self._readers[reading.key]
             for then in self._then.pop(reading.key, []):
@@ -102,11 +105,13 @@ class OpenResult:
 
     async def chunks(self, start: int = 0, stop: int | None = None) -> AsyncGenerator[bytes, None]:
         """Yield the bytes from ``start`` to ``stop``, and close the file at the end or when left early."""
-        rest = (self.num_bytes if stop is None else stop) - start
+        num_left = (self.num_bytes if stop is None else stop) - start
         try:
             self._file.seek(start)
-            while rest > 0 and (chunk := await asyncio.to_thread(self._file.read, min(rest, _CHUNK_BYTES))):
-                rest -= len(chunk)
+            while num_left > 0 and (
+                chunk := await asyncio.to_thread(self._file.read, min(num_left, _CHUNK_BYTES))
+            ):
+                num_left -= len(chunk)
                 yield chunk
         finally:
             await self.close()
@@ -135,9 +140,9 @@ async def in_pieces(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 def append(file: BinaryIO, piece: bytes | memoryview, digest: hashlib._Hash) -> None:
     digest.update(piece)
-    rest = memoryview(piece)
-    while rest:
-        rest = rest[file.write(rest) :]
+    unwritten = memoryview(piece)
+    while unwritten:
+        unwritten = unwritten[file.write(unwritten) :]
 
 
 logger = logging.getLogger(__name__)
@@ -171,11 +176,11 @@ def claim_folder(directory: Path, name: str | None = None) -> ProcessFolder:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     dead = set()
     with _locked(directory / LOCK_NAME):
-        for other in directory.iterdir():
-            if other.is_dir() and _is_abandoned(other):
-                logger.info("removing files of a dead process: %s", other)
-                shutil.rmtree(other, ignore_errors=True)
-                dead.add(other.name)
+        for existing in directory.iterdir():
+            if existing.is_dir() and _is_abandoned(existing):
+                logger.info("removing files of a dead process: %s", existing)
+                shutil.rmtree(existing, ignore_errors=True)
+                dead.add(existing.name)
         folder = directory / (name or new_folder_name())
         folder.mkdir(mode=0o700)
         lock = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -16,14 +16,13 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.limits.allowances import Allowance
+from app.limits.limit import Holder, Limit, Spending
 from app.storage.open_files import OpenFiles, OpenResult, ProcessFolder, claim_folder
-from app.storage.quotas import Holder, StoredBytes
+from app.storage.quotas import StoredBytes, StoredQuotas
 from nnsight_engine.plans.collect.results import TensorResult
 
 _DTYPES: Final = {
@@ -47,9 +46,9 @@ def layout(tensors: Mapping[str, TensorResult]) -> tuple[bytes, list[str]]:
     for key in order:
         tensor = tensors[key]
         code, _ = _code_and_size(tensor)
-        end = offset + len(tensor.data)
-        header[key] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
+        stop = offset + len(tensor.data)
+        header[key] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [offset, stop]}
+        offset = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, order
@@ -70,17 +69,17 @@ def write(path: Path, head: bytes, tensors: Mapping[str, TensorResult], order: l
 
 
 def _code_and_size(tensor: TensorResult) -> tuple[str, int]:
-    known = _DTYPES.get(tensor.dtype)
-    if known is None:
+    code_and_bytes = _DTYPES.get(tensor.dtype)
+    if code_and_bytes is None:
         raise ValueError(f"a stored tensor's dtype must be one of {', '.join(_DTYPES)}, got {tensor.dtype!r}")
-    num_bytes = known[1]
+    num_bytes = code_and_bytes[1]
     for size in tensor.shape:
         num_bytes *= size
     if num_bytes != len(tensor.data):
         raise ValueError(
             f"a {tensor.dtype} tensor of shape {tensor.shape} has {num_bytes} bytes, got {len(tensor.data)}"
         )
-    return known
+    return code_and_bytes
 
 
 logger = logging.getLogger(__name__)
@@ -94,7 +93,11 @@ class StoredResult:
     id: str
     num_bytes: int
     expires_at: float
-    holder: Holder
+    spending: Spending
+
+    @property
+    def holder(self) -> Holder:
+        return self.spending.holder
 
 
 class ResultStore:
@@ -108,26 +111,25 @@ class ResultStore:
         directory: Path,
         *,
         ttl_s: float,
-        allowance: Allowance,
+        limit: Limit,
         clock: Callable[[], float] | None = None,
         replica: str = "",
     ) -> None:
         self._prefix = f"{replica}." if replica else ""
         self._directory = directory
         self._ttl_s = ttl_s
-        self._allowance = allowance
         self._clock = clock or steady_time()
         self._folder: ProcessFolder | None = None
         self._entries: dict[str, StoredResult] = {}
-        self._open = OpenFiles()
-        self.stored = StoredBytes()
-        self._kept = self.stored.place()
+        self._open_files = OpenFiles()
+        self.quotas = StoredQuotas()
+        self._space = StoredBytes(limit, self.quotas)
         self._writes: set[asyncio.Task[StoredResult]] = set()
         self._sweeper: asyncio.Task[None] | None = None
 
     @property
     def used_bytes(self) -> int:
-        return self._kept.total
+        return self._space.used()
 
     async def start(self) -> None:
         """Create this process's folder, remove those of dead processes, and start to expire files."""
@@ -143,9 +145,8 @@ class ResultStore:
             await asyncio.gather(self._sweeper, return_exceptions=True)
         await asyncio.gather(*self._writes, return_exceptions=True)
         folder = self._folder
+        self._forget(list(self._entries.values()))
         self._folder, self._sweeper = None, None
-        self._entries.clear()
-        self._kept.set({})
         if folder is not None:
             await asyncio.to_thread(folder.release)
 
@@ -177,7 +178,7 @@ class ResultStore:
             entry = None
         if entry is None:
             raise _not_found()
-        reading = self._open.begin((entry.id, 0), entry.holder, entry.num_bytes)
+        reading = self._open_files.register((entry.id, 0), entry.holder, entry.num_bytes)
         try:
             file = await asyncio.to_thread(self._path(result_id).open, "rb")
         except BaseException as error:
@@ -190,13 +191,15 @@ class ResultStore:
     async def _put(self, tensors: Mapping[str, TensorResult], holder: Holder) -> StoredResult:
         head, order = layout(tensors)
         num_bytes = len(head) + sum(len(tensor.data) for tensor in tensors.values())
-        evicted = self._reserve(num_bytes, holder)
+        evicted = self._evict(num_bytes, holder)
+        spending = self._space.spend(holder)
+        spending.add(num_bytes, may_exceed=True)
         result_id = f"{self._prefix}{secrets.token_urlsafe(_ID_BYTES)}"
         try:
             await asyncio.to_thread(_unlink, evicted)
             await asyncio.to_thread(write, self._path(result_id), head, tensors, order)
         except BaseException as error:
-            self._kept.add(holder, -num_bytes)
+            spending.close()
             if not isinstance(error, OSError):
                 raise
             logger.exception("a result of %d bytes could not be written", num_bytes)
@@ -205,13 +208,14 @@ class ResultStore:
                 f"The server could not store a result of {num_bytes} bytes; "
                 "capture fewer points or positions, or send the request again later.",
             ) from error
-        entry = StoredResult(result_id, num_bytes, self._clock() + self._ttl_s, holder)
+        entry = StoredResult(result_id, num_bytes, self._clock() + self._ttl_s, spending)
         self._entries[result_id] = entry
         return entry
 
-    def _reserve(self, num_bytes: int, holder: Holder) -> list[Path]:
-        """Count ``num_bytes`` as used and return the files to remove for them."""
-        most = self._allowance.most(holder.tenant)
+    def _evict(self, num_bytes: int, holder: Holder) -> list[Path]:
+        """Return the files to remove for ``num_bytes`` more, whose own bytes are no longer counted."""
+        space = self._space
+        most = space.most(holder.tenant)
         if num_bytes > most:
             raise ApiError(
                 ErrorCode.CAPTURE_TOO_LARGE,
@@ -220,28 +224,26 @@ class ResultStore:
             )
         # Evicting a file that is being read would free nothing now.
         eviction = _Eviction(
-            entry for entry in self._entries.values() if not self._open.is_open((entry.id, 0))
+            entry for entry in self._entries.values() if not self._open_files.is_open((entry.id, 0))
         )
         for name in holder.names:
-            if not eviction.add(self.stored.excess(name, num_bytes), name):
-                raise self.stored.full(name, num_bytes)
-        has_room = True
-        if holder.tenant:
-            name = f"tenant:{holder.tenant}"
-            has_room = eviction.add(self._kept.of(name) + num_bytes - most, name)
-        if not has_room or not eviction.add(self._kept.total + num_bytes - self._allowance.most("")):
+            if not eviction.add(self.quotas.excess(name, num_bytes), name):
+                raise self.quotas.exceeded(name, self.quotas.most(name), self.quotas.used(name), num_bytes)
+        if not all(
+            eviction.add(space.used(name) + num_bytes - space.most(name), name)
+            for name in dict.fromkeys((holder.tenant, ""))
+        ):
             raise ApiError(
                 ErrorCode.ENGINE_CAPTURE_FULL,
                 f"The result store (limit {most} bytes) has no room for {num_bytes} bytes while "
                 "other results are being written or read; send the request again later.",
             )
-        self._kept.add(holder, num_bytes)
         return self._forget(eviction.entries)
 
     def _forget(self, entries: Iterable[StoredResult]) -> list[Path]:
         gone = [entry for entry in entries if self._entries.pop(entry.id, None) is not None]
         for entry in gone:
-            self._open.when_closed((entry.id, 0), partial(self._kept.add, entry.holder, -entry.num_bytes))
+            self._open_files.when_closed((entry.id, 0), entry.spending.close)
         return [self._path(entry.id) for entry in gone]
 
     async def _sweep(self) -> None:
@@ -268,32 +270,36 @@ class _Eviction:
 
     def __init__(self, entries: Iterable[StoredResult]) -> None:
         self.entries: list[StoredResult] = []
-        self._left: dict[str, list[StoredResult]] = defaultdict(list)
+        self._remaining: dict[str, list[StoredResult]] = defaultdict(list)
         for entry in reversed(list(entries)):
-            self._left[entry.holder.tenant].append(entry)
+            self._remaining[entry.holder.tenant].append(entry)
 
-    def add(self, num_bytes: int, name: str | None = None) -> bool:
+    def add(self, num_bytes: int, name: str) -> bool:
         """Select files until ``num_bytes`` are freed; False if they do not suffice.
 
-        ``name`` is one of ``Holder.names``, or None for any, starting with the tenant that has the most.
+        ``name`` is one of ``Holder.names``, or empty for any, starting with the tenant that has the most.
         """
-        gone = sum(entry.num_bytes for entry in self.entries if name is None or name in entry.holder.names)
-        while gone < num_bytes:
-            entry = self._oldest() if name is None else self._oldest_of(name)
+        freed = sum(entry.num_bytes for entry in self.entries if not name or name in entry.holder.names)
+        while freed < num_bytes:
+            entry = self._oldest_of(name) if name else self._oldest()
             if entry is None:
                 return False
-            self._left[entry.holder.tenant].remove(entry)
+            self._remaining[entry.holder.tenant].remove(entry)
             self.entries.append(entry)
-            gone += entry.num_bytes
+            freed += entry.num_bytes
         return True
 
     def _oldest(self) -> StoredResult | None:
-        most = max(self._left.values(), key=lambda left: sum(one.num_bytes for one in left), default=None)
-        return most[-1] if most else None
+        largest = max(
+            self._remaining.values(),
+            key=lambda entries: sum(entry.num_bytes for entry in entries),
+            default=None,
+        )
+        return largest[-1] if largest else None
 
     def _oldest_of(self, name: str) -> StoredResult | None:
-        found = (entry for left in self._left.values() for entry in reversed(left))
-        return next((entry for entry in found if name in entry.holder.names), None)
+        candidates = (entry for entries in self._remaining.values() for entry in reversed(entries))
+        return next((entry for entry in candidates if name in entry.holder.names), None)
 
 
 def steady_time() -> Callable[[], float]:

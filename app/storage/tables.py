@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from app.storage.quotas import Holder
+from app.limits.limit import Holder
 
 # SQLite increments automatically only columns declared as INTEGER.
 _COUNTER: Final = BigInteger().with_variant(Integer, "sqlite")

@@ -8,7 +8,6 @@ a name refer to a version of another tenant. Functions take the session of their
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import re
 import secrets
 import time
@@ -20,9 +19,8 @@ from sqlalchemy.orm import Session, undefer
 
 from api_schemas.errors import ApiError, ErrorCode, clip
 from api_schemas.fields import Listed, Page, Reference
-from app.limits.allowances import Allowance
+from app.limits.limit import Holder, Limit
 from app.limits.tenant_budget import TenantBudget
-from app.storage.quotas import Holder
 from app.storage.tables import StoredNameRow, VersionRow
 
 _ID_BYTES: Final = 12
@@ -38,7 +36,7 @@ class NameUsedError(Exception):
 class Kind(Generic[T]):
     """A kind of named things, as the API shows them.
 
-    ``allowance`` bounds the bytes of the kinds ``counted`` together; ``overhead_bytes`` are counted for each.
+    ``limit`` bounds the bytes of the kinds ``counted`` together; ``overhead_bytes`` are counted for each.
     """
 
     name: str
@@ -46,7 +44,7 @@ class Kind(Generic[T]):
     prefix: str
     shown: type[T]
     listed: type[Page[T]]
-    allowance: Callable[[TenantBudget], Allowance]
+    limit: Callable[[TenantBudget], Limit]
     counted: tuple[str, ...]
     overhead_bytes: int = 0
 
@@ -73,8 +71,8 @@ class Kind(Generic[T]):
 class NewVersion:
     """A version to be stored; ``head`` has the fields that describe it beside those of every kind.
 
-    ``sha256`` and ``num_bytes`` are those of ``data`` unless most of it is a file. With ``is_first`` it must
-    be the first of its name.
+    ``sha256`` and ``num_bytes`` are those of ``data`` unless most of it is a file; empty and 0 until they are
+    known. With ``is_first`` it must be the first of its name.
     """
 
     name: str
@@ -87,7 +85,7 @@ class NewVersion:
 
 
 def add(session: Session, kind: Kind[Any], new: NewVersion, tenant: str, model: str) -> VersionRow:
-    """Store the next version of a name.
+    """Store the next version of a name, whose ``sha256`` is known.
 
     Raises:
         ApiError: ``name_taken``: it is to be shared, and another tenant has shared one of that name.
@@ -105,8 +103,7 @@ def add(session: Session, kind: Kind[Any], new: NewVersion, tenant: str, model: 
     name.shared |= new.shared
     row = VersionRow(
         kind=kind.name, id=f"{kind.prefix}{secrets.token_hex(_ID_BYTES)}", tenant=tenant, name=new.name,
-        version=name.versions, model=model, shared=new.shared,
-        sha256=new.sha256 or hashlib.sha256(new.data).hexdigest(),
+        version=name.versions, model=model, shared=new.shared, sha256=new.sha256,
         num_bytes=num_bytes_of(kind, new), created_at=time.time(), head=dict(new.head), data=new.data,
     )  # fmt: skip
     session.add(row)
@@ -122,38 +119,40 @@ def num_bytes_of(kind: Kind[Any], new: NewVersion) -> int:
 def _check_name(session: Session, kind: Kind[Any], tenant: str, name: str) -> None:
     """Reject a name that would refer to versions of two tenants for all others, now or over time."""
     names = StoredNameRow
-    others = select(names.tenant).where(
+    sharing_tenants = select(names.tenant).where(
         names.kind == kind.name, names.name == name, names.shared.is_(True), names.tenant != tenant
     )
-    if session.scalars(others.limit(1)).first() is not None:
+    if session.scalars(sharing_tenants.limit(1)).first() is not None:
         message = f"Another tenant has shared a {kind.name} {name!r}; share this one by another name."
         raise kind.error("{}_name_taken", message, "name")
 
 
-def check_room(session: Session, kind: Kind[Any], allowance: Allowance, num_bytes: int, tenant: str) -> None:
+def check_room(session: Session, kind: Kind[Any], limit: Limit, num_bytes: int, tenant: str) -> None:
     total = select(func.coalesce(func.sum(VersionRow.num_bytes), 0)).where(VersionRow.kind.in_(kind.counted))
-    stored = int(session.scalar(total) or 0)
-    own = int(session.scalar(total.where(VersionRow.tenant == tenant)) or 0) if tenant else 0
-    allowance.check_total(stored, num_bytes)
-    allowance.check(tenant, own, num_bytes)
+
+    def stored(tenant: str) -> int:
+        wanted = total.where(VersionRow.tenant == tenant) if tenant else total
+        return int(session.scalar(wanted) or 0)
+
+    limit.check(tenant, num_bytes, stored)
 
 
 def used_bytes(session: Session, kind: Kind[Any]) -> dict[Holder, int]:
     row = VersionRow
-    wanted = select(row.tenant, func.sum(row.num_bytes)).where(row.kind == kind.name).group_by(row.tenant)
-    return {Holder(tenant): int(num_bytes or 0) for tenant, num_bytes in session.execute(wanted).all()}
+    query = select(row.tenant, func.sum(row.num_bytes)).where(row.kind == kind.name).group_by(row.tenant)
+    return {Holder(tenant): int(num_bytes or 0) for tenant, num_bytes in session.execute(query).all()}
 
 
 def page(
     session: Session, kind: Kind[Any], tenant: str, *, name: str | None, after: str | None, limit: int
 ) -> Sequence[VersionRow]:
     """Return a tenant's rows and shared ones, newest first; ``not_found`` for an invisible ``after``."""
-    wanted = _seen_by(kind, tenant)
+    conditions = _visible_to(kind, tenant)
     if name is not None:
-        wanted.append(VersionRow.name == name)
+        conditions.append(VersionRow.name == name)
     if after is not None:
-        wanted.append(VersionRow.number < visible(session, kind, after, tenant, param="after").number)
-    newest_first = select(VersionRow).where(*wanted).order_by(VersionRow.number.desc())
+        conditions.append(VersionRow.number < visible(session, kind, after, tenant, param="after").number)
+    newest_first = select(VersionRow).where(*conditions).order_by(VersionRow.number.desc())
     return session.scalars(newest_first.limit(limit)).all()
 
 
@@ -179,8 +178,8 @@ def _of_id(
     # A database may refuse to compare text that cannot be an id.
     if not re.fullmatch(rf"{kind.prefix}[0-9a-f]{{{2 * _ID_BYTES}}}", id_):
         return None
-    wanted = select(VersionRow).where(VersionRow.id == id_, *_seen_by(kind, tenant))
-    return session.scalars(wanted.options(undefer(VersionRow.data)) if with_data else wanted).first()
+    query = select(VersionRow).where(VersionRow.id == id_, *_visible_to(kind, tenant))
+    return session.scalars(query.options(undefer(VersionRow.data)) if with_data else query).first()
 
 
 def named(
@@ -191,14 +190,14 @@ def named(
     if reference is None:
         return None
     if id_ is None:
-        return meant(session, kind, reference, tenant, models)
+        return resolve(session, kind, reference, tenant, models)
     row = _of_id(session, kind, id_, tenant)
     if row is None or reference not in {Reference(row.name), Reference(row.name, row.version)}:
         return None
     return row
 
 
-def meant(
+def resolve(
     session: Session,
     kind: Kind[Any],
     reference: Reference,
@@ -214,22 +213,22 @@ def meant(
     rows = VersionRow
     is_own = session.get(StoredNameRow, (kind.name, tenant, reference.name)) is not None
     of_whom = rows.tenant == tenant if is_own else rows.shared.is_(True)
-    wanted = [rows.kind == kind.name, rows.name == reference.name, of_whom]
+    conditions = [rows.kind == kind.name, rows.name == reference.name, of_whom]
     if reference.version is not None:
-        wanted.append(rows.version == reference.version)
+        conditions.append(rows.version == reference.version)
     best_first = rows.model.in_(models).desc(), rows.version.desc()
-    found = select(rows).where(*wanted).order_by(*best_first).limit(1)
-    return session.scalars(found.options(undefer(rows.data)) if with_data else found).first()
+    query = select(rows).where(*conditions).order_by(*best_first).limit(1)
+    return session.scalars(query.options(undefer(rows.data)) if with_data else query).first()
 
 
 def data(session: Session, number: int) -> bytes | None:
-    found = session.scalar(select(VersionRow.data).where(VersionRow.number == number))
-    return None if found is None else bytes(found)
+    content = session.scalar(select(VersionRow.data).where(VersionRow.number == number))
+    return None if content is None else bytes(content)
 
 
 def num_uses(session: Session, kind: Kind[Any], sha256: str) -> int:
-    wanted = select(func.count()).where(VersionRow.kind == kind.name, VersionRow.sha256 == sha256)
-    return int(session.scalar(wanted) or 0)
+    query = select(func.count()).where(VersionRow.kind == kind.name, VersionRow.sha256 == sha256)
+    return int(session.scalar(query) or 0)
 
 
 def newest(
@@ -237,14 +236,16 @@ def newest(
 ) -> list[VersionRow]:
     """Return the version that each name means; ``limit`` is the number of newest ones looked at."""
     rows, names = VersionRow, StoredNameRow
-    seen = select(rows).where(*_seen_by(kind, tenant), rows.model.in_(models)).order_by(rows.number.desc())
+    visible_rows = (
+        select(rows).where(*_visible_to(kind, tenant), rows.model.in_(models)).order_by(rows.number.desc())
+    )
     of_tenant = select(names.name).where(names.kind == kind.name, names.tenant == tenant)
-    own, found = set(session.scalars(of_tenant)), dict[str, VersionRow]()
-    for row in session.scalars(seen.limit(limit)):
-        if (row.tenant == tenant) == (row.name in own):
-            found.setdefault(row.name, row)
-    return list(found.values())
+    own_names, newest_by_name = set(session.scalars(of_tenant)), dict[str, VersionRow]()
+    for row in session.scalars(visible_rows.limit(limit)):
+        if (row.tenant == tenant) == (row.name in own_names):
+            newest_by_name.setdefault(row.name, row)
+    return list(newest_by_name.values())
 
 
-def _seen_by(kind: Kind[Any], tenant: str) -> list[ColumnElement[bool]]:
+def _visible_to(kind: Kind[Any], tenant: str) -> list[ColumnElement[bool]]:
     return [VersionRow.kind == kind.name, or_(VersionRow.tenant == tenant, VersionRow.shared.is_(True))]

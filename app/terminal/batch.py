@@ -47,9 +47,9 @@ def read_batch(path: Path) -> Iterator[BatchRequest]:
             try:
                 request = BatchRequest.model_validate_json(line)
             except ValidationError as error:
-                first = error.errors()[0]
-                place = ".".join(map(str, first["loc"])) or "the line"
-                raise ValueError(f"{path}, line {number}: {place}: {first['msg']}") from error
+                problem = error.errors()[0]
+                location = ".".join(map(str, problem["loc"])) or "the line"
+                raise ValueError(f"{path}, line {number}: {location}: {problem['msg']}") from error
             if request.method.upper() != "POST" or not request.url.startswith("/"):
                 raise ValueError(
                     f"{path}, line {number}: a request is a POST to a path such as /v1/chat/completions"
@@ -65,12 +65,12 @@ class Batch:
         self._target = target.resolve()
         # A pipe or a device is written to as it is.
         self._is_replaced = self._target.is_file() or not self._target.exists()
-        self._beside = (
+        self._part_file = (
             self._target.with_name(f"{self._target.name}.part") if self._is_replaced else self._target
         )
         if not self._target.parent.is_dir():
             raise ValueError(f"the answers cannot be written to {target}: make its folder first")
-        if any(one.exists() and one.samefile(source) for one in (self._target, self._beside)):
+        if any(path.exists() and path.samefile(source) for path in (self._target, self._part_file)):
             raise ValueError(f"the answers would be written over the requests of {source}: choose another -o")
         self._concurrency = concurrency
         self.num_requests = sum(1 for _ in read_batch(source))
@@ -83,17 +83,20 @@ class Batch:
             if self.num_answered != self.num_requests:
                 raise ValueError(
                     f"{self._source} had {self.num_requests} requests at first, and {self.num_answered} were "
-                    f"answered: it has changed meanwhile; the answers are in {self._beside}"
+                    f"answered: it has changed meanwhile; the answers are in {self._part_file}"
                 )
             if self._is_replaced:
-                self._beside.replace(self._target)
+                self._part_file.replace(self._target)
         except OSError as error:
-            raise ValueError(f"the answers cannot be written to {self._beside}: {error}") from error
+            raise ValueError(f"the answers cannot be written to {self._part_file}: {error}") from error
 
     async def _write_all(self, server: Server, console: Console) -> None:
         pending: deque[asyncio.Task[JsonObject]] = deque()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with self._beside.open("w", encoding="utf-8") as out, Progress(*columns, console=console) as progress:
+        with (
+            self._part_file.open("w", encoding="utf-8") as out,
+            Progress(*columns, console=console) as progress,
+        ):
             task = progress.add_task("Batch", total=self.num_requests)
             try:
                 for request in read_batch(self._source):
@@ -105,8 +108,8 @@ class Batch:
                     await self._write(pending.popleft(), out)
                     progress.advance(task)
             finally:
-                for left in pending:
-                    left.cancel()
+                for answering in pending:
+                    answering.cancel()
                 await asyncio.gather(*pending, return_exceptions=True)
 
     async def _write(self, answering: asyncio.Task[JsonObject], out: TextIO) -> None:

@@ -80,7 +80,7 @@ class Chat:
                 self.messages.clear()
                 return "A new conversation begins."
             case "/vector", [] | [_] | [_, _]:
-                layer = arguments[1:] or [asyncio.run(self._best_layer(one)) for one in arguments]
+                layer = arguments[1:] or [asyncio.run(self._best_layer(vector)) for vector in arguments]
                 self._steering.vector, self._steering.layers = "".join(arguments[:1]), layer
             case "/scale", [number]:
                 self._steering.scale = _number(number)

@@ -70,27 +70,27 @@ _OptionalTemperature = Annotated[
 
 
 @contextlib.contextmanager
-def _reported() -> Iterator[None]:
+def _reporting_errors() -> Iterator[None]:
     try:
         yield
     except (RemoteError, ValueError) as error:
-        raise CommandError(_message(error)) from error
+        raise CommandError(_error_message(error)) from error
 
 
-def _message(error: Exception) -> str:
+def _error_message(error: Exception) -> str:
     message = plain(str(error))
     if isinstance(error, RemoteError) and error.code in _NO_KEY:
         message += " Set the key as NNSIGHT_ENGINE_KEY, or as CONFIG.API.KEY."
     return message
 
 
-def _server(url: str | None) -> Server:
+def _server_at(url: str | None) -> Server:
     try:
         settings = ClientSettings()
     except ValidationError as error:
         raise typer.BadParameter(str(error)) from error
     key = settings.key.get_secret_value() if settings.key is not None else CONFIG.API.KEY
-    with _reported():
+    with _reporting_errors():
         return Server(url or settings.url or CONFIG.API.HOST, key)
 
 
@@ -104,12 +104,12 @@ def given_options(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _wait(server: Server, work: Coroutine[Any, Any, T]) -> T:
+def _run_with_server(server: Server, work: Coroutine[Any, Any, T]) -> T:
     async def working() -> T:
         async with server:
             return await work
 
-    with _reported():
+    with _reporting_errors():
         return asyncio.run(working())
 
 
@@ -126,13 +126,13 @@ def chat(
     """Chat with the model, steered or not; /help lists the commands."""
     if vector is None and layer:
         raise typer.BadParameter("--layer needs --vector")
-    server = _server(url)  # reports an invalid address before the first question
+    server = _server_at(url)  # reports an invalid address before the first question
     steering = Steering(scale=scale, mode=mode.value)
     if vector is not None:
-        steering = _wait(server, _steering(server, vector, layer, scale, mode))
+        steering = _run_with_server(server, _steering(server, vector, layer, scale, mode))
     options = given_options(max_tokens=max_tokens, temperature=temperature)
-    with _reported():
-        Chat(lambda: _server(url), options, steering, Console(highlight=False)).run()
+    with _reporting_errors():
+        Chat(lambda: _server_at(url), options, steering, Console(highlight=False)).run()
 
 
 @COMMANDS.command()
@@ -145,8 +145,8 @@ def lens(
     url: _Url = None,
 ) -> None:
     """Show the logit lens: what each layer would predict after each token."""
-    server = _server(url)
-    _wait(server, show_lens(server, prompt, layers, Console(highlight=False), show_all=show_all))
+    server = _server_at(url)
+    _run_with_server(server, show_lens(server, prompt, layers, Console(highlight=False), show_all=show_all))
 
 
 @COMMANDS.command()
@@ -168,14 +168,14 @@ def steer(
     """
     # Greedy decoding, so that differences are caused by the steering, not by sampling.
     options: JsonObject = {"max_tokens": max_tokens, "temperature": 0}
-    server = _server(url)
+    server = _server_at(url)
 
     async def run() -> None:
         steering = await _steering(server, vector, layer, scale, mode)
         request = SteeringRequest(prompt, options, steering.fields, [] if is_chat else None)
         await show_steered(server, request, str(steering), Console(highlight=False))
 
-    _wait(server, run())
+    _run_with_server(server, run())
 
 
 @COMMANDS.command(
@@ -209,14 +209,14 @@ def run_batch(
     if url is not None and context.args:
         raise typer.BadParameter(f"a server at --url takes no model or options, got {context.args[0]!r}")
     console = Console(stderr=True, highlight=False)
-    with _reported():
+    with _reporting_errors():
         batch = Batch(source, target, concurrency)
 
     async def run() -> None:
-        async with _server(url) if url is not None else own_server(context.args) as server:
+        async with _server_at(url) if url is not None else own_server(context.args) as server:
             await batch.run(server, console)
 
-    with _reported():
+    with _reporting_errors():
         asyncio.run(run())
     if batch.num_failed:
         raise CommandError(f"{batch.num_failed} of {batch.num_requests} requests failed; {target} has why")
@@ -233,7 +233,7 @@ _SOURCES: Final = {
 }
 
 
-def _stored(kind: Kind) -> typer.Typer:
+def _commands_of(kind: Kind) -> typer.Typer:
     commands = typer.Typer(
         add_completion=False, no_args_is_help=True, help=f"List, add and export {kind.plural} of the server."
     )
@@ -244,8 +244,8 @@ def _stored(kind: Kind) -> typer.Typer:
         url: _Url = None,
     ) -> None:
         """List them, the newest first."""
-        server = _server(url)
-        _wait(server, show(server, kind, name, Console(highlight=False)))
+        server = _server_at(url)
+        _run_with_server(server, show(server, kind, name, Console(highlight=False)))
 
     @commands.command(
         "add", help=f"Add one, as the next version of its name. SOURCE: {_SOURCES[kind.plural]}."
@@ -260,9 +260,9 @@ def _stored(kind: Kind) -> typer.Typer:
         output_at: Annotated[str | None, typer.Option(help="The point that a transcoder writes.")] = None,
         url: _Url = None,
     ) -> None:
-        server = _server(url)
+        server = _server_at(url)
         fields = given_options(shared=shared or None, at=at, output_at=output_at)
-        _print_made(kind, _wait(server, add(server, kind, name, source, fields)))
+        _print_stored(kind, _run_with_server(server, add(server, kind, name, source, fields)))
 
     @commands.command("export")
     def export_one(
@@ -271,8 +271,8 @@ def _stored(kind: Kind) -> typer.Typer:
         url: _Url = None,
     ) -> None:
         """Write one to a file that can be added to any server, with where it comes from."""
-        server = _server(url)
-        typer.echo(_wait(server, export(server, kind, name, target)))
+        server = _server_at(url)
+        typer.echo(_run_with_server(server, export(server, kind, name, target)))
 
     if kind.trains:
 
@@ -285,17 +285,19 @@ def _stored(kind: Kind) -> typer.Typer:
             url: _Url = None,
         ) -> None:
             """Train one on the server, from prompts."""
-            server = _server(url)
-            _print_made(kind, _wait(server, train(server, kind, name, source, Console(stderr=True))))
+            server = _server_at(url)
+            _print_stored(
+                kind, _run_with_server(server, train(server, kind, name, source, Console(stderr=True)))
+            )
 
     return commands
 
 
-def _print_made(kind: Kind, made: JsonObject) -> None:
-    typer.echo(f"The {kind.singular} {made['name']}@{made['version']} is stored.")
-    for warning in made.get("warnings", ()):
+def _print_stored(kind: Kind, stored: JsonObject) -> None:
+    typer.echo(f"The {kind.singular} {stored['name']}@{stored['version']} is stored.")
+    for warning in stored.get("warnings", ()):
         typer.echo(plain(f"Warning: {warning}"), err=True)
 
 
 for _kind in KINDS:
-    COMMANDS.add_typer(_stored(_kind), name=_kind.plural)
+    COMMANDS.add_typer(_commands_of(_kind), name=_kind.plural)

@@ -38,7 +38,10 @@ async def lens(server: Server, prompt: str, layers: str, console: Console, *, sh
     # On standard error, so that redirected output contains only the table.
     with Console(stderr=True).status("Reading the lens"):
         try:
-            tokens, result = await _tokens(server, prompt), await _lens(server, prompt, layers)
+            tokens, result = (
+                await _request_tokens(server, prompt),
+                await _request_lens(server, prompt, layers),
+            )
         except (KeyError, IndexError, TypeError, ValidationError) as error:
             raise RemoteError(f"{server.url} answered without a lens; is it an NNsight Engine?") from error
     if result.tensors:
@@ -46,12 +49,12 @@ async def lens(server: Server, prompt: str, layers: str, console: Console, *, sh
     print_lens(result, tokens, console, show_all=show_all)
 
 
-async def _tokens(server: Server, prompt: str) -> list[str]:
+async def _request_tokens(server: Server, prompt: str) -> list[str]:
     answer = await server.post("/v1/tokenize", {"prompt": prompt})
     return [str(token["text"]) for token in answer["tokens"]]
 
 
-async def _lens(server: Server, prompt: str, layers: str) -> LogitLensResult:
+async def _request_lens(server: Server, prompt: str, layers: str) -> LogitLensResult:
     chosen: Any = [int(layers)] if layers.lstrip("-").isdecimal() else layers
     operation: JsonObject = {"op": "logit_lens", "layers": chosen, "top_k": 1, "name": _NAME}
     answer = await server.post(
@@ -63,15 +66,15 @@ async def _lens(server: Server, prompt: str, layers: str) -> LogitLensResult:
             "interventions": [operation | {"where": {"phase": "prompt"}}],
         },
     )
-    found = answer["choices"][0]["interventions"]["results"][_NAME]
-    return LogitLensResult.model_validate(found)
+    result = answer["choices"][0]["interventions"]["results"][_NAME]
+    return LogitLensResult.model_validate(result)
 
 
 def print_lens(result: LogitLensResult, tokens: list[str], console: Console, *, show_all: bool) -> None:
     columns = [_Column(result, tokens, index) for index in range(len(result.positions))]
     room = console.width - _LABEL
     # Without colours the numbers have to stay.
-    has_numbers = console.color_system is None or sum(one.width + _PERCENT for one in columns) <= room
+    has_numbers = console.color_system is None or sum(column.width + _PERCENT for column in columns) <= room
     groups = _groups(columns, room, _PERCENT if has_numbers else 0)
     for group in groups if show_all else groups[-1:]:
         console.print(_table(result, group, has_numbers=has_numbers))
@@ -94,13 +97,13 @@ class _Column:
 
 def _groups(columns: list[_Column], room: int, extra: int) -> list[list[_Column]]:
     groups: list[list[_Column]] = [[]]
-    left = room
+    room_left = room
     for column in reversed(columns):
-        if column.width + extra > left and groups[0]:
+        if column.width + extra > room_left and groups[0]:
             groups.insert(0, [])
-            left = room
+            room_left = room
         groups[0].insert(0, column)
-        left -= column.width + extra
+        room_left -= column.width + extra
     return groups
 
 
@@ -113,7 +116,8 @@ def _table(result: LogitLensResult, columns: list[_Column], *, has_numbers: bool
         table.add_column(Text(column.title, "bold"), width=width, no_wrap=True, overflow="ellipsis")
     for layer in sorted(result.layers, key=int, reverse=True):
         table.add_row(
-            layer, *(_cell(one.cells[layer], one.width - _GAP, has_numbers=has_numbers) for one in columns)
+            layer,
+            *(_cell(column.cells[layer], column.width - _GAP, has_numbers=has_numbers) for column in columns),
         )
     return table
 

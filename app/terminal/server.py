@@ -69,7 +69,7 @@ class Server:
                 raise RemoteError.from_response(response)
             return response
 
-        return self._object((await self._with_retries(send)).text)
+        return self._parse_object((await self._with_retries(send)).text)
 
     async def download(self, path: str, file: BinaryIO) -> None:
         async with contextlib.aclosing(await self._stream("GET", path)) as response:
@@ -93,7 +93,7 @@ class Server:
     async def texts(self, path: str, body: JsonObject) -> AsyncGenerator[str, None]:
         async with contextlib.aclosing(self.events(path, body)) as events:
             async for event in events:
-                if text := _text(event):
+                if text := _event_text(event):
                     yield text
 
     async def events(self, path: str, body: JsonObject) -> AsyncGenerator[JsonObject, None]:
@@ -107,7 +107,7 @@ class Server:
                     if data == "[DONE]":
                         return
                     if data != line:
-                        yield self._object(data)
+                        yield self._parse_object(data)
             except httpx.TransportError as error:
                 raise RemoteConnectionError(f"{self.url} {_interruption(error)}") from error
         raise RemoteConnectionError(
@@ -147,7 +147,7 @@ class Server:
                 raise RemoteConnectionError(f"{self.url} {_interruption(error)}") from ended
             raise
 
-    def _object(self, text: str) -> JsonObject:
+    def _parse_object(self, text: str) -> JsonObject:
         try:
             value = json.loads(text)
         except ValueError:
@@ -168,7 +168,7 @@ def _interruption(error: httpx.TransportError) -> str:
     return f"closed the connection: {str(error) or type(error).__name__}"
 
 
-def _text(event: JsonObject) -> str:
+def _event_text(event: JsonObject) -> str:
     choices = event.get("choices") or [{}]
     choice = choices[0]
     return str(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
@@ -191,14 +191,14 @@ async def own_server(arguments: Sequence[str]) -> AsyncIterator[Server]:
             start_new_session=True,  # Ctrl-C reaches the command alone, which then stops the server
         )
         try:
-            await _ready(process, uds)
+            await _wait_ready(process, uds)
             async with Server(_URL, key, uds) as server:
                 yield server
         finally:
             await _stop(process)
 
 
-async def _ready(process: asyncio.subprocess.Process, uds: str) -> None:
+async def _wait_ready(process: asyncio.subprocess.Process, uds: str) -> None:
     transport = httpx.AsyncHTTPTransport(uds=uds)
     async with httpx.AsyncClient(transport=transport, base_url=_URL) as client:
         while process.returncode is None:

@@ -33,9 +33,9 @@ class Steering:
 
     @property
     def fields(self) -> JsonObject:
-        found: JsonObject = {}
+        fields: JsonObject = {}
         if self.vector:
-            found["interventions"] = [
+            fields["interventions"] = [
                 {
                     "op": "steer",
                     "at": [f"layers.{layer}.output" for layer in self.layers],
@@ -44,7 +44,7 @@ class Steering:
                     "mode": self.mode,
                 }
             ]
-        return {**found, "preset": self.preset} if self.preset else found
+        return {**fields, "preset": self.preset} if self.preset else fields
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ class SteeringRequest:
         return "/v1/completions" if self.history is None else "/v1/chat/completions"
 
     def body(self, *, steered: bool) -> JsonObject:
-        given: JsonObject = {"prompt": self.prompt}
+        message: JsonObject = {"prompt": self.prompt}
         if self.history is not None:
-            given = {"messages": [*self.history, {"role": "user", "content": self.prompt}]}
-        return {**given, **self.options, **(self.steering if steered else {})}
+            message = {"messages": [*self.history, {"role": "user", "content": self.prompt}]}
+        return {**message, **self.options, **(self.steering if steered else {})}
 
 
 class Comparison:

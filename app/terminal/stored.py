@@ -58,7 +58,7 @@ VECTORS: Final = Kind(
     "vec_",
     ".safetensors",
     {
-        "at": lambda one: one["at"].replace("*", _span(one["layers"])),
+        "at": lambda one: one["at"].replace("*", _layers_text(one["layers"])),
         "best layer": lambda one: (one["training"] or {}).get("best_layer", ""),
         "from": lambda one: (one["training"] or {}).get("method", one["format"]),
     },
@@ -99,28 +99,30 @@ KINDS: Final = (VECTORS, DETECTORS, DICTIONARIES, PRESETS)
 
 
 async def show(server: Server, kind: Kind, name: str | None, console: Console) -> None:
-    found = await _listed(server, kind.route, **({} if name is None else {"name": name}))
-    columns = [Column(one, overflow="fold") for one in (*kind.columns, "shared")]
+    things = await _list_all(server, kind.route, **({} if name is None else {"name": name}))
+    columns = [Column(thing, overflow="fold") for thing in (*kind.columns, "shared")]
     table = Table(
         Column("name", no_wrap=True), *columns, Column("created", no_wrap=True), box=None, pad_edge=False
     )
-    for one in found:
-        cells = [plain(str(cell(one))) for cell in kind.columns.values()]
-        created = datetime.fromtimestamp(one["created_at"], UTC).strftime("%Y-%m-%d")
-        table.add_row(f"{one['name']}@{one['version']}", *cells, "yes" if one["shared"] else "", created)
-    console.print(table if found else f"{server.url} has no {kind.plural}.")
+    for thing in things:
+        cells = [plain(str(cell(thing))) for cell in kind.columns.values()]
+        created = datetime.fromtimestamp(thing["created_at"], UTC).strftime("%Y-%m-%d")
+        table.add_row(
+            f"{thing['name']}@{thing['version']}", *cells, "yes" if thing["shared"] else "", created
+        )
+    console.print(table if things else f"{server.url} has no {kind.plural}.")
 
 
 async def add(server: Server, kind: Kind, name: str, source: str, fields: JsonObject) -> JsonObject:
     """Store a file or, of a dictionary, a folder or a place on the Hub; return its description."""
     if kind is PRESETS:
-        return await _add_preset(server, {"name": name, **fields}, _json(Path(source)))
+        return await _add_preset(server, {"name": name, **fields}, _read_json(Path(source)))
     if kind is DICTIONARIES and _HUB in source:
         # The server downloads it before it answers.
         body = {"name": name, "source": source, **fields}
         return await server.send("POST", kind.route, json=body, timeout=None)
     form = {key: "true" if value is True else value for key, value in fields.items()}
-    with _files(Path(source)), contextlib.ExitStack() as stack:
+    with _translated_file_errors(Path(source)), contextlib.ExitStack() as stack:
         parts = _saelens_files(Path(source)) if kind is DICTIONARIES else {"file": Path(source)}
         files = {field: (path.name, stack.enter_context(path.open("rb"))) for field, path in parts.items()}
         return await server.send("POST", kind.route, data={"name": name, **form}, files=files)
@@ -128,11 +130,11 @@ async def add(server: Server, kind: Kind, name: str, source: str, fields: JsonOb
 
 async def train(server: Server, kind: Kind, name: str, source: Path, console: Console) -> JsonObject:
     """Train one from the prompts of a JSON file, with the fields of the route; return its description."""
-    body = _json(source)
+    body = _read_json(source)
     if not isinstance(body, dict):
         example = '{"positive": ["…"], "negative": ["…"]}'
         raise ValueError(f"{source} has no object with prompts, {example}")  # noqa: TRY004 - of a file
-    made: JsonObject = {}
+    stored: JsonObject = {}
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("")
         async with contextlib.aclosing(
@@ -144,8 +146,8 @@ async def train(server: Server, kind: Kind, name: str, source: Path, console: Co
                         task, description=event["stage"], completed=event["done"], total=event["total"]
                     )
                 else:
-                    made = event[kind.singular]
-    return made
+                    stored = event[kind.singular]
+    return stored
 
 
 async def export(server: Server, kind: Kind, name: str, target: Path | None) -> Path:
@@ -154,52 +156,52 @@ async def export(server: Server, kind: Kind, name: str, target: Path | None) -> 
     target = target or Path(f"{reference.name}{kind.ending}")
     if kind is PRESETS:
         text = json.dumps(await _preset_file(server, name), indent=1, ensure_ascii=False)
-        with _new(target) as file:
+        with _new_file(target) as file:
             file.write(f"{text}\n".encode())
         return target
-    found = await _find(server, kind, reference)
-    path = f"{kind.route}/{found['id']}"
+    thing = await _find(server, kind, reference)
+    path = f"{kind.route}/{thing['id']}"
     if kind is not DICTIONARIES:
-        with _new(target) as file:
+        with _new_file(target) as file:
             await server.download(f"{path}/content", file)
         return target
-    features = await _listed(server, f"{path}/features")
-    labels = {str(one["id"]): one["label"] for one in features}
-    with _files(target):
+    features = await _list_all(server, f"{path}/features")
+    labels = {str(feature["id"]): feature["label"] for feature in features}
+    with _translated_file_errors(target):
         target.mkdir(parents=True)
-    for file_name, part in ((_WEIGHTS, "content"), (_CFG, "config")):
-        with _new(target / file_name) as file:
-            await server.download(f"{path}/{part}", file)
+    for file_name, route_part in ((_WEIGHTS, "content"), (_CFG, "config")):
+        with _new_file(target / file_name) as file:
+            await server.download(f"{path}/{route_part}", file)
     if labels:
-        with _new(target / _LABELS) as file:
+        with _new_file(target / _LABELS) as file:
             file.write(json.dumps(labels, ensure_ascii=False).encode())
     return target
 
 
 async def best_layer(server: Server, vector: str) -> str:
     """Return the layer at which a vector steers by default: its best one, or the middle of its rows."""
-    found = await _find(server, VECTORS, _reference(vector))
-    layers: list[int] = found["layers"]
-    return str((found["training"] or {}).get("best_layer", layers[len(layers) // 2]))
+    stored = await _find(server, VECTORS, _reference(vector))
+    layers: list[int] = stored["layers"]
+    return str((stored["training"] or {}).get("best_layer", layers[len(layers) // 2]))
 
 
-async def _listed(server: Server, path: str, **query: str | int) -> list[JsonObject]:
+async def _list_all(server: Server, path: str, **query: str | int) -> list[JsonObject]:
     """Return all pages of a list."""
-    found: list[JsonObject] = []
+    items: list[JsonObject] = []
     while True:
         page = await server.get(path, limit=_PAGE, **query)
-        found += page["data"]
+        items += page["data"]
         if not page["has_more"]:
-            return found
+            return items
         query["after"] = page["last_id"]
 
 
 async def _find(server: Server, kind: Kind, reference: Reference) -> JsonObject:
-    found = await _listed(server, kind.route, name=reference.name)
-    own = [one for one in found if one["own"]] or found
-    for one in own:
-        if reference.version in {None, one["version"]}:
-            return one
+    versions = await _list_all(server, kind.route, name=reference.name)
+    own_versions = [version for version in versions if version["own"]] or versions
+    for version in own_versions:
+        if reference.version in {None, version["version"]}:
+            return version
     raise ValueError(
         f"{server.url} has no {kind.singular} {reference}; `nnsight-engine {kind.plural} list` lists them"
     )
@@ -209,7 +211,7 @@ async def _preset_file(server: Server, name: str) -> JsonObject:
     """Return a preset with what its operations name; dictionaries are named only, since they are large."""
     preset = await server.get(f"{PRESETS.route}/{name}")
     parts: JsonObject = {}
-    for kind, named in _named(preset["interventions"]):
+    for kind, named in _named_things(preset["interventions"]):
         if named["id"] in parts:
             continue
         path = f"{kind.route}/{named['id']}"
@@ -223,27 +225,29 @@ async def _preset_file(server: Server, name: str) -> JsonObject:
     return {**preset, **({_PARTS: parts} if parts else {})}
 
 
-async def _add_preset(server: Server, given: JsonObject, file: Any) -> JsonObject:
+async def _add_preset(server: Server, fields: JsonObject, file: Any) -> JsonObject:
     preset = {"interventions": file} if isinstance(file, list) else file
     if not isinstance(preset, dict) or "interventions" not in preset:
         raise ValueError("a preset's file has a list of operations, or an object with it as `interventions`")
     parts = preset.get(_PARTS) or {}
-    for kind, named in _named(preset["interventions"]):
+    for kind, named in _named_things(preset["interventions"]):
         part = parts.get(named["id"])
         if part is not None:
-            found = await _part(server, kind, Reference.parse(named["name"]), part)
-            named |= {"name": f"{found['name']}@{found['version']}", "id": found["id"]}
-    kept = {key: preset[key] for key in ("description", "interventions") if key in preset}
-    return await server.send("POST", PRESETS.route, json={**kept, **given})
+            stored = await _find_or_add_part(server, kind, Reference.parse(named["name"]), part)
+            named |= {"name": f"{stored['name']}@{stored['version']}", "id": stored["id"]}
+    content = {key: preset[key] for key in ("description", "interventions") if key in preset}
+    return await server.send("POST", PRESETS.route, json={**content, **fields})
 
 
-async def _part(server: Server, kind: Kind, reference: Reference | None, part: JsonObject) -> JsonObject:
+async def _find_or_add_part(
+    server: Server, kind: Kind, reference: Reference | None, part: JsonObject
+) -> JsonObject:
     """Return what a preset names, by its numbers; store it if the server does not have it."""
     if reference is None:
         raise ValueError("the file names something that is no name")
-    for one in await _listed(server, kind.route, name=reference.name):
-        if one["sha256"] == part["sha256"]:
-            return one
+    for stored in await _list_all(server, kind.route, name=reference.name):
+        if stored["sha256"] == part["sha256"]:
+            return stored
     if part.get("content") is None:
         raise ValueError(
             f"the preset needs the {kind.singular} {reference} with the SHA-256 {part['sha256']}, which is "
@@ -253,7 +257,7 @@ async def _part(server: Server, kind: Kind, reference: Reference | None, part: J
     return await server.send("POST", kind.route, data={"name": reference.name}, files={"file": file})
 
 
-def _named(value: Any) -> Iterator[tuple[Kind, JsonObject]]:
+def _named_things(value: Any) -> Iterator[tuple[Kind, JsonObject]]:
     if isinstance(value, dict):
         if isinstance(value.get("name"), str):
             for kind in KINDS:
@@ -261,8 +265,8 @@ def _named(value: Any) -> Iterator[tuple[Kind, JsonObject]]:
                     yield kind, value
         value = list(value.values())
     if isinstance(value, list):
-        for one in value:
-            yield from _named(one)
+        for item in value:
+            yield from _named_things(item)
 
 
 def _reference(name: str) -> Reference:
@@ -272,8 +276,8 @@ def _reference(name: str) -> Reference:
     return reference
 
 
-def _json(path: Path) -> Any:
-    with _files(path):
+def _read_json(path: Path) -> Any:
+    with _translated_file_errors(path):
         content = path.read_bytes()
     try:
         return json.loads(content)
@@ -287,12 +291,12 @@ def _saelens_files(folder: Path) -> dict[str, Path]:
 
 
 @contextlib.contextmanager
-def _new(path: Path) -> Iterator[BinaryIO]:
+def _new_file(path: Path) -> Iterator[BinaryIO]:
     """Open a new file; removed again if it is not completed. Raises ValueError if it exists."""
-    with _files(path):
+    with _translated_file_errors(path):
         file = path.open("xb")
     try:
-        with _files(path), file:
+        with _translated_file_errors(path), file:
             yield file
     except BaseException:
         path.unlink(missing_ok=True)
@@ -300,7 +304,7 @@ def _new(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def _files(path: Path) -> Iterator[None]:
+def _translated_file_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -312,7 +316,7 @@ def _files(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} {reason}") from error
 
 
-def _span(layers: list[int]) -> str:
+def _layers_text(layers: list[int]) -> str:
     if len(layers) > 1 and layers == list(range(layers[0], layers[-1] + 1)):
         return f"{layers[0]}:{layers[-1] + 1}"
     return ", ".join(map(str, layers))

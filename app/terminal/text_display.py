@@ -43,20 +43,26 @@ def with_differences(baseline: str, steered: str, *, is_done: bool) -> tuple[Tex
 
     Unless ``is_done``, nothing is marked beyond the end of the shorter one, and nothing at all in long texts.
     """
-    ours, theirs = _PIECES.findall(plain(baseline)), _PIECES.findall(plain(steered))
-    shared = max(len(ours), len(theirs)) if is_done else min(len(ours), len(theirs))
-    if not is_done and shared > _MAX_LIVE_WORDS:
-        return Text("".join(ours)), Text("".join(theirs))
-    words, other_words = ([piece.lstrip() for piece in pieces[:shared]] for pieces in (ours, theirs))
-    matcher = difflib.SequenceMatcher(None, words, other_words, autojunk=shared > _MAX_LIVE_WORDS)
-    first, second = Text(), Text()
+    baseline_pieces, steered_pieces = _PIECES.findall(plain(baseline)), _PIECES.findall(plain(steered))
+    num_compared = (
+        max(len(baseline_pieces), len(steered_pieces))
+        if is_done
+        else min(len(baseline_pieces), len(steered_pieces))
+    )
+    if not is_done and num_compared > _MAX_LIVE_WORDS:
+        return Text("".join(baseline_pieces)), Text("".join(steered_pieces))
+    words, other_words = (
+        [piece.lstrip() for piece in pieces[:num_compared]] for pieces in (baseline_pieces, steered_pieces)
+    )
+    matcher = difflib.SequenceMatcher(None, words, other_words, autojunk=num_compared > _MAX_LIVE_WORDS)
+    marked_baseline, marked_steered = Text(), Text()
     for tag, start, stop, other_start, other_stop in matcher.get_opcodes():
         style = "" if tag == "equal" else MARK
-        _append(first, ours[start:stop], style)
-        _append(second, theirs[other_start:other_stop], style)
-    first.append("".join(ours[shared:]))
-    second.append("".join(theirs[shared:]))
-    return first, second
+        _append(marked_baseline, baseline_pieces[start:stop], style)
+        _append(marked_steered, steered_pieces[other_start:other_stop], style)
+    marked_baseline.append("".join(baseline_pieces[num_compared:]))
+    marked_steered.append("".join(steered_pieces[num_compared:]))
+    return marked_baseline, marked_steered
 
 
 def _append(text: Text, pieces: list[str], style: str) -> None:

@@ -192,15 +192,17 @@ class Certificate(msgspec.Struct, frozen=True):
         return not {Status.DIFFERS, Status.SILENTLY_WRONG} & self.counts().keys()
 
     def counts(self, *what: str) -> Counter[Status]:
-        return Counter(one.verdict.status for one in self.findings if not what or one.what in what)
+        return Counter(
+            finding.verdict.status for finding in self.findings if not what or finding.what in what
+        )
 
     def reasons(self) -> dict[Verdict, list[Finding]]:
-        found: dict[Verdict, list[Finding]] = {}
-        for one in self.findings:
-            if one.verdict.status is not Status.OK:
-                key = Verdict(one.verdict.status, None, one.verdict.reason)
-                found.setdefault(key, []).append(one)
-        return found
+        by_verdict: dict[Verdict, list[Finding]] = {}
+        for finding in self.findings:
+            if finding.verdict.status is not Status.OK:
+                key = Verdict(finding.verdict.status, None, finding.verdict.reason)
+                by_verdict.setdefault(key, []).append(finding)
+        return by_verdict
 
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self))

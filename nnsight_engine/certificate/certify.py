@@ -53,10 +53,10 @@ from nnsight_engine.core.token_texts import TokenTexts
 from nnsight_engine.plans.collect.results import CollectedCapture, CollectedResults, TensorResult
 from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.request_plan import PLAN_KEY
-from nnsight_engine.vllm_backend.call import prepare_params, salted
 from nnsight_engine.vllm_backend.engines import SyncEngine
+from nnsight_engine.vllm_backend.operations_call import prepare_params, salted
 from nnsight_engine.vllm_backend.outputs import ResultRouter, deliver_payloads
-from nnsight_engine.vllm_backend.rpc_results import answer
+from nnsight_engine.vllm_backend.rpc_results import common_result
 from nnsight_engine.vllm_backend.vllm import VLLM
 
 _LAST: Final = {"positions": [-1]}
@@ -71,7 +71,7 @@ class OperationRunner:
         self._engine = model.host
         self._ids = prompt_ids
         self._adapter = adapter
-        self.spec = ModelSpec.from_plain(answer(self._engine.call("describe_interventions")))
+        self.spec = ModelSpec.from_plain(common_result(self._engine.call("describe_interventions")))
         self._router = ResultRouter(self.spec)
         self._token_of = TokenTexts(model.tokenizer).token
         deliver_payloads(self._engine.inner.llm_engine.output_processor, {PLAN_KEY: self._router.deliver})
@@ -103,8 +103,8 @@ class OperationRunner:
             ApiError: The model does not offer one of them to operations.
             InterventionError: The request failed.
         """
-        alone = [one for one in points if one.endswith((PATTERN, EXPERTS, STATE))]
-        vectors = [one for one in points if one != LOGITS and one not in alone]
+        alone = [name for name in points if name.endswith((PATTERN, EXPERTS, STATE))]
+        vectors = [name for name in points if name != LOGITS and name not in alone]
         operations: list[dict[str, Any]] = [
             {
                 "op": "capture",
@@ -120,18 +120,18 @@ class OperationRunner:
             )
         if LOGITS in points:
             operations.append(_LAST_LOGITS)
-        found = {
+        states = {
             point: _as_tensor(result)
             for capture in self._run(operations).results
             if isinstance(capture, CollectedCapture)
             for point, result in capture.points.items()
         }
-        for point, value in found.items():
+        for point, value in states.items():
             if point.endswith(PATTERN):
-                found[point] = value.transpose(0, 1)
+                states[point] = value.transpose(0, 1)
             elif point.endswith(STATE):
-                found[point] = value[0]
-        return found
+                states[point] = value[0]
+        return states
 
     def steer(self, point: str, change: torch.Tensor) -> torch.Tensor:
         """Add to a point, as ``blocks.write_in_place`` does, and return the same logits; raises likewise."""
@@ -156,7 +156,7 @@ class OperationRunner:
             key,
             compiled.plan,
             prompt_token_ids=self._ids,
-            op_names=[one.op for one in parsed],
+            op_names=[operation.op for operation in parsed],
             num_choices=1,
         )
         try:
@@ -245,7 +245,7 @@ class _Comparison:
         self._report = report
         self._ids = reference.facts.prompt_ids
         self._operations = OperationRunner(model, self._ids, adapter)
-        self._class = str(answer(model.host.call("outline_model"))[0][1])
+        self._class = str(common_result(model.host.call("outline_model"))[0][1])
         self._dtype = self._operations.spec.dtype
         self._bounds = Bounds.of(request.tolerance or TOLERANCES[self._dtype])
         self._findings: list[Finding] = []
@@ -334,8 +334,8 @@ class _Comparison:
         self, subject: str, what: str, key: str, got: Measurement | None, unchanged: Measurement | None
     ) -> None:
         plain = self._reference.tensors["plain"][0]
-        own = unchanged.flatten() if isinstance(unchanged, torch.Tensor) else plain
-        verdict = judge_movement(self._reference.get(key), got, (plain, own), self._bounds)
+        unsteered = unchanged.flatten() if isinstance(unchanged, torch.Tensor) else plain
+        verdict = judge_movement(self._reference.get(key), got, (plain, unsteered), self._bounds)
         self._add(subject, what, verdict)
 
 

@@ -135,8 +135,8 @@ class Reference:
 
     def get(self, key: str) -> Measurement | None:
         """Return a measurement; None if it was not made."""
-        found = self.tensors.get(key)
-        return self.facts.failures.get(key) if found is None else found
+        tensor = self.tensors.get(key)
+        return self.facts.failures.get(key) if tensor is None else tensor
 
     def save(self, folder: Path) -> None:
         save_file({key: value.contiguous() for key, value in self.tensors.items()}, folder / _TENSORS)
@@ -162,7 +162,10 @@ def all_measured(
     try:
         return dict(measure(names))
     except Exception:  # noqa: BLE001 - the failures of single points say which it was
-        return {name: measured(lambda one: measure([one])[one], name) for name in names}
+        return {
+            name: measured(lambda measured_name: measure([measured_name])[measured_name], name)
+            for name in names
+        }
 
 
 def read(model: Any, prompt: Any, names: Sequence[str], **options: Any) -> dict[str, torch.Tensor]:

@@ -111,11 +111,11 @@ class _Measuring:
         )
         return Reference(facts, self._tensors)
 
-    def _add(self, key: str, found: Measurement) -> None:
-        if isinstance(found, Failure):
-            self._failures[key] = found
+    def _add(self, key: str, measurement: Measurement) -> None:
+        if isinstance(measurement, Failure):
+            self._failures[key] = measurement
         else:
-            self._tensors[key] = found
+            self._tensors[key] = measurement
 
     def _generate(self) -> list[int]:
         """Continue the prompt greedily, without a cache; keeps the logits of each step."""
@@ -136,12 +136,14 @@ class _Measuring:
             self._failures["points"] = Failure.of(error)
             return 0, [], {}
         by_layer = {name: PointPattern.parse(name).layers for name in shapes}
-        num_layers = 1 + max((one.index or 0 for one in by_layer.values() if one is not None), default=-1)
+        num_layers = 1 + max(
+            (point.index or 0 for point in by_layer.values() if point is not None), default=-1
+        )
         layers = self._layers(num_layers)
         kept = {
             name: shape
             for name, shape in shapes.items()
-            if (one := by_layer[name]) is None or one.index in layers
+            if (point := by_layer[name]) is None or point.index in layers
         }
         return num_layers, layers, kept
 
@@ -158,7 +160,13 @@ class _Measuring:
         for layer in range(num_layers):
             modules = self._model.layers[layer]._module.named_modules()  # noqa: SLF001 - as above
             kinds[(types[layer], *((path, type(module).__name__) for path, module in modules))].append(layer)
-        return sorted({one for of in kinds.values() for one in (of[0], of[len(of) // 2], of[-1])})
+        return sorted(
+            {
+                index
+                for layers in kinds.values()
+                for index in (layers[0], layers[len(layers) // 2], layers[-1])
+            }
+        )
 
     def _skip(self, layer: int) -> torch.Tensor:
         num_items = measurements.num_returned(self._model, self._prompt, layer)
@@ -175,11 +183,14 @@ class _Measuring:
         change = torch.randn(shape, generator=generator) * value.square().mean().sqrt().clamp_min(_LEAST)
         for scale in _SCALES:
             change *= scale
-            found = measured(measurements.write_in_place, self._model, self._prompt, name, change)
-            if isinstance(found, Failure) or (found - plain).abs().max() >= _CLEAR * plain.abs().max():
+            measurement = measured(measurements.write_in_place, self._model, self._prompt, name, change)
+            if (
+                isinstance(measurement, Failure)
+                or (measurement - plain).abs().max() >= _CLEAR * plain.abs().max()
+            ):
                 break
         self._tensors[f"change {name}"] = change
-        self._add(f"write {name}", found)
+        self._add(f"write {name}", measurement)
 
 
 _REQUEST: Final = "request.json"
@@ -204,10 +215,10 @@ def compute_apart(request: CheckRequest, report: Report) -> Reference:
         if (folder / _FAILURE).exists():
             raise CertificateError((folder / _FAILURE).read_text())
         if process.returncode:
-            said = (folder / _ERRORS).read_text(errors="replace")[-_SHOWN:]
+            error_text = (folder / _ERRORS).read_text(errors="replace")[-_SHOWN:]
             raise CertificateError(
                 f"the process with transformers' model ended with status {process.returncode}, perhaps for "
-                f"lack of memory:\n{said}"
+                f"lack of memory:\n{error_text}"
             )
         return Reference.load(folder)
 

@@ -115,7 +115,7 @@ def _spec(name: str) -> ModuleSpec | None:
 def _unknown(ours: str) -> ModuleNotFoundError:
     parent, _, name = ours.rpartition(".")
     package = importlib.import_module(parent)
-    modules = [found.name for found in pkgutil.iter_modules(getattr(package, "__path__", ()))]
+    modules = [module.name for module in pkgutil.iter_modules(getattr(package, "__path__", ()))]
     offered = sorted({*getattr(package, "__all__", ()), *modules})
     shown = OLD + parent.removeprefix(OURS)
     return ModuleNotFoundError(

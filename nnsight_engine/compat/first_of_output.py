@@ -64,48 +64,62 @@ def _frame_around(holder: Any) -> FrameType | None:
 @functools.lru_cache(maxsize=4096)
 def first_taken(code: CodeType, offset: int) -> tuple[int | None, str | None]:
     """Return the line that takes the first item of the value read at ``offset``, and the name it gets."""
-    steps = _steps(code)
-    after = [at for at, one in enumerate(steps) if one.offset > offset]
+    instructions = _instructions(code)
+    after = [number for number, instruction in enumerate(instructions) if instruction.offset > offset]
     if not after:
         return None, None
-    at = _past_methods(steps, after[0])
-    if _takes_first(steps, at):
-        return _line(steps, at), None
-    if at < len(steps) and steps[at].opname.startswith("STORE_") and steps[at].opname != "STORE_ATTR":
-        name = str(steps[at].argval)
+    number = _past_methods(instructions, after[0])
+    if _takes_first(instructions, number):
+        return _line(instructions, number), None
+    if (
+        number < len(instructions)
+        and instructions[number].opname.startswith("STORE_")
+        and instructions[number].opname != "STORE_ATTR"
+    ):
+        name = str(instructions[number].argval)
         return indexed_by_name(code, name), name
     return None, None
 
 
 @functools.lru_cache(maxsize=4096)
 def indexed_by_name(code: CodeType, name: str) -> int | None:
-    steps = _steps(code)
-    for at, one in enumerate(steps):
-        is_read = one.opname.startswith("LOAD_") and one.argval == name
-        if is_read and _takes_first(steps, _past_methods(steps, at + 1)):
-            return _line(steps, at)
+    instructions = _instructions(code)
+    for number, instruction in enumerate(instructions):
+        is_read = instruction.opname.startswith("LOAD_") and instruction.argval == name
+        if is_read and _takes_first(instructions, _past_methods(instructions, number + 1)):
+            return _line(instructions, number)
     return None
 
 
-def _steps(code: CodeType) -> list[dis.Instruction]:
-    return [one for one in dis.get_instructions(code) if one.opname not in _IGNORED_OPERATIONS]
+def _instructions(code: CodeType) -> list[dis.Instruction]:
+    return [
+        instruction
+        for instruction in dis.get_instructions(code)
+        if instruction.opname not in _IGNORED_OPERATIONS
+    ]
 
 
-def _past_methods(steps: list[dis.Instruction], at: int) -> int:
+def _past_methods(instructions: list[dis.Instruction], number: int) -> int:
     """Skip calls without arguments of methods that return an equal value."""
-    while at + 1 < len(steps) and steps[at].argval in _VALUE_PRESERVING and steps[at + 1].opname == "CALL":
-        at += 2
-    return at
+    while (
+        number + 1 < len(instructions)
+        and instructions[number].argval in _VALUE_PRESERVING
+        and instructions[number + 1].opname == "CALL"
+    ):
+        number += 2
+    return number
 
 
-def _takes_first(steps: list[dis.Instruction], at: int) -> bool:
-    if at + 1 >= len(steps):
+def _takes_first(instructions: list[dis.Instruction], number: int) -> bool:
+    if number + 1 >= len(instructions):
         return False
-    one, following = steps[at], steps[at + 1]
-    is_zero = one.opname == "LOAD_CONST" and type(one.argval) is int and one.argval == 0
-    return (is_zero and following.opname in _INDEXES) or one.opname in _UNPACKS
+    instruction, following = instructions[number], instructions[number + 1]
+    is_zero = (
+        instruction.opname == "LOAD_CONST" and type(instruction.argval) is int and instruction.argval == 0
+    )
+    return (is_zero and following.opname in _INDEXES) or instruction.opname in _UNPACKS
 
 
-def _line(steps: list[dis.Instruction], at: int) -> int | None:
-    positions = steps[at].positions
+def _line(instructions: list[dis.Instruction], number: int) -> int | None:
+    positions = instructions[number].positions
     return positions.lineno if positions is not None else None

@@ -41,8 +41,8 @@ class Assignments:
 
     def lent(self, capture: FunctionType) -> Assignments:
         """Return the assignments of a function defined here; ``capture``, never called, holds its cells."""
-        own = dict(zip(capture.__code__.co_freevars, capture.__closure__ or (), strict=True))
-        return Assignments({**self.cells, **own}, self._counts)
+        cells = dict(zip(capture.__code__.co_freevars, capture.__closure__ or (), strict=True))
+        return Assignments({**self.cells, **cells}, self._counts)
 
     @property
     def total(self) -> int:
@@ -51,9 +51,9 @@ class Assignments:
     def __getitem__(self, name: str) -> int:
         """Return the number of assignments and deletions of a variable."""
         cell = self.cells.get(name)
-        return 0 if cell is None else self.of(cell)
+        return 0 if cell is None else self.count_of(cell)
 
-    def of(self, cell: CellType) -> int:
+    def count_of(self, cell: CellType) -> int:
         return self._counts.get(id(cell), 0)
 
     def __setitem__(self, name: str, value: Any) -> None:

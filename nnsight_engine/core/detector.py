@@ -48,16 +48,16 @@ class DetectorPart:
     tensors: Mapping[str, Numbers]
 
     def values(self, x: Numbers) -> Numbers:
-        own = self.tensors
+        tensors = self.tensors
         match self.form:
             case Form.LINEAR:
-                found = x @ own["weights"]
+                scores = x @ tensors["weights"]
             case Form.MLP:
-                hidden = np.maximum(x @ own["hidden_weights"].T + own["hidden_bias"], 0)
-                found = hidden @ own["weights"]
+                hidden = np.maximum(x @ tensors["hidden_weights"].T + tensors["hidden_bias"], 0)
+                scores = hidden @ tensors["weights"]
             case Form.DISTANCE:
-                found = -np.linalg.norm((x - own["mean"]) * own["scale"], axis=-1)
-        return np.asarray(found, np.float32)
+                scores = -np.linalg.norm((x - tensors["mean"]) * tensors["scale"], axis=-1)
+        return np.asarray(scores, np.float32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

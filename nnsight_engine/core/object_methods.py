@@ -134,19 +134,19 @@ def _mounted_names() -> list[str]:
 
 
 def _list_value(self: object = None) -> Iterable[str]:
-    own = getattr(self, "__dict__", {})
-    return _without_mounted(_dir_of_value(self), type(self), own)
+    attributes = getattr(self, "__dict__", {})
+    return _without_mounted(_dir_of_value(self), type(self), attributes)
 
 
 def _list_class(cls: type) -> Iterable[str]:
     return _without_mounted(_dir_of_class(cls), cls, {})
 
 
-def _without_mounted(names: Iterable[str], cls: type, own: Iterable[str]) -> list[str]:
+def _without_mounted(names: Iterable[str], cls: type, own_names: Iterable[str]) -> list[str]:
     hidden = [
         name
         for name in _mounted_names()
-        if name not in own and not any(name in vars(base) for base in cls.__mro__ if base is not object)
+        if name not in own_names and not any(name in vars(base) for base in cls.__mro__ if base is not object)
     ]
     return [name for name in names if name not in hidden]
 

@@ -46,8 +46,8 @@ def chosen_taps(text: str, num_layers: int) -> frozenset[int]:
         points = [point for pattern in _patterns(text) for point in pattern.resolve(num_layers)]
     except ApiError as error:
         raise UnsupportedOptionError(f"--taps {text}: {error.message}") from None
-    found = (tap_of(point.leaf, point.layer) for point in points)
-    return frozenset(tap for tap in found if tap is not None)
+    taps = (tap_of(point.leaf, point.layer) for point in points)
+    return frozenset(tap for tap in taps if tap is not None)
 
 
 def tap_of(leaf: str, layer: int) -> int | None:

@@ -83,8 +83,8 @@ def holds_marked(value: Any, marked: Mapping[int, Any], depth: int = _MAX_DEPTH)
 def refuse_places(value: Any, depth: int = _MAX_DEPTH) -> None:
     kind = type(value)
     if issubclass(kind, Place):
-        own = value.__dict__
-        path = str(own.get("path") or own.get("_prefix") or kind.__name__)
+        attributes = value.__dict__
+        path = str(attributes.get("path") or attributes.get("_prefix") or kind.__name__)
         name = _INDEX.sub(r"[\1]", path)
         raise TypeError(
             f"{name} is a place in the model and no value, so it cannot be saved. Save a value that it has, "

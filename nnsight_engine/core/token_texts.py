@@ -56,25 +56,25 @@ class TokenTexts:
         known = self._texts.get(token_id)
         if known is not None:
             return known
-        found = self._found_text(token_id)
+        text = self._found_text(token_id)
         if token_id in self._entries:  # there is no end of others
-            self._texts[token_id] = found
-        return found
+            self._texts[token_id] = text
+        return text
 
     def _found_text(self, token_id: int) -> str:
         entry = self._entries.get(token_id)
         named = () if entry is None else (self._plain(token_id, entry), entry)
         # With leading zeros if another token has that text.
         numbered = (f"<token {'0' * zeros}{token_id}>" for zeros in itertools.count())
-        fitting = (one for one in itertools.chain(named, numbered) if 0 < len(one) <= MAX_CHARACTERS)
-        return next(one for one in fitting if self._find(one) == token_id)
+        fitting = (text for text in itertools.chain(named, numbered) if 0 < len(text) <= MAX_CHARACTERS)
+        return next(text for text in fitting if self._find(text) == token_id)
 
     def token(self, text: str) -> int:
         """Return the id of the token that a text names; raise NoSuchTokenError if it names none."""
-        found = self._find(text)
-        if found is None:
+        token_id = self._find(text)
+        if token_id is None:
             raise NoSuchTokenError(self._explained(text))
-        return found
+        return token_id
 
     def _find(self, text: str) -> int | None:
         for entry in self._candidates(text):

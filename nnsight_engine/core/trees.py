@@ -122,8 +122,8 @@ class _Mapping:
         keys = list(cast("dict[object, object]", tree))
         if part.keys() != set(keys):
             raise TreeMismatchError(path, f"expected the keys {keys}, got {list(part)}")
-        found = dict(part.items())
-        return [found[key] for key in keys]
+        items = dict(part.items())
+        return [items[key] for key in keys]
 
 
 class _Fields:
@@ -208,7 +208,7 @@ def _map(tree: object, fn: MapFunction, depth: int, other: LeafFunction | None) 
         raise TreeDepthError
     values = container.values(tree)
     below = depth + 1
-    mapped = [fn(one) if isinstance(one, Tensor) else _map(one, fn, below, other) for one in values]
+    mapped = [fn(item) if isinstance(item, Tensor) else _map(item, fn, below, other) for item in values]
     return container.rebuild(tree, mapped) if _differ(values, mapped) else tree
 
 

@@ -168,13 +168,13 @@ class EngineCounts:
     @classmethod
     def total(cls, counts: Iterable[EngineCounts]) -> EngineCounts:
         total = cls()
-        for one in counts:
-            for name, number in one.steps.items():
+        for count in counts:
+            for name, number in count.steps.items():
                 total.steps[name] += number
-            for name, number in one.sandboxes.items():
+            for name, number in count.sandboxes.items():
                 total.sandboxes[name] += number
             total.intervention_buckets = list(
-                map(operator.add, total.intervention_buckets, one.intervention_buckets)
+                map(operator.add, total.intervention_buckets, count.intervention_buckets)
             )
-            total.intervention_s += one.intervention_s
+            total.intervention_s += count.intervention_s
         return total

@@ -53,10 +53,10 @@ def outline(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, tuple | list):
-        items = [outline(one) for one in value[:_MAX_ITEMS]] + ["…"] * (len(value) > _MAX_ITEMS)
+        items = [outline(item) for item in value[:_MAX_ITEMS]] + ["…"] * (len(value) > _MAX_ITEMS)
         return f"({', '.join(items)})" if isinstance(value, tuple) else f"[{', '.join(items)}]"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {outline(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {outline(item)}" for key, item in value.items()) + "}"
     return "None" if value is None else type(value).__name__
 
 
@@ -83,10 +83,10 @@ class Entry:
         return self._indexed().calls
 
     def _of_call(self, number: Any) -> Entry:
-        one = Entry()
+        entry = Entry()
         for key, place in self._indexed().places.get(number, {}).items():
-            one.add(key, number, self.values[key][place])
-        return one
+            entry.add(key, number, self.values[key][place])
+        return entry
 
     def _indexed(self) -> _Index:
         if self._index is None:
@@ -119,7 +119,7 @@ class Entry:
     @property
     def input(self) -> Any:
         """The module's first argument; a list with one item per call if there were several."""
-        return _one_or_all([_first(value) for value in self._get("input")])
+        return _one_or_all([_first_argument(value) for value in self._get("input")])
 
     def __repr__(self) -> str:
         return f"Entry({', '.join(f'{key} x{len(kept)}' for key, kept in self.values.items())})"
@@ -191,8 +191,8 @@ class Cache:
         return kept.to(device=self.device, copy=kept is source)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("device", "dtype", "detach", "entries")
-        return {name: self.__dict__[name] for name in own}
+        kept = ("device", "dtype", "detach", "entries")
+        return {name: self.__dict__[name] for name in kept}
 
     def view(self, model: Envoy) -> CacheView:
         return CacheView(self, "", model)
@@ -269,17 +269,17 @@ class CacheView(Mapping[str, "CacheView"]):
     def _at_path(self, path: str) -> Self:
         if path in self._cache.entries:
             return type(self)(self._cache, path, self._envoy_at(path))
-        here: Any = self
+        view: Any = self
         try:
             for part in path.split("."):
-                here = here._part(part)
+                view = view._part(part)
         except (AttributeError, IndexError, TypeError):
-            here = None
-        if not isinstance(here, type(self)) or not here.keys():
+            view = None
+        if not isinstance(view, type(self)) or not view.keys():
             raise KeyError(
                 f"{path!r} is not in the cache, which has {', '.join(self._cache.entries) or 'nothing'}"
             )
-        return here
+        return view
 
     def _part(self, name: str) -> Any:
         if not name.isdecimal():
@@ -311,7 +311,7 @@ class CacheView(Mapping[str, "CacheView"]):
 
     def _below(self, envoy: Any) -> Any:
         if isinstance(envoy, list):
-            return [self._below(one) for one in envoy]
+            return [self._below(child) for child in envoy]
         if not hasattr(envoy, "path"):
             raise AttributeError(f"{self._path} has no module there, and a cache has modules; got {envoy!r}")
         return type(self)(self._cache, str(envoy.path), envoy)
@@ -368,17 +368,17 @@ class CacheView(Mapping[str, "CacheView"]):
 
     def keys(self) -> KeysView[str]:
         """Return the paths that have values, at and below this place."""
-        return self._kept().keys()
+        return self._views_below().keys()
 
     def values(self) -> ValuesView[CacheView]:
         """Return the views of the paths, in the order of ``keys``."""
-        return self._kept().values()
+        return self._views_below().values()
 
     def items(self) -> ItemsView[str, CacheView]:
         """Return pairs of path and view."""
-        return self._kept().items()
+        return self._views_below().items()
 
-    def _kept(self) -> dict[str, CacheView]:
+    def _views_below(self) -> dict[str, CacheView]:
         prefix = f"{self._path}."
         return {
             path: type(self)(self._cache, path, self._envoy_at(path))
@@ -393,7 +393,7 @@ class CacheView(Mapping[str, "CacheView"]):
         return cache_html(repr(self), {path: self._cache.entries[path].values for path in self.keys()})
 
 
-def _first(inputs: tuple[tuple[Any, ...], dict[str, Any]] | None) -> Any:
+def _first_argument(inputs: tuple[tuple[Any, ...], dict[str, Any]] | None) -> Any:
     args, kwargs = inputs if inputs is not None else ((), {})
     return args[0] if args else next(iter(kwargs.values()), None)
 

@@ -78,9 +78,9 @@ def as_html(envoy: Envoy) -> str:
 
 
 def names_of(envoy: Envoy) -> list[str]:
-    own = object.__dir__(envoy)
-    found = {*own, *envoy._names, *_aliases_here(envoy), *dir(envoy._module)}
-    return sorted(name for name in found if name.isidentifier())
+    attributes = object.__dir__(envoy)
+    names = {*attributes, *envoy._names, *_aliases_here(envoy), *dir(envoy._module)}
+    return sorted(name for name in names if name.isidentifier())
 
 
 def _node(envoy: Envoy, above: frozenset[int] = frozenset()) -> Node:
@@ -134,25 +134,25 @@ def _aliases_here(envoy: Envoy) -> dict[str, str]:
     aliases = envoy._alias
     if aliases is None:
         return {}
-    found = {}
+    by_alias = {}
     for alias in aliases.names:
         for path in aliases.resolve(alias):
             if descend(envoy, path) is not None:
-                found[alias] = path
+                by_alias[alias] = path
                 break
-    return found
+    return by_alias
 
 
 def _described(cls: type) -> dict[str, eproperty]:
-    found: dict[str, eproperty] = {}
+    properties: dict[str, eproperty] = {}
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():
             is_shown = isinstance(value, eproperty) and value.description and not name.startswith("_")
             if is_shown and name not in _ON_EVERY_ENVOY:
-                found[name] = value
+                properties[name] = value
             else:
-                found.pop(name, None)  # overridden by another attribute of that name
-    return found
+                properties.pop(name, None)  # overridden by another attribute of that name
+    return properties
 
 
 def _text_lines(node: Node) -> list[str]:
@@ -193,13 +193,13 @@ def _hint(envoy: Envoy, name: str) -> str:
     if name in places:
         first, *others = places[name]
         return f" There is {first}{f', and {len(others)} more' if others else ''}."
-    public = {one for one in names_of(envoy) if not one.startswith("_")}
+    public = {candidate for candidate in names_of(envoy) if not candidate.startswith("_")}
     everybodys = {*dir(torch.nn.Module), *object.__dir__(envoy)}
-    own = {*envoy._names, *_aliases_here(envoy), *(public - everybodys)}
-    near = _near(name, own) or _near(name, public)
+    specific = {*envoy._names, *_aliases_here(envoy), *(public - everybodys)}
+    near = _near(name, specific) or _near(name, public)
     if near:
-        return f" Did you mean {' or '.join(repr(one) for one in near)}?"
-    below = [places[one][0] for one in _near(name, set(places))]
+        return f" Did you mean {' or '.join(repr(candidate) for candidate in near)}?"
+    below = [places[candidate][0] for candidate in _near(name, set(places))]
     return f" Did you mean {' or '.join(below)}?" if below else ""
 
 
@@ -208,24 +208,24 @@ def _counterpart(envoy: Envoy, name: str) -> str:
     root = envoy._root.path
     if architecture is None or envoy.path not in {root, f"{root}.{architecture.body}"}:
         return ""
-    found = architecture.counterpart(name)
-    if found is None:
+    counterpart = architecture.counterpart(name)
+    if counterpart is None:
         return ""
-    path, standard = found
+    path, standard = counterpart
     return f"{_OF_EVERY_MODEL[standard]} {root}.{path}, and {root}.{standard} in every model"
 
 
 def _places(envoy: Envoy) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     for below in envoy._walk():
         if below is not envoy:
-            found.setdefault(str(below.path).rpartition(".")[2], []).append(str(below.path))
-    return found
+            by_name.setdefault(str(below.path).rpartition(".")[2], []).append(str(below.path))
+    return by_name
 
 
 def _near(name: str, known: set[str]) -> list[str]:
     return difflib.get_close_matches(
-        name, sorted(one for one in known if not one.isdecimal()), _MAX_SUGGESTIONS
+        name, sorted(candidate for candidate in known if not candidate.isdecimal()), _MAX_SUGGESTIONS
     )
 
 

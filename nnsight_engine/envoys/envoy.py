@@ -31,8 +31,7 @@ from nnsight_engine.envoys.operations import ForwardSource, SourceEnvoy
 from nnsight_engine.envoys.probes import Probes
 from nnsight_engine.envoys.source.definition import SourceNotAvailableError
 from nnsight_engine.envoys.tracers import interleaving
-from nnsight_engine.envoys.tracers.editing import Edit, EditingTracer
-from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer, ScanningTracer
+from nnsight_engine.envoys.tracers.interleaving import Edit, EditingTracer, InterleavingTracer, ScanningTracer
 from nnsight_engine.envoys.tree import EnvoyTree
 from nnsight_engine.envoys.values import (
     CallValues,
@@ -173,8 +172,8 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         mediator = self._running("next")
         if step < 1:
             raise ValueError(f"steps go forward: next() takes a positive number, got {step}")
-        now = mediator.iteration if mediator.iteration is not None else self._interleaver.step
-        mediator.iteration, mediator.moved_on = now + step, True
+        current = mediator.iteration if mediator.iteration is not None else self._interleaver.step
+        mediator.iteration, mediator.moved_on = current + step, True
         return self
 
     def _running(self, what: str) -> Mediator:
@@ -338,8 +337,8 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
             )
         if not self._is_root and id(self._root) not in memo:
             copy.deepcopy(self._root, memo)
-            found: Self = memo[id(self)]
-            return found
+            copied_envoy: Self = memo[id(self)]
+            return copied_envoy
         copied = memo[id(self)] = object.__new__(type(self))
         fresh: dict[str, Any] = {
             "_source": None,
@@ -485,9 +484,9 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         module = state.get("_module")
         if module is None:
             raise AttributeError(name)
-        found = by_alias(self, name)
-        if found is not None:
-            return found
+        aliased = by_alias(self, name)
+        if aliased is not None:
+            return aliased
         try:
             value = getattr(module, name)
         except AttributeError:

@@ -58,22 +58,25 @@ _BETWEEN = frozenset({"PRECALL", "CACHE", "KW_NAMES"})
 def is_for_help(frame: FrameType) -> bool:
     """Return whether the value that ``frame`` is reading is the only argument of a call of ``help``."""
     instructions = list(dis.get_instructions(frame.f_code))
-    now = next((at for at, one in enumerate(instructions) if one.offset >= frame.f_lasti), None)
-    if now is None:
+    current = next(
+        (at for at, instruction in enumerate(instructions) if instruction.offset >= frame.f_lasti), None
+    )
+    if current is None:
         return False
-    after = now + 1
+    after = current + 1
     while after < len(instructions) and instructions[after].opname in _BETWEEN:
         after += 1
     if after == len(instructions) or instructions[after].opname != "CALL" or instructions[after].arg != 1:
         return False
     place = instructions[after].positions
     return any(
-        one.opname in _LOADS
-        and one.argval == "help"
-        and one.positions is not None
+        instruction.opname in _LOADS
+        and instruction.argval == "help"
+        and instruction.positions is not None
         and place is not None
-        and (one.positions.lineno, one.positions.col_offset) == (place.lineno, place.col_offset)
-        for one in instructions[:now]
+        and (instruction.positions.lineno, instruction.positions.col_offset)
+        == (place.lineno, place.col_offset)
+        for instruction in instructions[:current]
     )
 
 
@@ -242,7 +245,7 @@ def another_models(holder: Any) -> ValueError | None:
         return None
     tracer = getattr(mediator.interleaver, "tracer", None)
     models = (getattr(holder, "_root", None), getattr(tracer, "model", None))
-    other, traced = (type(getattr(one, "_module", one)).__name__ for one in models)
+    other, traced = (type(getattr(model, "_module", model)).__name__ for model in models)
     return ValueError(
         f"{holder.path} belongs to another model, {other}, than the one whose trace this is, {traced}: the "
         "block waits beside a run of that one only. Trace the other model before or after this trace, or in "

@@ -61,7 +61,11 @@ class CacheMisses:
     ) -> None:
         self._interleaver = interleaver
         envoys = {str(envoy.path): envoy for envoy in model._walk()}
-        named = [] if modules is None else [one if isinstance(one, str) else str(one.path) for one in modules]
+        named = (
+            []
+            if modules is None
+            else [module if isinstance(module, str) else str(module.path) for module in modules]
+        )
         self._cache = cache
         self._modules = {path: envoy._module for path, envoy in envoys.items()}
         self._is_named = modules is not None
@@ -85,14 +89,16 @@ class CacheMisses:
         if not self._is_named:
             requested = [path for path, _ in self._requested]
             for path in sorted(opaque):
-                if any(one.startswith(f"{path}.") for one in requested):
+                if any(path_in_cache.startswith(f"{path}.") for path_in_cache in requested):
                     yield f"what is inside {path}, {_COMPILED}"
             return
         for path, key in self._requested:
             entry = self._cache.entries.get(path)
             if entry is not None and key in entry.values:
                 continue
-            around = next((one for one in opaque if path.startswith(f"{one}.")), None)
+            around = next(
+                (path_in_cache for path_in_cache in opaque if path.startswith(f"{path_in_cache}.")), None
+            )
             if around is not None:
                 yield f"{path}.{key}, which is inside {around}, {_COMPILED}"
             elif (path, key) in self._early:
@@ -108,4 +114,4 @@ class CacheMisses:
     def _was_called_inside(self, path: str) -> bool:
         """Return whether modules inside the path were called: torch compiles some calls separately."""
         own = (f"{path}.", f"{path}._orig_mod")
-        return any(one.startswith(own[0]) and one != own[1] for one in self._cache.entries)
+        return any(entry.startswith(own[0]) and entry != own[1] for entry in self._cache.entries)

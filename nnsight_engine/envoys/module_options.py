@@ -32,12 +32,14 @@ class Aliases:
         self._paths: dict[str, list[str]] = {}
         self._aliases: dict[str, list[str]] = {}
         items: Mapping[Any, Any] = rename  # untyped user input
-        for name, given in items.items():
-            aliases = [given] if isinstance(given, str) else given
+        for name, aliases_given in items.items():
+            aliases = [aliases_given] if isinstance(aliases_given, str) else aliases_given
             if not isinstance(aliases, (list, tuple)) or not all(
-                isinstance(one, str) for one in (name, *aliases)
+                isinstance(text, str) for text in (name, *aliases)
             ):
-                raise TypeError(f"rename maps a path to a name or a list of names, got {name!r}: {given!r}")
+                raise TypeError(
+                    f"rename maps a path to a name or a list of names, got {name!r}: {aliases_given!r}"
+                )
             for alias in aliases:
                 self._add(name, alias)
 
@@ -97,21 +99,21 @@ def by_alias(envoy: Envoy, name: str, tried: frozenset[tuple[int, str]] = frozen
         return None
     paths = aliases.resolve(name)
     reached = (descend(envoy, path, tried | {here}) for path in [*paths, *_below_root(envoy, paths)])
-    return next((found for found in reached if found is not None), None)
+    return next((reachable for reachable in reached if reachable is not None), None)
 
 
 def descend(envoy: Envoy, path: str, tried: frozenset[tuple[int, str]] = frozenset()) -> Any:
-    found: Any = envoy
+    current: Any = envoy
     for part in path.split(".") if path else ():
-        if "_names" not in getattr(found, "__dict__", ()):
+        if "_names" not in getattr(current, "__dict__", ()):
             return None  # a parameter, for example, has nothing below it
-        if part in found._names:
-            found = found._child(part)
-        elif hasattr(found._module, part):
-            found = getattr(found, part)
+        if part in current._names:
+            current = current._child(part)
+        elif hasattr(current._module, part):
+            current = getattr(current, part)
         else:
-            found = by_alias(found, part, tried)
-    return found
+            current = by_alias(current, part, tried)
+    return current
 
 
 def _below_root(envoy: Envoy, paths: list[str]) -> list[str]:
@@ -131,7 +133,7 @@ def check_aliases(envoy: Envoy) -> None:
     for name in aliases.names:
         paths = aliases.resolve(name)
         if len(paths) > 1:
-            there = {id(found): path for path in paths if (found := descend(envoy, path)) is not None}
+            there = {id(module): path for path in paths if (module := descend(envoy, path)) is not None}
             if len(there) > 1:
                 first, second, *_ = there.values()
                 raise ValueError(
@@ -149,7 +151,7 @@ def check_reached(root: Envoy, known: Container[str] = ()) -> None:
         paths = aliases.resolve(alias)
         if any(path.partition(".")[0] in known for path in paths):
             continue
-        if not any(alias in one._names or by_alias(one, alias) is not None for one in root._walk()):
+        if not any(alias in envoy._names or by_alias(envoy, alias) is not None for envoy in root._walk()):
             raise ValueError(
                 f"rename={{{paths[0]!r}: {alias!r}}}: this model has no {paths[0]!r}; print(model) shows its "
                 "modules"
@@ -159,8 +161,8 @@ def check_reached(root: Envoy, known: Container[str] = ()) -> None:
 def ends_with(path: str, end: str, aliases: Aliases | None) -> bool:
     """Return whether a path from the root ends in ``end``, ``h.0.attn``, which may be in aliases."""
     wanted = tuple(_parts(end))
-    own = tuple(path.split("."))
-    ways = [own] if aliases is None else aliases.ways_to(own)
+    parts = tuple(path.split("."))
+    ways = [parts] if aliases is None else aliases.ways_to(parts)
     return any(way[-len(wanted) :] == wanted for way in ways)
 
 

@@ -52,10 +52,10 @@ def callee_of_text(function: Callable[..., Any], text: str) -> Callable[..., Any
         node = node.value
     if not isinstance(node, ast.Name):
         return None
-    found = _variable(function, node.id)
+    callee = _variable(function, node.id)
     for name in reversed(names):
-        found = getattr(found, name, _NOTHING)  # an attribute of a module, a class or a namespace
-    return found if callable(found) else None
+        callee = getattr(callee, name, _NOTHING)  # an attribute of a module, a class or a namespace
+    return callee if callable(callee) else None
 
 
 def _variable(function: Callable[..., Any], name: str) -> Any:
@@ -249,8 +249,8 @@ class SourceEnvoy(Place):
         return format_source(self.rewritten)
 
 
-def _same_function(one: Any, other: Any) -> bool:
-    return getattr(one, "__func__", one) is getattr(other, "__func__", other)
+def _same_function(function: Any, other: Any) -> bool:
+    return getattr(function, "__func__", function) is getattr(other, "__func__", other)
 
 
 class ForwardSource:

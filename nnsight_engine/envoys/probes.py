@@ -54,9 +54,11 @@ class Probes:
             _installed.append((get_ident(), self))
             for attributes, slot, probe, path in self._probes:
                 if slot in attributes:
-                    found = attributes[slot]
-                    self._replaced.append((attributes, slot, found))
-                    attributes[slot] = probe if found is None else _probe(path, self._interleaver, found)
+                    attribute = attributes[slot]
+                    self._replaced.append((attributes, slot, attribute))
+                    attributes[slot] = (
+                        probe if attribute is None else _probe(path, self._interleaver, attribute)
+                    )
                 else:
                     attributes[slot] = probe
 

@@ -63,8 +63,8 @@ class EnvoyTree:
             include_fn: Filter; envoys for which it is false are omitted.
             names: Return pairs of path and envoy.
         """
-        found = [envoy for envoy in self._walk() if include_fn is None or include_fn(envoy)]
-        return [(envoy.path, envoy) for envoy in found] if names else found
+        envoys = [envoy for envoy in self._walk() if include_fn is None or include_fn(envoy)]
+        return [(envoy.path, envoy) for envoy in envoys] if names else envoys
 
     def named_modules(self, include_fn: Callable[[Envoy], bool] | None = None) -> list[tuple[str, Envoy]]:
         """Return pairs of path and envoy, see ``modules``."""
@@ -130,14 +130,16 @@ def at_path(start: EnvoyTree, path: str) -> Any:
 
 
 def _followed(start: EnvoyTree, path: str) -> Any:
-    found: Any = start
+    current: Any = start
     for part in path.split("."):
-        if isinstance(found, EnvoyTree) and part in found._names:
-            found = found._child(part)  # a number too: a dict of modules may have them for keys, in any order
+        if isinstance(current, EnvoyTree) and part in current._names:
+            current = current._child(
+                part
+            )  # a number too: a dict of modules may have them for keys, in any order
         elif not part.isdecimal():
-            found = getattr(found, part)
-        elif not isinstance(found, EnvoyTree):
-            found = found[int(part)]
+            current = getattr(current, part)
+        elif not isinstance(current, EnvoyTree):
+            current = current[int(part)]
         else:
-            raise NoSuchModuleError(cast("Envoy", found), part)
-    return found
+            raise NoSuchModuleError(cast("Envoy", current), part)
+    return current

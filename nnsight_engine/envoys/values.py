@@ -60,7 +60,7 @@ class CallValues:
         """The first argument: the first positional one, else the first by keyword."""
 
     @input.preprocess
-    def _first(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    def _first_argument(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         args, kwargs = value
         return args[0] if args else next(iter(kwargs.values()), None)
 
@@ -77,16 +77,22 @@ def names_input(kind: type[torch.nn.Module], names: Collection[str]) -> bool:
 
     Other keyword arguments apply to every invoke of a trace, as ``model.trace(scale=2)`` does.
     """
-    named = [one for one in _parameters(kind) if one.kind not in {one.VAR_POSITIONAL, one.VAR_KEYWORD}]
-    needed = {one.name for one in named if one.default is one.empty}
-    first = {one.name for one in named[:1]}
+    named = [
+        parameter
+        for parameter in _parameters(kind)
+        if parameter.kind not in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD}
+    ]
+    needed = {parameter.name for parameter in named if parameter.default is parameter.empty}
+    first = {parameter.name for parameter in named[:1]}
     return bool(names) and bool(needed or first) and (needed or first) <= set(names)
 
 
 def named_arguments(kind: type[torch.nn.Module]) -> tuple[frozenset[str], bool]:
     parameters = _parameters(kind)
-    takes_others = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    return frozenset(one.name for one in parameters if one.kind is not one.VAR_KEYWORD), takes_others
+    takes_others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return frozenset(
+        parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD
+    ), takes_others
 
 
 def _parameters(kind: type[torch.nn.Module]) -> list[inspect.Parameter]:
@@ -112,9 +118,9 @@ class _OwnOutput:
     def __get__(self, tensor: torch.Tensor | None, owner: type | None = None) -> Any:
         if tensor is None:
             return self
-        own = tensor.__dict__
-        if _NAME in own:
-            return own[_NAME]
+        attributes = tensor.__dict__
+        if _NAME in attributes:
+            return attributes[_NAME]
         if tensor in _OWNERS:
             return tensor
         raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {_NAME!r}", name=_NAME)

@@ -54,13 +54,13 @@ def parts_of(block: nn.Module) -> set[str]:
 
 
 def leaves_in(parts: Collection[str], places: Places) -> dict[str, Place]:
-    found = {}
-    for leaf, given in places.items():
-        candidates = given if isinstance(given, tuple) else (given,)
-        place = next((one for one in candidates if one.is_in(parts)), None)
+    leaves = {}
+    for leaf, options in places.items():
+        candidates = options if isinstance(options, tuple) else (options,)
+        place = next((candidate for candidate in candidates if candidate.is_in(parts)), None)
         if place is not None:
-            found[leaf] = place
-    return found
+            leaves[leaf] = place
+    return leaves
 
 
 def stream_leaves() -> dict[str, Place]:

@@ -41,17 +41,17 @@ class _Encoder:
 
     def activations(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the activations, ``[rows, features]``, of scaled inputs."""
-        config, own = self._config, self._tensors
+        config, tensors = self._config, self._tensors
         if config.subtracts_decoder_bias:
-            inputs = inputs - own["b_dec"].float()
-        projected = _product(inputs, own["W_enc"])
+            inputs = inputs - tensors["b_dec"].float()
+        projected = _product(inputs, tensors["W_enc"])
         if config.architecture is Architecture.GATED:
-            is_active = projected + own["b_gate"].float() > 0
-            magnitude = projected * own["r_mag"].float().exp() + own["b_mag"].float()
+            is_active = projected + tensors["b_gate"].float() > 0
+            magnitude = projected * tensors["r_mag"].float().exp() + tensors["b_mag"].float()
             return magnitude.relu() * is_active
-        projected = projected + own["b_enc"].float()
+        projected = projected + tensors["b_enc"].float()
         if config.architecture.has_threshold:
-            return projected.relu() * (projected > own["threshold"].float())
+            return projected.relu() * (projected > tensors["threshold"].float())
         if config.k is None:
             return projected.relu()
         if self._norms is not None:
@@ -94,10 +94,10 @@ class Dictionary:
         """Return ids and activations, ``[rows, k]``, the largest first; inactive ones have no order."""
         if not 0 < k <= self.config.num_features:
             raise ValueError(f"k must be from 1 to {self.config.num_features}, got {k}")
-        found = [self.encode(part).topk(k, dim=-1) for part in self.parts(x)]
-        if not found:
+        by_part = [self.encode(part).topk(k, dim=-1) for part in self.parts(x)]
+        if not by_part:
             return x.new_zeros((0, k), dtype=torch.int64), x.new_zeros((0, k), dtype=torch.float32)
-        return torch.cat([one.indices for one in found]), torch.cat([one.values for one in found])
+        return torch.cat([top.indices for top in by_part]), torch.cat([top.values for top in by_part])
 
     def decode(self, activations: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
         """Return what activations ``[rows, num_features]`` stand for, ``[rows, output_width]``.
@@ -150,14 +150,14 @@ class Dictionary:
             if self.config.architecture.is_transcoder:
                 raise ValueError("a transcoder changes the values of its output point: give `target`")
             target = x
-        given = torch.as_tensor(values, dtype=torch.float32, device=x.device)
-        gain, offset = given * change.gain[0] + change.gain[1], given * change.offset
+        new_values = torch.as_tensor(values, dtype=torch.float32, device=x.device)
+        gain, offset = new_values * change.gain[0] + change.gain[1], new_values * change.offset
         return (target.float() + Selection(self, ids).moves(x, gain, offset)).to(target.dtype)
 
     def encoder_of(self, ids: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        own = self._encoder.subset(ids)
-        if own is not None:
-            return lambda x: own.activations(self._scaled(x).values)
+        subset = self._encoder.subset(ids)
+        if subset is not None:
+            return lambda x: subset.activations(self._scaled(x).values)
 
         def chosen(x: torch.Tensor) -> torch.Tensor:
             parts = [self.encode(part).index_select(1, ids) for part in self.parts(x)]
@@ -249,8 +249,8 @@ def _product(inputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     step = max(1, (_CACHED_VALUES if inputs.device.type == "cpu" else _PART_VALUES) // width)
     part = inputs.new_empty((width, min(step, num_columns)))
     result = inputs.new_empty((len(inputs), num_columns))
-    for columns, own in zip(weights.split(step, dim=1), result.split(step, dim=1), strict=True):
-        own.copy_(inputs @ part[:, : columns.shape[1]].copy_(columns))
+    for columns, columns_out in zip(weights.split(step, dim=1), result.split(step, dim=1), strict=True):
+        columns_out.copy_(inputs @ part[:, : columns.shape[1]].copy_(columns))
     return result
 
 

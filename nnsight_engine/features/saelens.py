@@ -128,10 +128,10 @@ class _Fields:
                     return place[known]
         return None
 
-    def integer(self, name: str, most: int) -> int:
+    def integer(self, name: str, maximum: int) -> int:
         value = self.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
-            raise _invalid(f"`{name}` must be an integer from 1 to {most}, got {excerpt(value)}.")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= maximum:
+            raise _invalid(f"`{name}` must be an integer from 1 to {maximum}, got {excerpt(value)}.")
         return value
 
     def flag(self, name: str, *, default: bool) -> bool:
@@ -183,10 +183,10 @@ def _subtracts_decoder_bias(fields: _Fields, architecture: Architecture) -> bool
 
 
 def _normalization(fields: _Fields, architecture: Architecture) -> tuple[Normalization, float]:
-    given = fields.get("normalize_activations")
-    if isinstance(given, bool):  # as older versions do
-        given = Normalization.EXPECTED_AVERAGE if given else Normalization.NONE
-    name = Normalization.NONE if given is None else given
+    value = fields.get("normalize_activations")
+    if isinstance(value, bool):  # as older versions do
+        value = Normalization.EXPECTED_AVERAGE if value else Normalization.NONE
+    name = Normalization.NONE if value is None else value
     if not isinstance(name, str) or name not in list(Normalization):
         raise _unsupported(
             f"`normalize_activations` {excerpt(name)} is not supported; use one of "

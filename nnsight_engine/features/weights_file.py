@@ -85,11 +85,11 @@ def _check_length(path: Path) -> None:
     num_bytes = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        most = min(HEADER_BYTES, num_bytes - _LENGTH_BYTES)
-        if not 0 < length <= most:
+        maximum = min(HEADER_BYTES, num_bytes - _LENGTH_BYTES)
+        if not 0 < length <= maximum:
             raise _invalid(
                 f"The file has {num_bytes} bytes and is no safetensors file of a dictionary: its header "
-                f"claims {length} bytes, and may have {max(0, most)}. {_ADVICE}"
+                f"claims {length} bytes, and may have {max(0, maximum)}. {_ADVICE}"
             )
         try:
             header = json.loads(file.read(length))

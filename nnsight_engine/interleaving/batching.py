@@ -34,22 +34,22 @@ def map_state(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, dict):
-        return {key: map_state(one, fn) for key, one in value.items()}
+        return {key: map_state(item, fn) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([map_state(one, fn) for one in value])  # a cache has no namedtuples
+        return type(value)([map_state(item, fn) for item in value])  # a cache has no namedtuples
     if not _is_part(value):
         return value
-    made = copy.copy(value)
-    made.__dict__.update({name: map_state(one, fn) for name, one in vars(value).items()})
-    return made
+    copied = copy.copy(value)
+    copied.__dict__.update({name: map_state(item, fn) for name, item in vars(value).items()})
+    return copied
 
 
 def state_tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from state_tensors(one)
+        for item in value:
+            yield from state_tensors(item)
     elif isinstance(value, dict):
         yield from state_tensors(list(value.values()))
     elif _is_part(value):
@@ -111,7 +111,7 @@ def difference(before: Any, after: Any) -> str:
 
 
 def _same_form(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    forms = [(tuple(one.shape), one.dtype, str(one.device)) for one in (whole, part)]
+    forms = [(tuple(tensor.shape), tensor.dtype, str(tensor.device)) for tensor in (whole, part)]
     if forms[0] != forms[1]:
         expected, got = (f"a tensor {list(shape)} of {dtype} on {device}" for shape, dtype, device in forms)
         raise ValueError(f"expected {expected}, got {got}")
@@ -174,11 +174,11 @@ class Batcher:
         mask = self.inputs[1].get("attention_mask") if self.inputs is not None else None
         return mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
 
-    def _filling(self, wanted: torch.Size, given: torch.Size) -> str:
+    def _padding_hint(self, expected: torch.Size, actual: torch.Size) -> str:
         mask = self.attention_mask
-        if mask is None or len(given) < 2 or wanted[1] != mask.shape[1] or bool(mask.all()):
+        if mask is None or len(actual) < 2 or expected[1] != mask.shape[1] or bool(mask.all()):
             return ""
-        if given[1] not in mask.sum(-1).tolist():
+        if actual[1] not in mask.sum(-1).tolist():
             return ""
         return (
             f"; shorter texts are padded to the {mask.shape[1]} positions of the longest one, and "
@@ -226,7 +226,7 @@ class Batcher:
 
     def _rows(self, tensor: torch.Tensor, group: BatchGroup | None) -> torch.Tensor:
         if group is None or not tensor.ndim or tensor.shape[0] != self.total_batch_size:
-            return self._whole(tensor)
+            return self._lend_whole(tensor)
         views = self._lending().views
         for view in views:  # reuse the view, so that there is one tensor that gets the gradient
             if view.whole is tensor and view.group == group:
@@ -235,7 +235,7 @@ class Batcher:
         views.append(_View(tensor, group, rows))
         return rows
 
-    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _lend_whole(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_inference():  # inference tensors have no version counter
             self._lending().shared.append((tensor, tensor._version))  # noqa: SLF001 - has no public name
         return tensor
@@ -243,7 +243,7 @@ class Batcher:
     def trust(self, tensor: torch.Tensor) -> None:
         """Permit in-place edits of a shared tensor, by code that knows the rows of each invoke in it."""
         if self.loans is not None:
-            self.loans.shared = [(one, version) for one, version in self.loans.shared if one is not tensor]
+            self.loans.shared = [(lent, version) for lent, version in self.loans.shared if lent is not tensor]
 
     def reclaim(self) -> None:
         """Check what an invoke did with its values; call it once the invoke has handed over.
@@ -269,11 +269,11 @@ class Batcher:
                     "copy.deepcopy of it"
                 )
         for index, (tree, leaves, group) in enumerate(loans.trees):
-            now = list(tensors(tree))
-            if len(now) != len(leaves) or any(
-                one is not other for one, other in zip(now, leaves, strict=True)
+            leaves_now = list(tensors(tree))
+            if len(leaves_now) != len(leaves) or any(
+                leaf is not lent_leaf for leaf, lent_leaf in zip(leaves_now, leaves, strict=True)
             ):
-                loans.trees[index] = (tree, now, group)
+                loans.trees[index] = (tree, leaves_now, group)
                 self.swap(group, tree)
 
     def swap(self, group: BatchGroup | None, value: Any) -> None:
@@ -302,7 +302,7 @@ class Batcher:
             raise ValueError(
                 f"this invoke owns {num_rows} of {self.total_batch_size} rows, so the value must be of "
                 f"shape {(num_rows, *whole.shape[1:])}, got {tuple(part.shape)}"
-                f"{self._filling(whole.shape, part.shape)}"
+                f"{self._padding_hint(whole.shape, part.shape)}"
             )
         check_written(part, whole)
         after = whole.narrow(0, first + num_rows, self.total_batch_size - first - num_rows)
@@ -346,14 +346,14 @@ class Batcher:
             return
         views, self.loans.views = self.loans.views, []
         grad = torch.is_grad_enabled()
-        apart = {id(one.whole) for one in views if one.apart or (grad and one.rows.requires_grad)}
+        apart = {id(view.whole) for view in views if view.apart or (grad and view.rows.requires_grad)}
         if not apart:
             return
 
         def rejoined(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in apart:
                 return tensor
-            rows = {one.group: one.rows for one in views if one.whole is tensor}
+            rows = {view.group: view.rows for view in views if view.whole is tensor}
             return torch.cat([rows.get(group, tensor.narrow(0, *group)) for group in self.groups])
 
         self.current_value = map_tensors(self.current_value, rejoined)

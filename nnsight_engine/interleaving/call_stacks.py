@@ -59,7 +59,7 @@ class _Idle(OrderedDict[int, list[greenlet]]):
     could overwrite frames that a stack walk of the active run passes.
     """
 
-    def at(self, address: int) -> list[greenlet]:
+    def stacks_at(self, address: int) -> list[greenlet]:
         stacks = self.get(address)
         if stacks is None:
             stacks = self[address] = []
@@ -144,7 +144,7 @@ def run(body: Callable[[], Any]) -> Any:
             raise RecursionError(f"runs nest {_MAX_NESTED} deep; does a traced block trace itself?")
         thread.nested += 1
         try:
-            stack = take()
+            stack = take_stack()
             done = start(stack, body)
             give_back(stack)
         finally:
@@ -177,8 +177,8 @@ def _raise(error: BaseException) -> NoReturn:
 def _hub(thread: _Thread, hub: greenlet, body: Callable[[], Any]) -> Done:
     if thread.pointer is not None and _note_registers is not None:
         _note_registers(thread.registers)
-        thread.waiting = thread.idle.at(thread.pointer.value)
-    first = take()
+        thread.waiting = thread.idle.stacks_at(thread.pointer.value)
+    first = take_stack()
     first.parent = hub
     stack, job = first, body
     while True:
@@ -192,7 +192,7 @@ def _hub(thread: _Thread, hub: greenlet, body: Callable[[], Any]) -> Done:
         stack, job = outcome
 
 
-def take() -> Stack:
+def take_stack() -> Stack:
     waiting = _local.thread.waiting
     stack = waiting.pop() if waiting else greenlet(_run_jobs)
     stack.gr_context = contextvars.copy_context()

@@ -164,16 +164,16 @@ class Interleaver(ModuleUse):
                 if self.released or self.stopped or self.error is not None:
                     self._settle()
         except BaseException:
-            self._end()
+            self._end_run()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._end()
+        self._end_run()
 
-    def _end(self) -> None:
+    def _end_run(self) -> None:
         self.ending = True
         self.cancel()
         self.interleaving = False
@@ -447,12 +447,12 @@ class Interleaver(ModuleUse):
         if iteration is not None and calls:
             error_type = StepNotReachedError if mediator.moved_on else MissedProviderError
             return error_type(_ended(requester, calls))
-        never = MissedProviderError(
+        missed = MissedProviderError(
             f"Execution complete but `{requester}` was not provided. Did you call an Envoy out of order? "
             "Investigate why this module was not called."
         )
-        never.provider = provider
-        return never
+        missed.provider = provider
+        return missed
 
 
 def _ended(requester: str, calls: int) -> str:

@@ -55,7 +55,7 @@ _MAX_CLEANUP_REQUESTS = 16
 class StackKind(Protocol):
     """The kind of stack that blocks run on, see ``call_stacks``; it takes turns with the model."""
 
-    def take(self) -> Any: ...
+    def take_stack(self) -> Any: ...
 
     def start(self, stack: Any, job: Callable[[], Any]) -> Any:
         """Start a job on the stack; return the first payload that it hands over."""
@@ -153,7 +153,7 @@ class Mediator:
 
     def start(self, interleaver: Interleaver) -> None:
         self.interleaver = interleaver
-        self.worker = self.runs_on.take()
+        self.worker = self.runs_on.take_stack()
         self._modes = self._new_modes()
         answer = self._run_block(self.runs_on.start, self._run_intervention)
         if answer is not NOTHING:

@@ -21,6 +21,9 @@ from types import CellType
 from typing import Any, Final, Protocol
 
 from nnsight_engine.core.closure_cells import UNBOUND, Assignments, content
+from nnsight_engine.interleaving.events import Events
+from nnsight_engine.interleaving.interleaver import Interleaver
+from nnsight_engine.interleaving.mediator import Mediator
 
 
 class Sharer(Protocol):
@@ -33,7 +36,7 @@ class Sharer(Protocol):
     def identities(self) -> Mapping[str, Hashable]: ...
 
     @property
-    def own(self) -> Mapping[str, CellType]: ...
+    def cells(self) -> Mapping[str, CellType]: ...
 
     @property
     def stored(self) -> Sequence[str]: ...
@@ -138,7 +141,7 @@ class Exchange:
         for name in sharer.stored:
             variable = variables.get(sharer.identities.get(name))
             if variable is not None:
-                mine = next(one for one in variable.readers if one.order == order)
+                mine = next(reader for reader in variable.readers if reader.order == order)
                 self._watched.append((name, mine, variable))
 
     def publish(self) -> None:
@@ -162,7 +165,7 @@ class Exchange:
 
 def meet(participants: Sequence[Exchange]) -> None:
     """Let invokes of one trace that meet at a barrier see each other's variables."""
-    orders = {one.order for one in participants}
+    orders = {participant.order for participant in participants}
     for variable in participants[0].variables.values() if participants else ():
         variable.meet(orders)
 
@@ -170,13 +173,13 @@ def meet(participants: Sequence[Exchange]) -> None:
 def exchanges(sharers: Sequence[Sharer]) -> list[Exchange]:
     """Return an exchange for each invoke; from now on they see each other's assignments."""
     stored = {sharer.identities.get(name) for sharer in sharers for name in sharer.stored}
-    found: dict[Hashable, _Variable] = {identity: _Variable() for identity in stored - {None}}
+    variables: dict[Hashable, _Variable] = {identity: _Variable() for identity in stored - {None}}
     for order, sharer in enumerate(sharers):
         for name, identity in sharer.identities.items():
-            if identity in found:
-                reader = _VariableCell(sharer.own[name], order, may_assign=name in sharer.stored)
-                found[identity].readers.append(reader)
-    shared = {identity: variable for identity, variable in found.items() if len(variable.readers) > 1}
+            if identity in variables:
+                reader = _VariableCell(sharer.cells[name], order, may_assign=name in sharer.stored)
+                variables[identity].readers.append(reader)
+    shared = {identity: variable for identity, variable in variables.items() if len(variable.readers) > 1}
     for variable in shared.values():
         variable.begin()
     return [Exchange(order, sharer, shared) for order, sharer in enumerate(sharers)]
@@ -184,8 +187,8 @@ def exchanges(sharers: Sequence[Sharer]) -> list[Exchange]:
 
 def explain(error: NameError, stored: Iterable[Collection[str]]) -> None:
     """Add a remedy to the error if one invoke used a variable that another one had yet to assign."""
-    found = _QUOTED.search(str(error))
-    name = error.name or (found.group(1) if found is not None else "")
+    match = _QUOTED.search(str(error))
+    name = error.name or (match.group(1) if match is not None else "")
     if not hasattr(error, "__notes__") and any(name in names for names in stored):
         error.add_note(
             f"`{name}` is assigned in another invoke, which had not reached that line yet; a value from "
@@ -196,3 +199,41 @@ def explain(error: NameError, stored: Iterable[Collection[str]]) -> None:
 
 
 _QUOTED: Final = re.compile(r"'(\w+)'")
+
+
+class Barrier:
+    """Blocks each invoke that calls it until ``participants`` invokes have called it; reusable.
+
+    Invokes that wait for the same point are answered in order of definition. One that uses a value which an
+    earlier one reads *at that same point* would evaluate its request before; a barrier blocks it until then.
+    """
+
+    def __init__(self, interleaver: Interleaver, participants: int) -> None:
+        if participants < 1:
+            raise ValueError(f"a barrier needs at least 1 participant, got {participants}")
+        self.interleaver = interleaver
+        self.participants = participants
+        self.arrived: list[Mediator] = []
+
+    def __call__(self) -> None:
+        """Wait for the others; ValueError outside an invoke, MissedProviderError if the run ends before."""
+        mediator = self.interleaver.current
+        if mediator is None:
+            raise ValueError("a barrier is called inside an invoke: each of its participants is one")
+        mediator.send_event(Events.BARRIER, "", None, self)
+
+    def arrive(self, mediator: Mediator) -> None:
+        """Block a mediator; the last one to arrive releases all, in order of definition."""
+        self.arrived.append(mediator)
+        if len(self.arrived) < self.participants:
+            return
+        assert mediator.interleaver is not None  # noqa: S101 - it has just asked
+        meet([arrived.exchange for arrived in self.arrived if arrived.exchange is not None])
+        mediator.interleaver.released.extend(sorted(self.arrived, key=lambda arrived: arrived.idx))
+        self.arrived = []
+
+    def unmet(self) -> str:
+        return (
+            f"Execution complete but a barrier for {self.participants} participants was reached by "
+            f"{len(self.arrived)} only: call it in {self.participants} invokes."
+        )

@@ -49,14 +49,14 @@ class ModeKeeper:
     resumes.
     """
 
-    __slots__ = ("_block", "_block_grad", "_entered", "_left", "_model", "_model_grad")
+    __slots__ = ("_block", "_block_grad", "_entered", "_inference_mode", "_model", "_model_grad")
 
     def __init__(self) -> None:
         self._block_grad = self._model_grad = _is_grad()
         self._model: Modes | None = current() if _is_inference() or _is_autocast() else None
         self._block: Modes | None = self._model
         self._entered: Any = None
-        self._left: Any = None
+        self._inference_mode: Any = None
 
     def enter(self) -> None:
         self._model_grad = _is_grad()
@@ -75,9 +75,9 @@ class ModeKeeper:
     def _enter_slowly(self) -> None:
         self._model = current()
         block = self._block or (self._block_grad, False, ())
-        if self._left is not None:
-            self._left.__exit__(None, None, None)
-            self._left = None
+        if self._inference_mode is not None:
+            self._inference_mode.__exit__(None, None, None)
+            self._inference_mode = None
         if _is_inference() is not block[1]:
             self._entered = torch.inference_mode(block[1])
             self._entered.__enter__()
@@ -90,16 +90,16 @@ class ModeKeeper:
             self._entered.__exit__(None, None, None)
             self._entered = None
         if _is_inference() is not model[1]:
-            self._left = torch.inference_mode(model[1])
-            self._left.__enter__()
+            self._inference_mode = torch.inference_mode(model[1])
+            self._inference_mode.__enter__()
         _set_modes(model)
-        if self._left is None and not self._block[1] and not self._block[2]:
+        if self._inference_mode is None and not self._block[1] and not self._block[2]:
             self._block = None
 
 
 def _set_modes(modes: Modes) -> None:
     if modes[2] or _is_autocast():
-        for device, enabled, dtype in modes[2] or [(one, False, None) for one in _DEVICES]:
+        for device, enabled, dtype in modes[2] or [(name, False, None) for name in _DEVICES]:
             torch.set_autocast_enabled(device, enabled)
             if dtype is not None:
                 torch.set_autocast_dtype(device, dtype)

@@ -205,21 +205,21 @@ class Threads:
     def __init__(self, budget_s: float) -> None:
         self.budget_s = budget_s
         self._spare: deque[ThreadStack] = deque()
-        self._wanted: SimpleQueue[str | None] = SimpleQueue()
+        self._orders: SimpleQueue[str | None] = SimpleQueue()
         self._keeper: threading.Thread | None = None
 
-    def take(self) -> ThreadStack:
+    def take_stack(self) -> ThreadStack:
         if self._keeper is None:
             self._keeper = threading.Thread(
-                target=_keep_spare, args=(self.budget_s, self._spare, self._wanted), daemon=True
+                target=_keep_spare, args=(self.budget_s, self._spare, self._orders), daemon=True
             )
             self._keeper.start()
-            weakref.finalize(self, self._wanted.put, None)
+            weakref.finalize(self, self._orders.put, None)
         try:
             stack = self._spare.popleft()
         except IndexError:
             stack = ThreadStack(self.budget_s)
-        self._wanted.put(_ONE_MORE)
+        self._orders.put(_ONE_MORE)
         return stack
 
     def start(self, stack: ThreadStack, job: Callable[[], Any]) -> Any:
@@ -230,7 +230,7 @@ class Threads:
 
     def run(self, job: Callable[[], Any]) -> Any:
         """Return the result of a job without hand-overs; its BaseException becomes a RuntimeError."""
-        result, error = self.take().start(job).empty()
+        result, error = self.take_stack().start(job).empty()
         if isinstance(error, Exception):
             raise error
         if error is not None:

@@ -55,15 +55,15 @@ class ReadTrace:
 
 
 def _inputs(shared: Mapping[str, Any], num_invokes: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    given = shared.get("inputs")
+    inputs = shared.get("inputs")
     if (
-        not isinstance(given, list)
-        or len(given) != num_invokes
-        or not all(isinstance(one, tuple) and len(one) == 2 for one in given)
-        or not all(isinstance(args, tuple) and isinstance(kwargs, dict) for args, kwargs in given)
+        not isinstance(inputs, list)
+        or len(inputs) != num_invokes
+        or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in inputs)
+        or not all(isinstance(args, tuple) and isinstance(kwargs, dict) for args, kwargs in inputs)
     ):
         raise DecodeError(f"the trace is invalid: it needs inputs for its {num_invokes} invokes")
-    return given
+    return inputs
 
 
 class BlockRunner(ABC):

@@ -69,12 +69,12 @@ class InProcessBackend(RemoteBackend):
         if not blocking:
             raise ValueError('remote="local" runs at once: leave blocking=False out, or name a server')
         model.dispatch()
-        self._here = InProcessTransport(model)
-        super().__init__(transport=self._here, engine="local", model_key="this model")
+        self._in_process = InProcessTransport(model)
+        super().__init__(transport=self._in_process, engine="local", model_key="this model")
 
     def _run_as_job(self, sent: SentRemotely) -> None:
         assert sent.local is not None  # noqa: S101 - otherwise it would not be a job
-        self._here.call_client = sent.local.run
+        self._in_process.call_client = sent.local.run
         self._run(sent)
 
 

@@ -78,7 +78,7 @@ class LocalPart(Tracer):
         self._attempt = attempt
         self._turn = turn
         self._number = number
-        self._kept = kept
+        self._client_values = kept
         self._call_client = call_client
 
     def execute(self, function: Callable[[], Any]) -> None:
@@ -125,15 +125,15 @@ class LocalPart(Tracer):
     def _values(self) -> dict[str, Any]:
         block = self.info.block
         read = names_read(block.origin.body, block.context.class_name)
-        found = {name: content(cell) for name, cell in self.info.variables.items() if name in read}
+        values = {name: content(cell) for name, cell in self.info.variables.items() if name in read}
         return {
             name: value
-            for name, value in found.items()
+            for name, value in values.items()
             if value is not UNBOUND and self._may_differ(name, value)
         }
 
     def _may_differ(self, name: str, value: Any) -> bool:
-        return name not in self._kept or not (
+        return name not in self._client_values or not (
             isinstance(value, (*_KNOWN_TO_CLIENT, *_IMMUTABLE)) or self._reference(value) is not None
         )
 
@@ -152,14 +152,14 @@ class LocalPart(Tracer):
 
 
 def _has_gradients(value: Any) -> bool:
-    found: list[bool] = []
+    flags: list[bool] = []
 
     def look(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor.requires_grad)
+        flags.append(tensor.requires_grad)
         return tensor
 
     map_tensors(value, look)
-    return any(found)
+    return any(flags)
 
 
 class _NoGradient(torch.autograd.Function):

@@ -36,25 +36,25 @@ _MAX_KEPT_BYTES = 2**20
 
 class TensorChecksums:
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._tensors = [_TensorState(one) for one in tensors]
-        self._summed = [one for one in self._tensors if one.kept is None]
-        self._sums = self._now()
+        self._tensors = [_TensorState(tensor) for tensor in tensors]
+        self._summed = [state for state in self._tensors if state.kept is None]
+        self._sums = self._checksums()
 
     @property
     def is_written(self) -> bool:
         """Whether a weight was written to since the last call, by torch's version counters; cheap."""
-        return sum(one.is_written() for one in self._summed) > 0
+        return sum(state.is_written() for state in self._summed) > 0
 
     def restore(self) -> bool:
         """Restore the copied tensors; return False if any content or graph has changed for good."""
-        if not all(one.tensor.is_leaf for one in self._tensors):
+        if not all(state.tensor.is_leaf for state in self._tensors):
             return False  # it is part of an autograd graph
-        for one in self._tensors:
-            one.restore()
-        now = self._now()
-        return len(now) == len(self._sums) and all(map(torch.equal, now, self._sums))
+        for state in self._tensors:
+            state.restore()
+        checksums = self._checksums()
+        return len(checksums) == len(self._sums) and all(map(torch.equal, checksums, self._sums))
 
-    def _now(self) -> list[torch.Tensor]:
+    def _checksums(self) -> list[torch.Tensor]:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         seen: set[int] = set()
         for known in self._summed:
@@ -92,20 +92,20 @@ class _TensorState:
             memory.copy_(self.kept)
 
 
-def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (
-        one.data_ptr() == other.data_ptr()
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.dtype == other.dtype
-        and one.device == other.device
+        a.data_ptr() == b.data_ptr()
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.dtype == b.dtype
+        and a.device == b.device
     )
 
 
-def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Compare bytes, since NaN equals nothing."""
     return torch.equal(
-        one.reshape(-1).contiguous().view(torch.uint8), other.reshape(-1).contiguous().view(torch.uint8)
+        a.reshape(-1).contiguous().view(torch.uint8), b.reshape(-1).contiguous().view(torch.uint8)
     )
 
 
@@ -186,12 +186,12 @@ class Definitions:
     """The methods of classes and their bases, and what the modules that define them contain."""
 
     def __init__(self, classes: Iterable[type], modules: Iterable[ModuleType] = ()) -> None:
-        found = {base for one in classes for base in one.__mro__ if base is not object}
-        self._classes = [(one, dict(vars(one))) for one in found]
+        bases = {base for cls in classes for base in cls.__mro__ if base is not object}
+        self._classes = [(cls, dict(vars(cls))) for cls in bases]
         # Found through a function that the class defines itself, so that no module has to be looked up by
         # name.
-        spaces = {id(space): space for one in found for space in _namespaces(one)}
-        spaces.update((id(vars(one)), vars(one)) for one in modules)
+        spaces = {id(space): space for cls in bases for space in _namespaces(cls)}
+        spaces.update((id(vars(module)), vars(module)) for module in modules)
         self._spaces = [
             (space, {name: value for name, value in space.items() if isinstance(value, _DEFINITIONS)})
             for space in spaces.values()
@@ -199,28 +199,30 @@ class Definitions:
 
     def restore(self) -> None:
         """Restore functions and classes; other variables of modules stay as they are."""
-        for one, known in self._classes:
-            now = vars(one)
-            if not (len(now) == len(known) and all(map(operator.is_, now.values(), known.values()))):
-                _restore_class(one, known)
+        for cls, known in self._classes:
+            attributes = vars(cls)
+            if not (
+                len(attributes) == len(known) and all(map(operator.is_, attributes.values(), known.values()))
+            ):
+                _restore_class(cls, known)
         for space, known in self._spaces:
             if not all(map(operator.is_, map(space.get, known), known.values())):
                 space.update(known)
 
 
-def _namespaces(one: type) -> Iterator[dict[str, Any]]:
-    for value in vars(one).values():
-        if isinstance(value, FunctionType) and value.__module__ == one.__module__:
+def _namespaces(cls: type) -> Iterator[dict[str, Any]]:
+    for value in vars(cls).values():
+        if isinstance(value, FunctionType) and value.__module__ == cls.__module__:
             yield value.__globals__
 
 
-def _restore_class(one: type, known: dict[str, Any]) -> None:
-    now = dict(vars(one))
-    for name in now.keys() - known.keys() - _MADE_LATER:
-        delattr(one, name)
+def _restore_class(cls: type, known: dict[str, Any]) -> None:
+    attributes = dict(vars(cls))
+    for name in attributes.keys() - known.keys() - _MADE_LATER:
+        delattr(cls, name)
     for name, value in known.items():
-        if now.get(name) is not value and name not in _MADE_LATER:
-            setattr(one, name, value)
+        if attributes.get(name) is not value and name not in _MADE_LATER:
+            setattr(cls, name, value)
 
 
 class _Container:
@@ -234,9 +236,9 @@ class _Container:
     def restore(self) -> bool:
         """Restore the content; return whether it had changed."""
         container, content = self._container, self._content
-        is_same = container == content if isinstance(container, set) else _same(container, content)
+        is_same = container == content if isinstance(container, set) else _has_same_items(container, content)
         if isinstance(container, dict):
-            is_same = is_same and _same(container.values(), content.values())
+            is_same = is_same and _has_same_items(container.values(), content.values())
         if not is_same:
             container.clear()
             add: Callable[[Any], None] = container.extend if isinstance(container, list) else container.update
@@ -244,8 +246,8 @@ class _Container:
         return not is_same
 
 
-def _same(one: Collection[Any], other: Collection[Any]) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))
+def _has_same_items(a: Collection[Any], b: Collection[Any]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 _PROBES = "_probes"
@@ -258,7 +260,7 @@ class ModelSnapshot:
         global_hooks = [value for name, value in vars(torch_modules).items() if name.startswith("_global_")]
         self._attributes = AttributeSnapshot([model, global_hooks])
         self._definitions = Definitions(
-            {type(one) for one in self._attributes.objects} | {torch.Tensor},
+            {type(held) for held in self._attributes.objects} | {torch.Tensor},
             (builtins, torch, torch.nn.functional),
         )
         self._contents = TensorChecksums(self._attributes.tensors)

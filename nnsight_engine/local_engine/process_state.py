@@ -46,8 +46,10 @@ def _state_of(logger: logging.Logger) -> _LoggerState:
 
 
 def _loggers() -> dict[logging.Logger, _LoggerState]:
-    named = [one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)]
-    return {one: _state_of(one) for one in (logging.root, *named)}
+    named = [
+        logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)
+    ]
+    return {logger: _state_of(logger) for logger in (logging.root, *named)}
 
 
 def _identities(state: _LoggerState) -> tuple[Any, ...]:
@@ -68,9 +70,9 @@ def _signal_handlers() -> dict[int, Any]:
 
 
 def _set_signal_handlers(handlers: dict[int, Any]) -> None:
-    now = _signal_handlers()
+    current = _signal_handlers()
     for number, handler in handlers.items():
-        if now[number] is not handler:
+        if current[number] is not handler:
             if handler is None:
                 raise OSError(f"the handler of signal {number} was C code's, and is lost")
             signal.signal(number, handler)
@@ -149,11 +151,11 @@ class ProcessState:
         return not self._remaining_threads() and objects and settings
 
     def _remaining_threads(self) -> set[int]:
-        left = _thread_ids() - self._threads
-        for thread in threading.enumerate() if left else ():
-            if thread.ident in left:
+        started = _thread_ids() - self._threads
+        for thread in threading.enumerate() if started else ():
+            if thread.ident in started:
                 thread.join(_JOIN_S)
-        return _thread_ids() - self._threads if left else left
+        return _thread_ids() - self._threads if started else started
 
 
 def _thread_ids() -> set[int]:

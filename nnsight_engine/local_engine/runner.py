@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from nnsight_engine.envoys.envoy import Envoy
-from nnsight_engine.envoys.tracers.editing import Edit
-from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+from nnsight_engine.envoys.tracers.interleaving import Edit, InterleavingTracer
 from nnsight_engine.local_engine.block_runner import BlockRunner, ReadTrace, run_session
 from nnsight_engine.local_engine.local_part import ClientCall, LocalPart
 from nnsight_engine.local_engine.model_snapshot import ModelSnapshot
@@ -63,7 +62,7 @@ class ReceivedTracer(InterleavingTracer):
             raise LocalBlockError.misplaced()
         number, root = self.mediators.index(current), self.model._root  # noqa: SLF001 - an envoy of ours
         assigned = {name for invoke in self._received for name in invoke.stored}
-        kept = self._received[number].own.keys() - assigned
+        kept = self._received[number].cells.keys() - assigned
         turn = next(self._turns)
         return LocalPart(root, self._call_client, attempt=self._attempt, turn=turn, number=number, kept=kept)
 
@@ -76,7 +75,7 @@ class ReceivedTracer(InterleavingTracer):
         self.batcher.shared_kwargs = self.kwargs
         for invoke in self._received:
             self.invokers.append(invoke)
-            block = compiled(invoke.info, invoke.own, assignments=invoke.assignments)
+            block = compiled(invoke.info, invoke.cells, assignments=invoke.assignments)
             self.add(block, invoke.info, invoke.args, invoke.kwargs)
         self._check_input()
 

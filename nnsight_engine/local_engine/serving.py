@@ -72,8 +72,8 @@ class _ServerChannel:
     def frames(self) -> Iterator[Frame]:
         reader = FrameReader(MAX_FRAME_BYTES)
         with contextlib.suppress(ConnectionError):
-            while num_bytes := self._socket.recv_into(reader.room()):
-                frame = reader.took(num_bytes)
+            while num_bytes := self._socket.recv_into(reader.free_space()):
+                frame = reader.advance(num_bytes)
                 if frame is not None:
                     yield frame
 
@@ -92,11 +92,11 @@ class _Cancelling:
         self._is_due = False
         signal.signal(_CANCEL_SIGNAL, self._on_signal)
 
-    def begin(self, number: int) -> None:
+    def begin_trace(self, number: int) -> None:
         self._is_due = False
         self._number = number
 
-    def end(self) -> None:
+    def end_trace(self) -> None:
         self._number = None
 
     def cancel(self, number: int) -> None:
@@ -144,7 +144,7 @@ class ServerRequests:
     def answer(self) -> Frame:
         return self._answers.get()
 
-    def take(self, frame: Frame) -> None:
+    def put_answer(self, frame: Frame) -> None:
         self._answers.put(frame)
 
 
@@ -181,7 +181,7 @@ class _Serving:
                 elif CANCEL in message:
                     self._cancelling.cancel(message[CANCEL])
                 elif ANSWER in message:
-                    self.server_requests.take(Frame(FrameKind(message[KIND]), next(frames).data))
+                    self.server_requests.put_answer(Frame(FrameKind(message[KIND]), next(frames).data))
         finally:
             os.killpg(os.getpgid(0), signal.SIGKILL)  # including processes that blocks have started
 
@@ -203,10 +203,10 @@ class _Serving:
         while True:
             number, data = self._traces.get()
             self._send_event("RUNNING")
-            stdout.begin()
+            stdout.begin_trace()
             answer = self._answer(runner, number, data)
             del data
-            stdout.end()
+            stdout.end_trace()
             if answer.kind is FrameKind.RESULT and runner.failure:
                 self._send_event("ERROR", message=runner.failure)
             if runner.needs_replacement:
@@ -226,11 +226,11 @@ class _Serving:
 
     def _answer(self, runner: BlockRunner, number: int, data: Any) -> Frame:
         try:
-            self._cancelling.begin(number)
+            self._cancelling.begin_trace(number)
             try:
                 return Frame(FrameKind.RESULT, runner.run(TraceRequest.from_bytes(data)))
             finally:
-                self._cancelling.end()
+                self._cancelling.end_trace()
         except DecodeError as error:
             return _refusal("invalid_trace", str(error))
         except TraceCancelledError:
@@ -275,13 +275,13 @@ class _TraceStdout(io.TextIOBase):
         self._emit = emit
         self._prints: Prints | None = None
 
-    def begin(self) -> None:
+    def begin_trace(self) -> None:
         self._prints = Prints()
 
-    def end(self) -> None:
+    def end_trace(self) -> None:
         prints, self._prints = self._prints, None
         if prints is not None:
-            self._emit_text(prints.take(everything=True))
+            self._emit_text(prints.take_lines(everything=True))
 
     def writable(self) -> bool:
         return True
@@ -291,7 +291,7 @@ class _TraceStdout(io.TextIOBase):
             return self._real.write(text)
         self._prints.write(text)
         if "\n" in text:
-            self._emit_text(self._prints.take())
+            self._emit_text(self._prints.take_lines())
         return len(text)
 
     def _emit_text(self, text: str) -> None:

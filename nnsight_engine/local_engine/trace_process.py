@@ -219,8 +219,8 @@ class TraceProcess:
         loop = asyncio.get_running_loop()
         reader = self._reader
         with contextlib.suppress(OSError, DecodeError):
-            while num_bytes := await loop.sock_recv_into(self._socket, reader.room()):
-                frame = reader.took(num_bytes)
+            while num_bytes := await loop.sock_recv_into(self._socket, reader.free_space()):
+                frame = reader.advance(num_bytes)
                 if frame is not None:
                     await self._frames.put(frame)
                     self._num_waiting += len(frame.data)

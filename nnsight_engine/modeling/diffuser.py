@@ -46,13 +46,13 @@ class Diffuser(torch.nn.Module):
     def denoiser(self) -> str:
         """The name of the model that runs once per step; ValueError if none has a known name."""
         children = dict(self.named_children())
-        found = next((name for name in DENOISERS if name in children), None)
-        if found is None:
+        denoiser = next((name for name in DENOISERS if name in children), None)
+        if denoiser is None:
             raise ValueError(
                 f"{type(self.pipeline).__name__} must have one of {', '.join(DENOISERS)}, "
                 f"has {', '.join(children)}"
             )
-        return found
+        return denoiser
 
     @property
     def config(self) -> Any:
@@ -67,7 +67,7 @@ class Diffuser(torch.nn.Module):
 
 
 def pipeline_without_weights(
-    source: str, automodel: Any, hub_options: dict[str, Any], given: dict[str, Any]
+    source: str, automodel: Any, hub_options: dict[str, Any], replacements: dict[str, Any]
 ) -> Any:
     """Return a pipeline without weights; None in ``given`` leaves a component out."""
     index: dict[str, Any] = automodel.load_config(source, **hub_options)
@@ -75,8 +75,8 @@ def pipeline_without_weights(
         automodel = class_of(index["_class_name"], diffusers(), "DiffusionPipeline")
     components: dict[str, Any] = {}
     for name, entry in index.items():
-        if name in given:
-            components[name] = given[name]
+        if name in replacements:
+            components[name] = replacements[name]
         elif not name.startswith("_"):
             is_component = isinstance(entry, list | tuple)
             components[name] = _component(source, name, entry, hub_options) if is_component else entry
@@ -88,14 +88,14 @@ def _component(source: str, name: str, entry: Sequence[str | None], options: dic
     if library is None or class_name is None:
         return None
     inner = getattr(diffusers().pipelines, library, None)  # some components belong to one pipeline
-    found = getattr(inner or importlib.import_module(library), class_name)
+    cls = getattr(inner or importlib.import_module(library), class_name)
     place = {**options, "subfolder": name}
-    if not issubclass(found, torch.nn.Module):
+    if not issubclass(cls, torch.nn.Module):
         with torch.device("cpu"):  # a scheduler computes its tables in its constructor
-            return found.from_pretrained(source, **place)
-    if hasattr(found, "config_class") and found.config_class is not None:  # a class of transformers
-        return found(found.config_class.from_pretrained(source, **place)).eval()
-    return found.from_config(found.load_config(source, **place)).eval()
+            return cls.from_pretrained(source, **place)
+    if hasattr(cls, "config_class") and cls.config_class is not None:  # a class of transformers
+        return cls(cls.config_class.from_pretrained(source, **place)).eval()
+    return cls.from_config(cls.load_config(source, **place)).eval()
 
 
 _CALLBACK: Final = "callback_on_step_end"
@@ -105,16 +105,16 @@ _INPUTS: Final = "callback_on_step_end_tensor_inputs"
 def with_last_step(pipeline: Any, kwargs: dict[str, Any], ended: Callable[[], None]) -> dict[str, Any]:
     if _CALLBACK not in inspect.signature(type(pipeline).__call__).parameters:
         return kwargs
-    given = kwargs.get(_CALLBACK)
+    callback = kwargs.get(_CALLBACK)
 
     def step_ended(pipe: Any, step: int, time: Any, values: dict[str, Any]) -> dict[str, Any]:
-        changed = given(pipe, step, time, values) if given is not None else values
+        changed = callback(pipe, step, time, values) if callback is not None else values
         if step + 1 == getattr(pipe, "num_timesteps", None):
             ended()
         return changed if changed is not None else {}
 
     chained = {**kwargs, _CALLBACK: step_ended}
-    inputs = getattr(given, "tensor_inputs", None)  # set on diffusers' own callbacks
+    inputs = getattr(callback, "tensor_inputs", None)  # set on diffusers' own callbacks
     if inputs is not None:
         chained[_INPUTS] = inputs
     return chained

@@ -37,7 +37,7 @@ class TokenFeed:
 
     def __init__(self, module: torch.nn.Module, other: Streamer | None = None) -> None:
         self._module = module
-        self._other = other
+        self._streamer = other
         self._begun = False
 
     def put(self, value: torch.Tensor) -> None:
@@ -45,12 +45,12 @@ class TokenFeed:
         if self._begun:
             self._module(value)
         self._begun = True
-        if self._other is not None:
-            self._other.put(value)
+        if self._streamer is not None:
+            self._streamer.put(value)
 
     def end(self) -> None:
-        if self._other is not None:
-            self._other.end()
+        if self._streamer is not None:
+            self._streamer.end()
 
 
 def takes_streamer(config: Any, kwargs: dict[str, Any]) -> bool:
@@ -65,6 +65,6 @@ def rows_per_input(config: Any, kwargs: dict[str, Any]) -> frozenset[int]:
 
 
 def _setting(name: str, config: Any, kwargs: dict[str, Any]) -> int:
-    given = kwargs.get("generation_config") or config
-    value = kwargs[name] if name in kwargs else getattr(given, name, None)
+    settings = kwargs.get("generation_config") or config
+    value = kwargs[name] if name in kwargs else getattr(settings, name, None)
     return int(value or 1)

@@ -16,7 +16,7 @@ from typing import Any, Final
 import platformdirs
 import torch
 
-from nnsight_engine.envoys.tracers.editing import Edit, EditingTracer
+from nnsight_engine.envoys.tracers.interleaving import Edit, EditingTracer
 from nnsight_engine.modeling.mixins.remoteable import RemoteableMixin
 from nnsight_engine.remote_backend.messages import fingerprint_of
 from nnsight_engine.remote_backend.values.object_references import ObjectReferences, reference_of

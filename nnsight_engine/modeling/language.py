@@ -129,14 +129,14 @@ class LanguageModel(GeneratingMixin, TransformersModel):
         return (), read, len(read["attention_mask"])
 
     def _read(self, value: Any = None, /, **kwargs: Any) -> dict[str, Any]:
-        given = dict(value) if isinstance(value, Mapping) else {"input_ids": value}
-        return read_rows(self.tokenizer, {**given, **kwargs})
+        fields = dict(value) if isinstance(value, Mapping) else {"input_ids": value}
+        return read_rows(self.tokenizer, {**fields, **kwargs})
 
     def _batch(self, batched_input: Prepared, *inputs: Any, **kwargs: Any) -> Prepared:
         del inputs  # all prepared arguments have names
         first, second = batched_input[1], kwargs
         rows = join_rows(filling_of(self.tokenizer), _rows(first), _rows(second))
-        others = self._join_others(_others(first), _others(second))
+        others = self._join_others(_without_rows(first), _without_rows(second))
         return (), self._with_positions({**rows, **others})
 
     def _join_others(self, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
@@ -169,13 +169,13 @@ class LanguageModel(GeneratingMixin, TransformersModel):
 
     def _refuse_unknown(self, arguments: Mapping[str, Any]) -> None:
         """Raise TypeError for an argument that no module takes; the model's forward would ignore it."""
-        given = {name for name, value in arguments.items() if value is not None}
+        names = {name for name, value in arguments.items() if value is not None}
         known, takes_others = named_arguments(type(self._module))
-        if not takes_others or given <= known:
+        if not takes_others or names <= known:
             return
         kinds = {type(module) for module in self._module.modules()}
         known = known.union(*(named_arguments(kind)[0] for kind in kinds), _OF_ANY_MODEL, ROW_INPUTS)
-        unknown = [name for name in arguments if name in given - known - {*self.tokenizer.model_input_names}]
+        unknown = [name for name in arguments if name in names - known - {*self.tokenizer.model_input_names}]
         if unknown:
             near = {*known, *_GENERATION_ONLY}
             raise unknown_arguments_error(unknown, near, f"a trace of {type(self._module).__name__}")
@@ -232,5 +232,5 @@ def _rows(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in arguments.items() if name in ROW_INPUTS}
 
 
-def _others(arguments: dict[str, Any]) -> dict[str, Any]:
+def _without_rows(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in ROW_INPUTS}

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 def join_shared(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of the whole run; ValueError if a later invoke changes one."""
     for name, value in second.items():
-        if name not in first or not _same(first[name], value):
+        if name not in first or not _is_equal(first[name], value):
             so_far = repr(first[name]) if name in first else "not given"
             raise ValueError(
                 f"{name} applies to all invokes together, which share one run: it was {so_far}, and this "
@@ -38,7 +38,7 @@ def without_input(kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, An
     return (), {}, 0
 
 
-def _same(first: Any, second: Any) -> bool:
+def _is_equal(first: Any, second: Any) -> bool:
     if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
         is_pair = isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
         return is_pair and torch.equal(first, second)
@@ -95,7 +95,7 @@ def filling_of(tokenizer: PreTrainedTokenizerBase) -> Filling:
     return Filling(next(token for token in tokens if token is not None), tokenizer.padding_side)
 
 
-def read_rows(tokenizer: PreTrainedTokenizerBase, given: dict[str, Any]) -> dict[str, Any]:
+def read_rows(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> dict[str, Any]:
     """Return a model's arguments, with rows as tensors of one length and with an attention mask.
 
     Tokens and labels may be text, token ids, a list of either, or a tensor ``[num_tokens]`` or
@@ -104,7 +104,7 @@ def read_rows(tokenizer: PreTrainedTokenizerBase, given: dict[str, Any]) -> dict
     filling = filling_of(tokenizer)
     lengths: list[torch.Tensor] = []
     read: dict[str, Any] = {}
-    for name, value in _encoded(tokenizer, given).items():
+    for name, value in _encoded(tokenizer, fields).items():
         if name not in ROW_INPUTS:
             read[name] = value
         elif value is not None:
@@ -112,20 +112,22 @@ def read_rows(tokenizer: PreTrainedTokenizerBase, given: dict[str, Any]) -> dict
             read[name] = filling.stack(name, parts)
             if name in TOKEN_INPUTS:
                 lengths = [torch.ones(part.shape[:2], dtype=torch.long, device=part.device) for part in parts]
-    if not lengths and "input_ids" in given:  # None is the argument's absence where embeddings are given
+    if not lengths and "input_ids" in fields:  # None is the argument's absence where embeddings are given
         raise _no_tokens_error("input_ids", None)
     if not lengths:
-        raise ValueError(f"a language model's input needs input_ids or inputs_embeds, got {', '.join(given)}")
+        raise ValueError(
+            f"a language model's input needs input_ids or inputs_embeds, got {', '.join(fields)}"
+        )
     if "attention_mask" not in read:
         read["attention_mask"] = filling.stack("attention_mask", lengths)
     return read
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, given: dict[str, Any]) -> dict[str, Any]:
-    texts = {name: _texts(given[name]) for name in _TEXT if name in given}
+def _encoded(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> dict[str, Any]:
+    texts = {name: _texts(fields[name]) for name in _TEXT if name in fields}
     encoded = {name: tokenizer(texts) for name, texts in texts.items() if texts}
     beside = dict(encoded["input_ids"]) if "input_ids" in encoded else {}
-    return {**beside, **given, **{name: tokens["input_ids"] for name, tokens in encoded.items()}}
+    return {**beside, **fields, **{name: tokens["input_ids"] for name, tokens in encoded.items()}}
 
 
 def _texts(value: Any) -> list[str]:
@@ -207,8 +209,8 @@ def counts_positions(module: torch.nn.Module) -> bool:
     """
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         return False
-    own = ("create_position_ids_from_input_ids", "get_rope_index")
-    if any(hasattr(part, name) for part in module.modules() for name in own):
+    methods = ("create_position_ids_from_input_ids", "get_rope_index")
+    if any(hasattr(part, name) for part in module.modules() for name in methods):
         return False
     # Inspect the class: accelerate replaces the method on the instance.
     return "position_ids" in inspect.signature(type(module).forward).parameters

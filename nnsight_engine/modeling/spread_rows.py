@@ -127,7 +127,7 @@ class SpreadBatcher(Batcher):
             return super()._rows(tensor, group)
         spans = self._spans(tensor.shape[0], group)
         if len(spans) < 2:  # a single span is a view
-            return tensor.narrow(0, *spans[0]) if spans else self._whole(tensor)
+            return tensor.narrow(0, *spans[0]) if spans else self._lend_whole(tensor)
         for known in self._lending().gathered:
             if known.whole is tensor and known.spans == spans:
                 return known.collect()
@@ -156,14 +156,14 @@ class SpreadBatcher(Batcher):
             return value
         if not dataclasses.is_dataclass(value) or isinstance(value, type):
             return value
-        own: dict[str, Any] = {}
+        narrowed: dict[str, Any] = {}
         for field in dataclasses.fields(value):
             items = getattr(value, field.name)
             spans = self._spans(len(items), group) if isinstance(items, list | np.ndarray) else []
             if len(spans) == 1:
                 first, num_items = spans[0]
-                own[field.name] = items[first : first + num_items]
-        return dataclasses.replace(value, **own) if own else value
+                narrowed[field.name] = items[first : first + num_items]
+        return dataclasses.replace(value, **narrowed) if narrowed else value
 
 
 def _version(tensor: torch.Tensor) -> int | None:

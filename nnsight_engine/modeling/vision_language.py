@@ -72,12 +72,12 @@ class VisionLanguageModel(LanguageModel):
         return AutoProcessor.from_pretrained(self.repo_id, **options)  # nosec B615 # the user's choice
 
     def _read(self, value: Any = None, /, **kwargs: Any) -> dict[str, Any]:
-        given = {**(value if isinstance(value, Mapping) else {"text": value}), **kwargs}
-        media = {name: given.pop(name) for name in _MEDIA if name in given}
+        fields = {**(value if isinstance(value, Mapping) else {"text": value}), **kwargs}
+        media = {name: fields.pop(name) for name in _MEDIA if name in fields}
         media = {name: items for name, items in media.items() if items is not None}
-        text = given.pop("text", None)
+        text = fields.pop("text", None)
         if not media:
-            return super()._read(given if text is None else {"input_ids": text, **given})
+            return super()._read(fields if text is None else {"input_ids": text, **fields})
         texts = [text] if isinstance(text, str) else text
         if not isinstance(texts, list | tuple) or not all(isinstance(item, str) for item in texts):
             raise TypeError(
@@ -85,7 +85,7 @@ class VisionLanguageModel(LanguageModel):
                 "tokens with images are passed as the processor returns them"
             )
         features = self.processor(text=list(texts), **media, padding=True, return_tensors="pt")
-        return read_rows(self.tokenizer, {**features, **given})
+        return read_rows(self.tokenizer, {**features, **fields})
 
     def _join_others(self, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         names = set(getattr(self.processor, "model_input_names", ())) - ROW_INPUTS

@@ -66,8 +66,8 @@ def may_overflow(op: PlannedOp, spec: ModelSpec) -> bool:
     ):
         return False
     # A state is float32 in many models of a narrower dtype.
-    own = "float32" if op.captures_states else spec.dtype
-    return LARGEST[op.dtype] < LARGEST[own]
+    dtype = "float32" if op.captures_states else spec.dtype
+    return LARGEST[op.dtype] < LARGEST[dtype]
 
 
 def leaf_width(site: PlannedSite, spec: ModelSpec) -> int:
@@ -139,23 +139,23 @@ class Payload(msgspec.Struct, array_like=True):
 
 
 @dataclasses.dataclass(slots=True)
-class RunGroup:
-    """Reads that are the same in every step of a run; ``members``: request id and operation of each row."""
+class StreakGroup:
+    """Reads that are the same in each step of a streak; ``members``: request id and operation of each row."""
 
     reduce: str
     members: list[tuple[str, int]]
 
 
 @dataclasses.dataclass(slots=True)
-class RunOpening:
-    """The participants of a run, sent with its first step; the step before sent the ``StepInfo`` of each."""
+class StreakOpening:
+    """The participants of a streak, sent with its first step; the one before sent each ``StepInfo``."""
 
     request_ids: list[str]
-    groups: list[RunGroup]
+    groups: list[StreakGroup]
 
 
 @dataclasses.dataclass(slots=True)
-class RunStep:
+class StreakStep:
     """A step that repeats the work of the step before, one position further, for all its requests.
 
     ``num_steps`` includes this one; ``point_s`` are the seconds that they took, per point at which a
@@ -165,7 +165,7 @@ class RunStep:
     num_steps: int
     point_s: float
     parts: list[list[bytes]]
-    opening: RunOpening | None = None
+    opening: StreakOpening | None = None
 
 
 class DraftedRows(NamedTuple):
@@ -190,8 +190,8 @@ class StepResults:
     records: dict[str, list[StepRecord]]
     infos: dict[str, StepInfo]
     failures: dict[str, Failure]
-    run_step: RunStep | None = None
-    """Replaces records and infos in a step of a run."""
+    run_step: StreakStep | None = None
+    """Replaces records and infos in a step of a streak."""
     stopped: list[str] = dataclasses.field(default_factory=list)
     """Requests of which an operation of kind ``stop`` ends the answer; the step's sample is no part of it."""
     drafted: dict[str, DraftedRows] = dataclasses.field(default_factory=dict)

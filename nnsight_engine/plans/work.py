@@ -61,8 +61,8 @@ def _products(op: PlannedOp, tensors: dict[str, TensorData], spec: ModelSpec, nu
     total = spec.hidden_size * spec.vocab_size if LOGITS in op.sites else 0
     match op.kind:
         case OperationKind.LENS:
-            each = spec.hidden_size + _LENS + _TARGET * len(op.targets)
-            total += num_sites * spec.vocab_size * each
+            per_position = spec.hidden_size + _LENS + _TARGET * len(op.targets)
+            total += num_sites * spec.vocab_size * per_position
         case OperationKind.FEATURES | OperationKind.FEATURE if op.features is not None:
             total += _features(op.features)
         case OperationKind.SUBSPACE:
@@ -84,7 +84,7 @@ def weights_of(ops: Iterable[PlannedOp], tensors: dict[str, TensorData], spec: M
     total = 0
     for op in ops:
         tests = () if op.when is None else (test.score for test in op.when.tests)
-        total += sum(_score(one, tensors, sort=0) for one in (op.score, *tests) if one is not None)
+        total += sum(_score(score, tensors, sort=0) for score in (op.score, *tests) if score is not None)
         total += 0 if op.features is None else _features(op.features, sort=0)
     return total / spec.forward_work
 
@@ -136,9 +136,9 @@ class WorkByPosition:
     def stop_within(self, start: int, stop: int, limit: float) -> int:
         length = len(self.prompt)
         if start < length:
-            found = int(np.searchsorted(self._sums, self._sums[start] + limit, side="right")) - 1
-            if found < min(stop, length):
-                return max(found, start)
+            position = int(np.searchsorted(self._sums, self._sums[start] + limit, side="right")) - 1
+            if position < min(stop, length):
+                return max(position, start)
         if not self.generated or self.between(start, stop) <= limit:
             return stop
         first = max(start, length)

@@ -132,25 +132,25 @@ class FrameReader:
         """Yield the frames that the bytes complete; ``DecodeError`` for an unknown kind or a long frame."""
         rest = memoryview(data)
         while rest:
-            room = self.room()
-            num = min(len(rest), len(room))
-            room[:num] = rest[:num]
-            rest = rest[num:]
-            frame = self.took(num)
+            space = self.free_space()
+            num_bytes = min(len(rest), len(space))
+            space[:num_bytes] = rest[:num_bytes]
+            rest = rest[num_bytes:]
+            frame = self.advance(num_bytes)
             if frame is not None:
                 yield frame
 
-    def room(self) -> memoryview:
-        """Return the buffer for the next bytes; callers that read directly into it then call ``took``."""
+    def free_space(self) -> memoryview:
+        """Return the buffer for the next bytes; callers that read directly into it then call ``advance``."""
         return self._view[self._num :]
 
-    def took(self, num_bytes: int) -> Frame | None:
-        """Record that bytes were written to ``room``; return the frame that they complete, or None."""
+    def advance(self, num_bytes: int) -> Frame | None:
+        """Record that bytes were written to ``free_space``; return the frame that they complete, or None."""
         self._num += num_bytes
         if self._num < len(self._view):
             return None
         if self._kind is None:
-            self._open_body()
+            self._start_body()
             if self._view:
                 return None
         assert self._kind is not None  # noqa: S101 - its body is complete
@@ -158,7 +158,7 @@ class FrameReader:
         self._kind, self._view, self._num = None, self._head, 0
         return frame
 
-    def _open_body(self) -> None:
+    def _start_body(self) -> None:
         kind, size = _HEAD.unpack(self._head)
         if kind not in set(FrameKind) or size > self._max_bytes:
             raise DecodeError(
@@ -166,11 +166,11 @@ class FrameReader:
                 f"{max(FrameKind)}, and a frame may have {self._max_bytes:,} bytes"
             )
         self._kind, self._num = FrameKind(kind), 0
-        self._body = _room(size)
+        self._body = _new_buffer(size)
         self._view = memoryview(self._body)
 
 
-def _room(num_bytes: int) -> bytearray | memoryview:
+def _new_buffer(num_bytes: int) -> bytearray | memoryview:
     """Return a buffer; the operating system zeroes a large one lazily, as its bytes arrive."""
     if num_bytes <= _SMALL_BYTES:
         return bytearray(num_bytes)

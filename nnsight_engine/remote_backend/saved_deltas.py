@@ -36,7 +36,7 @@ class DeltaReader:
     def __init__(self, policy: Policy = DATA_ONLY, limits: MessageLimits = DEFAULT_LIMITS) -> None:
         self._policy = policy
         self._limits = limits
-        self._known: set[str] = set()
+        self._known_names: set[str] = set()
         self.whole: dict[str, Any] = {}
         self.grown: dict[str, list[Any]] = {}
 
@@ -49,7 +49,7 @@ class DeltaReader:
                 new = checked_list(items)
                 if name in whole:
                     whole[name] = [*checked_list(whole[name]), *new]
-                elif name not in self._known:
+                elif name not in self._known_names:
                     continue  # the items before these were dropped: the list will be sent whole again
                 elif name in self.whole:
                     # A new list: outputs that were already delivered keep theirs.
@@ -58,19 +58,19 @@ class DeltaReader:
                     grown[name] = [*self.grown.get(name, ()), *new]
         except MALFORMED as error:
             raise DecodeError(f"a delta of saved values is malformed: {error}") from error
-        self._known |= whole.keys()
+        self._known_names |= whole.keys()
         self.whole |= whole
         self.grown = {name: items for name, items in (self.grown | grown).items() if name not in whole}
 
     def skip(self) -> None:
         """Record that deltas were dropped: lists cannot grow until they have been sent whole again."""
-        self._known.clear()
+        self._known_names.clear()
 
     def forget(self, name: str) -> None:
         """Record that a value was dropped, see ``skip``."""
-        self._known.discard(name)
+        self._known_names.discard(name)
 
-    def take(self) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    def take_changes(self) -> tuple[dict[str, Any], dict[str, list[Any]]]:
         taken = self.whole, self.grown
         self.whole, self.grown = {}, {}
         return taken
@@ -100,7 +100,7 @@ class SavesSoFar:
         except DecodeError:
             logger.debug("a saved value cannot be read", exc_info=True)
 
-    def of(self, index: int, num_choices: int) -> dict[str, Any]:
+    def values_of_block(self, index: int, num_choices: int) -> dict[str, Any]:
         """Return a block's saved values by name; with several choices, a list with one value per choice."""
         readers = [self._readers.get((index, choice)) for choice in range(num_choices)]
         return by_name([{} if reader is None else reader.whole for reader in readers])
@@ -155,7 +155,7 @@ class OutputReader:
             invoke = message["invoke"]
             for choice, delta in message["news"]:
                 self._saves.add(invoke, choice, delta)
-            saves = self._saves.of(invoke, message["num_choices"])
+            saves = self._saves.values_of_block(invoke, message["num_choices"])
             choices = [SimpleNamespace(**choice) for choice in message["choices"]]
             return RemoteStreamedOutput(invoke, choices, message["finished"], saves)
         except (AttributeError, LookupError, TypeError, ValueError) as error:

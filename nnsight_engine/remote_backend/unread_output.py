@@ -88,21 +88,21 @@ MAX_PRINTED_BYTES: Final = 2**20
 
 class Prints:
     def __init__(self, max_bytes: int = MAX_PRINTED_BYTES) -> None:
-        self._left = max_bytes
+        self._bytes_left = max_bytes
         self._note = f"[the block printed more than {max_bytes:,} bytes; the rest is left out]\n"
         self._parts: list[bytes] = []
 
     def write(self, text: str) -> None:
         """Append text; output over the limit is dropped and replaced by a note."""
         data = str.encode(text, "utf-8", "backslashreplace")  # bypasses methods of str subclasses
-        if self._left < 0:
+        if self._bytes_left < 0:
             return
-        self._parts.append(data[: self._left])
-        self._left -= len(data)
-        if self._left < 0:
+        self._parts.append(data[: self._bytes_left])
+        self._bytes_left -= len(data)
+        if self._bytes_left < 0:
             self._parts.append(b"\n" + self._note.encode())
 
-    def take(self, *, everything: bool = False) -> str:
+    def take_lines(self, *, everything: bool = False) -> str:
         """Return the complete lines since the last call; with ``everything``, an incomplete last line too."""
         if not self._parts:
             return ""

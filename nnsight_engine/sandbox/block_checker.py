@@ -70,9 +70,9 @@ def check_syntax(node: Any, filename: str) -> None:
     """Refuse a definition or ``Nested`` block that could not run: SandboxError names the first such line."""
     first: tuple[tuple[int, int], str, str] | None = None
     for part in _parts(node):
-        for found in ast.walk(part):
-            rule = _RULES.get(type(found))
-            for at, what, instead in rule(found) if rule is not None else ():
+        for syntax_node in ast.walk(part):
+            rule = _RULES.get(type(syntax_node))
+            for at, what, instead in rule(syntax_node) if rule is not None else ():
                 place = (getattr(at, "lineno", 0), getattr(at, "col_offset", 0))
                 if first is None or place < first[0]:
                     first = (place, what, instead)

@@ -28,13 +28,13 @@ Part = bytes | bytearray | memoryview
 
 def read_exactly(read: Callable[[int], bytes], num_bytes: int) -> bytes:
     """Return ``num_bytes`` bytes from repeated calls of ``read``; ConnectionResetError if it ends before."""
-    found = b""
-    while len(found) < num_bytes:
-        more = read(num_bytes - len(found))
+    data = b""
+    while len(data) < num_bytes:
+        more = read(num_bytes - len(data))
         if not more:
             raise ConnectionResetError("the other side is gone")
-        found += more
-    return found
+        data += more
+    return data
 
 
 class Memory:
@@ -107,15 +107,15 @@ class EngineSide:
 
         Raises SandboxEndedError if it is invalid or too large, OSError if the other side is gone or late.
         """
-        while (answer := self._whole(max_bytes)) is None:
+        while (answer := self._complete_answer(max_bytes)) is None:
             self._wait_until(deadline)
             self._read(self._missing())
         return answer
 
-    def take(self, max_bytes: int) -> bytes | None:
+    def take_answer(self, max_bytes: int) -> bytes | None:
         """Return a copy of the answer, None while it is incomplete; raises as ``receive`` does."""
         self._socket.settimeout(0)
-        while (answer := self._whole(max_bytes)) is None:
+        while (answer := self._complete_answer(max_bytes)) is None:
             try:
                 self._read(self._missing())
             except BlockingIOError:
@@ -133,7 +133,7 @@ class EngineSide:
             return _HEAD.size - len(self._come)
         return _HEAD.size + int(_HEAD.unpack_from(self._come)[0]) - len(self._come)
 
-    def _whole(self, max_bytes: int) -> bytes | None:
+    def _complete_answer(self, max_bytes: int) -> bytes | None:
         if len(self._come) < _HEAD.size:
             return None
         in_socket, in_memory = _HEAD.unpack_from(self._come)

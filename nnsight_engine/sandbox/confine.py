@@ -164,50 +164,50 @@ def check_call(result: int, what: str) -> None:
 
 def machine() -> SystemCallTable:
     """Return the system call numbers of this machine; SandboxUnavailableError unless it is a known Linux."""
-    found = MACHINES.get(platform.machine()) if platform.system() == "Linux" else None
-    if found is None:
+    machine_rules = MACHINES.get(platform.machine()) if platform.system() == "Linux" else None
+    if machine_rules is None:
         raise SandboxUnavailableError(
             f"code cannot be kept from system calls on {platform.system()} {platform.machine()}: the process "
             f"sandbox needs Linux on {' or '.join(MACHINES)}. Run the server in such a container, or with "
             "--sandbox off if all keys belong to people whom you trust with the engine"
         )
-    return found
+    return machine_rules
 
 
 def install_filter() -> None:
     """Install the filter for all threads of this process; OSError if the kernel refuses."""
-    here = machine()
-    program = _program(here)
+    table = machine()
+    program = _program(table)
     buffer = ctypes.create_string_buffer(program, len(program))
     head = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer)))
     forbid_new_privileges()
     result = _libc.syscall(
-        ctypes.c_long(here.seccomp), ctypes.c_uint(_SET_FILTER), ctypes.c_uint(_ALL_THREADS), head
+        ctypes.c_long(table.seccomp), ctypes.c_uint(_SET_FILTER), ctypes.c_uint(_ALL_THREADS), head
     )
     check_call(result, "seccomp")
 
 
-def _program(here: SystemCallTable) -> bytes:
+def _program(table: SystemCallTable) -> bytes:
     """Return the filter: the architecture, the flags of ``mmap``, then one comparison for each listed call.
 
     Shared mappings could evade the counts of memory: pages stay allocated that the process has dropped.
     """
-    count = len(here.allowed) + len(here.absent)
+    count = len(table.allowed) + len(table.absent)
     assert count + 3 < _MAX_JUMP  # noqa: S101 - otherwise jumps would have to be chained
     # After the comparisons: fail, allow, absent.
     lines = [
         _line(_LOAD, k=_ARCHITECTURE_AT),
-        _line(_JUMP_IF_EQUAL, 1, 0, here.audit),
+        _line(_JUMP_IF_EQUAL, 1, 0, table.audit),
         _line(_RETURN, k=_KILL),
         _line(_LOAD, k=_NUMBER_AT),
-        _line(_JUMP_IF_AT_LEAST, count + 3, 0, here.limit),
-        _line(_JUMP_IF_EQUAL, 0, 2, here.mmap),
+        _line(_JUMP_IF_AT_LEAST, count + 3, 0, table.limit),
+        _line(_JUMP_IF_EQUAL, 0, 2, table.mmap),
         _line(_LOAD, k=_FOURTH_ARGUMENT_AT),
         _line(_JUMP_IF_ANY_BIT, count, count + 1, _MAP_SHARED),
     ]
-    for at, number in enumerate(here.allowed):
+    for at, number in enumerate(table.allowed):
         lines.append(_line(_JUMP_IF_EQUAL, count - at, 0, number))
-    for at, number in enumerate(here.absent, len(here.allowed)):
+    for at, number in enumerate(table.absent, len(table.allowed)):
         lines.append(_line(_JUMP_IF_EQUAL, count - at + 1, 0, number))
     lines += [
         _line(_RETURN, k=_FAIL | errno.EPERM),
@@ -272,8 +272,8 @@ def _leave_namespaces() -> list[str]:
 def _drop_user() -> None:
     if os.geteuid() == 0:
         # The limit holds for all processes of the new user, those of other engines too.
-        _, most = resource.getrlimit(resource.RLIMIT_NPROC)
-        resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_NPROC)
+        resource.setrlimit(resource.RLIMIT_NPROC, (hard_limit, hard_limit))
         os.setgroups([])
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
         os.setresuid(_NOBODY, _NOBODY, _NOBODY)
@@ -326,7 +326,7 @@ def confine(share: ProcessLimits) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
     }
-    for limit, most in limits.items():
-        resource.setrlimit(limit, (most, most))
+    for limit, maximum in limits.items():
+        resource.setrlimit(limit, (maximum, maximum))
     os.nice(_YIELDS)
     install_filter()

@@ -115,8 +115,8 @@ class _Zygote:
         self._killed: deque[int] = deque()
         _remove_abandoned()
         self._folder, self._held = _claim_folder()
-        own, theirs = socket.socketpair()
-        self._orders = own
+        ours, theirs = socket.socketpair()
+        self._orders = ours
         environment = {
             "PYTHONPATH": os.pathsep.join(sys.path),
             "HOME": self._folder,
@@ -136,16 +136,16 @@ class _Zygote:
                 start_new_session=True,
             )
         except OSError as error:
-            own.close()
+            ours.close()
             self._release_folder()
             raise SandboxUnavailableError(f"the sandbox could not be started: {error}") from error
         finally:
             theirs.close()
         try:
-            own.settimeout(_START_S)
-            own.sendall(NUMBER.pack(len(setup)) + setup)
+            ours.settimeout(_START_S)
+            ours.sendall(NUMBER.pack(len(setup)) + setup)
             self.lacks = self._exactly(self._number()).decode().split()
-            own.settimeout(_FORK_S)
+            ours.settimeout(_FORK_S)
         except OSError as error:
             self.close()
             raise SandboxUnavailableError(
@@ -162,10 +162,10 @@ class _Zygote:
 
     def fork(self) -> Sandbox:
         """Return a new process; OSError, or SandboxUnavailableError if it could not be confined."""
-        own, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
         descriptor = Memory.create(self._half_bytes)
         with contextlib.ExitStack() as undo:
-            undo.callback(own.close)
+            undo.callback(ours.close)
             try:
                 files = array.array("i", [theirs.fileno(), descriptor])
                 rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, files)
@@ -175,7 +175,7 @@ class _Zygote:
                     process = self._next_number()
                     handle = self._handle_of(process)
                 undo.callback(os.close, handle)
-                side = EngineSide(own, Memory(descriptor, self._half_bytes))
+                side = EngineSide(ours, Memory(descriptor, self._half_bytes))
                 undo.pop_all()
             finally:
                 self._send_killed()
@@ -304,7 +304,7 @@ class ForkServer:
         self._num_spare = num_spare
         self._needs_namespaces = needs_namespaces
         self._spare: deque[Sandbox] = deque()
-        self._wanted = threading.Event()
+        self._fork_wanted = threading.Event()
         self._closed = False
         self._error: SandboxUnavailableError | None = None
         self._zygote: _Zygote | None = None
@@ -320,7 +320,7 @@ class ForkServer:
             self._num_ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
             self._keeper = threading.Thread(target=self._keep, name="nnsight-engine-sandboxes", daemon=True)
             self._keeper.start()
-            weakref.finalize(self, self._wanted.set)
+            weakref.finalize(self, self._fork_wanted.set)
 
     @property
     def is_ready(self) -> bool:
@@ -338,7 +338,7 @@ class ForkServer:
         """Why the last attempt to start a process failed; None if it did not."""
         return self._error
 
-    def take(self) -> Sandbox | None:
+    def take_process(self) -> Sandbox | None:
         """Return an unused process; None if none is ready now, since a fork takes too long for a step."""
         try:
             with self._changing:
@@ -347,7 +347,7 @@ class ForkServer:
                 os.eventfd_read(self._num_ready)
                 return self._spare.popleft()
         finally:
-            self._wanted.set()  # now that it is missing
+            self._fork_wanted.set()  # now that it is missing
 
     def _add_spare(self, sandbox: Sandbox) -> None:
         with self._changing:
@@ -381,8 +381,8 @@ class ForkServer:
                 self._zygote = None
                 time.sleep(_AGAIN_S)
                 continue
-            self._wanted.wait()
-            self._wanted.clear()
+            self._fork_wanted.wait()
+            self._fork_wanted.clear()
         while self._spare:
             self._spare.popleft().end()
         if self._zygote is not None:
@@ -390,7 +390,7 @@ class ForkServer:
 
     def close(self) -> None:
         self._closed = True
-        self._wanted.set()
+        self._fork_wanted.set()
         if self._keeper is not None:
             self._keeper.join(_CLOSE_S)
             if not self._keeper.is_alive():  # otherwise it may still write to the descriptor

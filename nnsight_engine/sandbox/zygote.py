@@ -55,7 +55,7 @@ def fork_children(
         connection, memory = descriptors
         child = os.fork()
         if child == 0:
-            _live(connection, memory, number, share, prepare_child)
+            _run_child(connection, memory, number, share, prepare_child)
         os.close(connection)
         os.close(memory)
         orders.sendall(NUMBER.pack(child))
@@ -82,7 +82,7 @@ def _reap(process: int) -> None:
         return
 
 
-def _live(
+def _run_child(
     connection: int, descriptor: int, num_bytes: int, share: ProcessLimits, prepare_child: Callable[[], Child]
 ) -> NoReturn:
     """Run a child; it never returns into its parent's code, whatever happens."""

@@ -130,9 +130,9 @@ def _check_keys(decoder: Decoder, keys: list[Any], nodes: Sequence[int]) -> None
     if work and sum(work.get(node, 0) for node in nodes) > limits.max_key_work:
         raise DecodeError(f"to hash the keys takes more than {limits.max_key_work:,} steps")
     if len(keys) >= _CHECKED_FROM:
-        _, most = collections.Counter(map(hash, keys)).most_common(1)[0]
-        if most > limits.max_equal_hashes:
-            raise DecodeError(f"{most:,} keys have the same hash; {limits.max_equal_hashes:,} may")
+        _, num_equal = collections.Counter(map(hash, keys)).most_common(1)[0]
+        if num_equal > limits.max_equal_hashes:
+            raise DecodeError(f"{num_equal:,} keys have the same hash; {limits.max_equal_hashes:,} may")
 
 
 def _fill_list(_decoder: Decoder, value: list[Any], parts: list[Any]) -> None:

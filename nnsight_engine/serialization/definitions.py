@@ -199,15 +199,15 @@ def _write_class(encoder: Encoder, value: type) -> Written:
 
 def _names_in_annotations(kind: type) -> list[str]:
     """Return the names in annotations that are texts, in which decorators and base classes look them up."""
-    given = vars(kind).get("__annotations__", {})
-    texts = given.values() if isinstance(given, dict) else ()
-    found: list[str] = []
+    by_name = vars(kind).get("__annotations__", {})
+    texts = by_name.values() if isinstance(by_name, dict) else ()
+    names: list[str] = []
     for text in texts:
         with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # a text need not be code
             if isinstance(text, str):
                 tree = ast.parse(text.strip(), mode="eval")
-                found += [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    return found
+                names += [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    return names
 
 
 def _has_name(value: Any) -> bool:
@@ -220,24 +220,26 @@ def _cells_of_class(
     kind: type, fragment: SourceFragment, body: CodeType, globals_: dict[str, Any]
 ) -> dict[str, CellType]:
     """Return the cells of the class's free variables, recovered from its methods and its bases."""
-    found: dict[str, CellType] = {}
+    cells: dict[str, CellType] = {}
     for function in functions_of(kind):
-        found.update(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    own = type_parameters(fragment)
+        cells.update(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    parameters = type_parameters(fragment)
     # For generic classes, Python adds internal variables whose names are not identifiers.
-    wanted = [name for name in body.co_freevars if name.isidentifier() and name not in own | _OF_A_BODY]
+    wanted = [
+        name for name in body.co_freevars if name.isidentifier() and name not in parameters | _OF_A_BODY
+    ]
     if "<locals>" in fragment.qualname:
         bases = named_bases(fragment)
         header = global_names(compile_class(fragment, wanted), at_once=True)
-        known = (globals_.keys() | vars(builtins).keys()) - found.keys() - bases.keys()
+        known = (globals_.keys() | vars(builtins).keys()) - cells.keys() - bases.keys()
         wanted += [name for name in header if name not in wanted and name not in known]
         for name, at in bases.items():
-            found.setdefault(name, CellType(vars(kind).get("__orig_bases__", kind.__bases__)[at]))
-        found.setdefault(kind.__name__, CellType(kind))
+            cells.setdefault(name, CellType(vars(kind).get("__orig_bases__", kind.__bases__)[at]))
+        cells.setdefault(kind.__name__, CellType(kind))
     for name in wanted:
-        if name not in found:
+        if name not in cells:
             raise Unsendable(f"it uses `{name}` of the function around it, which is gone; use it in a method")
-    return {name: found[name] for name in wanted}
+    return {name: cells[name] for name in wanted}
 
 
 def _changeable(kind: type) -> dict[str, Any]:

@@ -43,10 +43,10 @@ def _installed() -> re.Pattern[str]:
     folders |= {*site.getsitepackages(), site.getusersitepackages()}
     folders |= {os.path.dirname(sys.executable), os.path.dirname(os.path.realpath(sys.executable))}
     folders |= {os.path.realpath(folder) for folder in folders}
-    found = sorted((folder for folder in folders if len(folder) > 1), key=len, reverse=True)
-    own = rf"{re.escape(str(_PACKAGES))}/(?=(?:nnsight_engine|app|api_schemas)/)"
-    others = f"(?:{'|'.join(map(re.escape, found))})/(?:lib/python[\\d.]+/)?(?:site-packages/)?"
-    return re.compile(rf"(?<![\w.-])(?:{others}|{own})")
+    installed = sorted((folder for folder in folders if len(folder) > 1), key=len, reverse=True)
+    own_packages = rf"{re.escape(str(_PACKAGES))}/(?=(?:nnsight_engine|app|api_schemas)/)"
+    others = f"(?:{'|'.join(map(re.escape, installed))})/(?:lib/python[\\d.]+/)?(?:site-packages/)?"
+    return re.compile(rf"(?<![\w.-])(?:{others}|{own_packages})")
 
 
 def without_server_paths(text: str) -> str:
@@ -139,10 +139,10 @@ def _plain(value: Any) -> Plain:
 
 
 def _attributes(error: BaseException) -> dict[str, Plain]:
-    found = {name: value for name, value in vars(error).items() if not name.startswith("_")}
+    attributes = {name: value for name, value in vars(error).items() if not name.startswith("_")}
     if isinstance(error, (NameError, AttributeError, ImportError)):
-        found["name"] = error.name
-    kept = {name: value for name, value in found.items() if type(value) in {str, int, float, bool}}
+        attributes["name"] = error.name
+    kept = {name: value for name, value in attributes.items() if type(value) in {str, int, float, bool}}
     return {name: _plain(value) for name, value in kept.items()}
 
 
@@ -172,7 +172,7 @@ def _entry_of(tb: TracebackType, code: CodeType) -> _TracebackEntry:
 
 
 def _restored(failure: _Failure, num_left: int) -> BaseException:
-    error = _made(failure)
+    error = _error_of(failure)
     for note in failure.notes:
         BaseException.add_note(error, note)  # the description may set an attribute of this name
     if num_left:
@@ -183,7 +183,7 @@ def _restored(failure: _Failure, num_left: int) -> BaseException:
     return BaseException.with_traceback(error, _traceback_of(failure.entries[:_MAX_FRAMES]))
 
 
-def _made(failure: _Failure) -> BaseException:
+def _error_of(failure: _Failure) -> BaseException:
     kind = _known_type(failure)
     if kind is not None:
         error = _instance(kind, failure)
@@ -220,15 +220,15 @@ def _known_type(failure: _Failure) -> type[BaseException] | None:
     if failure.module.partition(".")[0] not in _TRUSTED_PACKAGES:
         return None
     # Not by getattr, since a module's own ``__getattr__`` may import others.
-    found = getattr(sys.modules.get(failure.module), "__dict__", {}).get(failure.name)
-    return found if isinstance(found, type) and issubclass(found, Exception) else None
+    known = getattr(sys.modules.get(failure.module), "__dict__", {}).get(failure.name)
+    return known if isinstance(known, type) and issubclass(known, Exception) else None
 
 
 def _builtin_type(name: str) -> type[BaseException] | None:
-    found = getattr(builtins, name, None)
-    if not isinstance(found, type) or not issubclass(found, Exception):
+    builtin = getattr(builtins, name, None)
+    if not isinstance(builtin, type) or not issubclass(builtin, Exception):
         return None  # not an exception, or one that would end the receiving program
-    return None if issubclass(found, ExceptionGroup) else found
+    return None if issubclass(builtin, ExceptionGroup) else builtin
 
 
 def _instance(kind: type[BaseException], failure: _Failure) -> BaseException | None:
@@ -254,7 +254,7 @@ def _traceback_of(entries: list[_TracebackEntry]) -> TracebackType | None:
     for entry in reversed(entries):
         line = min(max(entry.line, 1), _MAX_LINE)
         if entry.source:
-            SOURCE_CACHE.put(entry.file, line, entry.source, is_quoted=True)
+            SOURCE_CACHE.register(entry.file, line, entry.source, is_quoted=True)
         made = _entered(_code_of(entry, line))
         result = TracebackType(result, made.tb_frame, made.tb_lasti, made.tb_lineno)
     return result

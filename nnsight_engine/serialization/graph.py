@@ -91,9 +91,9 @@ class Encoder:
         self._children: list[Sequence[int]] = []
         self._payloads: list[Any] = []
         self._places: list[tuple[int, str, Any]] = []
-        self._known: dict[tuple[int, Writer], int] = {}
+        self._numbers: dict[tuple[int, Writer], int] = {}
         self._scalars: dict[tuple[type, Any], int] = {}
-        self._kept: list[Any] = []
+        self._kept_alive: list[Any] = []
         self._tensors: dict[str, torch.Tensor] = {}
         self._num_tensor_bytes = 0
         self._turns: list[tuple[int, Any, Writer]] = []
@@ -108,18 +108,18 @@ class Encoder:
                 self.emit(index, NodeKind.FLOAT, value)
                 return index
             if kind in _SHARED_BY_VALUE:
-                found = self._scalars.get((kind, value))
-                if found is None:
-                    found = self._scalars[(kind, value)] = self._reserve(step, key)
-                    self.emit(found, *self._write(self, value))
-                return found
+                number = self._scalars.get((kind, value))
+                if number is None:
+                    number = self._scalars[(kind, value)] = self._reserve(step, key)
+                    self.emit(number, *self._write(self, value))
+                return number
             writer = self._write
-        found = self._known.get((id(value), writer))
-        if found is None:
-            found = self._known[(id(value), writer)] = self._reserve(step, key)
-            self._kept.append(value)  # keep it alive, so that its id is not reused
-            self._turns.append((found, value, writer))
-        return found
+        number = self._numbers.get((id(value), writer))
+        if number is None:
+            number = self._numbers[(id(value), writer)] = self._reserve(step, key)
+            self._kept_alive.append(value)  # keep it alive, so that its id is not reused
+            self._turns.append((number, value, writer))
+        return number
 
     def nodes(self, values: Collection[Any], step: str = "") -> list[int]:
         return [self.node(value, step) for value in values]
@@ -175,7 +175,9 @@ class Encoder:
             self._refuse(value, error)
 
     def numbers_of(self, ids: Collection[int]) -> set[int]:
-        return {number for (identity, _), number in self._known.items() if identity in ids} if ids else set()
+        return (
+            {number for (identity, _), number in self._numbers.items() if identity in ids} if ids else set()
+        )
 
     def _refuse(self, value: Any, why: Unsendable) -> NoReturn:
         kind = type(value)
@@ -347,7 +349,7 @@ class Decoder:
         if len(children) > num_first and kind.fill is None:
             raise DecodeError(f"the message is broken: a node of kind {kind.number} has parts too many")
         self.index = index
-        self._objects[index] = self._made(kind, parts)
+        self._objects[index] = self._make_checked(kind, parts)
         self._num_done += 1
         if kind.fill is None:
             self._filled[index] = 1
@@ -355,7 +357,7 @@ class Decoder:
         self._stack.append((_FILL, index))
         self._enter_all(children[num_first:])
 
-    def _made(self, kind: Kind, parts: list[Any]) -> Any:
+    def _make_checked(self, kind: Kind, parts: list[Any]) -> Any:
         if kind.is_code and not self.policy.allow_source:
             raise DecodeError("the message holds code, and this side takes data alone")
         for part, wanted in zip(parts, kind.first or (), strict=False):

@@ -155,11 +155,11 @@ def _tensor(entry: _SegmentHeader, data: memoryview) -> torch.Tensor:
         raise DecodeError(f"the message is broken: a tensor has the type {entry.dtype!r} and {entry.shape}")
     if math.prod(entry.shape) * dtype.itemsize != end - start or start == end:
         raise DecodeError("the message is broken: a tensor has another size than its shape says")
-    found = np.frombuffer(data[start:end], np.uint8)
-    if found.flags.writeable and 2 * found.nbytes >= len(data) and found.ctypes.data % _ALIGNMENT == 0:
-        return torch.from_numpy(found).view(dtype).reshape(entry.shape)
+    flat = np.frombuffer(data[start:end], np.uint8)
+    if flat.flags.writeable and 2 * flat.nbytes >= len(data) and flat.ctypes.data % _ALIGNMENT == 0:
+        return torch.from_numpy(flat).view(dtype).reshape(entry.shape)
     tensor = torch.empty(entry.shape, dtype=dtype)
-    tensor.reshape(-1).view(torch.uint8).numpy()[:] = found
+    tensor.reshape(-1).view(torch.uint8).numpy()[:] = flat
     return tensor
 
 
@@ -250,9 +250,9 @@ class _Cursor:
         self.at = at
 
     def array(self, dtype: str, count: int) -> np.ndarray[Any, Any]:
-        found = np.frombuffer(self.view, dtype, count, self.at)
-        self.at += found.nbytes
-        return found
+        values = np.frombuffer(self.view, dtype, count, self.at)
+        self.at += values.nbytes
+        return values
 
     def bytes(self, count: int) -> bytes:
         self.at += count

@@ -44,8 +44,8 @@ from nnsight_engine.serialization.source.import_resolution import MOVED, is_impo
 
 def write_name(value: Any) -> Written | None:
     """Return the node of an object that the other side has under a name; None for others."""
-    found = name_of(value)
-    return None if found is None else (NodeKind.NAME, ":".join(found))
+    name = name_of(value)
+    return None if name is None else (NodeKind.NAME, ":".join(name))
 
 
 def _write_builtin(encoder: Encoder, value: Any) -> Written:
@@ -60,14 +60,14 @@ def import_name(decoder: Decoder, module: str, name: str) -> Any:
             f"the message asks for {module}.{name}, which this side does not take from a message"
         )
     try:
-        found = importlib.import_module(module)
+        current = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # a module may fail in any way
         raise DecodeError(
             f"the message asks for the module {module}, which cannot be imported here ({error}); install "
             f"it here too, or send it as source with register_by_value{decoder.between_versions}"
         ) from error
     try:
-        value = operator.attrgetter(name)(found) if name else found
+        value = operator.attrgetter(name)(current) if name else current
     except AttributeError as error:
         raise DecodeError(
             f"the message asks for {module}.{name}, which this side's {module} lacks"
@@ -157,7 +157,9 @@ def _refuse_what_would_do_less(value: Any) -> None:
     if isinstance(value, torch.nn.Module):
         for name, hooks in vars(value).items():
             if name.endswith("_hooks") and hooks:
-                called = {str(getattr(one, "__qualname__", type(one).__qualname__)) for one in hooks.values()}
+                called = {
+                    str(getattr(hook, "__qualname__", type(hook).__qualname__)) for hook in hooks.values()
+                }
                 raise Unsendable(
                     f"it has hooks ({', '.join(sorted(called))} in {name}), which would not run there; "
                     "remove them first"
@@ -187,19 +189,19 @@ def _write_reduced(encoder: Encoder, value: Any, reduced: tuple[Any, ...]) -> Wr
 
 
 def _write_by_name(value: Any, name: str) -> Written:
-    found = name_of(value)
+    location = name_of(value)
     for module in (getattr(value, "__module__", None), "torch"):
         bare = name.removeprefix(f"{module}.")
         if (
-            found is None
+            location is None
             and isinstance(module, str)
             and is_importable(module)
             and lookup(module, bare) is value
         ):
-            found = (module, bare)
-    if found is None:
+            location = (module, bare)
+    if location is None:
         raise Unsendable(f"it is known by the name {name!r} alone, which the other side lacks")
-    return NodeKind.NAME, ":".join(found)
+    return NodeKind.NAME, ":".join(location)
 
 
 def _call(encoder: Encoder, function: Any, *args: Any, **kwargs: Any) -> Written:
@@ -347,15 +349,17 @@ def _is_named_result(kind: type) -> bool:
 
 def _charge(decoder: Decoder, parts: Sequence[Any]) -> None:
     """Count items that are copied; a message may copy as many as it has, but not one container many times."""
-    left = decoder.state.get(_COPIES)
-    if left is None:
+    num_items = decoder.state.get(_COPIES)
+    if num_items is None:
         table = decoder.table
-        left = len(table.kinds) + sum(map(len, table.children))
-        left += sum(len(text) for text in table.payloads if isinstance(text, str | bytes)) // _TEXT_PER_ITEM
-    left -= sum(_num_items(part) for part in parts)
-    if left < 0:
+        num_items = len(table.kinds) + sum(map(len, table.children))
+        num_items += (
+            sum(len(text) for text in table.payloads if isinstance(text, str | bytes)) // _TEXT_PER_ITEM
+        )
+    num_items -= sum(_num_items(part) for part in parts)
+    if num_items < 0:
         raise DecodeError("the message has objects that would copy more than was sent")
-    decoder.state[_COPIES] = left
+    decoder.state[_COPIES] = num_items
 
 
 def _num_items(value: Any) -> int:

@@ -38,9 +38,9 @@ def bound_globals(globals_: dict[str, Any], names: Iterable[str]) -> dict[str, A
 
 def bindings(encoder: Encoder, globals_: dict[str, Any], names: Iterable[str]) -> list[int]:
     """Return the nodes of the globals that code uses: one for the tuple of names, then one for each value."""
-    found = bound_globals(globals_, names)
-    values = [encoder.node(value, "global `{}`", name) for name, value in found.items()]
-    return [encoder.node(tuple(found)), *values]
+    bound = bound_globals(globals_, names)
+    values = [encoder.node(value, "global `{}`", name) for name, value in bound.items()]
+    return [encoder.node(tuple(bound)), *values]
 
 
 def bind_globals(globals_: dict[str, Any], names: Any, values: list[Any]) -> None:
@@ -73,8 +73,8 @@ def globals_of(decoder: Decoder, module: Any) -> dict[str, Any]:
     """Return the globals of a namespace of this message; raise a ``DecodeError`` if it is not one."""
     if decoder.state.get(("namespace", id(module))) is not module:
         raise DecodeError("the message is broken: code has no namespace")
-    found: dict[str, Any] = vars(module)
-    return found
+    globals_: dict[str, Any] = vars(module)
+    return globals_
 
 
 def _write_module(encoder: Encoder, value: ModuleType) -> Written:
@@ -130,10 +130,10 @@ def _fill_cell(_decoder: Decoder, value: CellType, parts: list[Any]) -> None:
 
 
 def cells_by_name(names: Any, cells: Any) -> dict[str, CellType]:
-    found = dict(zip(names, cells, strict=True))
-    if not all(isinstance(cell, CellType) for cell in found.values()):
+    by_name = dict(zip(names, cells, strict=True))
+    if not all(isinstance(cell, CellType) for cell in by_name.values()):
         raise DecodeError("the message is broken: a variable has no cell")
-    return found
+    return by_name
 
 
 # Source.
@@ -164,10 +164,12 @@ def fragment_of(decoder: Decoder, parts: Any) -> SourceFragment:
     if not all(isinstance(part, kind) for part, kind in zip(parts, _FIELD_TYPES, strict=True)):
         raise DecodeError("the message is broken: a source fragment has parts of other types")
     fragment = SourceFragment(*parts)
-    most, around = decoder.limits.max_name_characters, fragment.class_name
+    max_characters, around = decoder.limits.max_name_characters, fragment.class_name
     longest = max(map(len, (fragment.filename, fragment.name, fragment.qualname, around or "")))
-    if longest > most:
-        raise DecodeError(f"a name of a source fragment has {longest:,} characters and may have {most:,}")
+    if longest > max_characters:
+        raise DecodeError(
+            f"a name of a source fragment has {longest:,} characters and may have {max_characters:,}"
+        )
     if around is not None and (not around.isidentifier() or around.startswith(OURS)):
         raise DecodeError(f"the message is broken: no class is called {around!r}")
     if fragment.flags & ~FUTURE_FLAGS:

@@ -204,8 +204,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         # A class by value would replace the methods of the class that has its number: of the sender's own
         # where the sender is in this process, and of one that an earlier trace is still using.
-        found, at = super().find_class(module, name), _NUMBERED.get((module, name))
-        return found if at is None else lambda *parts: found(*parts[:at], None, *parts[at + 1 :])
+        value, at = super().find_class(module, name), _NUMBERED.get((module, name))
+        return value if at is None else lambda *parts: value(*parts[:at], None, *parts[at + 1 :])
 
     def persistent_load(self, pid: Any) -> Any:
         if self._resolve is None:

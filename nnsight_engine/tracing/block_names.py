@@ -8,16 +8,16 @@ from collections.abc import Sequence
 
 def names_in(body: Sequence[ast.stmt]) -> frozenset[str]:
     """Return every name that the statements mention, nested functions included."""
-    found: set[str] = set()
+    names: set[str] = set()
     for statement in body:
         for node in ast.walk(statement):
             if isinstance(node, ast.Name):
-                found.add(node.id)
+                names.add(node.id)
             elif isinstance(node, ast.Nonlocal):
-                found.update(node.names)
+                names.update(node.names)
             elif isinstance(node, ast.Call) and is_bare_super(node):
-                found.add("__class__")
-    return frozenset(found | stored_in(body))
+                names.add("__class__")
+    return frozenset(names | stored_in(body))
 
 
 def mangled(names: frozenset[str], class_name: str | None) -> frozenset[str]:
@@ -67,12 +67,12 @@ def leaving(body: Sequence[ast.stmt]) -> list[ast.AST]:
 
 class _OutsideNames(ast.NodeVisitor):
     def __init__(self, node: ast.With) -> None:
-        self._place = (node.lineno, node.col_offset)
+        self._with_position = (node.lineno, node.col_offset)
         self._is_inside = False
         self.names: set[str] = set()
 
     def visit(self, node: ast.AST) -> None:
-        if isinstance(node, ast.With) and (node.lineno, node.col_offset) == self._place:
+        if isinstance(node, ast.With) and (node.lineno, node.col_offset) == self._with_position:
             self._is_inside = True
             return
         if isinstance(node, ast.For | ast.While):
@@ -140,12 +140,12 @@ class _Scope(ast.NodeVisitor):
         else:
             self.generic_visit(node.args)
         inner = _scan(node.body)
-        own = inner.stored - inner.nonlocal_
+        bound = inner.stored - inner.nonlocal_
         if isinstance(node, ast.ClassDef):
-            own = set()  # functions in a class do not see its names
+            bound = set()  # functions in a class do not see its names
         else:
-            own |= {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}
-        self.from_functions |= inner.nonlocal_ | (inner.from_functions - own)
+            bound |= {node_.arg for node_ in ast.walk(node.args) if isinstance(node_, ast.arg)}
+        self.from_functions |= inner.nonlocal_ | (inner.from_functions - bound)
 
     visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _definition  # noqa: N815 - ast's names
 

@@ -81,7 +81,7 @@ class _Counter(ast.NodeTransformer):
         self._within_reach = names
         """Names that ``nonlocal`` in a function here would share with the surroundings."""
         self._spell = spell
-        self._own = OWN
+        self._stores_name = OWN
         """The name of the current scope's ``Assignments``."""
         self._numbers = itertools.count(1)
 
@@ -89,7 +89,7 @@ class _Counter(ast.NodeTransformer):
         if isinstance(node.ctx, ast.Load) or node.id not in self._counted:
             return node
         key = ast.Constant(value=self._spell(node.id))
-        return located(ast.Subscript(value=load(self._own), slice=key, ctx=node.ctx), node)
+        return located(ast.Subscript(value=load(self._stores_name), slice=key, ctx=node.ctx), node)
 
     def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.expr:
         """Assign with a call, since ``:=`` accepts plain names only."""
@@ -97,7 +97,7 @@ class _Counter(ast.NodeTransformer):
         if node.target.id not in self._counted:
             return node
         key = ast.Constant(value=self._spell(node.target.id))
-        return located(call(attribute(self._own, "assign"), key, node.value), node)
+        return located(call(attribute(self._stores_name, "assign"), key, node.value), node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> Any:
         node.value = self.visit(node.value)
@@ -139,18 +139,18 @@ class _Counter(ast.NodeTransformer):
         node.decorator_list = [self.visit(decorator) for decorator in node.decorator_list]
         node.args = self.visit(node.args)
         shared = declared_nonlocal(node.body)
-        arguments = {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}
+        arguments = {argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)}
         bound = bound_in(node.body)
         lent = _lent_in(node.body) & (stored_in(node.body) | bound) & (bound | arguments)
         reach = (self._within_reach - bound - arguments) | lent
-        outside = self._own
+        outside = self._stores_name
         if lent:
-            self._own = f"{OWN.rstrip('_')}_{next(self._numbers)}__"
+            self._stores_name = f"{OWN.rstrip('_')}_{next(self._numbers)}__"
         self._in_scope(node, (shared & self._within_reach) | lent, reach)
         if lent:
             at = _after_docstring(node.body)
             node.body[at:at] = self._lending(node, outside, lent, bound)
-            self._own = outside
+            self._stores_name = outside
         return [node, *self._counts(node, [node.name])]
 
     def _lending(
@@ -158,7 +158,9 @@ class _Counter(ast.NodeTransformer):
     ) -> list[ast.stmt]:
         """Return the statements at a function's begin that have its own variables counted."""
         capture = capture_of(sorted(lent))
-        begin = ast.Assign(targets=[store(self._own)], value=call(attribute(outside, "lent"), capture))
+        begin = ast.Assign(
+            targets=[store(self._stores_name)], value=call(attribute(outside, "lent"), capture)
+        )
         targets: list[ast.expr] = [store(name) for name in sorted(lent & bound)]
         if not targets:
             return [located(begin, node)]
@@ -177,7 +179,7 @@ class _Counter(ast.NodeTransformer):
         """Count the class's name; names in its body are attributes, which functions in it do not see."""
         node = copy.deepcopy(node)
         for expressions in (node.decorator_list, node.bases, node.keywords):
-            expressions[:] = [self.visit(one) for one in expressions]
+            expressions[:] = [self.visit(expression) for expression in expressions]
         shared = declared_nonlocal(node.body)
         self._in_scope(node, shared & self._within_reach, self._within_reach)
         return [node, *self._counts(node, [node.name])]
@@ -207,7 +209,7 @@ class _Counter(ast.NodeTransformer):
 
     def _count(self, names: Sequence[str]) -> ast.Call:
         keys = (ast.Constant(value=self._spell(name)) for name in names)
-        return call(attribute(self._own, "count"), *keys)
+        return call(attribute(self._stores_name, "count"), *keys)
 
 
 def _lent_in(body: Sequence[ast.stmt]) -> frozenset[str]:

@@ -181,8 +181,8 @@ def clean(error: BaseException, *, debug: bool) -> BaseException:
     """Remove our frames and the exception that skipped the block from an error and its causes; return it."""
     _forget_jump(error)
     if not debug:
-        for one in _chain(error):
-            one.__traceback__ = hide_our_frames(one.__traceback__)
+        for exception in _chain(error):
+            exception.__traceback__ = hide_our_frames(exception.__traceback__)
     return error
 
 

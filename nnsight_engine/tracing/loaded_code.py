@@ -52,10 +52,10 @@ def defines(tree: ast.Module, code: CodeType, globals_: Mapping[str, Any], node:
     """Return whether a definition in a text matches the loaded code of a function; see ``matches``."""
     loaded = _instructions(code)
     return any(
-        _agree(_instructions(one), loaded, node, globals_)
+        _agree(_instructions(inner), loaded, node, globals_)
         for made in _compiled(tree, code, node)
-        for one in _codes(made)
-        if (one.co_name, one.co_firstlineno) == (code.co_name, code.co_firstlineno)
+        for inner in _codes(made)
+        if (inner.co_name, inner.co_firstlineno) == (code.co_name, code.co_firstlineno)
     )
 
 
@@ -69,11 +69,15 @@ def _agree(
     if not _is_hooked(globals_):
         return False
     rewritten = [
-        range(one.lineno, (one.end_lineno or one.lineno) + 1)
-        for one in ast.walk(node)
-        if isinstance(one, ast.Assert)
+        range(inner.lineno, (inner.end_lineno or inner.lineno) + 1)
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Assert)
     ]
-    missing = {one for one in written - loaded if not any(one[2] in lines for lines in rewritten)}
+    missing = {
+        instruction
+        for instruction in written - loaded
+        if not any(instruction[2] in lines for lines in rewritten)
+    }
     return missing <= _replaced(node, loaded)
 
 
@@ -82,14 +86,14 @@ def _replaced(node: ast.AST, loaded: set[Instruction]) -> set[Instruction]:
 
     typeguard replaces ``x += y`` by a call: the operation is gone, its operand remains.
     """
-    operations = {one[2:] for one in loaded if one[0] == "BINARY_OP"}
-    found: set[Instruction] = set()
-    for one in ast.walk(node):
-        if isinstance(one, ast.AugAssign) and _position(one) not in operations:
-            written = _instructions(compile(ast.Module([one], []), "", "exec"))
-            places = {_position(one), _position(one.target)}
-            found |= {instruction for instruction in written if instruction[2:] in places}
-    return found
+    operations = {place[2:] for place in loaded if place[0] == "BINARY_OP"}
+    replaced: set[Instruction] = set()
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.AugAssign) and _position(inner) not in operations:
+            written = _instructions(compile(ast.Module([inner], []), "", "exec"))
+            places = {_position(inner), _position(inner.target)}
+            replaced |= {instruction for instruction in written if instruction[2:] in places}
+    return replaced
 
 
 def _position(node: ast.stmt | ast.expr) -> tuple[int, int, int | None]:
@@ -108,7 +112,12 @@ def _is_hooked(globals_: Mapping[str, Any]) -> bool:
 def _compiled(tree: ast.Module, code: CodeType, node: ast.stmt | ast.expr) -> Iterator[CodeType]:
     """Compile a node's top-level statement with this process's options, then with others it may have had."""
     around = next(
-        (one for one in tree.body if _first_line(one) <= node.lineno <= (one.end_lineno or 0)), None
+        (
+            statement
+            for statement in tree.body
+            if _first_line(statement) <= node.lineno <= (statement.end_lineno or 0)
+        ),
+        None,
     )
     if around is None:
         return
@@ -128,7 +137,7 @@ def _compiled(tree: ast.Module, code: CodeType, node: ast.stmt | ast.expr) -> It
 
 def _first_line(node: ast.stmt) -> int:
     decorators: list[ast.expr] = getattr(node, "decorator_list", [])
-    return min([node.lineno, *(one.lineno for one in decorators)])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -149,21 +158,28 @@ def imported_names(tree: ast.AST) -> Iterator[str]:
 
 
 def _instructions(code: CodeType, lines: range | None = None) -> set[Instruction]:
-    found: set[Instruction] = set()
+    instructions: set[Instruction] = set()
     for inner in _codes(code):
-        for one in dis.get_instructions(inner):
-            place = one.positions
+        for instruction in dis.get_instructions(inner):
+            place = instruction.positions
             line = None if place is None else place.lineno
-            if place is not None and _is_compared(one) and (lines is None or line in lines):
+            if place is not None and _is_compared(instruction) and (lines is None or line in lines):
                 columns = (place.col_offset, place.end_col_offset)
-                found.add((_kind(one.opname), _argument(one, inner), line, *columns))
-    return found
+                instructions.add((_kind(instruction.opname), _argument(instruction, inner), line, *columns))
+    return instructions
 
 
-def _is_compared(one: dis.Instruction) -> bool:
-    if one.opname in _UNSAID or "JUMP" in one.opname or one.positions is None or one.positions.lineno is None:
+def _is_compared(instruction: dis.Instruction) -> bool:
+    if (
+        instruction.opname in _UNSAID
+        or "JUMP" in instruction.opname
+        or instruction.positions is None
+        or instruction.positions.lineno is None
+    ):
         return False
-    return not (one.opname == "LOAD_CONST" and one.argval is None)  # the end of a function, or of a block
+    return not (
+        instruction.opname == "LOAD_CONST" and instruction.argval is None
+    )  # the end of a function, or of a block
 
 
 def _kind(name: str) -> str:
@@ -177,14 +193,14 @@ def _kind(name: str) -> str:
 _SCOPES: Final = ("_NAME", "_FAST", "_GLOBAL", "_DEREF", "_CLOSURE", "_CLASSDEREF", "_FAST_CHECK")
 
 
-def _argument(one: dis.Instruction, code: CodeType) -> str:
-    if isinstance(one.argval, CodeType):
-        return one.argval.co_name
-    if one.opname in {"FOR_ITER", "SEND"}:
+def _argument(instruction: dis.Instruction, code: CodeType) -> str:
+    if isinstance(instruction.argval, CodeType):
+        return instruction.argval.co_name
+    if instruction.opname in {"FOR_ITER", "SEND"}:
         return ""  # a position in the code
-    if one.opname == "KW_NAMES":
-        return repr(code.co_consts[one.arg or 0])
-    return f"{type(one.argval).__name__} {_constant(one.argval)}"
+    if instruction.opname == "KW_NAMES":
+        return repr(code.co_consts[instruction.arg or 0])
+    return f"{type(instruction.argval).__name__} {_constant(instruction.argval)}"
 
 
 def _constant(value: object) -> str:
@@ -201,7 +217,7 @@ class Lines(Sequence[str]):
     __slots__ = ()
 
     @abstractmethod
-    def at(self, index: int) -> str: ...
+    def line_at(self, index: int) -> str: ...
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -210,11 +226,11 @@ class Lines(Sequence[str]):
     def __getitem__(self, index: slice) -> list[str]: ...
 
     def __getitem__(self, index: int | slice) -> str | list[str]:
-        found = range(len(self))[index]
-        return self.at(found) if isinstance(found, int) else list(map(self.at, found))
+        numbers = range(len(self))[index]
+        return self.line_at(numbers) if isinstance(numbers, int) else list(map(self.line_at, numbers))
 
     def __iter__(self) -> Iterator[str]:
-        return map(self.at, range(len(self)))
+        return map(self.line_at, range(len(self)))
 
 
 class LinesFrom(Lines):
@@ -231,7 +247,7 @@ class LinesFrom(Lines):
     def __len__(self) -> int:
         return self._before + len(self._lines)
 
-    def at(self, index: int) -> str:
+    def line_at(self, index: int) -> str:
         return self._lines[index - self._before] if index >= self._before else "\n"
 
 

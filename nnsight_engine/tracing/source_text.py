@@ -126,9 +126,9 @@ def _with_missing_lines(lines: Sequence[str], wanted: CodeType) -> Iterator[str]
 
 
 def _last_line(code: CodeType) -> int:
-    own = (end for _, end, _, _ in code.co_positions() if end is not None)
+    ends = (end for _, end, _, _ in code.co_positions() if end is not None)
     nested = (_last_line(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return max(itertools.chain(own, nested), default=0)
+    return max(itertools.chain(ends, nested), default=0)
 
 
 def find_timed_cell(wanted: CodeType) -> str | None:
@@ -199,7 +199,7 @@ class SourceReader:
         self._texts: _Recent[tuple[str, tuple[str, ...]], SourceText] = _Recent(max_texts)
         # By identity, since equal codes may come from different files; the code is referenced so that its id
         # stays valid.
-        self._found: _Recent[int, tuple[CodeType, SourceText]] = _Recent(max_codes)
+        self._by_code: _Recent[int, tuple[CodeType, SourceText]] = _Recent(max_codes)
 
     def read(
         self,
@@ -212,7 +212,7 @@ class SourceReader:
         The ``__loader__`` of ``globals_`` finds modules that are not in a file. If no text ``fits``, it
         raises a ``ChangedSourceError``.
         """
-        known = self._found.get(id(code))
+        known = self._by_code.get(id(code))
         if known is not None and (fits is None or fits(known[1])):
             return known[1]
         name = code.co_filename
@@ -222,7 +222,7 @@ class SourceReader:
         for text in self._texts_of(code, globals_):
             num_read += 1
             if fits is None or fits(text):
-                self._found.put(id(code), (code, text))
+                self._by_code.put(id(code), (code, text))
                 return text
         if num_read:
             raise ChangedSourceError(
@@ -245,16 +245,16 @@ class SourceReader:
             if earlier.filename == name and earlier is not text:
                 yield earlier
         linecache.checkcache(name)
-        now = _find_lines(code, globals_)
-        if now != lines:
-            text = self._parsed(name, now) if now else None
+        texts = _find_lines(code, globals_)
+        if texts != lines:
+            text = self._parsed(name, texts) if texts else None
             if text is not None:
                 yield text
 
     def clear(self) -> None:
         """Drop all cached texts; files that have changed are read again."""
         self._texts.clear()
-        self._found.clear()
+        self._by_code.clear()
         linecache.checkcache()
 
     def _parsed(self, filename: str, lines: Sequence[str]) -> SourceText | None:

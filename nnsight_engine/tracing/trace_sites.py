@@ -63,51 +63,51 @@ class TraceSite:
     block_exit: BlockExit
 
 
-class _OfCode(Generic[Key, Value]):
+class _CacheByCode(Generic[Key, Value]):
     """A bounded cache by code; received code, as much as clients send, never evicts the program's own."""
 
     def __init__(self, max_entries: int) -> None:
-        self.own: OrderedDict[Key, Value] = OrderedDict()
+        self.of_program: OrderedDict[Key, Value] = OrderedDict()
         self.received: OrderedDict[Key, Value] = OrderedDict()
         self._max_entries = max_entries
 
     def get(self, key: Key) -> Value | None:
-        found = self.own.get(key)
-        return found if found is not None else self.received.get(key)
+        value = self.of_program.get(key)
+        return value if value is not None else self.received.get(key)
 
     def put(self, key: Key, code: CodeType, value: Value) -> None:
-        table, most, file = self.own, self._max_entries, code.co_filename
+        table, max_entries, file = self.of_program, self._max_entries, code.co_filename
         if isinstance(file, SentFile):
             if file.lines.num_characters > _MAX_RECEIVED_CHARACTERS:
                 return
-            table, most = self.received, _MAX_RECEIVED
+            table, max_entries = self.received, _MAX_RECEIVED
         table[key] = value
-        if len(table) > most:
+        if len(table) > max_entries:
             table.popitem(last=False)
 
     def clear(self) -> None:
-        self.own.clear()
+        self.of_program.clear()
         self.received.clear()
 
 
 class TraceSites:
     def __init__(self, reader: SourceReader, *, max_sites: int = 8192) -> None:
         self.reader = reader
-        self._sites: _OfCode[tuple[int, int], TraceSite] = _OfCode(max_sites)
-        self._layouts: _OfCode[int, _Layout] = _OfCode(max_sites)
+        self._sites: _CacheByCode[tuple[int, int], TraceSite] = _CacheByCode(max_sites)
+        self._layouts: _CacheByCode[int, _Layout] = _CacheByCode(max_sites)
 
     def clear(self) -> None:
         self._sites.clear()
         self._layouts.clear()
         self.reader.clear()
 
-    def known(self, frame: FrameType) -> TraceSite | None:
+    def known_site(self, frame: FrameType) -> TraceSite | None:
         """Return the site that ``frame`` is entering now, if it has run before."""
         return self._sites.get((id(frame.f_code), frame.f_lasti))
 
     def find(self, frame: FrameType) -> TraceSite:
         """Return the site that ``frame`` is entering; raise ``WithBlockNotFoundError`` or ``SyntaxError``."""
-        site = self.known(frame)
+        site = self.known_site(frame)
         if site is None:
             site = self._compile(frame)
             if is_function(frame.f_code) or frame.f_locals is frame.f_globals:
@@ -184,8 +184,8 @@ class TraceSites:
 
     def _statement(self, frame: FrameType, source: SourceText) -> Nested | None:
         wanted = self.layout(frame.f_code).expression_before(frame.f_lasti)
-        found = _matching(source.tree, wanted, frame.f_lineno)
-        return min(found, key=lambda nested: _lines(nested.node), default=None)
+        statements = _matching(source.tree, wanted, frame.f_lineno)
+        return min(statements, key=lambda nested: _lines(nested.node), default=None)
 
 
 class _Layout:
@@ -227,11 +227,15 @@ class _Layout:
         target = nested.node.items[nested.item].optional_vars
         name = target.id if isinstance(target, ast.Name) else None
         is_pattern = target is not None and name is None
-        instructions = [one for one in dis.get_instructions(self.code) if one.offset > offset]
+        instructions = [
+            instruction for instruction in dis.get_instructions(self.code) if instruction.offset > offset
+        ]
         stores = instructions[:1]  # of a name, or a POP_TOP
         if target is not None and is_pattern:
             stores = [
-                *itertools.takewhile(lambda one: _holds(target, _instruction_span(one), 0), instructions)
+                *itertools.takewhile(
+                    lambda instruction: _holds(target, _instruction_span(instruction), 0), instructions
+                )
             ]
         last_store, first_in_block = stores[-1].offset, instructions[len(stores)].offset
         handlers = {

@@ -121,7 +121,7 @@ class Tracer:
             self.info.assignments = binder.assignments
             self.info.wanted = wanted & frozenset(block.stored)
             return
-        site = SITES.known(frame)
+        site = SITES.known_site(frame)
         if site is None:
             frame = SITES.entering(frame)
             site = SITES.find(frame)

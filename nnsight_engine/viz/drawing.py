@@ -40,7 +40,7 @@ class Picture(Figure):
         return content.getvalue()
 
 
-def place(ax: Axes | None, *, width: float, height: float, label: str, columns: Sequence[str]) -> Axes:
+def axes_for(ax: Axes | None, *, width: float, height: float, label: str, columns: Sequence[str]) -> Axes:
     """Return ``ax``, or axes of a new figure of this size (inches), as high as its colour bar's label."""
     if ax is not None:
         return ax

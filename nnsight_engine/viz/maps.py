@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from api_schemas.results import LogitLensResult
 from nnsight_engine.core.token_texts import TokenTexts
-from nnsight_engine.viz.drawing import Picture, draw_cells, figure_of, place, write_cells
+from nnsight_engine.viz.drawing import Picture, axes_for, draw_cells, figure_of, write_cells
 from nnsight_engine.viz.numbers import Array, VizError, as_json, labels, numbers, result_kind, shown
 
 if TYPE_CHECKING:
@@ -69,17 +69,17 @@ def attention_maps(
     num_heads, num_queries, num_keys = values.shape
     # With fewer queries than keys, as during generation, the queries are the last positions.
     queries = queries or list(range(num_keys - num_queries, num_keys))
-    names = [shown(one) for one in labels(tokens, range(num_keys), "tokens")]
+    names = [shown(label) for label in labels(tokens, range(num_keys), "tokens")]
     rows = [names[query] if query < num_keys else str(query) for query in queries]
     chosen = _chosen(heads, num_heads)
     if ax is not None and len(chosen) != 1:
         raise VizError(f"`ax` is for a single head, such as heads=[{chosen[0]}]; got {len(chosen)} heads")
     axes = [ax] if ax is not None else _grid(len(chosen), num_keys)
-    for head, one in zip(chosen, axes, strict=True):
-        image = draw_cells(one, values[head], rows=rows, columns=names, limits=(0, 1), cmap="Blues")
-        one.set_title(f"head {head}" if layer is None else f"layer {layer}, head {head}", fontsize=9)
-        one.set_xlabel("key", fontsize=8)
-        one.set_ylabel("query", fontsize=8)
+    for head, axis in zip(chosen, axes, strict=True):
+        image = draw_cells(axis, values[head], rows=rows, columns=names, limits=(0, 1), cmap="Blues")
+        axis.set_title(f"head {head}" if layer is None else f"layer {layer}, head {head}", fontsize=9)
+        axis.set_xlabel("key", fontsize=8)
+        axis.set_ylabel("query", fontsize=8)
     figure = figure_of(axes[0])
     figure.colorbar(image, ax=axes, label="attention probability")
     return figure
@@ -87,14 +87,14 @@ def attention_maps(
 
 def _of_capture(result: Any, point: str | None) -> tuple[Array, list[int], str]:
     points: dict[str, Any] = result.get("points") or {}
-    found = [point] if point is not None else [name for name in points if name.endswith(_SUFFIX)]
-    if len(found) != 1 or found[0] not in points:
+    captured = [point] if point is not None else [name for name in points if name.endswith(_SUFFIX)]
+    if len(captured) != 1 or captured[0] not in points:
         raise VizError(f"`point` must name one attn.pattern of {', '.join(points) or 'none'}; got {point!r}")
-    values = numbers(points[found[0]], dimensions=3, shape="[positions, heads, keys]")
-    positions = [int(one) for one in result.get("positions") or ()]
+    values = numbers(points[captured[0]], dimensions=3, shape="[positions, heads, keys]")
+    positions = [int(position) for position in result.get("positions") or ()]
     if len(positions) != values.shape[0]:
         raise VizError(f"a capture has one position for each row, got {len(positions)} for {values.shape[0]}")
-    return np.moveaxis(values, 1, 0), positions, found[0]
+    return np.moveaxis(values, 1, 0), positions, captured[0]
 
 
 def _chosen(heads: Sequence[int] | None, num_heads: int) -> list[int]:
@@ -153,10 +153,10 @@ def lens_map(
     else:
         names, positions, texts, chances = _of_result(result)
     rows = labels(layers, names, "layers")
-    columns = [shown(one) for one in labels(tokens, positions, "tokens")]
+    columns = [shown(label) for label in labels(tokens, positions, "tokens")]
     height, width = chances.shape
     size = min(3 + 0.75 * width, 24), min(1.6 + 0.28 * height, 18)
-    ax = place(ax, width=size[0], height=size[1], label=_LABEL, columns=columns)
+    ax = axes_for(ax, width=size[0], height=size[1], label=_LABEL, columns=columns)
     image = draw_cells(ax, chances, rows=rows, columns=columns, limits=(0, 1), cmap="viridis", is_rising=True)
     write_cells(ax, image, chances, texts)
     ax.set_xlabel("token")
@@ -210,12 +210,12 @@ def _of_logits(value: Any, decode: Decodes | Callable[[int], str] | None) -> _Re
     chances = 1 / np.exp(shifted).sum(-1)
     # A tokenizer is callable too, but takes texts.
     to_text = _texts(decode)
-    texts = {int(one): shown(str(to_text(int(one)))) for one in np.unique(best)}
+    texts = {int(token_id): shown(str(to_text(int(token_id)))) for token_id in np.unique(best)}
     num_layers, num_tokens = best.shape
     return (
         [str(layer) for layer in range(num_layers)],
         list(range(num_tokens)),
-        [[texts[int(one)] for one in row] for row in best],
+        [[texts[int(token_id)] for token_id in row] for row in best],
         chances,
     )
 
@@ -247,11 +247,11 @@ def patching_map(
     values = numbers(as_json(effects), dimensions=2, shape="[layers, positions]")
     height, width = values.shape
     rows = labels(layers, range(height), "layers")
-    columns = [shown(one) for one in labels(tokens, range(width), "tokens")]
+    columns = [shown(token_label) for token_label in labels(tokens, range(width), "tokens")]
     finite = np.abs(values[np.isfinite(values)])
     largest = float(finite.max()) if finite.size and finite.max() > 0 else 1.0
     size = min(3 + 0.5 * width, 24), min(1.6 + 0.22 * height, 18)
-    ax = place(ax, width=size[0], height=size[1], label=label, columns=columns)
+    ax = axes_for(ax, width=size[0], height=size[1], label=label, columns=columns)
     # Symmetric, so that zero is always white.
     limits = (-largest, largest)
     image = draw_cells(ax, values, rows=rows, columns=columns, limits=limits, cmap="RdBu_r", is_rising=True)

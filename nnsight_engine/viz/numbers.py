@@ -32,12 +32,12 @@ def numbers(value: Any, *, dimensions: int, shape: str) -> Array:
     Raises:
         VizError: It is not numeric, is empty, or has another number of dimensions.
     """
-    found = _array(value)
-    while found.ndim > dimensions and found.shape[0] == 1:
-        found = found[0]
-    if found.ndim != dimensions or not found.size:
-        raise VizError(f"numbers of shape {shape} are needed, none empty, got {list(found.shape)}")
-    return found
+    array = _array(value)
+    while array.ndim > dimensions and array.shape[0] == 1:
+        array = array[0]
+    if array.ndim != dimensions or not array.size:
+        raise VizError(f"numbers of shape {shape} are needed, none empty, got {list(array.shape)}")
+    return array
 
 
 def as_json(value: Any) -> Any:
@@ -60,13 +60,13 @@ def result_kind(value: Any) -> str | None:
     return str(value.get("type", "capture" if "points" in value else "tensor"))
 
 
-def labels(given: Sequence[Any] | None, default: Sequence[Any], what: str) -> list[str]:
+def labels(chosen: Sequence[Any] | None, default: Sequence[Any], what: str) -> list[str]:
     """Return one label for each item of ``default``, or raise VizError; the items if none are given."""
-    if given is None:
-        return [str(one) for one in default]
-    if isinstance(given, str) or len(given) != len(default):
-        raise VizError(f"{what} must be a list of {len(default)}, one for each, got {_short(given)}")
-    return [str(one) for one in given]
+    if chosen is None:
+        return [str(label) for label in default]
+    if isinstance(chosen, str) or len(chosen) != len(default):
+        raise VizError(f"{what} must be a list of {len(default)}, one for each, got {_short(chosen)}")
+    return [str(label) for label in chosen]
 
 
 def shown(token: str) -> str:
@@ -83,9 +83,9 @@ def _array(value: Any) -> Array:
         converted: Array = value.detach().cpu().double().numpy()
         return converted
     if isinstance(value, list | tuple) and any(
-        hasattr(one, "detach") or isinstance(one, Mapping | BaseModel) for one in value
+        hasattr(item, "detach") or isinstance(item, Mapping | BaseModel) for item in value
     ):
-        value = [_array(one) for one in value]
+        value = [_array(item) for item in value]
     try:
         return np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError) as error:
@@ -99,15 +99,15 @@ def _decoded(value: Mapping[str, Any]) -> Array:
             f"and pass its tensor {value.get('key')!r}"
         )
     try:
-        found = TensorObject.model_validate(dict(value))
+        tensor = TensorObject.model_validate(dict(value))
     except ValidationError as error:
         raise VizError(f"a tensor object has dtype, shape, data: {error}") from error
     flat = (
-        np.frombuffer(found.raw, "<i8")
-        if found.dtype == "int64"
-        else floats_from_bytes(found.dtype, found.raw)
+        np.frombuffer(tensor.raw, "<i8")
+        if tensor.dtype == "int64"
+        else floats_from_bytes(tensor.dtype, tensor.raw)
     )
-    return flat.astype(np.float64).reshape(found.shape)
+    return flat.astype(np.float64).reshape(tensor.shape)
 
 
 def _short(value: Any) -> str:

@@ -42,13 +42,13 @@ def results_table(results: Any) -> ResultsTable:
     Raises:
         VizError: It is none of these.
     """
-    found = as_json(results)
+    content = as_json(results)
     for key in ("interventions", "results"):
-        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-            found = found[key]
-    if not isinstance(found, Mapping):
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    if not isinstance(content, Mapping):
         raise VizError(f"results by name are needed, got a {type(results).__name__}")
-    return ResultsTable([row for name, value in found.items() for row in _rows(str(name), as_json(value))])
+    return ResultsTable([row for name, value in content.items() for row in _rows(str(name), as_json(value))])
 
 
 def _rows(name: str, value: Any) -> Iterator[tuple[str, str, str, str]]:
@@ -73,8 +73,8 @@ def _rows(name: str, value: Any) -> Iterator[tuple[str, str, str, str]]:
         yield name, type(value).__name__, "", _content(value)
 
 
-def _feature(one: Mapping[str, Any]) -> str:
-    return str(one["id"]) if one["label"] is None else repr(one["label"])
+def _feature(feature: Mapping[str, Any]) -> str:
+    return str(feature["id"]) if feature["label"] is None else repr(feature["label"])
 
 
 def _positions(result: Mapping[str, Any]) -> str:

@@ -34,13 +34,13 @@ from api_schemas.errors import ApiError, ErrorCode
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.work_context import EngineCounts, current_work, tenant_served
 from nnsight_engine.plans.request_plan import PLAN_KEY
-from nnsight_engine.vllm_backend.call import InterventionCall, PromptEntry, prepare_params, salted
 from nnsight_engine.vllm_backend.compat import add_entries
 from nnsight_engine.vllm_backend.fair_scheduler import SENDER_KEY
+from nnsight_engine.vllm_backend.operations_call import InterventionCall, PromptEntry, prepare_params, salted
 from nnsight_engine.vllm_backend.outputs import ResultRouter, count_tokens, deliver_payloads, note_spent
 from nnsight_engine.vllm_backend.processes import kill_engine, uninterrupted
 from nnsight_engine.vllm_backend.request_parts import TensorTable, media_of, salt_of_adapter
-from nnsight_engine.vllm_backend.rpc_results import answer
+from nnsight_engine.vllm_backend.rpc_results import common_result
 from nnsight_engine.vllm_backend.trace_call import TraceCall
 from nnsight_engine.vllm_backend.traces.context import TRACE_KEY
 from nnsight_engine.vllm_backend.tracing_async_llm import TracingAsyncLLM
@@ -128,7 +128,7 @@ class PausingAsyncLLM(TracingAsyncLLM):
 
 def check_not_aborted(choices: Iterable[_Choice]) -> None:
     """Raise ApiError (``engine_paused``) if a request with operations was aborted: it has no results."""
-    if any(one.finish_reason == _ABORTED for one in choices):
+    if any(choice.finish_reason == _ABORTED for choice in choices):
         raise ApiError(
             ErrorCode.ENGINE_PAUSED,
             "The server's operator has paused the engine with mode=abort, which ended this request without "
@@ -169,7 +169,7 @@ async def _check_grammar(
 ) -> AsyncGenerator[RequestOutput, None]:
     try:
         async for output in outputs:
-            if any(one.finish_reason == "error" for one in output.outputs):
+            if any(choice.finish_reason == "error" for choice in output.outputs):
                 raise ApiError(
                     ErrorCode.UNSUPPORTED_COMBINATION,
                     "No token is left that fits the grammar and whatever else limits tokens: leave out "
@@ -214,7 +214,7 @@ class InterventionAsyncLLM(PausingAsyncLLM):
 
     async def describe(self) -> ModelSpec:
         self._run_output_handler()  # else started with the first request; detects the engine's death
-        self.spec = ModelSpec.from_plain(answer(await self.collective_rpc("describe_interventions")))
+        self.spec = ModelSpec.from_plain(common_result(await self.collective_rpc("describe_interventions")))
         self.router = ResultRouter(self.spec)
         handlers = {PLAN_KEY: self.router.deliver, TRACE_KEY: self.traces.deliver}
         deliver_payloads(self.output_processor, handlers)
@@ -242,7 +242,9 @@ class InterventionAsyncLLM(PausingAsyncLLM):
         give_up = time.monotonic() + _SANDBOX_S
         while not self._has_sandbox:
             # Of each engine's workers, one answers.
-            answers = [one for one in await self.collective_rpc("prepare_sandbox") if one is not None]
+            answers = [
+                result for result in await self.collective_rpc("prepare_sandbox") if result is not None
+            ]
             for _, failure in answers:
                 if failure is not None:
                     raise ApiError(ErrorCode.SANDBOX_MISSING, failure["message"])
@@ -265,7 +267,7 @@ class InterventionAsyncLLM(PausingAsyncLLM):
     async def count_events(self) -> EngineCounts:
         """Return the event counts of all engines since their start; an engine answers between two steps."""
         # Of each engine's workers, one has counts.
-        answers = [one for one in await self.collective_rpc("count_events") if one]
+        answers = [counts for counts in await self.collective_rpc("count_events") if counts]
         return EngineCounts.total(map(EngineCounts.from_plain, answers))
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:

@@ -176,8 +176,8 @@ def params_of(request: Any) -> Any:
 
 
 def _extras_of(params: SamplingParams | PoolingParams | None) -> Mapping[str, Any]:
-    found = params.extra_kwargs if isinstance(params, PoolingParams) else params and params.extra_args
-    return found or {}
+    extras = params.extra_kwargs if isinstance(params, PoolingParams) else params and params.extra_args
+    return extras or {}
 
 
 def entry_of(params: Any, key: str) -> Any:

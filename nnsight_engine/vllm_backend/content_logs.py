@@ -58,7 +58,7 @@ def _message(record: logging.LogRecord) -> str:
 
 def _redacted_args(args: tuple[object, ...] | Mapping[str, object]) -> Any:
     if isinstance(args, Mapping):
-        return {name: _redacted(one) for name, one in args.items()}
+        return {name: _redacted(value) for name, value in args.items()}
     return tuple(map(_redacted, args))
 
 

@@ -21,7 +21,7 @@ RUNNER: Final = "VLLM_USE_V2_MODEL_RUNNER"
 _V2: Final = "1"
 _TARGET: Final = "VLLM_TARGET_DEVICE"
 _CPU: Final = "cpu"
-_PLATFORM: Final = "nnsight_engine.vllm_backend.cpu_platform.V2CpuPlatform"
+_PLATFORM: Final = "nnsight_engine.vllm_backend.cpu_kernels.install.V2CpuPlatform"
 _VERSION: Final = re.compile(r"^__version__ = .*?['\"]([^'\"+]*)", re.MULTILINE)
 
 
@@ -41,7 +41,7 @@ def use_runner_v2() -> None:
     from vllm.platforms import current_platform  # noqa: PLC0415 - see the module
 
     if current_platform.is_cpu():
-        from nnsight_engine.vllm_backend.cpu_platform import V2CpuPlatform  # noqa: PLC0415 - imports vLLM
+        from nnsight_engine.vllm_backend.cpu_kernels.install import V2CpuPlatform  # noqa: PLC0415 - imports vLLM
 
         if not isinstance(current_platform, V2CpuPlatform):
             current_platform.__class__ = V2CpuPlatform  # vLLM's modules share the instance
@@ -70,9 +70,9 @@ def check_vllm() -> None:
 
 def _installed_version() -> str | None:
     """Return the version without its local part, or None without vLLM; vLLM itself takes long to import."""
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
         return None
-    file = Path(found.origin).with_name("_version.py")
+    file = Path(spec.origin).with_name("_version.py")
     version = _VERSION.search(file.read_text(encoding="utf-8")) if file.is_file() else None
     return "" if version is None else version[1]

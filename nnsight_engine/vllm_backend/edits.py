@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from nnsight_engine.envoys.tracers.editing import EditingTracer
+from nnsight_engine.envoys.tracers.interleaving import EditingTracer
 from nnsight_engine.serialization import SentBlock, encode_trace
 from nnsight_engine.tracing.tracer import Backend
 from nnsight_engine.vllm_backend.traces.context import EditEntry
@@ -103,8 +103,8 @@ class Edits:
             ValueError: One of the names is unknown, or now belongs to a different edit.
             TypeError: The names are not strings.
         """
-        given = [names] if isinstance(names, str) else list(names or ())
-        if not all(isinstance(name, str) for name in given):
+        names_given = [names] if isinstance(names, str) else list(names or ())
+        if not all(isinstance(name, str) for name in names_given):
             raise TypeError(f"edits are chosen by name, edits=['calm'], got {names!r}")
         for edit in self.always:
             if edit.is_resident and self.book[edit.name].digest != edit.digest:
@@ -112,7 +112,7 @@ class Edits:
                     f"the edit {edit.name!r}, which takes part in all traces of this model, was replaced by "
                     "another one of that name; call clear_edits() to drop it"
                 )
-        edits = [*self.always, *(self.book[name] for name in given)]
+        edits = [*self.always, *(self.book[name] for name in names_given)]
         return list({edit.digest: edit for edit in edits}.values())
 
     def remove(self, model: VLLM, name: str) -> None:

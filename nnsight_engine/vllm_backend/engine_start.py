@@ -17,13 +17,13 @@ from nnsight_engine.vllm_backend.compat import (
     ray_executor,
 )
 from nnsight_engine.vllm_backend.engines import AsyncEngine, SyncEngine
-from nnsight_engine.vllm_backend.request_tracer import (
+from nnsight_engine.vllm_backend.unsupported_options import check_supported
+from nnsight_engine.vllm_backend.vllm_tracer import (
     RequestScanner,
     RequestTracer,
     StreamBackend,
     StreamTracer,
 )
-from nnsight_engine.vllm_backend.unsupported_options import check_supported
 
 _HOSTS: Final[Mapping[str, type[SyncEngine | AsyncEngine]]] = {"sync": SyncEngine, "async": AsyncEngine}
 _COMPILING: Final = frozenset({"enforce_eager", "compilation_config", "optimization_level"})

@@ -21,8 +21,8 @@ from vllm.sampling_params import RequestOutputKind
 from api_schemas.errors import ApiError
 from nnsight_engine.vllm_backend.outputs import deliver_payloads
 from nnsight_engine.vllm_backend.request_parts import AdapterHolds, cache_media_once_sent, check_loaded
-from nnsight_engine.vllm_backend.rpc_results import answer
-from nnsight_engine.vllm_backend.trace_run import MergedRun, TraceRequests, results_of
+from nnsight_engine.vllm_backend.rpc_results import common_result
+from nnsight_engine.vllm_backend.running_trace import MergedRun, TraceRequests, results_of
 from nnsight_engine.vllm_backend.traces.context import TRACE_KEY
 from nnsight_engine.vllm_backend.tracing_async_llm import TracingAsyncLLM
 
@@ -60,7 +60,7 @@ class SyncEngine:
         try:
             outputs = self.run(requests.prompts, requests.params, requests.adapters)
             results = results_of(dict(enumerate(outputs)))
-            return answer(self.call("collect_trace", requests.key, results)), outputs
+            return common_result(self.call("collect_trace", requests.key, results)), outputs
         except BaseException:
             self.call("drop_trace", requests.key)
             raise
@@ -73,9 +73,9 @@ class SyncEngine:
     ) -> list[RequestOutput]:
         """Run requests, and return the output of each; abort them if one fails or the run is interrupted."""
         with self._turn, contextlib.ExitStack() as holds:
-            for one in filter(None, adapters or ()):
-                self._hold_adapter(one)
-                holds.callback(self._adapters.release, one.lora_int_id)
+            for adapter in filter(None, adapters or ()):
+                self._hold_adapter(adapter)
+                holds.callback(self._adapters.release, adapter.lora_int_id)
             others = self._unfinished()
             try:
                 return self._outputs_of(
@@ -87,7 +87,7 @@ class SyncEngine:
 
     def _hold_adapter(self, adapter: LoRARequest) -> None:
         number = adapter.lora_int_id
-        if self._adapters.take(number):
+        if self._adapters.hold(number):
             return
         for unused in self._adapters.pop_unused():
             self.call("remove_lora", unused)
@@ -97,19 +97,22 @@ class SyncEngine:
             self.call("remove_lora", number)
             raise
         self._adapters.add(number)
-        self._adapters.take(number)
+        self._adapters.hold(number)
 
     def _outputs_of(self, internal_ids: Sequence[str]) -> list[RequestOutput]:
         finished = {
-            one.request_id: one for one in self.inner.wait_for_completion(RequestOutput, use_tqdm=False)
+            output.request_id: output
+            for output in self.inner.wait_for_completion(RequestOutput, use_tqdm=False)
         }
         # Outputs carry the id without the random characters that vLLM appends to it.
-        return [finished[one.split("-")[0]] for one in internal_ids]
+        return [finished[internal_id.split("-")[0]] for internal_id in internal_ids]
 
     def _unfinished(self) -> set[str]:
         """Return the internal ids of the unfinished requests; the parent's id for several choices."""
         states = self.inner.llm_engine.output_processor.request_states.values()
-        return {one.request_id if one.parent_req is None else one.parent_req.request_id for one in states}
+        return {
+            state.request_id if state.parent_req is None else state.parent_req.request_id for state in states
+        }
 
     def _abort(self, internal_ids: set[str]) -> None:
         """Abort requests; never raises, so that the error of the run is not hidden."""
@@ -174,14 +177,14 @@ class AsyncEngine:
             async for _ in run:
                 pass
             finished = await run.finish()
-        return finished.data, [one.output for one in run.gathered]
+        return finished.data, [gathered.output for gathered in run.gathered]
 
     async def across(self, generator: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
         """Iterate, on the caller's loop, over a generator that runs on the engine's loop."""
         turn = asyncio.Lock()  # on the engine's loop: a cancelled step must end before ``aclose``
         try:
             while True:
-                more, item = await self._on_engine_loop(_next(generator, turn))
+                more, item = await self._on_engine_loop(_next_item(generator, turn))
                 if not more:
                     return
                 yield item
@@ -245,7 +248,7 @@ def _run_for(result: concurrent.futures.Future[T], coroutine: Coroutine[Any, Any
     result.add_done_callback(end)
 
 
-async def _next(generator: AsyncGenerator[T, None], turn: asyncio.Lock) -> tuple[bool, Any]:
+async def _next_item(generator: AsyncGenerator[T, None], turn: asyncio.Lock) -> tuple[bool, Any]:
     async with turn:
         try:
             return True, await anext(generator)

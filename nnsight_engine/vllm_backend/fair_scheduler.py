@@ -72,11 +72,13 @@ class StepTimes:
 
     @property
     def short(self) -> int:
+        """The number of tokens of a short step."""
         if self._steps_until_estimate <= 0:
             self._short, self._steps_until_estimate = self._estimate(), _STEPS_PER_ESTIMATE
         return self._short
 
     def _estimate(self) -> int:
+        """Return how many tokens a step may have to take ``factor`` times as long as the shortest steps."""
         known = [
             # The second-shortest time: other load on the machine makes steps longer, never shorter.
             (statistics.median(num for _, num in seen), sorted(took for took, _ in seen)[1])
@@ -86,7 +88,7 @@ class StepTimes:
         if not known or known[0][0] > _MAX_SHORTEST_TOKENS:
             return _DEFAULT_TOKENS
         limit = known[0][1] * self._factor
-        fits = bisect.bisect_left(known, 1, key=lambda one: int(one[1] > limit))
+        fits = bisect.bisect_left(known, 1, key=lambda entry: int(entry[1] > limit))
         if fits == len(known):
             return max(_DEFAULT_TOKENS, int(2 * known[-1][0]))  # no step was too long: try a larger one
         (before, quick), (after, slow) = known[max(fits - 1, 0)], known[fits]
@@ -191,7 +193,7 @@ class StepWork:
         self._of.pop(request_id, None)
         self._skipped.discard(request_id)
 
-    def begin(self, limit: float) -> None:
+    def begin_step(self, limit: float) -> None:
         self.limit = limit
         self._used.clear()
         self._weights = 0.0
@@ -202,24 +204,24 @@ class StepWork:
 
     def fit(self, request_id: str, start: int, num_tokens: int, *, is_whole: bool) -> int:
         """Return how many of a request's next positions this step computes, and count their work."""
-        own = self._of.get(request_id)
-        if own is None or not num_tokens:
+        work = self._of.get(request_id)
+        if work is None or not num_tokens:
             return num_tokens
-        left = self.limit - self.used
+        free = self.limit - self.used
         stop = start + num_tokens
-        if self._used and self._weights + own.weights > MAX_WEIGHTS:
+        if self._used and self._weights + work.weights > MAX_WEIGHTS:
             stop = start
         elif not is_whole:
-            stop = own.stop_within(start, stop, max(left, 0.0))
-        elif self._used and own.between(start, stop) > left:
+            stop = work.stop_within(start, stop, max(free, 0.0))
+        elif self._used and work.between(start, stop) > free:
             stop = start
         if stop == start and not self._used:
             stop = start + 1
         if stop == start:
             self._skipped.add(request_id)
         else:
-            self._used[request_id] = own.between(start, stop)
-            self._weights += own.weights
+            self._used[request_id] = work.between(start, stop)
+            self._weights += work.weights
         return stop - start
 
     def used_by(self, request_id: str) -> float:
@@ -235,10 +237,10 @@ class StepWork:
 
     def without_room(self, chunks: Iterable[tuple[str, int, int]], waiting: Iterable[str]) -> set[str]:
         """Return the waiting requests with much work without room beside the running ``chunks``."""
-        own = [(self._of[name], start, stop) for name, start, stop in chunks if name in self._of]
-        works = (one.between(start, stop) for one, start, stop in own)
+        planned = [(self._of[name], start, stop) for name, start, stop in chunks if name in self._of]
+        works = (work.between(start, stop) for work, start, stop in planned)
         is_full = any(total >= self.limit for total in itertools.accumulate(works))
-        weights = sum(one.weights for one, _, _ in own)
+        weights = sum(work.weights for work, _, _ in planned)
         return {
             name
             for name in waiting
@@ -324,7 +326,7 @@ class FairScheduler(Scheduler):
     def _begin_work(self) -> None:
         if self.work:
             self.running.sort(key=lambda request: not self.work.was_skipped(request.request_id))
-        self.work.begin(self._max_work)
+        self.work.begin_step(self._max_work)
 
     def _started(
         self, began: float, output: SchedulerOutput, shares: Mapping[str, int] | None
@@ -389,6 +391,7 @@ class FairScheduler(Scheduler):
 
     @contextlib.contextmanager
     def _limited_queues(self) -> Iterator[None]:
+        """Let light senders' requests go first, in their own steps, or short ones beside heavy ones."""
         self._drop_idle_senders()
         # While the engine is paused nothing new starts, so nobody makes room for it.
         light_senders = frozenset() if self.pause_state else self.sharing.light_senders()
@@ -446,7 +449,7 @@ class FairScheduler(Scheduler):
         ids = {request.request_id for request in held}
         self.running = [request for request in self.running if request.request_id not in ids]
         places = self.max_num_running_reqs, self.max_num_active_reqs
-        self.max_num_running_reqs, self.max_num_active_reqs = (most - len(held) for most in places)
+        self.max_num_running_reqs, self.max_num_active_reqs = (limit - len(held) for limit in places)
         try:
             yield
         finally:
@@ -471,38 +474,39 @@ class FairScheduler(Scheduler):
         num_groups = len(self.kv_cache_config.kv_cache_groups)
         needed_by_first = waiting[0].num_tokens // self.block_size + 2 if waiting else 0
         needed = num_groups * (needed_by_first + len(self.running) - len(rest))
-        most = self.max_num_active_reqs - len(waiting)
-        left = [request for request in rest if self.may_be_preempted(request)]
-        while left and (len(self.running) > most or pool.get_num_free_blocks() < needed):
-            request = left.pop()
+        max_running = self.max_num_active_reqs - len(waiting)
+        preemptible = [request for request in rest if self.may_be_preempted(request)]
+        while preemptible and (len(self.running) > max_running or pool.get_num_free_blocks() < needed):
+            request = preemptible.pop()
             rest.remove(request)
             self.running.remove(request)
             self._preempt_request(request, time.monotonic())
 
     def _short_step(self, first: list[Request]) -> int:
         """Return a short step's token limit; reorders running requests so that companions run together."""
-        limit = left = max(self.sharing.times.short, len(first) * (1 + self.num_spec_tokens) + 1)
+        limit = free = max(self.sharing.times.short, len(first) * (1 + self.num_spec_tokens) + 1)
         num_going = 0
-        while left > 0 and num_going < len(self.running):
-            left -= missing(self.running[num_going])
+        while free > 0 and num_going < len(self.running):
+            free -= missing(self.running[num_going])
             num_going += 1
         going, paused = self.running[:num_going], self.running[num_going:]
-        wanted = {one for request in going for one in self.group_members(request)}
+        wanted = {member for request in going for member in self.group_members(request)}
         beside = [request for request in paused if request.request_id in wanted]
         if beside:
             self.running = [*going, *beside, *(request for request in paused if request not in beside)]
             limit += sum(map(missing, beside))
         following = next(iter(self.waiting), None)
-        if left > 0 and following is not None and self.needs_single_step(following):
-            limit = limit - left + max(left, missing(following))
+        if free > 0 and following is not None and self.needs_single_step(following):
+            limit = limit - free + max(free, missing(following))
         return limit
 
     def put_back(self, before: list[Request], held: set[Request]) -> None:
         """Restore the queue; a request that was not in it ``before`` was preempted, and goes to the front."""
-        left = list(self.waiting)
-        known, still = set(before), {*left, *held}
-        self.waiting.remove_requests(left)
-        for request in [one for one in left if one not in known] + [one for one in before if one in still]:
+        waiting = list(self.waiting)
+        known, still = set(before), {*waiting, *held}
+        self.waiting.remove_requests(waiting)
+        preempted = [request for request in waiting if request not in known]
+        for request in preempted + [request for request in before if request in still]:
             self.waiting.add_request(request)
 
 

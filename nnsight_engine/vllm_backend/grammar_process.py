@@ -127,8 +127,8 @@ class _Compiler:
 def _limit(job: GrammarJob) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (job.max_cpu_s, job.max_cpu_s))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    most = address_space_bytes() + job.max_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    max_bytes = address_space_bytes() + job.max_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     os.nice(_NICENESS)
     end_before_server()
 

@@ -282,23 +282,25 @@ class InnerExperts(nn.Module):
     def _with_ids(
         self, logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        given = ids.gather(-1, by_weight(weights)).long()
-        chosen = self.ids(given.clone())
+        """Offer the experts' ids, by weight, and return weights and ids with the changes."""
+        reordered = ids.gather(-1, by_weight(weights)).long()
+        chosen = self.ids(reordered.clone())
         if self.weights_of is None:
             return weights, ids
-        changed = (chosen != given).any(dim=-1, keepdim=True)
+        changed = (chosen != reordered).any(dim=-1, keepdim=True)
         # Whoever writes ids checks them. Kernels use them as indices, so that a mistake would be fatal.
         chosen = chosen.clamp(0, self.num_experts - 1)
-        forced = self.weights_of.of(logits, chosen, self._factors()) / self._scale
+        forced = self.weights_of.weights_of(logits, chosen, self._factors()) / self._scale
         weights = torch.where(changed, forced.to(weights.dtype), weights)
         return weights, torch.where(changed, chosen.to(ids.dtype), ids)
 
     def _with_weights(self, weights: torch.Tensor) -> torch.Tensor:
+        """Offer the weights, by size and scaled, to operations and blocks; return them with the changes."""
         order = by_weight(weights)
-        given = weights.gather(-1, order) * self._scale
-        left = self.weights(given.clone())
-        changed = (left != given).any(dim=-1, keepdim=True)
-        replaced = torch.empty_like(weights).scatter_(-1, order, (left / self._scale).to(weights.dtype))
+        reordered = weights.gather(-1, order) * self._scale
+        returned = self.weights(reordered.clone())
+        changed = (returned != reordered).any(dim=-1, keepdim=True)
+        replaced = torch.empty_like(weights).scatter_(-1, order, (returned / self._scale).to(weights.dtype))
         return torch.where(changed, replaced, weights)
 
     def _scaled_outputs(

@@ -104,7 +104,7 @@ class _Walk:
         if not depth:
             raise _UnfitError(f"it is more than {_MAX_DEPTH} lists and dicts deep")
         kind = type(value)
-        if not any(type(kind) is one for one in self._metaclasses):
+        if not any(type(kind) is metaclass for metaclass in self._metaclasses):
             raise _UnfitError(f"it holds a value of type {_name_of(kind)}")
         if kind in _LISTS:
             return [self.plain(item, depth - 1) for item in value]

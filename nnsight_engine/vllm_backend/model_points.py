@@ -220,8 +220,10 @@ class ModelPoints:
         heads = (block.num_heads, block.num_kv_heads, block.num_kv_heads)
         if self.family.has_query_gates:
             if part == "q":
-                both = _split_last(rows[..., : 2 * block.num_heads * block.head_dim], block.num_heads, 2, -1)
-                return both[..., 0, :]
+                queries_and_gates = _split_last(
+                    rows[..., : 2 * block.num_heads * block.head_dim], block.num_heads, 2, -1
+                )
+                return queries_and_gates[..., 0, :]
             rows = rows[..., block.num_heads * block.head_dim :]
         start = sum(heads[:index]) * block.head_dim
         columns = rows[..., start : start + heads[index] * block.head_dim]
@@ -284,11 +286,11 @@ class ModelPoints:
         return ("capture",) if leaf in {PATTERN, EXPERTS, STATE} else VALUE_OPERATIONS
 
     def _shaped_leaves(self) -> dict[tuple[str, tuple[int, ...]], list[int]]:
-        found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        layers_by_shape: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         for layer, block in enumerate(self.layout.blocks):
             for leaf, shape in block.shapes(self.hidden_size).items():
-                found.setdefault((leaf, shape), []).append(layer)
-        return found
+                layers_by_shape.setdefault((leaf, shape), []).append(layer)
+        return layers_by_shape
 
 
 def resolve_points(
@@ -326,11 +328,11 @@ def resolve_points(
     held = [index for index, layer in enumerate(layers) if next(layer.children(), None) is not None]
     if family.layers and not held:
         raise UnsupportedOptionError(f"{type(model).__name__} has no decoder blocks at {family.layers}")
-    own = {
+    modules = {
         index: dataclasses.replace(_block_points(layers[index], family, config), is_causal=is_causal)
         for index in held
     }
-    blocks = {layer: block for part in gather(own) for layer, block in part.items()}
+    blocks = {layer: block for part in gather(modules) for layer, block in part.items()}
     return ModelPoints(
         model=model,
         layout=ModelLayout(family, tuple(blocks[layer] for layer in sorted(blocks))),
@@ -388,8 +390,8 @@ def _inner_family(model: nn.Module, architectures: Sequence[str]) -> EngineFamil
 
 def _encoder(model: nn.Module, family: EngineFamily) -> tuple[nn.Module, ...]:
     """Return the blocks of the vision encoder, which vLLM does not load where a model serves text only."""
-    found = dict(model.named_modules()).get(family.encoder) if family.encoder else None
-    return () if found is None else tuple(found.children())
+    encoder = dict(model.named_modules()).get(family.encoder) if family.encoder else None
+    return () if encoder is None else tuple(encoder.children())
 
 
 def _inner_experts(block: nn.Module, leaves: Mapping[str, Place]) -> InnerExperts | None:
@@ -427,8 +429,8 @@ def _num_kv_heads(block: nn.Module, leaves: Mapping[str, Place], config: Any) ->
     if values is None:
         return 0
     projection = base_module(block.get_submodule(values.path))
-    found: int | None = getattr(projection, "total_num_kv_heads", None)
-    return found or getattr(config, "num_key_value_heads", None) or 0
+    total: int | None = getattr(projection, "total_num_kv_heads", None)
+    return total or getattr(config, "num_key_value_heads", None) or 0
 
 
 def _output_size(block: nn.Module, spec: Place) -> int:

@@ -53,13 +53,13 @@ def end_with_parent() -> None:
 
 
 def _coordinators(parent: BaseProcess) -> list[psutil.Process]:
-    found = []
+    coordinators = []
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(parent.pid).children():
             with contextlib.suppress(psutil.Error):
                 if "".join(child.cmdline()).strip().endswith(_COORDINATOR):
-                    found.append(child)
-    return found
+                    coordinators.append(child)
+    return coordinators
 
 
 def _end_after(parent: BaseProcess, coordinators: list[psutil.Process]) -> None:
@@ -79,6 +79,6 @@ def kill_engine(engine: Any) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             top = psutil.Process(process.pid)
-            for one in [*top.children(recursive=True), top]:
+            for member in [*top.children(recursive=True), top]:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    one.kill()
+                    member.kill()

@@ -40,17 +40,17 @@ class Request:
         """Return a parameter object or None, and named ones over it; raise TypeError if one has no effect."""
         trace = _by_name(shared)
         params = trace.pop("sampling_params", None)
-        own = _by_name(self.sampling)
+        sampling = _by_name(self.sampling)
         if self.params is not None:
             if trace:
                 raise TypeError(
                     "an invoke's sampling_params= sets all parameters, so those of the trace would have no "
                     f"effect: {', '.join(sorted(trace))}. Pass the invoke's by name, or none to the trace"
                 )
-            return self.params, own
+            return self.params, sampling
         if params is None:
             trace.setdefault("max_tokens", 1)
-        return params, {**trace, **own}
+        return params, {**trace, **sampling}
 
 
 def as_prompt(*inputs: Any, **named: Any) -> dict[str, Any]:
@@ -69,18 +69,24 @@ def as_prompt(*inputs: Any, **named: Any) -> dict[str, Any]:
         raise TypeError(f"an invoke takes one prompt, got one and {', '.join(named)}")
     if len(inputs) > 1:
         raise TypeError(f"an invoke takes one prompt, got {len(inputs)} positional arguments")
-    given = inputs[0] if inputs else named
-    while isinstance(given, list | tuple) and len(given) == 1 and isinstance(given[0], _NESTED):
-        given = given[0]
-    if isinstance(given, str):
-        return {"prompt": str(given)}
-    if isinstance(given, list | tuple) and any(isinstance(item, str | Mapping) for item in given):
-        raise _several(len(given))
-    if not isinstance(given, Mapping):
-        return {"prompt_token_ids": _one_row(given)}
-    if any(name in given for name in INPUT_NAMES):
-        return _tokenized(given)
-    prompt = dict(given)
+    text_or_tokens = inputs[0] if inputs else named
+    while (
+        isinstance(text_or_tokens, list | tuple)
+        and len(text_or_tokens) == 1
+        and isinstance(text_or_tokens[0], _NESTED)
+    ):
+        text_or_tokens = text_or_tokens[0]
+    if isinstance(text_or_tokens, str):
+        return {"prompt": str(text_or_tokens)}
+    if isinstance(text_or_tokens, list | tuple) and any(
+        isinstance(item, str | Mapping) for item in text_or_tokens
+    ):
+        raise _several(len(text_or_tokens))
+    if not isinstance(text_or_tokens, Mapping):
+        return {"prompt_token_ids": _one_row(text_or_tokens)}
+    if any(name in text_or_tokens for name in INPUT_NAMES):
+        return _tokenized(text_or_tokens)
+    prompt = dict(text_or_tokens)
     if "prompt_token_ids" in prompt:
         prompt["prompt_token_ids"] = _one_row(prompt["prompt_token_ids"])
     return prompt
@@ -100,29 +106,29 @@ def refuse_function(options: Mapping[str, Any]) -> None:
         raise TypeError("fn= is not supported on vLLM: a trace there is a request, and the engine runs it")
 
 
-def _by_name(given: Mapping[str, Any]) -> dict[str, Any]:
-    private = [name for name in given if name.startswith("_")]
+def _by_name(fields: Mapping[str, Any]) -> dict[str, Any]:
+    private = [name for name in fields if name.startswith("_")]
     if private:
         raise TypeError(
             f"{private[0]} is private: vLLM derives it from other sampling parameters; leave it out"
         )
     for other, name in _OTHER_NAMES.items():
-        if other in given and name in given:
+        if other in fields and name in fields:
             raise TypeError(f"{other} and {name} are the same parameter, got both; give one of them")
-    return {_OTHER_NAMES.get(name, name): value for name, value in given.items()}
+    return {_OTHER_NAMES.get(name, name): value for name, value in fields.items()}
 
 
-def _tokenized(given: Mapping[str, Any]) -> dict[str, Any]:
-    others = sorted(set(given) - set(INPUT_NAMES))
-    if others or given.get(_IDS) is None:
-        found = f"got {', '.join(map(str, given))}"
+def _tokenized(fields: Mapping[str, Any]) -> dict[str, Any]:
+    others = sorted(set(fields) - set(INPUT_NAMES))
+    if others or fields.get(_IDS) is None:
+        got = f"got {', '.join(map(str, fields))}"
         raise TypeError(
-            f"tokens for vLLM are input_ids, perhaps with an attention_mask, {found}. Other prompts of "
+            f"tokens for vLLM are input_ids, perhaps with an attention_mask, {got}. Other prompts of "
             'vLLM\'s are {"prompt": text, …} and {"prompt_token_ids": ids, …}'
         )
-    ids = _one_row(given[_IDS])
-    if given.get(_MASK) is not None:
-        ids = _unfilled(ids, given[_MASK])
+    ids = _one_row(fields[_IDS])
+    if fields.get(_MASK) is not None:
+        ids = _unfilled(ids, fields[_MASK])
     return {"prompt_token_ids": ids}
 
 
@@ -142,8 +148,8 @@ def _unfilled(ids: list[int], mask: Any) -> list[int]:
     return ids[first:stop]
 
 
-def _one_row(given: Any) -> list[int]:
-    rows = read_ids(given)
+def _one_row(token_ids: Any) -> list[int]:
+    rows = read_ids(token_ids)
     num_rows = sum(len(part) for part in rows)
     if num_rows > 1:
         raise _several(num_rows)

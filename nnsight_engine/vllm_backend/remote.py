@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from transformers import AutoTokenizer
 
-from nnsight_engine.interleaving.barrier import Barrier
+from nnsight_engine.interleaving.shared_variables import Barrier
 from nnsight_engine.remote_backend.messages import SentEdit, SentInvoke, fingerprint_of_folder, name_of
 from nnsight_engine.remote_backend.sending.outgoing_trace import Dialect, Inputs
 from nnsight_engine.serialization import DATA_ONLY, EncodeError, Resolve

@@ -43,7 +43,7 @@ class AdapterHolds:
     def __contains__(self, number: int) -> bool:
         return number in self._holders
 
-    def take(self, number: int) -> bool:
+    def hold(self, number: int) -> bool:
         """Add a holder; return False if the workers lack the adapter."""
         if number not in self._holders:
             return False
@@ -66,7 +66,7 @@ class AdapterHolds:
 
 
 def check_loaded(adapter: LoRARequest, answers: Sequence[str | None]) -> None:
-    reason = next((one for one in answers if one is not None), None)
+    reason = next((answer for answer in answers if answer is not None), None)
     if reason is not None:
         raise ApiError(
             ErrorCode.INVALID_VALUE,
@@ -89,7 +89,9 @@ def media_of(prompt: Any) -> PromptMedia:
     if not isinstance(prompt, dict) or prompt.get("type") != "multimodal":
         return NO_MEDIA
     hashes = sorted(prompt["mm_hashes"].items())
-    placeholders = sorted(prompt["mm_placeholders"].get("image", ()), key=lambda one: one.offset)
+    placeholders = sorted(
+        prompt["mm_placeholders"].get("image", ()), key=lambda placeholder: placeholder.offset
+    )
     return PromptMedia(
         images=tuple(map(_spans, placeholders)),
         digest=hashlib.sha256(repr(hashes).encode()).hexdigest(),

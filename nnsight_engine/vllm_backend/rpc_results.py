@@ -20,9 +20,9 @@ PENDING: Final = "pending"
 T = TypeVar("T")
 
 
-def answer(answers: Sequence[T]) -> T:
+def common_result(answers: Sequence[T]) -> T:
     """Return the workers' common result: all are equal, or only one worker returned a value."""
-    return next((one for one in answers if one), answers[0])
+    return next((result for result in answers if result), answers[0])
 
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class SharedMemoryResults:
     def path(self, key: str) -> str:
         return str(self._folder / hashlib.sha256(key.encode()).hexdigest())
 
-    def take(self, key: str) -> memoryview:
+    def take_file(self, key: str) -> memoryview:
         """Return the file that a worker has written, as copy-on-write memory, and unlink it."""
         path = self.path(key)
         with open(path, "rb") as file:
@@ -53,7 +53,7 @@ class SharedMemoryResults:
             os.unlink(self.path(key))
 
 
-def leave(pieces: Sequence[bytes | memoryview], path: str) -> bool:
+def write_shared(pieces: Sequence[bytes | memoryview], path: str) -> bool:
     """Write results to a file for the server; return whether they are large enough and it succeeded."""
     num_bytes = sum(map(len, pieces))
     if num_bytes < LARGE_BYTES:

@@ -102,9 +102,9 @@ class RequestGroup:
     def join(self, request_id: str, entry: TraceEntry) -> None:
         self.members.append(request_id)
         if entry.index in self.missing:
-            left = (self.missing[entry.index] or entry.num_choices) - 1
-            if left > 0:
-                self.missing[entry.index] = left
+            num_missing = (self.missing[entry.index] or entry.num_choices) - 1
+            if num_missing > 0:
+                self.missing[entry.index] = num_missing
             else:
                 del self.missing[entry.index]
 
@@ -127,7 +127,7 @@ class InterventionScheduler(DraftScheduler):
         self._shared = SharedBlocks(self.kv_cache_manager)
         self._traced: set[str] = set()
         self._stepwise: set[str] = set()
-        self._whole: set[str] = set()
+        self._whole_prompts: set[str] = set()
         self._groups: dict[str, RequestGroup] = {}
         self._reports: dict[str, list[Report]] = {}
         self._waiting: frozenset[str] = frozenset()
@@ -146,7 +146,7 @@ class InterventionScheduler(DraftScheduler):
         if brings(params, TRACE_KEY):
             self._unclean.watch(request.request_id)
             self._traced.add(request.request_id)
-            self._whole.add(request.request_id)
+            self._whole_prompts.add(request.request_id)
             self.undrafted.add(request.request_id)
             self._gather(request)
         if entry is not None:
@@ -162,7 +162,7 @@ class InterventionScheduler(DraftScheduler):
             if stops_outside or not takes_drafts(plan):
                 self.undrafted.add(request.request_id)
             if plan.needs_whole_prompt:
-                self._whole.add(request.request_id)
+                self._whole_prompts.add(request.request_id)
             if plan.images:
                 request.mm_features = _own_images(request)
             if plan.fingerprint:
@@ -259,12 +259,12 @@ class InterventionScheduler(DraftScheduler):
         """
         self._traced &= self.requests.keys()
         self._stepwise &= self._traced
-        found: set[str] = set()
+        request_ids: set[str] = set()
         for request in (self.requests[request_id] for request_id in self._traced):
             if request.num_in_flight_tokens and not self._may_follow(request):
-                found.add(request.request_id)
-                found.update(self.group_members(request))
-        return found
+                request_ids.add(request.request_id)
+                request_ids.update(self.group_members(request))
+        return request_ids
 
     def _may_follow(self, request: Request) -> bool:
         """Return whether a traced request's next step may be planned before the one under way has ended.
@@ -280,16 +280,20 @@ class InterventionScheduler(DraftScheduler):
         return is_generating and request.num_in_flight_tokens == 1 and self._has_free_blocks()
 
     def _has_free_blocks(self) -> bool:
-        most = 2 * len(self.running) + self.max_num_scheduled_tokens // self.block_size
+        num_blocks = 2 * len(self.running) + self.max_num_scheduled_tokens // self.block_size
         num_groups = len(self.kv_cache_config.kv_cache_groups)
-        return bool(self.kv_cache_manager.block_pool.get_num_free_blocks() >= num_groups * most)
+        return bool(self.kv_cache_manager.block_pool.get_num_free_blocks() >= num_groups * num_blocks)
 
     def may_be_preempted(self, request: Request) -> bool:
         """Return whether the request may be preempted: no sandboxed one whose step may yet be undone."""
         return _sandbox_of(request) is None or not request.num_in_flight_tokens
 
     def _all_throttled(self) -> list[str]:
-        return [one.request_id for one in self.requests.values() if _sandbox_of(one) in self._throttled]
+        return [
+            request.request_id
+            for request in self.requests.values()
+            if _sandbox_of(request) in self._throttled
+        ]
 
     @contextlib.contextmanager
     def _without(self, request_ids: Collection[str]) -> Iterator[None]:
@@ -300,9 +304,9 @@ class InterventionScheduler(DraftScheduler):
     def schedule_all(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if not self.waiting:  # no request to hold back
             return super().schedule_all(*args, **kwargs)
-        before = list(self.waiting) if self._whole or self._groups else []
+        before = list(self.waiting) if self._whole_prompts or self._groups else []
         apart = self._hold_groups() if self._groups else []
-        held = self._hold_back() if self._whole else []
+        held = self._hold_back() if self._whole_prompts else []
         output: SchedulerOutput = super().schedule_all(*args, **kwargs)
         if held or apart:
             self.put_back(before, {*held, *apart})
@@ -313,7 +317,7 @@ class InterventionScheduler(DraftScheduler):
         return self._stays_whole(request) or super().needs_single_step(request)
 
     def _stays_whole(self, request: Request) -> bool:
-        return request.request_id in self._whole and request.num_tokens <= self.longest_whole_prompt
+        return request.request_id in self._whole_prompts and request.num_tokens <= self.longest_whole_prompt
 
     def _try_schedule_encoder_inputs(
         self,
@@ -324,11 +328,11 @@ class InterventionScheduler(DraftScheduler):
         shift_computed_tokens: int = 0,
     ) -> Any:
         """Return the images to encode; a prompt that stays whole waits rather than being split at one."""
-        found = super()._try_schedule_encoder_inputs(
+        scheduled = super()._try_schedule_encoder_inputs(
             request, num_computed_tokens, num_new_tokens, encoder_compute_budget, shift_computed_tokens
         )
-        is_split = found[1] < num_new_tokens and self._stays_whole(request)
-        return ([], 0, encoder_compute_budget, [], []) if is_split else found
+        is_split = scheduled[1] < num_new_tokens and self._stays_whole(request)
+        return ([], 0, encoder_compute_budget, [], []) if is_split else scheduled
 
     def group_members(self, request: Request) -> Collection[str]:
         groups = (group for group in self._groups.values() if request.request_id in group.members)
@@ -349,20 +353,20 @@ class InterventionScheduler(DraftScheduler):
 
         The requests behind it must wait as well: otherwise they could overtake it in every step.
         """
-        self._whole &= self.requests.keys()
+        self._whole_prompts &= self.requests.keys()
         limit = self.longest_whole_prompt
-        left = self.max_num_scheduled_tokens - sum(missing(request) for request in self.running)
+        free = self.max_num_scheduled_tokens - sum(missing(request) for request in self.running)
         # A draft model needs rows of its own, for each request of the step.
         spare = self._num_batched_tokens - self.max_num_scheduled_tokens
         spare -= self._num_draft_slots * (len(self.running) + 1)
         waiting = list(self.waiting)
         for place, request in enumerate(waiting):
             needed = missing(request)
-            if request.request_id in self._whole and min(left, left + spare) < needed <= limit:
+            if request.request_id in self._whole_prompts and min(free, free + spare) < needed <= limit:
                 held = waiting[place:]
                 self.waiting.remove_requests(held)
                 return held
-            left -= min(needed, left)
+            free -= min(needed, free)
             spare -= self._num_draft_slots
         return []
 
@@ -414,7 +418,7 @@ class InterventionScheduler(DraftScheduler):
         for request_id in stopped:
             self._end_with_results(request_id, RequestStatus.FINISHED_STOPPED, outputs)
         for request_id in () if results is None else results.ended:
-            self._end(request_id, RequestStatus.FINISHED_STOPPED, None, outputs)
+            self._end_request(request_id, RequestStatus.FINISHED_STOPPED, None, outputs)
         self._shared.end_step()
         return outputs
 
@@ -460,7 +464,7 @@ class InterventionScheduler(DraftScheduler):
             for output in client_outputs.outputs:
                 if output.request_id not in self._outbox:
                     continue
-                payload = self._outbox.take(output.request_id, final=output.finished)
+                payload = self._outbox.take_payload(output.request_id, final=output.finished)
                 if payload is not None:
                     _send(output, self._message_of(output.request_id, payload.encode()))
                 if output.finished:
@@ -484,11 +488,11 @@ class InterventionScheduler(DraftScheduler):
     ) -> None:
         if request_id not in self._outbox:
             return  # it has ended otherwise
-        payload = self._outbox.take(request_id, final=True)
+        payload = self._outbox.take_payload(request_id, final=True)
         message = None if payload is None else self._message_of(request_id, payload.encode())
-        self._end(request_id, status, message, outputs)
+        self._end_request(request_id, status, message, outputs)
 
-    def _end(
+    def _end_request(
         self,
         request_id: str,
         status: RequestStatus,

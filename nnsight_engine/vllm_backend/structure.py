@@ -109,7 +109,9 @@ class ModelRuns(Runs):
                 inputs |= {"intermediate_tensors": received}
             returned = model(**inputs)
         if isinstance(returned, IntermediateTensors):
-            returned = torch.stack([one for one in returned.tensors.values() if self.is_stream(one)]).sum(0)
+            returned = torch.stack([part for part in returned.tensors.values() if self.is_stream(part)]).sum(
+                0
+            )
         first: torch.Tensor = returned[0] if isinstance(returned, tuple) else returned
         return first.reshape(-1, first.shape[-1]).clone()
 
@@ -129,7 +131,7 @@ def found_family(runs: Runs) -> Found:
     name = type(runs.model).__name__
     nothing = EngineFamily(NAME, (name,), layers="", final_norm="", leaves={}, kernel="")
     try:
-        layers, calls, norm, plain = _seen(runs)
+        layers, calls, norm, plain = _recorded_run(runs)
     except _UnprovenError as error:
         return Found(nothing, (str(error),))
     blocks = [call.module for call in calls]
@@ -148,7 +150,7 @@ def found_family(runs: Runs) -> Found:
         return Found(family, (remark, str(error)))
 
 
-def _seen(runs: Runs) -> tuple[str, list[_Call], tuple[str, torch.Tensor] | None, torch.Tensor]:
+def _recorded_run(runs: Runs) -> tuple[str, list[_Call], tuple[str, torch.Tensor] | None, torch.Tensor]:
     """Return the path of the blocks, their calls, the module that ends the model, and the model's output."""
     model = runs.model
     paths = {id(module): path for path, module in model.named_modules()}
@@ -159,12 +161,12 @@ def _seen(runs: Runs) -> tuple[str, list[_Call], tuple[str, torch.Tensor] | None
     begun: list[dict[int | str, torch.Tensor]] = []
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        begun.append({key: value.clone() for key, value in given if runs.is_stream(value)})
+        arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        begun.append({key: value.clone() for key, value in arguments if runs.is_stream(value)})
 
     def after(module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         several = output if isinstance(output, tuple) else (output,)
-        copies = [one.clone() if runs.is_stream(one) else None for one in several]
+        copies = [value.clone() if runs.is_stream(value) else None for value in several]
         inputs = begun.pop()
         if id(module) in blocks:
             calls.append(_Call(module, inputs, copies, isinstance(output, tuple)))
@@ -198,8 +200,8 @@ def _called_in_order(stack: Sequence[nn.Module], calls: Sequence[_Call]) -> list
     """Return the calls of a list's blocks; empty if they were not called once each, in order."""
     held = [block for block in stack if next(block.children(), None) is not None]
     members = {id(block) for block in held}
-    found = [call for call in calls if id(call.module) in members]
-    return found if [call.module for call in found] == held else []
+    called = [call for call in calls if id(call.module) in members]
+    return called if [call.module for call in called] == held else []
 
 
 def _stream_of(family: EngineFamily, calls: Sequence[_Call]) -> EngineFamily:
@@ -328,7 +330,7 @@ def _changed_input(block: nn.Module, family: EngineFamily, runs: Runs) -> Iterat
 @contextlib.contextmanager
 def _mixers_zeroed(model: nn.Module) -> Iterator[None]:
     """Let attention and recurrence return zeros: without a cache they leave uninitialised memory."""
-    mixers: list[Any] = [one for one in model.modules() if isinstance(one, AttentionLayerBase)]
+    mixers: list[Any] = [module for module in model.modules() if isinstance(module, AttentionLayerBase)]
 
     def zeroed(forward: Callable[..., Any]) -> Callable[..., Any]:
         parameters = inspect.signature(forward)

@@ -34,7 +34,7 @@ class TapWork(Protocol):
     def is_busy(self, tap: int) -> bool:
         """Return whether a tap may have work; checked at each tap of each step, and mostly false."""
 
-    def at(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None: ...
+    def reach_tap(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None: ...
 
 
 class TapStep:
@@ -58,7 +58,7 @@ class TapStep:
         """Return whether the current call is made by the model; blocks may call modules themselves."""
         return self._dispatcher is None or self._dispatcher.listener == get_ident()
 
-    def at(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+    def reach_tap(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Handle the arrival at a tap: the plan changes the tensors in place, then the blocks do."""
         if not self.is_models_own():
             return
@@ -78,13 +78,13 @@ class TapStep:
 def _tap_pair(hidden: torch.Tensor, residual: torch.Tensor, tap: int) -> None:
     step: TapWork | None = get_forward_context().additional_kwargs.get(CONTEXT_KEY)
     if step is not None and step.is_busy(tap):
-        step.at(tap, hidden, residual)
+        step.reach_tap(tap, hidden, residual)
 
 
 def _tap_single(hidden: torch.Tensor, tap: int) -> None:
     step: TapWork | None = get_forward_context().additional_kwargs.get(CONTEXT_KEY)
     if step is not None and step.is_busy(tap):
-        step.at(tap, hidden, None)
+        step.reach_tap(tap, hidden, None)
 
 
 def rows_of(value: torch.Tensor) -> torch.Tensor:

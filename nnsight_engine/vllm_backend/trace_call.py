@@ -13,13 +13,13 @@ from nnsight_engine.plans.collect.results import CollectedResults, CollectedTrac
 from nnsight_engine.remote_backend.saved_deltas import MALFORMED
 from nnsight_engine.vllm_backend.json_values import NotPlainError
 from nnsight_engine.vllm_backend.request_parts import media_of
+from nnsight_engine.vllm_backend.running_trace import TraceRequests, TraceRun
 from nnsight_engine.vllm_backend.trace_results import (
     MAX_DELTA_BYTES,
     BlockError,
     ChoiceValues,
     read_results,
 )
-from nnsight_engine.vllm_backend.trace_run import TraceRequests, TraceRun
 from nnsight_engine.vllm_backend.traces.context import TraceEntry
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from nnsight_engine.plans.request_plan import Spans
     from nnsight_engine.remote_backend.unread_output import SlowReaderError
-    from nnsight_engine.vllm_backend.trace_run import FinishedTrace, TraceEvent, TraceHost
+    from nnsight_engine.vllm_backend.running_trace import FinishedTrace, TraceEvent, TraceHost
 
 _SLOW_BYTES: Final = 2**20
 _MAX_BYTES: Final = 4 * 2**30
@@ -232,16 +232,18 @@ class TraceCall:
 
     async def take_part(self, choice: int, num_choices: int) -> CollectedResults | None:
         """Return a choice's new results, or None; raise ApiError (``trace_failed``) if they are malformed."""
-        prompt, found = self._choice(choice, num_choices)
-        saves, grown = await prompt.take_deltas(found)
-        printed = found.take_printed()
+        prompt, sent_choice = self._choice(choice, num_choices)
+        saves, grown = await prompt.take_deltas(sent_choice)
+        printed = sent_choice.take_printed()
         if not (saves or grown or printed):
             return None
         return CollectedResults([CollectedTrace(self._name, saves, grown, printed)], final=False)
 
     def take_final(self, choice: int, num_choices: int) -> CollectedResults:
-        prompt, found = self._choice(choice, num_choices)
-        result = CollectedTrace(self._name, found.saves or {}, {}, found.take_printed(), found.warnings)
+        prompt, sent_choice = self._choice(choice, num_choices)
+        result = CollectedTrace(
+            self._name, sent_choice.saves or {}, {}, sent_choice.take_printed(), sent_choice.warnings
+        )
         return CollectedResults([result], is_code=True, tier=prompt.tier)
 
     def images(self, choice: int, num_choices: int) -> tuple[Spans, ...]:

@@ -23,7 +23,7 @@ from nnsight_engine.tracing.blocks import NUM_LINES_BEFORE
 from nnsight_engine.vllm_backend.json_values import NotPlainError, SaveBudget, plain_saves
 
 if TYPE_CHECKING:
-    from nnsight_engine.vllm_backend.trace_run import TraceEvent
+    from nnsight_engine.vllm_backend.running_trace import TraceEvent
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _AS_INT64: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32})
@@ -58,16 +58,16 @@ class BlockError(msgspec.Struct):
         if type(error) is not dict:
             raise DecodeError("its error has no parts")
         parts = {name: error[name] for name in ("name", "message") if name in error}
-        for name, most in (("notes", _MAX_NOTES), ("entries", _MAX_ENTRIES)):
+        for name, maximum in (("notes", _MAX_NOTES), ("entries", _MAX_ENTRIES)):
             if type(error.get(name)) is list:
-                parts[name] = error[name][-most:]
+                parts[name] = error[name][-maximum:]
         try:
-            found = msgspec.convert(parts, cls)
+            block_error = msgspec.convert(parts, cls)
         except msgspec.ValidationError as invalid:
             raise DecodeError(f"its error has parts of other types: {invalid}") from invalid
-        found.name, found.message = found.name[:_MAX_TEXT], found.message[:_MAX_TEXT]
-        found.notes = [note[:_MAX_TEXT] for note in found.notes]
-        return found
+        block_error.name, block_error.message = block_error.name[:_MAX_TEXT], block_error.message[:_MAX_TEXT]
+        block_error.notes = [note[:_MAX_TEXT] for note in block_error.notes]
+        return block_error
 
     def description(self, filename: str) -> str:
         """Return the line that failed, one in ``filename`` if possible, and the error."""
@@ -156,7 +156,7 @@ class ChoiceValues:
                 self.reader.skip()
             else:
                 self.reader.read(data)
-        whole, grown = self.reader.take()
+        whole, grown = self.reader.take_changes()
         budget = SaveBudget(max_bytes)
         return self._plain(whole, budget), self._plain(grown, budget)
 

@@ -21,8 +21,8 @@ from api_schemas.errors import ApiError
 from nnsight_engine.core.work_context import current_work
 from nnsight_engine.vllm_backend.outputs import note_spent
 from nnsight_engine.vllm_backend.request_parts import AdapterHolds, cache_media_once_sent, check_loaded
-from nnsight_engine.vllm_backend.rpc_results import PENDING, SharedMemoryResults, answer
-from nnsight_engine.vllm_backend.trace_run import FinishedTrace, TraceRouter
+from nnsight_engine.vllm_backend.rpc_results import PENDING, SharedMemoryResults, common_result
+from nnsight_engine.vllm_backend.running_trace import FinishedTrace, TraceRouter
 from nnsight_engine.vllm_backend.traces.context import TRACE_KEY
 
 
@@ -30,15 +30,15 @@ class TracePlacement:
     def __init__(self, num_engines: int) -> None:
         self._num_requests = [0] * num_engines
         self._placed: dict[str, tuple[int, int]] = {}
-        self._next = 0
+        self._next_engine = 0
 
     def place(self, key: str, num_requests: int, in_flight: Sequence[int]) -> None:
         """Place a trace on the engine with the fewest requests, by ``in_flight``; equal ones take turns."""
         num_engines = len(self._num_requests)
-        in_turn = [(self._next + one) % num_engines for one in range(num_engines)]
+        in_turn = [(self._next_engine + engine) % num_engines for engine in range(num_engines)]
         # A request is in one of the counts before it is sent, and in both afterwards.
-        rank = min(in_turn, key=lambda one: max(in_flight[one], self._num_requests[one]))
-        self._next = (rank + 1) % num_engines
+        rank = min(in_turn, key=lambda engine: max(in_flight[engine], self._num_requests[engine]))
+        self._next_engine = (rank + 1) % num_engines
         self._num_requests[rank] += num_requests
         self._placed[key] = rank, num_requests
 
@@ -91,13 +91,13 @@ class TracingAsyncLLM(AsyncLLM):
         meanwhile.
         """
         calls = self.engine_core.call_utility_all_async(_RPC, method, timeout, args, kwargs)
-        return [one for answers in await self._unless_dead(calls) for one in answers]
+        return [reply for answers in await self._unless_dead(calls) for reply in answers]
 
     async def _call_engine_of(self, key: str, method: str, *args: Any) -> Any:
         core = self.engine_core
         engine = core.core_engines[self._placement.rank(key)]
         call = core._call_utility_async(_RPC, method, None, args, None, engine=engine)  # noqa: SLF001 - no public one
-        return answer(await self._unless_dead(call))
+        return common_result(await self._unless_dead(call))
 
     async def _unless_dead(self, call: Coroutine[Any, Any, T]) -> T:
         task = asyncio.ensure_future(call)
@@ -155,7 +155,7 @@ class TracingAsyncLLM(AsyncLLM):
         Raises:
             ApiError: ``invalid_value``: it cannot be loaded, and no worker has it.
         """
-        while not self._adapters.take(adapter.lora_int_id):
+        while not self._adapters.hold(adapter.lora_int_id):
             # Shielded: the workers load it, even if this caller is cancelled.
             await asyncio.shield(asyncio.ensure_future(self._load_adapter(adapter)))
 
@@ -170,9 +170,9 @@ class TracingAsyncLLM(AsyncLLM):
             for unused in self._adapters.pop_unused():
                 await self.collective_rpc("remove_lora", args=(unused,))
             # vLLM's own call leaves the errors of all workers but one to be read as results of later calls.
-            given = (adapter.lora_name, number, adapter.lora_path)
+            loaded = (adapter.lora_name, number, adapter.lora_path)
             try:
-                check_loaded(adapter, await self.collective_rpc("load_adapter", args=given))
+                check_loaded(adapter, await self.collective_rpc("load_adapter", args=loaded))
             except ApiError:
                 await self.collective_rpc("remove_lora", args=(number,))
                 raise
@@ -196,7 +196,7 @@ class TracingAsyncLLM(AsyncLLM):
         if self.num_engines == 1:  # vLLM counts them in order to choose
             return [0]
         core = self.engine_core
-        return [core.engine_inflight[one] for one in core.core_engines]
+        return [core.engine_inflight[engine] for engine in core.core_engines]
 
     async def collect_trace(self, key: str, results: Mapping[str, Any], index: int) -> bytes:
         data: bytes = await self._call_engine_of(key, "collect_trace", key, results, index)
@@ -211,7 +211,7 @@ class TracingAsyncLLM(AsyncLLM):
         self._placement.remove(key)
         data, spent_s, printed, failure, tier, has_begun = result
         if data is None and self.handover is not None:
-            data = self.handover.take(key)
+            data = self.handover.take_file(key)
         note_spent(spent_s)
         return FinishedTrace(data, printed, failure, tier, has_begun, results)
 

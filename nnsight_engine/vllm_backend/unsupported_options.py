@@ -191,8 +191,9 @@ REFUSALS: Final = (
 
 
 def check_supported(config: VllmConfig) -> None:
-    for one in REFUSALS:
-        if one.is_given(config):
+    for refusal in REFUSALS:
+        if refusal.is_given(config):
             raise UnsupportedOptionError(
-                f"{one.option} is not supported together with interventions: {one.reason}; {one.instead}"
+                f"{refusal.option} is not supported together with interventions: {refusal.reason}; "
+                f"{refusal.instead}"
             )

@@ -22,7 +22,7 @@ from nnsight_engine.vllm_backend.edits import Edits, EngineEditingTracer
 from nnsight_engine.vllm_backend.module_tree import ClientNames, OutlineEntry, outlined
 from nnsight_engine.vllm_backend.prompts import INPUT_NAMES, Request, as_prompt, refuse_function, with_images
 from nnsight_engine.vllm_backend.remote import VLLMDialect, local_tokenizer
-from nnsight_engine.vllm_backend.rpc_results import answer
+from nnsight_engine.vllm_backend.rpc_results import common_result
 from nnsight_engine.vllm_backend.traces.points import EnginePoints, StandardNames
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from nnsight_engine.remote_backend.client.http import Transport
     from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.engines import AsyncEngine, SyncEngine
-    from nnsight_engine.vllm_backend.request_tracer import RequestScanner, RequestTracer
     from nnsight_engine.vllm_backend.traces.context import EditEntry
+    from nnsight_engine.vllm_backend.vllm_tracer import RequestScanner, RequestTracer
 
 _MODES = ("sync", "async")
 
@@ -124,8 +124,10 @@ class VLLM(StandardNames):
             )
             self.__dict__["host"], self.__dict__["engine"] = host, host.inner
             try:
-                entries = [tuple(entry) for entry in answer(host.call("outline_model"))]
-                self._set_description(entries, ModelSpec.from_plain(answer(host.call("describe_traces"))))
+                entries = [tuple(entry) for entry in common_result(host.call("outline_model"))]
+                self._set_description(
+                    entries, ModelSpec.from_plain(common_result(host.call("describe_traces")))
+                )
                 if message is not None:
                     self.call_workers("adopt_names", message)
                 self.own_edits.book.install(self)
@@ -272,8 +274,8 @@ class VLLM(StandardNames):
                 "rename= and envoys= of VLLM are not supported in remote traces yet: the server's workers "
                 "know vLLM's names only. Use a model without them"
             )
-        given = self.__dict__["_engine_args"]
-        return VLLMDialect(self, given["model"], given.get("revision") or "")
+        engine_args = self.__dict__["_engine_args"]
+        return VLLMDialect(self, engine_args["model"], engine_args.get("revision") or "")
 
     def scan(  # type: ignore[override] # returns a scanner
         self, *args: Any, **kwargs: Any
@@ -382,8 +384,10 @@ class VLLM(StandardNames):
     def _follow(self) -> None:
         original = self.original
         assert original is not None  # noqa: S101 - this is a copy
-        own = {"_edits", "_original"}
-        self.__dict__.update({name: value for name, value in original.__dict__.items() if name not in own})
+        per_view = {"_edits", "_original"}
+        self.__dict__.update(
+            {name: value for name, value in original.__dict__.items() if name not in per_view}
+        )
 
     # Conversion of invokes to requests.
 
@@ -398,8 +402,8 @@ class VLLM(StandardNames):
             )
         tokens = {name: kwargs.pop(name) for name in INPUT_NAMES if name in kwargs}
         prompt = with_images(as_prompt(*inputs, **tokens), kwargs.pop("images", None))
-        own = [kwargs.pop(name, None) for name in ("sampling_params", "edits", "lora_request")]
-        return (Request(prompt, kwargs, *own),), {}, 1
+        request_options = [kwargs.pop(name, None) for name in ("sampling_params", "edits", "lora_request")]
+        return (Request(prompt, kwargs, *request_options),), {}, 1
 
     def _batch(
         self, batched_input: tuple[tuple[Any, ...], dict[str, Any]], *inputs: Any, **kwargs: Any

@@ -14,7 +14,7 @@ from vllm.lora.request import LoRARequest
 from nnsight_engine.serialization import encode_error
 from nnsight_engine.vllm_backend.compat import platform_worker_class
 from nnsight_engine.vllm_backend.module_tree import OutlineEntry
-from nnsight_engine.vllm_backend.rpc_results import PENDING, leave
+from nnsight_engine.vllm_backend.rpc_results import PENDING, write_shared
 from nnsight_engine.vllm_backend.steps.faults import mend_rotary_embedding, mend_router
 from nnsight_engine.vllm_backend.steps.handler import StepHandler
 from nnsight_engine.vllm_backend.steps.runner import RunnerMixin
@@ -102,7 +102,7 @@ class InterventionWorker(_PlatformWorker):
         collected = traces.collect(key, results)
         if self._traces is None:
             return None
-        is_left = path is not None and leave(collected.pieces, path)
+        is_left = path is not None and write_shared(collected.pieces, path)
         saved = None if is_left else b"".join(collected.pieces)
         return saved, *collected[1:]
 

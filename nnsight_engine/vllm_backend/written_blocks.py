@@ -51,14 +51,14 @@ class SharedBlocks:
             return
         for request_id in self._writers if request_ids is None else self._writers.intersection(request_ids):
             hashes = {block: self._hash_of(block) for block in self._blocks(request_id)}
-            cached = {block: found for block, found in hashes.items() if found is not None}
+            cached = {block: hash_ for block, hash_ in hashes.items() if hash_ is not None}
             if cached:
                 self._ended[request_id] = EndedWriter(cached, num_steps)
 
     def end_step(self) -> None:
-        for request_id, one in list(self._ended.items()):
-            one.num_steps -= 1
-            if one.num_steps <= 0:
+        for request_id, blocks in list(self._ended.items()):
+            blocks.num_steps -= 1
+            if blocks.num_steps <= 0:
                 del self._ended[request_id]
 
     def evict(self, failures: dict[str, Failure]) -> set[int]:
@@ -88,7 +88,7 @@ class SharedBlocks:
     def _blocks(self, request_id: str) -> set[int]:
         if request_id in self._ended:
             hashes = self._ended[request_id].hashes
-            return {block for block, found in hashes.items() if self._hash_of(block) == found}
+            return {block for block, hash_ in hashes.items() if self._hash_of(block) == hash_}
         # A request without blocks, or one that has ended, has none here.
         return {block for group in self._manager.get_block_ids(request_id) for block in group}
 

@@ -19,7 +19,7 @@ import pytest
 import yaml  # type: ignore[import-untyped] # it has no types
 
 import app
-from app.auth.secrets import parsed
+from app.auth.keys import parse_key
 from app.main import _ROUTERS
 from app.settings import Settings
 from tests.deploy.dockerfile import PROJECT, stages
@@ -101,7 +101,7 @@ EVERYTHING: dict[str, Any] = {
     "settings": {
         "drain_timeout_s": 90,
         "job_store_bytes": 21474836480,
-        "fair_step": 1.5,
+        "tenant_share": 0.25,
         "local_engine": True,
     },
     "env": [{"name": "VLLM_LOGGING_LEVEL", "value": "INFO"}],
@@ -263,7 +263,7 @@ def test_secrets_hold_what_is_secret_and_no_variable_does(full: Objects, plain: 
     made = plain["Secret", f"{NAME}-keys"]["data"]
     keys = {name: base64.b64decode(text).decode() for name, text in made.items()}
     assert set(keys) == {"admin.key", "metrics.key"}
-    ids = {secret.id for secret in map(parsed, keys.values()) if secret is not None}
+    ids = {secret.id for secret in map(parse_key, keys.values()) if secret is not None}
     assert len(ids) == 2
 
 

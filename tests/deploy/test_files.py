@@ -20,7 +20,7 @@ from compose_spec import PyCompose
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from app.auth.secrets import parsed
+from app.auth.keys import parse_key
 from app.settings import Settings
 from tests.deploy.dockerfile import DOCKERFILE, PROJECT, stages
 from tests.monitoring import DASHBOARDS, RULES
@@ -228,7 +228,7 @@ def test_secrets_are_made_once_and_readable_by_their_owner_only(
     assert {path: path.read_bytes() for path in prepared.rglob("*") if path.is_file()} == made
     for name, secret in compose["secrets"].items():
         text = (prepared / secret["file"]).read_text(encoding="utf-8").strip()
-        assert parsed(text) is not None if name.endswith(".key") else len(text) >= 32
+        assert parse_key(text) is not None if name.endswith(".key") else len(text) >= 32
     for private in (prepared / ".env", prepared / "secrets"):
         assert stat.S_IMODE(private.stat().st_mode) & 0o077 == 0
     passwords = re.findall(rb"_PASSWORD=(.*)", (prepared / ".env").read_bytes())

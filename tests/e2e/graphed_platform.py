@@ -25,7 +25,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
-from nnsight_engine.vllm_backend.cpu_platform import V2CpuPlatform
+from nnsight_engine.vllm_backend.cpu_kernels.install import V2CpuPlatform
 from nnsight_engine.vllm_backend.steps.graphs import CapturedTaps
 from nnsight_engine.vllm_backend.steps.runner import ModelProxy
 from nnsight_engine.vllm_backend.taps import CONTEXT_KEY

@@ -31,11 +31,11 @@ from nnsight_engine.plans.collect.results import (
 )
 from nnsight_engine.plans.compile.request import compile_request
 from nnsight_engine.plans.request_plan import NO_MARKERS, PLAN_KEY, AnswerMarkers
-from nnsight_engine.vllm_backend.call import prepare_params, salted
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
+from nnsight_engine.vllm_backend.operations_call import prepare_params, salted
 from nnsight_engine.vllm_backend.outputs import ResultRouter, deliver_payloads
 from nnsight_engine.vllm_backend.request_parts import cache_media_once_sent, media_of
-from nnsight_engine.vllm_backend.rpc_results import answer
+from nnsight_engine.vllm_backend.rpc_results import common_result
 from tests.e2e.engine_kinds import options_of_process
 from tests.e2e.fuzz.nearness import as_tensor
 from tests.narrow_model import WIDTH
@@ -125,7 +125,7 @@ class Engine:
         self.llm = llm
         self.core = llm.llm_engine
         self.tokenizer = self.llm.get_tokenizer()
-        self.spec = ModelSpec.from_plain(answer(self.llm.collective_rpc("describe_interventions")))
+        self.spec = ModelSpec.from_plain(common_result(self.llm.collective_rpc("describe_interventions")))
         self.router = ResultRouter(self.spec)
         deliver_payloads(self.core.output_processor, {PLAN_KEY: self.router.deliver})
 

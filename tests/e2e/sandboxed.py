@@ -11,11 +11,11 @@ import pytest
 from vllm import RequestOutput
 
 from nnsight_engine.remote_backend.values.outcomes import Outcome
-from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
-from nnsight_engine.vllm_backend.rpc_results import answer
-from nnsight_engine.vllm_backend.trace_run import TraceRequests
+from nnsight_engine.vllm_backend.rpc_results import common_result
+from nnsight_engine.vllm_backend.running_trace import TraceRequests
 from nnsight_engine.vllm_backend.traces.context import TraceEntry
 from nnsight_engine.vllm_backend.vllm import VLLM
+from nnsight_engine.vllm_backend.vllm_tracer import RequestTracer, SentTrace
 from tests.e2e.traces import finished
 from tests.waiting import wait_for
 
@@ -24,7 +24,7 @@ _START_S: Final = 300
 
 def started(model: VLLM) -> int:
     """Return how many traces have been given a sandbox process."""
-    counts: int = answer(model.host.call("count_events"))["sandboxes"]["started"]
+    counts: int = common_result(model.host.call("count_events"))["sandboxes"]["started"]
     return counts
 
 
@@ -43,7 +43,7 @@ def in_sandboxes(model: VLLM) -> Iterator[None]:
     """Run all traces that are opened within the context in sandbox processes, and check that they did."""
 
     def is_ready() -> bool:
-        is_there, failure = answer(model.host.call("prepare_sandbox"))
+        is_there, failure = common_result(model.host.call("prepare_sandbox"))
         assert failure is None, failure
         return bool(is_there)
 

@@ -162,30 +162,30 @@ def make(request: pytest.FixtureRequest, engine_config: VllmConfig, monkeypatch:
 
 def test_a_step_with_interventions_gets_pieces_or_nothing(make: Make) -> None:
     runner = make()
-    runner.graphs.begin({}, set(), DECODING)
+    runner.graphs.begin_step({}, set(), DECODING)
     assert [runner.choice(step) for step in (DECODING, PROMPTS, LONG)] == [
         (FULL, 4),
         (PIECEWISE, 8),
         (NONE, 42),
     ]
-    runner.graphs.end()
-    runner.graphs.begin({"b": None}, set(), DECODING)
+    runner.graphs.end_step()
+    runner.graphs.begin_step({"b": None}, set(), DECODING)
     assert runner.choice(DECODING) == (PIECEWISE, 4)
     assert [runner.choice(step) for step in (PROMPTS, LONG)] == [(PIECEWISE, 8), (NONE, 42)]
 
 
 def test_full_graphs_are_back_without_the_request(make: Make) -> None:
     runner = make()
-    runner.graphs.begin({"b": None}, set(), DECODING)
-    runner.graphs.end()
-    runner.graphs.begin({}, set(), DECODING)
+    runner.graphs.begin_step({"b": None}, set(), DECODING)
+    runner.graphs.end_step()
+    runner.graphs.begin_step({}, set(), DECODING)
     assert runner.choice(DECODING)[0] == PIECEWISE
-    runner.graphs.end()
+    runner.graphs.end_step()
     others = {"a": 1, "c": 1}  # it waits
-    runner.graphs.begin({}, set(), others)
+    runner.graphs.begin_step({}, set(), others)
     assert runner.choice(others) == (FULL, 2)
-    runner.graphs.end()
-    runner.graphs.begin({}, {"b"}, DECODING)  # one of the same name
+    runner.graphs.end_step()
+    runner.graphs.begin_step({}, {"b"}, DECODING)  # one of the same name
     assert runner.choice(DECODING)[0] == FULL
 
 
@@ -208,10 +208,10 @@ def test_every_mode_of_graphs(
 ) -> None:
     runner = make(mode, decode_query_len=max(decoding.values()))
     assert runner.choice(decoding)[0] == idle
-    runner.graphs.begin({"b": None}, set(), decoding)
+    runner.graphs.begin_step({"b": None}, set(), decoding)
     num_rows = sum(decoding.values()) if intervening == NONE else num_padded
     assert runner.choice(decoding) == (intervening, num_rows)
-    runner.graphs.end()
+    runner.graphs.end_step()
     assert runner.choice(decoding)[0] == idle
 
 
@@ -222,10 +222,10 @@ def test_every_mode_of_graphs(
 )
 def test_a_request_without_drafts_among_drafted_ones_needs_pieces(make: Make, idle: str) -> None:
     runner = make(decode_query_len=4)
-    runner.graphs.begin({}, set(), UNDRAFTED)
+    runner.graphs.begin_step({}, set(), UNDRAFTED)
     assert runner.choice(UNDRAFTED) == (idle, 8)
-    runner.graphs.end()
-    runner.graphs.begin({"b": None}, set(), UNDRAFTED)
+    runner.graphs.end_step()
+    runner.graphs.begin_step({"b": None}, set(), UNDRAFTED)
     assert runner.choice(UNDRAFTED) == (PIECEWISE, 8)
 
 
@@ -263,19 +263,19 @@ def test_steps_whose_operations_fit_are_full_graphs(
     runner = able(mode)
     if mode != "FULL_AND_PIECEWISE":
         decoding, prompts = decoding.replace(PIECEWISE, NONE), NONE
-    runner.graphs.begin(intervening, set(), DECODING)
+    runner.graphs.begin_step(intervening, set(), DECODING)
     assert runner.choice(DECODING)[0] == decoding
     assert runner.choice(PROMPTS)[0] == prompts
-    runner.graphs.end()
-    runner.graphs.begin({}, set(intervening), DECODING)
+    runner.graphs.end_step()
+    runner.graphs.begin_step({}, set(intervening), DECODING)
     assert runner.choice(DECODING)[0] == FULL
 
 
 def test_drafts_need_room_too(able: Make) -> None:
     runner = able(decode_query_len=4)
-    runner.graphs.begin({"b": 2}, set(), DRAFTED)
+    runner.graphs.begin_step({"b": 2}, set(), DRAFTED)
     assert runner.choice(DRAFTED) == (FULL, 8)
-    runner.graphs.begin({"a": 1}, set(), DRAFTED)
+    runner.graphs.begin_step({"a": 1}, set(), DRAFTED)
     assert runner.choice(DRAFTED)[0] == PIECEWISE
 
 
@@ -290,7 +290,7 @@ def test_a_replay_is_of_the_graphs_that_were_chosen(able: Make, monkeypatch: pyt
         run()
 
     for intervening in ({"b": 1}, {}):
-        runner.graphs.begin(intervening, set() if intervening else {"b"}, DECODING)
+        runner.graphs.begin_step(intervening, set() if intervening else {"b"}, DECODING)
         with runner.graphs.constraining(runner, replay):
             runner.run_fullgraph("the batch")
     assert replayed == [captured.table, "the batch", "vLLM's own"]
@@ -298,7 +298,7 @@ def test_a_replay_is_of_the_graphs_that_were_chosen(able: Make, monkeypatch: pyt
 
 def test_pieces_that_do_not_end_at_taps_are_not_replayed(make: Make) -> None:
     runner = make(has_taps=False)
-    runner.graphs.begin({"b": None}, set(), DECODING)
+    runner.graphs.begin_step({"b": None}, set(), DECODING)
     assert [runner.choice(step) for step in (DECODING, PROMPTS)] == [(NONE, 3), (NONE, 7)]
 
 
@@ -307,7 +307,7 @@ def test_breakable_graphs_are_not_replayed(make: Make, monkeypatch: pytest.Monke
     manager = make()
     monkeypatch.setattr(manager, "use_breakable_cg", True)
     assert manager.choice(PROMPTS)[0] == PIECEWISE
-    manager.graphs.begin({"b": None}, set(), PROMPTS)
+    manager.graphs.begin_step({"b": None}, set(), PROMPTS)
     assert manager.choice(PROMPTS) == (NONE, 7)
 
 

@@ -158,7 +158,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[VllmConfig, argparse.
         check_supported(config)
         found.append((config, args, settings))
 
-    monkeypatch.setattr(serve, "_run", start)
+    monkeypatch.setattr(serve, "_run_server", start)
     monkeypatch.setattr(serve, "start_logs", lambda _: None)  # they are of the whole process
     return found
 

@@ -15,8 +15,8 @@ from vllm.v1.core.sched.interface import PauseState
 from nnsight_engine import save
 from nnsight_engine.plans.collect.results import CollectedLens
 from nnsight_engine.vllm_backend.fair_scheduler import SENDER_KEY, SenderUsage
-from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.vllm import VLLM
+from nnsight_engine.vllm_backend.vllm_tracer import SentTrace
 from tests.e2e.harness import Ask, Engine, random_vector
 from tests.e2e.traces import HeldTracer, collected, finished, traced_engine
 

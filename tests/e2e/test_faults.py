@@ -26,7 +26,7 @@ import psutil
 import pytest
 from sqlalchemy.engine import make_url
 
-from app.limits.allowances import Allowance
+from app.limits.limit import Limit
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.jobs.store import JobStore
@@ -172,7 +172,6 @@ def faulty(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
             "NNSIGHT_ENGINE_INLINE_TENSOR_BYTES": "1",
             "NNSIGHT_ENGINE_RESULT_STORE_BYTES": str(_DISK_BYTES),
             "NNSIGHT_ENGINE_MAX_ENGINE_RESTARTS": "3",
-            "NNSIGHT_ENGINE_ENGINE_RESTART_DELAY_S": "0.5",
             "NNSIGHT_ENGINE_DRAIN_TIMEOUT_S": "15",
             "NNSIGHT_ENGINE_ENGINE_STALL_TIMEOUT_S": "8",
             "NNSIGHT_ENGINE_MAX_SANDBOXES": "2",
@@ -354,7 +353,7 @@ async def _job_of(faulty: Faulty, job_id: str) -> str:
     database = Database(faulty.disk / "data", faulty.database_url)
     await database.start()
     try:
-        store = JobStore(database, "", waiting=Allowance.of("jobs", 1), ttl_s=Settings().job_ttl_s)
+        store = JobStore(database, "", waiting=Limit("jobs", 1), ttl_s=Settings().job_ttl_s)
         return (await store.get(job_id, "acme")).status
     finally:
         await database.close()

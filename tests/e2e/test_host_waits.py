@@ -33,9 +33,8 @@ from nnsight_engine.plans.step.registrar import Registrar
 from nnsight_engine.plans.step.table import Segment
 from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.steps.handler import StepHandler
-from nnsight_engine.vllm_backend.steps.step import Step
 from nnsight_engine.vllm_backend.steps.tokens import KnownIds
-from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
+from nnsight_engine.vllm_backend.steps.worker_state import Step, WorkerState
 from tests.e2e.engine_kinds import DEFAULT, kind_of_process
 from tests.e2e.harness import Ask, Engine, random_vector
 from tests.families.checkpoints import HIDDEN_SIZE, write_checkpoint
@@ -178,13 +177,13 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 PHASES: Final[dict[type, tuple[str, ...]]] = {
-    StepHandler: ("begin", "on_logits", "leave"),
+    StepHandler: ("begin_step", "on_logits", "leave"),
     WorkerState: (
-        *("begin", "plan", "on_hidden", "on_logits", "collect", "leave"),
+        *("begin_step", "plan", "on_hidden", "on_logits", "collect", "leave"),
         *("results_of_stage", "add_results"),
     ),
     StepPlan: ("run",),
-    KnownIds: ("begin",),
+    KnownIds: ("begin_step",),
     Step: ("__init__",),
 }
 

@@ -16,8 +16,8 @@ from vllm import SamplingParams
 from nnsight_engine import save
 from nnsight_engine.interleaving.events import MissedProviderError, OutOfOrderError
 from nnsight_engine.vllm_backend.compat import EngineLimits
-from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.vllm import VLLM
+from nnsight_engine.vllm_backend.vllm_tracer import SentTrace
 from tests.e2e.traced_scenarios import assert_an_abort_leaves_nothing, assert_failed_as, failing_at
 from tests.e2e.traces import HeldTracer, Plain, run_together, traced_engine
 from tests.narrow_model import NEXT, PROMPT, WIDTH

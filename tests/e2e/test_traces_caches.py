@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from nnsight_engine import LanguageModel, save
-from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.traces.errors import (
     ChunkedPromptError,
     TraceBytesError,
 )
 from nnsight_engine.vllm_backend.vllm import VLLM
+from nnsight_engine.vllm_backend.vllm_tracer import SentTrace
 from tests.e2e.renamed_model import DIRECTION, GREEDY, LONG, OTHER, PROMPT, close, local, model, plain_tokens
 from tests.e2e.traces import HeldTracer, counted_recomputations, run_together
 

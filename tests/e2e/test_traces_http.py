@@ -17,7 +17,7 @@ import pytest_asyncio
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.observability import metrics
+from app.observability import scraping
 from nnsight_engine import LanguageModel, save
 from nnsight_engine.remote_backend.client.backend import RemoteBackend
 from nnsight_engine.remote_backend.client.http import Progress
@@ -135,7 +135,7 @@ async def test_values_are_those_of_the_model(server: Live, model: VLLM, folder: 
 async def test_answers_and_metrics_say_which_steps_ran_uncompiled(
     server: Live, model: VLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "_PAUSE_S", 0)
+    monkeypatch.setattr(scraping, "_PAUSE_S", 0)
 
     def run(*, waits: bool) -> Any:
         with model.trace(PROMPT, max_tokens=1, blocking=waits, **GREEDY) as tracer:

@@ -18,9 +18,9 @@ from nnsight_engine import save
 from nnsight_engine.envoys.source.definition import SourceNotAvailableError
 from nnsight_engine.interleaving.events import MissedProviderError, OutOfOrderError
 from nnsight_engine.vllm_backend.compat import EngineLimits
-from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError, StageError
 from nnsight_engine.vllm_backend.vllm import VLLM
+from nnsight_engine.vllm_backend.vllm_tracer import SentTrace
 from tests.e2e.point_blocks import BLOCKS, PROMPT
 from tests.e2e.sandboxed import in_sandboxes
 from tests.e2e.traced_scenarios import (

@@ -11,8 +11,8 @@ from typing_extensions import override
 from nnsight_engine import save
 from nnsight_engine.interleaving.events import MissedProviderError
 from nnsight_engine.tracing.source_text import WithBlockNotFoundError
-from nnsight_engine.vllm_backend.request_tracer import Purpose, SentTrace
 from nnsight_engine.vllm_backend.vllm import VLLM
+from nnsight_engine.vllm_backend.vllm_tracer import Purpose, SentTrace
 from tests.e2e.renamed_model import GREEDY, PROMPT, model, plain_tokens
 from tests.e2e.traces import HeldTracer, run_together
 

@@ -22,9 +22,9 @@ from vllm import SamplingParams
 from benchmarks.dictionaries import random_dictionary
 from nnsight_engine import save
 from nnsight_engine.vllm_backend.compat import EngineLimits
-from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.traces.context import TRACE_KEY
 from nnsight_engine.vllm_backend.vllm import VLLM
+from nnsight_engine.vllm_backend.vllm_tracer import SentTrace
 from tests.e2e import point_blocks
 from tests.e2e.check_process import report_of
 from tests.e2e.harness import Engine, Reply, random_vector

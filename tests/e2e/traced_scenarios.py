@@ -15,8 +15,8 @@ from vllm import SamplingParams
 
 from nnsight_engine import save
 from nnsight_engine.remote_backend.values.outcomes import Outcome
-from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.vllm import VLLM
+from nnsight_engine.vllm_backend.vllm_tracer import SentTrace
 from tests.e2e.point_blocks import OTHER, PROMPT
 from tests.e2e.traces import (
     HeldTracer,

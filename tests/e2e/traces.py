@@ -19,10 +19,10 @@ from nnsight_engine.plans.records import StepResults
 from nnsight_engine.remote_backend.values.outcomes import Outcome
 from nnsight_engine.vllm_backend import scheduler as scheduler_module
 from nnsight_engine.vllm_backend.compat import detach_results
-from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
-from nnsight_engine.vllm_backend.rpc_results import PENDING, answer
-from nnsight_engine.vllm_backend.trace_run import results_of
+from nnsight_engine.vllm_backend.rpc_results import PENDING, common_result
+from nnsight_engine.vllm_backend.running_trace import results_of
 from nnsight_engine.vllm_backend.vllm import VLLM
+from nnsight_engine.vllm_backend.vllm_tracer import RequestTracer, SentTrace
 from tests.e2e.engine_kinds import options_of_process
 from tests.waiting import wait_for
 
@@ -199,7 +199,9 @@ def finished(model: VLLM, trace: SentTrace, outputs: list[RequestOutput]) -> lis
     """Return the outcomes of a trace whose requests have ended, wherever its blocks ran."""
 
     def found() -> Any:
-        saved = answer(model.host.call("finish_trace", trace.key, results_of(dict(enumerate(outputs)))))
+        saved = common_result(
+            model.host.call("finish_trace", trace.key, results_of(dict(enumerate(outputs))))
+        )
         return None if saved == PENDING else saved
 
     return trace.read(wait_for(found, _COLLECT_S, "the sandbox process's answer")[0], outputs)

@@ -24,7 +24,7 @@ import httpx
 from rich.console import Console
 
 from app.command_error import CommandError
-from app.commands.serve import _run
+from app.commands.serve import _run_server
 from app.settings import Settings
 from app.storage.results import ResultStore
 from nnsight_engine.core.work_context import EngineCounts
@@ -158,7 +158,7 @@ def main() -> int:
     args = argparse.Namespace(**ARGUMENTS | json.loads(os.environ.get("ARGUMENTS", "{}")))
     modules = SimpleNamespace(VLLMEngineClient=_Engine)
     try:
-        _run(args, settings, modules, Console(stderr=True))
+        _run_server(args, settings, modules, Console(stderr=True))
     except CommandError as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute, APIWebSocketRoute
 from starlette.routing import Route
 
 from api_schemas.administration import Scope
-from app.routes.context import ANY_CALLER
+from app.routes.parameters import ANY_CALLER
 from tests.integration import serving
 
 SOCKET: Final = "WS"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,13 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp
 
-from app.auth.secrets import GivenKeys
+from app.auth.keys import GivenKeys
 from app.components import Components
 from app.engine.client import TraceEngine
 from app.main import create_app, new_store
 from app.server.http_options import HttpOptions
 from app.server.uvicorn import DrainingServer, server_config
-from app.settings import Settings
+from app.settings import Bounds, Settings
 from tests.databases import give_tables
 from tests.fakes.engine import FakeBehaviour, FakeEngineClient
 from tests.waiting import wait_for_async
@@ -38,7 +39,10 @@ class Application:
         **settings: Any,
     ) -> None:
         folders = {"result_dir": folder / "results", "data_dir": folder / "data"}
-        self.settings = Settings.model_validate({**folders, "drain_timeout_s": 1.0, **settings})
+        names = {field.name for field in dataclasses.fields(Bounds)}
+        bounds = {name: settings.pop(name) for name in names & settings.keys()}
+        chosen = Settings.model_validate({**folders, "drain_timeout_s": 1.0, **settings})
+        self.settings = chosen.with_bounds(**bounds)
         store = new_store(self.settings)
         self.engine = engine(self.settings, store, behaviour)
         self.engine.traces = traces or self.engine.traces

@@ -17,8 +17,8 @@ from api_schemas.administration import Limits, Scope
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
 from app import audit as audit_log
 from app.cli import main
-from app.limits.allowances import Allowance
-from app.storage.audit import AuditStore, Wanted
+from app.limits.limit import Limit
+from app.storage.audit import AuditFilter, AuditStore
 from app.storage.database import Database
 from app.storage.jobs import store
 from app.storage.jobs.store import JobStore, NewJob
@@ -35,7 +35,7 @@ STEER = {"op": "steer", "at": "layers.1.output", "vector": [0.0] * 8}
 async def entries(server: Server, **wanted: Any) -> list[dict[str, Any]]:
     """Return what is written down, the newest first."""
     await server.context.log.flush()
-    found, _ = await AuditStore(server.context.database).page(Wanted(**wanted), limit=1000)
+    found, _ = await AuditStore(server.context.database).page(AuditFilter(**wanted), limit=1000)
     return [entry.model_dump() for entry in found]
 
 
@@ -143,7 +143,7 @@ async def test_a_job_whose_server_died_is_written_down_by_the_next(
         model="fake-model", dialect="vllm", kind="trace", num_blocks=1, python="3", client=""
     )
     values: dict[str, Any] = {"digest": "0", "request_bytes": 1, "idempotency_key": None, "reruns": False}
-    dead = JobStore(database, "dead", waiting=Allowance.of("jobs", 10), ttl_s=60)
+    dead = JobStore(database, "dead", waiting=Limit("jobs", 10), ttl_s=60)
     for name in ("waits", "runs"):
         new = NewJob(id=name, owner="acme", model="fake-model", summary=summary, key_id="k", **values)
         await dead.accept(new)

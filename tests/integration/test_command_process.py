@@ -63,7 +63,6 @@ async def test_a_server_whose_engine_dies_too_often_ends_and_says_so(tmp_path: P
     environment = {
         "DIES_AFTER_S": "0.3",
         "NNSIGHT_ENGINE_MAX_ENGINE_RESTARTS": "2",
-        "NNSIGHT_ENGINE_ENGINE_RESTART_DELAY_S": "0.1",
     }
     async with started(tmp_path, **environment) as server:
         await wait_for_async(server.ready)

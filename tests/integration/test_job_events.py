@@ -14,7 +14,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from app.components import Components
-from app.limits.allowances import Allowance, ReceivedBytes
+from app.limits.limit import Limit
 from app.services.jobs.local_calls import LocalAnswers, LocalCalls
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, FrameReader, called, calling, head_of
 from tests.fakes.engine import FakeBehaviour
@@ -247,14 +247,14 @@ async def test_an_upload_that_breaks_off_leaves_nothing(tmp_path: Path):
             raise ConnectionError
 
         def received() -> bool:
-            held = server.context.receiving.num_bytes == 2_000_000
+            held = server.context.received.used() == 2_000_000
             return held or any(path.stat().st_size for path in (tmp_path / "data/servers").glob("*/*"))
 
         for route in ("/v1/jobs", "/v1/traces"):
             with pytest.raises(ConnectionError):
                 await server.client.post(route, content=half(), headers=HEADERS)
             await wait_for_async(lambda: not server.context.lifecycle.num_in_flight)
-        await wait_for_async(lambda: server.context.receiving.num_bytes == 0)
+        await wait_for_async(lambda: server.context.received.used() == 0)
         assert [path.name for path in (tmp_path / "data/servers").glob("*/*")] == [".lock"]
         assert (await server.client.get("/v1/jobs")).json()["data"] == []
 
@@ -274,7 +274,7 @@ async def test_bodies_that_are_held_are_bounded_and_given_back(tmp_path: Path, e
         server.engine.released.set()
         assert (await running).status_code == 200
         assert (await post("ok")).status_code == 200
-        await wait_for_async(lambda: server.context.receiving.num_bytes == 0)
+        await wait_for_async(lambda: server.context.received.used() == 0)
 
 
 async def test_a_paused_upload_is_refused_at_once_when_the_server_ends(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ async def test_a_paused_upload_is_refused_at_once_when_the_server_ends(tmp_path:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.client.base_url.port)
         head = f"POST /v1/traces HTTP/1.1\r\nHost: localhost\r\nContent-Type: {HEADERS['content-type']}\r\n"
         writer.write(f"{head}Content-Length: 1000\r\n\r\nhalf".encode())
-        await wait_for_async(lambda: server.context.receiving.num_bytes > 0)
+        await wait_for_async(lambda: server.context.received.used() > 0)
         draining = asyncio.create_task(server.context.lifecycle.drain(0.1))
         answer = await asyncio.wait_for(reader.readuntil(b"}}"), 20)  # and not after upload_idle_timeout_s
         assert answer.startswith(b"HTTP/1.1 503")
@@ -318,7 +318,7 @@ def asking(server: Live, job_id: str) -> asyncio.Task[bytes]:
     async def ask() -> bytes:
         async with server.context.jobs.calls.call(job_id, b"what?") as answer:
             # Until the engine has it, the answer is held.
-            assert server.context.receiving.num_bytes == len(answer)
+            assert server.context.received.used() == len(answer)
             return bytes(answer)
 
     return asyncio.create_task(ask())
@@ -326,7 +326,7 @@ def asking(server: Live, job_id: str) -> asyncio.Task[bytes]:
 
 async def test_unawaited_answers_are_not_held(tmp_path: Path) -> None:
     async with live(tmp_path) as server:
-        held = server.context.receiving
+        held = server.context.received
         job_id = await server.submit("hang")
         async with server.socket(job_id, local=True) as socket, server.socket(job_id, local=True) as other:
             # As large as they may be, of a call that is not there, and then whole ones.
@@ -334,7 +334,7 @@ async def test_unawaited_answers_are_not_held(tmp_path: Path) -> None:
             for _ in range(8):
                 await other.send(bytes(2**20))
             await pong(other)
-            assert held.num_bytes == 0
+            assert held.used() == 0
             await send(socket, calling(99, bytes(3 * 2**20)))
             await send(socket, calling(99, b""))
             call = asking(server, job_id)
@@ -345,31 +345,31 @@ async def test_unawaited_answers_are_not_held(tmp_path: Path) -> None:
             for piece in late[:3]:
                 await socket.send(piece)
             await pong(socket)
-            assert held.num_bytes == 2 * 2**20 - 8
+            assert held.used() == 2 * 2**20 - 8
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
             for piece in late[3:]:
                 await socket.send(piece)
             await pong(socket)
-            assert held.num_bytes == 0
+            assert held.used() == 0
             call = asking(server, job_id)
             number, _ = await call_of(socket)
             await send(socket, calling(number, b"that" * 2**19))
             assert await call == b"that" * 2**19
-            assert held.num_bytes == 0
+            assert held.used() == 0
             # Who leaves in the middle leaves nothing.
             call = asking(server, job_id)
             number, _ = await call_of(socket)
             await socket.send(b"".join(calling(number, bytes(2**20)).pieces())[:-1])
             await pong(socket)
-            assert held.num_bytes == 2**20 - 1
-        await wait_for_async(lambda: held.num_bytes == 0)
+            assert held.used() == 2**20 - 1
+        await wait_for_async(lambda: held.used() == 0)
         call.cancel()
         server.engine.released.set()
 
 
 async def test_an_answer_whose_call_ends_when_it_has_just_arrived_is_not_held() -> None:
-    calls, held = LocalCalls(60), ReceivedBytes(Allowance.of("bytes", 1000))
+    calls, held = LocalCalls(60), Limit("bytes", 1000)
 
     async def ask() -> None:
         async with calls.call("job", b"what?"):
@@ -377,13 +377,13 @@ async def test_an_answer_whose_call_ends_when_it_has_just_arrived_is_not_held() 
 
     asked = asyncio.create_task(ask())
     await asyncio.sleep(0)
-    answers = LocalAnswers(calls, "job", lambda: held.intake(""), 1000)
+    answers = LocalAnswers(calls, "job", lambda: held.spend(""), 1000)
     answers.feed(b"".join(calling(calls.pending["job"].number, bytes(100)).pieces()))
     answers.close()
-    assert held.num_bytes == 100
+    assert held.used() == 100
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)
-    assert held.num_bytes == 0
+    assert held.used() == 0
 
 
 async def test_answers_count_with_bodies_and_no_frame_of_another_kind_is_read(tmp_path: Path) -> None:
@@ -402,6 +402,6 @@ async def test_answers_count_with_bodies_and_no_frame_of_another_kind_is_read(tm
                     while True:
                         await socket.recv()
                 assert socket.close_code == code
-            await wait_for_async(lambda: server.context.receiving.num_bytes == 0)
+            await wait_for_async(lambda: server.context.received.used() == 0)
         call.cancel()
         server.engine.released.set()

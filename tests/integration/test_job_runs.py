@@ -18,9 +18,8 @@ from app.auth.keys import Keys
 from app.auth.principal import ANONYMOUS
 from app.engine.served_model import ServedModel
 from app.http.lifecycle import Lifecycle, Startable
-from app.limits.allowances import Allowance
+from app.limits.limit import Holder, Limit
 from app.services.jobs import run as job_run
-from app.services.jobs import run_output
 from app.services.jobs.run import Ending, JobParts, JobRun
 from app.services.traces import TraceService
 from app.settings import Settings
@@ -30,7 +29,7 @@ from app.storage.jobs import files
 from app.storage.jobs.states import JobEnd
 from app.storage.jobs.store import JobStore, NewJob
 from app.storage.keys import KeyStore
-from app.storage.quotas import NO_HOLDER, StoredBytes, sync_folder
+from app.storage.quotas import StoredQuotas, sync_folder
 from app.storage.tables import JOB_BYTES, JobRow
 from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import TraceRequest
@@ -109,7 +108,7 @@ class Bench:
             traces=TraceService({"vllm": self.engine}),
             keys=Keys(KeyStore(self.database)),
             rates=Rates("memory://"),
-            stored=StoredBytes(),
+            quotas=StoredQuotas(),
             log=AuditLog(AuditStore(self.database), 0),
             watch=lambda _run, _traceparent: lambda _ended: None,
         )
@@ -117,13 +116,13 @@ class Bench:
 
     def store_of(self, kind: type[Store]) -> Store:
         """Have the runs write to another kind of store."""
-        store = kind(self.database, self.files.process, waiting=Allowance.of("jobs", 100), ttl_s=60)
+        store = kind(self.database, self.files.process, waiting=Limit("jobs", 100), ttl_s=60)
         self.parts.store = store
         return store
 
     async def claimed(self, script: str = "ok") -> JobRow:
         """Return a job that was submitted and claimed."""
-        async with self.files.received(chunks(trace(script)), NO_HOLDER) as upload:
+        async with self.files.received(chunks(trace(script)), Holder()) as upload:
             await self.files.adopt(upload, "job")
             new = NewJob("job", "", "m", SUMMARY, upload.digest, upload.num_bytes, None, reruns=False)
             await self.store.accept(new)
@@ -140,7 +139,7 @@ class Bench:
 
     def room(self) -> int:
         """Return how many bytes there is room for."""
-        return MAX_BYTES - self.files.space.used_bytes
+        return MAX_BYTES - self.files.space.used()
 
 
 async def chunks(data: bytes) -> AsyncIterator[bytes]:
@@ -243,7 +242,7 @@ async def test_a_job_goes_on_while_its_events_cannot_be_written_and_loses_none(b
 async def test_a_job_is_dispatched_when_its_engine_takes_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, taken_s: float
 ):
-    monkeypatch.setattr(run_output, "_TAKEN_S", taken_s)
+    monkeypatch.setattr(job_run, "_ACCEPTED_S", taken_s)
     monkeypatch.setattr(job_run, "_BUSY_DELAYS_S", (0.0,))
     bench.parts.traces = TraceService({"vllm": SlowToRefuse()})
     job = await bench.claimed()
@@ -282,7 +281,7 @@ async def test_a_request_that_could_not_be_adopted_leaves_no_file_and_takes_no_r
 async def test_a_request_whose_sender_leaves_while_it_is_adopted_takes_no_room(bench: Bench, tmp_path: Path):
     room = bench.room()
     for count in range(20):
-        async with bench.files.received(chunks(trace()), NO_HOLDER) as upload:
+        async with bench.files.received(chunks(trace()), Holder()) as upload:
             adopting = asyncio.create_task(bench.files.adopt(upload, f"job-{count}"))
             await asyncio.sleep(count * 1e-4)
             adopting.cancel()

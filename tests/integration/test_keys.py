@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import select
 
 from api_schemas.administration import NewKey, Scope, Tier
-from app.auth.secrets import GIVEN_ID, GivenKeys
+from app.auth.keys import GIVEN_ID, GivenKeys
 from app.storage.tables import Base
 from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.scripted_traces import HEADERS, message

@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.auth.secrets import GivenKeys
+from app.auth.keys import GivenKeys
 from app.command_error import CommandError
 from app.observability import logs
 from app.server.http_options import HttpOptions, listening_options, log_options

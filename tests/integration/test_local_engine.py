@@ -18,7 +18,7 @@ import torch
 
 from api_schemas.errors import ErrorCode
 from app.engine import trace_process_pool
-from app.limits.allowances import Allowance
+from app.limits.limit import Limit
 from nnsight_engine.core.saves import save
 from nnsight_engine.core.work_context import UsageMeter, WorkContext
 from nnsight_engine.modeling.language import LanguageModel
@@ -170,7 +170,7 @@ def test_a_trace_that_will_not_end_is_ended(served: LocalServer, monkeypatch: py
 def test_a_waiting_trace_is_notified_and_the_queue_is_bounded(
     served: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served.engine, "waiting", Allowance.of("queued traces", 1))
+    monkeypatch.setattr(served.engine, "waiting", Limit("queued traces", 1))
     transports = [Recording(served.url) for _ in range(2)]
 
     def run(transport: Recording, pause_s: float) -> None:

@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY, Counter
 
 from api_schemas.administration import Limits, Scope, Tier
 from api_schemas.errors import ApiError, ErrorCode
-from app.observability import metrics
+from app.observability import scraping
 from nnsight_engine.core.work_context import EngineCounts
 from tests.fakes.engine import FakeBehaviour
 from tests.fakes.results import MODEL
@@ -49,7 +49,7 @@ def steps(told: Exposition) -> dict[str, float]:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_PAUSE_S", 0)
+    monkeypatch.setattr(scraping, "_PAUSE_S", 0)
 
 
 async def test_the_documentation_lists_exactly_the_metrics_served(serve: Serve) -> None:
@@ -115,7 +115,7 @@ async def test_requests_are_counted_by_route_model_and_outcome(serve: Serve) -> 
 async def test_a_stream_that_fails_or_is_left_has_not_gone_well(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(scraping, "_TIMEOUT_S", 0.05)
     behaviour = FakeBehaviour(stream_error=RuntimeError("broken"))
     async with serve(behaviour) as server:
         assert (await server.complete(stream=True)).status_code == 200
@@ -221,7 +221,7 @@ async def test_the_process_s_own_metrics_and_vllm_s_stand_beside_ours(serve: Ser
 async def test_the_engine_is_queried_once_for_concurrent_scrapes(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "_PAUSE_S", 3600)
+    monkeypatch.setattr(scraping, "_PAUSE_S", 3600)
     async with serve(FakeBehaviour(counts=counted(), delay_s=0.05)) as server:
         seen = await asyncio.gather(*(look(server) for _ in range(8)))
         assert [steps(told) for told in (*seen, await look(server))] == [STEPS] * 9
@@ -231,7 +231,7 @@ async def test_the_engine_is_queried_once_for_concurrent_scrapes(
 async def test_there_are_metrics_whatever_becomes_of_the_engine(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, at_once: None
 ) -> None:
-    monkeypatch.setattr(metrics, "_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(scraping, "_TIMEOUT_S", 0.05)
 
     def phases(told: Exposition) -> list[str]:
         every = ("starting", "ready", "restarting", "draining", "dead")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from api_schemas.administration import Limits, Scope
+from app.limits.limit import Holder
 from app.services.jobs.service import JobService
-from app.storage.quotas import Holder
 from tests.integration.conftest import ErrorCheck
 from tests.integration.scripted_traces import HEADERS, Jobs, sent_events, trace
 from tests.integration.tenants import Tenants
@@ -72,7 +72,7 @@ def teams(with_jobs: Any) -> Teams:
 
 def counted(jobs: JobService, holder: str) -> int:
     """Return the bytes that a server counts for a tenant or a key."""
-    return jobs._files.space._total(holder)  # noqa: SLF001 - the sum of all alone is public
+    return jobs._files.space.used(holder)  # noqa: SLF001 - the server only shows the sum of all
 
 
 async def stored(jobs: JobService) -> Mapping[Holder, int]:
@@ -149,13 +149,13 @@ async def test_what_jobs_print_counts_and_so_does_their_number(teams: Teams, err
         assert "tenant 'acme' may have 200000 bytes" in lines[-1]
         # The end is written down all the same, and what is counted is what is there.
         known = sum((await stored(jobs)).values())
-        assert counted(jobs, "tenant:acme") == known
+        assert counted(jobs, "acme") == known
         assert 180_000 < known < 220_000
         error_of(await ours.post(), 503, "job_store_full")
         other = await theirs.submit("prints:5")
         await theirs.end(other)
         await ours.client.delete(f"/v1/jobs/{printing}", headers=ours.headers)
-        assert counted(jobs, "tenant:acme") == 0
+        assert counted(jobs, "acme") == 0
         # Jobs that are nothing but many count as well.
         for _ in range(20):
             await ours.submit()
@@ -186,9 +186,9 @@ async def test_stored_bytes_are_limited_by_key_and_tenant(teams: Teams, error_of
         # What was counted is what is there.
         await asyncio.sleep(0)
         jobs = ours.server.context.jobs
-        counts = {name: counted(jobs, name) for name in ("tenant:acme", "tenant:op")}
+        counts = {name: counted(jobs, name) for name in ("acme", "op")}
         known = await stored(jobs)
-        assert counts == {"tenant:acme": sum(known.values()), "tenant:op": 0}
+        assert counts == {"acme": sum(known.values()), "op": 0}
 
 
 async def test_a_job_s_result_counts_for_as_long_as_it_is_read(teams: Teams) -> None:
@@ -200,13 +200,13 @@ async def test_a_job_s_result_counts_for_as_long_as_it_is_read(teams: Teams) -> 
         await ours.end(job)
         readers = [(await jobs.result(job, "acme"))[1] for _ in range(2)]
         await ours.client.delete(f"/v1/jobs/{job}", headers=ours.headers)
-        assert 30_000 < counted(jobs, "tenant:acme") < 31_000
+        assert 30_000 < counted(jobs, "acme") < 31_000
         space.set_stored(await stored(jobs))
-        assert 30_000 < counted(jobs, "tenant:acme") < 31_000
+        assert 30_000 < counted(jobs, "acme") < 31_000
         assert b"".join([chunk async for chunk in readers[0].chunks()])[-30_000:] == bytes(30_000)
-        assert counted(jobs, "tenant:acme")
+        assert counted(jobs, "acme")
         await readers[1].close()
-        assert counted(jobs, "tenant:acme") == 0
+        assert counted(jobs, "acme") == 0
 
 
 async def test_results_make_room_for_results_of_the_same_holder_alone(
@@ -280,7 +280,7 @@ async def test_jobs_of_a_key_without_quota_wait_and_delay_no_others(
         waiting = [await ours.submit() for _ in range(2)]
         path = "/v1/admin/tenants/acme/limits"
         counts = ours.server.context.rates.counts
-        await counts.add("tenant:acme/captured_bytes_per_minute", 1000, 1000)
+        await counts.add("acme/captured_bytes_per_minute", 1000, 1000)
         limits = {"captured_bytes_per_minute": 10}
         await ours.client.put(path, json=limits, headers=admin.headers)
         later = await theirs.submit()

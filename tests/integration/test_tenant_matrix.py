@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from api_schemas.administration import Scope
-from app.auth.secrets import new_secret
+from app.auth.keys import new_secret
 from tests.fakes.results import MODEL
 from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace

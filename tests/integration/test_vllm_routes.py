@@ -17,7 +17,7 @@ from app.engine.stored_responses import MAX_OF_TENANT, stores_of_responses
 from app.formats.json_text import encoded_json
 from app.http.vllm_routes import LOAD_ADAPTER, RESPONSES, VLLM_ROUTES
 from app.services.passing_on import MAX_OBJECTS, check_body, num_texts
-from app.storage.audit import AuditStore, Wanted
+from app.storage.audit import AuditFilter, AuditStore
 from nnsight_engine.core.work_context import WorkContext, working_for
 from tests.fakes.results import MODEL
 from tests.fakes.vllm_app import num_open
@@ -29,7 +29,7 @@ JSON_ROUTES = [route for route in VLLM_ROUTES if route.has_body]
 
 @pytest.fixture
 async def server(serve: Serve) -> AsyncIterator[Server]:
-    async with serve(max_choices=3, max_json_depth=8, max_body_bytes=2000) as found:
+    async with serve(max_choices=3, max_body_bytes=2000) as found:
         yield found
 
 
@@ -87,7 +87,7 @@ async def test_bodies_have_the_limits_of_all_routes(server: Server, error_of: Er
         return await server.client.post(route.path, content=content, headers=given)
 
     error_of(await post(json.dumps({"input": "x" * 3000})), 413, "body_too_large")
-    error_of(await post("[" * 20 + "]" * 20), 400, "json_too_deep")
+    error_of(await post("[" * 70 + "]" * 70), 400, "json_too_deep")
     error_of(await post("{"), 400, "invalid_json")
     error_of(await post("{}", "text/plain"), 400, "bad_request")
     refusal = (422, "invalid_shape") if route.intervenes else (400, "unsupported_combination")
@@ -307,5 +307,5 @@ async def test_the_audit_log_names_the_adapter_that_was_loaded(server: Server) -
     operator = await tenants.headers("op", Scope.ADMIN)
     await sent(tenants, LOAD_ADAPTER, operator, lora_name="pirate", lora_path="/srv/pirate")
     await server.context.log.flush()
-    found, _ = await AuditStore(server.context.database).page(Wanted(), limit=1)
+    found, _ = await AuditStore(server.context.database).page(AuditFilter(), limit=1)
     assert (found[0].route, found[0].subject) == (LOAD_ADAPTER, "pirate")

@@ -15,13 +15,13 @@ from api_schemas.operations import Trace
 from nnsight_engine.sandbox.forkserver import ForkServer
 from nnsight_engine.serialization import decode
 from nnsight_engine.vllm_backend.compat import EngineLimits
-from nnsight_engine.vllm_backend.request_code import encoded_code
+from nnsight_engine.vllm_backend.trace_code import encoded_code
 from nnsight_engine.vllm_backend.traces.block_adapters import BlockAdapters
 from nnsight_engine.vllm_backend.traces.context import TraceEntry
+from nnsight_engine.vllm_backend.traces.messages import StepFacts
 from nnsight_engine.vllm_backend.traces.model import Names
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed.module_calls import ModuleCall
-from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
 WIDTH: Final = 8
@@ -118,7 +118,7 @@ class Served:
         head = cast("PlayedModel", traces.model).head
         self._apply = partial(traces.dispatcher.call_module, head)
 
-    def begin(self, path: str, args: Any, kwargs: Any) -> ModuleCall:
+    def begin_call(self, path: str, args: Any, kwargs: Any) -> ModuleCall:
         assert (path, kwargs) == (HEAD, {})
         return ModuleCall(path, self._apply, args, args[0].ndim - 1, 1)
 
@@ -170,7 +170,7 @@ class Worker(WorkerTraces):
 
     def end_parked(self) -> bool:
         """End the process that waits for the tenant's next trace; return whether there was one."""
-        parked = self.sandboxes._parked.take("tenant")
+        parked = self.sandboxes._parked.take_process("tenant")
         if parked is not None:
             parked.end()
         return parked is not None
@@ -209,25 +209,25 @@ def play(traces: WorkerTraces, code: str, key: str = "key") -> Played:
         # Where its rows are may be another place each time.
         shift = NEIGHBOUR if len(played.states + played.undone) % 2 else 0
         traces.before(facts)
-        traces.begin(facts)
+        traces.begin_step(facts)
         facts = StepFacts()
         state, neighbour = _step(traces, done, num_rows, shift)
         undone = list(traces.undone)
-        ended = traces.end()
+        ended = traces.end_step()
         traces.dispatcher.interleaving = False
         if ended:
             break
         if undone:
             played.undone.append(undone)
             assert len(played.undone) < 300
-            traces.begin(StepFacts())
+            traces.begin_step(StepFacts())
             traces.wait_for_any(0.05)
-            traces.end()
+            traces.end_step()
             continue
         played.states.append(state)
         played.neighbours.append(neighbour)
         done, step = done + num_rows, step + 1
-    traces.begin(StepFacts(finished={"own"}))
+    traces.begin_step(StepFacts(finished={"own"}))
     played.block = block_of(traces, key)
     return played
 

@@ -81,7 +81,7 @@ class PlayedSource:
         self._process = process
         self._ready = os.eventfd(int(is_ready), os.EFD_NONBLOCK)
 
-    def take(self) -> PlayedProcess | None:
+    def take_process(self) -> PlayedProcess | None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._ready)
             return self._process
@@ -111,7 +111,7 @@ class PlayedModules:
     places: frozenset[str] = frozenset({LAYER, LATER, POSITIONS, SAMPLES})
     adapters: BlockAdapters = field(default_factory=BlockAdapters)
 
-    def begin(self, path: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ModuleCall:
+    def begin_call(self, path: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ModuleCall:
         del args, kwargs
         return ModuleCall(path, self._called, [torch.zeros(CALL_ROWS, 2)], 1, 1)
 
@@ -167,10 +167,10 @@ class World:
     def arrive(self, name: str = "own", number: int = 0, count: int = 1) -> None:
         """Have a request arrive, one of a trace's."""
         entry = TraceEntry("key", number, 1, b"", [{}] * count, sandbox_of=None)
-        self.session.begin([(name, entry)])
+        self.session.send_requests([(name, entry)])
 
     def step(self) -> None:
-        self.session.begin(
+        self.session.send_requests(
             [("own", TraceEntry("key", 0, 1, b"", [{}], streams=True, prints=True, sandbox_of=None))]
         )
         self.go([OWN])
@@ -179,8 +179,8 @@ class World:
         self, spans: Sequence[TraceSpan], *, is_bound: bool = True, is_single_tenant: bool = False
     ) -> None:
         """Begin a step as the worker does."""
-        self.dispatcher.begin()
-        self.waiting.begin(is_single_tenant=is_single_tenant)
+        self.dispatcher.begin_step()
+        self.waiting.begin_step(is_single_tenant=is_single_tenant)
         self.session.prepare(spans, is_bound=is_bound)
         self.waiting.wait([self.session])
         self.session.step(spans, NUM_ROWS)
@@ -199,8 +199,8 @@ class World:
     def end(self) -> tuple[list[str], dict[str, Any]]:
         self.session.finish()
         self.waiting.wait([self.session])
-        self.session.end()
-        self.waiting.end()
+        self.session.end_step()
+        self.waiting.end_step()
         return self.session.take_deltas()
 
     def has_collected(self) -> bool:

@@ -12,7 +12,7 @@ _LATEST_S = 60.0
 def taken(server: ForkServer) -> Sandbox:
     """Return a new process, once there is one."""
     while True:
-        sandbox = server.take()
+        sandbox = server.take_process()
         if sandbox is not None:
             return sandbox
         ready, _, _ = select.select([server], [], [], _LATEST_S)

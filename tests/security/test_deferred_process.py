@@ -56,13 +56,15 @@ def _deferred(world: World, offered: list[str], names: Sequence[str] = ("own",))
     """Run a step that goes on without the process from its second place on; returns what it waits for."""
     may_answer = threading.Event()
     world.begin(_in_its_time(offered, may_answer))
-    world.session.begin([(name, TraceEntry("key", 0, 1, b"", [{}] * 2, sandbox_of=None)) for name in names])
+    world.session.send_requests(
+        [(name, TraceEntry("key", 0, 1, b"", [{}] * 2, sandbox_of=None)) for name in names]
+    )
     world.listen()  # it has read its blocks
     world.waiting = WaitBudget(60, 60)
     world.go(_spans(names), is_bound=False)
     assert world.dispatcher.provide(LAYER, torch.ones(NUM_ROWS, 4))[:, 0].tolist() == [2, 2, 2, 1, 1]
     world.waiting = WaitBudget(SHORT_S, 60)
-    world.waiting.begin()
+    world.waiting.begin_step()
     assert world.dispatcher.provide(LATER, torch.ones(NUM_ROWS, 4))[:, 0].tolist() == [1, 1, 1, 1, 1]
     return may_answer
 

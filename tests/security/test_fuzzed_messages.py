@@ -188,7 +188,7 @@ def test_what_comes_over_the_socket_is_no_longer_than_it_may_be(head: tuple[int,
         theirs.close()
         with contextlib.suppress(SandboxEndedError, ConnectionResetError):
             for _ in range(200):
-                data = side.take(_HALF)
+                data = side.take_answer(_HALF)
                 assert data is not None
                 assert len(data) <= _HALF
     finally:

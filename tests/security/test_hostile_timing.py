@@ -199,14 +199,14 @@ def test_a_block_that_calls_a_module_behind_its_last_step_is_collected(world: Wo
     world.served.lasts_s = 0.01
     world.waiting = WaitBudget(SHORT_S, 5 * BUDGET_S)
     world.begin(replying(WANTING, *[CALL] * (1 + is_again), packed(Collected("", ""), [b"saved"])))
-    world.waiting.begin()
+    world.waiting.begin_step()
     world.arrive()
     wait_for(world.has_collected)
     assert world.session.error is None
     assert world.served.num_calls == CALL_ROWS * (1 + is_again)
     # Of the next step's budget, nothing is used, and nobody rests for what no step waited for.
     assert world.waiting.waited_s == 0
-    world.waiting.end()
+    world.waiting.end_step()
     assert not world.waiting.throttled
 
 
@@ -235,20 +235,20 @@ def test_many_processes_of_a_tenant_cost_a_step_no_more_than_one_may(
     monkeypatch.setattr(waiting_module, "_REST", 1e9)
     many, other = _answered(world, 4, "acme"), _answered(world, 1, "other")
     waiting = WaitBudget(wait_s, 60)
-    waiting.begin()
+    waiting.begin_step()
     waiting.take_arrived([*many, *other])
     for session in many:
         session.can_be_deferred = True
     waiting.wait(many)
     num_unread = sum(session.connection.is_pending for session in many)
-    waiting.end()
+    waiting.end_step()
     assert num_unread == (3 if wait_s < 1 else 0)
     assert not other[0].connection.is_pending
     assert ("acme" in waiting.throttled) == (wait_s < 1)
     waiting.wait_for_any(many, 60)
-    waiting.begin()
-    waiting.end()
-    waiting.begin()
+    waiting.begin_step()
+    waiting.end_step()
+    waiting.begin_step()
     waiting.wait_for_any(many, 60)
     assert sum(session.connection.is_pending for session in many) <= max(num_unread - 1, 0)
 
@@ -267,7 +267,7 @@ def test_many_processes_of_a_tenant_are_waited_for_as_long_as_one(
     monkeypatch.setattr(waiting_module, "_ready", ready)
     monkeypatch.setattr(waiting_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     waiting = WaitBudget(2.0, 60)
-    waiting.begin()
+    waiting.begin_step()
     for session in many:
         session.can_be_deferred = True
     for session in many:
@@ -279,8 +279,8 @@ def test_many_processes_of_a_tenant_are_waited_for_as_long_as_one(
 class _SlowSide(EngineSide):
     """A channel whose messages take long to copy."""
 
-    def take(self, max_bytes: int) -> bytes | None:
-        data = super().take(max_bytes)
+    def take_answer(self, max_bytes: int) -> bytes | None:
+        data = super().take_answer(max_bytes)
         end = time.thread_time() + BUDGET_S / 5
         while data is not None and time.thread_time() < end:
             pass

@@ -168,13 +168,13 @@ def test_a_process_knows_nothing_of_the_one_before_it(bare: ForkServer, canary: 
 def test_a_process_that_died_while_it_waited_is_given_to_nobody(bare: ForkServer) -> None:
     parked = IdleProcesses(cpu_s=300)
     first, second = taken(bare), taken(bare)
-    parked.put("acme", first)
-    parked.put("acme", second)
+    parked.park("acme", first)
+    parked.park("acme", second)
     os.kill(second.process, signal.SIGKILL)
     _until_ended(second)
-    assert parked.take("other") is None
-    assert parked.take("acme") is first
-    assert parked.take("acme") is None
+    assert parked.take_process("other") is None
+    assert parked.take_process("acme") is first
+    assert parked.take_process("acme") is None
     assert _said(first, "print", {}, patience_s=20)
     first.end()
 
@@ -185,8 +185,8 @@ def test_a_process_that_has_computed_for_long_takes_no_further_trace(bare: ForkS
     _said(sandbox, "import time\nwhile time.process_time() < 0.5: pass", {}, patience_s=20)
     assert sandbox.cpu_s() > 0.1
     process = sandbox.process
-    parked.put("acme", sandbox)
-    assert parked.take("acme") is None
+    parked.park("acme", sandbox)
+    assert parked.take_process("acme") is None
     _assert_gone(process)
 
 
@@ -204,8 +204,8 @@ def test_a_process_that_keeps_much_memory_takes_no_further_trace(
     parked = IdleProcesses(cpu_s=300)
     sandbox = taken(bare)
     _said(sandbox, code, {}, patience_s=20)
-    parked.put("acme", sandbox)
-    found = parked.take("acme")
+    parked.park("acme", sandbox)
+    found = parked.take_process("acme")
     assert (found is sandbox) == is_reusable
     sandbox.end()
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nnsight_engine.sandbox.forkserver import ForkServer
+from nnsight_engine.vllm_backend.traces.messages import StepFacts
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
-from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from tests.security.played import (
     LAYERS,
     NEIGHBOUR,
@@ -119,20 +119,20 @@ def test_a_step_goes_on_without_all_slow_traces_of_a_tenant(server: ForkServer) 
     code = "import time\nx = model.layers[1].output\nend = time.perf_counter() + 2.0\n"
     code += "while time.perf_counter() < end:\n    pass\nmodel.layers[2].output[:] = 9"
     names = [f"own-{number}" for number in range(count)]
-    worker.begin(StepFacts([(name, entry_of(code, name).to_plain()) for name in names], (), set(names)))
+    worker.begin_step(StepFacts([(name, entry_of(code, name).to_plain()) for name in names], (), set(names)))
     worker.wait_for_any(1.0)
     while worker.waiting:
         worker.wait_for_any(1.0)
 
     def step(spans: list[TraceSpan]) -> torch.Tensor:
-        worker.begin(StepFacts())
+        worker.begin_step(StepFacts())
         worker.step(spans, count)
         worker.dispatcher.listen()
         hidden = torch.zeros(count, WIDTH)
         for layer in range(LAYERS):
             hidden = layer_of_one(worker, layer, hidden)
         worker.dispatcher.pause()
-        assert worker.end() == []
+        assert worker.end_step() == []
         worker.dispatcher.interleaving = False
         return hidden
 
@@ -164,13 +164,13 @@ def test_a_place_that_cannot_be_made_whole_is_refused_as_for_a_trusted_block(ser
 def test_a_place_that_cannot_be_provided_fails_a_block_that_has_read_another(server: ForkServer) -> None:
     traces = Worker(server)
     code = "first = model.layers[0].output.sum().item()\nmodel.layers[1].output"
-    traces.begin(StepFacts([("own", entry_of(code).to_plain())], (), {"own"}))
+    traces.begin_step(StepFacts([("own", entry_of(code).to_plain())], (), {"own"}))
     traces.step([TraceSpan("own", 0, 0, PROMPT, 0, complete=True)], PROMPT + NEIGHBOUR)
     traces.dispatcher.listen()
     layer_of_one(traces, 0, torch.zeros(PROMPT + NEIGHBOUR, WIDTH))
     traces.dispatcher.fail("model.model.layers.1.output", RuntimeError("the ranks' parts do not fit"))
     traces.dispatcher.pause()
-    assert traces.end() == ["own"]
+    assert traces.end_step() == ["own"]
     block = block_of(traces)
     assert block is not None
     assert block["error"]["message"] == "the ranks' parts do not fit"

@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
-from app.limits.allowances import Intake
+from app.limits.limit import Spending
 from nnsight_engine.remote_backend.frames import ANSWER_HEAD_BYTES, Frame, answer_head, calling
 
 Bytes = bytes | bytearray | memoryview
@@ -27,10 +27,10 @@ class _PendingCall:
     number: int
     frame: Frame
     answer: asyncio.Future[Bytes]
-    intake: Intake | None = None
+    received: Spending | None = None
 
-    def deliver(self, answer: Bytes, intake: Intake) -> None:
-        self.intake = intake
+    def deliver(self, answer: Bytes, received: Spending) -> None:
+        self.received = received
         self.answer.set_result(answer)
 
 
@@ -59,16 +59,16 @@ class LocalCalls:
                     del self.pending[job_id]
             yield answer
         finally:
-            if call.intake is not None:
-                call.intake.close()
+            if call.received is not None:
+                call.received.close()
 
     async def frames(self, job_id: str) -> AsyncGenerator[Frame, None]:
         """Yield the calls to a job's client; never ends."""
-        last = 0
+        last_number = 0
         while True:
             call, called = self.pending.get(job_id), self._called
-            if call is not None and call.number != last:
-                last = call.number
+            if call is not None and call.number != last_number:
+                last_number = call.number
                 yield call.frame
             else:
                 await called.wait()
@@ -79,61 +79,61 @@ class LocalCalls:
 
 
 class LocalAnswers:
-    """The answers of one client, one after another; ``new_intake`` returns what counts the bytes of one."""
+    """The answers of one client, one after another; ``new_spending`` returns what counts the bytes of one."""
 
     def __init__(
-        self, calls: LocalCalls, job_id: str, new_intake: Callable[[], Intake], max_bytes: int
+        self, calls: LocalCalls, job_id: str, new_spending: Callable[[], Spending], max_bytes: int
     ) -> None:
         self._calls = calls
         self._job_id = job_id
-        self._new_intake = new_intake
+        self._new_spending = new_spending
         self._max_bytes = max_bytes
         self._head = bytearray()
         self._number = 0
         self._num_left = 0
         self._body = bytearray()
-        self._intake: Intake | None = None  # none if the body is skipped
+        self._received: Spending | None = None  # None if the body is skipped
 
     def feed(self, data: bytes) -> None:
         """Process more bytes, and deliver the answers that they complete.
 
         Raises ApiError ``rate_limit_exceeded`` without memory, DecodeError for bytes that are no answer.
         """
-        rest = memoryview(data)
-        while rest:
+        unread = memoryview(data)
+        while unread:
             is_open = len(self._head) == ANSWER_HEAD_BYTES
-            rest = self._take_body(rest) if is_open else self._take_head(rest)
+            unread = self._read_body(unread) if is_open else self._read_head(unread)
             if len(self._head) == ANSWER_HEAD_BYTES and not self._num_left:
-                self._end()
+                self._finish_answer()
 
     def close(self) -> None:
-        if self._intake is not None:
-            self._intake.close()
-        self._intake, self._body = None, bytearray()
+        if self._received is not None:
+            self._received.close()
+        self._received, self._body = None, bytearray()
 
-    def _take_head(self, rest: memoryview) -> memoryview:
+    def _read_head(self, unread: memoryview) -> memoryview:
         num = ANSWER_HEAD_BYTES - len(self._head)
-        self._head += rest[:num]
-        found = answer_head(self._head, self._max_bytes)
-        if found is not None:
-            self._number, self._num_left = found
-            self._intake = self._new_intake()
-        return rest[num:]
+        self._head += unread[:num]
+        number_and_size = answer_head(self._head, self._max_bytes)
+        if number_and_size is not None:
+            self._number, self._num_left = number_and_size
+            self._received = self._new_spending()
+        return unread[num:]
 
-    def _take_body(self, rest: memoryview) -> memoryview:
-        piece = rest[: self._num_left]
+    def _read_body(self, unread: memoryview) -> memoryview:
+        piece = unread[: self._num_left]
         if self._calls.waiting(self._job_id, self._number) is None:
             self.close()
-        if self._intake is not None:
-            self._intake.add(len(piece))
+        if self._received is not None:
+            self._received.add(len(piece))
             self._body += piece
         self._num_left -= len(piece)
-        return rest[len(piece) :]
+        return unread[len(piece) :]
 
-    def _end(self) -> None:
+    def _finish_answer(self) -> None:
         self._head = bytearray()
         call = self._calls.waiting(self._job_id, self._number)
-        if self._intake is not None and call is not None:
-            call.deliver(self._body, self._intake)
-            self._intake = None
+        if self._received is not None and call is not None:
+            call.deliver(self._body, self._received)
+            self._received = None
         self.close()

@@ -1,7 +1,8 @@
-"""One run of a job: its trace on an engine, and the record of how it ended.
+"""One run of a job: its trace on an engine, its events and result, and the record of how it ended.
 
 Invariant: a result is complete on disk before its job is recorded as ended, and a job that did not finish has
 no result. Only the final frames are stored, the ones that ``POST /v1/traces`` would send last.
+Prints count against the storage limits of jobs.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable
-from typing import Final
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, Final
 
 import msgspec
 
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.jobs import JobStatus
+from api_schemas.jobs import JobEvent, JobStatus
 from app.admission.counters import Reservation
 from app.admission.estimates import of_trace
 from app.admission.rates import Rates
@@ -34,18 +35,190 @@ from app.http.lifecycle import Lifecycle
 from app.limits.tenant_budget import TenantBudget
 from app.services.jobs.feed import JobFeed
 from app.services.jobs.local_calls import LocalCalls
-from app.services.jobs.run_output import RunEvents, RunOutput
 from app.services.traces import TraceService, check_still_allowed
 from app.settings import Settings
 from app.storage.database import Database, job_folder
-from app.storage.jobs.files import JobFiles
-from app.storage.jobs.states import CANCELLED, JobEnd
+from app.storage.jobs.files import JobFiles, ResultFile
+from app.storage.jobs.states import CANCELLED, JobEnd, now, size_of
 from app.storage.jobs.store import MAX_INTERRUPTIONS, JobKind, JobStore, LeaseLostError, kind_of
-from app.storage.quotas import DiskQuota, StoredBytes
+from app.storage.quotas import StoredBytes, StoredQuotas
 from app.storage.tables import JobRow
 from nnsight_engine.core.work_context import UsageMeter
+from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceRequest
 from nnsight_engine.serialization import DecodeError
+
+_MAX_PENDING: Final = 500
+_MAX_LINES: Final = 10_000
+_MAX_CHARS: Final = 16 * 2**20
+_NOT_KEPT: Final = "… (what the block prints from here on is not kept{why})"
+
+
+class RunEvents:
+    """The events of one run, written in order; those that arrive during a write go into the next batch."""
+
+    def __init__(self, job: JobRow, store: JobStore, space: StoredBytes) -> None:
+        self._job = job
+        self._store = store
+        self._space = space
+        self._pending: list[JobEvent] = []
+        self._writing: asyncio.Task[None] | None = None
+        self._num_lines = 0
+        self._num_chars = 0
+        self._reserved = space.spend(job.holder)
+        self._is_full = False
+
+    async def add(self, event: JobEvent) -> None:
+        """Queue an event; waits only while the backlog is long. Raises LeaseLostError.
+
+        Other write errors do not end a job: the events are written with the next batch, or by ``settle``.
+        """
+        writing = self.put(event)
+        if len(self._pending) >= _MAX_PENDING:
+            await asyncio.wait([writing])
+        if writing.done() and isinstance(writing.exception(), LeaseLostError):
+            writing.result()
+
+    async def add_line(self, event: JobEvent) -> None:
+        """Add a printed line; the first one beyond a limit becomes a notice, and further ones are dropped."""
+        if self._is_full:
+            return
+        self._num_lines += 1
+        self._num_chars += len(event.message or "")
+        why = ""
+        if self._num_lines > _MAX_LINES or self._num_chars > _MAX_CHARS:
+            self._is_full = True
+        else:
+            try:
+                self._reserved.add(size_of([event]))
+            except ApiError as error:
+                self._is_full, why = True, f": {error.message}"
+        if self._is_full:
+            event.message = _NOT_KEPT.format(why=why)
+        await self.add(event)
+
+    def put(self, event: JobEvent) -> asyncio.Task[None]:
+        """Queue an event, and return the task that writes it; a failed one is replaced if the lease holds."""
+        self._pending.append(event)
+        writing = self._writing
+        if writing is None or (writing.done() and not isinstance(writing.exception(), LeaseLostError)):
+            self._writing = writing = asyncio.create_task(self._drain())
+        return writing
+
+    async def settle(self) -> None:
+        """Wait until all events are written; raises the write's error."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
+        await self._drain()
+
+    def count(self, events: Sequence[JobEvent]) -> None:
+        """Count events that are written."""
+        num_bytes = size_of(events)
+        self._reserved.release(num_bytes)
+        self._space.store(num_bytes, self._job.holder)
+
+    def close(self) -> None:
+        """Release the space that is reserved for lines that were not written; idempotent."""
+        self._reserved.close()
+
+    async def _drain(self) -> None:
+        while batch := self._pending[:]:
+            await self._store.append_events(self._job, batch)
+            self.count(batch)
+            # Deleted only after the write: events that could not be written stay pending.
+            del self._pending[: len(batch)]
+
+
+_ACCEPTED_S: Final = 0.2
+"""An engine that has not refused a job within this time has accepted it, even if it sends no frame yet."""
+
+_BUSY: Final = "The engine's own queue is full; the job waits until it has room."
+
+
+class RunOutput:
+    """``accepted`` is called when the engine has accepted the trace."""
+
+    def __init__(self, events: RunEvents, result: ResultFile, accepted: Callable[[], None]) -> None:
+        self._events = events
+        self._result = result
+        self._accepted = accepted
+        self._dispatched: JobEvent | None = None
+        self._was_busy = False
+        self._has_result = False
+        self._failure: JobEnd | None = None
+
+    @property
+    def end(self) -> JobEnd:
+        """How the job has ended, once the engine has sent everything."""
+        failure = self._failure
+        if not self._has_result:
+            return failure or JobEnd(
+                JobStatus.ERROR, "The engine ended the trace without a result.", ErrorCode.INTERNAL
+            )
+        if failure is None:
+            return JobEnd(JobStatus.COMPLETED, result_bytes=self._result.num_bytes)
+        return JobEnd(failure.status, failure.message, failure.code, self._result.num_bytes)
+
+    async def store_all(self, frames: AsyncGenerator[Frame, None]) -> None:
+        """Raise ApiError if the engine does not take the trace or has failed, LeaseLostError."""
+        # The first frame is the service's own and precedes the engine's answer. The job counts as dispatched
+        # only once the engine has accepted it.
+        self._dispatched = JobEvent.model_validate_json(bytes((await anext(frames)).data))
+        timer = asyncio.get_running_loop().call_later(_ACCEPTED_S, self._report_dispatched)
+        try:
+            async for frame in frames:
+                self._report_dispatched()
+                if frame.kind is FrameKind.ERROR:
+                    self._has_result = False
+                    self._failure = _failure_of(frame.json())
+                    return
+                await self._store_frame(frame)
+        finally:
+            timer.cancel()
+
+    def report_busy(self) -> None:
+        """Report that the engine's queue is full, if that is news."""
+        if not self._was_busy or self._dispatched is None:
+            self._events.put(now(JobStatus.QUEUED, _BUSY))
+        self._was_busy = True
+
+    def _report_dispatched(self) -> None:
+        event, self._dispatched = self._dispatched, None
+        if event is not None:
+            self._events.put(event)
+            self._accepted()
+
+    async def _store_frame(self, frame: Frame) -> None:
+        match frame.kind:
+            case FrameKind.EVENT:
+                await self._store_event(JobEvent.model_validate_json(bytes(frame.data)))
+            case FrameKind.OUTPUTS:
+                await self._result.write(frame)
+            case FrameKind.RESULT:
+                await self._result.write(frame)
+                self._has_result = True
+            case _:
+                pass  # only for a client that follows the trace as it runs
+
+    async def _store_event(self, event: JobEvent) -> None:
+        event.time = event.time or time.time()
+        if event.status is JobStatus.ERROR:
+            # A block's exception: the result that contains it follows, and the job ends only then.
+            self._failure = JobEnd(JobStatus.ERROR, event.message, ErrorCode.BLOCK_FAILED)
+        elif event.status is JobStatus.LOG:
+            await self._events.add_line(event)
+        elif not event.status.is_final and event.status is not JobStatus.RECEIVED:
+            await self._events.add(event)
+
+
+def _failure_of(body: Any) -> JobEnd:
+    try:
+        info = body["error"]
+        return JobEnd(JobStatus.ERROR, str(info["message"]), str(info["code"])[:64])
+    except (KeyError, TypeError):
+        return JobEnd(JobStatus.ERROR, "The engine failed without a reason.", ErrorCode.INTERNAL)
+
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +260,7 @@ class JobParts:
     traces: TraceService
     keys: Keys
     rates: Rates
-    stored: StoredBytes
+    quotas: StoredQuotas
     log: AuditLog
     watch: Callable[[RequestContext, str], RunOver]
     files: JobFiles = dataclasses.field(init=False)
@@ -97,7 +270,7 @@ class JobParts:
 
     def __post_init__(self) -> None:
         budget, ttl_s = TenantBudget.of(self.settings), self.settings.job_ttl_s
-        self.files = JobFiles(job_folder(self.settings), DiskQuota(budget.job_bytes, self.stored))
+        self.files = JobFiles(job_folder(self.settings), StoredBytes(budget.job_bytes, self.quotas))
         self.store = JobStore(self.database, self.files.process, waiting=budget.waiting_jobs, ttl_s=ttl_s)
         self.feed = JobFeed(self.store)
         self.calls = LocalCalls(self.settings.local_block_timeout_s)
@@ -106,7 +279,7 @@ class JobParts:
 class JobRun:
     """One attempt at a job, for the holder of its key; None if the key has ended, which ends the job.
 
-    It has one of ``places``, except while it waits for an engine whose queue is full: ``waits_for``.
+    It has one of ``slots``, except while it waits for an engine whose queue is full: ``waits_for``.
     ``wake`` is called when more jobs may be claimed than before. ``ended`` is None before the end, and if the
     job is to run again.
     """
@@ -116,7 +289,7 @@ class JobRun:
         job: JobRow,
         caller: Principal | None,
         parts: JobParts,
-        places: asyncio.Semaphore,
+        slots: asyncio.Semaphore,
         wake: Callable[[], None],
     ) -> None:
         self.job = job
@@ -129,8 +302,8 @@ class JobRun:
         self.ended: JobStatus | None = None
         self._refusal = _key_ended(job) if caller is None else None
         self._parts = parts
-        self._places = places
-        self._has_place = True
+        self._slots = slots
+        self._has_slot = True
         self._wake = wake
         self._events = RunEvents(job, parts.store, parts.files.space)
         self._result = parts.files.new_result(job)
@@ -149,19 +322,19 @@ class JobRun:
         if self._task is not None:
             self._task.cancel()
 
-    def leave_place(self) -> None:
-        if self._has_place:
-            self._has_place = False
-            self._places.release()
+    def release_slot(self) -> None:
+        if self._has_slot:
+            self._has_slot = False
+            self._slots.release()
 
     async def run(self) -> None:
         self._task = asyncio.current_task()
         if self._ending is not None and self._task is not None:
             self._task.cancel()  # it was ended before its first step
         result, has_result = self._result, False
-        self._parts.log.begin(self.context.record)
+        self._parts.log.register(self.context.record)
         try:
-            end = await self._end()
+            end = await self._run_to_end()
             has_result = end is not None and end.result_bytes is not None
             if not has_result:
                 await result.discard()  # on a full disk, the database may need this space
@@ -182,7 +355,7 @@ class JobRun:
 
     def _record_run(self, end: JobEnd | None) -> None:
         record = self.context.record
-        record.tier = self.context.tier
+        record.step_tier = self.context.tier
         self.ended = None if end is None else end.status
         record.duration_s = time.time() - record.time
         record.request_bytes = self.job.request_bytes
@@ -196,7 +369,7 @@ class JobRun:
         if record.tenant:
             self._parts.log.add(record)
 
-    async def _end(self) -> JobEnd | None:
+    async def _run_to_end(self) -> JobEnd | None:
         """Run the trace and return how it ended, with its result on disk; None if it is to run again."""
         try:
             await self._run_attempts()
@@ -205,26 +378,26 @@ class JobRun:
             if end.result_bytes is not None:
                 await self._result.finish()
         except asyncio.CancelledError:
-            return self._ended_early()
+            return self._end_after_cancellation()
         except ApiError as error:
             # An engine may raise its own error when it is cancelled.
-            return self._refused(error) if self._ending is None else self._ended_early()
+            return self._end_after_refusal(error) if self._ending is None else self._end_after_cancellation()
         except LeaseLostError:
             raise
         except Exception:
             logger.exception("job %s failed because of an internal error", self.job.id)
-            return self._refused(internal_error())
+            return self._end_after_refusal(internal_error())
         finally:
             self._is_over = True
         return end
 
     async def _run_attempts(self) -> None:
-        request = await self._request()
+        request = await self._read_request()
         for count in itertools.count():
             try:
                 frames = self._parts.traces.run(request, self.job.id, self.context.meter)
                 async with contextlib.aclosing(frames):
-                    await self._output.take_all(frames)
+                    await self._output.store_all(frames)
             except ApiError as error:
                 if error.code is not ErrorCode.QUEUE_FULL:
                     raise
@@ -232,7 +405,7 @@ class JobRun:
             else:
                 return
 
-    async def _request(self) -> TraceRequest:
+    async def _read_request(self) -> TraceRequest:
         """Return the trace to be run, and reserve the usage that it declares; raises ApiError."""
         if self._refusal is not None:
             raise self._refusal
@@ -257,20 +430,20 @@ class JobRun:
 
     async def _wait_for_engine(self, delay_s: float) -> None:
         # No more jobs of its kind are claimed meanwhile: they would only wait with it, out of order.
-        self._output.tell_busy()
+        self._output.report_busy()
         self.waits_for = kind_of(self.job)
-        self.leave_place()
+        self.release_slot()
         self._wake()
         await asyncio.sleep(delay_s)
-        await self._places.acquire()
-        self._has_place = True
+        await self._slots.acquire()
+        self._has_slot = True
 
     def _note_accepted(self) -> None:
         if self.waits_for is not None:
             self.waits_for = None
             self._wake()
 
-    def _refused(self, error: ApiError) -> JobEnd | None:
+    def _end_after_refusal(self, error: ApiError) -> JobEnd | None:
         """Return how a job ended that its engine did not run to the end; None if it is to run again."""
         if error.code in _NO_ENGINE:
             return None
@@ -279,7 +452,7 @@ class JobRun:
             return None
         return JobEnd(JobStatus.ERROR, error.message, error.code)
 
-    def _ended_early(self) -> JobEnd | None:
+    def _end_after_cancellation(self) -> JobEnd | None:
         """Return how a cancelled job ended; re-raises the cancellation if the event loop is stopping."""
         if self._ending is None:
             raise asyncio.CancelledError

@@ -1,4 +1,4 @@
-"""The runner of jobs: claims the next job while there is a free place, and renews the leases of its jobs.
+"""The runner of jobs: claims the next job while a slot is free, and renews the leases of its jobs.
 
 Claims are in the database, so servers that share one never run the same job; a dead server's jobs are
 recovered when their leases expire. No job is claimed unless the engine serves, or while the server drains.
@@ -18,12 +18,14 @@ from collections.abc import Collection
 from typing import Final
 
 from api_schemas.errors import ErrorCode
+from app.admission.rates import groups_of
 from app.auth.principal import Principal
 from app.http.lifecycle import Phase
+from app.limits.limit import name_of_key
 from app.limits.tenant_budget import TenantBudget
 from app.services.jobs.run import Ending, JobParts, JobRun, RunOver, run_record
 from app.storage.jobs.store import LEASE_S, LeaseLostError
-from app.storage.quotas import StoredBytes
+from app.storage.quotas import StoredQuotas
 from app.storage.tables import JobRow
 from nnsight_engine.core.work_context import working_for
 
@@ -39,12 +41,12 @@ _STOP_S: Final = 15.0
 
 
 class JobRunner:
-    """Jobs that wait for a busy engine have no place."""
+    """Jobs that wait for a busy engine have no slot."""
 
     def __init__(self, parts: JobParts) -> None:
         self._parts = parts
-        self._allowance = TenantBudget.of(parts.settings).running_jobs
-        self._places = asyncio.Semaphore(self._allowance.total)
+        self._limit = TenantBudget.of(parts.settings).running_jobs
+        self._slots = asyncio.Semaphore(self._limit.total)
         self._runs: dict[asyncio.Task[None], JobRun] = {}
         self._served_at: dict[str, float] = {}
         self._held_until: dict[str, float] = {}
@@ -88,7 +90,7 @@ class JobRunner:
 
     async def recover(self, dead: Collection[str] = ()) -> None:
         """Requeue or end jobs whose leases have expired, and those of ``dead`` processes."""
-        lost = await self._parts.store.recover(dead=dead, own=self._ids())
+        lost = await self._parts.store.recover(dead=dead, own_ids=self._running_ids())
         for job in lost:
             if job.owner and job.started_at is not None:
                 self._parts.log.add(run_record(job, ErrorCode.INTERRUPTED))
@@ -100,7 +102,7 @@ class JobRunner:
         while not self._is_stopping:
             self._wake.clear()
             try:
-                while await self._begin_next():
+                while await self._claim_and_start():
                     pass
             except Exception:
                 logger.exception("claiming a job failed; retrying")
@@ -108,14 +110,14 @@ class JobRunner:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), _LOOK_S)
 
-    async def _begin_next(self) -> bool:
+    async def _claim_and_start(self) -> bool:
         """Claim a job, and begin to run it or put it back; return whether there was one."""
-        # A place that is free may be for a job that has waited for its engine.
-        if self._is_stopping or self._places.locked() or self._parts.lifecycle.phase is not Phase.READY:
+        # A slot that is free may be for a job that has waited for its engine.
+        if self._is_stopping or self._slots.locked() or self._parts.lifecycle.phase is not Phase.READY:
             return False
-        await self._places.acquire()
-        with contextlib.ExitStack() as place:
-            place.callback(self._places.release)
+        await self._slots.acquire()
+        with contextlib.ExitStack() as slot:
+            slot.callback(self._slots.release)
             job = await self._claim()
             if job is None:
                 return False
@@ -123,8 +125,8 @@ class JobRunner:
                 caller = await self._caller_of(job)
                 wait_s = 0.0 if caller is None else await self._parts.rates.wait_s(caller)
                 if not wait_s and not self._is_stopping:
-                    self._begin(job, caller)
-                    place.pop_all()
+                    self._start_run(job, caller)
+                    slot.pop_all()
                     return True
             except Exception:
                 logger.exception("job %s could not begin; it is put back", job.id)
@@ -139,29 +141,27 @@ class JobRunner:
         return await self._parts.store.claim(
             self._parts.served().names[0],
             self._served_at,
-            without={run.waits_for for run in self._runs.values() if run.waits_for is not None},
+            without_kinds={run.waits_for for run in self._runs.values() if run.waits_for is not None},
             without_keys=list(self._held_until),
             # Tenants that use their whole share; without keys there are none.
-            without_owners=[
-                owner for owner, num in running.items() if not self._allowance.permits(owner, num)
-            ],
+            without_owners=[owner for owner, num in running.items() if owner and num >= self._limit.each],
         )
 
     async def _caller_of(self, job: JobRow) -> Principal | None:
         """Return the holder of a job's key; None if it has ended without a replacement."""
         caller = await self._parts.keys.holder(job.key_id)
         if caller is not None:
-            set_limits(self._parts.stored, caller)
+            set_quotas(self._parts.quotas, caller)
         return caller
 
-    def _begin(self, job: JobRow, caller: Principal | None) -> None:
-        run = JobRun(job, caller, self._parts, self._places, self.wake)
-        over = self._parts.watch(run.context, job.traceparent)
+    def _start_run(self, job: JobRow, caller: Principal | None) -> None:
+        run = JobRun(job, caller, self._parts, self._slots, self.wake)
+        on_over = self._parts.watch(run.context, job.traceparent)
         self._served_at[job.owner] = time.monotonic()
         with working_for(run.context):  # a task inherits it where it is created
-            task = asyncio.create_task(self._run(run), name=f"job-{job.id}")
+            task = asyncio.create_task(self._run_job(run), name=f"job-{job.id}")
         self._runs[task] = run
-        task.add_done_callback(lambda task: self._end(task, over))
+        task.add_done_callback(lambda task: self._on_run_done(task, on_over))
 
     async def _put_back(self, job: JobRow, hold_s: float) -> None:
         """Put back a job that has not begun, and claim none of its key for a while.
@@ -180,7 +180,7 @@ class JobRunner:
             else:
                 return
 
-    async def _run(self, run: JobRun) -> None:
+    async def _run_job(self, run: JobRun) -> None:
         parts = self._parts
         try:
             with parts.lifecycle.serving():
@@ -193,17 +193,17 @@ class JobRunner:
         finally:
             try:
                 # Before another job of the same key may begin.
-                await parts.rates.count(run.caller, run.context.meter, run.reserved)
+                await parts.rates.bill(groups_of(run.caller), run.context.meter, run.reserved)
             except Exception:
                 logger.exception("the usage of job %s could not be counted", run.job.id)
 
-    def _end(self, task: asyncio.Task[None], over: RunOver) -> None:
+    def _on_run_done(self, task: asyncio.Task[None], on_over: RunOver) -> None:
         run = self._runs.pop(task)
-        run.leave_place()
+        run.release_slot()
         self.wake()
-        over(run.ended)
+        on_over(run.ended)
 
-    def _ids(self) -> list[str]:
+    def _running_ids(self) -> list[str]:
         return [run.job.id for run in self._runs.values()]
 
     async def _renew_leases(self) -> None:
@@ -215,7 +215,7 @@ class JobRunner:
                     await self._check_held_jobs()
                 if self._runs and time.monotonic() - renewed_at > _RENEW_S:
                     renewed_at = time.monotonic()
-                    await self._parts.store.renew(self._ids())
+                    await self._parts.store.renew(self._running_ids())
                 if time.monotonic() - recovered_at > _RECOVER_S:
                     recovered_at = time.monotonic()
                     await self.recover()
@@ -233,6 +233,6 @@ class JobRunner:
                 run.end_early(Ending.CANCELLED)
 
 
-def set_limits(stored: StoredBytes, caller: Principal) -> None:
-    stored.set_limits(f"key:{caller.key_id}", caller.limits.stored_bytes)
-    stored.set_limits(f"tenant:{caller.tenant}", caller.tenant_limits.stored_bytes)
+def set_quotas(quotas: StoredQuotas, caller: Principal) -> None:
+    quotas.set_quota(name_of_key(caller.key_id), caller.limits.stored_bytes)
+    quotas.set_quota(caller.tenant, caller.tenant_limits.stored_bytes)

@@ -1,6 +1,6 @@
 """Jobs: traces that run independently of a connection and may outlive their client, their server, or both.
 
-An accepted job is on disk. From then on it runs once, as soon as a place is free; after a crash the server
+An accepted job is on disk. From then on it runs once, as soon as a slot is free; after a crash the server
 finds it again at its next start.
 """
 
@@ -15,13 +15,13 @@ from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode, printable
 from api_schemas.jobs import Job, JobEvent, JobList, JobStatus, JobSummary
+from app.limits.limit import Holder
 from app.services.jobs.run import JobParts
 from app.services.jobs.runner import JobRunner
 from app.services.traces import last_frame
 from app.storage.jobs.files import ORPHAN_S
 from app.storage.jobs.store import NewJob
 from app.storage.open_files import OpenResult
-from app.storage.quotas import Holder
 from app.storage.tables import JobRow
 from nnsight_engine.remote_backend.messages import TraceHead
 from nnsight_engine.serialization import DecodeError
@@ -45,7 +45,7 @@ class JobService:
 
     @property
     def used_bytes(self) -> int:
-        return self._files.space.used_bytes
+        return self._files.space.used()
 
     @property
     def _model(self) -> str:
@@ -64,8 +64,8 @@ class JobService:
         try:
             await self.runner.recover(dead=await self._files.start())
             # Of servers that died between writing a job's files and inserting its row.
-            await self._files.remove_others(await self._store.known())
-            await self._count()
+            await self._files.remove_orphans(await self._store.all_ids())
+            await self._count_stored()
         except BaseException:
             await self.stop()
             raise
@@ -170,8 +170,8 @@ class JobService:
 
     async def rerun(self, job_id: str, holder: Holder, traceparent: str = "") -> Job:
         """Queue a job again, owned by the key of this request; raises ApiError ``job_not_rerunnable``."""
-        job, before, num_bytes = await self._store.rerun(job_id, holder, traceparent)
-        self._files.space.free(num_bytes, before)
+        job, previous_holder, num_bytes = await self._store.rerun(job_id, holder, traceparent)
+        self._files.space.store(-num_bytes, previous_holder)
         await self._files.remove_results([job])
         self.runner.wake()
         return _job_of(job)
@@ -207,7 +207,7 @@ class JobService:
         await self._store.get(job_id, owner)
         return self.feed.follow(job_id, owner, after)
 
-    async def _count(self) -> None:
+    async def _count_stored(self) -> None:
         """Update the stored bytes from the database, where other servers write too."""
         self._files.space.set_stored(await self._store.used_bytes())
 
@@ -220,10 +220,10 @@ class JobService:
             try:
                 while expired := await self._store.remove_expired(time.time()):
                     await self._files.remove(expired)
-                await self._count()
+                await self._count_stored()
                 if time.monotonic() - others_at > ORPHAN_S:
                     others_at = time.monotonic()
-                    await self._files.remove_others(await self._store.known())
+                    await self._files.remove_orphans(await self._store.all_ids())
             except Exception:
                 logger.exception("removing expired jobs failed; retrying")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import logging
 import mmap
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from api_schemas.errors import ErrorCode
+from app.limits.limit import Holder, Spending
 from app.storage.jobs.store import NewJob
 from app.storage.open_files import (
     OpenFiles,
@@ -34,7 +34,7 @@ from app.storage.open_files import (
     in_pieces,
     new_folder_name,
 )
-from app.storage.quotas import DiskQuota, Holder, on_disk, sync_folder
+from app.storage.quotas import StoredBytes, on_disk, sync_folder
 from app.storage.tables import JOB_BYTES, JobRow
 from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import TraceRequest
@@ -49,21 +49,22 @@ class ResultFile:
     written after ``discard``.
     """
 
-    def __init__(self, path: Path, space: DiskQuota, holder: Holder) -> None:
+    def __init__(self, path: Path, space: StoredBytes, holder: Holder) -> None:
         self._path = path
         self._space = space
-        self._holder = holder
+        self._spending = space.spend(holder)
         self._file: BinaryIO | None = None
-        self._turn = threading.Lock()
+        self._file_lock = threading.Lock()
         self._is_discarded = False
-        self.num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._spending.amount
 
     async def write(self, frame: Frame) -> None:
         """Append a frame; ``job_store_full``, ``stored_bytes_full``, ``internal_error`` for a failed disk."""
         head = frame.head()
-        num_bytes = len(head) + len(frame.data)
-        self._space.take(num_bytes, self._holder)
-        self.num_bytes += num_bytes
+        self._spending.add(len(head) + len(frame.data))
         with on_disk("The job's result", ErrorCode.JOB_STORE_FULL):
             await asyncio.to_thread(self._write, head, frame.data)
 
@@ -74,39 +75,36 @@ class ResultFile:
 
     def keep(self) -> None:
         """Count the bytes as stored, once the database records the result as complete."""
-        self._space.keep(self.num_bytes, self._holder)
-        self.num_bytes = 0
+        self._space.keep(self._spending)
 
     def leave(self) -> None:
         """Leave the file to the cleanup, which consults the database; no effect after ``keep``."""
-        self._space.give_up(self.num_bytes, self._holder)
-        self.num_bytes = 0
+        self._spending.close()
 
     async def discard(self) -> None:
-        self._space.give_up(self.num_bytes, self._holder)
-        self.num_bytes = 0
+        self._spending.close()
         await asyncio.to_thread(self._discard)
 
     def _write(self, *pieces: bytes | bytearray | memoryview) -> None:
-        with self._turn:
+        with self._file_lock:
             if self._is_discarded:
                 return
             if self._file is None:
                 self._file = self._path.open("wb", buffering=0)
             for piece in pieces:
-                rest = memoryview(piece).cast("B")
-                while rest:
-                    rest = rest[self._file.write(rest) :]
+                unwritten = memoryview(piece).cast("B")
+                while unwritten:
+                    unwritten = unwritten[self._file.write(unwritten) :]
 
     def _finish(self) -> None:
-        with self._turn:
+        with self._file_lock:
             if self._file is not None and not self._is_discarded:
                 os.fsync(self._file.fileno())
                 self._file.close()
                 sync_folder(self._path.parent)
 
     def _discard(self) -> None:
-        with self._turn:
+        with self._file_lock:
             self._is_discarded = True
             try:
                 if self._file is not None:
@@ -130,33 +128,35 @@ class JobUpload:
     """A received request, at ``path`` until it is adopted by a job and counted as stored."""
 
     path: Path
-    num_bytes: int
-    digest: str
-    holder: Holder
+    spending: Spending
+    num_bytes: int = 0
+    digest: str = ""
     is_adopted: bool = False
 
 
 class JobFiles:
     """``process`` is the name of this process, unique for ever, and of its folder."""
 
-    def __init__(self, directory: Path, space: DiskQuota) -> None:
+    def __init__(self, directory: Path, space: StoredBytes) -> None:
         self.space = space
         self.process = new_folder_name()
         self._directory = directory
-        self._own: ProcessFolder | None = None
-        self._open = OpenFiles()
+        self._process_folder: ProcessFolder | None = None
+        self._open_files = OpenFiles()
 
     async def start(self) -> frozenset[str]:
         """Create this process's folder, and return the names of the processes that have died."""
         jobs = self._directory / "jobs"
         await asyncio.to_thread(jobs.mkdir, mode=0o700, parents=True, exist_ok=True)
-        self._own = await asyncio.to_thread(claim_folder, self._directory / "servers", self.process)
-        return self._own.dead
+        self._process_folder = await asyncio.to_thread(
+            claim_folder, self._directory / "servers", self.process
+        )
+        return self._process_folder.dead
 
     async def close(self) -> None:
-        own, self._own = self._own, None
-        if own is not None:
-            await asyncio.to_thread(own.release)
+        folder, self._process_folder = self._process_folder, None
+        if folder is not None:
+            await asyncio.to_thread(folder.release)
 
     @contextlib.asynccontextmanager
     async def received(self, chunks: AsyncIterator[bytes], holder: Holder) -> AsyncIterator[JobUpload]:
@@ -164,18 +164,17 @@ class JobFiles:
 
         The errors are ``job_store_full``, ``stored_bytes_full``, or ``internal_error`` for a failed disk.
         """
-        if self._own is None:
+        if self._process_folder is None:
             raise RuntimeError("the files must be started before they are used; call start()")
-        path = self._own.path / secrets.token_hex(16)
-        upload = JobUpload(path, 0, "", holder)
-        self.space.take(JOB_BYTES, holder)
+        path = self._process_folder.path / secrets.token_hex(16)
+        upload = JobUpload(path, self.space.spend(holder, JOB_BYTES))
         try:
             digest = hashlib.sha256()
             with on_disk(_A_REQUEST, ErrorCode.JOB_STORE_FULL):
                 file = await asyncio.to_thread(path.open, "xb", buffering=0)
             with file:
                 async for piece in in_pieces(chunks):
-                    self.space.take(len(piece), holder)
+                    upload.spending.add(len(piece))
                     upload.num_bytes += len(piece)
                     with on_disk(_A_REQUEST, ErrorCode.JOB_STORE_FULL):
                         await asyncio.to_thread(append, file, piece, digest)
@@ -185,15 +184,15 @@ class JobFiles:
             yield upload
         finally:
             if not upload.is_adopted:
-                self.space.give_up(JOB_BYTES + upload.num_bytes, holder)
+                upload.spending.close()
                 await asyncio.to_thread(path.unlink, missing_ok=True)
 
     async def head_of(self, upload: JobUpload) -> TraceRequest:
-        return await asyncio.to_thread(_mapped, upload.path)
+        return await asyncio.to_thread(_read_mapped, upload.path)
 
     async def adopt(self, upload: JobUpload, job_id: str) -> None:
         """Move a received request into a job's folder; on failure nothing is left there."""
-        folder = self._folder(job_id)
+        folder = self._job_folder(job_id)
         moving = asyncio.ensure_future(asyncio.to_thread(_move, upload.path, folder))
         try:
             with on_disk(_A_REQUEST, ErrorCode.JOB_STORE_FULL):
@@ -204,20 +203,20 @@ class JobFiles:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             raise
         upload.is_adopted = True
-        self.space.keep(JOB_BYTES + upload.num_bytes, upload.holder)
+        self.space.keep(upload.spending)
 
     async def request(self, job_id: str) -> TraceRequest:
         """Read a job's request, with views of the memory-mapped file; FileNotFoundError, DecodeError."""
-        return await asyncio.to_thread(_mapped, self._folder(job_id) / _REQUEST)
+        return await asyncio.to_thread(_read_mapped, self._job_folder(job_id) / _REQUEST)
 
     def new_result(self, job: JobRow) -> ResultFile:
-        return ResultFile(self._result(job.id, job.attempt), self.space, job.holder)
+        return ResultFile(self._result_path(job.id, job.attempt), self.space, job.holder)
 
     async def result(self, job: JobRow) -> OpenResult:
         """Open a result; its bytes stay counted until it is closed, even if its job is removed meanwhile."""
-        reading = self._open.begin((job.id, job.attempt), job.holder, job.result_bytes or 0)
+        reading = self._open_files.register((job.id, job.attempt), job.holder, job.result_bytes or 0)
         try:
-            path = self._result(job.id, job.attempt)
+            path = self._result_path(job.id, job.attempt)
             return OpenResult(await asyncio.to_thread(path.open, "rb"), reading)
         except BaseException:
             reading.close()
@@ -226,32 +225,24 @@ class JobFiles:
     async def remove_results(self, jobs: Collection[JobRow]) -> None:
         """Remove the result files, if any, of the attempts of jobs."""
         for job in jobs:
-            self._hold(job.id, job.attempt)
-            await asyncio.to_thread(self._result(job.id, job.attempt).unlink, missing_ok=True)
+            self._open_files.keep_counted(self.space, job.id, job.attempt)
+            await asyncio.to_thread(self._result_path(job.id, job.attempt).unlink, missing_ok=True)
 
     async def remove(self, jobs: Collection[JobRow | NewJob]) -> None:
         """Remove jobs' folders, and uncount their bytes."""
         for job in jobs:
-            self._hold(job.id)
-            await asyncio.to_thread(shutil.rmtree, self._folder(job.id), ignore_errors=True)
-            self.space.free(job.num_bytes, job.holder)
+            self._open_files.keep_counted(self.space, job.id)
+            await asyncio.to_thread(shutil.rmtree, self._job_folder(job.id), ignore_errors=True)
+            self.space.store(-job.num_bytes, job.holder)
 
-    def _hold(self, job_id: str, attempt: int | None = None) -> None:
-        """Count the bytes of removed files until they are closed."""
-        for reading in self._open.all():
-            if reading.key[0] == job_id and attempt in {None, reading.key[1]}:
-                self.space.hold(reading.num_bytes, reading.holder)
-                let_go = functools.partial(self.space.hold, -reading.num_bytes, reading.holder)
-                self._open.when_closed(reading.key, let_go)
-
-    async def remove_others(self, known: Collection[str]) -> None:
+    async def remove_orphans(self, known: Collection[str]) -> None:
         await asyncio.to_thread(self._remove_orphans, frozenset(known))
 
-    def _folder(self, job_id: str) -> Path:
+    def _job_folder(self, job_id: str) -> Path:
         return self._directory / "jobs" / job_id
 
-    def _result(self, job_id: str, attempt: int) -> Path:
-        return self._folder(job_id) / f"result.{attempt}"
+    def _result_path(self, job_id: str, attempt: int) -> Path:
+        return self._job_folder(job_id) / f"result.{attempt}"
 
     def _remove_orphans(self, known: frozenset[str]) -> None:
         for folder in (self._directory / "jobs").iterdir():
@@ -261,7 +252,7 @@ class JobFiles:
                     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _mapped(path: Path) -> TraceRequest:
+def _read_mapped(path: Path) -> TraceRequest:
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             return TraceRequest.from_bytes(b"")

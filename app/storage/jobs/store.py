@@ -19,10 +19,9 @@ from sqlalchemy.orm import Session
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
-from app.limits.allowances import Allowance
+from app.limits.limit import Holder, Limit
 from app.storage.database import Database
 from app.storage.jobs.states import CANCELLED, FINAL, JobEnd, add_events, change, finish, now
-from app.storage.quotas import Holder
 from app.storage.tables import JOB_BYTES, EventRow, JobRow
 
 JobKind = tuple[str, str]
@@ -103,7 +102,7 @@ class JobStore:
         database: Database,
         server: str,
         *,
-        waiting: Allowance,
+        waiting: Limit,
         ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -113,7 +112,7 @@ class JobStore:
         self._waiting = waiting
         self._ttl_s = ttl_s
         self._clock = clock
-        self._seen: dict[int, tuple[Lease, float]] = {}
+        self._observed: dict[int, tuple[Lease, float]] = {}
 
     async def accept(self, new: NewJob) -> tuple[JobRow, bool]:
         """Insert a job as ``QUEUED``, or return the one that was sent with its idempotency key before, False.
@@ -121,17 +120,17 @@ class JobStore:
         The errors are ``queue_full`` and ``idempotency_conflict``: the key was used for another request.
         """
         try:
-            return await self._database.write(lambda session: self._accept(session, new))
+            return await self._database.write(lambda session: self._insert_or_existing(session, new))
         except IntegrityError:
             # Another server has just inserted the same key, on a database with concurrent writers.
-            return await self._database.write(lambda session: self._accept(session, new))
+            return await self._database.write(lambda session: self._insert_or_existing(session, new))
 
     async def check_room(self, model: str, owner: str) -> None:
         """Raise ``queue_full`` if a job would not be accepted, before its request is read."""
         await self._database.read(lambda session: self._check_room(session, model, owner))
 
     async def get(self, job_id: str, owner: str) -> JobRow:
-        return await self._database.read(lambda session: _existing(session, job_id, owner))
+        return await self._database.read(lambda session: _visible_job(session, job_id, owner))
 
     async def page(
         self, owner: str, *, status: JobStatus | None, after: str | None, limit: int
@@ -139,12 +138,12 @@ class JobStore:
         """Return jobs, newest first, and whether there are more."""
 
         def read(session: Session) -> list[JobRow]:
-            wanted: list[ColumnElement[bool]] = [JobRow.owner == owner, JobRow.removed.is_(False)]
+            conditions: list[ColumnElement[bool]] = [JobRow.owner == owner, JobRow.removed.is_(False)]
             if status is not None:
-                wanted.append(JobRow.status == status.value)
+                conditions.append(JobRow.status == status.value)
             if after is not None:
-                wanted.append(JobRow.number < _existing(session, after, owner, "after").number)
-            newest_first = select(JobRow).where(*wanted).order_by(JobRow.number.desc())
+                conditions.append(JobRow.number < _visible_job(session, after, owner, "after").number)
+            newest_first = select(JobRow).where(*conditions).order_by(JobRow.number.desc())
             return list(session.scalars(newest_first.limit(limit + 1)))
 
         rows = await self._database.read(read)
@@ -155,7 +154,7 @@ class JobStore:
 
         def read(session: Session) -> EventPage:
             # The job is read before its events, so that all events it counts can be read.
-            job = _existing(session, job_id, owner)
+            job = _visible_job(session, job_id, owner)
             rows = session.scalars(
                 select(EventRow)
                 .where(EventRow.job_number == job.number, EventRow.seq > after)
@@ -169,22 +168,22 @@ class JobStore:
                 num_chars += len(row.message or "")
                 if num_chars > _MAX_PAGE_CHARS:
                     break
-            last = events[-1].id if events else after
-            is_last = JobStatus(job.status).is_final and last >= job.num_events
+            last_id = events[-1].id if events else after
+            is_last = JobStatus(job.status).is_final and last_id >= job.num_events
             return EventPage(events, job.num_events, is_last)
 
         return await self._database.read(read)
 
     async def num_events(self, ids: list[str]) -> dict[str, int]:
-        wanted = select(JobRow.id, JobRow.num_events).where(JobRow.id.in_(ids), JobRow.removed.is_(False))
-        rows = await self._database.read(lambda session: session.execute(wanted).all())
+        query = select(JobRow.id, JobRow.num_events).where(JobRow.id.in_(ids), JobRow.removed.is_(False))
+        rows = await self._database.read(lambda session: session.execute(query).all())
         return {row.id: row.num_events for row in rows}
 
     async def cancel(self, job_id: str, owner: str) -> JobRow:
         """Cancel a waiting job, or request the cancellation of a running one; no effect after its end."""
 
         def write(session: Session) -> JobRow:
-            job = _existing(session, job_id, owner)
+            job = _visible_job(session, job_id, owner)
             self._cancel(session, job)
             session.refresh(job)
             return job
@@ -195,27 +194,27 @@ class JobStore:
         """Cancel a job and return it if it is removed now; a running one is hidden until it ends."""
 
         def write(session: Session) -> list[JobRow]:
-            job = _existing(session, job_id, owner)
+            job = _visible_job(session, job_id, owner)
             self._cancel(session, job)
             # Its idempotency key may be used again.
             change(session, job.number, events=[], removed=True, idempotency_key=None)
-            return _deleted(session, JobRow.number == job.number)
+            return _delete_ended(session, JobRow.number == job.number)
 
         return await self._write(job_id, write)
 
     async def remove_expired(self, now_s: float, job_id: str = "") -> list[JobRow]:
         """Remove a bounded number of jobs that have expired, or one if it has, and return them."""
-        wanted = JobRow.expires_at <= now_s
+        condition = JobRow.expires_at <= now_s
         if job_id:
-            wanted &= JobRow.id == job_id
-        return await self._database.write(lambda session: _deleted(session, wanted))
+            condition &= JobRow.id == job_id
+        return await self._database.write(lambda session: _delete_ended(session, condition))
 
     async def rerun(self, job_id: str, holder: Holder, traceparent: str = "") -> tuple[JobRow, Holder, int]:
         """Requeue a failed or cancelled job; also return the holder and the size of its dropped result."""
 
         def write(session: Session) -> tuple[JobRow, Holder, int]:
-            job = _existing(session, job_id, holder.tenant)
-            before, num_bytes = job.holder, job.result_bytes or 0
+            job = _visible_job(session, job_id, holder.tenant)
+            previous_holder, num_bytes = job.holder, job.result_bytes or 0
             if job.status not in _RERUNNABLE:
                 raise _not_rerunnable(job)
             self._check_room(session, job.model, holder.tenant)
@@ -238,18 +237,18 @@ class JobStore:
             session.refresh(job)
             if not is_ours:  # a concurrent request was first, on a database with concurrent writers
                 raise _not_rerunnable(job)
-            return job, before, num_bytes
+            return job, previous_holder, num_bytes
 
         return await self._write(job_id, write)
 
-    async def known(self) -> set[str]:
+    async def all_ids(self) -> set[str]:
         return set(await self._database.read(lambda session: session.scalars(select(JobRow.id)).all()))
 
     async def used_bytes(self) -> dict[Holder, int]:
         of_files = JobRow.request_bytes + func.coalesce(JobRow.result_bytes, 0)
         total = func.sum(of_files + JobRow.event_bytes + JOB_BYTES)
-        wanted = select(JobRow.owner, JobRow.key_id, total).group_by(JobRow.owner, JobRow.key_id)
-        rows = await self._database.read(lambda session: session.execute(wanted).all())
+        query = select(JobRow.owner, JobRow.key_id, total).group_by(JobRow.owner, JobRow.key_id)
+        rows = await self._database.read(lambda session: session.execute(query).all())
         return {Holder(row[0], row[1]): int(row[2] or 0) for row in rows}
 
     async def num_waiting(self, model: str, owner: str | None = None) -> int:
@@ -259,11 +258,11 @@ class JobStore:
         """Return the numbers of a model's jobs by status, and when the oldest waiting one was queued."""
 
         def read(session: Session) -> tuple[dict[str, int], float | None]:
-            wanted = (JobRow.model == model, JobRow.removed.is_(False))
+            conditions = (JobRow.model == model, JobRow.removed.is_(False))
             counts = session.execute(
-                select(JobRow.status, func.count()).where(*wanted).group_by(JobRow.status)
+                select(JobRow.status, func.count()).where(*conditions).group_by(JobRow.status)
             )
-            oldest = select(func.min(JobRow.queued_at)).where(*wanted, *_WAITS)
+            oldest = select(func.min(JobRow.queued_at)).where(*conditions, *_WAITS)
             return {row[0]: row[1] for row in counts}, session.scalar(oldest)
 
         return await self._database.read(read)
@@ -273,7 +272,7 @@ class JobStore:
         model: str,
         served_at: Mapping[str, float],
         *,
-        without: Collection[JobKind] = (),
+        without_kinds: Collection[JobKind] = (),
         without_keys: Collection[str] = (),
         without_owners: Collection[str] = (),
     ) -> JobRow | None:
@@ -286,7 +285,7 @@ class JobStore:
             waits = (
                 *_WAITS,
                 JobRow.model == model,
-                *(not_(_is_of(kind)) for kind in without),
+                *(not_(_is_of(kind)) for kind in without_kinds),
                 JobRow.key_id.not_in(without_keys),
                 JobRow.owner.not_in(without_owners),
             )
@@ -373,19 +372,19 @@ class JobStore:
         rows = await self._database.read(lambda session: session.execute(mine).all())
         return {row.id: row.cancel_requested for row in rows}
 
-    async def recover(self, *, dead: Collection[str] = (), own: Collection[str] = ()) -> list[JobRow]:
+    async def recover(self, *, dead: Collection[str] = (), own_ids: Collection[str] = ()) -> list[JobRow]:
         """Requeue or end the jobs of dead servers; return those whose partial results are to be removed.
 
         Args:
             dead: Processes known to be dead, whatever the state of their leases.
             own: Jobs that this process runs; its other leases are left over from a fault.
         """
-        held = select(JobRow.number, JobRow.lease_by, JobRow.lease_until).where(
-            JobRow.lease_by.is_not(None), JobRow.id.not_in(own)
+        leases = select(JobRow.number, JobRow.lease_by, JobRow.lease_until).where(
+            JobRow.lease_by.is_not(None), JobRow.id.not_in(own_ids)
         )
         # Usually no lease has expired, and checking does not write.
-        rows = await self._database.read(lambda session: session.execute(held).all())
-        lost = self._expired({row.number: (row.lease_by, row.lease_until) for row in rows}, dead)
+        rows = await self._database.read(lambda session: session.execute(leases).all())
+        lost = self._expired_leases({row.number: (row.lease_by, row.lease_until) for row in rows}, dead)
         if not lost:
             return []
 
@@ -399,18 +398,18 @@ class JobStore:
         return jobs
 
     async def _write(self, job_id: str, work: Callable[[Session], T]) -> T:
-        done = await self._database.write(work)
+        result = await self._database.write(work)
         self.on_change(job_id)
-        return done
+        return result
 
-    def _accept(self, session: Session, new: NewJob) -> tuple[JobRow, bool]:
+    def _insert_or_existing(self, session: Session, new: NewJob) -> tuple[JobRow, bool]:
         if new.idempotency_key is not None:
-            before = session.scalar(
+            existing = session.scalar(
                 select(JobRow).where(JobRow.owner == new.owner, JobRow.idempotency_key == new.idempotency_key)
             )
-            if before is not None:
-                _check_same(before, new)
-                return before, False
+            if existing is not None:
+                _check_same(existing, new)
+                return existing, False
         self._check_room(session, new.model, new.owner)
         events = [now(JobStatus.RECEIVED), now(JobStatus.QUEUED)]
         job = JobRow(
@@ -435,9 +434,7 @@ class JobStore:
         return job, True
 
     def _check_room(self, session: Session, model: str, owner: str) -> None:
-        if owner:
-            self._waiting.check(owner, _num_waiting(session, model, owner))
-        self._waiting.check_total(_num_waiting(session, model))
+        self._waiting.check(owner, used=lambda tenant: _num_waiting(session, model, tenant or None))
 
     def _cancel(self, session: Session, job: JobRow) -> None:
         # The request is recorded first: on a database with concurrent writers that locks the row, so that the
@@ -465,26 +462,28 @@ class JobStore:
         return self._finish(session, job, *conditions, end=CANCELLED) is not None
 
     def _recover(self, session: Session, job: JobRow, lease: Lease) -> bool:
-        same = (JobRow.lease_by == lease[0], JobRow.lease_until == lease[1])
+        is_unchanged = (JobRow.lease_by == lease[0], JobRow.lease_until == lease[1])
         if lease[0] == self._server and job.status == JobStatus.QUEUED:
             # Claimed here, where it neither runs nor ever began: what followed the claim failed.
-            return self._requeue(session, job, *same, events=[])
+            return self._requeue(session, job, *is_unchanged, events=[])
         num = job.num_interruptions + 1
         may_run = num < MAX_INTERRUPTIONS and (job.reruns or job.status != JobStatus.RUNNING)
         if may_run or job.cancel_requested:
             died = now(JobStatus.QUEUED, _DIED)
-            return self._requeue(session, job, *same, events=[died], num_interruptions=num)
-        return self._finish(session, job, *same, end=_INTERRUPTED, num_interruptions=num) is not None
+            return self._requeue(session, job, *is_unchanged, events=[died], num_interruptions=num)
+        return self._finish(session, job, *is_unchanged, end=_INTERRUPTED, num_interruptions=num) is not None
 
-    def _expired(self, held: Mapping[int, Lease], dead: Collection[str]) -> dict[int, Lease]:
-        moment, before = self._clock(), self._seen
-        self._seen = {
-            number: before[number] if number in before and before[number][0] == lease else (lease, moment)
-            for number, lease in held.items()
+    def _expired_leases(self, leases: Mapping[int, Lease], dead: Collection[str]) -> dict[int, Lease]:
+        moment, observed = self._clock(), self._observed
+        self._observed = {
+            number: observed[number]
+            if number in observed and observed[number][0] == lease
+            else (lease, moment)
+            for number, lease in leases.items()
         }
         return {
             number: lease
-            for number, (lease, since) in self._seen.items()
+            for number, (lease, since) in self._observed.items()
             if lease[0] in dead or moment - since > LEASE_S
         }
 
@@ -516,7 +515,7 @@ def _num_waiting(session: Session, model: str, owner: str | None = None) -> int:
     return session.scalar(waiting) or 0
 
 
-def _existing(session: Session, job_id: str, owner: str, param: str | None = None) -> JobRow:
+def _visible_job(session: Session, job_id: str, owner: str, param: str | None = None) -> JobRow:
     job = session.scalar(
         select(JobRow).where(JobRow.id == job_id, JobRow.owner == owner, JobRow.removed.is_(False))
     )
@@ -529,10 +528,10 @@ def _existing(session: Session, job_id: str, owner: str, param: str | None = Non
     return job
 
 
-def _deleted(session: Session, wanted: ColumnElement[bool]) -> list[JobRow]:
+def _delete_ended(session: Session, condition: ColumnElement[bool]) -> list[JobRow]:
     """Delete those of the jobs that have ended, with their events, and return them."""
     # Locked and read anew: on a database with concurrent writers a job may have been requeued.
-    ended = select(JobRow).where(wanted, JobRow.status.in_(FINAL)).limit(_MAX_EXPIRED)
+    ended = select(JobRow).where(condition, JobRow.status.in_(FINAL)).limit(_MAX_EXPIRED)
     jobs = session.scalars(ended.with_for_update().execution_options(populate_existing=True)).all()
     session.execute(
         delete(JobRow)
@@ -561,8 +560,8 @@ def _not_rerunnable(job: JobRow) -> ApiError:
     )
 
 
-def _check_same(before: JobRow, new: NewJob) -> None:
-    if before.digest != new.digest:
+def _check_same(existing: JobRow, new: NewJob) -> None:
+    if existing.digest != new.digest:
         raise ApiError(
             ErrorCode.IDEMPOTENCY_CONFLICT,
             f"The key {new.idempotency_key!r} was sent with another trace before; a key names one request.",

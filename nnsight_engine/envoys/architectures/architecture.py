@@ -69,10 +69,10 @@ def family_by_structure(module: torch.nn.Module) -> TransformersFamily | None:
 
 def _containers(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     decoder: Any = module.get_decoder() if hasattr(module, "get_decoder") else module  # type: ignore[operator]
-    paths = {id(one): path for path, one in module.named_modules()}
-    for one in (decoder, getattr(module, "base_model", module), module, *module.children()):
-        if id(one) in paths:
-            yield paths[id(one)], one
+    paths = {id(submodule): path for path, submodule in module.named_modules()}
+    for submodule in (decoder, getattr(module, "base_model", module), module, *module.children()):
+        if id(submodule) in paths:
+            yield paths[id(submodule)], submodule
 
 
 _HEADS_OF_MODELS: Final = ("lm_head", "embed_out")
@@ -119,8 +119,10 @@ class Architecture:
     def counterpart(self, name: str) -> tuple[str, str] | None:
         """Return what a module of other families' models is here: its path, and its standard name."""
         places = {"layers": self.family.layers, "norm": self.family.norm, "embed": self.family.embed}
-        found = next((one for one in places if name in _names_in_families()[one] and places[one]), None)
-        return None if found is None else (self.path(places[found]), found)
+        name_here = next(
+            (place for place in places if name in _names_in_families()[place] and places[place]), None
+        )
+        return None if name_here is None else (self.path(places[name_here]), name_here)
 
     def has_pattern(self, layer: int) -> bool:
         """Return whether a layer's attention probabilities are a point: those of its own queries and keys."""
@@ -153,12 +155,12 @@ class Architecture:
             return views.fused_per_head(index, self.num_heads, num_kv_heads)
         return views.fused_heads(index, (self.num_heads, num_kv_heads, num_kv_heads))
 
-    def rename_with(self, given: Rename | None, owner: type) -> Rename:
+    def rename_with(self, user_names: Rename | None, owner: type) -> Rename:
         """Add the user's aliases, which take precedence; attributes of ``owner``, the root's class, stay."""
-        given = given or {}
+        user_names = user_names or {}
         theirs = {
             path: list(names) if isinstance(names, (list, tuple)) else [names]
-            for path, names in given.items()
+            for path, names in user_names.items()
         }
         taken = {str(name).removeprefix(".") for names in theirs.values() for name in names}
         for path, name in self.rename.items():
@@ -166,17 +168,17 @@ class Architecture:
                 theirs.setdefault(path, []).append(name)
         return theirs
 
-    def envoys_with(self, given: EnvoyMap) -> EnvoyMap:
+    def envoys_with(self, user_classes: EnvoyMap) -> EnvoyMap:
         """Add the user's envoy classes; a single class for all modules is kept as it is."""
-        if isinstance(given, type):
-            return given
-        given = given or {}
+        if isinstance(user_classes, type):
+            return user_classes
+        user_classes = user_classes or {}
         ours: dict[type[torch.nn.Module] | str, type[Envoy]] = {
             module_class: envoy_class
             for module_class, envoy_class in self.envoys.items()
-            if not any(base in given for base in module_class.__mro__)
+            if not any(base in user_classes for base in module_class.__mro__)
         }
-        return {**ours, **given}
+        return {**ours, **user_classes}
 
 
 def architecture_of(module: torch.nn.Module) -> Architecture | None:
@@ -209,8 +211,8 @@ def architecture_of(module: torch.nn.Module) -> Architecture | None:
         rename=_rename(module, body, family, layers),
         envoys={
             kind: envoy
-            for layer, own in zip(layers, leaves, strict=True)
-            for kind, envoy in _envoys(layer, family, own).items()
+            for layer, layer_leaves in zip(layers, leaves, strict=True)
+            for kind, envoy in _envoys(layer, family, layer_leaves).items()
         },
         num_encoder_layers=len(list(module.get_submodule(family.encoder).children()))
         if family.encoder
@@ -242,10 +244,10 @@ def _is_from_transformers(module: torch.nn.Module) -> bool:
 
 def _layers(module: torch.nn.Module, body: str, family: TransformersFamily) -> torch.nn.ModuleList | None:
     try:
-        found = module.get_submodule(f"{body}.{family.layers}" if body else family.layers)
+        layers = module.get_submodule(f"{body}.{family.layers}" if body else family.layers)
     except AttributeError:
         return None
-    return found if isinstance(found, torch.nn.ModuleList) and len(found) else None
+    return layers if isinstance(layers, torch.nn.ModuleList) and len(layers) else None
 
 
 @functools.cache
@@ -286,37 +288,37 @@ def _rename(
 ) -> dict[str, str]:
     names = {"layers": family.layers, "norm": family.norm, "embed": family.embed}
     decoder = module.get_submodule(body)
-    found = {
+    renames = {
         f".{body}.{path}" if body else f".{path}": name
         for name, path in names.items()
         if path and getattr(decoder, path, None) is not None and not hasattr(module, name)
     }
     if family.attention == family.mlp:
-        return found  # both are parts of the layer's envoy, or there is neither
+        return renames  # both are parts of the layer's envoy, or there is neither
     if family.attention and not any(hasattr(layer, "attn") for layer in layers):
-        found[family.attention] = "attn"
+        renames[family.attention] = "attn"
     if family.mlp and not any(hasattr(layer, "mlp") for layer in layers):
-        found[family.mlp] = "mlp"
-    return found
+        renames[family.mlp] = "mlp"
+    return renames
 
 
 def _envoys(
     layer: torch.nn.Module, family: TransformersFamily, leaves: Mapping[str, Place]
 ) -> dict[type[torch.nn.Module], type[Envoy]]:
     modules = dict(layer.named_modules(remove_duplicate=False))
-    found: dict[type[torch.nn.Module], type[Envoy]] = {}
+    classes: dict[type[torch.nn.Module], type[Envoy]] = {}
     if leaf_names.HEADS in leaves:
-        found[type(modules[family.attention])] = AttentionEnvoy
+        classes[type(modules[family.attention])] = AttentionEnvoy
     if family.attention and family.attention == family.mlp:
-        found[type(layer)] = OneMixerLayerEnvoy
+        classes[type(layer)] = OneMixerLayerEnvoy
     if not family.mlp and "mlp.input" in leaves:
-        found[type(layer)] = SplitMlpLayerEnvoy
-        return found
+        classes[type(layer)] = SplitMlpLayerEnvoy
+        return classes
     if "mlp.up" not in leaves:
-        return found
+        return classes
     mlp = modules[family.mlp]
     if "mlp.gate" in leaves:
-        found[type(mlp)] = GatedMlpEnvoy
+        classes[type(mlp)] = GatedMlpEnvoy
     else:
-        found[type(mlp)] = UpEnvoy if hasattr(mlp, "act") else MlpEnvoy
-    return found
+        classes[type(mlp)] = UpEnvoy if hasattr(mlp, "act") else MlpEnvoy
+    return classes

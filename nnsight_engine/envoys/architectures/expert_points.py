@@ -67,7 +67,7 @@ class ExpertWeights:
     is_normalized: bool
     scale: float
 
-    def of(
+    def weights_of(
         self, logits: torch.Tensor, ids: torch.Tensor, factors: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the weights of experts, float32 ``[..., top_k]``, by logits ``[..., experts]``.
@@ -179,7 +179,7 @@ class ExpertIdsPoint(ExpertPoint):
             return value
         logits = output.logits.log() if self.has_probabilities else output.logits
         factors = expert_factors(self.envoy._module)
-        forced = self.weights_of.of(logits, whole, factors).to(output.weights.dtype)
+        forced = self.weights_of.weights_of(logits, whole, factors).to(output.weights.dtype)
         weights = torch.where(changed, forced, output.weights)
         return output._replace(weights=weights, ids=torch.where(changed, whole, output.ids)).plain()
 

@@ -158,7 +158,7 @@ class FlattenedPoint:
         batcher.trust(whole)
         if self.side == "input":
             # The layer may still need the tensor: it is the residual stream if norms come last.
-            whole = self._put(whole.clone())
+            whole = self._write_whole(whole.clone())
         rows = self._rows(whole, mediator)
         if rows.requires_grad or self._is_computed:
             mediator.transform = lambda: self._given_back(whole, rows, mediator)
@@ -172,7 +172,7 @@ class FlattenedPoint:
             raise PointValueError(f"{self.name} is assigned inside `with model.trace(...):`")
         mediator.transform = None
         whole = self._whole(self.envoy.interleaver.batcher.current_value)
-        self._put(self._with_rows(whole, fitting, mediator))
+        self._write_whole(self._with_rows(whole, fitting, mediator))
 
     def _rows(self, whole: torch.Tensor, mediator: Mediator | None) -> torch.Tensor:
         shape = self.tokens.shape
@@ -199,10 +199,10 @@ class FlattenedPoint:
 
     def _given_back(self, whole: torch.Tensor, rows: torch.Tensor, mediator: Mediator) -> Any:
         """Route the model's path through the rows, so that they get a gradient; return the current value."""
-        self._put(self._with_rows(whole, rows, mediator))
+        self._write_whole(self._with_rows(whole, rows, mediator))
         return self.envoy.interleaver.batcher.narrow(mediator.batch_group)
 
-    def _put(self, whole: torch.Tensor) -> torch.Tensor:
+    def _write_whole(self, whole: torch.Tensor) -> torch.Tensor:
         batcher = self.envoy.interleaver.batcher
         batcher.current_value = self._with_whole(batcher.current_value, whole)
         return whole
@@ -250,10 +250,10 @@ def first_tensor(value: Any, side: Side) -> torch.Tensor:
     """Return the first argument of ``(args, kwargs)``, or the output (of a tuple, its first item)."""
     if side == "input":
         args, kwargs = value
-        found = args[0] if args else next(iter(kwargs.values()))
+        first = args[0] if args else next(iter(kwargs.values()))
     else:
-        found = value[0] if isinstance(value, tuple) else value
-    tensor: torch.Tensor = found
+        first = value[0] if isinstance(value, tuple) else value
+    tensor: torch.Tensor = first
     return tensor
 
 

@@ -74,7 +74,7 @@ class NamedPoints(Place, ABC):
         return 0
 
     @abstractmethod
-    def _found(self, name: str) -> PointAccess: ...
+    def _access_of(self, name: str) -> PointAccess: ...
 
     def __call__(self) -> dict[str, tuple[int, ...]]:
         """Return the name of every point with the shape of one position's value; -1 for a size that grows.
@@ -112,7 +112,7 @@ class NamedPoints(Place, ABC):
 
     def __repr__(self) -> str:
         num_layers, encoder = self._num_layers(), self._encoder_names()
-        lines = _joined(
+        lines = _with_layers(
             num_layers,
             lambda layer: [self._shaped(f"layers.{layer}.{leaf}") for leaf in self._leaves(layer)],
         )
@@ -145,39 +145,39 @@ class NamedPoints(Place, ABC):
     def _point(self, name: str) -> PointAccess:
         point = self._points.get(name)
         if point is None:
-            point = self._points[name] = self._found(name)
+            point = self._points[name] = self._access_of(name)
         return point
 
     def _parsed(self, name: str) -> tuple[int, str]:
         try:
             pattern = PointPattern.parse(name)
             is_in_encoder = pattern.leaf == ENCODER_BLOCK
-            found = pattern.resolve(self._num_encoder_layers() if is_in_encoder else self._num_layers())
+            names = pattern.resolve(self._num_encoder_layers() if is_in_encoder else self._num_layers())
         except ApiError as error:
             raise self._unknown(name) from error
-        if len(found) != 1 or found[0].layer < 0:
+        if len(names) != 1 or names[0].layer < 0:
             raise self._unknown(name)
-        return found[0].layer, found[0].leaf
+        return names[0].layer, names[0].leaf
 
     def _unknown(self, name: str) -> UnknownPointError:
         encoder = [point_name(ENCODER_BLOCK)] if self._num_encoder_layers() else []
         whole = ", ".join([*encoder, *self._points_before_layers(), *self._points_after_layers()])
         num_layers = self._num_layers()
-        leaves = _joined(num_layers, self._leaves)
+        leaves = _with_layers(num_layers, self._leaves)
         return UnknownPointError(
             f"a point of this model is one of {whole}, or, such as layers.0.output, of a layer "
             f"from 0 to {num_layers - 1} one of {', '.join(leaves)}; got {name!r}"
         )
 
 
-def _joined(num_layers: int, of_layer: Callable[[int], Iterable[str]]) -> list[str]:
-    found: dict[str, list[int]] = {}
+def _with_layers(num_layers: int, of_layer: Callable[[int], Iterable[str]]) -> list[str]:
+    by_name: dict[str, list[int]] = {}
     for layer in range(num_layers):
-        for one in of_layer(layer):
-            found.setdefault(one, []).append(layer)
+        for name in of_layer(layer):
+            by_name.setdefault(name, []).append(layer)
     return [
-        one if len(layers) == num_layers else f"{one} (layers {', '.join(map(str, layers))})"
-        for one, layers in found.items()
+        name if len(layers) == num_layers else f"{name} (layers {', '.join(map(str, layers))})"
+        for name, layers in by_name.items()
     ]
 
 

@@ -140,15 +140,15 @@ class PatternPoint:
         **kwargs: Any,
     ) -> Any:
         if self._is_wanted():
-            given = probabilities(
+            attended = probabilities(
                 query,
                 key,
                 attention_mask,
                 scaling=kwargs.get("scaling"),
                 is_causal=_is_causal(module, kwargs.get("is_causal")),
             )
-            before = given.clone()
-            if not _equal(self._offer(given), before):
+            before = attended.clone()
+            if not _equal(self._offer(attended), before):
                 raise self._not_writable()
         return _sdpa()(module, query, key, value, attention_mask, **kwargs)
 

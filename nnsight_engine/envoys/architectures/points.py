@@ -170,7 +170,7 @@ class Points(NamedPoints):
         has = {NORM: self._supported().has_norm, LOGITS: self._supported().has_logits}
         return [name for name, is_there in has.items() if is_there]
 
-    def _found(self, name: str) -> PointAccess:
+    def _access_of(self, name: str) -> PointAccess:
         architecture = self._supported()
         if name == EMBED and architecture.family.has_stream:
             return self._module_point(name, architecture.layer_path(0), "input")

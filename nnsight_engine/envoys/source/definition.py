@@ -136,10 +136,10 @@ class Definition:
         """Return the text of an expression in the statement; columns count bytes of UTF-8."""
         start = node.lineno - self.first_line
         stop = (node.end_lineno or node.lineno) - self.first_line + 1
-        found = [line.encode() for line in self.lines[start:stop]]
-        found[-1] = found[-1][: node.end_col_offset]
-        found[0] = found[0][node.col_offset :]
-        return b"\n".join(found).decode()
+        lines = [line.encode() for line in self.lines[start:stop]]
+        lines[-1] = lines[-1][: node.end_col_offset]
+        lines[0] = lines[0][node.col_offset :]
+        return b"\n".join(lines).decode()
 
 
 def find_definition(function: FunctionType, name: str) -> Definition:
@@ -235,9 +235,9 @@ def _find(tree_code: CodeType, wanted: CodeType) -> CodeType | None:
             continue
         if (const.co_name, const.co_firstlineno) == (wanted.co_name, wanted.co_firstlineno):
             return const
-        found = _find(const, wanted)
-        if found is not None:
-            return found
+        inner = _find(const, wanted)
+        if inner is not None:
+            return inner
     return None
 
 

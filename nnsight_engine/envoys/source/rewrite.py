@@ -47,26 +47,26 @@ _COMPILED = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, Wrapp
 
 def plain_function(function: Callable[..., Any], name: str) -> FunctionType:
     """Return the function of a function or bound method; SourceNotAvailableError for other callables."""
-    found = function.__func__ if isinstance(function, MethodType) else function
-    if isinstance(found, FunctionType):
-        return found
-    if isinstance(found, torch.nn.Module):
+    plain = function.__func__ if isinstance(function, MethodType) else function
+    if isinstance(plain, FunctionType):
+        return plain
+    if isinstance(plain, torch.nn.Module):
         raise SourceNotAvailableError(
             name,
-            f"it is a module, {type(found).__name__}",
+            f"it is a module, {type(plain).__name__}",
             "use `.source` of the module's own envoy",
         )
-    if isinstance(found, _COMPILED):
+    if isinstance(plain, _COMPILED):
         raise SourceNotAvailableError(
-            name, f"{found!r} is not written in Python", "read its inputs and its output instead"
+            name, f"{plain!r} is not written in Python", "read its inputs and its output instead"
         )
-    if isinstance(found, functools.partial):
+    if isinstance(plain, functools.partial):
         raise SourceNotAvailableError(
-            name, f"it is a functools.partial of {found.func!r}", "ask for the source of that function"
+            name, f"it is a functools.partial of {plain.func!r}", "ask for the source of that function"
         )
     raise SourceNotAvailableError(
         name,
-        f"it is of type {type(found).__name__}; only functions and methods written in Python have them",
+        f"it is of type {type(plain).__name__}; only functions and methods written in Python have them",
         "read its inputs and its output instead",
     )
 

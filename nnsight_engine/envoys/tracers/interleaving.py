@@ -21,12 +21,11 @@ from nnsight_engine.envoys.cache import Cache, CacheView
 from nnsight_engine.envoys.eproperty import eproperty
 from nnsight_engine.envoys.missed_values import CacheMisses, explain_missed
 from nnsight_engine.envoys.tracers.steps import Iter, IteratorTracer
-from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.interleaving.events import MissedProviderError
 from nnsight_engine.interleaving.gradients import GradientSession
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.mediator import Mediator
-from nnsight_engine.interleaving.shared_variables import Sharer, exchanges, explain
+from nnsight_engine.interleaving.shared_variables import Barrier, Sharer, exchanges, explain
 from nnsight_engine.tracing.frames import for_user, users_stacklevel
 from nnsight_engine.tracing.tracer import SITES, Backend, Info, Tracer, compiled
 
@@ -34,18 +33,17 @@ if TYPE_CHECKING:
     import torch
 
     from nnsight_engine.envoys.envoy import Envoy
-    from nnsight_engine.envoys.tracers.editing import Edit
 
 
 class Invoker(Tracer):
     """``with tracer.invoke(input):``, defined now and run with the others when the trace's block ends.
 
-    ``own`` has the block's variables, initialized with the surrounding ones, whose ``identities`` change when
-    the surrounding code assigns them between invokes.
+    ``cells`` are the block's variables, initialized with the surrounding ones, whose ``identities`` change
+    when the surrounding code assigns them between invokes.
     """
 
     identities: Mapping[str, Hashable]
-    own: dict[str, CellType]
+    cells: dict[str, CellType]
     stored: tuple[str, ...]
     assignments: Assignments
 
@@ -66,14 +64,14 @@ class Invoker(Tracer):
 
     def compile(self) -> Callable[[], Any]:
         info = self.info
-        self.stored, self.own = info.block.stored, copied(info.variables)
+        self.stored, self.cells = info.block.stored, copied(info.variables)
         self.identities = {name: self._identity(cell) for name, cell in info.variables.items()}
-        self.assignments = Assignments(self.own)
-        return compiled(info, self.own, assignments=self.assignments)
+        self.assignments = Assignments(self.cells)
+        return compiled(info, self.cells, assignments=self.assignments)
 
     def _identity(self, cell: CellType) -> tuple[int, int]:
         around = self.info.assignments
-        return id(cell), 0 if around is None else around.of(cell)
+        return id(cell), 0 if around is None else around.count_of(cell)
 
     def execute(self, function: Callable[[], Any]) -> None:
         self.parent.invokers.append(self)
@@ -87,13 +85,13 @@ class Invoker(Tracer):
         """Assign the block's variables in the surrounding code, unless that code has assigned them since."""
         for name, cell in self.info.variables.items():
             if self.assignments[name] and self.identities[name] == self._identity(cell):
-                value = content(self.own[name])
+                value = content(self.cells[name])
                 if value is not UNBOUND:
                     cell.cell_contents = value
                 elif content(cell) is not UNBOUND:
                     del cell.cell_contents
         self.give_back()
-        self.own.clear()
+        self.cells.clear()
 
 
 class DefinedInvoke(Sharer, Protocol):
@@ -412,16 +410,16 @@ class InterleavingTracer(Tracer):
 
     def _validate(self) -> None:
         real = self.mediators
-        copies = [_DryRun(one.info, one.identities, one.own) for one in self.invokers] or [
+        copies = [_DryRun(invoker.info, invoker.identities, invoker.cells) for invoker in self.invokers] or [
             _DryRun(self.info, {}, self.info.variables)
         ]
         self.mediators = [
             Mediator(
-                compiled(one.info, one.own, assignments=one.assignments),
-                one.info,
+                compiled(invoker.info, invoker.cells, assignments=invoker.assignments),
+                invoker.info,
                 batch_group=mediator.batch_group,
             )
-            for one, mediator in zip(copies, real, strict=True)
+            for invoker, mediator in zip(copies, real, strict=True)
         ]
         self._share(self.mediators, copies)
         try:
@@ -434,12 +432,12 @@ class InterleavingTracer(Tracer):
 class _DryRun:
     """Copies of a block's variables for a run on fake tensors, which leaves the real ones unchanged."""
 
-    def __init__(self, info: Info, identities: Mapping[str, Hashable], own: Mapping[str, CellType]) -> None:
+    def __init__(self, info: Info, identities: Mapping[str, Hashable], cells: Mapping[str, CellType]) -> None:
         self.info = info
         self.identities = identities
-        self.own = copied(own)
+        self.cells = copied(cells)
         self.stored = info.block.stored
-        self.assignments = Assignments(self.own)
+        self.assignments = Assignments(self.cells)
 
 
 def run_on_fakes(run: Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]) -> Any:
@@ -514,3 +512,36 @@ def _traceable_backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 def install() -> None:
     """Patch ``torch.Tensor.backward``: ``with tensor.backward():`` opens a trace, other calls do not."""
     torch.Tensor.backward = _traceable_backward  # type: ignore[method-assign] # the patch is intended
+
+
+class Edit:
+    """A stored block. Each trace runs it on fresh variables, once for every step."""
+
+    def __init__(self, tracer: Tracer, info: Info) -> None:
+        self.tracer = tracer
+        self.info = info.fresh()
+
+    def mediator(self, interleaver: Interleaver) -> Mediator:
+        """Return the mediator that runs the edit in one trace; it sees the whole batch."""
+        info = self.info.fresh()
+        function = self.tracer.compile_on(info)
+
+        def every_step() -> None:
+            for _ in IteratorTracer(slice(None), interleaver):
+                function()
+
+        return Mediator(every_step, info, name="edit")
+
+
+class EditingTracer(Tracer):
+    """``with model.edit() as edited:``; the block runs in each trace of ``edited``."""
+
+    def __init__(self, model: Envoy, *, inplace: bool = False, backend: Backend | None = None) -> None:
+        super().__init__(backend=backend)
+        self.model = model if inplace else model._shallow_copy()
+
+    def execute(self, function: Callable[[], Any]) -> None:  # noqa: ARG002 - compiled again in each trace
+        self.model._default_mediators.append(Edit(self, self.info))
+
+    def entered(self) -> Envoy:
+        return self.model

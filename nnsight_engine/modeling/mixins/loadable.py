@@ -33,10 +33,10 @@ class LoadableMixin(NNsight):
         if not isinstance(source, torch.nn.Module):
             return self._load(source, *args, **kwargs)
         if args or kwargs:
-            given = [*map(repr, args), *kwargs]
+            arguments = [*map(repr, args), *kwargs]
             raise TypeError(
                 f"{type(self).__name__} was given a module, which needs no loading, and arguments for "
-                f"loading one: {', '.join(given)}. Load the module with them, or leave them out."
+                f"loading one: {', '.join(arguments)}. Load the module with them, or leave them out."
             )
         return source
 

@@ -106,9 +106,11 @@ class RemoteableMixin(MetaMixin):
             ValueError: The model uses classes that the server does not have.
         """
         kinds = {type(envoy) for envoy in self._root._walk()}  # noqa: SLF001 - an envoy of ours
-        own = {base for kind in kinds for base in kind.__mro__ if not base.__module__.startswith(_LIBRARIES)}
-        if own:
-            names = ", ".join(sorted(one.__name__ for one in own))
+        bases = {
+            base for kind in kinds for base in kind.__mro__ if not base.__module__.startswith(_LIBRARIES)
+        }
+        if bases:
+            names = ", ".join(sorted(cls.__name__ for cls in bases))
             raise ValueError(
                 f"a server has only this library's classes of models and envoys, and this model has {names}: "
                 "use LanguageModel itself, without envoys="

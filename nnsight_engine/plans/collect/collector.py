@@ -224,8 +224,8 @@ def captured_patterns(
     rows = (num_rows,) if op.reduce == "none" or not num_rows else ()
     shape = (*rows, num_heads, num_keys)
     return {
-        str(site): TensorResult(dtype, shape, own.tobytes())
-        for site, own in zip(op.sites, values, strict=True)
+        str(site): TensorResult(dtype, shape, site_values.tobytes())
+        for site, site_values in zip(op.sites, values, strict=True)
     }
 
 
@@ -252,7 +252,7 @@ class RequestCollector:
         self._prompt_token_ids = list(prompt_token_ids)
         self._waiting: list[StepRecord] = []
         self._reduced: dict[int, StepRecord] = {}
-        self._seen: set[int] = set()
+        self._recorded_ops: set[int] = set()
         self.is_stopped = False
         self._gates: dict[int, list[StepRecord]] = defaultdict(list)
         self._info: StepInfo | None = None
@@ -260,7 +260,7 @@ class RequestCollector:
 
     def add(self, payload: Payload) -> None:
         for record in payload.records:
-            self._seen.add(record.op)
+            self._recorded_ops.add(record.op)
             op = self._plan.ops[record.op]
             self.is_stopped |= op.kind is OperationKind.STOP and any(record.parts[0])
             if not op.reads:
@@ -331,7 +331,7 @@ class RequestCollector:
         return [
             StepRecord(index, [], [b""] * max(len(op.sites) + 1, NUM_LENS_PARTS))
             for index, op in enumerate(self._plan.ops)
-            if op.reads and index not in self._seen
+            if op.reads and index not in self._recorded_ops
         ]
 
     def _applied(self, info: StepInfo, generated_token_ids: Sequence[int]) -> list[CollectedSites]:
@@ -351,6 +351,7 @@ class RequestCollector:
         ]
 
     def _positions(self, index: int, op: PlannedOp, positions: Positions, token_ids: Positions) -> list[int]:
+        """Return where an operation has acted; a write with a condition reports that itself, as its gate."""
         if op.when is None or op.reads:
             return _matching_positions(op, self._plan, positions, token_ids)
         end = len(positions)

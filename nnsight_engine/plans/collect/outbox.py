@@ -1,7 +1,7 @@
 """Results between the worker and the request outputs, in the scheduler's process.
 
-Results of a run's steps are stored for all its requests together. A request's part is extracted when an
-output is sent for it, or when the run ends.
+Results of a streak's steps are stored for all its requests together. A request's part is extracted when an
+output is sent for it, or when the streak ends.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from nnsight_engine.plans.records import (
     DraftedRows,
     Failure,
     Payload,
-    RunGroup,
-    RunOpening,
-    RunStep,
     StepInfo,
     StepRecord,
     StepResults,
+    StreakGroup,
+    StreakOpening,
+    StreakStep,
     reduced_rows,
 )
 from nnsight_engine.plans.request_plan import PlannedOp, RequestPlan
@@ -32,10 +32,10 @@ HeldParts = Callable[[str, int], list[bytes] | None]
 """Returns a request's reduction so far, by request id and index of the operation; None if there is none."""
 
 
-class RunRows(Protocol):
+class StreakRows(Protocol):
     def add(self, parts: list[bytes]) -> None: ...
 
-    def of(self, row: int, since: int) -> list[bytes]:
+    def values_since(self, row: int, since: int) -> list[bytes]:
         """Return one member's values of the steps from ``since`` on, or their reduction."""
 
 
@@ -47,7 +47,7 @@ class EveryStep:
     def add(self, parts: list[bytes]) -> None:
         self._steps.append(parts)
 
-    def of(self, row: int, since: int) -> list[bytes]:
+    def values_since(self, row: int, since: int) -> list[bytes]:
         columns = zip(*self._steps[since:], strict=True)
         return [b"".join(_row(part, row, self._num_rows) for part in column) for column in columns]
 
@@ -60,13 +60,13 @@ class LastStep:
     def add(self, parts: list[bytes]) -> None:
         self._parts = parts
 
-    def of(self, row: int, since: int) -> list[bytes]:
+    def values_since(self, row: int, since: int) -> list[bytes]:
         del since
         return [_row(part, row, self._num_rows) for part in self._parts]
 
 
 class Totals:
-    """Sums in float32, in the order of each member alone; ``held`` are the sums before the run."""
+    """Sums in float32, in the order of each member alone; ``held`` are the sums before the streak."""
 
     def __init__(self, held: list[list[bytes] | None]) -> None:
         self._held = held
@@ -77,45 +77,45 @@ class Totals:
         if not self._totals:
             self._totals = [part.copy() for part in rows]
             for row, held in enumerate(self._held):
-                for index, own in enumerate(held or ()):
-                    self._totals[index][row] += np.frombuffer(own, np.float32)
+                for index, state in enumerate(held or ()):
+                    self._totals[index][row] += np.frombuffer(state, np.float32)
             return
         for total, part in zip(self._totals, rows, strict=True):
             np.add(total, part, out=total)
 
-    def of(self, row: int, since: int) -> list[bytes]:
+    def values_since(self, row: int, since: int) -> list[bytes]:
         del since
         return [total[row].tobytes() for total in self._totals]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RunSlot:
+class StreakSlot:
     op: int
-    rows: RunRows
+    rows: StreakRows
     row: int
 
 
-class SharedRun:
-    """A run in progress; ``held`` returns the value of a member's reduction before the run."""
+class SharedStreak:
+    """A streak in progress; ``held`` returns the value of a member's reduction before the streak."""
 
-    def __init__(self, opening: RunOpening, held: HeldParts) -> None:
+    def __init__(self, opening: StreakOpening, held: HeldParts) -> None:
         self.num_steps = 0
         self.point_s = 0.0
-        self.slots: dict[str, list[RunSlot]] = {request_id: [] for request_id in opening.request_ids}
-        self._groups: list[RunRows] = []
+        self.slots: dict[str, list[StreakSlot]] = {request_id: [] for request_id in opening.request_ids}
+        self._groups: list[StreakRows] = []
         for group in opening.groups:
             rows = _rows(group, held)
             self._groups.append(rows)
             for row, (request_id, op) in enumerate(group.members):
-                self.slots[request_id].append(RunSlot(op, rows, row))
+                self.slots[request_id].append(StreakSlot(op, rows, row))
 
-    def add(self, step: RunStep) -> None:
+    def add(self, step: StreakStep) -> None:
         self.num_steps, self.point_s = step.num_steps, step.point_s
         for rows, parts in zip(self._groups, step.parts, strict=True):
             rows.add(parts)
 
 
-def _rows(group: RunGroup, held: HeldParts) -> RunRows:
+def _rows(group: StreakGroup, held: HeldParts) -> StreakRows:
     match group.reduce:
         case "mean":
             return Totals([held(request_id, op) for request_id, op in group.members])
@@ -144,8 +144,8 @@ class PendingResults:
         self._reduced: dict[int, StepRecord] = {}
         self._info: StepInfo | None = None
         self._failure: Failure | None = None
-        self._run: SharedRun | None = None
-        self._slots: list[RunSlot] = []
+        self._streak: SharedStreak | None = None
+        self._slots: list[StreakSlot] = []
         self._num_collected = 0
         self._collected_s = 0.0
 
@@ -211,39 +211,39 @@ class PendingResults:
         held = self._reduced.get(op)
         return None if held is None else held.parts
 
-    def join(self, run: SharedRun, slots: list[RunSlot]) -> None:
-        self._run, self._slots = run, slots
+    def join(self, streak: SharedStreak, slots: list[StreakSlot]) -> None:
+        self._streak, self._slots = streak, slots
         self._num_collected, self._collected_s = 0, 0.0
 
     def leave(self) -> None:
         self._catch_up()
-        self._run, self._slots = None, []
+        self._streak, self._slots = None, []
 
     def _catch_up(self) -> None:
-        run, info = self._run, self._info
-        if run is None or info is None or run.num_steps == self._num_collected:
+        streak, info = self._streak, self._info
+        if streak is None or info is None or streak.num_steps == self._num_collected:
             return
-        end_position = info.end_position + run.num_steps - self._num_collected
+        end_position = info.end_position + streak.num_steps - self._num_collected
         positions = list(range(info.end_position, end_position))
         for slot in self._slots:
-            self._add_from_run(slot.op, positions, slot.rows.of(slot.row, self._num_collected))
-        spent_s = info.spent_s + self._plan.num_points * (run.point_s - self._collected_s)
+            self._add_from_streak(slot.op, positions, slot.rows.values_since(slot.row, self._num_collected))
+        spent_s = info.spent_s + self._plan.num_points * (streak.point_s - self._collected_s)
         self._info = msgspec.structs.replace(info, end_position=end_position, spent_s=spent_s)
-        self._num_collected, self._collected_s = run.num_steps, run.point_s
+        self._num_collected, self._collected_s = streak.num_steps, streak.point_s
 
-    def _add_from_run(self, op: int, positions: list[int], parts: list[bytes]) -> None:
+    def _add_from_streak(self, op: int, positions: list[int], parts: list[bytes]) -> None:
         match self._plan.ops[op].reduce:
             case "none":
                 self._records.append(StepRecord(op, positions, parts))
             case "last":
                 self._reduced[op] = StepRecord(op, positions[-1:], parts)
             case _:
-                # The run's total includes the value held before the run.
+                # The streak's total includes the value held before the streak.
                 held = self._reduced.setdefault(op, StepRecord(op, [], []))
                 held.positions.extend(positions)
                 held.parts = parts
 
-    def take(self, *, final: bool) -> Payload | None:
+    def take_payload(self, *, final: bool) -> Payload | None:
         """Return and remove the results to send with this output; None if there are none.
 
         Reductions are sent with the last output, and all without streaming.
@@ -265,7 +265,7 @@ class Outbox:
     def __init__(self) -> None:
         self._pending: dict[str, PendingResults] = {}
         self._each_time: set[str] = set()
-        self._run: SharedRun | None = None
+        self._streak: SharedStreak | None = None
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -287,15 +287,15 @@ class Outbox:
         self._each_time.discard(request_id)
         is_expected = self._pending.pop(request_id, None) is not None
         if not self._pending:
-            self._run = None  # no next step would end the run of an idle engine
+            self._streak = None  # no next step would end the streak of an idle engine
         return is_expected
 
     def absorb(self, results: StepResults | None, num_tokens: Mapping[str, int] | None = None) -> None:
         step = None if results is None else results.run_step
         if step is None or step.opening is not None:
-            self._end_run()
+            self._end_streak()
         if step is not None:
-            self._go_on(step)
+            self._join_shared_streak(step)
         if results is None:
             return
         for request_id, info in results.infos.items():
@@ -313,26 +313,26 @@ class Outbox:
             if pending is not None:
                 pending.absorb((), None, failure)
 
-    def take(self, request_id: str, *, final: bool) -> Payload | None:
-        return self._pending[request_id].take(final=final)
+    def take_payload(self, request_id: str, *, final: bool) -> Payload | None:
+        return self._pending[request_id].take_payload(final=final)
 
-    def _go_on(self, step: RunStep) -> None:
+    def _join_shared_streak(self, step: StreakStep) -> None:
         if step.opening is not None:
-            run = self._run = SharedRun(step.opening, self._reduction)
-            for request_id, slots in run.slots.items():
+            streak = self._streak = SharedStreak(step.opening, self._reduction)
+            for request_id, slots in streak.slots.items():
                 if request_id in self._pending:
-                    self._pending[request_id].join(run, slots)
+                    self._pending[request_id].join(streak, slots)
         # If the opening was missed, the requests lack positions, and the collector fails them.
-        if self._run is not None:
-            self._run.add(step)
+        if self._streak is not None:
+            self._streak.add(step)
 
     def _reduction(self, request_id: str, op: int) -> list[bytes] | None:
         pending = self._pending.get(request_id)
         return None if pending is None else pending.reduction(op)
 
-    def _end_run(self) -> None:
-        run, self._run = self._run, None
-        for request_id in () if run is None else run.slots:
+    def _end_streak(self) -> None:
+        streak, self._streak = self._streak, None
+        for request_id in () if streak is None else streak.slots:
             if request_id in self._pending:
                 self._pending[request_id].leave()
 

@@ -60,10 +60,10 @@ class CollectedFeatures:
     drops_zeros: bool
 
     def rows(self, start: int = 0, stop: int | None = None) -> Iterator[list[tuple[int, float]]]:
-        ids, activations = (one[start:stop].tolist() for one in (self.ids, self.activations))
+        ids, activations = (array[start:stop].tolist() for array in (self.ids, self.activations))
         for pair in zip(ids, activations, strict=True):
             row = zip(*pair, strict=True)
-            yield [one for one in row if one[1] != 0.0] if self.drops_zeros else list(row)
+            yield [feature for feature in row if feature[1] != 0.0] if self.drops_zeros else list(row)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class LensRows:
     def rows(self, start: int = 0, stop: int | None = None) -> Iterator[LensRow]:
         arrays = (self.ids, self.logprobs, self.target_logprobs, self.ranks)
         for ids, logprobs, of_targets, ranks in zip(
-            *(one[start:stop].tolist() for one in arrays), strict=True
+            *(array[start:stop].tolist() for array in arrays), strict=True
         ):
             yield (
                 list(map(CollectedToken, ids, logprobs)),

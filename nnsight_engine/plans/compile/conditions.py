@@ -49,7 +49,7 @@ def num_label_bytes(op: Operation) -> int:
     """Return the bytes of labels for a position; 0 where unknown: features that are 0 are left out."""
     if not isinstance(op, Features) or not isinstance(op.dictionary, NamedDictionary):
         return 0
-    ids = [one for one in op.features or () if isinstance(one, int)]
+    ids = [feature for feature in op.features or () if isinstance(feature, int)]
     return 0 if op.dictionary.labels is None else op.dictionary.labels.num_bytes(ids)
 
 
@@ -75,7 +75,9 @@ class FeatureCompiler:
         stored = self._stored(op.dictionary, f"{param}.dictionary")
         site = self._site(stored.at, stored.config.input_width, _READS, f"{param}.dictionary")
         if op.features is not None:
-            ids = tuple(_id(one, stored, f"{param}.features.{i}") for i, one in enumerate(op.features))
+            ids = tuple(
+                _id(feature, stored, f"{param}.features.{i}") for i, feature in enumerate(op.features)
+            )
             return site, PlannedFeatures(self._planned(stored, f"{param}.dictionary"), ids)
         top_k = min(TOP_K if op.top_k is None else op.top_k, stored.config.num_features)
         return site, PlannedFeatures(self._planned(stored, f"{param}.dictionary"), top_k=top_k)
@@ -91,11 +93,11 @@ class FeatureCompiler:
                 f"{param}.dictionary",
             )
         ids, gains, offsets = [], [], []
-        for index, one in enumerate(op.changes):
+        for index, feature_change in enumerate(op.changes):
             path = f"{param}.changes.{index}"
-            value = check_float32(one.value or 0.0, f"{path}.value")
-            change = Change(one.mode)
-            ids.append(_id(one.feature, stored, f"{path}.feature"))
+            value = check_float32(feature_change.value or 0.0, f"{path}.value")
+            change = Change(feature_change.mode)
+            ids.append(_id(feature_change.feature, stored, f"{path}.feature"))
             gains.append(change.gain[0] * value + change.gain[1])
             offsets.append(change.offset * value)
         return site, PlannedFeatures(
@@ -119,7 +121,10 @@ class FeatureCompiler:
         planned = PlannedDictionary(stored.sha256, stored.config, stored.dtype)
         self.paths[stored.sha256] = stored.path
         self._used.add(planned)
-        num_bytes, limit = sum(one.num_bytes for one in self._used), self._spec.max_dictionary_bytes
+        num_bytes, limit = (
+            sum(dictionary.num_bytes for dictionary in self._used),
+            self._spec.max_dictionary_bytes,
+        )
         if num_bytes > limit:
             raise ApiError(
                 ErrorCode.TENSOR_TOO_LARGE,
@@ -140,21 +145,21 @@ class FeatureCompiler:
 
     def _site(self, point: str, width: int, operation: str, param: str) -> PlannedSite:
         (site,) = resolve_sites(point, operation, self._spec, param)
-        own = leaf_of(site, self._spec).width
-        if own != width:
+        point_width = leaf_of(site, self._spec).width
+        if point_width != width:
             raise ApiError(
-                ErrorCode.WRONG_WIDTH, f"{site} has width {own}, the dictionary has {width}.", param
+                ErrorCode.WRONG_WIDTH, f"{site} has width {point_width}, the dictionary has {width}.", param
             )
         return site
 
 
-def _id(given: int | str, stored: StoredDictionary, param: str) -> int:
+def _id(feature: int | str, stored: StoredDictionary, param: str) -> int:
     num_features = stored.config.num_features
-    if isinstance(given, int) and 0 <= given < num_features:
-        return given
+    if isinstance(feature, int) and 0 <= feature < num_features:
+        return feature
     raise ApiError(
         ErrorCode.UNKNOWN_FEATURE,
-        f"The dictionary has the features 0 to {num_features - 1}, got {clip(str(given))}.",
+        f"The dictionary has the features 0 to {num_features - 1}, got {clip(str(feature))}.",
         param,
     )
 
@@ -184,22 +189,22 @@ class ConditionCompiler:
         tests: list[PlannedTest] = []
         program: list[int | str] = []
 
-        def add(one: When, path: str) -> None:
-            match one:
+        def add(node: When, path: str) -> None:
+            match node:
                 case AllOf():
-                    join(one.all, AND, f"{path}.all")
+                    join(node.all, AND, f"{path}.all")
                 case AnyOf():
-                    join(one.any, OR, f"{path}.any")
+                    join(node.any, OR, f"{path}.any")
                 case Not():
-                    add(one.not_, f"{path}.not")
+                    add(node.not_, f"{path}.not")
                     program.append(NOT)
                 case _:
                     program.append(len(tests))
-                    tests.append(self._test(one, sites, named, path))
+                    tests.append(self._test(node, sites, named, path))
 
         def join(several: list[When], word: str, path: str) -> None:
-            for index, one in enumerate(several):
-                add(one, f"{path}.{index}")
+            for index, node in enumerate(several):
+                add(node, f"{path}.{index}")
                 if index:
                     program.append(word)
 
@@ -313,21 +318,21 @@ _CONTENTS: Final[WeakKeyDictionary[Detector, tuple[dict[str, tuple[str, TensorDa
 
 
 def _content_of(detector: Detector) -> tuple[dict[str, tuple[str, TensorData]], ...]:
-    found = _CONTENTS.get(detector)
-    if found is None:
-        parts = ({name: _tensor(own) for name, own in part.tensors.items()} for part in detector.parts)
-        found = tuple({name: (own.key(), own) for name, own in part.items()} for part in parts)
-        _CONTENTS[detector] = found
-    return found
+    content = _CONTENTS.get(detector)
+    if content is None:
+        parts = ({name: _tensor(tensor) for name, tensor in part.tensors.items()} for part in detector.parts)
+        content = tuple({name: (tensor.key(), tensor) for name, tensor in part.items()} for part in parts)
+        _CONTENTS[detector] = content
+    return content
 
 
 def _content(name: DetectorName | None, param: str) -> Detector:
     if isinstance(name, NamedDetector) and isinstance(name.content, Detector):
         return name.content
-    given = "" if name is None else f", got {clip(name.name)!r}"
+    got = "" if name is None else f", got {clip(name.name)!r}"
     raise ApiError(
         ErrorCode.INVALID_VALUE,
-        f"A detector's name means nothing without the server that keeps it{given}; give a `probe`.",
+        f"A detector's name means nothing without the server that keeps it{got}; give a `probe`.",
         param,
     )
 

@@ -146,8 +146,8 @@ class OperationCompiler:
             case LogitLens():
                 planned = self._lens(op, named, name, param)
             case Detect():
-                own = self._conditions.detector(op.detector, f"{param}.detector")
-                planned = PlannedOp(OperationKind.DETECT, own.sites, named.rule, name, score=own)
+                detector = self._conditions.detector(op.detector, f"{param}.detector")
+                planned = PlannedOp(OperationKind.DETECT, detector.sites, named.rule, name, score=detector)
             case Features() | Feature():
                 planned = self._on_features(op, named, name, param)
             case Stop() | Flag():
@@ -220,7 +220,7 @@ class OperationCompiler:
             tensor = read_tensor(op.vector, f"{param}.vector")
             check_rows(tensor, self._widths(sites), f"{param}.vector")
         else:
-            tensor = self._combined.of(op, sites, param)
+            tensor = self._combined.combine(op, sites, param)
         planned = PlannedOp(OperationKind.ADD, sites, named.rule, tensor=self._keep(tensor))
         return with_effect(planned, op, tensor, self._spec.dtype, param)
 
@@ -282,7 +282,7 @@ class OperationCompiler:
     def _patch(self, op: Patch, named: Named, param: str) -> PlannedOp:
         where, path = op.where, f"{param}.where"
         others = (where.range, where.tokens, where.scope, where.exclude)
-        if any(one is not None for one in others) or (where.positions and where.images):
+        if any(other is not None for other in others) or (where.positions and where.images):
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
                 "`patch` has one row of `values` per position, so its `where` takes either `positions` or "

@@ -183,9 +183,9 @@ def compile_where(where: Where, scope: CompileScope, param: str) -> Named:
     Raises ``empty_where``, ``contradictory_where``, ``position_out_of_range``, ``unknown_token``,
     ``unsupported_combination`` or ``invalid_value``.
     """
-    rule = _clause(where, scope, param)
+    rule = _where_rule(where, scope, param)
     if where.exclude is not None:
-        exclude = _clause(where.exclude, scope, f"{param}.exclude")
+        exclude = _where_rule(where.exclude, scope, f"{param}.exclude")
         rule = msgspec.structs.replace(rule, exclude=exclude)
     if rule == _EVERYWHERE:
         return Named(rule, scope.prompt_len, scope.prompt_len - 1)
@@ -201,7 +201,7 @@ def compile_encoder_rows(where: Where, scope: CompileScope, param: str) -> Named
     Its rule has the numbers of the rows (patches) as positions, and no row of an answer.
     """
     others = (where.positions, where.range, where.tokens, where.scope, where.exclude)
-    if any(one is not None for one in others):
+    if any(other is not None for other in others):
         raise ApiError(
             ErrorCode.UNSUPPORTED_COMBINATION,
             "In the vision encoder rows are patches of an image, which have no position and no token; "
@@ -238,7 +238,7 @@ def resolve_positions(positions: list[int], phase: str, scope: CompileScope, par
     return resolved
 
 
-def _clause(clause: WhereClause, scope: CompileScope, param: str) -> WhereRule:
+def _where_rule(clause: WhereClause, scope: CompileScope, param: str) -> WhereRule:
     positions = tokens = None
     if clause.positions is not None:
         _refuse_empty(clause.positions, f"{param}.positions")
@@ -387,8 +387,8 @@ def leaf_of(site: PlannedSite, spec: ModelSpec) -> LeafSpec:
 def _in_layers(pattern: PointPattern, text: str, spec: ModelSpec, param: str) -> list[Point]:
     """Return the points of a pattern, in those of its layers that have the leaf; raises if none has."""
     points = pattern.resolve(spec.num_layers_of(pattern.leaf), param)
-    found = [point for point in points if spec.leaf(point.leaf, point.layer) is not None]
-    if not found:
+    existing = [point for point in points if spec.leaf(point.leaf, point.layer) is not None]
+    if not existing:
         having = ", ".join(str(layer) for layer in spec.layers_of(pattern.leaf))
         raise ApiError(
             ErrorCode.UNKNOWN_POINT,
@@ -396,7 +396,7 @@ def _in_layers(pattern: PointPattern, text: str, spec: ModelSpec, param: str) ->
             f"{having}.",
             param,
         )
-    return found
+    return existing
 
 
 def _check_leaf(pattern: PointPattern, text: str, operation: str, spec: ModelSpec, param: str) -> None:

@@ -188,7 +188,7 @@ _Doubles = npt.NDArray[np.float64]
 class CombinedVectors:
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
-        self._found: dict[str, TensorData] = {}
+        self._combined: dict[str, TensorData] = {}
         self._num_bytes = 0
 
     def prepare(self, operations: Sequence[Intervention]) -> None:
@@ -196,30 +196,30 @@ class CombinedVectors:
         for index, op in enumerate(operations):
             if isinstance(op, Steer) and op.vectors is not None:
                 param = f"{FIELD}.{index}"
-                self.of(op, resolve_sites(op.at, op.op, self._spec, f"{param}.at"), param)
+                self.combine(op, resolve_sites(op.at, op.op, self._spec, f"{param}.at"), param)
 
-    def of(self, op: Steer, sites: Sequence[PlannedSite], param: str) -> TensorData:
+    def combine(self, op: Steer, sites: Sequence[PlannedSite], param: str) -> TensorData:
         """Return the combination of an operation's vectors, float32; ``[sites, …]`` if one differs by site.
 
         ``project_out`` gets an orthonormal basis, ``[k, width]``, with zeros at a site with fewer directions.
         Raises ``wrong_width``, ``not_finite``, ``invalid_value`` (no direction) or ``tensor_too_large``.
         """
-        if param not in self._found:
+        if param not in self._combined:
             widths = [leaf_of(site, self._spec).width for site in sites]
             vectors = self._read(op, widths, param)
             if op.mode == "project_out":
                 combined = _bases(vectors)
             else:
-                weights = [one.weight for one in op.vectors or ()]
+                weights = [vector.weight for vector in op.vectors or ()]
                 combined = _sum(vectors, weights, f"{param}.vectors")
-            self._found[param] = TensorData("float32", combined.shape, combined.astype("<f4").tobytes())
-        return self._found[param]
+            self._combined[param] = TensorData("float32", combined.shape, combined.astype("<f4").tobytes())
+        return self._combined[param]
 
     def _read(self, op: Steer, widths: Sequence[int], param: str) -> list[_Doubles]:
         tensors: dict[str, TensorData] = {}
-        for index, one in enumerate(op.vectors or ()):
+        for index, vector in enumerate(op.vectors or ()):
             path = f"{param}.vectors.{index}.vector"
-            tensors[path] = read_tensor(one.vector, path)
+            tensors[path] = read_tensor(vector.vector, path)
             check_rows(tensors[path], widths, path)
             if op.mode == "project_out":
                 check_directions(tensors[path], op.mode, path)
@@ -232,12 +232,12 @@ class CombinedVectors:
             )
         self._count(tensors, param)
         return [
-            floats_from_bytes(one.dtype, one.data).reshape(one.shape).astype(np.float64)
-            for one in tensors.values()
+            floats_from_bytes(tensor.dtype, tensor.data).reshape(tensor.shape).astype(np.float64)
+            for tensor in tensors.values()
         ]
 
     def _count(self, tensors: Mapping[str, TensorData], param: str) -> None:
-        sizes = [int(np.prod(one.shape)) for one in tensors.values()]
+        sizes = [int(np.prod(tensor.shape)) for tensor in tensors.values()]
         self._num_bytes += 4 * len(sizes) * max(sizes)
         if self._num_bytes > MAX_BYTES:
             raise ApiError(

@@ -100,7 +100,7 @@ class Acquired:
 
 @dataclasses.dataclass(slots=True)
 class ActiveRequest:
-    """One live request: its operations and its progress, without that of a run until it is settled.
+    """One live request: its operations and its progress, without that of a streak until it is settled.
 
     ``failed``, the ids of all live requests that have failed, is shared by all requests of a registrar.
     ``delivery_s`` belongs to the thread that delivers results, everything else to the thread that runs steps.

@@ -74,13 +74,13 @@ class ScoreSlots:
 
     def acquire(self, num_positions: int) -> Slot:
         size = slot_size(num_positions)
-        alike = [table for table in self._tables if table.size == size]
-        for table in alike:
+        of_size = [table for table in self._tables if table.size == size]
+        for table in of_size:
             row = table.acquire()
             if row is not None:
                 return Slot(table, row)
         # As many as there are already, so that kernels over all tests are few.
-        table = SlotTable(size, max(_FEWEST, sum(len(one.held) for one in alike)), self._device)
+        table = SlotTable(size, max(_FEWEST, sum(len(existing.held) for existing in of_size)), self._device)
         self._tables.append(table)
         row = table.acquire()
         if row is None:
@@ -123,13 +123,13 @@ class LoadedDictionary:
         self._bytes_of_one = 4 * (config.input_width + config.output_width)
 
     def selection(self, ids: tuple[int, ...]) -> Selection:
-        found = self._selections.pop(ids, None)
-        if found is None:
-            found = Selection(self.dictionary, to_device(np.asarray(ids, np.int64), self._device))
-        self._selections[ids] = found
+        selection = self._selections.pop(ids, None)
+        if selection is None:
+            selection = Selection(self.dictionary, to_device(np.asarray(ids, np.int64), self._device))
+        self._selections[ids] = selection
         while self._bytes_of_one * sum(map(len, self._selections)) > _SELECTION_BYTES:
             self._selections.popitem(last=False)
-        return found
+        return selection
 
     def forget_selections(self) -> None:
         self._selections.clear()
@@ -152,40 +152,40 @@ class DictionaryBank:
 
     @property
     def num_used(self) -> int:
-        return sum(one.num_users > 0 for one in self._loaded.values())
+        return sum(loaded.num_users > 0 for loaded in self._loaded.values())
 
     def acquire(self, planned: PlannedDictionary, paths: Mapping[str, str]) -> LoadedDictionary:
         """Return a dictionary, and add a user.
 
         Raises ``dictionary_memory_full``, or ``intervention_failed`` if its file cannot be read.
         """
-        found = self._loaded.get(planned)
-        if found is None:
+        loaded = self._loaded.get(planned)
+        if loaded is None:
             self._make_room(planned.num_bytes)
-            found = self._loaded[planned] = self._load_everywhere(planned, Path(paths[planned.sha256]))
-        found.num_users += 1
-        return found
+            loaded = self._loaded[planned] = self._load_everywhere(planned, Path(paths[planned.sha256]))
+        loaded.num_users += 1
+        return loaded
 
     def release(self, planned: PlannedDictionary) -> None:
-        found = self._loaded[planned]
-        found.num_users -= 1
-        if not found.num_users:
-            found.forget_selections()
+        loaded = self._loaded[planned]
+        loaded.num_users -= 1
+        if not loaded.num_users:
+            loaded.forget_selections()
             self._loaded.move_to_end(planned)
 
     def _load_everywhere(self, planned: PlannedDictionary, path: Path) -> LoadedDictionary:
         """Load a dictionary, unless another rank fails to: it would compute without the request."""
-        found: LoadedDictionary | None = None
+        loaded: LoadedDictionary | None = None
         failure: InterventionError | None = None
         try:
-            found = self._load(planned, path)
+            loaded = self._load(planned, path)
         except InterventionError as error:
             failure = error
-        if self._fails_anywhere(failure) or found is None:
+        if self._fails_anywhere(failure) or loaded is None:
             raise failure or InterventionError(
                 "intervention_failed", "another rank could not load the dictionary"
             )
-        return found
+        return loaded
 
     def _load(self, planned: PlannedDictionary, path: Path) -> LoadedDictionary:
         try:
@@ -209,13 +209,13 @@ class DictionaryBank:
         return LoadedDictionary(dictionary, self._device)
 
     def _make_room(self, num_bytes: int) -> None:
-        unused = [key for key, one in self._loaded.items() if not one.num_users]
+        unused = [key for key, loaded in self._loaded.items() if not loaded.num_users]
         while self.num_bytes + num_bytes > self._max_bytes:
             if not unused:
-                left = self._max_bytes - self.num_bytes
+                free = self._max_bytes - self.num_bytes
                 raise InterventionError(
                     _FULL,
-                    f"dictionaries that running requests use leave {left} bytes, and this one has "
+                    f"dictionaries that running requests use leave {free} bytes, and this one has "
                     f"{num_bytes}; try again later",
                 )
             del self._loaded[unused.pop(0)]

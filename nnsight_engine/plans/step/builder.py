@@ -36,8 +36,8 @@ from nnsight_engine.plans.step.operation_rows import (
 )
 from nnsight_engine.plans.step.plan import PlannedSample, Span, StepPlan
 from nnsight_engine.plans.step.planners import (
-    PatternPlanner,
     PatternRows,
+    plan_patterns,
     plan_reads,
     plan_writes,
     read_key,
@@ -49,23 +49,22 @@ from nnsight_engine.plans.step.token_masks import RowParts, TokenMasks
 class StepBuilder:
     def __init__(self, context: StepContext) -> None:
         self._context = context
-        self._patterns = PatternPlanner(context)
         self._masks = TokenMasks(context.device)
         self._executor = executor_of(context.device, context.dtype)
-        self._last: StepPlan | None = None
+        self._last_plan: StepPlan | None = None
 
     def graph_table(self, taps: Collection[int], num_taps: int, num_rows: int) -> GraphTable:
         context = self._context
         return GraphTable(taps, num_taps, num_rows, context.spec.hidden_size, context.device, self._executor)
 
     def forget(self) -> None:
-        self._last = None
+        self._last_plan = None
         self._masks.forget()
 
     def plan(self, spans: list[Span]) -> StepPlan:
         """Return the plan of a step, reusing the last one if only the positions changed."""
         signature = _signature(spans)
-        last = self._last
+        last = self._last_plan
         if last is not None and signature is not None and last.signature == signature:
             last.reset()
             last.spans = {span.request.request_id: span for span in spans}
@@ -74,7 +73,7 @@ class StepBuilder:
             return last
         by_id = {span.request.request_id: span for span in spans}
         plan = StepPlan(by_id)
-        self._last = None
+        self._last_plan = None
         try:
             tests: list[ScoreRows] = []
             work = [rows for span in spans for rows in self._rows_of(span, plan, tests)]
@@ -84,7 +83,7 @@ class StepBuilder:
             self.give_back(plan, kept=True)
             raise
         plan.signature = signature
-        self._last = plan
+        self._last_plan = plan
         return plan
 
     def plan_image(self, request: ActiveRequest, image: int) -> StepPlan:
@@ -94,9 +93,9 @@ class StepBuilder:
         of the image. What was read before is not read again.
         """
         plan = StepPlan({})
-        before, own = request.plan.images[:image], request.plan.images[image]
-        start = sum(one.num_rows for one in before)
-        span = Span(request, 0, own.num_rows, start, np.empty(0, np.int32))
+        before, image_rows = request.plan.images[:image], request.plan.images[image]
+        start = sum(earlier.num_rows for earlier in before)
+        span = Span(request, 0, image_rows.num_rows, start, np.empty(0, np.int32))
         stages: dict[SiteKey, int] = defaultdict(int)
         reserved, work = StepBytes(), []
         for active in request.ops:
@@ -104,7 +103,7 @@ class StepBuilder:
             if not op.is_in_encoder or (op.reads and image in request.encoded):
                 continue
             offsets = np.asarray(op.where.positions, np.int64) - start
-            offsets = offsets[(offsets >= 0) & (offsets < own.num_rows)]
+            offsets = offsets[(offsets >= 0) & (offsets < image_rows.num_rows)]
             if op.reduce == "last":
                 offsets = offsets[-1:]
             if not len(offsets):
@@ -155,7 +154,7 @@ class StepBuilder:
             num_certain = int(np.searchsorted(item.offsets, span.num_certain))
             self._context.count_rows(reserved, item.active.op, num_certain)
         new = self._new_reductions(span.request, work)
-        is_planned = not patterns or self._patterns.plan(plan, span, patterns)
+        is_planned = not patterns or plan_patterns(self._context, plan, span, patterns)
         once = sum(new.values()) + self._charge_accepted(span)
         if is_planned and self._reserve(span, reserved, once):
             span.request.reductions.update(new)
@@ -220,11 +219,11 @@ class StepBuilder:
         if span.step_token_ids is None:
             raise RuntimeError("the step's tokens are known neither to the host nor on the device")
         token_ids = span.step_token_ids[to_device(offsets + span.row, self._context.device)]
-        own = (
+        answer_parts = (
             None if parts is None or parts.rows is None else parts.rows[to_device(offsets, token_ids.device)]
         )
         return self._masks.mask(
-            active.op.where, offsets + span.start, token_ids, span.request.plan.prompt_len, own
+            active.op.where, offsets + span.start, token_ids, span.request.plan.prompt_len, answer_parts
         )
 
     def _reserve(self, span: Span, reserved: StepBytes, once: int = 0) -> bool:
@@ -263,8 +262,8 @@ class StepBuilder:
             if item.active.op.reads and item.active.op.kind not in MARKS:
                 read_groups[read_key(item)].append(item)
         plan_writes(work, [item for item in items if not item.active.op.reads])
-        for own in read_groups.values():
-            (plan_reads if own[0].active.score is None else plan_scores)(work, own)
+        for group in read_groups.values():
+            (plan_reads if group[0].active.score is None else plan_scores)(work, group)
         if self._context.stage.is_last:
             plan.computed = plan_feature_reads(plan.reads)
         work.finish(self._executor)
@@ -276,8 +275,8 @@ def _plan_samples(
     """Plan the capture of sampled ids, which exist only after the forward pass."""
     steps = offsets[offsets >= span.num_certain - 1] - (span.num_certain - 1)
     if len(steps):
-        own = None if mask is None else plan.add_mask(mask[-1:])
-        plan.samples.append(PlannedSample(span.request, active, own, tuple(steps.tolist())))
+        row = None if mask is None else plan.add_mask(mask[-1:])
+        plan.samples.append(PlannedSample(span.request, active, row, tuple(steps.tolist())))
 
 
 def _check_encoded(span: Span) -> None:
@@ -315,8 +314,8 @@ def _parts_of(span: Span) -> RowParts | None:
     if tracker is None:
         return None
     ids = span.step_token_ids
-    own = None if ids is None else ids[span.row : span.row + span.num_rows]
-    return tracker.rows(span.start, span.num_rows, span.token_ids, own)
+    token_ids = None if ids is None else ids[span.row : span.row + span.num_rows]
+    return tracker.rows(span.start, span.num_rows, span.token_ids, token_ids)
 
 
 def _signature(spans: list[Span]) -> tuple[object, ...] | None:

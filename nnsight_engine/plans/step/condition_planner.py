@@ -80,9 +80,9 @@ class ScoreRows:
 
 def tests_of(span: Span, active: ActiveOp, offsets: RowArray, stages: dict[SiteKey, int]) -> list[ScoreRows]:
     """Return the rows of an operation's tests, and count their stages."""
-    found = []
+    tests = []
     for number, test in enumerate(active.tests):
-        own = np.arange(span.num_rows) if test.slot is not None else offsets
+        positions = np.arange(span.num_rows) if test.slot is not None else offsets
         if test.test.has_history and not test.is_started:
             if span.start:
                 span.request.fail(
@@ -91,13 +91,13 @@ def tests_of(span: Span, active: ActiveOp, offsets: RowArray, stages: dict[SiteK
                     f"{span.start}; this is a defect of the server, please report it",
                 )
             test.is_started = True
-        if not len(own):
+        if not len(positions):
             continue
         numbers = tuple(stages[key] for key in test.score.keys)
         for key in test.score.keys:
             stages[key] += 1
-        found.append(ScoreRows(span, active, test.score, own, numbers, number))
-    return found
+        tests.append(ScoreRows(span, active, test.score, positions, numbers, number))
+    return tests
 
 
 def plan_conditions(work: PlanInProgress, tests: list[ScoreRows], items: list[OperationRows]) -> None:
@@ -138,10 +138,10 @@ def plan_scores(work: PlanInProgress, items: list[OperationRows]) -> None:
         score = item.active.score
         if score is None:
             raise RuntimeError("the operation has no score")
-        own = ScoreRows(item.span, item.active, score, item.offsets, item.stages, start=start)
-        rows.append(own)
-        slices.append(ReadSlice(item.span.request, item.active, start, own.stop, item.offsets))
-        start = own.stop
+        score_rows = ScoreRows(item.span, item.active, score, item.offsets, item.stages, start=start)
+        rows.append(score_rows)
+        slices.append(ReadSlice(item.span.request, item.active, start, score_rows.stop, item.offsets))
+        start = score_rows.stop
     out = torch.empty(start, device=work.context.device)
     work.plan.reads.append(ReadGroup([out.unsqueeze(1)], slices, work.mask_of(items)))
     parts = _plan_parts(work, rows, 0, start)
@@ -152,7 +152,7 @@ def plan_scores(work: PlanInProgress, items: list[OperationRows]) -> None:
 def _plan_gates(
     work: PlanInProgress, items: list[OperationRows], tests: list[ScoreRows], states: torch.Tensor
 ) -> None:
-    by_test = {(id(one.span), one.active.index, one.number): one for one in tests}
+    by_test = {(id(planned.span), planned.active.index, planned.number): planned for planned in tests}
     gates = torch.zeros(
         sum(len(item.offsets) for item in items), dtype=torch.bool, device=work.context.device
     )
@@ -164,12 +164,12 @@ def _plan_gates(
     slices, start = [], 0
     for item, program, size, stop in zip(items, programs, sizes, stops, strict=True):
         shape = len(item.offsets), len(program)
-        own, own_moves = (part[stop - size : stop].reshape(shape) for part in (words, moves))
+        item_words, item_moves = (part[stop - size : stop].reshape(shape) for part in (words, moves))
         for place, step in enumerate(program):
             if isinstance(step, int):
-                own[:, place], own_moves[:, place] = _state(work, item, step, by_test, first_state)
+                item_words[:, place], item_moves[:, place] = _state(work, item, step, by_test, first_state)
             else:
-                own[:, place] = _OPERATORS[step]
+                item_words[:, place] = _OPERATORS[step]
         item.gate, item.gate_start = gates, start
         start += len(item.offsets)
         slices.append(_slice_of_gate(item, item.gate_start, start))
@@ -202,8 +202,8 @@ def _state(
     """Return the addresses of a test's state at each row, and how far they move with each position."""
     test = item.active.tests[number]
     if not test.test.is_next:
-        own = by_test[id(item.span), item.active.index, number]
-        return first_state + own.start + np.searchsorted(own.offsets, item.offsets), 0
+        test_rows = by_test[id(item.span), item.active.index, number]
+        return first_state + test_rows.start + np.searchsorted(test_rows.offsets, item.offsets), 0
     # That of the position before. No row is the first of its request: such tests act on generated ones.
     if test.slot is None:
         raise RuntimeError("a test for the next position has no slot")
@@ -214,8 +214,8 @@ def _state(
 
 def gate_key(active: ActiveOp, spec: ModelSpec) -> SiteKey:
     """Return where an operation's gate runs: behind its tests, before its first site."""
-    now = [own.test.score.sites[-1] for own in active.tests if not own.test.is_next]
-    sites, choose = (now, max) if now else (active.op.sites, min)
+    read_here = [test.test.score.sites[-1] for test in active.tests if not test.test.is_next]
+    sites, choose = (read_here, max) if read_here else (active.op.sites, min)
     return site_key(choose(sites, key=lambda site: forward_order(site, spec)))
 
 
@@ -255,7 +255,7 @@ def _add_scores(
         part = slice(item.start - first, item.stop - first)
         words: dict[Word, Words | int] = {Word.OPERAND: operands[:, part], Word.OUT: to[:, part]}
         keys, rows = [item.score.keys[-1]], item.offsets + item.span.row
-        work.table.add(Block(item.member, keys, [order], rows, instructions.at([number]), words))
+        work.table.add(Block(item.member, keys, [order], rows, instructions.select([number]), words))
 
 
 def _add_histories(
@@ -279,7 +279,7 @@ def _add_histories(
             Word.UNITS: first_record + number * len(History) * records.itemsize,
         }
         rows = item.offsets[-1:] + item.span.row
-        work.table.add(Block(item.member, [key], [order], rows, instructions.at([number]), words))
+        work.table.add(Block(item.member, [key], [order], rows, instructions.select([number]), words))
     if any(len(item.offsets) > 1 for item in items):
         work.table.wait(key, order)
 
@@ -288,16 +288,16 @@ def _scored(
     work: PlanInProgress, code: Code, items: list[ScoreRows], parts: torch.Tensor, out: torch.Tensor
 ) -> tuple[Words, Instructions]:
     work.table.address(out)
-    own = Instructions.blank(len(items), code)
-    own.words[:, Word.COUNT] = parts.shape[1]
-    own.words[:, Word.DTYPE] = items[0].score.planned.link is not Link.IDENTITY
-    own.numbers[:, Number.A] = [item.score.planned.bias for item in items]
+    instructions = Instructions.blank(len(items), code)
+    instructions.words[:, Word.COUNT] = parts.shape[1]
+    instructions.words[:, Word.DTYPE] = items[0].score.planned.link is not Link.IDENTITY
+    instructions.numbers[:, Number.A] = [item.score.planned.bias for item in items]
     if code is not Code.SCORE:
         tests = [item.test.test for item in items]
-        own.numbers[:, Number.B] = [test.sign for test in tests]
-        own.numbers[:, Number.LOW] = [test.threshold for test in tests]
-        own.numbers[:, Number.HIGH] = [test.threshold - test.hysteresis for test in tests]
-    return addresses(parts, [0]), own
+        instructions.numbers[:, Number.B] = [test.sign for test in tests]
+        instructions.numbers[:, Number.LOW] = [test.threshold for test in tests]
+        instructions.numbers[:, Number.HIGH] = [test.threshold - test.hysteresis for test in tests]
+    return addresses(parts, [0]), instructions
 
 
 def _program(item: OperationRows) -> tuple[int | str, ...]:
@@ -338,10 +338,10 @@ def _history(table: TableBuilder, item: ScoreRows) -> Words:
     if slot is None:
         raise RuntimeError("the test has no slot")
     columns = (slot.table.scores, slot.table.reduced, slot.table.held)
-    own = [len(item.offsets), item.span.start, item.span.request.plan.prompt_len, _OVER[test.over]]
-    own += [test.length, test.reduce == "mean", test.latches]
-    own += [table.address(one) + slot.row * one.stride(0) * one.itemsize for one in columns]
-    return np.asarray(own, np.int64)
+    words = [len(item.offsets), item.span.start, item.span.request.plan.prompt_len, _OVER[test.over]]
+    words += [test.length, test.reduce == "mean", test.latches]
+    words += [table.address(column) + slot.row * column.stride(0) * column.itemsize for column in columns]
+    return np.asarray(words, np.int64)
 
 
 def _feature_kernel(
@@ -364,7 +364,7 @@ def _feature_kernel(
             raise RuntimeError("a feature has no dictionary")
         planned = list(map(features_of, some))
         ids = union_of(planned)
-        columns = np.searchsorted(np.asarray(ids), np.asarray([one.ids[0] for one in planned]))
+        columns = np.searchsorted(np.asarray(ids), np.asarray([score.ids[0] for score in planned]))
         of_rows = np.repeat(columns, [len(item.offsets) for item in some]).astype(np.int64)
         own_column = work.on_device(of_rows).unsqueeze(1)
         pieces.append((start, start + len(of_rows), loaded.selection(ids), own_column))

@@ -95,26 +95,26 @@ def _load(address: int, stride: int, code: int, out: Any, bits: Any) -> None:
 def _round(values: Any, bits: Any, code: int) -> None:
     if code == _BFLOAT16:
         for i in range(len(values)):
-            own = bits[i]
-            is_nan = (own & ~_SIGN) > _INFINITE
-            rounded = own + np.uint32(0x7FFF) + ((own >> np.uint32(16)) & np.uint32(1))
-            bits[i] = ((own | np.uint32(0x400000)) if is_nan else rounded) & np.uint32(0xFFFF0000)
+            magnitude = bits[i]
+            is_nan = (magnitude & ~_SIGN) > _INFINITE
+            rounded = magnitude + np.uint32(0x7FFF) + ((magnitude >> np.uint32(16)) & np.uint32(1))
+            bits[i] = ((magnitude | np.uint32(0x400000)) if is_nan else rounded) & np.uint32(0xFFFF0000)
     elif code == _FLOAT16:
         for i in range(len(values)):
-            sign, own = bits[i] & _SIGN, bits[i] & ~_SIGN
-            if own > _INFINITE:
-                own |= np.uint32(0x400000)
-            elif own >= np.uint32(0x477FF000):
-                own = _INFINITE
-            elif own < np.uint32(0x38800000):
-                bits[i] = own
+            sign, magnitude = bits[i] & _SIGN, bits[i] & ~_SIGN
+            if magnitude > _INFINITE:
+                magnitude |= np.uint32(0x400000)
+            elif magnitude >= np.uint32(0x477FF000):
+                magnitude = _INFINITE
+            elif magnitude < np.uint32(0x38800000):
+                bits[i] = magnitude
                 values[i] = (values[i] + np.float32(0.5)) - np.float32(0.5)
-                own = bits[i]
+                magnitude = bits[i]
             else:
-                own = (own + np.uint32(0xFFF) + ((own >> np.uint32(13)) & np.uint32(1))) & np.uint32(
-                    0xFFFFE000
-                )
-            bits[i] = own | sign
+                magnitude = (
+                    magnitude + np.uint32(0xFFF) + ((magnitude >> np.uint32(13)) & np.uint32(1))
+                ) & np.uint32(0xFFFFE000)
+            bits[i] = magnitude | sign
 
 
 @_compiled
@@ -139,15 +139,15 @@ def _store(values: Any, bits: Any, address: int, stride: int, code: int) -> None
     elif code == _FLOAT16:
         halves = numba.carray(_pointer(address), width * stride, np.uint16)
         for i in range(width):
-            sign, own = (bits[i] & _SIGN) >> np.uint32(16), bits[i] & ~_SIGN
-            if own > _INFINITE:
+            sign, magnitude = (bits[i] & _SIGN) >> np.uint32(16), bits[i] & ~_SIGN
+            if magnitude > _INFINITE:
                 half = np.uint32(0x7E00)
-            elif own == _INFINITE:
+            elif magnitude == _INFINITE:
                 half = np.uint32(0x7C00)
-            elif own < np.uint32(0x38800000):
+            elif magnitude < np.uint32(0x38800000):
                 half = np.uint32(np.abs(values[i]) * np.float32(16777216.0))
             else:
-                half = (own - np.uint32(0x38000000)) >> np.uint32(13)
+                half = (magnitude - np.uint32(0x38000000)) >> np.uint32(13)
             halves[i * stride] = np.uint16(half | sign)
     elif code == _INT32:
         ints = numba.carray(_pointer(address), width * stride, np.int32)
@@ -197,41 +197,41 @@ def _joined(words: Any) -> bool:
 
 @_compiled
 def _test_history(words: Any, numbers: Any) -> None:
-    own = numba.carray(_pointer(words[_UNITS]), 10, np.int64)
-    num_rows, start = own[_ROWS], own[_POSITION]
+    history = numba.carray(_pointer(words[_UNITS]), 10, np.int64)
+    num_rows, start = history[_ROWS], history[_POSITION]
     stop = start + num_rows
-    scores = numba.carray(_pointer(own[_SCORES]), stop, np.float32)
-    reduced = numba.carray(_pointer(own[_REDUCED]), stop, np.float32)
-    held = numba.carray(_pointer(own[_HELD]), stop, np.uint8)
+    scores = numba.carray(_pointer(history[_SCORES]), stop, np.float32)
+    reduced = numba.carray(_pointer(history[_REDUCED]), stop, np.float32)
+    held = numba.carray(_pointer(history[_HELD]), stop, np.uint8)
     out = numba.carray(_pointer(words[_OUT]), num_rows, np.uint8)
-    takes_mean = own[_TAKES_MEAN] != 0
+    takes_mean = history[_TAKES_MEAN] != 0
     neutral = np.float32(0) if takes_mean else np.float32(-np.inf)
     is_held = start > 0 and held[start - 1] != 0
     running = reduced[start - 1] if start > 0 else neutral
     for row in range(num_rows):
         position = start + row
         value = _score(words, numbers, row) * numbers[_B]
-        if own[_OVER] == 1:
+        if history[_OVER] == 1:
             scores[position] = value
-            first = max(position - own[_LENGTH] + 1, 0)
+            first = max(position - history[_LENGTH] + 1, 0)
             value = neutral
             for i in range(first, position + 1):
                 value = value + scores[i] if takes_mean else _larger(value, scores[i])
             if takes_mean:
                 value /= np.float32(position - first + 1)
-        elif own[_OVER] == 2:
-            if position < own[_PROMPT]:
+        elif history[_OVER] == 2:
+            if position < history[_PROMPT]:
                 running = running + value if takes_mean else _larger(running, value)
             reduced[position] = running
-            value = running / np.float32(min(position + 1, own[_PROMPT])) if takes_mean else running
-        stays = own[_LATCHES] != 0 or value > numbers[_HIGH]
+            value = running / np.float32(min(position + 1, history[_PROMPT])) if takes_mean else running
+        stays = history[_LATCHES] != 0 or value > numbers[_HIGH]
         is_held = value > numbers[_LOW] or (stays and is_held)
         held[position] = out[row] = is_held
 
 
 @_compiled
-def _larger(one: Any, other: Any) -> Any:
-    return other if other > one or np.isnan(other) else one
+def _larger(first: Any, second: Any) -> Any:
+    return second if second > first or np.isnan(second) else first
 
 
 @_compiled
@@ -347,17 +347,17 @@ def _run(
         writes_hidden = writes_residual = False
         is_current = False
         for number in range(bounds[entry], bounds[entry + 1]):
-            own, amounts = words[number], numbers[number]
-            if own[_GATE] != 0 and _byte(own[_GATE])[0] == 0:
+            instruction, amounts = words[number], numbers[number]
+            if instruction[_GATE] != 0 and _byte(instruction[_GATE])[0] == 0:
                 continue
-            code = own[_CODE]
+            code = instruction[_CODE]
             if code == _ADD:
-                if own[_DTYPE] == _FLOAT32:
-                    operand = numba.carray(_pointer(own[_OPERAND]), width, np.float32)
+                if instruction[_DTYPE] == _FLOAT32:
+                    operand = numba.carray(_pointer(instruction[_OPERAND]), width, np.float32)
                     for i in range(width):
                         h[i] += operand[i]
                 else:
-                    _load(own[_OPERAND], 1, own[_DTYPE], change, change_bits)
+                    _load(instruction[_OPERAND], 1, instruction[_DTYPE], change, change_bits)
                     for i in range(width):
                         h[i] += change[i]
                 if has_h:
@@ -365,14 +365,14 @@ def _run(
                 writes_hidden, is_current = True, False
                 continue
             if code == _SET:
-                _load(own[_OPERAND], 1, own[_DTYPE], change, change_bits)
+                _load(instruction[_OPERAND], 1, instruction[_DTYPE], change, change_bits)
                 _round(change, change_bits, hidden_code)
-                if own[_COUNT] == 0:
+                if instruction[_COUNT] == 0:
                     h[:] = change
                     if not is_single:
                         r[:] = 0
                 else:
-                    units = numba.carray(_pointer(own[_UNITS]), own[_COUNT], np.int64)
+                    units = numba.carray(_pointer(instruction[_UNITS]), instruction[_COUNT], np.int64)
                     for unit in units:
                         h[unit] = change[unit]
                         if not is_single:
@@ -381,20 +381,20 @@ def _run(
                 is_current = False
                 continue
             if code == _SCORE:
-                numba.carray(_pointer(own[_OUT]), 1, np.float32)[0] = _score(own, amounts, 0)
+                numba.carray(_pointer(instruction[_OUT]), 1, np.float32)[0] = _score(instruction, amounts, 0)
                 continue
             if code == _TEST:
-                _byte(own[_OUT])[0] = amounts[_B] * _score(own, amounts, 0) > amounts[_LOW]
+                _byte(instruction[_OUT])[0] = amounts[_B] * _score(instruction, amounts, 0) > amounts[_LOW]
                 continue
             if code == _JOIN:
-                _byte(own[_OUT])[0] = _joined(own)
+                _byte(instruction[_OUT])[0] = _joined(instruction)
                 continue
             if code == _HISTORY:
-                _test_history(own, amounts)
+                _test_history(instruction, amounts)
                 continue
             if code == _MEAN:
-                units = numba.carray(_pointer(own[_UNITS]), own[_COUNT], np.int64)
-                mean = numba.carray(_pointer(own[_OUT]), width, np.float32)
+                units = numba.carray(_pointer(instruction[_UNITS]), instruction[_COUNT], np.int64)
+                mean = numba.carray(_pointer(instruction[_OUT]), width, np.float32)
                 mean[:] = 0
                 for unit in units:
                     _load(hidden + unit * hidden_row, hidden_stride, hidden_code, change, change_bits)
@@ -406,10 +406,10 @@ def _run(
                     for i in range(width):
                         mean[i] += change[i]
                 for i in range(width):
-                    mean[i] /= np.float32(own[_COUNT])
+                    mean[i] /= np.float32(instruction[_COUNT])
                 continue
-            if code == _READ and own[_DTYPE] == _FLOAT32 and own[_OVERFLOW] == 0:
-                out = numba.carray(_pointer(own[_OUT]), width, np.float32)
+            if code == _READ and instruction[_DTYPE] == _FLOAT32 and instruction[_OVERFLOW] == 0:
+                out = numba.carray(_pointer(instruction[_OUT]), width, np.float32)
                 if is_single:
                     for i in range(width):
                         out[i] = h[i]
@@ -428,27 +428,27 @@ def _run(
             if code == _READ:
                 for i in range(width):
                     change[i] = x[i]
-                _round(change, change_bits, own[_DTYPE])
-                if own[_OVERFLOW] != 0:
-                    _byte(own[_OVERFLOW])[0] = _is_beyond(change, x)
-                _store(change, change_bits, own[_OUT], 1, own[_DTYPE])
+                _round(change, change_bits, instruction[_DTYPE])
+                if instruction[_OVERFLOW] != 0:
+                    _byte(instruction[_OVERFLOW])[0] = _is_beyond(change, x)
+                _store(change, change_bits, instruction[_OUT], 1, instruction[_DTYPE])
                 continue
             if code == _DOT:
-                weights = numba.carray(_pointer(own[_OPERAND]), width, np.float32)
+                weights = numba.carray(_pointer(instruction[_OPERAND]), width, np.float32)
                 total = np.float32(0)
                 for i in range(width):
                     total += x[i] * weights[i]
-                numba.carray(_pointer(own[_OUT]), 1, np.float32)[0] = total + amounts[_A]
+                numba.carray(_pointer(instruction[_OUT]), 1, np.float32)[0] = total + amounts[_A]
                 continue
             if code == _DISTANCE or code == _MLP:  # noqa: SIM109 - numba would make a tuple
-                numba.carray(_pointer(own[_OUT]), 1, np.float32)[0] = _part(own, x)
+                numba.carray(_pointer(instruction[_OUT]), 1, np.float32)[0] = _part(instruction, x)
                 continue
-            _change(own, amounts, x, change)
-            if own[_OVERFLOW] != 0:
+            _change(instruction, amounts, x, change)
+            if instruction[_OVERFLOW] != 0:
                 exact[:] = change
             _round(change, change_bits, hidden_code)
-            if own[_OVERFLOW] != 0 and _is_beyond(change, exact):
-                _byte(own[_OVERFLOW])[0] = 1
+            if instruction[_OVERFLOW] != 0 and _is_beyond(change, exact):
+                _byte(instruction[_OVERFLOW])[0] = 1
                 continue
             for i in range(width):
                 h[i] += change[i]
@@ -462,12 +462,25 @@ def _run(
 
 
 def executor(rows: torch.Tensor, bounds: torch.Tensor, words: torch.Tensor, numbers: torch.Tensor) -> Execute:
-    own_rows, own_bounds, own_words, own_numbers = (one.numpy() for one in (rows, bounds, words, numbers))
+    entries, entry_bounds, all_words, all_numbers = (
+        tensor.numpy() for tensor in (rows, bounds, words, numbers)
+    )
 
     def execute(first: int, stop: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        own, other = layout(hidden), layout(hidden if residual is None else residual)
+        hidden_layout, residual_layout = layout(hidden), layout(hidden if residual is None else residual)
         width, is_single = hidden.shape[1], residual is None
-        _run(first, stop, own_rows, own_bounds, own_words, own_numbers, width, *own, is_single, *other)
+        _run(
+            first,
+            stop,
+            entries,
+            entry_bounds,
+            all_words,
+            all_numbers,
+            width,
+            *hidden_layout,
+            is_single,
+            *residual_layout,
+        )
 
     return execute
 

@@ -25,12 +25,12 @@ import torch
 from nnsight_engine.plans.records import (
     DraftedRows,
     Failure,
-    RunGroup,
-    RunOpening,
-    RunStep,
     StepInfo,
     StepRecord,
     StepResults,
+    StreakGroup,
+    StreakOpening,
+    StreakStep,
     reduced_rows,
 )
 from nnsight_engine.plans.request_plan import OperationKind
@@ -43,8 +43,8 @@ from nnsight_engine.plans.step.plan import (
     ReadGroup,
     ReadSlice,
     Segment,
-    SteadyRun,
     StepPlan,
+    Streak,
     overflow_failures,
 )
 
@@ -102,11 +102,13 @@ class StepDelivery:
     overflows: list[Flags]
 
     def results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults:
-        begin = time.monotonic()
+        started_s = time.monotonic()
         drafted = {
-            request_id: DraftedRows(one.start, one.stop - one.start, one.num_drafts)
-            for request_id, one in self.participants.items()
-            if one.has_drafts
+            request_id: DraftedRows(
+                participant.start, participant.stop - participant.start, participant.num_drafts
+            )
+            for request_id, participant in self.participants.items()
+            if participant.has_drafts
         }
         num_kept = {
             request_id: rows.num_kept(len(sampled[order[request_id]]) if sampled else 0)
@@ -114,7 +116,11 @@ class StepDelivery:
         }
         records: dict[str, list[StepRecord]] = defaultdict(list)
         stopped: list[str] = []
-        failures = {key: one.failure for key, one in self.participants.items() if one.failure is not None}
+        failures = {
+            key: participant.failure
+            for key, participant in self.participants.items()
+            if participant.failure is not None
+        }
         with self.copy.arrived():
             failures = _overflow_failures(self.overflows, num_kept) | failures
             masks = [host_view(mask).astype(np.bool_) for mask in self.masks]
@@ -137,18 +143,18 @@ class StepDelivery:
                     records[pattern.request.request_id].append(record)
         for request, active, mask, steps in self.samples:
             ids = sampled[order[request.request_id]] if sampled else []
-            own = [step for step in steps if step < len(ids)]
-            if own and (mask is None or masks[mask][0]):
-                one = self.participants[request.request_id]
-                first = one.stop - 1 - one.num_drafts
-                data = np.asarray([ids[step] for step in own], np.int64).tobytes()
-                positions = [first + step for step in own]
+            known_steps = [step for step in steps if step < len(ids)]
+            if known_steps and (mask is None or masks[mask][0]):
+                participant = self.participants[request.request_id]
+                first = participant.stop - 1 - participant.num_drafts
+                data = np.asarray([ids[step] for step in known_steps], np.int64).tobytes()
+                positions = [first + step for step in known_steps]
                 records[request.request_id].append(StepRecord(active.index, positions, [data]))
         for request_id in failures:
             records.pop(request_id, None)
         stopped = [request_id for request_id in stopped if request_id not in failures]
-        self._share_time(time.monotonic() - begin)
-        infos = {request_id: one.info for request_id, one in self.participants.items()}
+        self._share_time(time.monotonic() - started_s)
+        infos = {request_id: participant.info for request_id, participant in self.participants.items()}
         return StepResults(dict(records), infos, failures, stopped=stopped, drafted=drafted)
 
     def _read(
@@ -165,7 +171,7 @@ class StepDelivery:
             offsets = piece.offsets[piece.num_delivered :]
             if not len(offsets):
                 continue
-            own = [view[new] for view in views]
+            parts = [view[new] for view in views]
             first = self.participants[request_id].start if piece.first is None else piece.first
             positions = offsets + first
             # Rows that are reduced here cannot be taken out again.
@@ -178,52 +184,52 @@ class StepDelivery:
                 rows = np.flatnonzero(named)[-1:] if reduce == "last" else np.flatnonzero(named)
                 if not len(rows):
                     continue
-                own, positions = [part[rows] for part in own], positions[rows]
-            data = [reduced_rows(part, reduce).tobytes() for part in own]
+                parts, positions = [part[rows] for part in parts], positions[rows]
+            data = [reduced_rows(part, reduce).tobytes() for part in parts]
             records[request_id].append(StepRecord(piece.active.index, positions.tolist(), data))
 
     def _share_time(self, seconds: float) -> None:
         """Divide the time that delivering has taken among the requests, by rows times points."""
-        per_work = seconds / max(1, sum(one.work for one in self.participants.values()))
-        for one in self.participants.values():
-            one.request.delivery_s += one.work * per_work
-            one.info.spent_s += one.work * per_work
+        per_work = seconds / max(1, sum(participant.work for participant in self.participants.values()))
+        for participant in self.participants.values():
+            participant.request.delivery_s += participant.work * per_work
+            participant.info.spent_s += participant.work * per_work
 
 
 @dataclasses.dataclass(slots=True)
-class RunDelivery:
-    """Results of a step of a run, for all its requests together; see ``RunStep``."""
+class StreakDelivery:
+    """Results of a step of a streak, for all its requests together; see ``StreakStep``."""
 
     copy: HostCopy
-    run: SteadyRun
+    streak: Streak
     num_steps: int
     point_s: float
     reads: list[list[torch.Tensor]]
     samples: list[list[str]]
     overflows: list[Flags]
-    opening: RunOpening | None
+    opening: StreakOpening | None
 
     def results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults:
         try:
             return self._results(sampled, order)
         except Exception as error:
-            logger.exception("a step of a run could not be delivered")
-            return StepResults({}, {}, dict.fromkeys(self.run.plan.spans, _undelivered(error)))
+            logger.exception("a step of a streak could not be delivered")
+            return StepResults({}, {}, dict.fromkeys(self.streak.plan.spans, _undelivered(error)))
 
     def _results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults:
-        begin = time.monotonic()
+        started_s = time.monotonic()
         stopped: list[str] = []
         with self.copy.arrived():
             parts = [[host_view(part).tobytes() for part in group] for group in self.reads]
             failures = _overflow_failures(self.overflows, {})
-            for group, own in zip(self.run.plan.reads, self.reads, strict=True):
-                stopped += _stopped(group.slices, own)
+            for group, tensors in zip(self.streak.plan.reads, self.reads, strict=True):
+                stopped += _stopped(group.slices, tensors)
         for request_ids in self.samples:
             ids = [sampled[order[request_id]][0] for request_id in request_ids] if sampled else []
             parts.append([np.asarray(ids, np.int64).tobytes()])
-        self.run.note_delivery(time.monotonic() - begin)
-        point_s = self.point_s + self.run.delivery_point_s
-        step = RunStep(self.num_steps, point_s, parts, self.opening)
+        self.streak.note_delivery(time.monotonic() - started_s)
+        point_s = self.point_s + self.streak.delivery_point_s
+        step = StreakStep(self.num_steps, point_s, parts, self.opening)
         stopped = [request_id for request_id in stopped if request_id not in failures]
         return StepResults({}, {}, failures, step, stopped=stopped)
 
@@ -248,10 +254,10 @@ def _stopped(slices: Sequence[ReadSlice], parts: Sequence[torch.Tensor]) -> list
 
 
 def _overflow_failures(overflows: Sequence[Flags], num_kept: Mapping[str, int]) -> dict[str, Failure]:
-    found: dict[str, Failure] = {}
+    failures: dict[str, Failure] = {}
     for segments, flags in overflows:
-        found |= overflow_failures(segments, flags.numpy(), num_kept)
-    return found
+        failures |= overflow_failures(segments, flags.numpy(), num_kept)
+    return failures
 
 
 def _undelivered(error: Exception) -> Failure:
@@ -315,7 +321,7 @@ class LensReader:
         torch.log_softmax(wide, dim=-1, out=logprobs)
         top = logprobs.topk(top_k, dim=-1)
         of_targets = logprobs.index_select(-1, targets)
-        ranks = [(logprobs > own.unsqueeze(-1)).sum(dim=-1) + 1 for own in of_targets.unbind(-1)]
+        ranks = [(logprobs > logprob.unsqueeze(-1)).sum(dim=-1) + 1 for logprob in of_targets.unbind(-1)]
         rank = torch.stack(ranks, dim=-1) if ranks else torch.empty_like(of_targets)
         return [top.indices.to(torch.int32), top.values, of_targets, rank.to(torch.int32)]
 
@@ -337,7 +343,7 @@ class StepCollection:
 
     def collect(self, plan: StepPlan) -> None:
         """Start copying the values that an executed plan has read to the host; does not wait for them."""
-        begin = time.monotonic()
+        started_s = time.monotonic()
         plan.keep_means()
         sources: list[torch.Tensor] = []
         computed = self._computed(plan)
@@ -353,9 +359,9 @@ class StepCollection:
             sources += parts
         sources += [pattern.out for pattern in plan.patterns]
         sources += plan.masks
-        sources += [own.flags for own in _overflows(plan)]
+        sources += [overflow.flags for overflow in _overflows(plan)]
         plan.copy = HostCopy(sources) if self._arena is None else self._arena.start_copy(sources)
-        plan.spent_s += time.monotonic() - begin
+        plan.spent_s += time.monotonic() - started_s
 
     def _parts(self, group: ReadGroup) -> list[torch.Tensor]:
         op = group.slices[0].active.op
@@ -365,12 +371,12 @@ class StepCollection:
 
     def _computed(self, plan: StepPlan) -> dict[int, list[torch.Tensor]]:
         """Return the parts of groups by their ``id``; what fails together is computed for each group."""
-        found: dict[int, list[torch.Tensor]] = {}
+        computed: dict[int, list[torch.Tensor]] = {}
         waiting = list(plan.computed)
         while waiting:
             reads = waiting.pop()
             try:
-                found |= reads.read()
+                computed |= reads.read()
             except Exception as error:
                 logger.exception("features could not be computed")
                 if len(reads.groups) > 1:
@@ -379,8 +385,8 @@ class StepCollection:
                 (group,) = reads.groups
                 for piece in group.slices:
                     piece.request.fail("intervention_failed", f"features could not be computed: {error}")
-                found[id(group)] = []
-        return found
+                computed[id(group)] = []
+        return computed
 
     def _lens(self, residual: torch.Tensor, top_k: int, targets: tuple[int, ...]) -> list[torch.Tensor]:
         num_rows, num_sites, hidden = residual.shape
@@ -426,13 +432,15 @@ def step_delivery(plan: StepPlan) -> StepDelivery:
     )
 
 
-def run_delivery(run: SteadyRun) -> RunDelivery:
-    plan = run.plan
+def streak_delivery(streak: Streak) -> StreakDelivery:
+    plan = streak.plan
     copy, reads, flags = _taken(plan)
-    run.count_time()
+    streak.count_time()
     samples = [[sample.request.request_id for sample in captures] for _, captures in _samples(plan)]
-    opening = _opening(plan) if run.num_steps == 1 else None
-    return RunDelivery(copy, run, run.num_steps, run.point_s, reads, samples, _flagged(plan, flags), opening)
+    opening = _opening(plan) if streak.num_steps == 1 else None
+    return StreakDelivery(
+        copy, streak, streak.num_steps, streak.point_s, reads, samples, _flagged(plan, flags), opening
+    )
 
 
 def _taken(plan: StepPlan) -> tuple[HostCopy, list[list[torch.Tensor]], list[torch.Tensor]]:
@@ -449,7 +457,7 @@ def _overflows(plan: StepPlan) -> list[Overflows]:
 
 
 def _flagged(plan: StepPlan, flags: list[torch.Tensor]) -> list[Flags]:
-    return [Flags(own.segments, host) for own, host in zip(_overflows(plan), flags, strict=True)]
+    return [Flags(overflow.segments, host) for overflow, host in zip(_overflows(plan), flags, strict=True)]
 
 
 def _samples(plan: StepPlan) -> list[tuple[str, list[PlannedSample]]]:
@@ -459,16 +467,16 @@ def _samples(plan: StepPlan) -> list[tuple[str, list[PlannedSample]]]:
     return list(groups.items())
 
 
-def _opening(plan: StepPlan) -> RunOpening:
+def _opening(plan: StepPlan) -> StreakOpening:
     reads = [
-        RunGroup(
+        StreakGroup(
             group.slices[0].active.op.reduce,
             [(piece.request.request_id, piece.active.index) for piece in group.slices],
         )
         for group in plan.reads
     ]
     samples = [
-        RunGroup(reduce, [(sample.request.request_id, sample.active.index) for sample in captures])
+        StreakGroup(reduce, [(sample.request.request_id, sample.active.index) for sample in captures])
         for reduce, captures in _samples(plan)
     ]
-    return RunOpening(list(plan.spans), [*reads, *samples])
+    return StreakOpening(list(plan.spans), [*reads, *samples])

@@ -66,21 +66,24 @@ class ChangedRows:
 
 def changes_of(several: list[ChangedRows], out: torch.Tensor) -> FeatureChanges:
     """Return a kernel for rows that share a dictionary, a site and a stage; ``out`` is ``[rows, width]``."""
-    ids = union_of(one.features for one in several)
-    rows = to_device(np.concatenate([one.rows for one in several]), out.device)
+    ids = union_of(rows_changed.features for rows_changed in several)
+    rows = to_device(np.concatenate([rows_changed.rows for rows_changed in several]), out.device)
     gain, offset = np.ones((len(rows), len(ids)), np.float32), np.zeros((len(rows), len(ids)), np.float32)
     start, all_ids = 0, np.asarray(ids)
-    for one in several:
-        columns = np.searchsorted(all_ids, np.asarray(one.features.ids))
-        places = slice(start, start + len(one.rows))
-        gain[places, columns], offset[places, columns] = one.features.gains, one.features.offsets
+    for rows_changed in several:
+        columns = np.searchsorted(all_ids, np.asarray(rows_changed.features.ids))
+        places = slice(start, start + len(rows_changed.rows))
+        gain[places, columns], offset[places, columns] = (
+            rows_changed.features.gains,
+            rows_changed.features.offsets,
+        )
         start = places.stop
     return FeatureChanges(
         rows,
         several[0].item.active.dictionary.selection(ids),
         to_device(gain, out.device),
         to_device(offset, out.device),
-        [one.inputs for one in several if one.inputs is not None],
+        [rows_changed.inputs for rows_changed in several if rows_changed.inputs is not None],
         out,
     )
 
@@ -100,12 +103,12 @@ class FeatureParts(ReadKernel):
     def read(self, value: SiteValue) -> None:
         x = value.sums(self.rows)
         for start, stop, selection, column in self.pieces:
-            found = selection.activations(x[start:stop])
-            self.out[start:stop] = found.gather(1, column).squeeze(1)
+            activations = selection.activations(x[start:stop])
+            self.out[start:stop] = activations.gather(1, column).squeeze(1)
 
 
 def union_of(several: Iterable[PlannedFeatures]) -> tuple[int, ...]:
-    return tuple(sorted({feature for one in several for feature in one.ids}))
+    return tuple(sorted({feature for features in several for feature in features.ids}))
 
 
 def bounded(
@@ -118,7 +121,7 @@ def bounded(
     for item in items:
         features = features_of(item)
         width = features.dictionary.config.input_width
-        num_ids = len(ids) + sum(one not in ids for one in features.ids)
+        num_ids = len(ids) + sum(feature not in ids for feature in features.ids)
         if part and num_ids * max(num_rows + rows_of(item), width) > _MAX_NUMBERS:
             yield part
             part, ids, num_rows = [], set(), 0
@@ -135,16 +138,18 @@ Parts = dict[int, list[torch.Tensor]]
 
 def plan_feature_reads(reads: Sequence[ReadGroup]) -> list[GroupedReads]:
     tops: dict[PlannedDictionary, list[ReadGroup]] = defaultdict(list)
-    given: dict[PlannedDictionary, list[ReadGroup]] = defaultdict(list)
+    by_dictionary: dict[PlannedDictionary, list[ReadGroup]] = defaultdict(list)
     for group in reads:
         active = group.slices[0].active
         if active.op.kind is OperationKind.FEATURES:
-            (tops if active.features.top_k else given)[active.features.dictionary].append(group)
-    found: list[GroupedReads] = [_top_features(groups) for groups in tops.values()]
-    for groups in given.values():
-        parts = bounded(groups, lambda one: one.slices[0].active.features, lambda one: one.slices[-1].stop)
-        found += map(_given_features, parts)
-    return found
+            (tops if active.features.top_k else by_dictionary)[active.features.dictionary].append(group)
+    grouped: list[GroupedReads] = [_top_features(groups) for groups in tops.values()]
+    for groups in by_dictionary.values():
+        parts = bounded(
+            groups, lambda group: group.slices[0].active.features, lambda group: group.slices[-1].stop
+        )
+        grouped += map(_given_features, parts)
+    return grouped
 
 
 @dataclasses.dataclass(slots=True)
@@ -159,8 +164,8 @@ class TopFeatures:
         sizes = [len(group.buffers[0]) for group in self.groups]
         pieces = zip(ids.to(torch.int32).split(sizes), activations.split(sizes), strict=True)
         return {
-            id(group): [own[:, :k], values[:, :k]]
-            for group, k, (own, values) in zip(self.groups, self.numbers, pieces, strict=True)
+            id(group): [top_ids[:, :k], values[:, :k]]
+            for group, k, (top_ids, values) in zip(self.groups, self.numbers, pieces, strict=True)
         }
 
     def alone(self) -> list[GroupedReads]:

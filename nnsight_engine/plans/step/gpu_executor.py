@@ -20,16 +20,16 @@ _BLOCK: Final = 1024
 @triton.jit
 def _load(address, offsets, mask, code):
     if code == 0:
-        found = tl.load(address.to(tl.pointer_type(tl.float32)) + offsets, mask, 0.0)
+        loaded = tl.load(address.to(tl.pointer_type(tl.float32)) + offsets, mask, 0.0)
     elif code == 1:
-        found = tl.load(address.to(tl.pointer_type(tl.float16)) + offsets, mask, 0.0).to(tl.float32)
+        loaded = tl.load(address.to(tl.pointer_type(tl.float16)) + offsets, mask, 0.0).to(tl.float32)
     elif code == 2:
-        found = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + offsets, mask, 0.0).to(tl.float32)
+        loaded = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + offsets, mask, 0.0).to(tl.float32)
     elif code == 3:
-        found = tl.load(address.to(tl.pointer_type(tl.int32)) + offsets, mask, 0).to(tl.float32)
+        loaded = tl.load(address.to(tl.pointer_type(tl.int32)) + offsets, mask, 0).to(tl.float32)
     else:
-        found = tl.load(address.to(tl.pointer_type(tl.int64)) + offsets, mask, 0).to(tl.float32)
-    return found
+        loaded = tl.load(address.to(tl.pointer_type(tl.int64)) + offsets, mask, 0).to(tl.float32)
+    return loaded
 
 
 @triton.jit
@@ -55,12 +55,12 @@ def _store(address, offsets, mask, code, values):
 @triton.jit
 def _rounded(values, code):
     if code == 1:
-        found = values.to(tl.float16).to(tl.float32)
+        rounded = values.to(tl.float16).to(tl.float32)
     elif code == 2:
-        found = values.to(tl.bfloat16).to(tl.float32)
+        rounded = values.to(tl.bfloat16).to(tl.float32)
     else:
-        found = values
-    return found
+        rounded = values
+    return rounded
 
 
 @triton.jit
@@ -84,18 +84,23 @@ def _score(operand, count, link, bias):
 
 
 @triton.jit
-def _larger(one, other):
-    return tl.where((other > one) | (other != other), other, one)
+def _larger(first, second):
+    return tl.where((second > first) | (second != second), second, first)
 
 
 @triton.jit
 def _test_history(operand, out, units, count, link, bias, sign, threshold, keeps, BLOCK: tl.constexpr):
-    own = units.to(tl.pointer_type(tl.int64))
-    num_rows, start, prompt = tl.load(own), tl.load(own + 1), tl.load(own + 2)
-    over, length, takes_mean, latches = tl.load(own + 3), tl.load(own + 4), tl.load(own + 5), tl.load(own + 6)
-    scores = tl.load(own + 7).to(tl.pointer_type(tl.float32))
-    reduced = tl.load(own + 8).to(tl.pointer_type(tl.float32))
-    held = tl.load(own + 9).to(tl.pointer_type(tl.uint8))
+    history = units.to(tl.pointer_type(tl.int64))
+    num_rows, start, prompt = tl.load(history), tl.load(history + 1), tl.load(history + 2)
+    over, length, takes_mean, latches = (
+        tl.load(history + 3),
+        tl.load(history + 4),
+        tl.load(history + 5),
+        tl.load(history + 6),
+    )
+    scores = tl.load(history + 7).to(tl.pointer_type(tl.float32))
+    reduced = tl.load(history + 8).to(tl.pointer_type(tl.float32))
+    held = tl.load(history + 9).to(tl.pointer_type(tl.uint8))
     states = out.to(tl.pointer_type(tl.uint8))
     neutral = tl.where(takes_mean != 0, 0.0, float("-inf"))
     before = tl.maximum(start - 1, 0)
@@ -145,10 +150,10 @@ def _run(
     hidden += row * h_row
     residual += row * r_row
     for number in range(tl.load(bounds + entry), tl.load(bounds + entry + 1)):
-        own, amounts = words + number * 8, numbers + number * 4
-        code, operand, out = tl.load(own), tl.load(own + 1), tl.load(own + 2)
-        gate, overflow, units = tl.load(own + 3), tl.load(own + 4), tl.load(own + 5)
-        count, dtype = tl.load(own + 6), tl.load(own + 7)
+        instruction, amounts = words + number * 8, numbers + number * 4
+        code, operand, out = tl.load(instruction), tl.load(instruction + 1), tl.load(instruction + 2)
+        gate, overflow, units = tl.load(instruction + 3), tl.load(instruction + 4), tl.load(instruction + 5)
+        count, dtype = tl.load(instruction + 6), tl.load(instruction + 7)
         a, b, low, high = tl.load(amounts), tl.load(amounts + 1), tl.load(amounts + 2), tl.load(amounts + 3)
         is_open = True
         if gate != 0:
@@ -224,23 +229,23 @@ def _run(
             tl.store(out.to(tl.pointer_type(tl.float32)), -tl.sqrt(tl.sum(total, 0)))
         elif is_open and code == 11:  # MLP
             output = units.to(tl.pointer_type(tl.float32))
-            found = tl.zeros([], tl.float32)
+            score = tl.zeros([], tl.float32)
             for first_unit in range(0, count, 8):
-                own_units = first_unit + tl.arange(0, 8)
-                is_unit = own_units < count
-                along = tl.load(output + own_units, is_unit, 0.0)
+                block_units = first_unit + tl.arange(0, 8)
+                is_unit = block_units < count
+                along = tl.load(output + block_units, is_unit, 0.0)
                 for start in range(0, width, BLOCK):
                     places = (start + lanes).to(tl.int64)
                     mask = places < width
                     x = _value(
                         hidden, h_stride, h_code, residual, r_stride, r_code, places, mask, HAS_RESIDUAL
                     )
-                    of_units = own_units[:, None] * width + places[None, :]
+                    of_units = block_units[:, None] * width + places[None, :]
                     weights = _load(operand, of_units, is_unit[:, None] & mask[None, :], 0)
                     along += tl.sum(x[None, :] * weights, 1)
-                along = tl.maximum(along, 0.0) * tl.load(output + count + own_units, is_unit, 0.0)
-                found += tl.sum(along, 0)
-            tl.store(out.to(tl.pointer_type(tl.float32)), found)
+                along = tl.maximum(along, 0.0) * tl.load(output + count + block_units, is_unit, 0.0)
+                score += tl.sum(along, 0)
+            tl.store(out.to(tl.pointer_type(tl.float32)), score)
         elif is_open and code == 14:  # MEAN
             of_rows = units.to(tl.pointer_type(tl.int64))
             for start in range(0, width, BLOCK):

@@ -44,7 +44,7 @@ class GraphTable:
         executor: Executor,
     ) -> None:
         self.max_instructions = _PER_TAP * num_rows * num_taps
-        self._places = {tap: place for place, tap in enumerate(sorted(taps))}
+        self._tap_indices = {tap: index for index, tap in enumerate(sorted(taps))}
         self._num_rows = num_rows
         self._width = width
         self._bounds = torch.zeros(len(taps), num_rows + 1, dtype=torch.int64, device=device)
@@ -52,8 +52,8 @@ class GraphTable:
         self._numbers = torch.zeros(self.max_instructions, len(Number), device=device)
         rows = torch.arange(num_rows, dtype=torch.int64, device=device)
         self._executes = {
-            tap: executor(rows, self._bounds[place], self._words, self._numbers)
-            for tap, place in self._places.items()
+            tap: executor(rows, self._bounds[index], self._words, self._numbers)
+            for tap, index in self._tap_indices.items()
         }
         self._filled: weakref.ref[Programs] | None = None
 
@@ -84,7 +84,7 @@ class GraphTable:
     def fill(self, plan: StepPlan | None) -> None:
         """Have the taps do what a plan says, or nothing; raise ``intervention_failed`` if it does not fit."""
         groups = {} if plan is None else plan.groups
-        first = next((own[0] for key, own in groups.items() if isinstance(key, int)), None)
+        first = next((segments[0] for key, segments in groups.items() if isinstance(key, int)), None)
         if plan is None or first is None:
             if self._filled is not None:
                 self._bounds.zero_()
@@ -96,10 +96,10 @@ class GraphTable:
         programs = next(iter(segments.values())).programs
         sizes = np.diff(programs.bounds)
         bounds = np.zeros(self._bounds.shape, np.int64)
-        for place, one in segments.items():
-            own = slice(one.first, one.stop)
-            bounds[place, 0] = programs.bounds[one.first]
-            bounds[place, programs.rows[own] + 1] = sizes[own]
+        for tap_index, segment in segments.items():
+            entries = slice(segment.first, segment.stop)
+            bounds[tap_index, 0] = programs.bounds[segment.first]
+            bounds[tap_index, programs.rows[entries] + 1] = sizes[entries]
         num, device = len(programs.words), self._bounds.device
         self._words[:num].copy_(to_device(programs.words, device))
         self._numbers[:num].copy_(to_device(programs.numbers, device))
@@ -107,26 +107,26 @@ class GraphTable:
         self._filled = weakref.ref(programs)
 
     def _segments(self, plan: StepPlan) -> dict[int, Segment]:
-        found = {}
+        segments = {}
         for key, groups in plan.groups.items():
             if not isinstance(key, int):
                 continue
-            place, own = self._places.get(key), groups[0]
+            tap_index, segment = self._tap_indices.get(key), groups[0]
             if (
-                place is None
+                tap_index is None
                 or len(groups) > 1
-                or not isinstance(own, Segment)
-                or own.num_rows > self._num_rows
-                or own.width != self._width
-                or len(own.programs.words) > self.max_instructions
+                or not isinstance(segment, Segment)
+                or segment.num_rows > self._num_rows
+                or segment.width != self._width
+                or len(segment.programs.words) > self.max_instructions
             ):
                 raise InterventionError(
                     "intervention_failed",
                     "its operations were taken for ones that a captured graph can do; this is a defect of "
                     "the server, please report it with the request",
                 )
-            found[place] = own
-        return found
+            segments[tap_index] = segment
+        return segments
 
 
 def instructions_per_row(request: ActiveRequest, taps: Collection[int], *, has_drafts: bool) -> int | None:
@@ -135,13 +135,13 @@ def instructions_per_row(request: ActiveRequest, taps: Collection[int], *, has_d
     With drafts a step may have several of its rows; tests with a history then wait for others.
     """
     # Tests with slots are evaluated at every row, also where their operation does not act.
-    with_slots = {one.index for one in request.ops for test in one.tests if test.slot is not None}
+    with_slots = {op.index for op in request.ops for test in op.tests if test.slot is not None}
     ops = [
-        one
-        for one in request.ops
-        if not one.op.is_in_encoder and (one.constant is not False or one.index in with_slots)
+        active
+        for active in request.ops
+        if not active.op.is_in_encoder and (active.constant is not False or active.index in with_slots)
     ]
-    if (with_slots and has_drafts) or not all(_fits(one, taps) for one in ops):
+    if (with_slots and has_drafts) or not all(_fits(active, taps) for active in ops):
         return None
     return sum(map(_num_instructions, ops))
 
@@ -166,11 +166,11 @@ def _is_read(score: ActiveScore, taps: Collection[int]) -> bool:
 
 
 def _scores(active: ActiveOp) -> list[ActiveScore]:
-    own = [] if active.score is None else [active.score]
-    return own + [test.score for test in active.tests]
+    scores = [] if active.score is None else [active.score]
+    return scores + [test.score for test in active.tests]
 
 
 def _num_instructions(active: ActiveOp) -> int:
-    own = 0 if active.op.kind is OperationKind.DETECT else len(active.keys)
+    count = 0 if active.op.kind is OperationKind.DETECT else len(active.keys)
     has_gate = bool(active.tests)
-    return own + has_gate + sum(len(score.keys) + 1 for score in _scores(active))
+    return count + has_gate + sum(len(score.keys) + 1 for score in _scores(active))

@@ -97,8 +97,8 @@ def _copied(
 ) -> list[torch.Tensor]:
     host, start = [], 0
     for value in values:
-        own = memory[start : start + value.numel() * value.itemsize]
-        host.append(own.view(value.dtype).view(value.shape).copy_(value, non_blocking=non_blocking))
+        piece = memory[start : start + value.numel() * value.itemsize]
+        host.append(piece.view(value.dtype).view(value.shape).copy_(value, non_blocking=non_blocking))
         start += _aligned(value)
     return host
 

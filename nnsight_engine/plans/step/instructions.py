@@ -168,7 +168,7 @@ class Instructions(NamedTuple):
         words[:, Word.CODE] = code
         return cls(words, np.zeros((count, len(Number)), np.float32))
 
-    def at(self, places: Sequence[int]) -> Instructions:
+    def select(self, places: Sequence[int]) -> Instructions:
         """Return some of them."""
         if len(places) == len(self.words):
             return self

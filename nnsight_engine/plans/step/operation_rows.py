@@ -97,8 +97,8 @@ class PlanInProgress:
         context = self.context
         others = {key: sorted(order for order, _ in entries) for key, entries in self.staged.items()}
         segments = self.table.segments(others, executor, context.device, context.width)
-        for key, own in segments.items():
-            self.staged[key] += own
+        for key, segment in segments.items():
+            self.staged[key] += segment
         for key, entries in self.staged.items():
             entries.sort(key=lambda entry: entry[0])
             self.plan.groups[key] = [group for _, group in entries]
@@ -176,4 +176,4 @@ def with_rows_alike(keys: Sequence[SiteKey], stage: Stage) -> list[tuple[list[in
     held = [place for place, key in enumerate(keys) if stage.has(key)]
     at_logits = [place for place in held if keys[place] == LOGITS]
     others = [place for place in held if place not in at_logits] if at_logits else held
-    return [(own, [keys[place] for place in own]) for own in (at_logits, others) if own]
+    return [(places, [keys[place] for place in places]) for places in (at_logits, others) if places]

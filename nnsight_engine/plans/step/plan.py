@@ -8,8 +8,8 @@ A row whose change float16 cannot hold keeps its value and is marked on the devi
 results are delivered, so that no step waits. The other dtypes have the range of float32.
 
 While the same requests decode in the same rows, and none of their operations depends on tokens or positions,
-one plan serves step after step, a *run*, and all is counted for all requests together: no Python work per
-request. A run ends at a different batch, a failed request, or a limit that a request reaches.
+one plan serves step after step, a *streak*, and all is counted for all requests together: no Python work per
+request. A streak ends at a different batch, a failed request, or a limit that a request reaches.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ RowArray = npt.NDArray[np.int64]
 class LogitsRows:
     """Source of the logits rows that a plan wants, valid for the engine's ``sample_rows`` (ascending).
 
-    Of the wanted rows, ``own`` are among the engine's logits, at ``sampled``; ``other``, None if there are
+    Of the wanted rows, ``known`` are among the engine's logits, at ``sampled``; ``other``, None if there are
     none, have to be computed from the step's rows ``hidden``.
     """
 
     sample_rows: RowArray
-    own: torch.Tensor
+    known: torch.Tensor
     sampled: torch.Tensor
     other: torch.Tensor | None
     hidden: torch.Tensor
 
     @classmethod
     def of(cls, rows: RowArray, sample_rows: RowArray, device: torch.device) -> Self:
-        place = np.minimum(np.searchsorted(sample_rows, rows), len(sample_rows) - 1)
-        known = sample_rows[place] == rows
+        index = np.minimum(np.searchsorted(sample_rows, rows), len(sample_rows) - 1)
+        is_known = sample_rows[index] == rows
 
-        def index(values: RowArray) -> torch.Tensor:
+        def on_device(values: RowArray) -> torch.Tensor:
             return to_device(values, device)
 
         return cls(
             sample_rows=sample_rows.copy(),
-            own=index(np.flatnonzero(known)),
-            sampled=index(place[known]),
-            other=None if known.all() else index(np.flatnonzero(~known)),
-            hidden=index(rows[~known]),
+            known=on_device(np.flatnonzero(is_known)),
+            sampled=on_device(index[is_known]),
+            other=None if is_known.all() else on_device(np.flatnonzero(~is_known)),
+            hidden=on_device(rows[~is_known]),
         )
 
     def holds(self, sample_rows: RowArray) -> bool:
@@ -77,13 +77,13 @@ class LogitsRows:
         """Return the wanted rows, computing those not in ``sampled``, ``[requests + drafts, vocabulary]``."""
         if self.other is None:
             return sampled.index_select(0, self.sampled)
-        logits = sampled.new_empty(len(self.own) + len(self.other), sampled.shape[1])
-        logits[self.own] = sampled[self.sampled]
+        logits = sampled.new_empty(len(self.known) + len(self.other), sampled.shape[1])
+        logits[self.known] = sampled[self.sampled]
         logits[self.other] = compute_logits(hidden[self.hidden]).to(logits.dtype)
         return logits
 
     def put_back(self, logits: torch.Tensor, sampled: torch.Tensor) -> None:
-        sampled[self.sampled] = logits[self.own]
+        sampled[self.sampled] = logits[self.known]
 
 
 _FAILURE: Final = Failure(
@@ -115,17 +115,17 @@ class Overflows:
         cls, spans: Iterable[Segment], logits_rows: npt.NDArray[np.int64], device: torch.device
     ) -> Overflows:
         of_rows = list(spans)
-        num_rows = max(one.stop for one in of_rows)
+        num_rows = max(group.stop for group in of_rows)
         of_logits = [
-            Segment(one.request_id, num_rows + place, num_rows + place + 1, row - one.start)
-            for one in of_rows
+            Segment(group.request_id, num_rows + place, num_rows + place + 1, row - group.start)
+            for group in of_rows
             for place, row in enumerate(logits_rows.tolist())
-            if one.start <= row < one.stop
+            if group.start <= row < group.stop
         ]
         flags = torch.zeros(num_rows + len(logits_rows), dtype=torch.bool, device=device)
         return cls(flags, of_rows + of_logits, num_rows)
 
-    def at(self, key: SiteKey) -> torch.Tensor:
+    def flags_at(self, key: SiteKey) -> torch.Tensor:
         return self.flags[self.num_rows :] if key == LOGITS else self.flags[: self.num_rows]
 
 
@@ -135,12 +135,12 @@ def overflow_failures(
     """Return the failures of requests of which a row is marked that is no refused draft (``num_kept``)."""
     if not flags.any():
         return {}
-    found = {}
+    failures = {}
     for request_id, start, stop, offset in segments:
         kept = min(stop, start + num_kept.get(request_id, stop) - offset)
         if flags[start : max(start, kept)].any():
-            found[request_id] = _FAILURE
-    return found
+            failures[request_id] = _FAILURE
+    return failures
 
 
 logger = logging.getLogger(__name__)
@@ -231,7 +231,7 @@ class ReadSlice:
 
 
 class MovingWords(NamedTuple):
-    """Words that depend on positions: by ``moves`` from step to step of a run, ``[words]`` both."""
+    """Words that depend on positions: by ``moves`` from step to step of a streak, ``[words]`` both."""
 
     words: torch.Tensor
     moves: torch.Tensor
@@ -417,17 +417,17 @@ class StepPlan:
 
     def reset(self) -> None:
         self.ran.clear()
-        for one in self.moving:
-            one.words.add_(one.moves)
+        for moved in self.moving:
+            moved.words.add_(moved.moves)
         if self.copy is not None:
             self.copy.precede_writes()
             self.copy = None
         self.overflows_before.clear()
-        for own in self.overflows:
-            own.flags.zero_()
+        for overflow in self.overflows:
+            overflow.flags.zero_()
 
 
-class SteadyRun:
+class Streak:
     """The steps that reuse one plan after the step it was built for; counts are since the last settlement.
 
     ``point_s`` are seconds per point at which a request's operations act.
@@ -446,27 +446,29 @@ class SteadyRun:
         self._request_ids = list(request_ids)
         self._positions = positions.astype(np.int64)
         self._ledger = ledger
-        self._num_points = self._kept = self._scratch = self._max_steps = 0
+        self._num_points = self._kept_bytes = self._scratch_bytes = self._max_steps = 0
 
-    def go_on(self, request_ids: Sequence[str], positions: npt.NDArray[np.integer]) -> bool:
-        """Prepare the plan for the next step (one row per request), or return False if the run ends."""
+    def advance(self, request_ids: Sequence[str], positions: npt.NDArray[np.integer]) -> bool:
+        """Prepare the plan for the next step (one row per request), or return False if the streak ends."""
         self._positions += 1
-        # Scheduler and worker agree on the run's requests by this comparison alone; no request is inspected.
+        # Scheduler and worker agree on the requests by this comparison alone; no request is inspected.
         if request_ids != self._request_ids or not np.array_equal(positions, self._positions):
             return False
         if not self.num_steps:
-            self._begin()
-        if self.num_steps >= self._max_steps or not self._ledger.reserve_all(self._kept + self._scratch):
+            self._record_first_step()
+        if self.num_steps >= self._max_steps or not self._ledger.reserve_all(
+            self._kept_bytes + self._scratch_bytes
+        ):
             return False
         self.num_steps += 1
         self.plan.reset()
         return True
 
-    def _begin(self) -> None:
+    def _record_first_step(self) -> None:
         plan = self.plan
         self._num_points = sum(span.request.plan.num_points for span in plan.spans.values())
-        self._kept = sum(reserved.kept for reserved in plan.reserved.values())
-        self._scratch = sum(reserved.scratch for reserved in plan.reserved.values())
+        self._kept_bytes = sum(reserved.kept for reserved in plan.reserved.values())
+        self._scratch_bytes = sum(reserved.scratch for reserved in plan.reserved.values())
         self._max_steps = min(
             self._ledger.num_steps(request_id, reserved.kept, reserved.scratch)
             for request_id, reserved in plan.reserved.items()
@@ -480,10 +482,10 @@ class SteadyRun:
         self.delivery_point_s += seconds / self._num_points
 
     def give_back(self) -> None:
-        self._ledger.give_back_all(self._scratch)
+        self._ledger.give_back_all(self._scratch_bytes)
 
     def settle(self, *, is_under_way: bool = False) -> None:
-        """Attribute the run's counts to its requests, without the position of a step that is under way."""
+        """Attribute the streak's counts to its requests, without the position of a step that is under way."""
         num_steps, done = self.num_steps, self.num_steps - is_under_way
         for request_id, span in self.plan.spans.items() if num_steps else ():
             request = span.request

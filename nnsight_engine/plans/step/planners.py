@@ -56,124 +56,127 @@ class PatternRows(NamedTuple):
     mask: torch.Tensor | None
 
 
-class PatternPlanner:
-    def __init__(self, context: StepContext) -> None:
-        self._context = context
+def plan_patterns(context: StepContext, plan: StepPlan, span: Span, captures: Sequence[PatternRows]) -> bool:
+    """Add a request's pattern captures to a step, or mark the request failed and return False."""
+    open_until = _capture_ends(context, span, captures)
+    _free_key_stores(context, span, open_until)
+    try:
+        for layer, stop in open_until.items():
+            _plan_key_store(context, plan, span, layer, stop)
+        for rows in captures:
+            if len(rows.offsets):
+                _plan_pattern_rows(context, plan, span, rows)
+    except InterventionError as error:
+        span.request.fail(error.code, error.message)
+        return False
+    return True
 
-    def plan(self, plan: StepPlan, span: Span, captures: Sequence[PatternRows]) -> bool:
-        """Add a request's pattern captures to a step, or mark the request failed and return False."""
-        open_until = self._open_until(span, captures)
-        self._free(span, open_until)
-        try:
-            for layer, stop in open_until.items():
-                self._plan_keys(plan, span, layer, stop)
-            for rows in captures:
-                if len(rows.offsets):
-                    self._plan_rows(plan, span, rows)
-        except InterventionError as error:
-            span.request.fail(error.code, error.message)
-            return False
-        return True
 
-    def _open_until(self, span: Span, captures: Sequence[PatternRows]) -> dict[int, int]:
-        """Return, for each layer that still captures, one past the last position that may be captured."""
-        found: dict[int, int] = {}
-        for active in (rows.active for rows in captures):
-            last = last_position(active.op.where, span.request.plan.prompt_len)
-            if last is not None and span.request.end_position > last:
-                continue
-            stop = self._context.spec.max_model_len if last is None else last + 1
-            for site in filter(self._context.stage.has, active.op.sites):
-                found[site.layer] = max(found.get(site.layer, 0), stop)
-        return found
+def _capture_ends(context: StepContext, span: Span, captures: Sequence[PatternRows]) -> dict[int, int]:
+    """Return, for each layer that still captures, one past the last position that may be captured."""
+    open_until: dict[int, int] = {}
+    for active in (rows.active for rows in captures):
+        last = last_position(active.op.where, span.request.plan.prompt_len)
+        if last is not None and span.request.end_position > last:
+            continue
+        stop = context.spec.max_model_len if last is None else last + 1
+        for site in filter(context.stage.has, active.op.sites):
+            open_until[site.layer] = max(open_until.get(site.layer, 0), stop)
+    return open_until
 
-    def _free(self, span: Span, open_until: dict[int, int]) -> None:
-        stores = span.request.patterns.stores
-        for layer in [layer for layer in stores if layer not in open_until]:
-            num_bytes = self._key_bytes(layer, stores.pop(layer).capacity)
-            self._context.ledger.give_back(span.request.request_id, num_bytes)
 
-    def _plan_keys(self, plan: StepPlan, span: Span, layer: int, open_until: int) -> None:
-        stop = min(span.stop, open_until)
-        if stop <= span.start:
-            return
-        store = self._store(span, layer, stop, open_until)
-        kernel = StoreKeys(store, span.start, span.row, span.row + stop - span.start)
-        owner = next(op for op in span.request.ops if PlannedSite(PATTERN, layer) in op.op.sites)
-        self._add_group(plan, kernel, Member(span.request, owner), PlannedSite(PATTERN, layer))
+def _free_key_stores(context: StepContext, span: Span, open_until: dict[int, int]) -> None:
+    stores = span.request.patterns.stores
+    for layer in [layer for layer in stores if layer not in open_until]:
+        num_bytes = _key_bytes(context, layer, stores.pop(layer).capacity)
+        context.ledger.give_back(span.request.request_id, num_bytes)
 
-    def _store(self, span: Span, layer: int, stop: int, open_until: int) -> AttentionKeyStore:
-        request = span.request
-        store = request.patterns.stores.get(layer)
-        if store is not None and store.capacity >= stop:
-            return store
-        # A prompt's length is known in advance; for generated positions the capacity doubles.
-        wanted = request.plan.prompt_len if store is None else 2 * store.capacity
-        capacity = max(stop, min(wanted, open_until))
-        context = self._context
-        context.ledger.reserve(request.request_id, self._key_bytes(layer, capacity))
-        keys = torch.empty(capacity, *self._key_shape(layer), dtype=context.dtype, device=context.device)
-        if store is None:
-            store = request.patterns.stores[layer] = AttentionKeyStore(keys)
-        else:
-            old_bytes = self._key_bytes(layer, store.capacity)
-            store.move_to(keys)
-            context.ledger.give_back(request.request_id, old_bytes)
+
+def _plan_key_store(context: StepContext, plan: StepPlan, span: Span, layer: int, open_until: int) -> None:
+    stop = min(span.stop, open_until)
+    if stop <= span.start:
+        return
+    store = _key_store(context, span, layer, stop, open_until)
+    kernel = StoreKeys(store, span.start, span.row, span.row + stop - span.start)
+    owner = next(op for op in span.request.ops if PlannedSite(PATTERN, layer) in op.op.sites)
+    _add_kernel(plan, kernel, Member(span.request, owner), PlannedSite(PATTERN, layer))
+
+
+def _key_store(context: StepContext, span: Span, layer: int, stop: int, open_until: int) -> AttentionKeyStore:
+    request = span.request
+    store = request.patterns.stores.get(layer)
+    if store is not None and store.capacity >= stop:
         return store
+    # A prompt's length is known in advance; for generated positions the capacity doubles.
+    wanted = request.plan.prompt_len if store is None else 2 * store.capacity
+    capacity = max(stop, min(wanted, open_until))
+    context.ledger.reserve(request.request_id, _key_bytes(context, layer, capacity))
+    keys = torch.empty(capacity, *_key_shape(context, layer), dtype=context.dtype, device=context.device)
+    if store is None:
+        store = request.patterns.stores[layer] = AttentionKeyStore(keys)
+    else:
+        old_bytes = _key_bytes(context, layer, store.capacity)
+        store.move_to(keys)
+        context.ledger.give_back(request.request_id, old_bytes)
+    return store
 
-    def _plan_rows(self, plan: StepPlan, span: Span, captured: PatternRows) -> None:
-        active, offsets, mask = captured
-        positions = (offsets + span.start).tolist()
-        num_heads, device = active.widths[0], self._context.device
-        dtype = self._context.capture_dtype(active.op)
-        row_bytes = len(active.op.sites) * num_heads * dtype.itemsize
-        self._reserve_rows(span, active, len(offsets), positions[-1] + 1, row_bytes)
-        held = [
-            (index, site, self._context.form_of(site.layer))
-            for index, site in enumerate(active.op.sites)
-            if self._context.stage.has(site)
-        ]
-        out = torch.zeros(
-            len(active.op.sites),
-            len(offsets),
-            num_heads,
-            positions[-1] + 1,
-            dtype=dtype,
-            device=device,
-        )
-        rows = to_device(offsets + span.row, device)
-        at = to_device(offsets + span.start, device)
-        for index, site, form in held:
-            store = span.request.patterns.stores[site.layer]
-            kernel = ComputePattern(store, form, rows, at, positions, out[index])
-            self._add_group(plan, kernel, Member(span.request, active), site)
-        index_of_mask = None if mask is None else plan.add_mask(mask)
-        plan.patterns.append(PatternRead(span.request, active, positions, out, index_of_mask))
 
-    def _reserve_rows(
-        self, span: Span, active: ActiveOp, num_rows: int, num_keys: int, row_bytes: int
-    ) -> None:
-        """Reserve the growth of the result tensor, in which every row is as long as the last."""
-        shapes = span.request.patterns.shapes
-        held_rows, held_keys = shapes.get(active.index, (0, 0))
-        rows = held_rows + num_rows if active.op.reduce == "none" else 1
-        growth = rows * num_keys - held_rows * held_keys
-        self._context.ledger.reserve(span.request.request_id, growth * row_bytes)
-        shapes[active.index] = (rows, num_keys)
+def _plan_pattern_rows(context: StepContext, plan: StepPlan, span: Span, captured: PatternRows) -> None:
+    active, offsets, mask = captured
+    positions = (offsets + span.start).tolist()
+    num_heads, device = active.widths[0], context.device
+    dtype = context.capture_dtype(active.op)
+    row_bytes = len(active.op.sites) * num_heads * dtype.itemsize
+    _reserve_pattern_rows(context, span, active, len(offsets), positions[-1] + 1, row_bytes)
+    held = [
+        (index, site, context.form_of(site.layer))
+        for index, site in enumerate(active.op.sites)
+        if context.stage.has(site)
+    ]
+    out = torch.zeros(
+        len(active.op.sites),
+        len(offsets),
+        num_heads,
+        positions[-1] + 1,
+        dtype=dtype,
+        device=device,
+    )
+    rows = to_device(offsets + span.row, device)
+    at = to_device(offsets + span.start, device)
+    for index, site, form in held:
+        store = span.request.patterns.stores[site.layer]
+        kernel = ComputePattern(store, form, rows, at, positions, out[index])
+        _add_kernel(plan, kernel, Member(span.request, active), site)
+    index_of_mask = None if mask is None else plan.add_mask(mask)
+    plan.patterns.append(PatternRead(span.request, active, positions, out, index_of_mask))
 
-    @staticmethod
-    def _add_group(plan: StepPlan, kernel: Kernel, member: Member, site: PlannedSite) -> None:
-        plan.groups.setdefault(site, []).append(KernelGroup(kernel, [member]))
 
-    def _key_shape(self, layer: int) -> tuple[int, ...]:
-        leaf = self._context.spec.leaf("attn.k", layer)
-        if leaf is None:
-            raise InterventionError("unknown_point", "attention patterns need attn.k, which the model lacks")
-        return leaf.shape
+def _reserve_pattern_rows(
+    context: StepContext, span: Span, active: ActiveOp, num_rows: int, num_keys: int, row_bytes: int
+) -> None:
+    """Reserve the growth of the result tensor, in which every row is as long as the last."""
+    shapes = span.request.patterns.shapes
+    held_rows, held_keys = shapes.get(active.index, (0, 0))
+    rows = held_rows + num_rows if active.op.reduce == "none" else 1
+    growth = rows * num_keys - held_rows * held_keys
+    context.ledger.reserve(span.request.request_id, growth * row_bytes)
+    shapes[active.index] = (rows, num_keys)
 
-    def _key_bytes(self, layer: int, num_positions: int) -> int:
-        num_heads, head_dim = self._key_shape(layer)
-        return num_positions * num_heads * head_dim * self._context.dtype.itemsize
+
+def _add_kernel(plan: StepPlan, kernel: Kernel, member: Member, site: PlannedSite) -> None:
+    plan.groups.setdefault(site, []).append(KernelGroup(kernel, [member]))
+
+
+def _key_shape(context: StepContext, layer: int) -> tuple[int, ...]:
+    leaf = context.spec.leaf("attn.k", layer)
+    if leaf is None:
+        raise InterventionError("unknown_point", "attention patterns need attn.k, which the model lacks")
+    return leaf.shape
+
+
+def _key_bytes(context: StepContext, layer: int, num_positions: int) -> int:
+    num_heads, head_dim = _key_shape(context, layer)
+    return num_positions * num_heads * head_dim * context.dtype.itemsize
 
 
 def read_key(item: OperationRows) -> Any:
@@ -187,7 +190,7 @@ def read_key(item: OperationRows) -> Any:
         return form
     if item.active.score is not None:
         return (*form, *score_key(item.active.score))
-    # A run stores every step of an unreduced read and a single row of a reduced one.
+    # A streak stores every step of an unreduced read and a single row of a reduced one.
     return (*form, op.dtype, op.reduce)
 
 
@@ -243,7 +246,7 @@ def _add_reads(
     if overflows is not None:
         work.table.address(overflows)
         flags = addresses(overflows, sites)
-    own = reads(buffer.dtype, len(sites))
+    plain_reads = reads(buffer.dtype, len(sites))
     for item, piece in zip(items, group.slices, strict=True):
         part = slice(piece.start, piece.stop)
         words: dict[Word, Words | int] = {Word.OUT: to[:, part]}
@@ -251,7 +254,7 @@ def _add_reads(
             words[Word.OVERFLOW] = flags[:, part]
         # Of a probe, the vector is its own.
         program = item.active.program
-        instructions = own if program is None else program.at(sites)
+        instructions = plain_reads if program is None else program.select(sites)
         work.table.add(Block(item.member, keys, order, item.rows_at(keys[0]), instructions, words))
 
 
@@ -287,10 +290,10 @@ def plan_writes(work: PlanInProgress, items: list[OperationRows]) -> None:
                 if work.context.stage.has(key) and len(item.rows_at(key)):
                     inputs = None if active.source is None else _plan_source(work, item)
                     form = (active.features.dictionary, active.features.source)
-                    one = ChangedRows(item, key, inputs)
-                    groups[(key, item.stages[index], *form)].append(one)
+                    changed = ChangedRows(item, key, inputs)
+                    groups[(key, item.stages[index], *form)].append(changed)
     for (_, stage, *_), several in groups.items():
-        for part in bounded(several, lambda one: one.features, lambda one: len(one.rows)):
+        for part in bounded(several, lambda changed: changed.features, lambda changed: len(changed.rows)):
             _plan_changes(work, part, stage, overflows)
 
 
@@ -301,19 +304,19 @@ def _plan_changes(
     overflows: Overflows | None,
 ) -> None:
     key = several[0].key
-    sizes = [len(one.rows) for one in several]
+    sizes = [len(changed.rows) for changed in several]
     # Zeros: what a kernel that raises has left is added.
     out = torch.zeros(sum(sizes), work.context.width(key), device=work.context.device)
     pieces = list(out.split(sizes))
     kernel = changes_of(several, out)
-    members = [one.item.member for one in several]
-    group = KernelGroup(kernel, members, lambda one: changes_of(several[one : one + 1], pieces[one]))
+    members = [changed.item.member for changed in several]
+    group = KernelGroup(kernel, members, lambda i: changes_of(several[i : i + 1], pieces[i]))
     work.staged[key].append((in_order(stage), group))
-    for one, piece in zip(several, pieces, strict=True):
+    for changed, piece in zip(several, pieces, strict=True):
         work.table.address(piece)
         columns: dict[Word, Words | int] = {Word.OPERAND: addresses(piece.unsqueeze(1), [0])}
         order = [in_order(stage, is_last_part=True)]
-        _add_write(work, one.item, [key], order, _CHANGE, columns, overflows)
+        _add_write(work, changed.item, [key], order, _CHANGE, columns, overflows)
 
 
 def _plan_mean(work: PlanInProgress, item: OperationRows) -> None:
@@ -340,11 +343,14 @@ def _plan_mean(work: PlanInProgress, item: OperationRows) -> None:
                 return
             mean = torch.empty(active.widths[index], device=work.context.device)
             work.plan.means.append((request, place, mean))
-            own = Instructions.blank(1, Code.MEAN)
-            own.words[0, Word.UNITS] = work.table.address(work.on_device(source))
-            own.words[0, Word.COUNT], own.words[0, Word.OUT] = len(source), work.table.address(mean)
+            instruction = Instructions.blank(1, Code.MEAN)
+            instruction.words[0, Word.UNITS] = work.table.address(work.on_device(source))
+            instruction.words[0, Word.COUNT], instruction.words[0, Word.OUT] = (
+                len(source),
+                work.table.address(mean),
+            )
             order = in_order(item.stages[index])
-            work.table.add(Block(item.member, [key], [order], item.rows_at(key)[-1:], own, {}))
+            work.table.add(Block(item.member, [key], [order], item.rows_at(key)[-1:], instruction, {}))
             work.table.wait(key, order)
         program.words[index, Word.OPERAND] = work.table.address(mean)
     _add_writes(work, item, program, None, is_last_part=True)
@@ -363,11 +369,11 @@ def _add_writes(
         rows = item.rows_at(keys[0])
         if not len(rows):
             continue
-        own = program.at(indices)
+        instructions = program.select(indices)
         columns: dict[Word, Words | int] = {}
         if active.op.kind in WITH_FACTORS:
             # Sites follow each other, so all of them may use the same.
-            count = max(1, int(own.words[0, Word.COUNT]))
+            count = max(1, int(instructions.words[0, Word.COUNT]))
             factors = torch.empty(len(rows), count, device=work.context.device)
             columns[Word.OUT] = work.table.address(factors) + np.arange(len(rows)) * count * factors.itemsize
         if active.op.kind is OperationKind.PATCH:
@@ -375,9 +381,11 @@ def _add_writes(
                 np.asarray(active.op.where.positions, np.int64),
                 item.offsets_at(keys[0]) + item.span.start,
             )
-            columns[Word.OPERAND] = own.words[:, Word.OPERAND, None] + positions * patch_bytes(active)
+            columns[Word.OPERAND] = instructions.words[:, Word.OPERAND, None] + positions * patch_bytes(
+                active
+            )
         order = [in_order(item.stages[index], is_last_part=is_last_part) for index in indices]
-        _add_write(work, item, keys, order, own, columns, overflows)
+        _add_write(work, item, keys, order, instructions, columns, overflows)
 
 
 def _add_write(
@@ -395,7 +403,7 @@ def _add_write(
     elif mask is not None:
         columns[Word.GATE] = work.table.address(mask) + np.arange(len(rows))
     if overflows is not None:
-        columns[Word.OVERFLOW] = work.table.address(overflows.at(keys[0])) + rows
+        columns[Word.OVERFLOW] = work.table.address(overflows.flags_at(keys[0])) + rows
     work.table.add(Block(item.member, keys, order, rows, program, columns))
 
 

@@ -54,10 +54,11 @@ class SiteValue:
         """Fill ``out``, ``[rows, width]``, and set ``overflows`` where a finite number exceeds its dtype."""
         if self._residual is None:
             raise RuntimeError("states are read without the requests' slots")
-        own = self._hidden.index_select(0, self._residual.index_select(0, requests))
-        out.copy_(own)
+        slots = self._residual.index_select(0, requests)
+        states = self._hidden.index_select(0, slots)
+        out.copy_(states)
         if overflows is not None:
-            torch.any(out.isinf() & own.isfinite(), dim=-1, out=overflows)
+            torch.any(out.isinf() & states.isfinite(), dim=-1, out=overflows)
 
 
 class ReadKernel(abc.ABC):
@@ -123,7 +124,7 @@ class AttentionKeyStore:
         keys[: self.num_keys] = self._keys[: self.num_keys]
         self._keys = keys
 
-    def put(self, start: int, rows: torch.Tensor) -> None:
+    def store(self, start: int, rows: torch.Tensor) -> None:
         """Store ``rows``, ``[positions, kv_heads, head_dim]``, from ``start`` on; raise at a gap before."""
         if start > self.num_keys:
             # A gap would be attended to as if it held keys.
@@ -136,7 +137,7 @@ class AttentionKeyStore:
         self._keys[start:stop] = rows
         self.num_keys = max(self.num_keys, stop)
 
-    def first(self, num_keys: int) -> torch.Tensor:
+    def first_keys(self, num_keys: int) -> torch.Tensor:
         return self._keys[:num_keys]
 
 
@@ -161,7 +162,7 @@ class StoreKeys(ReadKernel):
         keys = value.keys(self.first_row, self.stop_row)
         if keys is None:
             raise InterventionError("unsupported_at_point", "the layer shares another layer's keys")
-        self.store.put(self.start, keys)
+        self.store.store(self.start, keys)
 
 
 @dataclasses.dataclass(slots=True)
@@ -181,14 +182,14 @@ class ComputePattern(ReadKernel):
 
     def read(self, value: SiteValue) -> None:
         num_heads, head_dim = value.shape[1:]
-        keys = self.store.first(self.position_numbers[-1] + 1)
+        keys = self.store.first_keys(self.position_numbers[-1] + 1)
         num_keys, num_kv_heads = keys.shape[:2]
         group = num_heads // num_kv_heads
         step = max(1, self.scratch_bytes // (num_keys * head_dim * torch.float32.itemsize))
         for first in range(0, num_kv_heads, step):
-            own = keys[:, first : first + step].to(torch.float32)
-            heads = slice(first * group, (first + own.shape[1]) * group)
-            self._fill(value, heads, own)
+            head_keys = keys[:, first : first + step].to(torch.float32)
+            heads = slice(first * group, (first + head_keys.shape[1]) * group)
+            self._fill(value, heads, head_keys)
 
     def _fill(self, value: SiteValue, heads: slice, keys: torch.Tensor) -> None:
         num_keys, num_kv_heads, head_dim = keys.shape
@@ -197,10 +198,10 @@ class ComputePattern(ReadKernel):
         for start in range(0, len(self.rows), step):
             stop = min(start + step, len(self.rows))
             seen = self.position_numbers[stop - 1] + 1
-            own = value.queries(self.rows[start:stop])[:, heads]
+            queries = value.queries(self.rows[start:stop])[:, heads]
             # Neighbouring heads share a key head: [rows, key heads, queries of each, head_dim].
-            own = own.view(stop - start, num_kv_heads, -1, head_dim)
-            scores = torch.einsum("rhgd,khd->rhgk", own, keys[:seen]).flatten(1, 2)
+            queries = queries.view(stop - start, num_kv_heads, -1, head_dim)
+            scores = torch.einsum("rhgd,khd->rhgk", queries, keys[:seen]).flatten(1, 2)
             slopes = None if self.form.slopes is None else self.form.slopes[heads]
             out[start:stop, :, :seen] = self._probabilities(scores, self.positions[start:stop], slopes)
 

@@ -164,7 +164,7 @@ class Registrar:
         units = None if op.units is None else to_device(np.array(op.units, np.int64), self._context.device)
         keys = tuple(site_key(site) for site in op.sites)
         constant = generated_is_constant(op.where, plan.prompt_len, plan.prompt_len)
-        own = None if op.score is None else score_of(op.score)
+        score = None if op.score is None else score_of(op.score)
         tests = () if op.when is None else tuple(active_test(test) for test in op.when.tests)
         loaded, source = load(op.features), None
         if op.features is not None and op.features.source is not None:
@@ -178,17 +178,19 @@ class Registrar:
         if op.kind is OperationKind.FEATURE and loaded is not None:
             tensor = self._constant_change(op, loaded)
         program = own_program(op, tensor, units)
-        return ActiveOp(op, index, keys, tensor, units, constant, widths, own, tests, loaded, source, program)
+        return ActiveOp(
+            op, index, keys, tensor, units, constant, widths, score, tests, loaded, source, program
+        )
 
     def _constant_change(self, op: PlannedOp, loaded: LoadedDictionary) -> torch.Tensor | None:
         """Return what changes of features add, ``[1, width]``, if that is the same at all positions."""
-        own = op.features
+        features = op.features
         # A change beyond float16 is found where it is made, without a wait for the device.
         is_narrow = self._context.dtype is torch.float16
-        if own is None or is_narrow or any(gain != 1 for gain in own.gains):
+        if features is None or is_narrow or any(gain != 1 for gain in features.gains):
             return None
-        offsets = to_device(np.asarray(own.offsets, np.float32), self._context.device)
-        change = loaded.selection(own.ids).constant_move(offsets)
+        offsets = to_device(np.asarray(features.offsets, np.float32), self._context.device)
+        change = loaded.selection(features.ids).constant_move(offsets)
         return None if change is None else change.to(self._context.dtype).unsqueeze(0)
 
     def _operand(
@@ -232,18 +234,18 @@ class Registrar:
 
         tensors = []
         for part in planned.parts:
-            own = {name: on_device(key) for name, key in part.tensors}
+            by_name = {name: on_device(key) for name, key in part.tensors}
             width = self._width(part.site)
             as_wide = _AS_WIDE[part.form] if part.form is not None else ()
-            if any(tensor.shape[-1] != width for name, tensor in own.items() if name in as_wide):
+            if any(tensor.shape[-1] != width for name, tensor in by_name.items() if name in as_wide):
                 raise InterventionError("wrong_width", f"{part.site} has width {width}, the detector has not")
             if part.form is Form.MLP:
                 names = dict(part.tensors)
                 key = (names["hidden_bias"], names["weights"], 1.0)
-                pair = (own["hidden_bias"], own["weights"])
-                own[MLP_OUTPUT] = self.bank.acquire(key, functools.partial(torch.stack, pair))
+                pair = (by_name["hidden_bias"], by_name["weights"])
+                by_name[MLP_OUTPUT] = self.bank.acquire(key, functools.partial(torch.stack, pair))
                 acquired.vectors.append(key)
-            tensors.append(own)
+            tensors.append(by_name)
         keys = tuple(site_key(site) for site in planned.sites)
         return ActiveScore(planned, keys, tuple(tensors), loaded)
 

@@ -66,27 +66,27 @@ def results_of_stage(plan: StepPlan, stage: Stage, spec: ModelSpec) -> StageResu
         filled = [pair for pair in zip(group.buffers, columns, strict=True) if pair[1]]
         if filled:
             results.reads.append(GroupRows(_rows(group), len(filled)))
-            results.tensors += [_taken(buffer, 1, own) for buffer, own in filled]
+            results.tensors += [_taken(buffer, 1, site_columns) for buffer, site_columns in filled]
     for pattern in plan.patterns:
         sites = _held(pattern.active, stage)
         if sites:
             results.patterns.append((pattern.request.request_id, pattern.active.index))
             results.tensors.append(_taken(pattern.out, 0, sites))
-    for own in plan.overflows:
-        results.overflows.append(own.segments)
-        results.tensors.append(own.flags)
+    for overflow in plan.overflows:
+        results.overflows.append(overflow.segments)
+        results.tensors.append(overflow.flags)
     return results
 
 
-def with_silent_stages(received: Sequence[StageResults], own: Stage) -> list[StageResults]:
+def with_silent_stages(received: Sequence[StageResults], stage: Stage) -> list[StageResults]:
     """Return the results of all earlier stages; those that have sent nothing have run nothing."""
-    found, start = list[StageResults](), 0
-    for results in sorted(received, key=lambda one: one.stage.start):
+    complete, start = list[StageResults](), 0
+    for results in sorted(received, key=lambda sent: sent.stage.start):
         if start < results.stage.start:
-            found.append(StageResults(Stage(start, results.stage.start)))
-        found.append(results)
+            complete.append(StageResults(Stage(start, results.stage.start)))
+        complete.append(results)
         start = results.stage.stop or start
-    return [*found, StageResults(Stage(start, own.start))] if start < own.start else found
+    return [*complete, StageResults(Stage(start, stage.start))] if start < stage.start else complete
 
 
 def add_results(plan: StepPlan, results: StageResults, spec: ModelSpec) -> None:
@@ -144,20 +144,22 @@ def _add_reads(
 
 def _add_patterns(plan: StepPlan, results: StageResults, tensors: Iterator[torch.Tensor]) -> Unfilled:
     patterns = {
-        (one.request.request_id, one.active.index): one
-        for one in plan.patterns
-        if _held(one.active, results.stage)
+        (planned.request.request_id, planned.active.index): planned
+        for planned in plan.patterns
+        if _held(planned.active, results.stage)
     }
     for key in results.patterns:
         tensor, pattern = next(tensors), patterns.get(key)
         if pattern is not None and tensor.shape[1:] == pattern.out.shape[1:]:
-            _put(pattern.out, 0, _held(pattern.active, results.stage), tensor)
+            _write_columns(pattern.out, 0, _held(pattern.active, results.stage), tensor)
             del patterns[key]
-    return {key: one.request for key, one in patterns.items()}
+    return {key: planned.request for key, planned in patterns.items()}
 
 
 def _rows(group: ReadGroup) -> tuple[Rows, ...]:
-    return tuple((one.request.request_id, one.active.index, one.stop - one.start) for one in group.slices)
+    return tuple(
+        (part.request.request_id, part.active.index, part.stop - part.start) for part in group.slices
+    )
 
 
 def _held(active: ActiveOp, stage: Stage) -> list[int]:
@@ -178,8 +180,8 @@ def _fill(
     buffers: Sequence[torch.Tensor], columns: Sequence[list[int]], parts: Sequence[torch.Tensor]
 ) -> None:
     filled = [pair for pair in zip(buffers, columns, strict=True) if pair[1]]
-    for (buffer, own), part in zip(filled, parts, strict=True):
-        _put(buffer, 1, own, part)
+    for (buffer, site_columns), part in zip(filled, parts, strict=True):
+        _write_columns(buffer, 1, site_columns, part)
 
 
 def contiguous_span(rows: list[int]) -> tuple[int, int] | None:
@@ -196,9 +198,9 @@ def _taken(values: torch.Tensor, axis: int, columns: list[int]) -> torch.Tensor:
     return values.narrow(axis, span[0], span[1] - span[0])
 
 
-def _put(values: torch.Tensor, axis: int, columns: list[int], own: torch.Tensor) -> None:
+def _write_columns(values: torch.Tensor, axis: int, columns: list[int], part: torch.Tensor) -> None:
     span = contiguous_span(columns)
     if span is None:
-        values.index_copy_(axis, to_device(np.asarray(columns, np.int64), values.device), own)
+        values.index_copy_(axis, to_device(np.asarray(columns, np.int64), values.device), part)
     else:
-        values.narrow(axis, span[0], span[1] - span[0]).copy_(own)
+        values.narrow(axis, span[0], span[1] - span[0]).copy_(part)

@@ -83,7 +83,7 @@ class Programs:
     @functools.cached_property
     def execute(self) -> Execute:
         table = (self.rows, self.bounds, self.words, self.numbers)
-        return self._executor(*(to_device(one, self._device) for one in table))
+        return self._executor(*(to_device(array, self._device) for array in table))
 
 
 @dataclasses.dataclass(slots=True)
@@ -187,10 +187,10 @@ class TableBuilder:
         keys, order = np.repeat(by_site[:, :2], by_site[:, 2], axis=0).T
         rows = np.concatenate(rows_of_sites)
         words = np.repeat(
-            np.concatenate([one.instructions.words for one in self._blocks]), by_site[:, 2], axis=0
+            np.concatenate([added.instructions.words for added in self._blocks]), by_site[:, 2], axis=0
         )
         numbers = np.repeat(
-            np.concatenate([one.instructions.numbers for one in self._blocks]), by_site[:, 2], axis=0
+            np.concatenate([added.instructions.numbers for added in self._blocks]), by_site[:, 2], axis=0
         )
         start = 0
         for block in self._blocks:
@@ -201,10 +201,10 @@ class TableBuilder:
             start = stop
         ends = {key: sorted({*others.get(key, ()), *self._waits.get(key, ())}) for key in self._members}
         part = np.zeros(len(keys), np.int64)
-        for key, own in ends.items():
-            if own:
-                here = keys == numbers_of_keys[key]
-                part[here] = np.searchsorted(own, order[here])
+        for key, part_ends in ends.items():
+            if part_ends:
+                of_key = keys == numbers_of_keys[key]
+                part[of_key] = np.searchsorted(part_ends, order[of_key])
         by_row = np.lexsort((order, rows, part, keys))
         keys, part, rows = keys[by_row], part[by_row], rows[by_row]
         is_new_segment = np.append(True, (np.diff(keys) != 0) | (np.diff(part) != 0))
@@ -216,7 +216,7 @@ class TableBuilder:
         firsts = np.flatnonzero(is_new_segment[starts])
         stops = np.append(firsts[1:], len(starts))
         names = list(self._members)
-        found: dict[SiteKey, list[tuple[float, Segment]]] = defaultdict(list)
+        by_key: dict[SiteKey, list[tuple[float, Segment]]] = defaultdict(list)
         for first, stop in zip(firsts.tolist(), stops.tolist(), strict=True):
             key = names[keys[starts[first]]]
             place = int(part[starts[first]])
@@ -224,8 +224,8 @@ class TableBuilder:
             before = later[place] - 0.5 if place < len(later) else float("inf")
             num_rows = int(rows[first:stop].max()) + 1
             segment = Segment(programs, first, stop, self._members[key], num_rows, width_of(key))
-            found[key].append((before, segment))
-        return found
+            by_key[key].append((before, segment))
+        return by_key
 
 
 _CODES: Final = {
@@ -268,7 +268,7 @@ def own_program(
         return None
     if len(tensor) not in {1, len(op.sites)}:
         raise RuntimeError(f"{len(tensor)} vectors are given for {len(op.sites)} sites")
-    words, numbers = own = Instructions.blank(len(op.sites), _CODES[op.kind])
+    words, numbers = program = Instructions.blank(len(op.sites), _CODES[op.kind])
     words[:, Word.OPERAND] = tensor.data_ptr()
     if len(tensor) > 1:
         words[:, Word.OPERAND] += np.arange(len(op.sites)) * (tensor.stride(0) * tensor.itemsize)
@@ -281,13 +281,13 @@ def own_program(
     numbers[:, Number.B] = op.scale
     numbers[:, Number.LOW] = -math.inf if op.low is None else op.low
     numbers[:, Number.HIGH] = math.inf if op.high is None else op.high
-    return own
+    return program
 
 
 def reads(dtype: torch.dtype, count: int) -> Instructions:
-    own = Instructions.blank(count, Code.READ)
-    own.words[:, Word.DTYPE] = DTYPE_CODES[dtype]
-    return own
+    instructions = Instructions.blank(count, Code.READ)
+    instructions.words[:, Word.DTYPE] = DTYPE_CODES[dtype]
+    return instructions
 
 
 def patch_bytes(active: ActiveOp) -> int:
@@ -300,9 +300,9 @@ def patch_bytes(active: ActiveOp) -> int:
 def addresses(tensor: torch.Tensor, columns: list[int]) -> Words:
     """Return the addresses of entries of a buffer ``[rows, columns, …]``, as ``[columns, rows]``."""
     rows = np.arange(len(tensor), dtype=np.int64)[None] * tensor.stride(0)
-    own = np.asarray(columns, np.int64)[:, None] * tensor.stride(1)
-    found: Words = tensor.data_ptr() + (rows + own) * tensor.itemsize
-    return found
+    column_offsets = np.asarray(columns, np.int64)[:, None] * tensor.stride(1)
+    words: Words = tensor.data_ptr() + (rows + column_offsets) * tensor.itemsize
+    return words
 
 
 def in_order(stage: int, *, is_last_part: bool = False) -> int:

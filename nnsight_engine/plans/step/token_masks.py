@@ -67,13 +67,13 @@ class TokenMasks:
         """Return which ids are among the tokens; ``torch.isin`` waits for the device if these are many."""
         if not tokens:
             return torch.zeros_like(token_ids, dtype=torch.bool)
-        found = self._sets.get(tokens)
-        if found is None:
+        known_ids = self._sets.get(tokens)
+        if known_ids is None:
             ids: npt.NDArray[np.int64] = np.unique(np.asarray(tokens, np.int64))
-            found = self._sets[tokens] = to_device(ids, self._device)
+            known_ids = self._sets[tokens] = to_device(ids, self._device)
         ids_on_device = token_ids.to(torch.int64)
-        at = torch.searchsorted(found, ids_on_device).clamp_max(len(found) - 1)
-        return found[at] == ids_on_device
+        at = torch.searchsorted(known_ids, ids_on_device).clamp_max(len(known_ids) - 1)
+        return known_ids[at] == ids_on_device
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class AnswerTracker:
     ) -> RowParts:
         """Return the parts of a step's rows; a step may be planned again, but none may be left out."""
         num_known = min(max(len(token_ids) - start, 0), num_rows)
-        known = self._known(start, token_ids[start : start + num_known], token_ids)
+        known = self._parts_of_step(start, token_ids[start : start + num_known], token_ids)
         if num_known == num_rows:
             # The host may not know the tokens of the next step, and then not those before either.
             self._start, self._stop = -1, start + num_rows
@@ -129,12 +129,14 @@ class AnswerTracker:
             self._known_at, self._known_part = position + 1, int(parts[-1])
         return self._known_part
 
-    def _known(self, start: int, own: npt.NDArray[np.integer], token_ids: npt.NDArray[np.integer]) -> Parts:
-        num_prompt = min(max(self._prompt_len - start, 0), len(own))
-        parts = np.full(len(own), self._answer.first, np.int8)
-        if num_prompt < len(own):
+    def _parts_of_step(
+        self, start: int, step_ids: npt.NDArray[np.integer], token_ids: npt.NDArray[np.integer]
+    ) -> Parts:
+        num_prompt = min(max(self._prompt_len - start, 0), len(step_ids))
+        parts = np.full(len(step_ids), self._answer.first, np.int8)
+        if num_prompt < len(step_ids):
             first = start + num_prompt
-            parts[num_prompt:] = self._answer.scan(own[num_prompt:], self._part_at(first - 1, token_ids))
+            parts[num_prompt:] = self._answer.scan(step_ids[num_prompt:], self._part_at(first - 1, token_ids))
         earlier = max(self._prompt_len - 1 - start, 0)
         parts[:earlier] = Part.NONE
         return parts

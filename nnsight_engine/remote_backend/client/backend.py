@@ -346,9 +346,9 @@ def chosen_backend(
         ValueError: A non-blocking trace would run locally, or one of the arguments would have no effect.
     """
     if backend is not None and (isinstance(remote, str) or not blocking):
-        given = "remote=" if isinstance(remote, str) else "blocking="
+        argument = "remote=" if isinstance(remote, str) else "blocking="
         raise ValueError(
-            f"backend= says where a trace runs and whether it is waited for, so {given} beside it has no "
+            f"backend= says where a trace runs and whether it is waited for, so {argument} beside it has no "
             "effect: leave it out, or say it to the backend"
         )
     wanted = default if remote is None else remote

@@ -102,33 +102,38 @@ _Found = Mapping[Place, Nested]
 
 def local_parts(parts: Sequence[SentPart], tracer: Tracer, dialect: Dialect) -> LocalParts | None:
     """Return the parts of a trace's blocks that run here; None if there are none."""
-    found = [_statements(part, tracer) for part in parts]
-    return LocalParts(parts, found, dialect) if any(found) else None
+    statements = [_statements(part, tracer) for part in parts]
+    return LocalParts(parts, statements, dialect) if any(statements) else None
 
 
 class LocalParts:
-    """The parts of one trace that run here; ``own`` are the names that only these bodies mention."""
+    """The parts of one trace that run here; ``local_names`` are the names that only these bodies mention."""
 
-    def __init__(self, parts: Sequence[SentPart], found: Sequence[_Found], dialect: Dialect) -> None:
-        self._found = found
+    def __init__(self, parts: Sequence[SentPart], statements: Sequence[_Found], dialect: Dialect) -> None:
+        self._statements = statements
         self._dialect = dialect
         self._infos = [part.info for part in parts]
         inside, outside = set[str](), set[str]()
-        for part, statements in zip(parts, found, strict=True):
+        for part, nested in zip(parts, statements, strict=True):
             class_name = part.info.block.context.class_name
-            inside |= mangled(names_in([one for it in statements.values() for one in it.body]), class_name)
-            outside |= mangled(names_in(_without(part.info.block.origin.body, statements)), class_name)
-        self.own = frozenset(inside - outside)
-        self._cells = [copied(part.own) for part in parts]
+            inside |= mangled(
+                names_in([node for statement in nested.values() for node in statement.body]), class_name
+            )
+            outside |= mangled(names_in(_without(part.info.block.origin.body, nested)), class_name)
+        self.local_names = frozenset(inside - outside)
+        self._cells = [copied(part.cells) for part in parts]
         self._assignments = [Assignments(cells) for cells in self._cells]
         self._exchanges = exchanges(
-            [_LocalVariables(part, one, self.own) for part, one in zip(parts, self._assignments, strict=True)]
+            [
+                _LocalVariables(part, assignments, self.local_names)
+                for part, assignments in zip(parts, self._assignments, strict=True)
+            ]
         )
         self._blocks: dict[tuple[int, Place, frozenset[str]], Block] = {}
         self._saved: list[dict[str, Any]] = [{} for _ in parts]
         self._flows: list[dict[str, Any]] = [{} for _ in parts]
         self._error: BaseException | None = None
-        self._last: tuple[str, int, bytes] | None = None
+        self._last_answer: tuple[str, int, bytes] | None = None
 
     def run(self, data: bytes | bytearray | memoryview) -> bytes:
         """Run the part that the engine requests, and return the response, which reports any error."""
@@ -138,8 +143,8 @@ class LocalParts:
         except Exception as error:  # noqa: BLE001 - the engine raises it in the block, then the client here
             self._error = error
             answer = encode(plain(PartResult(error=encode_error(error))))
-            if self._last is not None:
-                self._last = (*self._last[:2], answer)
+            if self._last_answer is not None:
+                self._last_answer = (*self._last_answer[:2], answer)
             return answer
         finally:
             SAVES.exit()
@@ -168,12 +173,15 @@ class LocalParts:
         dialect = self._dialect
         decoded = decode(data, resolve=dialect.resolver({}), policy=dialect.policy)
         part_request = read_part(decoded, PartRequest)
-        if self._last is not None and self._last[:2] == (part_request.attempt, part_request.turn):
-            return self._last[2]  # the earlier response was lost with its connection
-        attempt = part_request.attempt if self._last is None else self._last[0]
-        if (self._last is None) != (part_request.turn == 0) or attempt != part_request.attempt:
+        if self._last_answer is not None and self._last_answer[:2] == (
+            part_request.attempt,
+            part_request.turn,
+        ):
+            return self._last_answer[2]  # the earlier response was lost with its connection
+        attempt = part_request.attempt if self._last_answer is None else self._last_answer[0]
+        if (self._last_answer is None) != (part_request.turn == 0) or attempt != part_request.attempt:
             raise LocalBlockError.repeated()
-        self._last = (part_request.attempt, part_request.turn, b"")
+        self._last_answer = (part_request.attempt, part_request.turn, b"")
         block, cells = self._block(part_request), self._cells[part_request.block]
         for name in block.stored:
             cells.setdefault(name, CellType())
@@ -192,17 +200,20 @@ class LocalParts:
         self._exchanges[part_request.block].publish()
         assigned = {name for name, count in counts.items() if assignments[name] != count}
         answer = self._answer(part_request, assigned, cells)
-        self._last = (part_request.attempt, part_request.turn, answer)
+        self._last_answer = (part_request.attempt, part_request.turn, answer)
         return answer
 
     def _block(self, part_request: PartRequest) -> Block:
         """Return the requested body; raise a ``DecodeError`` if there is none with these variables."""
         if (
-            not 0 <= part_request.block < len(self._found)
-            or part_request.place not in self._found[part_request.block]
+            not 0 <= part_request.block < len(self._statements)
+            or part_request.place not in self._statements[part_request.block]
         ):
             raise DecodeError("the server asks for a part under tracer.local() that the trace does not have")
-        nested, info = self._found[part_request.block][part_request.place], self._infos[part_request.block]
+        nested, info = (
+            self._statements[part_request.block][part_request.place],
+            self._infos[part_request.block],
+        )
         mentioned = mangled(names_in(nested.body), info.block.context.class_name)
         if not mentioned >= {*part_request.values, *part_request.names}:
             raise DecodeError("the server sends variables that the part under tracer.local() does not have")
@@ -219,7 +230,7 @@ class LocalParts:
         done = PartResult()
         for name in sorted(assigned):
             value = content(cells[name])
-            if name in self.own:
+            if name in self.local_names:
                 saved.pop(name, None)
                 flows.pop(name, None)
                 if value is not UNBOUND and SAVES.keeps(value):
@@ -232,20 +243,20 @@ class LocalParts:
                 done.values[name] = value
         done.saved = [name for name, value in done.values.items() if SAVES.keeps(value)]
         done.computed = [name for name, value in done.values.items() if _is_computed(value)]
-        given = {id(value): name for name, value in part_request.values.items()}
-        return encode(plain(done), reference=lambda value: self._reference(value, given))
+        names = {id(value): name for name, value in part_request.values.items()}
+        return encode(plain(done), reference=lambda value: self._reference(value, names))
 
-    def _reference(self, value: Any, given: Mapping[int, str]) -> tuple[str, ...] | None:
-        name = given.get(id(value))
+    def _reference(self, value: Any, names: Mapping[int, str]) -> tuple[str, ...] | None:
+        name = names.get(id(value))
         return (GIVEN, name) if name is not None else self._dialect.reference(value, [])
 
     def _state(self, value: Any) -> bytes:
         """Return bytes that change if a value is modified in place; tensors are represented by version."""
 
-        def reference(one: Any) -> tuple[str, ...] | None:
-            if isinstance(one, torch.Tensor):
-                return ("tensor", str(id(one)), str(one._version))  # noqa: SLF001 - torch has no public version counter
-            return self._dialect.reference(one, [])
+        def reference(referred: Any) -> tuple[str, ...] | None:
+            if isinstance(referred, torch.Tensor):
+                return ("tensor", str(id(referred)), str(referred._version))  # noqa: SLF001 - torch has no public version counter
+            return self._dialect.reference(referred, [])
 
         return encode(value, reference=reference)
 
@@ -254,23 +265,23 @@ class _LocalVariables:
     """The variables of one block that stay here; invokes share them as they share other variables."""
 
     def __init__(self, part: SentPart, assignments: Assignments, names: frozenset[str]) -> None:
-        self.identities = {name: one for name, one in part.identities.items() if name in names}
-        self.own = {name: cell for name, cell in assignments.cells.items() if name in self.identities}
+        self.identities = {name: identity for name, identity in part.identities.items() if name in names}
+        self.cells = {name: cell for name, cell in assignments.cells.items() if name in self.identities}
         self.stored = [name for name in part.info.block.stored if name in self.identities]
         self.assignments = assignments
 
 
 def _statements(part: SentPart, tracer: Tracer) -> _Found:
     info = part.info
-    names = {name for name, cell in part.own.items() if content(cell) is tracer}
-    found = {}
+    names = {name for name, cell in part.cells.items() if content(cell) is tracer}
+    by_line = {}
     for nested in info.block.nested:
         match nested.node.items[nested.item].context_expr:
             case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="local")) if name in names or (
-                name not in part.own and info.globals_.get(name) is tracer
+                name not in part.cells and info.globals_.get(name) is tracer
             ):
-                found[place_of(nested)] = nested
-    return found
+                by_line[place_of(nested)] = nested
+    return by_line
 
 
 class _Stripper(ast.NodeTransformer):
@@ -296,14 +307,14 @@ def _without(body: Sequence[ast.stmt], statements: _Found) -> list[ast.stmt]:
 
 
 def _is_computed(value: Any) -> bool:
-    found: list[bool] = []
+    flags: list[bool] = []
 
     def look(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor.grad_fn is not None)
+        flags.append(tensor.grad_fn is not None)
         return tensor
 
     map_tensors(value, look)
-    return any(found)
+    return any(flags)
 
 
 class _Values(TorchFunctionMode):
@@ -312,8 +323,8 @@ class _Values(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = [*args, *(kwargs or {}).values()]
-        found = {one.is_meta for one in given if isinstance(one, torch.Tensor)}
-        if len(found) > 1:
+        arguments = [*args, *(kwargs or {}).values()]
+        are_meta = {argument.is_meta for argument in arguments if isinstance(argument, torch.Tensor)}
+        if len(are_meta) > 1:
             raise LocalBlockError.without_values()
         return func(*args, **(kwargs or {}))

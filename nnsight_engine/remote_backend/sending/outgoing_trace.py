@@ -14,7 +14,7 @@ import torch
 
 import nnsight_engine
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer, Invoker
-from nnsight_engine.interleaving.barrier import Barrier
+from nnsight_engine.interleaving.shared_variables import Barrier
 from nnsight_engine.remote_backend.codecs import Codec, encode_blocks
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
@@ -48,7 +48,7 @@ from nnsight_engine.tracing.tracer import Session, Tracer
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
-    from nnsight_engine.envoys.tracers.editing import Edit
+    from nnsight_engine.envoys.tracers.interleaving import Edit
 
 
 class Inputs(NamedTuple):
@@ -126,12 +126,15 @@ class SentRemotely:
         self.local = (
             None if is_session or dialect.name == "vllm" else local_parts(self._parts, tracer, dialect)
         )
-        own = frozenset[str]() if self.local is None else self.local.own
-        self._saved = saved_containers([part.as_sent(own).cells for part in self._parts])
+        local_names = frozenset[str]() if self.local is None else self.local.local_names
+        self._saved = saved_containers([part.as_sent(local_names).cells for part in self._parts])
         sent = [*self._parts, *inputs.edits]
         blocks = encode_blocks(
             codec,
-            [*(part.as_sent(own) for part in self._parts), *(edit.as_sent() for edit in inputs.edits)],
+            [
+                *(part.as_sent(local_names) for part in self._parts),
+                *(edit.as_sent() for edit in inputs.edits),
+            ],
             shared={SAVED: self._saved, **inputs.shared},
             reference=lambda value: dialect.reference(value, barriers),
         )
@@ -223,11 +226,11 @@ class TransformersDialect(Dialect):
         self.fingerprint = "" if config is None else fingerprint_of(config)
 
     def inputs(self, tracer: InterleavingTracer) -> Inputs:
-        invokers = [one for one in tracer.invokers if isinstance(one, Invoker)]
+        invokers = [invoker for invoker in tracer.invokers if isinstance(invoker, Invoker)]
         sources: list[Tracer] = [*invokers] or [tracer]
         method = self._method(tracer)
         shared = {
-            "inputs": [(one.args, one.kwargs) for one in sources],
+            "inputs": [(invoker.args, invoker.kwargs) for invoker in sources],
             "kwargs": tracer.kwargs if invokers else {},
             "validate": tracer.validate,
             "traced": tracer.model,

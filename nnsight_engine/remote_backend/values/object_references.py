@@ -22,8 +22,8 @@ from nnsight_engine.envoys.architectures.points import Points
 from nnsight_engine.envoys.cache import Cache, CacheView, Entry
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.operations import OperationEnvoy, SourceEnvoy
-from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.interleaving.interleaver import Interleaver
+from nnsight_engine.interleaving.shared_variables import Barrier
 from nnsight_engine.remote_backend.codecs import Codec, decode_blocks, encode_blocks
 from nnsight_engine.serialization import DecodeError, EncodeError
 from nnsight_engine.serialization.graph import Resolve
@@ -44,7 +44,7 @@ def reference_of(value: Any, model: Envoy, barriers: list[Barrier]) -> Reference
     if place is not None:
         return place
     if isinstance(value, Barrier):
-        number = next((at for at, one in enumerate(barriers) if one is value), len(barriers))
+        number = next((at for at, barrier in enumerate(barriers) if barrier is value), len(barriers))
         if number == len(barriers):
             barriers.append(value)
         return ("barrier", str(number), str(value.participants))
@@ -85,7 +85,9 @@ def _points_of(value: Points | PointGroup, model: Envoy) -> Reference:
 def _operation_of(value: SourceEnvoy | OperationEnvoy, model: Envoy) -> Reference:
     path = str(value.path)
     modules = (str(envoy.path) for envoy in model._root._walk())  # noqa: SLF001 - an envoy of ours
-    module = max((one for one in modules if f"{path}.".startswith(f"{one}.")), key=len)
+    module = max(
+        (module_path for module_path in modules if f"{path}.".startswith(f"{module_path}.")), key=len
+    )
     calls = [call for call in path.removeprefix(module).split(".") if call]
     return ("source" if isinstance(value, SourceEnvoy) else "operation", module, *calls)
 
@@ -94,7 +96,7 @@ def _tensor_of(value: torch.Tensor, module: torch.nn.Module) -> Reference | None
     if not isinstance(value, torch.nn.Parameter) and not value.is_meta:
         return None
     named = itertools.chain(module.named_parameters(), module.named_buffers())
-    return next((("tensor", name) for name, one in named if one is value), None)
+    return next((("tensor", name) for name, tensor in named if tensor is value), None)
 
 
 def _refuse_other(path: str) -> NoReturn:
@@ -150,25 +152,25 @@ class ObjectReferences:
         if path == str(model.path):
             return model
         root = model._root  # noqa: SLF001 - an envoy of ours
-        found = root.get(path)
-        if not isinstance(found, Envoy):
+        envoy = root.get(path)
+        if not isinstance(envoy, Envoy):
             raise TypeError(f"{path} is no module")
-        return found
+        return envoy
 
     def _operation(self, kind: str, module: str, *calls: str) -> SourceEnvoy | OperationEnvoy:
-        found: SourceEnvoy | OperationEnvoy = self._envoy(module).source
+        operation: SourceEnvoy | OperationEnvoy = self._envoy(module).source
         for call in calls:
-            within = found.source if isinstance(found, OperationEnvoy) else found
-            found = within.operations[call]
-        return found.source if kind == "source" and isinstance(found, OperationEnvoy) else found
+            within = operation.source if isinstance(operation, OperationEnvoy) else operation
+            operation = within.operations[call]
+        return operation.source if kind == "source" and isinstance(operation, OperationEnvoy) else operation
 
 
 def _tensor_named(module: torch.nn.Module, name: str) -> torch.Tensor:
     owner, _, attribute = name.rpartition(".")
-    found = getattr(module.get_submodule(owner), attribute)
-    if not isinstance(found, torch.Tensor):
+    tensor = getattr(module.get_submodule(owner), attribute)
+    if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is no tensor")
-    return found
+    return tensor
 
 
 _ADDED: Final = "added"
@@ -182,9 +184,9 @@ def added_part(model: Envoy, codec: Codec) -> list[bytes]:
     paths = [f"{parent}.{name}" for parent, name in added]
 
     def reference(value: Any) -> Reference | None:
-        found = reference_of(value, model, [])
-        is_added = found is not None and any(f"{found[-1]}.".startswith(f"{path}.") for path in paths)
-        return None if is_added else found
+        referred = reference_of(value, model, [])
+        is_added = referred is not None and any(f"{referred[-1]}.".startswith(f"{path}.") for path in paths)
+        return None if is_added else referred
 
     modules = [(parent, name, module) for (parent, name), module in added.items()]
     return [encode_blocks(codec, [], {_ADDED: modules}, reference=reference)]
@@ -207,8 +209,8 @@ def attached(
                 _add(envoy, name, module)
         yield
     finally:
-        for one in reversed(before):
-            one.restore()
+        for state in reversed(before):
+            state.restore()
         if before:
             known.clear()
             known.update(by_module)
@@ -237,8 +239,8 @@ class _Before:
 def _checked(added: Any) -> list[tuple[str, str, torch.nn.Module]]:
     kinds = (str, str, torch.nn.Module)
     if not isinstance(added, list) or not all(
-        isinstance(one, tuple) and len(one) == len(kinds) and all(map(isinstance, one, kinds))
-        for one in added
+        isinstance(path, tuple) and len(path) == len(kinds) and all(map(isinstance, path, kinds))
+        for path in added
     ):
         raise DecodeError("the trace is broken: modules are added with their place and their name")
     return added

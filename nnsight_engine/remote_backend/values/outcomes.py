@@ -59,16 +59,16 @@ class SentPart(NamedTuple):
         return cls(info, Assignments(info.variables), identities)
 
     @property
-    def own(self) -> Mapping[str, CellType]:
+    def cells(self) -> Mapping[str, CellType]:
         return self.assignments.cells
 
     def bind(self, name: str, value: Any) -> None:
         """Assign one of its variables; ignore unknown names, which a faulty or malicious server may send."""
-        if name in self.own:
+        if name in self.cells:
             self.assignments[name] = value
 
     def as_sent(self, left_out: frozenset[str] = frozenset()) -> SentBlock:
-        cells = {name: cell for name, cell in self.own.items() if name not in left_out}
+        cells = {name: cell for name, cell in self.cells.items() if name not in left_out}
         return SentBlock(self.info, cells, left_out)
 
 
@@ -93,9 +93,9 @@ def raise_first(outcomes: Sequence[Outcome]) -> None:
 def warnings_of(block: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the warnings in a block's outcome, bounded in number and length; older engines send none."""
     texts = block.get("warnings", [])
-    if type(texts) is not list or not all(type(one) is str for one in texts):
+    if type(texts) is not list or not all(type(text) is str for text in texts):
         raise DecodeError("its warnings are no texts")
-    return tuple(one[:_MAX_WARNING] for one in texts[:_MAX_WARNINGS])
+    return tuple(text[:_MAX_WARNING] for text in texts[:_MAX_WARNINGS])
 
 
 def warn_of(outcomes: Sequence[Outcome]) -> None:
@@ -118,24 +118,24 @@ def read_outcomes(
     try:
         before = message["before"] if fills else None
         pairs = [] if before is None else _pairs(before, saved)
-        own = {id(value): original for value, original in pairs}
-        outcomes = [_outcome(block, own) for block in _typed(message["blocks"], list)]
+        originals = {id(value): original for value, original in pairs}
+        outcomes = [_outcome(block, originals) for block in _typed(message["blocks"], list)]
         for value, original in pairs:
-            _fill(original, value, own)
+            _fill(original, value, originals)
     except (AttributeError, LookupError, TypeError) as error:
         raise DecodeError(f"the message holds no outcome of a trace: {error!r}") from error
     return outcomes
 
 
-def _outcome(block: dict[str, Any], own: Mapping[int, Any]) -> Outcome:
+def _outcome(block: dict[str, Any], originals: Mapping[int, Any]) -> Outcome:
     error = block["error"]
     return Outcome(
         index=_typed(block["index"], int),
         choice=_typed(block["choice"], int),
-        saves=_named(block["saves"], own),
+        saves=_named(block["saves"], originals),
         error=None if error is None else restore_error(error),
         shapes=_typed(block["shapes"], dict),
-        flows=_named(block.get("flows", {}), own),
+        flows=_named(block.get("flows", {}), originals),
         warnings=warnings_of(block),
     )
 
@@ -146,10 +146,10 @@ def _typed(value: Any, kind: type[T]) -> T:
     return value
 
 
-def _named(values: Any, own: Mapping[int, Any]) -> dict[str, Any]:
+def _named(values: Any, originals: Mapping[int, Any]) -> dict[str, Any]:
     """Return values by variable, with the user's containers in place of the returned ones."""
     values = _typed(values, dict)
-    return {_typed(name, str): own.get(id(value), value) for name, value in values.items()}
+    return {_typed(name, str): originals.get(id(value), value) for name, value in values.items()}
 
 
 def _pairs(before: Any, saved: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -165,8 +165,8 @@ def _pairs(before: Any, saved: Sequence[Any]) -> list[tuple[Any, Any]]:
 def assign_saved(parts: Sequence[SentPart], outcomes: Sequence[Outcome]) -> None:
     """Assign the saved values, issue warnings, then raise the first error or ``LostTraceError``."""
     for index, part in enumerate(parts):
-        mine = [outcome for outcome in outcomes if outcome.index == index]
-        for name, value in by_name([outcome.flows for outcome in mine]).items():
+        of_block = [outcome for outcome in outcomes if outcome.index == index]
+        for name, value in by_name([outcome.flows for outcome in of_block]).items():
             part.bind(name, value)
         for name, value in saves_of(outcomes, index).items():
             part.bind(name, value)
@@ -185,10 +185,10 @@ def named(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return all saved values by name, the last block's if several have it; raise the first error."""
     raise_first(outcomes)
     warn_of(outcomes)
-    found: dict[str, Any] = {}
+    saves: dict[str, Any] = {}
     for index in sorted({outcome.index for outcome in outcomes}):
-        found |= saves_of(outcomes, index)
-    return found
+        saves |= saves_of(outcomes, index)
+    return saves
 
 
 def saves_of(outcomes: Sequence[Outcome], index: int) -> dict[str, Any]:
@@ -205,8 +205,8 @@ def by_name(choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def saved_containers(blocks: Sequence[Mapping[str, CellType]]) -> list[Any]:
     contents = [content(cell) for cells in blocks for cell in cells.values()]
-    found = {id(value): value for value in contents if isinstance(value, list | dict | set)}
-    return [value for key, value in found.items() if key in SAVES.marked]
+    containers = {id(value): value for value in contents if isinstance(value, list | dict | set)}
+    return [value for key, value in containers.items() if key in SAVES.marked]
 
 
 def groups_of(parts: Sequence[SentPart]) -> list[dict[str, int]]:
@@ -222,13 +222,13 @@ def groups_of(parts: Sequence[SentPart]) -> list[dict[str, int]]:
     ]
 
 
-def _fill(original: Any, value: Any, own: Mapping[int, Any]) -> None:
+def _fill(original: Any, value: Any, originals: Mapping[int, Any]) -> None:
     """Replace the contents of a user's container; ``own`` are those, by ``id`` of the returned ones."""
     if isinstance(original, list):
-        original[:] = [own.get(id(item), item) for item in value]
+        original[:] = [originals.get(id(item), item) for item in value]
     elif isinstance(original, dict):
         original.clear()
-        original.update({key: own.get(id(item), item) for key, item in value.items()})
+        original.update({key: originals.get(id(item), item) for key, item in value.items()})
     elif isinstance(original, set):
         original.clear()
         original.update(value)

@@ -28,19 +28,19 @@ _MAX_SAID: Final = 2000
 class ReceivedInvoke:
     """A block with its variables, and the surrounding variables that they represent.
 
-    See ``interleaving.shared_variables``. ``own`` are the block's own cells, ``stored`` the names that it may
-    assign; ``marked`` are the objects it has saved, by identity, if the engine keeps them per block.
+    See ``interleaving.shared_variables``. ``cells`` are the block's own cells, ``stored`` the names that it
+    may assign; ``marked`` are the objects it has saved, by identity, if the engine keeps them per block.
     """
 
-    __slots__ = ("args", "assignments", "identities", "info", "kwargs", "marked", "own", "stored")
+    __slots__ = ("args", "assignments", "cells", "identities", "info", "kwargs", "marked", "stored")
 
     def __init__(self, info: Info, groups: Mapping[str, int]) -> None:
         """Create the invoke of a block; variables with equal numbers represent one surrounding variable."""
         self.info = info
-        self.own = info.variables
+        self.cells = info.variables
         self.identities = {name: groups[name] for name in info.variables if name in groups}
         self.stored = info.block.stored
-        self.assignments = Assignments(self.own)
+        self.assignments = Assignments(self.cells)
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
         self.marked: dict[int, Any] = {}
@@ -55,7 +55,7 @@ class ReceivedInvoke:
         return {name: value for name, value in values.items() if not holds_marked(value, marked)}
 
     def _assigned(self) -> dict[str, Any]:
-        values = {name: content(self.own[name]) for name in self.stored}
+        values = {name: content(self.cells[name]) for name in self.stored}
         return {name: value for name, value in values.items() if value is not UNBOUND}
 
     def finish(self) -> None:

@@ -30,31 +30,31 @@ _TYPE_PARAMETERS = "<generic parameters of "
 
 def global_names(code: CodeType, *, at_once: bool = False) -> list[str]:
     """Return the global names that code uses; ``at_once`` leaves out functions that run later or never."""
-    found: dict[str, None] = {}
-    for one in nested_codes(code, at_once=at_once):
-        for instruction in dis.get_instructions(one):
+    names: dict[str, None] = {}
+    for nested in nested_codes(code, at_once=at_once):
+        for instruction in dis.get_instructions(nested):
             if instruction.opname in _READS_GLOBAL:
-                found[str(instruction.argval)] = None
-    return list(found)
+                names[str(instruction.argval)] = None
+    return list(names)
 
 
 def mentioned_in(code: CodeType) -> set[str]:
     """Return every name and string constant of the code; each may be the name of a module attribute."""
-    found: set[str] = set()
-    for one in nested_codes(code):
-        found.update(one.co_names)
-        found.update(constant for constant in one.co_consts if isinstance(constant, str))
-    return found
+    names: set[str] = set()
+    for nested in nested_codes(code):
+        names.update(nested.co_names)
+        names.update(constant for constant in nested.co_consts if isinstance(constant, str))
+    return names
 
 
 def nested_codes(code: CodeType, *, at_once: bool = False) -> Iterator[CodeType]:
     waiting = [code]
     while waiting:
-        one = waiting.pop()
-        yield one
+        code_object = waiting.pop()
+        yield code_object
         waiting.extend(
             constant
-            for constant in one.co_consts
+            for constant in code_object.co_consts
             if isinstance(constant, CodeType) and (not at_once or _runs_at_once(constant.co_name))
         )
 
@@ -67,11 +67,13 @@ def nested_code(code: CodeType, name: str) -> CodeType:
     """Return the code object called ``name`` that is nested in another, or raise a ``SyntaxError``."""
     waiting = [code]
     while waiting:
-        found = [constant for one in waiting for constant in one.co_consts if isinstance(constant, CodeType)]
-        for one in found:
-            if one.co_name == name:
-                return one
-        waiting = found
+        nested = [
+            constant for outer in waiting for constant in outer.co_consts if isinstance(constant, CodeType)
+        ]
+        for inner in nested:
+            if inner.co_name == name:
+                return inner
+        waiting = nested
     raise SyntaxError(f"the text does not define {name}")
 
 
@@ -196,7 +198,7 @@ def _move(error: SyntaxError, num_lines: int) -> None:
 
 def type_parameters(fragment: SourceFragment) -> frozenset[str]:
     node = statement_at(fragment.text, fragment.line, fragment.filename)
-    return frozenset(one.name for one in getattr(node, "type_params", ()))
+    return frozenset(parameter.name for parameter in getattr(node, "type_params", ()))
 
 
 def _lambda_at(fragment: SourceFragment) -> ast.Lambda:
@@ -243,9 +245,9 @@ def _leave_values_out(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         arguments.vararg,
         arguments.kwarg,
     ]
-    for one in every:
-        if one is not None:
-            one.annotation = None
+    for argument in every:
+        if argument is not None:
+            argument.annotation = None
     if not isinstance(node, ast.Lambda):
         node.decorator_list, node.returns = [], None
         if hasattr(node, "type_params"):  # from Python 3.12 on
@@ -273,10 +275,10 @@ def _only(code: CodeType, name: str) -> CodeType:
 
     Deeper ones, of comprehensions and class bodies, rely on arguments that a function call does not supply.
     """
-    found = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    if len(found) != 1 or found[0].co_name != name:
+    codes = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    if len(codes) != 1 or codes[0].co_name != name:
         raise SyntaxError(f"the text does not define {name}, and nothing else")
-    return found[0]
+    return codes[0]
 
 
 def _renamed(code: CodeType, before: str, after: str) -> CodeType:

@@ -42,11 +42,11 @@ def is_importable(module: str) -> bool:
         return False
     if top in sys.stdlib_module_names or top == _OURS:
         return True
-    found = sys.modules.get(top)
-    if found is None:
+    loaded = sys.modules.get(top)
+    if loaded is None:
         return False
-    file = getattr(found, "__file__", None)
-    files = [file] if file else list(getattr(found, "__path__", ()))
+    file = getattr(loaded, "__file__", None)
+    files = [file] if file else list(getattr(loaded, "__path__", ()))
     return bool(files) and all(map(_is_installed, files))
 
 
@@ -60,7 +60,7 @@ def name_of(value: Any) -> tuple[str, str] | None:
         return module, name
     candidates = [MOVED.get(module, module)] if isinstance(module, str) else []
     if not isinstance(value, types.FunctionType):  # the ``__module__`` of a C function may be missing
-        candidates += [one.__name__ for one in _PLACES_OF_C]
+        candidates += [module_of_c.__name__ for module_of_c in _PLACES_OF_C]
     for candidate in candidates:
         for spelled in dict.fromkeys((name, name.rpartition(".")[2])):
             if is_importable(candidate) and lookup(candidate, spelled) is value:
@@ -69,9 +69,9 @@ def name_of(value: Any) -> tuple[str, str] | None:
 
 
 def lookup(module: str, name: str) -> Any:
-    found = sys.modules.get(module)
+    loaded = sys.modules.get(module)
     try:
-        return operator.attrgetter(name)(found)
+        return operator.attrgetter(name)(loaded)
     except AttributeError:
         return None
 

@@ -58,14 +58,16 @@ def fragment_of_function(code: CodeType, globals_: dict[str, Any]) -> SourceFrag
 
 def _fragment_in(source: SourceText, code: CodeType, globals_: dict[str, Any]) -> SourceFragment | None:
     if code.co_name == "<lambda>":
-        near = [one for one in _beginning_at(source, code) if isinstance(one[0], ast.Lambda)]
+        near = [
+            candidate for candidate in _beginning_at(source, code) if isinstance(candidate[0], ast.Lambda)
+        ]
         # Python 3.12 records no position for returned constants.
-        found = [one for one in near if _is_body_of(one[0], code)] or near
+        fitting = [candidate for candidate in near if _is_body_of(candidate[0], code)] or near
     else:
-        found = [one for one in _beginning_at(source, code) if _is_def_of(one[0], code)]
-    for node, class_name, _ in sorted(found, key=lambda one: _size(one[0])):
+        fitting = [candidate for candidate in _beginning_at(source, code) if _is_def_of(candidate[0], code)]
+    for node, class_name, _ in sorted(fitting, key=lambda candidate: _size(candidate[0])):
         fragment = _fragment(source, node, code.co_name, code.co_qualname, class_name, code.co_flags)
-        if _defines(fragment, code, exactly=len(found) > 1) and defines(source.tree, code, globals_, node):
+        if _defines(fragment, code, exactly=len(fitting) > 1) and defines(source.tree, code, globals_, node):
             return fragment
     return None
 
@@ -112,10 +114,10 @@ def _beginning_at(source: SourceText, code: CodeType) -> Sequence[_Found]:
 @functools.lru_cache(maxsize=64)
 def _by_first_line(tree: ast.Module) -> Mapping[int, Sequence[_Found]]:
     """Return the definitions of a file by first line; cached, as files are large and searched many times."""
-    found: dict[int, list[_Found]] = {}
-    for one in _definitions(tree):
-        found.setdefault(first_line(one[0]), []).append(one)
-    return found
+    by_line: dict[int, list[_Found]] = {}
+    for definition in _definitions(tree):
+        by_line.setdefault(first_line(definition[0]), []).append(definition)
+    return by_line
 
 
 def _definitions(tree: ast.Module) -> Iterator[_Found]:
@@ -165,7 +167,8 @@ def _defines(fragment: SourceFragment, code: CodeType, *, exactly: bool) -> bool
 
 def _parts(code: CodeType) -> tuple[Any, ...]:
     constants = [
-        _parts(one) if isinstance(one, CodeType) else (type(one), repr(one)) for one in code.co_consts
+        _parts(constant) if isinstance(constant, CodeType) else (type(constant), repr(constant))
+        for constant in code.co_consts
     ]
     return code.co_code, code.co_names, constants
 
@@ -224,19 +227,25 @@ def _chosen(nodes: list[ast.ClassDef], kind: type, filename: str) -> ast.ClassDe
 
 def _declares(node: ast.ClassDef, kind: type) -> bool:
     """Return whether a definition declares a class's variables; True if decorators or ``if`` may add some."""
-    if type(kind) not in {type, abc.ABCMeta} or not all(isinstance(one, _DECLARING) for one in node.body):
+    if type(kind) not in {type, abc.ABCMeta} or not all(
+        isinstance(statement, _DECLARING) for statement in node.body
+    ):
         return True
     annotated = {
-        _mangled(one.target.id, node.name): None
-        for one in node.body
-        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and one.simple
+        _mangled(statement.target.id, node.name): None
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and statement.simple
     }
     known = vars(kind).get("__annotations__", {} if sys.version_info < (3, 14) else annotated)
     if list(known) != list(annotated):
         return False
-    assigned = [target for one in node.body if isinstance(one, ast.Assign) for target in one.targets]
-    names = [_mangled(one.id, node.name) for one in assigned if isinstance(one, ast.Name)]
-    names += [_mangled(one.name, node.name) for one in node.body if isinstance(one, _Named)]
+    assigned = [
+        target for statement in node.body if isinstance(statement, ast.Assign) for target in statement.targets
+    ]
+    names = [_mangled(target_.id, node.name) for target_ in assigned if isinstance(target_, ast.Name)]
+    names += [_mangled(statement.name, node.name) for statement in node.body if isinstance(statement, _Named)]
     return bool(node.decorator_list) or all(name in vars(kind) for name in names)
 
 

@@ -36,7 +36,7 @@ class SourceCache:
         self._num_characters = 0
         self._lock = threading.Lock()
 
-    def put(self, filename: str, line: int, text: str, *, is_quoted: bool = False) -> None:
+    def register(self, filename: str, line: int, text: str, *, is_quoted: bool = False) -> None:
         """Register a text of a file that does not exist here; one quoted in errors never mixes with code."""
         with self._lock:
             entry = linecache.cache.get(filename)
@@ -56,7 +56,7 @@ class SourceCache:
                 self._files[filename] = _Pieces(len(filename), is_quoted=is_quoted)
                 self._num_characters += len(filename)
             pieces = self._files[filename]
-            self._num_characters += pieces.place(line, text)
+            self._num_characters += pieces.insert(line, text)
             self._files.move_to_end(filename)
             linecache.cache[filename] = (pieces.num_characters, None, pieces, filename)  # type: ignore[assignment] # typed as a list, but only read as a sequence
             while len(self._files) > self._max_files or self._num_characters > self._max_characters:
@@ -77,17 +77,17 @@ class _Pieces(Lines):
         self.num_characters = num_characters
         self.is_quoted = is_quoted
         self._lines: dict[int, str] = {}
-        self._last = 0
+        self._last_line = 0
 
-    def place(self, line: int, text: str) -> int:
-        before = self.num_characters
-        new = [f"{one}\n" for one in text.removesuffix("\n").split("\n")]
-        for number, one in enumerate(new, start=line):
-            self._set(number, one)
-        self._last = max(self._last, line - 1 + len(new))
-        if new[0][:1] in {" ", "\t"} and line > 1 and not self[line - 2].strip():
+    def insert(self, line: int, text: str) -> int:
+        num_before = self.num_characters
+        lines = [f"{text_line}\n" for text_line in text.removesuffix("\n").split("\n")]
+        for number, text_line in enumerate(lines, start=line):
+            self._set(number, text_line)
+        self._last_line = max(self._last_line, line - 1 + len(lines))
+        if lines[0][:1] in {" ", "\t"} and line > 1 and not self[line - 2].strip():
             self._set(line - 1, "if 1:\n")  # so that tools that parse the whole file can do so
-        return self.num_characters - before
+        return self.num_characters - num_before
 
     def _set(self, number: int, line: str) -> None:
         held = self._lines.get(number)
@@ -95,9 +95,9 @@ class _Pieces(Lines):
         self._lines[number] = line
 
     def __len__(self) -> int:
-        return self._last
+        return self._last_line
 
-    def at(self, index: int) -> str:
+    def line_at(self, index: int) -> str:
         return self._lines.get(index + 1, "\n")
 
 
@@ -162,7 +162,7 @@ def compile_received(
 
 
 def show(fragment: SourceFragment) -> None:
-    SOURCE_CACHE.put(fragment.filename, fragment.line, fragment.text)
+    SOURCE_CACHE.register(fragment.filename, fragment.line, fragment.text)
 
 
 def _named(fragment: SourceFragment) -> SourceFragment:

@@ -52,8 +52,8 @@ def ngram_finalize(
     positions = (place + size)[:, None] + torch.arange(k)
     has_match = (score > 0) & (num_sampled[:num_reqs] > 0)
     is_text = has_match[:, None] & (positions < total_len[idx_mapping][:, None])
-    found = token_ids[idx_mapping[:, None], positions.clamp(0, width - 1)].long()
-    drafts[:num_reqs] = torch.where(is_text, found, last_sampled[idx_mapping][:, None])
+    proposed = token_ids[idx_mapping[:, None], positions.clamp(0, width - 1)].long()
+    drafts[:num_reqs] = torch.where(is_text, proposed, last_sampled[idx_mapping][:, None])
 
 
 def prepare_own_prefill(
@@ -117,9 +117,9 @@ def prepare_dependent_prefill(
     starts = query_start_loc[:num_reqs]
     num_accepted = lengths_of(query_start_loc, num_reqs) - num_rejected[:num_reqs]
     rows, places = rows_and_places(num_accepted)
-    at = starts[rows] + places
-    draft_positions[at] = target_positions[at]
-    inner = at[places > 0]
+    index = starts[rows] + places
+    draft_positions[index] = target_positions[index]
+    inner = index[places > 0]
     draft_input_ids[inner - 1] = target_input_ids[inner]
     last = (starts + num_accepted - 1).long()
     sampled = last_sampled.view(-1)[idx_mapping].to(draft_input_ids.dtype)
@@ -175,15 +175,15 @@ def update_draft_inputs(
     num_speculative_steps: int,
     advance_draft_positions: bool,
 ) -> None:
-    own, step = slice(grid[0]), int(current_draft_step)
-    output_draft_tokens[own, step] = draft_tokens[own].to(output_draft_tokens.dtype)
+    rows, step = slice(grid[0]), int(current_draft_step)
+    output_draft_tokens[rows, step] = draft_tokens[rows].to(output_draft_tokens.dtype)
     if step >= num_speculative_steps - 1:
         return
-    sample_src_positions[own] += 1
-    input_ids[own] = draft_tokens[own].to(input_ids.dtype)
-    next_input_hidden_states[own] = hidden_states[own]
+    sample_src_positions[rows] += 1
+    input_ids[rows] = draft_tokens[rows].to(input_ids.dtype)
+    next_input_hidden_states[rows] = hidden_states[rows]
     if advance_draft_positions:
-        _advance(positions[own], seq_lens[own], max_model_len)
+        _advance(positions[rows], seq_lens[rows], max_model_len)
 
 
 def _advance(positions: torch.Tensor, seq_lens: torch.Tensor, max_model_len: int) -> None:

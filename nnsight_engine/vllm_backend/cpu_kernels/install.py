@@ -6,16 +6,22 @@ workers exist.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
+from vllm.platforms.cpu import CpuPlatform
 
 from nnsight_engine.vllm_backend.cpu_kernels import drafts, input_batch, logits, model_states, sampling
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 SUPPORTED: Final = types.MappingProxyType({"cp_size": 1, "use_fp64": False, "watermark": False})
 """Arguments of which functions here have one value alone; the options that set another are refused."""
@@ -29,7 +35,7 @@ class CpuKernel:
 
     def __init__(self, name: str, kernel: Callable[..., Any], function: Callable[..., None]) -> None:
         parameters = inspect.signature(getattr(kernel, "fn", kernel)).parameters
-        self._names: Final = {one: one.removesuffix(_POINTER).lower() for one in parameters}
+        self._names: Final = {parameter: parameter.removesuffix(_POINTER).lower() for parameter in parameters}
         self._wanted: Final = frozenset(inspect.signature(function).parameters)
         self._name: Final = name
         self._function: Final = function
@@ -39,15 +45,15 @@ class CpuKernel:
 
     def _launch(self, grid: tuple[int, ...], *positional: object, **named: object) -> None:
         # Triton's own options, such as `num_warps`, are not among the names.
-        given = dict(zip(self._names.values(), positional, strict=False))
-        given |= {self._names[name]: value for name, value in named.items() if name in self._names}
+        arguments = dict(zip(self._names.values(), positional, strict=False))
+        arguments |= {self._names[name]: value for name, value in named.items() if name in self._names}
         for name, value in SUPPORTED.items():
-            if given.get(name, value) != value:
+            if arguments.get(name, value) != value:
                 raise NotImplementedError(
-                    f"vLLM's kernel {self._name} has no function for CPUs with {name} {given[name]}"
+                    f"vLLM's kernel {self._name} has no function for CPUs with {name} {arguments[name]}"
                 )
-        given[_GRID] = grid
-        self._function(**{name: value for name, value in given.items() if name in self._wanted})
+        arguments[_GRID] = grid
+        self._function(**{name: value for name, value in arguments.items() if name in self._wanted})
 
 
 _WORKER: Final = "vllm.v1.worker."
@@ -142,3 +148,45 @@ def module_of(name: str) -> tuple[Any, str]:
 
 def _as_list(_block_tables: object, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return list(tensors)
+
+
+@contextlib.contextmanager
+def _foreign_objects() -> Iterator[None]:
+    """Have vLLM look for its kernels in all modules, also where an object's ``__dict__`` is none: numba's."""
+
+    from vllm.triton_utils import dispatcher  # noqa: PLC0415 - it imports the platform
+
+    def attributes(value: Any) -> Mapping[str, Any]:
+        attributes_of: Any = vars(value)
+        return attributes_of if isinstance(attributes_of, Mapping) else {}
+
+    dispatcher.vars = attributes  # in place of the builtin
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of objects that are looked at
+            yield
+    finally:
+        del dispatcher.vars
+
+
+class V2CpuPlatform(CpuPlatform):
+    ray_device_key = "GPU"
+    """Ray's name of the device that each worker takes; vLLM's own platform has none."""
+
+    _is_registered: ClassVar[bool] = False
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        scheduler = vllm_config.scheduler_config
+        is_async = scheduler.async_scheduling
+        super().check_and_update_config(vllm_config)
+        scheduler.async_scheduling = is_async
+        allow_v2()
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        if not cls._is_registered:
+            with _foreign_objects():
+                super().register_triton_kernel_overrides()
+                install()
+            cls._is_registered = True

@@ -45,21 +45,21 @@ def apply_penalties(
     repetition, frequency, presence = (
         penalty[expanded_idx_mapping] for penalty in (repetition_penalty, frequency_penalty, presence_penalty)
     )
-    own = ((repetition != 1) | (frequency != 0) | (presence != 0)).nonzero().view(-1)
-    requests, places = expanded_idx_mapping[own], expanded_local_pos[own]
+    penalized = ((repetition != 1) | (frequency != 0) | (presence != 0)).nonzero().view(-1)
+    requests, places = expanded_idx_mapping[penalized], expanded_local_pos[penalized]
     counts = output_bin_counts[requests]
     rows, before = rows_and_places(places)
-    count_in(counts, rows, token_ids[(own - places)[rows] + before + 1].long())
+    count_in(counts, rows, token_ids[(penalized - places)[rows] + before + 1].long())
     is_seen = counts > 0
-    changed = logits[own].float()
-    repetition = repetition[own][:, None]
+    changed = logits[penalized].float()
+    repetition = repetition[penalized][:, None]
     if (repetition != 1).any():
         is_repeated = is_seen | unpack_bits(prompt_bin_mask[requests], vocab_size)
         scale = torch.where(is_repeated, repetition, 1.0)
         changed *= torch.where(changed > 0, 1 / scale, scale)
-    changed -= frequency[own][:, None] * counts
-    changed -= presence[own][:, None] * is_seen
-    logits[own] = changed.to(logits.dtype)
+    changed -= frequency[penalized][:, None] * counts
+    changed -= presence[penalized][:, None] * is_seen
+    logits[penalized] = changed.to(logits.dtype)
 
 
 def bincount(
@@ -104,10 +104,10 @@ def apply_bad_words(
     length, num_before = num_output + drafts, end - start - 1
     is_match = num_before <= length
     for index in range(int(num_before.max())):
-        at = length - num_before + index
-        committed = (prompt_len[requests] + at).clamp(0, all_token_ids.shape[1] - 1)
-        drafted = (rows - drafts + at - num_output + 1).clamp(0, len(input_ids) - 1)
-        actual = torch.where(at < num_output, all_token_ids[requests, committed], input_ids[drafted])
+        position = length - num_before + index
+        committed = (prompt_len[requests] + position).clamp(0, all_token_ids.shape[1] - 1)
+        drafted = (rows - drafts + position - num_output + 1).clamp(0, len(input_ids) - 1)
+        actual = torch.where(position < num_output, all_token_ids[requests, committed], input_ids[drafted])
         expected = bad_word_token_ids[requests, (start + index).clamp(max=bad_word_token_ids.shape[1] - 1)]
         is_match &= (actual == expected) | (index >= num_before)
     last = bad_word_token_ids[requests, end - 1].long()
@@ -124,8 +124,8 @@ def replay_trace(
     prompt_len: torch.Tensor,
 ) -> None:
     step = total_len[idx_mapping] - prompt_len[idx_mapping]
-    own = (idx_mapping >= 0) & (step >= 0) & (step < trace_len[idx_mapping])
-    sampled[own] = trace_token_ids[idx_mapping[own], step[own]].to(sampled.dtype)
+    is_replayed = (idx_mapping >= 0) & (step >= 0) & (step < trace_len[idx_mapping])
+    sampled[is_replayed] = trace_token_ids[idx_mapping[is_replayed], step[is_replayed]].to(sampled.dtype)
 
 
 def end_thinking(

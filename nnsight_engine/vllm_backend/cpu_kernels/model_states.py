@@ -32,8 +32,8 @@ def prepare_rope_positions(
     is_prompt = num_computed < prefill_lens[requests]
     within = counted.clamp(max=prefill_positions.shape[1] - 1)
     for dim in range(num_dims):
-        given = prefill_positions[num_dims * requests + dim, within]
-        positions[dim, : len(rows)] = torch.where(is_prompt, given, counted + prefill_delta[requests])
+        from_prompt = prefill_positions[num_dims * requests + dim, within]
+        positions[dim, : len(rows)] = torch.where(is_prompt, from_prompt, counted + prefill_delta[requests])
 
 
 def apply_prompt_embeds(
@@ -56,13 +56,13 @@ def apply_prompt_embeds(
         count = min(lengths[row], num_given - begin)
         if count <= 0:
             continue
-        own = slice(begin, begin + count)
-        given = tensor_at(addresses[request], num_given * hidden_size, inputs_embeds.dtype)
+        rows = slice(begin, begin + count)
+        embeds = tensor_at(addresses[request], num_given * hidden_size, inputs_embeds.dtype)
         target = inputs_embeds[starts[row] : starts[row] + count]
         is_token = torch.zeros(count, dtype=torch.bool)
         if masks[request]:
-            is_token = tensor_at(masks[request], num_given, torch.bool)[own]
-        target[~is_token] = given.view(num_given, hidden_size)[own][~is_token]
+            is_token = tensor_at(masks[request], num_given, torch.bool)[rows]
+        target[~is_token] = embeds.view(num_given, hidden_size)[rows][~is_token]
 
 
 def scatter_num_accepted(

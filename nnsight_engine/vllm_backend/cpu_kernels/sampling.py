@@ -58,7 +58,7 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int) 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return a number between 0 and 1 for each row, as Triton's ``rand`` does, by Philox of ten rounds."""
     # By numpy, whose operations on few numbers cost less than torch's.
-    key, position = (one.long().numpy().astype(np.uint64) for one in (seeds, positions))
+    key, position = (tensor.long().numpy().astype(np.uint64) for tensor in (seeds, positions))
     key_0, key_1 = key & _MASK, key >> 32
     word_0, word_1 = position & _MASK, position >> 32
     word_2 = word_3 = np.zeros_like(position)
@@ -82,26 +82,26 @@ def noised_argmax(
     """Return a sampled token for each row of float32 logits; the best one where the temperature is zero."""
     if not temperatures.any():
         return logits.argmax(-1)
-    found = torch.empty(len(logits), dtype=torch.int64)
+    best = torch.empty(len(logits), dtype=torch.int64)
     step = max(1, _CHUNK_ELEMENTS // logits.shape[1])
     for start in range(0, len(logits), step):
-        own = slice(start, start + step)
-        is_warm, part = temperatures[own] != 0, logits[own]
+        columns = slice(start, start + step)
+        is_warm, part = temperatures[columns] != 0, logits[columns]
         if divides_by_temperature:
-            part = part / torch.where(is_warm, temperatures[own], 1)[:, None]
+            part = part / torch.where(is_warm, temperatures[columns], 1)[:, None]
         if is_warm.any():
-            noise = gumbel_noise(seeds[own], positions[own], logits.shape[1])
+            noise = gumbel_noise(seeds[columns], positions[columns], logits.shape[1])
             part = part + noise.masked_fill_(~is_warm[:, None], 0)
-        torch.argmax(part, -1, out=found[own])
-    return found
+        torch.argmax(part, -1, out=best[columns])
+    return best
 
 
 def apply_temperature(
     *, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, temperature: torch.Tensor
 ) -> None:
-    own = temperature[expanded_idx_mapping]
-    if ((own != 0) & (own != 1)).any():
-        logits.copy_(logits.float() / torch.where(own == 0, 1, own)[:, None])
+    temperatures = temperature[expanded_idx_mapping]
+    if ((temperatures != 0) & (temperatures != 1)).any():
+        logits.copy_(logits.float() / torch.where(temperatures == 0, 1, temperatures)[:, None])
 
 
 def gumbel_sample(
@@ -280,16 +280,16 @@ def resample(
     is_bonus = at == cu_num_logits[1 : num_reqs + 1] - 1
     refused = draft_sampled[(at + 1).clamp(max=len(draft_sampled) - 1)].long()
     rows = (~is_bonus & (refused >= 0) & (temperatures != 0)).nonzero().view(-1)
-    left = target_logits[at, :vocab_size].float()
+    remaining = target_logits[at, :vocab_size].float()
     if draft_logits is None:
-        left[rows, refused[rows]] = -torch.inf
+        remaining[rows, refused[rows]] = -torch.inf
     elif len(rows):
-        target = left[rows] - target_rejected_logsumexp[rows, None]
+        target = remaining[rows] - target_rejected_logsumexp[rows, None]
         proposed = draft_logits[requests[rows], rejected_step[rows], :vocab_size].float()
         draft = proposed / temperatures[rows, None] - draft_rejected_logsumexp[rows, None]
         ratio = (draft - target).exp()
-        left[rows] = torch.where(ratio < 1, target + (-ratio).log1p(), -torch.inf)
-    resampled_local_argmax[:, 0] = noised_argmax(left, temperatures, seed[requests], pos[at])
+        remaining[rows] = torch.where(ratio < 1, target + (-ratio).log1p(), -torch.inf)
+    resampled_local_argmax[:, 0] = noised_argmax(remaining, temperatures, seed[requests], pos[at])
 
 
 def insert_resampled(
@@ -305,6 +305,6 @@ def insert_resampled(
     num_reqs = len(num_sampled)
     at = cu_num_logits[:num_reqs].long() + num_sampled
     is_bonus = at == cu_num_logits[1 : num_reqs + 1] - 1
-    own = ((temp[expanded_idx_mapping[at]] != 0) | is_bonus).nonzero().view(-1)
-    sampled[own, num_sampled[own].long()] = resampled_local_argmax[own, 0]
+    resampled_rows = ((temp[expanded_idx_mapping[at]] != 0) | is_bonus).nonzero().view(-1)
+    sampled[resampled_rows, num_sampled[resampled_rows].long()] = resampled_local_argmax[resampled_rows, 0]
     num_sampled += 1

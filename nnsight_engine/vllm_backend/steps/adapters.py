@@ -82,7 +82,9 @@ def check_config(folder: str) -> None:
         raise ValueError(f"{CONFIG_FILE}: {name}: {first['msg']}, got {excerpt(first['input'])}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{CONFIG_FILE} is no JSON: {error}") from error
-    checked_by_vllm = {one.name for one in dataclasses.fields(PEFTHelper) if not one.name.startswith("vllm_")}
+    checked_by_vllm = {
+        field.name for field in dataclasses.fields(PEFTHelper) if not field.name.startswith("vllm_")
+    }
     for name, value in (fields.model_extra or {}).items():
         if value and name not in checked_by_vllm | _WITHOUT_EFFECT:
             raise ValueError(
@@ -96,7 +98,7 @@ class CheckedLoRAModel(LoRAModel):
         cls, lora_model_id: int, tensors: dict[str, torch.Tensor], peft_helper: PEFTHelper, **kwargs: Any
     ) -> CheckedLoRAModel:
         """Make the adapter; raise ValueError if a tensor takes another's place, or is of integers."""
-        found: dict[tuple[str, ...], str] = {}
+        by_module: dict[tuple[str, ...], str] = {}
         for name, tensor in tensors.items():
             if not tensor.is_floating_point():
                 raise ValueError(
@@ -104,8 +106,8 @@ class CheckedLoRAModel(LoRAModel):
                 )
             module, _ = parse_fine_tuned_lora_name(name, kwargs.get("weights_mapper"))
             side = (module, *name.removesuffix(".weight").rsplit(".", 1)[-1:])
-            if found.setdefault(side, name) != name:
-                raise ValueError(f"the tensors {found[side]!r} and {name!r} are of the same module")
+            if by_module.setdefault(side, name) != name:
+                raise ValueError(f"the tensors {by_module[side]!r} and {name!r} are of the same module")
         made: CheckedLoRAModel = super().from_lora_tensors(lora_model_id, tensors, peft_helper, **kwargs)
         return made
 
@@ -123,12 +125,12 @@ def check_weights(adapter: LoRAModel, manager: LoRAModelManager) -> None:
     elsewhere = tuple(
         f"{name}." for name, module in manager.model.named_modules() if isinstance(module, PPMissingLayer)
     )
-    for name, one in adapter.loras.items():
+    for name, weights in adapter.loras.items():
         place = places.get(name)
         if place is None and manager.is_pooling_model:  # vLLM looks for both
             place = places.get(f"model.{name}")
         if place is not None:
-            _check_layer(name, one, *place)
+            _check_layer(name, weights, *place)
         elif not name.startswith(elsewhere):  # another stage of the pipeline checks those that it has
             raise ValueError(f"no projection of the model that takes adapters is called {name!r}")
     for name, whole in adapter.modules_to_save.items():
@@ -169,7 +171,7 @@ def _check_layer(name: str, layer: LoRALayerWeights, input_width: int, output_wi
             raise ValueError(f"{name!r} has no {side}")
         wanted = needed[side]
         is_right = tensor.ndim == len(wanted) and all(
-            width in (None, found) for width, found in zip(wanted, tensor.shape, strict=True)
+            width in (None, size) for width, size in zip(wanted, tensor.shape, strict=True)
         )
         if not is_right:
             raise ValueError(
@@ -313,7 +315,7 @@ class AdaptersMixin:
         vLLM goes by the order of a set, which differs between processes, and so would the removed adapters. A
         call by a block needs its adapter on all ranks, or on none.
         """
-        ordered = sorted(lora_requests, key=lambda one: one.lora_int_id)
+        ordered = sorted(lora_requests, key=lambda request: request.lora_int_id)
         super()._set_active_loras(prompt_lora_mapping, token_lora_mapping, ordered, *args, **kwargs)  # type: ignore[misc] # vLLM's runner has it
 
     def load_lora_model(self, model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> nn.Module:

@@ -57,29 +57,29 @@ class CapturedTaps:
     def is_busy(self, tap: int) -> bool:
         return self._table.has(tap)
 
-    def at(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+    def reach_tap(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         self._table.run(tap, rows_of(hidden), None if residual is None else rows_of(residual))
 
 
 class InterveningGraphs:
     """The full graphs of steps with interventions, one for each size that vLLM has one of decodes for."""
 
-    def __init__(self, own: ModelCudaGraphManager, make_table: MakeTable) -> None:
+    def __init__(self, vllm_graphs: ModelCudaGraphManager, make_table: MakeTable) -> None:
         self.manager = ModelCudaGraphManager(
-            own.vllm_config,
-            own.device,
+            vllm_graphs.vllm_config,
+            vllm_graphs.device,
             CUDAGraphMode.FULL_DECODE_ONLY,
-            own.decode_query_len,
-            lora_capture_cases=own.lora_capture_cases,
-            varlen_decode=own.varlen_decode,
+            vllm_graphs.decode_query_len,
+            lora_capture_cases=vllm_graphs.lora_capture_cases,
+            varlen_decode=vllm_graphs.varlen_decode,
         )
         # One of them runs at a time.
-        self.manager.hidden_states = own.hidden_states
-        self.manager.aux_hidden_states = own.aux_hidden_states
-        self.manager.intermediate_tensors = own.intermediate_tensors
+        self.manager.hidden_states = vllm_graphs.hidden_states
+        self.manager.aux_hidden_states = vllm_graphs.aux_hidden_states
+        self.manager.intermediate_tensors = vllm_graphs.intermediate_tensors
         sizes = self.manager.compilation_config.cudagraph_capture_sizes or [0]
         # A size is rounded up to whole requests.
-        self.table = make_table(max(sizes) + own.decode_query_len)
+        self.table = make_table(max(sizes) + vllm_graphs.decode_query_len)
 
     def capture(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         taps = CapturedTaps(self.table)
@@ -95,7 +95,7 @@ class InterveningGraphs:
             "Captured CUDA graphs of decode steps with interventions, of %s tokens, in %.0f s, %.2f GiB",
             ", ".join(map(str, self.manager.captured_token_counts())),
             time.monotonic() - began,
-            (free - _free_bytes() + sum(one.nbytes for one in self.table.memory)) / 2**30,
+            (free - _free_bytes() + sum(tensor.nbytes for tensor in self.table.memory)) / 2**30,
         )
 
 
@@ -136,7 +136,7 @@ class StepGraphs:
         finally:
             del manager.capture
 
-    def begin(
+    def begin_step(
         self, arrived: Mapping[str, int | None], finished: Iterable[str], scheduled: Collection[str]
     ) -> None:
         """Begin a step.
@@ -151,7 +151,7 @@ class StepGraphs:
         self._scheduled = scheduled
         self._keeps_taps = not self._intervening.keys().isdisjoint(scheduled)
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         """End the step; vLLM's own runs between steps, such as graph capture, may use any graph."""
         self._keeps_taps = False
 

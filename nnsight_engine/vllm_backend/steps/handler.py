@@ -1,7 +1,7 @@
 """The work of interventions in each phase of a step; a step without interventions runs vLLM's code unchanged.
 
-A runner's adapter calls ``begin``, ``forward`` around the model, ``on_logits`` before sampling and ``leave``
-after.
+A runner's adapter calls ``begin_step``, ``forward`` around the model, ``on_logits`` before sampling and
+``leave`` after.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ from nnsight_engine.vllm_backend.model_points import Blocks, resolve_points
 from nnsight_engine.vllm_backend.steps.faults import add_unembedding_bias, supply_inputs_per_layer
 from nnsight_engine.vllm_backend.steps.graphs import StepGraphs, cut_at_taps
 from nnsight_engine.vllm_backend.steps.outcome import StepOutcome, TraceReports, take_results, with_results
-from nnsight_engine.vllm_backend.steps.step import Step
 from nnsight_engine.vllm_backend.steps.tokens import StopTokens
-from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
+from nnsight_engine.vllm_backend.steps.worker_state import Step, WorkerState
 from nnsight_engine.vllm_backend.structure import ModelRuns, found_family
 from nnsight_engine.vllm_backend.taps import (
     CONTEXT_KEY,
@@ -57,13 +56,21 @@ from nnsight_engine.vllm_backend.taps import (
     untapped,
 )
 from nnsight_engine.vllm_backend.traces.context import TRACE_KEY
-from nnsight_engine.vllm_backend.traces.placement import traces_of_worker
+from nnsight_engine.vllm_backend.traces.messages import StepFacts
+from nnsight_engine.vllm_backend.traces.ranks import Ranks
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
-from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
-from nnsight_engine.vllm_backend.traces.tiers import UntappedError
+from nnsight_engine.vllm_backend.traces.stages import EarlyStageDispatcher, LastStageTraces, StageLink
+from nnsight_engine.vllm_backend.traces.tensor_parallel import FollowingDispatcher, LeadingDispatcher
+from nnsight_engine.vllm_backend.traces.trace_dispatcher import UntappedError
+from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
     from nnsight_engine.families.layout import EngineFamily
+    from nnsight_engine.vllm_backend.compat import EngineLimits
+    from nnsight_engine.vllm_backend.model_points import ModelPoints
+    from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 _LOG: Final = logging.getLogger(__name__)
 _IMAGE: Final = "image"
@@ -103,7 +110,7 @@ class StepHandler:
             tensor_parallel_size=parallel.tensor_parallel_size,
             generates=config.model_config.runner_type != "pooling",
             is_causal=not config.model_config.is_mm_prefix_lm,
-            find=None if limits.points == STRICT else partial(_found, model, config, device),
+            find=None if limits.points == STRICT else partial(_family_by_structure, model, config, device),
             gather=_of_all_stages,
         )
         keep_inputs_plain(points)
@@ -179,22 +186,22 @@ class StepHandler:
         """Take the results of operations on earlier stages out of the tensors that a stage receives."""
         self._from_stages = take_results(received)
 
-    def begin(self, scheduled: SchedulerOutput, due_prompt_logprobs: Collection[str]) -> None:
+    def begin_step(self, scheduled: SchedulerOutput, due_prompt_logprobs: Collection[str]) -> None:
         finished = scheduled.finished_req_ids
         planned, traced = _arrived(scheduled, PLAN_KEY), _arrived(scheduled, TRACE_KEY)
         returned = {} if self.interventions.idle else _returned(scheduled)
-        self.interventions.begin(planned, finished, returned)
+        self.interventions.begin_step(planned, finished, returned)
         self._running = self.step = None
         self._spans = []
-        self.stops.begin(scheduled)
+        self.stops.begin_step(scheduled)
         if traced or self.reports.is_due or not self.traces.known.present.isdisjoint(finished):
-            self.traces.begin(self._facts(scheduled, traced, due_prompt_logprobs))
+            self.traces.begin_step(self._facts(scheduled, traced, due_prompt_logprobs))
         taps, has_drafts = self._taps_of_stages, self._config.speculative_config is not None
         arrived = {
             name: self.interventions.instructions_per_row(name, taps, has_drafts=has_drafts)
             for name, _ in planned
         }
-        self.graphs.begin(
+        self.graphs.begin_step(
             arrived | dict.fromkeys(name for name, _ in traced), finished, scheduled.num_scheduled_tokens
         )
 
@@ -237,7 +244,7 @@ class StepHandler:
                 if features[index].modality != _IMAGE or not self.interventions.enters_encoder(request_id):
                     others.setdefault(request_id, []).append(index)
                     continue
-                image = sum(one.modality == _IMAGE for one in features[:index])
+                image = sum(feature.modality == _IMAGE for feature in features[:index])
                 with self.interventions.encoding(request_id, image):
                     run({request_id: [index]})
         if others:
@@ -273,7 +280,7 @@ class StepHandler:
                 stack.enter_context(hooked(points, plan, tap_step.is_models_own))
                 stack.enter_context(untapped(points.layers, points.family, missing, tap_step))
             output = self._traced_forward(step, run, context) if traced else run()
-        is_uncompiled = context.skip_compiled or any(one.is_uncompiled for one in self._from_stages)
+        is_uncompiled = context.skip_compiled or any(results.is_uncompiled for results in self._from_stages)
         return self._after_forward(step, plan, output, EAGER if is_uncompiled else TAP)
 
     def replay(self, step: Step | None, table: GraphTable, run: Callable[[], ModelOutput]) -> ModelOutput:
@@ -373,8 +380,8 @@ class StepHandler:
         """Offer the sampled ids to traces, ``[requests, 1 + drafts]``; return them as blocks left them."""
         if sampled.shape[1] == 1:
             return self.traces.on_samples(sampled)
-        own = sampled[:, :1]
-        own.copy_(self.traces.on_samples(own))
+        first_samples = sampled[:, :1]
+        first_samples.copy_(self.traces.on_samples(first_samples))
         return sampled
 
     def note_samples(self, sampled: torch.Tensor) -> None:
@@ -410,22 +417,22 @@ def _uncompiled(*_: Any) -> None:
     _call_modules(get_forward_context())
 
 
-def _found(model: nn.Module, config: VllmConfig, device: torch.device) -> EngineFamily:
-    found = found_family(ModelRuns(model, config, device))
+def _family_by_structure(model: nn.Module, config: VllmConfig, device: torch.device) -> EngineFamily:
+    result = found_family(ModelRuns(model, config, device))
     _LOG.warning(
         "%s has no table of points: they are found by the model's structure; %s",
         type(model).__name__,
-        "; ".join(found.remarks),
+        "; ".join(result.remarks),
     )
-    return found.family
+    return result.family
 
 
-def _of_all_stages(own: Blocks) -> list[Blocks]:
+def _of_all_stages(blocks: Blocks) -> list[Blocks]:
     group = get_pp_group()
-    found: list[Any] = [own] * group.world_size
+    of_stages: list[Any] = [blocks] * group.world_size
     if group.world_size > 1:
-        torch.distributed.all_gather_object(found, own, group=group.cpu_group)
-    return found
+        torch.distributed.all_gather_object(of_stages, blocks, group=group.cpu_group)
+    return of_stages
 
 
 def _call_modules(context: Any) -> None:
@@ -452,7 +459,21 @@ def _arrived(scheduled: SchedulerOutput, key: str) -> list[tuple[str, Any]]:
 def _fails_anywhere(failure: Exception | None) -> bool:
     """Return whether any tensor-parallel rank has a failure; all call it in the same order."""
     group = get_tp_group()
-    found = torch.tensor(int(failure is not None))
+    has_failed = torch.tensor(int(failure is not None))
     if group.world_size > 1:
-        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
-    return bool(found)
+        torch.distributed.all_reduce(has_failed, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+    return bool(has_failed)
+
+
+def traces_of_worker(points: ModelPoints, config: VllmConfig, limits: EngineLimits) -> WorkerTraces:
+    """Return the traces of this worker; all workers of a group must call this together."""
+    last, stage = get_pp_group().world_size - 1, get_pp_group().rank_in_group
+    dispatcher: TraceDispatcher | None = None
+    if points.tensor_parallel_size > 1:  # and one stage: both together are refused at start
+        ranks = Ranks(get_tp_group())
+        dispatcher = (FollowingDispatcher if ranks.rank else LeadingDispatcher)(ranks, points)
+    elif stage < last:
+        dispatcher = EarlyStageDispatcher(StageLink(last), points)
+    elif last:
+        return LastStageTraces(points, config, list(map(StageLink, range(last))), limits)
+    return WorkerTraces(points, config, limits, dispatcher=dispatcher)

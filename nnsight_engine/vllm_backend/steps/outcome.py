@@ -89,12 +89,15 @@ _DECODER: Final = msgspec.msgpack.Decoder(list[Description])
 def with_results(output: IntermediateTensors, of_stages: Sequence[StageResults]) -> IntermediateTensors:
     described = [
         Description(
-            dataclasses.replace(one, tensors=[]),
-            [(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in one.tensors],
+            dataclasses.replace(stage_results, tensors=[]),
+            [
+                (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+                for tensor in stage_results.tensors
+            ],
         )
-        for one in of_stages
+        for stage_results in of_stages
     ]
-    tensors = [tensor for one in of_stages for tensor in one.tensors]
+    tensors = [tensor for stage_results in of_stages for tensor in stage_results.tensors]
     # A new object: with CUDA graphs, the output of all steps is the same one. Tensors only, and few: vLLM
     # transfers no more on a CPU.
     head = torch.frombuffer(bytearray(_ENCODER.encode(described)), dtype=torch.uint8)
@@ -107,15 +110,15 @@ def take_results(received: IntermediateTensors | None) -> list[StageResults]:
     head = None if received is None else received.tensors.pop(_HEAD, None)
     if received is None or head is None:
         return []
-    values, start, found = received.tensors.pop(_VALUES, None), 0, []
+    values, start, taken = received.tensors.pop(_VALUES, None), 0, []
     for described in _DECODER.decode(head.numpy().tobytes()):
         for name, shape in described.tensors:
             dtype: torch.dtype = getattr(torch, name)
             stop = start + math.prod(shape) * dtype.itemsize
             described.results.tensors.append(values[start:stop].view(dtype).view(shape))
             start = _aligned(stop)
-        found.append(described.results)
-    return found
+        taken.append(described.results)
+    return taken
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -155,7 +158,7 @@ class TraceReports:
             return None
         traces = self._traces
         undone = list(traces.undone)
-        ended, reports = traces.end(), traces.reports()
+        ended, reports = traces.end_step(), traces.reports()
         waiting, throttled = traces.waiting, traces.throttled
         is_known = waiting == self._waiting and throttled == self._throttled
         if is_known and not (ended or reports or undone):

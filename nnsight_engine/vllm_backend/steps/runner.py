@@ -17,8 +17,8 @@ from nnsight_engine.vllm_backend.compat import attach_results, is_alone
 from nnsight_engine.vllm_backend.steps.adapters import AdaptersMixin
 from nnsight_engine.vllm_backend.steps.handler import StepHandler
 from nnsight_engine.vllm_backend.steps.outcome import with_outcome
-from nnsight_engine.vllm_backend.steps.step import Step
 from nnsight_engine.vllm_backend.steps.tokens import KnownIds, ReplayedSamples
+from nnsight_engine.vllm_backend.steps.worker_state import Step
 
 
 def step_of(batch: Any, known_ids: KnownIds, *, is_repeatable: bool) -> Step:
@@ -112,9 +112,9 @@ class RunnerMixin(AdaptersMixin):
         handler, model = self.handler, self.model
         handler.receive(intermediate_tensors)
         self.add_adapters_of_blocks(scheduler_output)
-        handler.begin(scheduler_output, self.due_prompt_logprobs)
+        handler.begin_step(scheduler_output, self.due_prompt_logprobs)
         self._samples.forget(scheduler_output.finished_req_ids)
-        self.known_ids.begin(scheduler_output, handler.interventions.live)
+        self.known_ids.begin_step(scheduler_output, handler.interventions.live)
         self.model = ModelProxy(model, forward=functools.partial(self._forward, model))
         self._has_called = False
         try:
@@ -122,7 +122,7 @@ class RunnerMixin(AdaptersMixin):
                 output = execute()
         finally:
             self.model, self._prepared = model, None
-            handler.graphs.end()
+            handler.graphs.end_step()
         if not scheduler_output.total_num_scheduled_tokens:
             results = handler.reports.end_idle_step(is_alone=is_alone(scheduler_output))
             return output if results is None else attach_results(output, results)
@@ -146,8 +146,9 @@ class RunnerMixin(AdaptersMixin):
             return int(capture())
 
     def profile_cudagraph_memory(self) -> int:
-        own = int(super().profile_cudagraph_memory())  # type: ignore[misc]
-        return 2 * own if self.handler.graphs.captures(self.compilation_config.cudagraph_mode) else own  # type: ignore[attr-defined] # as above
+        vllms_bytes = int(super().profile_cudagraph_memory())  # type: ignore[misc]
+        captures = self.handler.graphs.captures(self.compilation_config.cudagraph_mode)  # type: ignore[attr-defined] # as above
+        return 2 * vllms_bytes if captures else vllms_bytes
 
     def shutdown(self) -> None:
         if hasattr(self, "handler"):

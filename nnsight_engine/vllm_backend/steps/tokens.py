@@ -24,7 +24,7 @@ from nnsight_engine.vllm_backend.traces.context import TRACE_KEY
 class KnownIds(dict[str, npt.NDArray[np.int32]]):
     """The ids that the host knows for certain: those of prompts, and from before a preemption; no drafts."""
 
-    def begin(self, scheduled: Any, live: Collection[str]) -> None:
+    def begin_step(self, scheduled: Any, live: Collection[str]) -> None:
         """Record the requests that arrive with a step, and forget those that have finished.
 
         The runner receives a preempted request as a new one, with the tokens that it had generated.
@@ -52,10 +52,10 @@ class StopTokens:
         self._arena = HostArena(device)
         self._is_asynchronous = is_asynchronous
         self._stops: dict[str, frozenset[int]] = {}
-        self._last: tuple[Sequence[str], HostCopy] | None = None
+        self._last_copy: tuple[Sequence[str], HostCopy] | None = None
         self.ended: set[str] = set()
 
-    def begin(self, scheduled: Any) -> None:
+    def begin_step(self, scheduled: Any) -> None:
         if not self._is_asynchronous:
             return
         for request_id in scheduled.finished_req_ids if self._stops else ():
@@ -69,9 +69,9 @@ class StopTokens:
 
     def find_ended(self, request_ids: Sequence[str]) -> None:
         """Find the requests that the last step has ended; wait for its tokens if any of these had one."""
-        if self._last is None or set(self._last[0]).isdisjoint(request_ids):
+        if self._last_copy is None or set(self._last_copy[0]).isdisjoint(request_ids):
             return
-        (names, copy), self._last = self._last, None
+        (names, copy), self._last_copy = self._last_copy, None
         with copy.arrived():
             pairs = zip(names, copy.values[0].tolist(), strict=True)
             self.ended.update(name for name, token in pairs if token in self._stops.get(name, ()))
@@ -80,7 +80,7 @@ class StopTokens:
         names = [name for name in rows if self._stops.get(name)]
         if names:
             index = to_device(np.array([rows[name] for name in names], np.int64), sampled.device)
-            self._last = names, self._arena.start_copy([sampled[:, 0].index_select(0, index)])
+            self._last_copy = names, self._arena.start_copy([sampled[:, 0].index_select(0, index)])
 
 
 class _StoredSample(NamedTuple):
@@ -112,16 +112,16 @@ class ReplayedSamples:
         undone: Collection[str],
     ) -> None:
         """Write the stored samples into the output; those of ``undone`` requests stay stored as well."""
-        for request_id in [one for one in self._stored if one in rows and one not in undone]:
+        for request_id in [stored for stored in self._stored if stored in rows and stored not in undone]:
             kept, row = self._stored.pop(request_id), rows[request_id]
             output.sampled_token_ids[row, :1] = kept.tokens
             at = logprobs_rows[row]
-            for part, own in zip(_parts(output), kept.logprobs, strict=False):
-                if own.ndim:  # width: the most logprobs that any request of the batch asks for
-                    width = min(len(own), part.shape[1])
-                    part[at, :width] = own[:width]
+            for part, stored_part in zip(_parts(output), kept.logprobs, strict=False):
+                if stored_part.ndim:  # width: the most logprobs that any request of the batch asks for
+                    width = min(len(stored_part), part.shape[1])
+                    part[at, :width] = stored_part[:width]
                 else:
-                    part[at] = own
+                    part[at] = stored_part
 
     def forget(self, finished: Collection[str]) -> None:
         for request_id in finished:
@@ -129,7 +129,7 @@ class ReplayedSamples:
 
 
 def _parts(output: Any) -> list[torch.Tensor]:
-    found = output.logprobs_tensors
-    if found is None:
+    logprobs = output.logprobs_tensors
+    if logprobs is None:
         return []
-    return [found.logprob_token_ids, found.logprobs, found.selected_token_ranks]
+    return [logprobs.logprob_token_ids, logprobs.logprobs, logprobs.selected_token_ranks]

@@ -6,6 +6,7 @@ The methods follow a step. An error of a request is stored with it and never rai
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -28,12 +29,12 @@ from nnsight_engine.plans.step.delivery import (
     Delivery,
     RefusedDelivery,
     StepCollection,
-    run_delivery,
     step_delivery,
+    streak_delivery,
 )
 from nnsight_engine.plans.step.graph_table import GraphTable, instructions_per_row
 from nnsight_engine.plans.step.host_arena import HostArena, HostCopy
-from nnsight_engine.plans.step.plan import LogitsRows, Span, SteadyRun, StepPlan
+from nnsight_engine.plans.step.plan import LogitsRows, Span, StepPlan, Streak
 from nnsight_engine.plans.step.registrar import Registrar
 from nnsight_engine.plans.step.stage_results import (
     StageResults,
@@ -43,7 +44,84 @@ from nnsight_engine.plans.step.stage_results import (
 )
 from nnsight_engine.vllm_backend.hooks import attention_form, hooked_encoder
 from nnsight_engine.vllm_backend.model_points import ModelPoints
-from nnsight_engine.vllm_backend.steps.step import Step
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestRows:
+    """The rows of one request; ``index`` is its row of values with one row per request.
+
+    With asynchronous steps, ``start`` is an upper bound for requests that take drafts, which are the last
+    rows.
+    """
+
+    request_id: str
+    index: int
+    row: int
+    num_rows: int
+    start: int
+    num_drafts: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class Step:
+    """The rows of one step; ``token_ids`` is ``[padded rows]`` on the device.
+
+    Attributes:
+        known_ids: The ids of each request's tokens by absolute position, as far as the host knows them.
+        prefill_lens: Number of given tokens: of the prompt, and those generated before a preemption.
+        is_repeatable: Whether the model can be run on the same inputs again.
+        num_drafts: Drafted tokens, which are the last rows of each request; None if there are none.
+    """
+
+    request_ids: Sequence[str]
+    starts: npt.NDArray[np.integer]
+    row_counts: npt.NDArray[np.integer]
+    _: dataclasses.KW_ONLY
+    num_padded_rows: int
+    token_ids: torch.Tensor
+    known_ids: Mapping[str, npt.NDArray[np.int32]]
+    prefill_lens: npt.NDArray[np.integer]
+    is_repeatable: bool
+    num_drafts: npt.NDArray[np.integer] | None = None
+    num_rows: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_rows = int(self.row_counts.sum())
+
+    def is_sampled(self, rows: RequestRows) -> bool:
+        """Return whether a token of the request is sampled: its prompt ends in this step or has ended."""
+        return rows.start + rows.num_rows >= int(self.prefill_lens[rows.index])
+
+    @property
+    def has_one_row_each(self) -> bool:
+        """Whether each request has one row: it decodes, or computes its prompt's last token."""
+        return self.num_rows == len(self.request_ids)
+
+    def rows(self) -> Iterator[RequestRows]:
+        row = 0
+        drafts = [0] * len(self.request_ids) if self.num_drafts is None else self.num_drafts.tolist()
+        for index, (request_id, count, start, num_drafts) in enumerate(
+            zip(self.request_ids, self.row_counts.tolist(), self.starts.tolist(), drafts, strict=True)
+        ):
+            yield RequestRows(request_id, index, row, count, start, num_drafts)
+            row += count
+
+    def logits_rows(self) -> npt.NDArray[np.int64]:
+        """Return the rows with logits: each request's last row, and the one before each of its drafts."""
+        if self.has_one_row_each:
+            return np.arange(self.num_rows, dtype=np.int64)
+        ends = np.cumsum(self.row_counts, dtype=np.int64) - 1
+        if self.num_drafts is None:
+            return ends
+        counts = self.num_drafts.astype(np.int64) + 1
+        before = np.cumsum(counts) - counts
+        return np.repeat(ends + 1 - counts - before, counts) + np.arange(counts.sum())
+
+    def logits_ends(self) -> npt.NDArray[np.int64]:
+        if self.num_drafts is None:
+            return np.arange(len(self.request_ids), dtype=np.int64)
+        return np.cumsum(self.num_drafts + 1, dtype=np.int64) - 1
+
 
 logger = logging.getLogger(__name__)
 
@@ -83,20 +161,20 @@ class WorkerState:
         self._collection = StepCollection(points.lens_logits, HostArena(device) if is_copied else None)
         self._active: dict[str, ActiveRequest] = {}
         self._refused: dict[str, Failure] = {}
-        self._run: SteadyRun | None = None
+        self._streak: Streak | None = None
         self._is_next = False
         self._encoded: list[StepPlan] = []
 
-    def begin(
+    def begin_step(
         self,
         arrived: Sequence[tuple[str, dict[str, Any]]],
         finished: set[str],
         returned: Mapping[str, int] | None = None,
     ) -> None:
         """Register and release requests; ``returned`` has the number of tokens of preempted ones."""
-        # The steps of a run are consecutive: a step without interventions ends it.
+        # The steps of a streak are consecutive: a step without interventions ends it.
         if not self._is_next:
-            self._end_run()
+            self._end_streak()
         self._is_next = False
         self._encoded.clear()
         if self._active or self._refused:
@@ -121,22 +199,22 @@ class WorkerState:
         """Record how far a request with drafts had come: all its tokens but the last were computed."""
         request = self._active.get(request_id)
         if request is not None and request.has_drafts:
-            self._end_run()
+            self._end_streak()
             request.end_position = num_tokens - 1
 
     def _forget(self, request_id: str) -> None:
         self._refused.pop(request_id, None)
         request = self._active.pop(request_id, None)
         if request is not None:
-            self._end_run()
+            self._end_streak()
             self._registrar.forget(request)
             self._ledger.release(request_id)
             self._builder.forget()
 
-    def _end_run(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            run.settle()
+    def _end_streak(self) -> None:
+        streak, self._streak = self._streak, None
+        if streak is not None:
+            streak.settle()
 
     def num_live(self) -> dict[str, int]:
         """Return the number of resources held, for tests and metrics; all zero when no request is live."""
@@ -193,27 +271,27 @@ class WorkerState:
         return plan
 
     def _planned(self, step: Step) -> StepPlan | None:
-        # A steady run has one row per request, so its rows need no counting.
+        # A streak has one row per request, so its rows need no counting.
         if not step.has_one_row_each:
-            self._end_run()
+            self._end_streak()
             return self._plan(step)
-        plan = self._next_of_run(step)
+        plan = self._next_of_streak(step)
         if plan is not None:
             return plan
-        self._end_run()
+        self._end_streak()
         plan = self._plan(step)
         if plan is not None and plan.signature is not None:
-            self._run = SteadyRun(plan, step.request_ids, step.starts, self._ledger)
+            self._streak = Streak(plan, step.request_ids, step.starts, self._ledger)
             self._is_next = True
         return plan
 
-    def _next_of_run(self, step: Step) -> StepPlan | None:
+    def _next_of_streak(self, step: Step) -> StepPlan | None:
         """Return the last step's plan if it also serves this step, else None."""
-        run = self._run
-        if run is None or self._registrar.failed or not run.go_on(step.request_ids, step.starts):
+        streak = self._streak
+        if streak is None or self._registrar.failed or not streak.advance(step.request_ids, step.starts):
             return None
         self._is_next = True
-        return run.plan
+        return streak.plan
 
     def _plan(self, step: Step) -> StepPlan | None:
         spans = [
@@ -318,19 +396,19 @@ class WorkerState:
         delivery: Delivery | None = None
         if plan is not None:
             plan.fail_unreached()
-            delivery = self._leave_run(plan) or step_delivery(plan)
+            delivery = self._leave_streak(plan) or step_delivery(plan)
         if not self._refused:
             return delivery
         return RefusedDelivery(delivery, dict(self._refused))
 
-    def _leave_run(self, plan: StepPlan) -> Delivery | None:
-        """Return the delivery of a run's step, or None if it must be reported request by request."""
-        run = self._run
-        if run is None or not run.num_steps:
+    def _leave_streak(self, plan: StepPlan) -> Delivery | None:
+        """Return the delivery of a streak's step, or None if it must be reported request by request."""
+        streak = self._streak
+        if streak is None or not streak.num_steps:
             self._builder.give_back(plan)
             return None
-        run.give_back()
+        streak.give_back()
         if self._registrar.failed or plan.is_unreported:
-            run.settle(is_under_way=True)
+            streak.settle(is_under_way=True)
             return None
-        return run_delivery(run)
+        return streak_delivery(streak)

@@ -65,5 +65,6 @@ class BlockAdapters:
 
 def block_adapters(model: nn.Module) -> BlockAdapters:
     """Return those of a loaded model; without effect if it takes no adapters."""
-    found: BlockAdapters | None = getattr(getattr(model, "lora_manager", None), "block_adapters", None)
-    return BlockAdapters() if found is None else found
+    # A stand-in of a module elsewhere, as in a sandbox, raises for attributes that only the module has.
+    adapters: BlockAdapters | None = getattr(vars(model).get("lora_manager"), "block_adapters", None)
+    return BlockAdapters() if adapters is None else adapters

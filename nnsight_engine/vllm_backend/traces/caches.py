@@ -71,12 +71,12 @@ class RequestCaches:
     def has_use_for(self, provider: str) -> bool:
         return provider in self._by_provider
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step: reset the call counts of modules."""
         self._step += 1
         self._calls.clear()
 
-    def end(self) -> None:
+    def drop_parts(self) -> None:
         """Drop stored parts: the prompt is complete."""
         self._parts.clear()
 
@@ -153,19 +153,21 @@ class EngineCacheView(CacheView):
             entry = self._entry()
             if side == "input" and prefix != _NORM:
                 _ = entry.inputs  # raises, with advice, if there are none
-                given = entry.values["input"]
-                pairs = [(family.hidden_of(*one), family.residual_of(*one)) for one in given]
-                return _each(pairs, lambda pair: _tensor(pair, family, is_stream=True))
+                inputs = entry.values["input"]
+                pairs = [
+                    (family.hidden_of(*arguments), family.residual_of(*arguments)) for arguments in inputs
+                ]
+                return _formed(pairs, lambda pair: _tensor(pair, family, is_stream=True))
             is_stream = family.returns_residual and (prefix != _NORM or side == "input")
-            return _each(_values(entry, side), lambda value: _tensor(value, family, is_stream=is_stream))
+            return _formed(_values(entry, side), lambda value: _tensor(value, family, is_stream=is_stream))
         _, layer, group = prefix.split(".", 2)
-        here = self
+        view = self
         if f"{group}.{side}" == ATTENTION_INPUT:  # attention has more arguments, in varying order
             projection = points.layout.blocks[int(layer)].leaves[leaf_names.QUERIES].path
             path = f"{points.root.path}.{family.layers}.{layer}.{projection}"
-            here = type(self)(self._cache, path, None)
-        values = _values(here._entry(), side)  # noqa: SLF001 - a view like this one
-        return _each(values, lambda value: _tensor(value, family, is_stream=False))
+            view = type(self)(self._cache, path, None)
+        values = _values(view._entry(), side)  # noqa: SLF001 - a view like this one
+        return _formed(values, lambda value: _tensor(value, family, is_stream=False))
 
 
 def _values(entry: Entry, side: str) -> list[Any]:
@@ -176,7 +178,7 @@ def _values(entry: Entry, side: str) -> list[Any]:
     return [(*args, *kwargs.values()) for args, kwargs in entry.values["input"]]
 
 
-def _each(values: list[Any], form: Callable[[Any], Any]) -> Any:
+def _formed(values: list[Any], form: Callable[[Any], Any]) -> Any:
     formed = [form(value) for value in values]
     return formed[0] if len(formed) == 1 else formed
 

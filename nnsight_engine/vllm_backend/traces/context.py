@@ -17,8 +17,7 @@ import msgspec
 
 from nnsight_engine.core.saves import SAVES
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
-from nnsight_engine.interleaving.barrier import Barrier
-from nnsight_engine.interleaving.shared_variables import exchanges
+from nnsight_engine.interleaving.shared_variables import Barrier, exchanges
 from nnsight_engine.interleaving.threads import ThreadMediator, Threads
 from nnsight_engine.remote_backend.codecs import decode_blocks
 from nnsight_engine.remote_backend.errors import LocalBlockError
@@ -160,7 +159,7 @@ class TraceContext:
         self._saved: list[Any] = received.shared.get(SAVED, [])
         self._saved_before = list(self._saved)
         self._marked: list[dict[int, Any]] = []
-        self._wanted = frozenset(entry.wanted)
+        self._wanted_names = frozenset(entry.wanted)
 
     def code(self, index: int) -> CodeType:
         """Return a block's code object; equal blocks have equal code objects."""
@@ -171,7 +170,7 @@ class TraceContext:
     ) -> ThreadMediator:
         """Return a block's mediator, seeded per choice; ``enter`` is called on its thread before it runs."""
         invoke = self._invokes[index]
-        function = compiled(invoke.info, invoke.own, assignments=invoke.assignments)
+        function = compiled(invoke.info, invoke.cells, assignments=invoke.assignments)
         seed = zlib.crc32(f"{self.key}/{index}/{choice}".encode())
         mediator = ThreadMediator(self._saving(function, invoke, enter), invoke.info, threads, seed=seed)
         mediator.exchange = self._exchanges[index]
@@ -201,7 +200,7 @@ class TraceContext:
 
     def flows(self, index: int) -> dict[str, Any]:
         """Return the variables of a block that were not saved but that the client wants, by name."""
-        return self._invokes[index].flows(self._all_marked(), self._wanted)
+        return self._invokes[index].flows(self._all_marked(), self._wanted_names)
 
     @property
     def saved_before(self) -> list[Any]:

@@ -139,7 +139,7 @@ class SpreadModuleError(RuntimeError):
     """A block requested a value or operation of a sharded module that tensor parallelism does not allow."""
 
     @classmethod
-    def place(cls, provider: str) -> SpreadModuleError:
+    def unknown_layout(cls, provider: str) -> SpreadModuleError:
         return cls(
             f"With several tensor-parallel ranks `{provider}` cannot be read or written: each rank has a "
             "part of it, and it is not known how the parts make a whole. Take the input or the output of a "
@@ -175,7 +175,7 @@ class SpreadModuleError(RuntimeError):
         )
 
     @classmethod
-    def outside(cls, what: str) -> SpreadModuleError:
+    def outside_block(cls, what: str) -> SpreadModuleError:
         return cls(
             f"`{what}` is spread over tensor-parallel ranks, which take part in what a block does while it "
             "runs; ask for it in the block itself"

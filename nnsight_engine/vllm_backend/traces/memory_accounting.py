@@ -40,7 +40,7 @@ class MemoryAccount:
     def release_account(self, what: str) -> None:
         self._kept_bytes.pop(what, None)
 
-    def give(self, num_bytes: int) -> None:
+    def count_given(self, num_bytes: int) -> None:
         """Count bytes that the block was given and may save."""
         self._given_bytes += num_bytes
 

@@ -8,9 +8,10 @@ their sizes have been checked, so messages of a sandbox process, which are hosti
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
@@ -22,6 +23,45 @@ from nnsight_engine.serialization import decode
 from nnsight_engine.serialization.message import Piece
 from nnsight_engine.serialization.wire import encode_pieces
 from nnsight_engine.vllm_backend.traces.row_payloads import Form, RowsPlaceholder
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepFacts:
+    """A step, as scheduled, which every rank and stage derives alike from the scheduler's output.
+
+    Whether they exchange messages in a step depends on these facts only: whether a block still waits is known
+    to one worker, so it must not decide whether the others wait for a message.
+
+    ``bound`` are requests whose rows cannot be computed again; for ``bound_once_begun`` this holds once their
+    trace has a sandbox process.
+    """
+
+    arrived: Sequence[tuple[str, Any]] = ()
+    finished: Collection[str] = ()
+    scheduled: Collection[str] = ()
+    is_single_tenant: bool = False
+    bound: Collection[str] = ()
+    bound_once_begun: Collection[str] = ()
+
+
+class KnownRequests:
+    """The traced requests that have arrived and not ended, whether their blocks still run or not."""
+
+    def __init__(self) -> None:
+        self.present: set[str] = set()
+        self.sandboxed: set[str] = set()
+
+    def note(self, facts: StepFacts) -> bool:
+        """Record the requests that arrived and finished; return whether there are any."""
+        gone = self.present.intersection(facts.finished)
+        self.present -= gone
+        self.sandboxed -= gone
+        for request_id, plain in facts.arrived:
+            self.present.add(request_id)
+            if isinstance(plain, dict) and plain.get("sandbox_of"):
+                self.sandboxed.add(request_id)
+        return bool(gone or facts.arrived)
+
 
 _LENGTH: Final = struct.Struct("<I")
 _MAX_DIMS: Final = 16
@@ -196,8 +236,8 @@ def packed_value(value: Any) -> tuple[list[ValueSlot] | None, bool, Sequence[Pie
 def unpacked_value(head: Offer, body: memoryview, resolve: Callable[[tuple[str, ...]], Any]) -> Any:
     if head.slots is None:
         return decode(bytearray(body), resolve=resolve)
-    found = list(map(Tensors(body).next, head.slots))
-    return tuple(found) if head.is_tuple else found[0]
+    leaves = list(map(Tensors(body).next, head.slots))
+    return tuple(leaves) if head.is_tuple else leaves[0]
 
 
 class Tensors:
@@ -210,7 +250,7 @@ class Tensors:
     def rest(self) -> memoryview:
         return self._body
 
-    def end(self) -> None:
+    def check_end(self) -> None:
         """Raise SandboxEndedError if there are bytes that belong to no tensor."""
         if self._body:
             raise SandboxEndedError.broken("it sent bytes that nobody asked for")

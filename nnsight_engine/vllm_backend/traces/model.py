@@ -74,30 +74,30 @@ class Names(ClientNames):
 
     def rename_over(self, ours: Mapping[str, str] | None) -> Rename:
         """Return all additional names; where both sides define one, the client's takes precedence."""
-        given: dict[str, list[str]] = {
+        aliases: dict[str, list[str]] = {
             path: [names] if isinstance(names, str) else list(names)
             for path, names in (self.rename or {}).items()
         }
-        taken = {name.removeprefix(".") for names in given.values() for name in names}
+        taken = {name.removeprefix(".") for names in aliases.values() for name in names}
         for path, name in (ours or {}).items():
             if name not in taken:
-                given.setdefault(path, []).append(name)
-        return given
+                aliases.setdefault(path, []).append(name)
+        return aliases
 
     def envoys_over(self, ours: Mapping[type[torch.nn.Module], type[Envoy]]) -> EnvoyMap:
         """Return all envoy classes; ours only for modules that the client's do not cover."""
         envoys = self.envoys
-        given: Mapping[type[torch.nn.Module] | str, type[Envoy]]
-        given = {torch.nn.Module: envoys} if isinstance(envoys, type) else envoys or {}
+        chosen: Mapping[type[torch.nn.Module] | str, type[Envoy]]
+        chosen = {torch.nn.Module: envoys} if isinstance(envoys, type) else envoys or {}
         missing: dict[type[torch.nn.Module] | str, type[Envoy]] = {
-            kind: envoy for kind, envoy in ours.items() if not any(base in given for base in kind.__mro__)
+            kind: envoy for kind, envoy in ours.items() if not any(base in chosen for base in kind.__mro__)
         }
-        return {**missing, **given}
+        return {**missing, **chosen}
 
 
 def add_vocabulary(model: Envoy) -> None:
     """Mix ``VocabularyEnvoy`` into a client's classes for the vocabulary; vLLM's module is not callable."""
-    for envoy in model.modules(lambda one: isinstance(one._module, VocabParallelEmbedding)):  # noqa: SLF001 - an envoy of ours
+    for envoy in model.modules(lambda candidate: isinstance(candidate._module, VocabParallelEmbedding)):  # noqa: SLF001 - an envoy of ours
         kind = type(envoy)
         if not issubclass(kind, VocabularyEnvoy):
             object.__setattr__(envoy, "__class__", type(kind.__name__, (kind, VocabularyEnvoy), {}))
@@ -132,14 +132,14 @@ class WorkerModel(StandardNames):
         """
         names = names or Names()
         envoys = _envoys(points)
-        own = envoys | envoy_classes(envoys, elsewhere.values()) | _spanning(points, elsewhere)
+        classes = envoys | envoy_classes(envoys, elsewhere.values()) | _spanning(points, elsewhere)
         if calls is not None:
-            own |= envoy_classes(envoys, [points.model], calls)
+            classes |= envoy_classes(envoys, [points.model], calls)
         super().__init__(
             points.model,
             interleaver=dispatcher,  # type: ignore[arg-type] # stands for all of them
             rename=names.rename_over(_renamed(points)),
-            envoys=names.envoys_over(own),
+            envoys=names.envoys_over(classes),
         )
         add_vocabulary(self)
         for path, module in elsewhere.items():
@@ -237,16 +237,16 @@ def _bare_kernels(points: ModelPoints) -> set[torch.nn.Module]:
 
 
 def _envoys(points: ModelPoints) -> dict[type[torch.nn.Module], type[Envoy]]:
-    found: dict[type[torch.nn.Module], type[Envoy]] = {VocabParallelEmbedding: VocabularyEnvoy}
+    classes: dict[type[torch.nn.Module], type[Envoy]] = {VocabParallelEmbedding: VocabularyEnvoy}
     for layer in points.local_layers:
         module, block = points.layers[layer], points.layout.blocks[layer]
         if block.kernel:
-            found[type(module.get_submodule(block.attention))] = AttentionEnvoy
+            classes[type(module.get_submodule(block.attention))] = AttentionEnvoy
         if block.mlp and "mlp.up" in block.leaves:
             mlp = module.get_submodule(block.mlp)
             gated = GatedMlpEnvoy if "mlp.gate" in block.leaves else MlpEnvoy
-            found[type(mlp)] = UpEnvoy if hasattr(mlp, "act") else gated
-    return found
+            classes[type(mlp)] = UpEnvoy if hasattr(mlp, "act") else gated
+    return classes
 
 
 def _spanning(

@@ -27,7 +27,7 @@ from nnsight_engine.envoys.architectures.named_points import (
 )
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.values import with_own_output
-from nnsight_engine.interleaving.barrier import Barrier
+from nnsight_engine.interleaving.shared_variables import Barrier
 from nnsight_engine.modeling.generator import WrapperModule
 from nnsight_engine.serialization import EncodeError
 from nnsight_engine.tracing.tracer import Tracer
@@ -133,7 +133,7 @@ class EnginePoints(NamedPoints):
             )
         return super()._unknown(name)
 
-    def _found(self, name: str) -> PointAccess:
+    def _access_of(self, name: str) -> PointAccess:
         return NamedPlace(self, name, self._shape(*self._resolved(name)))
 
     def _shape(self, layer: int, leaf: str) -> tuple[int, ...]:
@@ -145,8 +145,8 @@ class EnginePoints(NamedPoints):
         # Not in ``points``, only on parts: the input of attention's projections, and of the final norm.
         if leaf == ATTENTION_INPUT and self.layout.blocks[layer].attention_input is None:
             return None
-        found = (leaf_at(self._specs, name, layer) for name in _OF_THAT_SHAPE.get(leaf, (leaf,)))
-        return next(filter(None, found), None)
+        specs = (leaf_at(self._specs, name, layer) for name in _OF_THAT_SHAPE.get(leaf, (leaf,)))
+        return next(filter(None, specs), None)
 
     def _resolved(self, name: str) -> tuple[int, str]:
         """Return the layer (-1 for a point of the whole model) and the leaf; raises UnknownPointError."""

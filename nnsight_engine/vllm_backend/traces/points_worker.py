@@ -94,7 +94,7 @@ class WorkerPatternPoint:
         self._kernel = kernel
         # Not the module's own numbers, which are those of one rank.
         self._num_heads, self._num_kv_heads = num_heads
-        self._kept: weakref.WeakKeyDictionary[Mediator, AttentionKeyStore] = weakref.WeakKeyDictionary()
+        self._key_stores: weakref.WeakKeyDictionary[Mediator, AttentionKeyStore] = weakref.WeakKeyDictionary()
 
     def read(self) -> torch.Tensor:
         """Wait for the queries and the keys, and return the probabilities.
@@ -117,7 +117,7 @@ class WorkerPatternPoint:
         keys = key.reshape(-1, self._num_kv_heads, module.head_size)
         mediator = self._kernel.interleaver.current
         assert mediator is not None  # noqa: S101 - it has just been answered
-        start = self._start(mediator, len(queries))
+        start = self._first_position(mediator, len(queries))
         store = self._store(mediator, start, keys)
         rows = torch.arange(len(queries), device=query.device)
         stop = start + len(queries)
@@ -134,7 +134,7 @@ class WorkerPatternPoint:
             "computed beside it. Write attn.q, attn.k or attn.v before it, or attn.heads behind it"
         )
 
-    def _start(self, mediator: Mediator, num_rows: int) -> int:
+    def _first_position(self, mediator: Mediator, num_rows: int) -> int:
         """Return the position of the first row; a prompt in chunks is given whole at its last chunk."""
         request: Any = mediator.interleaver
         stop: int = request.done + request.batcher.group[1]
@@ -142,7 +142,7 @@ class WorkerPatternPoint:
 
     def _store(self, mediator: Mediator, start: int, keys: torch.Tensor) -> AttentionKeyStore:
         stop = start + len(keys)
-        store = self._kept.get(mediator)
+        store = self._key_stores.get(mediator)
         before = 0 if store is None else store.capacity
         if start and (store is None or store.num_keys < start):
             raise PatternError(
@@ -150,10 +150,10 @@ class WorkerPatternPoint:
                 "were not kept. Read the pattern in every step, from the prompt on"
             )
         if store is None:
-            store = self._kept[mediator] = AttentionKeyStore(keys.new_empty(2 * stop, *keys.shape[1:]))
+            store = self._key_stores[mediator] = AttentionKeyStore(keys.new_empty(2 * stop, *keys.shape[1:]))
         elif store.capacity < stop:
             store.move_to(keys.new_empty(2 * stop, *keys.shape[1:]))
-        store.put(start, keys)
+        store.store(start, keys)
         request: Any = mediator.interleaver
         request.memory.keep("keys", (store.capacity - before) * keys[:1].nbytes)
         return store
@@ -248,7 +248,7 @@ class WorkerPoints(EnginePoints):
         self._model = points
         self._dispatcher = dispatcher
 
-    def _found(self, name: str) -> PointAccess:
+    def _access_of(self, name: str) -> PointAccess:
         layer, leaf = self._resolved(name)
         shape = self._shape(layer, leaf)
         if leaf == LOGITS:
@@ -268,8 +268,8 @@ class WorkerPoints(EnginePoints):
             return WorkerPatternPoint(name, kernel, (block.num_heads, block.num_kv_heads), shape)
         if leaf == leaf_names.STATE:
             mixer, output = (
-                self.raw(f"{self.family.layers}.{layer}.{block.leaves[one].path}")
-                for one in (leaf, leaf_names.MIXER)
+                self.raw(f"{self.family.layers}.{layer}.{block.leaves[candidate].path}")
+                for candidate in (leaf, leaf_names.MIXER)
             )
             return WorkerStatePoint(name, mixer, output, shape)
         spec = block.attention_input if leaf == ATTENTION_INPUT else block.leaves[leaf]

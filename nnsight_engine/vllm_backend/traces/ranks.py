@@ -72,11 +72,11 @@ class Ranks:
         self, order: Order, tensors: Sequence[torch.Tensor] = (), body: Sequence[Piece] = ()
     ) -> None:
         """Send an order to the other ranks, with the tensors of its slots, and bytes behind these."""
-        on_host = [flat_bytes(one).numpy().data for one in tensors if one.device.type == "cpu"]
+        on_host = [flat_bytes(tensor).numpy().data for tensor in tensors if tensor.device.type == "cpu"]
         self._group.broadcast_object(b"".join(packed(order, [*on_host, *body])))
-        for one in tensors:
-            if one.device.type != "cpu":
-                self._group.broadcast(flat_bytes(one))
+        for tensor in tensors:
+            if tensor.device.type != "cpu":
+                self._group.broadcast(flat_bytes(tensor))
 
     def next_order(self) -> tuple[Order, RankTensors]:
         """Wait for the next order; its tensors must be read before anything else is exchanged."""
@@ -98,10 +98,13 @@ class Ranks:
         if refused is not None:
             raise SpreadModuleError.argument(f"a {refused}")
         sent = list(tensors((args, kwargs)))
-        for one in sent:
-            if one.layout is not torch.strided or one.device.type not in {"cpu", self._group.device.type}:
-                raise SpreadModuleError.argument(f"a tensor on {one.device} ({one.layout})")
-        numbers = {id(one): str(number) for number, one in enumerate(sent)}
+        for tensor in sent:
+            if tensor.layout is not torch.strided or tensor.device.type not in {
+                "cpu",
+                self._group.device.type,
+            }:
+                raise SpreadModuleError.argument(f"a tensor on {tensor.device} ({tensor.layout})")
+        numbers = {id(tensor): str(number) for number, tensor in enumerate(sent)}
 
         def reference(value: Any) -> tuple[str, ...] | None:
             return (numbers[id(value)],) if isinstance(value, torch.Tensor) else None
@@ -126,8 +129,8 @@ class RankTensors(Tensors):
         return tensor
 
     def arguments(self, order: CallOrder) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        found = list(map(self.next, order.slots))
-        args, kwargs = decode(self.rest(), resolve=lambda name: found[int(name[0])])
+        leaves = list(map(self.next, order.slots))
+        args, kwargs = decode(self.rest(), resolve=lambda name: leaves[int(name[0])])
         return args, kwargs
 
 

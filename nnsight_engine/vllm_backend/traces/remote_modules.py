@@ -40,7 +40,7 @@ MissingAttribute = Callable[[str, str], Exception]
 def described(model: torch.nn.Module) -> list[Description]:
     """Return the descriptions of this stage's modules, parents before children."""
     first: dict[int, str] = {}
-    found: list[Description] = []
+    descriptions: list[Description] = []
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, PPMissingLayer):
             continue
@@ -53,7 +53,7 @@ def described(model: torch.nn.Module) -> list[Description]:
         names = [*module._parameters, *module._buffers]  # noqa: SLF001 - their names, not the tensors
         names += [name for name in vars(module) if name[0] != "_" and name not in plain]
         same_as = known if known != path else ""
-        found.append(
+        descriptions.append(
             (
                 path,
                 kind.__module__,
@@ -65,7 +65,7 @@ def described(model: torch.nn.Module) -> list[Description]:
                 weight_width(module),
             )
         )
-    return found
+    return descriptions
 
 
 def weight_width(module: torch.nn.Module) -> int:
@@ -159,7 +159,7 @@ def spanning_paths(layers: str) -> list[str]:
 
 def stand_ins(model: torch.nn.Module, stages: Sequence[Sequence[Description]]) -> dict[str, torch.nn.Module]:
     """Return the stand-ins that replace vLLM's placeholders in the last stage's model, by path."""
-    found: dict[str, torch.nn.Module] = {}
+    by_path: dict[str, torch.nn.Module] = {}
     known: list[dict[str, torch.nn.Module]] = [{} for _ in stages]
     places = [path for path, module in model.named_modules() if isinstance(module, PPMissingLayer)]
     for place in places:
@@ -167,9 +167,9 @@ def stand_ins(model: torch.nn.Module, stages: Sequence[Sequence[Description]]) -
             below = [entry for entry in entries if entry[0] == place or entry[0].startswith(f"{place}.")]
             if below:
                 missing = functools.partial(StageError.attribute, stage=stage)
-                found[place] = tree(below, missing, known[stage], stage)
+                by_path[place] = tree(below, missing, known[stage], stage)
                 break
-    return found
+    return by_path
 
 
 def tree(
@@ -213,12 +213,12 @@ def _stand_in(entry: Description, missing_attribute: MissingAttribute, stage: in
 @functools.cache
 def _mixed(module_name: str, class_name: str) -> type[torch.nn.Module]:
     try:
-        found: Any = importlib.import_module(module_name)
+        cls: Any = importlib.import_module(module_name)
         for part in class_name.split("."):
-            found = getattr(found, part)
+            cls = getattr(cls, part)
     except (ImportError, AttributeError):  # a class made inside a function
-        found = torch.nn.Module
-    return type(class_name.rpartition(".")[2], (RemoteModule, found), {"__module__": module_name})
+        cls = torch.nn.Module
+    return type(class_name.rpartition(".")[2], (RemoteModule, cls), {"__module__": module_name})
 
 
 def envoy_classes(

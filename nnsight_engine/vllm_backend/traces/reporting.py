@@ -41,7 +41,7 @@ class Deltas:
         self._sent: dict[str, tuple[Any, Any]] = {}
         self._refused: dict[str, Any] = {}
 
-    def of(self, saves: Mapping[str, Any]) -> bytes | None:
+    def changes_in(self, saves: Mapping[str, Any]) -> bytes | None:
         """Return the changes since the last call, encoded; None if there are none."""
         whole: dict[str, Any] = {}
         grown: dict[str, list[Any]] = {}
@@ -49,13 +49,13 @@ class Deltas:
             if self._refused.get(name, self) is value:
                 continue
             before, mark = self._sent.get(name, (None, None))
-            now = _mark(value)
-            if mark == now and (value is before or (_is_scalar(value) and value == before)):
+            new_mark = _mark(value)
+            if mark == new_mark and (value is before or (_is_scalar(value) and value == before)):
                 continue
-            is_grown = value is before and type(value) is list and mark[0] < now[0]
+            is_grown = value is before and type(value) is list and mark[0] < new_mark[0]
             new = value[mark[0] :] if is_grown else value
             if _is_plain(new):
-                self._sent[name] = (value, now)
+                self._sent[name] = (value, new_mark)
                 (grown if is_grown else whole)[name] = new
         if not whole and not grown:
             return None
@@ -131,22 +131,22 @@ class _Same:
 class BlockStdout:
     def __init__(self, real: Any) -> None:
         self._real = real
-        self._own = threading.local()
+        self._thread = threading.local()
 
     @staticmethod
     def install() -> BlockStdout:
         """Return the object that replaces ``sys.stdout``, installing it if there is none."""
-        now = sys.stdout
-        if not isinstance(now, BlockStdout):
-            sys.stdout = now = BlockStdout(now)
-        return now
+        stdout = sys.stdout
+        if not isinstance(stdout, BlockStdout):
+            sys.stdout = stdout = BlockStdout(stdout)
+        return stdout
 
     def enter(self, prints: Prints) -> None:
         """Redirect the calling thread's output to ``prints`` until the thread ends."""
-        self._own.prints = prints
+        self._thread.prints = prints
 
     def write(self, text: str) -> int:
-        prints: Prints | None = getattr(self._own, "prints", None)
+        prints: Prints | None = getattr(self._thread, "prints", None)
         if prints is None:
             written: int = self._real.write(text)
             return written
@@ -194,7 +194,7 @@ class Reporting:
     ) -> Report | None:
         """Return the report of a request after a step; None if there is nothing to report."""
         prints = self._prints.get(request_id)
-        printed = "" if prints is None else prints.take()
+        printed = "" if prints is None else prints.take_lines()
         data = self._new_saves(request_id, saves)
         return (entry.key, entry.index, data, printed) if data is not None or printed else None
 
@@ -203,7 +203,7 @@ class Reporting:
         if deltas is None:
             return None
         try:
-            return deltas.of(saves())
+            return deltas.changes_in(saves())
         except Exception:
             logger.exception("the saved values of a block cannot be reported; they are collected at its end")
             del self._deltas[request_id]
@@ -213,7 +213,7 @@ class Reporting:
         """Unregister a request; retain the rest of its printed text until it is fetched with the trace."""
         self._deltas.pop(request_id, None)
         prints = self._prints.pop(request_id, None)
-        last = "" if prints is None else prints.take(everything=True)
+        last = "" if prints is None else prints.take_lines(everything=True)
         if last:
             self._remaining[key] = self._remaining.get(key, "") + last
 

@@ -125,12 +125,12 @@ class TracedRequest(Interleaver):
 
     # Lifecycle.
 
-    def open(self) -> None:
+    def start_blocks(self) -> None:
         self.interleaving = True
         self._refill()
-        self._guarded(self._open)
+        self._guarded(self._start_mediators)
 
-    def _open(self) -> None:
+    def _start_mediators(self) -> None:
         for mediator in self.mediators:
             if not self._has_failed:
                 mediator.start(self)
@@ -140,17 +140,17 @@ class TracedRequest(Interleaver):
         for mediator in self.mediators:
             cast("ThreadMediator", mediator).refill()
 
-    def begin(self, span: TraceSpan, total_rows: int) -> None:
+    def begin_step(self, span: TraceSpan, total_rows: int) -> None:
         self.in_step, self._is_after_model, self._index = True, False, span.index
         self._span, self.needs_modules = span, False
         self._refill()
-        self.caches.begin()
+        self.caches.begin_step()
         replayed = min(max(self.done - span.start, 0), span.num_rows)
         self.start, self.num_new = span.start + replayed, span.num_rows - replayed
         self.partial = not span.complete
-        self.batcher.place(total_rows)
-        self._own(span.row + replayed, self.num_new)
-        self._writes.begin(span.row, span.start, replayed)
+        self.batcher.set_num_rows(total_rows)
+        self._set_rows(span.row + replayed, self.num_new)
+        self._writes.begin_step(span.row, span.start, replayed)
         if self.num_new:
             self.step = self.number
             self._guarded(self._begin_step)
@@ -159,7 +159,7 @@ class TracedRequest(Interleaver):
         """Prepare to rerun the step from its first layer: writes already made in it are to be replayed."""
         span = self._span
         assert span is not None  # noqa: S101 - a step is running
-        self._writes.begin(span.row, span.start, span.num_rows)
+        self._writes.begin_step(span.row, span.start, span.num_rows)
 
     def _begin_step(self) -> None:
         for mediator in self._waiting():
@@ -168,23 +168,23 @@ class TracedRequest(Interleaver):
                 mediator.respond(value=True)
                 self._settle()
 
-    def _own(self, row: int, num_rows: int) -> None:
+    def _set_rows(self, row: int, num_rows: int) -> None:
         self.batcher.group = (row, num_rows)
         for mediator in self.mediators:
             mediator.batch_group = (row, num_rows)
 
     def after_model(self, num_requests: int) -> None:
         """Switch to the phase behind the model, in which values have one row per request."""
-        self.batcher.place(num_requests)
-        self._own(self._index, 1)
+        self.batcher.set_num_rows(num_requests)
+        self._set_rows(self._index, 1)
         self._is_after_model = True
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         self.in_step = False
         self.needed_modules = self.needs_modules
         if self.dispatcher.is_uncompiled:
             self.tier = "eager"
-        self._writes.end()
+        self._writes.end_step()
         if self.num_new:
             self.done = self.start + self.num_new
             if self.partial:
@@ -193,7 +193,7 @@ class TracedRequest(Interleaver):
                 self.number += 1
                 self._dry_run_is_complete = self.is_dry_run and all(map(_asks_nothing_new, self.mediators))
                 self._chunks.clear()
-                self.caches.end()
+                self.caches.drop_parts()
 
     def close(self, result: Any) -> None:
         """End the block after its request has ended; give it the request's result if it waits for it."""
@@ -201,7 +201,7 @@ class TracedRequest(Interleaver):
         self._guarded(lambda: self._finish(result))
         if self.error is None:
             self._guarded(lambda: self.memory.check(is_last=True))
-        self._guarded(self._end)
+        self._guarded(self._end_run)
         self.dispatcher.forget(self)
 
     def _finish(self, result: Any) -> None:
@@ -229,7 +229,7 @@ class TracedRequest(Interleaver):
         """Drop data stored for later steps: no further step follows, and no position is computed again."""
         self._writes.clear()
         self._chunks.clear()
-        self.caches.end()
+        self.caches.drop_parts()
 
     @property
     def is_over(self) -> bool:
@@ -329,12 +329,16 @@ class TracedRequest(Interleaver):
             or (self._is_after_model and self.partial)
         ):
             return False
-        return bool(self.due(provider))
+        return bool(self.waiting_for(provider))
 
-    def due(self, provider: str) -> list[Mediator]:
+    def waiting_for(self, provider: str) -> list[Mediator]:
         """Return the blocks that wait for this call of a provider, in the order of being answered."""
-        now = (self.number, None)
-        return [one for one in self.wanted.get(provider, ()) if one.waiting and one.waiting[2] in now]
+        due_calls = (self.number, None)
+        return [
+            mediator
+            for mediator in self.wanted.get(provider, ())
+            if mediator.waiting and mediator.waiting[2] in due_calls
+        ]
 
     # Values that the model provides.
 
@@ -369,9 +373,9 @@ class TracedRequest(Interleaver):
     def leave(self, provider: str) -> None:
         if self.batcher.changed:
             self._guarded(lambda: self._note_written(provider))
-        self.memory.give(self.batcher.lent_bytes)
+        self.memory.count_given(self.batcher.lent_bytes)
         self.batcher.loans, self.batcher.changed = None, False
-        self._guarded(lambda: self._chunks.leave(provider))
+        self._guarded(lambda: self._chunks.check_unedited(provider))
         self._guarded(self.memory.check)
 
     def watch_pass(self, provider: str) -> None:
@@ -407,7 +411,7 @@ class TracedRequest(Interleaver):
         waiting = self.wanted.get(provider, ())
         return (
             None
-            if any(one.waiting is not None and one.waiting[2] is None for one in waiting)
+            if any(waiter.waiting is not None and waiter.waiting[2] is None for waiter in waiting)
             else self.number
         )
 

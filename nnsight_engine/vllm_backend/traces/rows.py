@@ -139,7 +139,7 @@ class FlatBatcher(Batcher):
     def current_value(self, value: Any) -> None:
         self._place.value = value
 
-    def place(self, num_rows: int) -> None:
+    def set_num_rows(self, num_rows: int) -> None:
         """Set the number of rows of tensors in this phase, over all requests."""
         self.total_batch_size = num_rows
 
@@ -148,11 +148,11 @@ class FlatBatcher(Batcher):
         return False
 
     def narrow(self, group: BatchGroup | None) -> Any:  # noqa: ARG002 - a batcher has one request
-        own = self.group
+        invoke_rows = self.group
         with torch.inference_mode(mode=False):  # blocks run outside of it, and may edit the copies
-            narrowed = map_tensors(self.current_value, lambda tensor: self._rows(tensor, own))
+            narrowed = map_tensors(self.current_value, lambda tensor: self._rows(tensor, invoke_rows))
         if not isinstance(narrowed, torch.Tensor):
-            self._lending().trees.append((narrowed, list(tensors(narrowed)), own))
+            self._lending().trees.append((narrowed, list(tensors(narrowed)), invoke_rows))
         return narrowed
 
     def _lending(self) -> _Copies:
@@ -196,13 +196,13 @@ class FlatBatcher(Batcher):
             if copy.rows._version != copy.version:  # noqa: SLF001
                 copy.version = copy.rows._version  # noqa: SLF001
                 self._put_back(copy)
-        for one in self._lending().computed:
-            if one.value._version != one.version:  # noqa: SLF001
-                one.version = one.value._version  # noqa: SLF001
+        for computed in self._lending().computed:
+            if computed.value._version != computed.version:  # noqa: SLF001
+                computed.version = computed.value._version  # noqa: SLF001
                 num_rows = self.group[1]
-                if len(one.value) != num_rows:
-                    raise ChunkedPromptError.writing(one.name, -(-len(one.value) // num_rows))
-                self.swap(self.group, one.replacement)
+                if len(computed.value) != num_rows:
+                    raise ChunkedPromptError.writing(computed.name, -(-len(computed.value) // num_rows))
+                self.swap(self.group, computed.replacement)
 
     def _put_back(self, copy: _Copy) -> None:
         group = self.group

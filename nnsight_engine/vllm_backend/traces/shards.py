@@ -129,7 +129,7 @@ class ShardLocation:
     layouts: tuple[Layout | None, ...] = ()
     rest: Layout | None = None
 
-    def of(self, index: int) -> Layout | None:
+    def layout_of(self, index: int) -> Layout | None:
         return self.layouts[index] if index < len(self.layouts) else self.rest
 
     @property
@@ -137,21 +137,21 @@ class ShardLocation:
         return self.rest is not None or any(layout is not None for layout in self.layouts)
 
     def fits(self, parts: Sequence[torch.Tensor]) -> bool:
-        found = [(self.of(index), part) for index, part in enumerate(parts)]
-        return all(layout is None or layout.fits(part) for layout, part in found)
+        pairs = [(self.layout_of(index), part) for index, part in enumerate(parts)]
+        return all(layout is None or layout.fits(part) for layout, part in pairs)
 
     def whole(self, value: Any, gather: Gather) -> Any:
         """Replace the parts in a value by wholes; all ranks call this together."""
 
         def gathered(index: int, part: torch.Tensor) -> torch.Tensor:
-            layout = self.of(index)
+            layout = self.layout_of(index)
             return part if layout is None else layout.whole(gather(part))
 
         return map_numbered(value, gathered)
 
     def part(self, value: Any, rank: int, size: int) -> Any:
         def cut(index: int, whole: torch.Tensor) -> torch.Tensor:
-            layout = self.of(index)
+            layout = self.layout_of(index)
             return whole if layout is None else layout.part(whole, rank, size)
 
         return map_numbered(value, cut)
@@ -188,9 +188,11 @@ class Shards:
         self._held: set[str] = set()
         for path, module in self._modules.items():
             if isinstance(module, InnerValue) and not isinstance(module, ExpertChoice):
-                self._put(path, None, None)  # a rank's summand
+                self._set_locations(path, None, None)  # a rank's summand
             elif isinstance(module, MoERunner) and not module.moe_config.is_sequence_parallel:
-                self._put(path, EVERYWHERE, None if module.moe_config.skip_final_all_reduce else EVERYWHERE)
+                self._set_locations(
+                    path, EVERYWHERE, None if module.moe_config.skip_final_all_reduce else EVERYWHERE
+                )
         for layer in points.local_layers:
             block = points.layout.blocks[layer]
             if block.kernel:
@@ -200,7 +202,7 @@ class Shards:
             if block.mlp or "mlp.up" in block.leaves:
                 self._place_mlp(points.layers[layer], block)
 
-    def place(self, provider: str) -> ShardLocation:
+    def location_of(self, provider: str) -> ShardLocation:
         return self._places.get(provider, EVERYWHERE)
 
     def is_understood(self, provider: str) -> bool:
@@ -209,7 +211,7 @@ class Shards:
 
     def needs_all(self, path: str) -> bool:
         """Return whether all ranks must call the module at ``path`` together."""
-        return any(one == path or one.startswith(f"{path}.") for one in self._spread)
+        return any(spread == path or spread.startswith(f"{path}.") for spread in self._spread)
 
     def has_parts(self, path: str) -> bool:
         return path in self._spread or path in self._held
@@ -236,7 +238,7 @@ class Shards:
             return ShardLocation((layout,))
         raise SpreadModuleError.held(path, name)
 
-    def _put(self, path: str, entrance: ShardLocation | None, exit_: ShardLocation | None) -> None:
+    def _set_locations(self, path: str, entrance: ShardLocation | None, exit_: ShardLocation | None) -> None:
         """Record how input and output are sharded, None if unknown; replaces an earlier record."""
         for provider, place in ((f"{path}.input", entrance), (f"{path}.output", exit_)):
             if place is None:
@@ -249,10 +251,10 @@ class Shards:
         module = base_module(module)
         if isinstance(module, ColumnParallelLinear) and module.tp_size > 1:
             exit_ = EVERYWHERE if module.gather_output else ShardLocation(rest=_columns(module))
-            self._put(path, EVERYWHERE, exit_)
+            self._set_locations(path, EVERYWHERE, exit_)
         elif isinstance(module, RowParallelLinear) and module.tp_size > 1:
             rows = ShardLocation((Layout((ShardPiece(module.input_size_per_partition),)),))
-            self._put(
+            self._set_locations(
                 path,
                 rows if module.input_is_parallel else EVERYWHERE,
                 EVERYWHERE if module.reduce_results else None,
@@ -270,25 +272,27 @@ class Shards:
             for name in _LATENT_NORMS:
                 norm = self._paths.get(id(getattr(attention, name, None)))
                 if norm is not None:
-                    self._put(norm, EVERYWHERE, EVERYWHERE)
+                    self._set_locations(norm, EVERYWHERE, EVERYWHERE)
             self._spread.add(path)
             self._leave_unknown(attention)
             return
         queries, keys, values = self._heads(kernel, block)
-        self._put(path, ShardLocation((queries, keys, values)), ShardLocation(rest=queries))
+        self._set_locations(path, ShardLocation((queries, keys, values)), ShardLocation(rest=queries))
         self._spread.add(path)
         for name, module in attention.named_children():
-            own = self._paths.get(id(module))
-            if own is None or module is kernel:
+            module_path = self._paths.get(id(module))
+            if module_path is None or module is kernel:
                 continue
             if type(module).__module__.startswith(_ROTARY):
-                self._put(own, ShardLocation((None, queries, keys)), ShardLocation((queries, keys)))
+                self._set_locations(
+                    module_path, ShardLocation((None, queries, keys)), ShardLocation((queries, keys))
+                )
             elif name in _HEAD_NORMS:
                 count, copies = kernel.num_heads, 1
                 if name != "q_norm":
                     count, copies = kernel.num_kv_heads, self._kv_copies(kernel, block)
                 heads = ShardLocation((Layout((ShardPiece(count, copies),), axis=-2),))
-                self._put(own, heads, heads)
+                self._set_locations(module_path, heads, heads)
         self._leave_unknown(attention)
 
     def _heads(self, kernel: Any, block: BlockPoints) -> tuple[Layout, Layout, Layout]:
@@ -308,11 +312,11 @@ class Shards:
         mixer = base_module(layer.get_submodule(path))
         container = mixer if any(mixer.children()) else layer.get_submodule(path.rpartition(".")[0])
         for name, module in container.named_modules():
-            own = self._paths.get(id(module))
+            module_path = self._paths.get(id(module))
             is_merged = isinstance(base_module(module), MergedColumnParallelLinear)
-            if own is not None and name.rpartition(".")[2] in _IN_GROUPS and not is_merged:
-                self._put(own, EVERYWHERE, None)
-                self._held.add(own)
+            if module_path is not None and name.rpartition(".")[2] in _IN_GROUPS and not is_merged:
+                self._set_locations(module_path, EVERYWHERE, None)
+                self._held.add(module_path)
         self._leave_unknown(container)
 
     def _place_mlp(self, layer: nn.Module, block: BlockPoints) -> None:
@@ -323,10 +327,12 @@ class Shards:
         up, down = (layer.get_submodule(leaves[leaf].path) for leaf in ("mlp.up", "mlp.act"))
         parent = layer.get_submodule(leaves["mlp.act"].path.rpartition(".")[0])
         for module in parent.children():
-            own = self._paths.get(id(module))
-            if own is not None and type(module).__module__ in _ACTIVATIONS:
+            module_path = self._paths.get(id(module))
+            if module_path is not None and type(module).__module__ in _ACTIVATIONS:
                 before, after = self._paths[id(up)], self._paths[id(down)]
-                self._put(own, self.place(f"{before}.output"), self.place(f"{after}.input"))
+                self._set_locations(
+                    module_path, self.location_of(f"{before}.output"), self.location_of(f"{after}.input")
+                )
         if block.mlp:
             self._leave_unknown(layer.get_submodule(block.mlp))
 
@@ -340,9 +346,11 @@ class Shards:
             is_whole = isinstance(base_module(module), ReplicatedLinear | ExpertChoice)
             if path is None or is_whole:
                 continue
-            own = [] if path in self._spread else [*module.parameters(recurse=False)]
+            parameters = [] if path in self._spread else [*module.parameters(recurse=False)]
             is_container = module is container
-            if own and (is_container or any(hasattr(one, "weight_loader") for one in own)):
+            if parameters and (
+                is_container or any(hasattr(parameter, "weight_loader") for parameter in parameters)
+            ):
                 self._held.add(path)
             if not is_container:
                 providers = {f"{path}.input", f"{path}.output"}

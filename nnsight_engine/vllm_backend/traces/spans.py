@@ -32,19 +32,19 @@ class PromptChunks:
         self.num_passed = 0
         self._request = request
         self._gathered: dict[tuple[Mediator, str], list[Any]] = {}
-        self._given: list[tuple[Any, list[tuple[int, int]]]] = []
-        self._whole: set[tuple[Mediator, str]] = set()
+        self._delivered: list[tuple[Any, list[tuple[int, int]]]] = []
+        self._answered: set[tuple[Mediator, str]] = set()
 
     def clear(self) -> None:
         self.num_passed = 0
         self._request.memory.keep("chunks", -num_bytes(self._gathered.values()))
         self._gathered.clear()
-        self._whole.clear()
+        self._answered.clear()
 
     def serve_part(self, provider: str) -> None:
         """Gather rows for reads, or apply this chunk's share of writes; the blocks continue to wait."""
         request, batcher = self._request, self._request.batcher
-        for mediator in request.due(provider):
+        for mediator in request.waiting_for(provider):
             kind, _, _, more = mediator.waiting or (None, None, None, None)
             gathered = self._gathered.setdefault((mediator, provider), [])
             if len(gathered) != self.num_passed:
@@ -56,30 +56,30 @@ class PromptChunks:
 
     def serve_last(self, provider: str) -> None:
         request, batcher = self._request, self._request.batcher
-        mediator = request.due(provider)[0]
+        mediator = request.waiting_for(provider)[0]
         place = (mediator, provider)
         kind, _, _, more = mediator.waiting or (None, None, None, None)
         gathered = self._gathered.get(place, ())
         if len(gathered) != self.num_passed:
             mediator.fail(ChunkedPromptError.reading(provider, self.num_passed + 1))
-        elif kind is Events.SWAP and place not in self._whole:
+        elif kind is Events.SWAP and place not in self._answered:
             request.memory.keep("chunks", -num_bytes(self._gathered.pop(place)))
             self._swap_last(mediator, more)
         elif kind is Events.VALUE:
             whole = batcher.narrow(batcher.group)
             for part in reversed(gathered):
                 whole = map_pairs(part, whole, joined)
-            self._whole.add(place)
-            self._given.append((whole, _versions(whole)))
+            self._answered.add(place)
+            self._delivered.append((whole, _versions(whole)))
             mediator.respond(whole)
         else:
             mediator.fail(ChunkedPromptError.writing(provider, self.num_passed + 1))
 
-    def leave(self, provider: str) -> None:
+    def check_unedited(self, provider: str) -> None:
         """When the model continues, raise ChunkedPromptError if the block has edited a gathered value."""
-        given, self._given = self._given, []
-        for whole, before in given:
-            self._request.memory.give(num_bytes([whole]))
+        delivered, self._delivered = self._delivered, []
+        for whole, before in delivered:
+            self._request.memory.count_given(num_bytes([whole]))
             if _versions(whole) != before:
                 raise ChunkedPromptError.writing(provider, self.num_passed + 1)
 
@@ -130,17 +130,17 @@ class ReplayedWrites:
     def __init__(self, request: TracedRequest) -> None:
         self._request = request
         self._written: dict[str, list[tuple[int, Any]]] = {}
-        self._again: tuple[int, int, int] | None = None
+        self._recomputed: tuple[int, int, int] | None = None
 
-    def begin(self, row: int, start: int, num_rows: int) -> None:
+    def begin_step(self, row: int, start: int, num_rows: int) -> None:
         """Begin a step that recomputes ``num_rows`` positions from ``start`` on, in rows from ``row`` on."""
-        self._again = (row, start, num_rows) if num_rows else None
+        self._recomputed = (row, start, num_rows) if num_rows else None
         for provider in self._written if num_rows else ():
             self._request.dispatcher.want(provider, self._request)
 
-    def end(self) -> None:
-        if self._again is not None:
-            self._again = None
+    def end_step(self) -> None:
+        if self._recomputed is not None:
+            self._recomputed = None
             for provider in self._written:
                 self._request.release(provider)
 
@@ -150,12 +150,12 @@ class ReplayedWrites:
         self._request.memory.release_account(_WRITES)
 
     def has_use_for(self, provider: str) -> bool:
-        return self._again is not None and provider in self._written
+        return self._recomputed is not None and provider in self._written
 
     def put_back(self, provider: str) -> None:
-        if self._again is None or provider not in self._written:
+        if self._recomputed is None or provider not in self._written:
             return
-        row, start, num_rows = self._again
+        row, start, num_rows = self._recomputed
         batcher = self._request.batcher
         value = batcher.current_value
         for position, rows in self._written[provider]:

@@ -40,6 +40,7 @@ from nnsight_engine.vllm_backend.traces.messages import (
     InvalidValue,
     Offer,
     PassedPlaces,
+    StepFacts,
     Tensors,
     ValueSlot,
     packed,
@@ -66,7 +67,6 @@ from nnsight_engine.vllm_backend.traces.row_payloads import (
     RowStore,
 )
 from nnsight_engine.vllm_backend.traces.rows import plain
-from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
@@ -148,7 +148,7 @@ class EarlyStageDispatcher(TraceDispatcher):
 
     def start_step(self, spans: Sequence[TraceSpan], num_rows: int, act: Callable[[], bool]) -> bool:
         del act
-        self.begin()
+        self.begin_step()
         self._num_reported = 0
         self._link.send(packed(StageStep(list(spans), num_rows)))
         reply, _ = self._answer()
@@ -181,8 +181,8 @@ class EarlyStageDispatcher(TraceDispatcher):
             message = packed(InvalidValue(provider, passed, encode_error(failure)))
         self._link.send(message)
         reply, content = self._answer()
-        given = Tensors(content, ALL_DTYPES)
-        changes = [(slot.number, given.next(slot)) for slot in reply.changes]
+        received = Tensors(content, ALL_DTYPES)
+        changes = [(slot.number, received.next(slot)) for slot in reply.changes]
         return self._rows.give_back(payloads.changed(kept, changes)) if changes else value
 
     def _passed(self) -> PassedPlaces:
@@ -215,8 +215,8 @@ class EarlyStageDispatcher(TraceDispatcher):
         listener, self.listener = self.listener, 0
         try:
             device = self.model.device or torch.device("cpu")
-            here = map_tensors((args, kwargs), lambda tensor: tensor.to(device))
-            value = self._rows.keep(map_tensors(self.model.get(path)(*here[0], **here[1]), plain))
+            on_device = map_tensors((args, kwargs), lambda tensor: tensor.to(device))
+            value = self._rows.keep(map_tensors(self.model.get(path)(*on_device[0], **on_device[1]), plain))
             message = packed(CallResult(), encode_pieces(value, reference=RowsPlaceholder.reference))
         except Exception as error:  # noqa: BLE001 - raised in the block
             message = packed(CallResult(encode_error(error)))
@@ -254,9 +254,9 @@ class LastStageDispatcher(TraceDispatcher):
         self, stage: int, changes: Sequence[tuple[ValueSlot, memoryview]] = (), live: list[str] | None = None
     ) -> None:
         looked_into = [
-            str(one.source.path)
-            for one in self.model._sources  # noqa: SLF001 - an envoy of ours
-            if isinstance(one.module, RemoteModule) and one.module.stage == stage
+            str(source.source.path)
+            for source in self.model._sources  # noqa: SLF001 - an envoy of ours
+            if isinstance(source.module, RemoteModule) and source.module.stage == stage
         ]
         reply = StageReply(list(self.wanted), [slot for slot, _ in changes], live, looked_into)
         self.links[stage].send(packed(reply, [content for _, content in changes]))
@@ -303,17 +303,17 @@ class LastStageDispatcher(TraceDispatcher):
         refused = RowStore.refusal((args, kwargs))
         if refused is not None:
             raise StageError.argument(path, refused)
-        given = map_tensors((args, kwargs), plain)
+        sent = map_tensors((args, kwargs), plain)
         adapter = self._adapters.current  # of this thread, which is not the model's
-        return mediator.on_models_thread(lambda: self._called(stage, path, *given, adapter), path)
+        return mediator.on_models_thread(lambda: self._called(stage, path, *sent, adapter), path)
 
     def call_module(self, envoy: Envoy, *args: torch.Tensor) -> Any:
         """Call a module for a block in another process; StageError unless its own stage is being served."""
         module = envoy._module  # noqa: SLF001 - an envoy of ours
         if not isinstance(module, RemoteModule):
             return super().call_module(envoy, *args)
-        given = tuple(map(plain, args))
-        return self._called(module.stage, str(envoy.path), given, {}, self._adapters.current)
+        sent = tuple(map(plain, args))
+        return self._called(module.stage, str(envoy.path), sent, {}, self._adapters.current)
 
     def _called(
         self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], adapter: int | None
@@ -374,7 +374,7 @@ class LastStageTraces(WorkerTraces):
             assert isinstance(head, StageStep)  # noqa: S101 - its first message
             if stage == 0:
                 # Now that modules of this stage can be called.
-                super().begin(dataclasses.replace(facts, bound=frozenset(facts.scheduled)))
+                super().begin_step(dataclasses.replace(facts, bound=frozenset(facts.scheduled)))
                 self._has_begun = True
                 self._begun = [span for span in head.spans if self.takes_part(span.request_id)]
                 super().step(self._begun, head.num_rows)
@@ -383,10 +383,10 @@ class LastStageTraces(WorkerTraces):
             if live:
                 self.dispatcher.serve(stage, RowPayloads(live, head.num_rows))
 
-    def begin(self, facts: StepFacts) -> None:
+    def begin_step(self, facts: StepFacts) -> None:
         has_begun, self._has_begun = self._has_begun, False
         if not has_begun:
-            super().begin(facts)
+            super().begin_step(facts)
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
         """Continue with the step that ``before`` has begun on the first stage."""

@@ -62,16 +62,16 @@ class RankDispatcher(TraceDispatcher):
         return Shards(self._points, self.model.own_modules())
 
     def _gathered(self, provider: str, value: Any) -> Any:
-        return self.shards.place(provider).whole(value, self.ranks.gather)
+        return self.shards.location_of(provider).whole(value, self.ranks.gather)
 
     def _with_parts(self, provider: str, value: Any, changed: Mapping[int, torch.Tensor]) -> Any:
         """Return this rank's part with some tensors replaced; ``changed`` are whole tensors, by number."""
         if not changed:
             return value
-        place = self.shards.place(provider)
+        place = self.shards.location_of(provider)
 
         def put_in(number: int, part: torch.Tensor) -> torch.Tensor:
-            whole, layout = changed.get(number), place.of(number)
+            whole, layout = changed.get(number), place.layout_of(number)
             if whole is None or layout is None:
                 return part if whole is None else whole
             return layout.part(whole, self.ranks.rank, self.ranks.size)
@@ -86,7 +86,10 @@ class RankDispatcher(TraceDispatcher):
         with torch.inference_mode(mode=False), torch.no_grad(), self.adapters.using(adapter):
             if method not in _ITSELF:
                 return getattr(envoy._module, method)(*args, **kwargs)  # noqa: SLF001 - an envoy of ours
-            entrance, exit_ = self.shards.place(f"{path}.input"), self.shards.place(f"{path}.output")
+            entrance, exit_ = (
+                self.shards.location_of(f"{path}.input"),
+                self.shards.location_of(f"{path}.output"),
+            )
             args, kwargs = entrance.part((args, kwargs), self.ranks.rank, self.ranks.size)
             output = envoy._apply_to_values(*args, **kwargs)  # noqa: SLF001 - the same
             return exit_.whole(output, self.ranks.gather)
@@ -144,7 +147,7 @@ class LeadingDispatcher(RankDispatcher):
     def refusal(self, provider: str) -> Exception | None:
         refusal = super().refusal(provider)
         if refusal is None and not self.shards.is_understood(provider):
-            return SpreadModuleError.place(provider)
+            return SpreadModuleError.unknown_layout(provider)
         return refusal
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:
@@ -160,20 +163,20 @@ class LeadingDispatcher(RankDispatcher):
             if not any(request.uses(provider) for request in self.wanted.get(provider, ())):
                 return value
             try:
-                whole = self._whole(provider, value)
+                whole = self._gather_whole(provider, value)
             except SpreadModuleError as error:
                 self.fail(provider, error)
                 return value
             turn.changed = _changed(whole, super().offer(provider, number, whole))
             return self._with_parts(provider, value, turn.changed)
 
-    def _whole(self, provider: str, value: Any) -> Any:
+    def _gather_whole(self, provider: str, value: Any) -> Any:
         """Return the whole; SpreadModuleError if the value is not sharded as the layout of its place says."""
-        place = self.shards.place(provider)
+        place = self.shards.location_of(provider)
         if not place.is_spread:
             return value
         if not place.fits(list(tensors(value))):
-            raise SpreadModuleError.place(provider)
+            raise SpreadModuleError.unknown_layout(provider)
         self.ranks.broadcast(GatherOrder())
         return self._gathered(provider, value)
 
@@ -200,14 +203,14 @@ class LeadingDispatcher(RankDispatcher):
             return super().call_module(envoy, *args)
         self._check_call(path, "")
         if not self._depth:
-            raise SpreadModuleError.outside(path)
+            raise SpreadModuleError.outside_block(path)
         return self._call(path, "", args, {}, self.adapters.current)
 
     def _check_call(self, path: str, method: str) -> None:
         """Raise SpreadModuleError if it is not known how the input or the output is sharded."""
         for provider in (f"{path}.input", f"{path}.output"):
             if not self.shards.is_understood(provider):
-                raise SpreadModuleError.place(provider)
+                raise SpreadModuleError.unknown_layout(provider)
         if method not in _ITSELF and (self.shards.has_parts(path) or hasattr(torch.nn.Module, method)):
             raise SpreadModuleError.method(path, method)
 
@@ -240,7 +243,7 @@ class LeadingDispatcher(RankDispatcher):
         """Do something jointly with all ranks, which accept orders while a block runs."""
         mediator = self.current
         if not isinstance(mediator, ThreadMediator) or not self._depth:
-            raise SpreadModuleError.outside(what)
+            raise SpreadModuleError.outside_block(what)
         return mediator.on_models_thread(act, what)
 
 
@@ -254,8 +257,8 @@ class FollowingDispatcher(RankDispatcher):
 
     runs_blocks = False
 
-    def end(self) -> None:
-        super().end()
+    def end_step(self) -> None:
+        super().end_step()
         self.wanted.clear()
 
     def jointly(self, act: Callable[[], Any]) -> Any:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
+from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import torch
@@ -21,7 +23,6 @@ from nnsight_engine.interleaving.interleaver import ModuleUse
 from nnsight_engine.interleaving.mediator import Mediator
 from nnsight_engine.vllm_backend.traces.errors import SeveralStreamsError
 from nnsight_engine.vllm_backend.traces.rows import RowSpan
-from nnsight_engine.vllm_backend.traces.tiers import UntappedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +30,75 @@ if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.vllm_backend.traces.model import WorkerModel
     from nnsight_engine.vllm_backend.traces.request import TraceSpan
-    from nnsight_engine.vllm_backend.traces.tiers import ModuleOrder
+
+_BEHIND: Final = ("logits.output", "samples.output")
+"""Places whose values are provided after the model has run, in compiled and eager steps alike."""
+
+
+class UntappedError(Exception):
+    """Blocks of the running step need a value that no tap provides; the step must run again, uncompiled."""
+
+
+class ModuleOrder:
+    """The order in which a model without branches passes its places; ValueError if exits are out of order.
+
+    Module calls are not observed in a compiled step, but their order is the same in every step: recorded once
+    when the engine starts, it tells which places lie before a tap.
+
+    Args:
+        order: All places, in the order in which a step first reaches them.
+        exits: The outputs of the layers. A tap may lie behind each of them, and another in the first layer.
+        taps: The numbers of the installed taps; 0 is the tap in the first layer, at the place ``entry``.
+
+    Attributes:
+        served: The providers whose values blocks can have without module calls being observed.
+        ahead: The number of places that a step has passed when it reaches a tap, without the tap's own place.
+    """
+
+    def __init__(
+        self, root: str, order: Sequence[str], exits: Sequence[str], taps: Collection[int], entry: str
+    ) -> None:
+        entrance = f"{exits[0].removesuffix('.output')}.input"
+        order = [both for place in order for both in ((place, entry) if place == entrance else (place,))]
+        places = (entry, *exits)
+        number_of = {place: number for number, place in enumerate(order)}
+        missing = [place for place in places if place not in number_of]
+        ahead = [number_of[place] for place in places if place in number_of]
+        if missing or ahead != sorted(ahead):
+            raise ValueError(f"the model does not run its layers in order; it never reached {missing}")
+        self.order = tuple(order)
+        self.number_of: Mapping[str, int] = number_of
+        self.exits = {tap: places[tap] for tap in taps}
+        self.tap_at = {place: tap for tap, place in self.exits.items()}
+        self.ahead = {tap: ahead[tap] for tap in taps}
+        self.last = max(taps)
+        behind = (f"{root}.{name}" for name in _BEHIND)
+        self.served = frozenset([*self.exits.values(), "result", *behind])
+
+
+_MAX_KNOWN: Final = 256
+"""Maximum number of blocks; beyond it the oldest are evicted."""
+
+
+class ModuleUsePredictor:
+    """The blocks that needed a value that no tap provides, in the first step of their latest request.
+
+    Otherwise the need for a value inside a layer is only found at a tap, and the step has to run twice.
+    """
+
+    def __init__(self) -> None:
+        self._elsewhere: dict[CodeType, None] = {}
+
+    def expects_modules(self, block: CodeType) -> bool:
+        return block in self._elsewhere
+
+    def note(self, block: CodeType, *, elsewhere: bool) -> None:
+        self._elsewhere.pop(block, None)
+        if elsewhere:
+            self._elsewhere[block] = None
+            if len(self._elsewhere) > _MAX_KNOWN:
+                del self._elsewhere[next(iter(self._elsewhere))]
+
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +240,7 @@ class TraceDispatcher(ModuleUse):
 
     # Values that the model provides.
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         self.ever.update(self.calls)
         self.calls.clear()
         self.interleaving = True
@@ -189,7 +258,7 @@ class TraceDispatcher(ModuleUse):
         """Stop observing module calls: the model has run."""
         self.listener = 0
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         self.interleaving = False
         self.undone = ()
 
@@ -299,9 +368,9 @@ class TraceDispatcher(ModuleUse):
     def _offer_in_place(self, provider: str, value: Any) -> None:
         if provider not in self.wanted:
             return
-        left = self.offer(provider, None, value)
-        if left is not value:
-            for old, new in zip(tensors(value), tensors(left), strict=True):
+        changed = self.offer(provider, None, value)
+        if changed is not value:
+            for old, new in zip(tensors(value), tensors(changed), strict=True):
                 if new is not old:
                     old.copy_(new)
 

@@ -124,8 +124,8 @@ class TraceEnd:
     def failed(self, members: Sequence[TraceMember], error: BaseException) -> bytes:
         """Return the message of a trace one of whose requests did not reach the trace's sandbox process."""
         blocks = [
-            outcome_of(one.entry.index, {}, self.error_data(one.error or error), choice=one.choice)
-            for one in members
+            outcome_of(member.entry.index, {}, self.error_data(member.error or error), choice=member.choice)
+            for member in members
         ]
         return encode({"blocks": blocks, "before": None})
 
@@ -157,7 +157,7 @@ class TraceEnd:
         """
         max_bytes = min(self._max_bytes * len(message["blocks"]), self._max_message_bytes) + _BESIDE_BYTES
         limits = MessageLimits(max_bytes=max_bytes)
-        stack = self._threads.take()
+        stack = self._threads.take_stack()
         stack.left_s += num_bytes / _BYTES_WRITTEN_A_SECOND
         pieces: list[Piece] | None
         pieces, error = stack.start(
@@ -228,7 +228,7 @@ class TraceStore:
         # On a block thread, because decoding a trace runs its sender's code, and outside of inference mode.
         with self._timed(entry.key):
             member.context, member.error = (
-                self.threads.take().start(lambda: TraceContext(entry, model, policy)).empty()
+                self.threads.take_stack().start(lambda: TraceContext(entry, model, policy)).empty()
             )
         if member.context is not None:
             self._contexts[name] = member.context
@@ -242,7 +242,11 @@ class TraceStore:
             self._spent_s[key] += time.monotonic() - begin
 
     def requests(self, key: str, index: int | None = None) -> list[str]:
-        return [one for one in self._by_key.get(key, ()) if index in {None, self.members[one].entry.index}]
+        return [
+            request_id
+            for request_id in self._by_key.get(key, ())
+            if index in {None, self.members[request_id].entry.index}
+        ]
 
     def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> EndedTrace:
         """Close blocks whose requests have ended.
@@ -266,9 +270,9 @@ class TraceStore:
             pieces: list[Piece] = [encode({"blocks": [], "before": None})]
             return EndedTrace(pieces, self._spent_s.pop(key, 0.0))
         if index is not None:
-            self._by_key[key] = [one for one in every if one not in request_ids]
+            self._by_key[key] = [request_id for request_id in every if request_id not in request_ids]
         members = [self.members.pop(request_id) for request_id in request_ids]
-        in_order = sorted(members, key=lambda one: (one.entry.index, one.choice))
+        in_order = sorted(members, key=lambda member: (member.entry.index, member.choice))
         blocks = [self.closing.closed(member, results) for member in in_order]
         for request_id in request_ids:
             self._reporting.close(request_id, key)
@@ -276,32 +280,32 @@ class TraceStore:
             self._reporting.fail(key, failure_of(blocks))
         contexts = [context for name, context in self._contexts.items() if name[0] == key]
         # Containers shared by all blocks; a block that saved too much may have filled them.
-        too_much = any(one.request is not None and is_too_much(one.request.error) for one in members)
+        too_much = any(member.request is not None and is_too_much(member.request.error) for member in members)
         before = contexts[0].saved_before if contexts and not too_much else None
         if index is None:
             for name in [name for name in self._contexts if name[0] == key]:
                 del self._contexts[name]
-        requests = [one.request for one in members if one.request is not None]
+        requests = [member.request for member in members if member.request is not None]
         self._spent_s[key] += sum(request.spent_s for request in requests)
         num_bytes = sum(request.memory.result_bytes for request in requests)
         compress = any(member.entry.compresses for member in members)
         with self._timed(key):
             pieces = self.closing.encoded({"blocks": blocks, "before": before}, num_bytes, compress=compress)
         tier = "eager" if any(request.tier == "eager" for request in requests) else "tap"
-        has_begun = not any(isinstance(one.error, SandboxUnavailableError) for one in members)
+        has_begun = not any(isinstance(member.error, SandboxUnavailableError) for member in members)
         if index is not None:  # the rest will be closed later
             return EndedTrace(pieces, self._spent_s[key], tier=tier, has_begun=has_begun)
-        left = self._reporting.take_remaining(key)
-        return EndedTrace(pieces, self._spent_s.pop(key), *left, tier, has_begun)
+        remaining = self._reporting.take_remaining(key)
+        return EndedTrace(pieces, self._spent_s.pop(key), *remaining, tier, has_begun)
 
     def _collected_of_sandbox(self, key: str) -> EndedTrace:
-        found = self._sandboxes.collect(key)
+        ended = self._sandboxes.collect(key)
         members = [self.members.pop(request_id) for request_id in self._by_key.pop(key)]
         outside = next((member.error for member in members if member.error is not None), None)
         if outside is None:
-            return found
-        has_begun = found.has_begun and not isinstance(outside, SandboxUnavailableError)
-        return found._replace(pieces=[self.closing.failed(members, outside)], has_begun=has_begun)
+            return ended
+        has_begun = ended.has_begun and not isinstance(outside, SandboxUnavailableError)
+        return ended._replace(pieces=[self.closing.failed(members, outside)], has_begun=has_begun)
 
     def drop(self, key: str) -> float:
         """Drop a trace without its results; return the seconds that the engine has waited for it."""

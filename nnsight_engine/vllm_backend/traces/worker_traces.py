@@ -33,6 +33,7 @@ from nnsight_engine.vllm_backend.traces.caches import scanned
 from nnsight_engine.vllm_backend.traces.context import TraceEntry
 from nnsight_engine.vllm_backend.traces.edit_store import EditStore
 from nnsight_engine.vllm_backend.traces.memory_accounting import MemoryAccount
+from nnsight_engine.vllm_backend.traces.messages import KnownRequests, StepFacts
 from nnsight_engine.vllm_backend.traces.model import Names, WorkerModel
 from nnsight_engine.vllm_backend.traces.points import SAMPLES
 from nnsight_engine.vllm_backend.traces.remote_modules import Description, described
@@ -40,9 +41,11 @@ from nnsight_engine.vllm_backend.traces.reporting import Report, Reporting
 from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed.module_calls import CallableModules
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool, open_sandbox_pool
-from nnsight_engine.vllm_backend.traces.step_facts import KnownRequests, StepFacts
-from nnsight_engine.vllm_backend.traces.tiers import ModuleOrder, TierPredictor
-from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
+from nnsight_engine.vllm_backend.traces.trace_dispatcher import (
+    ModuleOrder,
+    ModuleUsePredictor,
+    TraceDispatcher,
+)
 from nnsight_engine.vllm_backend.traces.trace_store import EndedTrace, TraceStore
 
 if TYPE_CHECKING:
@@ -109,7 +112,7 @@ class WorkerTraces:
         self.sandboxes = SandboxPool(self.dispatcher, limits)
         self.store = TraceStore(self.sandboxes, self.reporting, self._threads, limits.max_trace_bytes)
         self._began_s = 0.0
-        self._tiers = TierPredictor()
+        self._module_use = ModuleUsePredictor()
 
     def _new_model(self, names: Names) -> WorkerModel:
         return WorkerModel(self._points, self._config, self.dispatcher, names=names)
@@ -142,17 +145,17 @@ class WorkerTraces:
     def before(self, facts: StepFacts) -> None:
         """Do nothing: only the last stage of a pipeline serves others before its own part of a step."""
 
-    def begin(self, facts: StepFacts) -> None:
+    def begin_step(self, facts: StepFacts) -> None:
         """Open the blocks of requests that arrived, and retire requests that finished."""
         # Without the traces themselves, which would stay until the next traced step.
         self.sandboxes.facts = dataclasses.replace(facts, arrived=())
         if self.known.note(facts) or self.known.sandboxed:
-            self.dispatcher.jointly(lambda: self._begin(facts))
+            self.dispatcher.jointly(lambda: self._update_requests(facts))
 
-    def _begin(self, facts: StepFacts) -> None:
+    def _update_requests(self, facts: StepFacts) -> None:
         for request_id in self._live.keys() & set(facts.finished):
             self._live.pop(request_id).retire()
-        self.sandboxes.begin()
+        self.sandboxes.begin_step()
         for request_id, plain in facts.arrived:
             if request_id not in self.store.members:
                 self._arrive(request_id, plain)
@@ -188,10 +191,10 @@ class WorkerTraces:
                 edit.idx = before - len(edits)
             mediator.idx = entry.index
             member.request.is_dry_run = entry.is_dry_run
-            member.request.needed_modules = self._tiers.expects_modules(member.context.code(entry.index))
+            member.request.needed_modules = self._module_use.expects_modules(member.context.code(entry.index))
             if entry.is_scan:
                 member.shapes = scanned(member.request, self.model)
-            member.request.open()
+            member.request.start_blocks()
             self._live[request_id] = member.request
         except Exception as error:
             logger.debug("a trace could not be read", exc_info=True)
@@ -285,13 +288,13 @@ class WorkerTraces:
         spans = [span for span in spans if self.has_block(span.request_id)]
         if not spans:
             return False
-        self.dispatcher.begin()
-        own = [span for span in spans if span.request_id in self._live]
-        self._active = [self._live[span.request_id] for span in own]
+        self.dispatcher.begin_step()
+        live_spans = [span for span in spans if span.request_id in self._live]
+        self._active = [self._live[span.request_id] for span in live_spans]
         self._began_s = sum(request.spent_s for request in self._active)
-        for request, span in zip(self._active, own, strict=True):
-            request.begin(span, num_rows)
-        if len(own) < len(spans):
+        for request, span in zip(self._active, live_spans, strict=True):
+            request.begin_step(span, num_rows)
+        if len(live_spans) < len(spans):
             self.sandboxes.step([span for span in spans if span.request_id not in self._live], num_rows)
         self.dispatcher.choose([*self._active, *self.sandboxes.active])
         return True
@@ -355,21 +358,21 @@ class WorkerTraces:
         value: torch.Tensor = self.dispatcher.provide(f"{self.model.path}.{SAMPLES}.output", samples)
         return value
 
-    def end(self) -> list[str]:
+    def end_step(self) -> list[str]:
         """End the step; return the requests that are to end because their blocks failed or stopped them."""
         if self.known.sandboxed:
-            ended: list[str] = self.dispatcher.jointly(self._end)
+            ended: list[str] = self.dispatcher.jointly(self._end_traced_step)
             if self.dispatcher.runs_blocks:
                 return ended
-        return self._end()
+        return self._end_traced_step()
 
-    def _end(self) -> list[str]:
+    def _end_traced_step(self) -> list[str]:
         for request in self._active:
-            request.end()
-        self._record_tiers()
-        failed, self._sandbox_reports, waited_s = self.sandboxes.end()
+            request.end_step()
+        self._record_module_use()
+        failed, self._sandbox_reports, waited_s = self.sandboxes.end_step()
         self._ended += failed
-        self.dispatcher.end()
+        self.dispatcher.end_step()
         spent_s = sum(request.spent_s for request in self._active)
         self.waited_s += spent_s - self._began_s + waited_s
         self._active, self._began_s, self.in_step = [], 0.0, False
@@ -386,12 +389,14 @@ class WorkerTraces:
         )
         return is_ready
 
-    def _record_tiers(self) -> None:
+    def _record_module_use(self) -> None:
         for request_id, request in self._live.items():
             member = self.store.members[request_id]
             if request.number == 1 and member.context is not None and not member.is_known:
                 member.is_known = True
-                self._tiers.note(member.context.code(member.entry.index), elsewhere=request.needed_modules)
+                self._module_use.note(
+                    member.context.code(member.entry.index), elsewhere=request.needed_modules
+                )
 
     def reports(self) -> dict[str, Report]:
         reports, self._sandbox_reports = self._sandbox_reports, {}
@@ -416,8 +421,8 @@ class WorkerTraces:
                 self._live.pop(request_id, None)
             return self.store.collect(key, results, index)
 
-        found: EndedTrace = self.dispatcher.jointly(collect)
-        return found
+        ended: EndedTrace = self.dispatcher.jointly(collect)
+        return ended
 
     def drop(self, key: str) -> float:
         def drop() -> float:

@@ -22,7 +22,7 @@ from nnsight_engine.plans.step.delivery import LensReader
 from nnsight_engine.plans.step.instructions import Code, Execute, Executor, Number, Word
 from nnsight_engine.plans.step.table import TableBuilder
 from nnsight_engine.plans.step.token_masks import AnswerTracker
-from nnsight_engine.vllm_backend import call
+from nnsight_engine.vllm_backend import operations_call
 from tests.e2e import harness
 
 Patch = pytest.MonkeyPatch
@@ -164,7 +164,7 @@ def _no_salt(patch: Patch) -> None:
 
 def _clients_share_a_salt(patch: Patch) -> None:
     """Requests that write alike share the cache, whatever their own salt."""
-    right = call.salted
+    right = operations_call.salted
     patch.setattr(harness, "salted", lambda compiled, _salt, secret: right(compiled, None, secret))
 
 
@@ -197,7 +197,7 @@ def _prompt_logprobs_of_the_row_before(patch: Patch) -> None:
 
 def _readers_use_the_cache(patch: Patch) -> None:
     """Prompts whose rows are read may come from the cache."""
-    right = call.prepare_params
+    right = operations_call.prepare_params
 
     def prepare(params: Any, compiled: Any, key: str) -> None:
         right(params, msgspec.structs.replace(compiled, reads_prompt=False), key)

@@ -27,9 +27,9 @@ from nnsight_engine.plans.collect.results import (
     CollectedTrace,
     TensorResult,
 )
-from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
 from nnsight_engine.vllm_backend.vllm import VLLM
+from nnsight_engine.vllm_backend.vllm_tracer import SentTrace
 from tests.e2e.fuzz.cases import AFTER_ALL
 from tests.e2e.fuzz.judge import Choice, PromptLogprobs
 from tests.e2e.fuzz.traced import sent_trace, traced_results

@@ -9,9 +9,9 @@ import torch
 from nnsight_engine import save
 from nnsight_engine.core.tensors import tensor_to_bytes
 from nnsight_engine.plans.collect.results import CollectedCapture, CollectedResults, TensorResult
-from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
 from nnsight_engine.vllm_backend.vllm import VLLM
+from nnsight_engine.vllm_backend.vllm_tracer import SentTrace
 from tests.e2e.fuzz.vectors import numbers
 from tests.e2e.traces import HeldTracer, collected
 

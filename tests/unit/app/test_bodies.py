@@ -26,7 +26,7 @@ from app.formats.json_bodies import FieldLimits, checked, exceeds_depth, parse_o
 from app.formats.json_text import json_text
 from app.http import body_process
 from app.http.large_bodies import LargeBodyReader
-from app.limits.allowances import Allowance
+from app.limits.limit import Limit
 from app.process_environment import environment_for_traces
 from tests.child_processes import children_running
 from tests.waiting import wait_for_async
@@ -202,11 +202,11 @@ class Slow(LargeBodyReader):
     """
 
     def __init__(self) -> None:
-        super().__init__(LARGE_LIMITS, {}, Allowance.of("bodies", 2, 0.5))
+        super().__init__(LARGE_LIMITS, {}, Limit("bodies", 2, 0.5))
         self.reading: Counter[bytes] = Counter()
         self.may_end = asyncio.Event()
 
-    async def _response(self, body: bytes | bytearray) -> tuple[bool, bytes]:
+    async def _parse_in_process(self, body: bytes | bytearray) -> tuple[bool, bytes]:
         self.reading[bytes(body)] += 1
         await self.may_end.wait()
         return True, b"{}"
@@ -245,7 +245,7 @@ def peak_bytes(pid: int | None) -> int:
 
 @pytest.fixture
 async def bodies() -> AsyncIterator[LargeBodyReader]:
-    made = LargeBodyReader(LARGE_LIMITS, environment_for_traces(), Allowance.of("bodies", 2))
+    made = LargeBodyReader(LARGE_LIMITS, environment_for_traces(), Limit("bodies", 2))
     yield made
     await made.close()
 

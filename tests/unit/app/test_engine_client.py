@@ -11,7 +11,7 @@ import pytest
 
 from api_schemas.errors import ApiError
 from app.engine.served_model import ServedModel
-from app.engine.vllm_client import stalled
+from app.engine.vllm_client import wait_stalled
 from nnsight_engine.remote_backend.messages import TraceHead
 
 MODEL = ServedModel(("smol", "smol-2"), "org/smol", "shape")
@@ -87,7 +87,7 @@ def test_an_adapter_is_a_model_for_blocks_of_vllm() -> None:
 async def is_noticed(ask: Callable[[], asyncio.Future[object]], limit_s: float, within_s: float) -> bool:
     try:
         async with asyncio.timeout(within_s):
-            await stalled(ask, lambda: limit_s)
+            await wait_stalled(ask, lambda: limit_s)
     except TimeoutError:
         return False
     return True
@@ -123,7 +123,7 @@ async def test_an_error_is_an_answer() -> None:
 
 async def test_what_blocks_may_take_is_waited_for_as_long_as_they_are_there() -> None:
     limits = [1.0]
-    waiting = asyncio.create_task(stalled(asking(60), lambda: limits[0]))
+    waiting = asyncio.create_task(wait_stalled(asking(60), lambda: limits[0]))
     await asyncio.sleep(0.4)
     assert not waiting.done()
     limits[0] = 0.1
@@ -132,7 +132,7 @@ async def test_what_blocks_may_take_is_waited_for_as_long_as_they_are_there() ->
 
 async def test_time_in_which_no_thread_ran_does_not_count() -> None:
     """As where a machine sleeps, or a container is frozen, with the engine in it."""
-    waiting = asyncio.create_task(stalled(asking(60), lambda: 0.5))
+    waiting = asyncio.create_task(wait_stalled(asking(60), lambda: 0.5))
     await asyncio.sleep(0.1)
     time.sleep(1)  # noqa: ASYNC251 - that is what is tested
     await asyncio.sleep(0.1)

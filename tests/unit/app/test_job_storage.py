@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
-from app.limits.allowances import Allowance
+from app.limits.limit import Limit
 from app.services.jobs import feed as job_feed
 from app.services.jobs.feed import JobFeed
 from app.storage.database import Database
@@ -36,7 +36,7 @@ class Servers:
         self.store = self.named("")
 
     def named(self, name: str, clock: Callable[[], float] = time.monotonic) -> JobStore:
-        return JobStore(self.database, name, waiting=Allowance.of("jobs", 100), ttl_s=60, clock=clock)
+        return JobStore(self.database, name, waiting=Limit("jobs", 100), ttl_s=60, clock=clock)
 
     async def add(self, owner: str = "", model: str = "m", **options: Any) -> str:
         values = {"digest": "0", "request_bytes": 1, "idempotency_key": None, "reruns": False, **options}
@@ -94,7 +94,7 @@ async def test_a_server_taken_for_dead_changes_nothing_any_more(
     stale = await claimed(slow)
     await slow.append_events(stale, [RUNNING])
     monkeypatch.setattr(job_store, "LEASE_S", -1.0)  # one look is enough
-    assert await slow.recover(own=[job_id]) == []
+    assert await slow.recover(own_ids=[job_id]) == []
     assert attempts(await other.recover()) == [(job_id, 1)]
     monkeypatch.undo()
     fresh = await claimed(other)
@@ -195,7 +195,7 @@ class CountingStore(JobStore):
 
 @pytest.fixture
 async def store(database: Database) -> CountingStore:
-    made = CountingStore(database, "", waiting=Allowance.of("jobs", 100), ttl_s=60)
+    made = CountingStore(database, "", waiting=Limit("jobs", 100), ttl_s=60)
     await made.accept(NewJob("job", "", "m", SUMMARY, "0", 1, None, reruns=False))
     return made
 

@@ -22,7 +22,7 @@ from api_schemas.operations import Features
 from api_schemas.results import ChoiceInterventions
 from app.engine.responses import choice_json
 from app.formats import json_text
-from app.limits.allowances import Allowance
+from app.limits.limit import Limit
 from app.settings import Settings
 from app.storage.results import ResultStore
 from nnsight_engine.core.work_context import WorkContext
@@ -57,7 +57,7 @@ LENS = LensRows(ints([[3, 4]]), floats([[-0.5, -math.inf]]), (9,), floats([[-2.0
 
 @pytest_asyncio.fixture
 async def store(tmp_path: Path) -> AsyncIterator[ResultStore]:
-    store = ResultStore(tmp_path, ttl_s=60, allowance=Allowance.of("bytes", 100_000), clock=lambda: 1000.75)
+    store = ResultStore(tmp_path, ttl_s=60, limit=Limit("bytes", 100_000), clock=lambda: 1000.75)
     await store.start()
     yield store
     await store.close()
@@ -77,7 +77,7 @@ def answer(store: ResultStore) -> Answer:
         found = await choice_json(
             CollectedResults(list(results), **more),
             store=store,
-            settings=Settings(inline_tensor_bytes=inline_bytes, inline_json_bytes=json_bytes),
+            settings=Settings(inline_tensor_bytes=inline_bytes).with_bounds(inline_json_bytes=json_bytes),
             decode=lambda token_id: f" t{token_id}",
             **{"work": WorkContext(tenant="acme"), **of_answer},
         )
@@ -196,9 +196,9 @@ async def test_numbers_that_are_too_large_as_json_are_in_the_file(store: ResultS
         capture("c"),
     ]
     size = 4 * 20 + (2 + 3) * 60
-    inline = await answer(*results, json_bytes=size)
+    inline = await answer(*results, json_bytes=size, inline_bytes=size - 1)
     assert "url" not in str(inline)
-    found = (await answer(*results, json_bytes=size - 1))["results"]
+    found = (await answer(*results, json_bytes=size - 1, inline_bytes=size - 1))["results"]
     assert "data" in str(found["c"])
     arrays = await stored(store, found["d"]["tensors"]["scores"]["url"])
     assert {

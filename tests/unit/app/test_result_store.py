@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load
 
 from api_schemas.errors import ApiError
-from app.limits.allowances import Allowance
+from app.limits.limit import Limit
 from app.storage.results import ResultStore
 from nnsight_engine.plans.collect.results import TensorResult
 from tests.waiting import wait_for_async
@@ -80,7 +80,7 @@ async def test_the_library_reads_what_was_stored(tmp_path: Path):
         "c/samples": TensorResult("int64", (2,), np.arange(2, dtype="<i8").tobytes()),
         "d/empty": TensorResult("float32", (0, 3), b""),
     }
-    async with started(ResultStore(tmp_path, ttl_s=60, allowance=Allowance.of("bytes", 10_000))) as store:
+    async with started(ResultStore(tmp_path, ttl_s=60, limit=Limit("bytes", 10_000))) as store:
         stored = await store.put(tensors, "acme")
         data = await content(store, stored.id)
     assert len(data) == stored.num_bytes
@@ -92,13 +92,13 @@ async def test_the_library_reads_what_was_stored(tmp_path: Path):
 
 
 async def test_an_expired_file_goes_without_being_asked_for(tmp_path: Path):
-    async with started(ResultStore(tmp_path, ttl_s=0.1, allowance=Allowance.of("bytes", 10_000))) as store:
+    async with started(ResultStore(tmp_path, ttl_s=0.1, limit=Limit("bytes", 10_000))) as store:
         await store.put({"a": tensor(4)}, "acme")
         await until_empty(store, tmp_path)
 
 
 async def test_the_oldest_go_first_when_the_store_is_full(tmp_path: Path):
-    async with started(ResultStore(tmp_path, ttl_s=60, allowance=Allowance.of("bytes", 2500))) as store:
+    async with started(ResultStore(tmp_path, ttl_s=60, limit=Limit("bytes", 2500))) as store:
         first, second, third = [await store.put({"a": tensor(200)}, "acme") for _ in range(3)]
         await assert_gone(store, first.id)
         await content(store, second.id)
@@ -108,7 +108,7 @@ async def test_the_oldest_go_first_when_the_store_is_full(tmp_path: Path):
 
 
 async def test_a_result_beyond_the_whole_limit_is_refused_and_evicts_nothing(tmp_path: Path):
-    async with started(ResultStore(tmp_path, ttl_s=60, allowance=Allowance.of("bytes", 2500))) as store:
+    async with started(ResultStore(tmp_path, ttl_s=60, limit=Limit("bytes", 2500))) as store:
         kept = await store.put({"a": tensor(200)}, "acme")
         with pytest.raises(ApiError, match="2500 bytes") as caught:
             await store.put({"a": tensor(2000)}, "acme")
@@ -117,7 +117,7 @@ async def test_a_result_beyond_the_whole_limit_is_refused_and_evicts_nothing(tmp
 
 
 async def test_concurrent_writes_never_exceed_the_limit(tmp_path: Path):
-    async with started(ResultStore(tmp_path, ttl_s=60, allowance=Allowance.of("bytes", 2500))) as store:
+    async with started(ResultStore(tmp_path, ttl_s=60, limit=Limit("bytes", 2500))) as store:
         outcomes = await asyncio.gather(
             *[store.put({"a": tensor(200)}, "acme") for _ in range(8)], return_exceptions=True
         )
@@ -128,14 +128,14 @@ async def test_concurrent_writes_never_exceed_the_limit(tmp_path: Path):
 
 
 async def test_ids_are_long_and_never_repeat(tmp_path: Path):
-    async with started(ResultStore(tmp_path, ttl_s=60, allowance=Allowance.of("bytes", 100_000))) as store:
+    async with started(ResultStore(tmp_path, ttl_s=60, limit=Limit("bytes", 100_000))) as store:
         ids = {(await store.put({"a": tensor(1)}, "acme")).id for _ in range(50)}
     assert len(ids) == 50
     assert all(len(result_id) == 32 for result_id in ids)
 
 
 async def test_a_cancelled_put_leaves_nothing(tmp_path: Path):
-    async with started(ResultStore(tmp_path, ttl_s=60, allowance=Allowance.of("bytes", 10_000))) as store:
+    async with started(ResultStore(tmp_path, ttl_s=60, limit=Limit("bytes", 10_000))) as store:
         put = asyncio.create_task(store.put({"a": tensor(200)}, "acme"))
         await asyncio.sleep(0)
         put.cancel()
@@ -145,7 +145,7 @@ async def test_a_cancelled_put_leaves_nothing(tmp_path: Path):
 
 
 async def test_a_disk_that_refuses_is_an_error_and_counts_nothing(tmp_path: Path):
-    async with started(ResultStore(tmp_path, ttl_s=60, allowance=Allowance.of("bytes", 10_000))) as store:
+    async with started(ResultStore(tmp_path, ttl_s=60, limit=Limit("bytes", 10_000))) as store:
         (folder,) = folders(tmp_path)
         folder.rename(tmp_path / "moved")
         with pytest.raises(ApiError) as caught:
@@ -160,10 +160,10 @@ async def test_start_removes_what_dead_processes_left_and_nothing_else(tmp_path:
         folder.mkdir()
         (folder / "left.safetensors").write_bytes(b"x")
     (dead / ".lock").touch()
-    living = ResultStore(tmp_path, ttl_s=60, allowance=Allowance.of("bytes", 10_000))
+    living = ResultStore(tmp_path, ttl_s=60, limit=Limit("bytes", 10_000))
     async with started(living):
         stored = await living.put({"a": tensor(4)}, "acme")
-        async with started(ResultStore(tmp_path, ttl_s=60, allowance=Allowance.of("bytes", 10_000))):
+        async with started(ResultStore(tmp_path, ttl_s=60, limit=Limit("bytes", 10_000))):
             assert not dead.exists()
             assert (foreign / "left.safetensors").exists()
             await content(living, stored.id)
@@ -173,16 +173,14 @@ async def test_start_removes_what_dead_processes_left_and_nothing_else(tmp_path:
     "bad", [TensorResult("complex64", (1,), bytes(8)), TensorResult("float32", (2,), b"")]
 )
 async def test_a_tensor_the_format_cannot_hold_is_refused(tmp_path: Path, bad: TensorResult):
-    async with started(ResultStore(tmp_path, ttl_s=60, allowance=Allowance.of("bytes", 10_000))) as store:
+    async with started(ResultStore(tmp_path, ttl_s=60, limit=Limit("bytes", 10_000))) as store:
         with pytest.raises(ValueError, match="tensor"):
             await store.put({"a": bad}, "acme")
         assert store.used_bytes == 0
 
 
 async def test_a_tenants_share_is_its_own_and_the_largest_gives_way(tmp_path: Path):
-    async with started(
-        ResultStore(tmp_path, ttl_s=60, allowance=Allowance.of("bytes", 10_000, 0.5))
-    ) as store:
+    async with started(ResultStore(tmp_path, ttl_s=60, limit=Limit("bytes", 10_000, 0.5))) as store:
 
         async def put(owner: str, num_files: int) -> list[str]:
             return [(await store.put({"a": tensor(400)}, owner)).id for _ in range(num_files)]
@@ -203,7 +201,7 @@ async def test_a_tenants_share_is_its_own_and_the_largest_gives_way(tmp_path: Pa
 
 async def test_what_is_read_counts_until_it_is_closed(tmp_path: Path):
     clock = Clock()
-    store = ResultStore(tmp_path, ttl_s=60, allowance=Allowance.of("bytes", 10_000, 0.5), clock=clock)
+    store = ResultStore(tmp_path, ttl_s=60, limit=Limit("bytes", 10_000, 0.5), clock=clock)
     async with started(store):
         ids = [(await store.put({"a": tensor(500)}, "acme")).id for _ in range(2)]
         readers = [await store.open(result_id, "acme") for result_id in (*ids, ids[1])]
@@ -227,7 +225,7 @@ async def test_what_is_read_counts_until_it_is_closed(tmp_path: Path):
 
 
 async def test_one_tenant_reads_so_many_at_once(tmp_path: Path):
-    store = ResultStore(tmp_path, ttl_s=60, allowance=Allowance.of("bytes", 10_000))
+    store = ResultStore(tmp_path, ttl_s=60, limit=Limit("bytes", 10_000))
     async with started(store):
         ids = {name: (await store.put({"a": tensor(10)}, name)).id for name in ("acme", "rival")}
         readers = [await store.open(ids["acme"], "acme") for _ in range(64)]

@@ -12,9 +12,9 @@ import pytest
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
-from app.engine.intervening_app import InterveningApp
+from app.engine.call_results import InterveningApp
 from app.http.contexts import begin_context
-from app.services.streaming import COMMENT, Begun, ClosingStream, begun, event_stream
+from app.services.streaming import COMMENT, ClosingStream, StartedAnswer, event_stream, with_first_event
 from app.settings import Settings
 
 
@@ -122,7 +122,7 @@ async def test_a_failing_first_event_closes_the_stream() -> None:
 
     stream = Failing()
     with pytest.raises(RuntimeError, match="no"):
-        await begun(stream)
+        await with_first_event(stream)
     assert stream.is_closed
 
 
@@ -130,7 +130,7 @@ async def test_a_failing_first_event_closes_the_stream() -> None:
 async def test_a_stream_that_has_not_begun_ends_with_its_client(receive: Receive, reads: bool) -> None:
     has_ended, sent = asyncio.Event(), list[Any]()
 
-    async def late() -> Begun:
+    async def late() -> StartedAnswer:
         try:
             await asyncio.Event().wait()
         finally:
@@ -168,15 +168,15 @@ class Results:
     """Results of a call, of which each part has the next number."""
 
     call = SimpleNamespace(failure=None)
-    asked = SimpleNamespace(sent_model=None)
+    context = SimpleNamespace(sent_model=None)
     settings = SimpleNamespace(sse_keep_alive_s=0.0)
     num_taken = 0
 
-    async def part(self, _choice: int) -> int:
+    async def new_results(self, _choice: int) -> int:
         self.num_taken += 1
         return self.num_taken
 
-    async def rest(self, _choice: int) -> str:
+    async def remaining_results(self, _choice: int) -> str:
         return "rest"
 
 

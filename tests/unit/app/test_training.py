@@ -11,8 +11,8 @@ import torch
 from api_schemas.detectors import RocPoint
 from app.catalog.detector_fitting import FittedDetector, Recipe, fit, fit_mlp
 from app.catalog.training import NothingToLearnError, auroc, best_cut, roc, split, thinned
-from app.catalog.vector_training import Fitted, Method
-from app.catalog.vector_training import fit as fit_row
+from app.catalog.vectors import Fitted, Method
+from app.catalog.vectors import fit as fit_row
 from nnsight_engine.core.detector import Detector, DetectorPart, Form
 
 METHODS: list[Method] = ["mean_difference", "pca", "logistic"]

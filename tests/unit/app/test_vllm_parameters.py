@@ -36,7 +36,7 @@ from app.engine.vllm_errors import (
     cause_of,
     corrected,
     raise_stream_errors,
-    translated,
+    trace_refusal,
 )
 from app.engine.vllm_requests import read_request, refusing
 from app.engine.vllm_traces import sampling_params
@@ -220,10 +220,10 @@ def test_what_vllm_refuses_has_a_value_and_a_step() -> None:
         sampling_params({"temperature": -1}, "invokes.3")
     assert "parameter=" not in caught.value.message
     error = VLLMValidationError("This model's maximum context length is 8 tokens.", parameter="input_tokens")
-    told = translated(error, "invokes.1", {"temperature": 1})
+    told = trace_refusal(error, "invokes.1", {"temperature": 1})
     assert told is not None
     assert (told.code, told.param) == ("invalid_value", "invokes.1.prompt")
-    assert translated(RuntimeError("a defect"), "invokes.1", {}) is None
+    assert trace_refusal(RuntimeError("a defect"), "invokes.1", {}) is None
 
 
 @pytest.mark.parametrize(

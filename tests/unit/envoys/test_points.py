@@ -234,7 +234,7 @@ def test_the_weights_of_experts_are_those_of_the_router(checkpoint: Path, module
         if ours is not None:
             factors = factors_of(blocks[layer], tree)
             torch.testing.assert_close(weights_of(config, logits, ids, factors), expected)
-            torch.testing.assert_close(ours.of(logits, ids, factors), expected)
+            torch.testing.assert_close(ours.weights_of(logits, ids, factors), expected)
 
 
 # Names.

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.interleaving.events import MissedProviderError
 from nnsight_engine.interleaving.mediator import Mediator
+from nnsight_engine.interleaving.shared_variables import Barrier
 
 if TYPE_CHECKING:
     from tests.unit.interleaving.conftest import Scene

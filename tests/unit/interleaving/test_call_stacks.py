@@ -103,7 +103,7 @@ def test_walk_is_right_in_many_stacks_that_take_turns_at_random_depths(seed: int
         walker.check()
 
     def begin() -> call_stacks.Stack:
-        stack = call_stacks.take()
+        stack = call_stacks.take_stack()
         done = deep(chance.randint(0, 25), lambda: call_stacks.start(stack, lambda: job(stack)))
         assert type(done) is not call_stacks.Done
         return stack
@@ -166,7 +166,7 @@ def test_walk_is_right_when_a_tracer_comes_and_goes_within_a_run(
     walker = Walker()
 
     def waits_in_the_middle(tracer: Callable[..., None] | None) -> call_stacks.Stack:
-        stack = call_stacks.take()
+        stack = call_stacks.take_stack()
 
         def job() -> None:
             walker.check()
@@ -207,7 +207,7 @@ def test_torch_errors_are_survived_hundreds_of_times_at_any_depth() -> None:
     def body() -> None:
         waiting = []
         for _ in range(6):
-            stack = call_stacks.take()
+            stack = call_stacks.take_stack()
             deep(chance.randint(0, 40), lambda: call_stacks.start(stack, lambda: fails_often(stack)))  # noqa: B023
             waiting.append(stack)
         for stack in waiting:
@@ -222,7 +222,7 @@ def test_torch_error_while_other_stacks_wait_deep_in_torch() -> None:
     """A function that torch calls back waits, so the waiting stack holds torch's own C++ frames."""
 
     def body() -> None:
-        stack = call_stacks.take()
+        stack = call_stacks.take_stack()
 
         def job() -> None:
             tensor = torch.zeros(2, requires_grad=True)
@@ -283,7 +283,7 @@ def test_errors_keep_their_own_context_and_not_the_callers() -> None:
 
 def test_what_is_being_handled_on_one_stack_is_not_on_another() -> None:
     def body() -> list[object]:
-        stack = call_stacks.take()
+        stack = call_stacks.take_stack()
         seen: list[object] = []
 
         def job() -> None:
@@ -382,7 +382,7 @@ def test_idle_stacks_are_bounded() -> None:
     def many() -> None:
         waiting = []
         for _ in range(200):
-            stack = call_stacks.take()
+            stack = call_stacks.take_stack()
             call_stacks.start(stack, functools.partial(hand_over, stack))
             waiting.append(stack)
         for stack in waiting:
@@ -422,7 +422,7 @@ def test_program_that_exits_in_the_middle_of_a_run_ends_quietly() -> None:
         from nnsight_engine.interleaving import call_stacks
 
         def body():
-            stack = call_stacks.take()
+            stack = call_stacks.take_stack()
             call_stacks.start(stack, lambda: call_stacks.resumed_by(stack).switch("waits"))
             sys.exit(7)
 

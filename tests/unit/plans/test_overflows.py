@@ -15,8 +15,8 @@ from nnsight_engine.core.dtypes import LARGEST
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.tensors import DTYPES
 from nnsight_engine.plans.collect.results import CollectedCapture
-from nnsight_engine.plans.step.delivery import run_delivery, step_delivery
-from nnsight_engine.plans.step.plan import Span, SteadyRun
+from nnsight_engine.plans.step.delivery import step_delivery, streak_delivery
+from nnsight_engine.plans.step.plan import Span, Streak
 from tests.e2e.fuzz.nearness import as_tensor
 from tests.unit.plans import compiling
 from tests.unit.plans.toy_engine import LAYERS, WIDTH, Life, ToyEngine
@@ -172,13 +172,13 @@ def test_in_a_run_of_steps_only_the_row_that_overflows_fails_its_request() -> No
     engine = toy("float16")
     spans = [_decoding(engine, life(engine, BEYOND["norm_match"]), row) for row in range(2)]
     plan, at = engine.builder.plan(spans), np.full(2, len(PROMPT), np.int32)
-    run = SteadyRun(plan, ["r0", "r1"], at, engine.ledger)
+    run = Streak(plan, ["r0", "r1"], at, engine.ledger)
     failures = []
     for number, second in enumerate((1.0, -60000.0, 1.0), start=1):
-        assert run.go_on(["r0", "r1"], at + number)
+        assert run.advance(["r0", "r1"], at + number)
         plan.run(LAYERS, torch.tensor([[1.0] * WIDTH, [second] * WIDTH], dtype=torch.float16), None)
         engine.collection.collect(plan)
-        results = run_delivery(run).results([[1], [1]], {"r0": 0, "r1": 1})
+        results = streak_delivery(run).results([[1], [1]], {"r0": 0, "r1": 1})
         assert results.run_step is not None, "the others' results go on"
         failures.append(list(results.failures))
     assert failures == [[], ["r1"], []]

@@ -69,7 +69,7 @@ def test_patterns_are_a_masked_softmax(form: AttentionForm, scratch_bytes: int) 
     torch.manual_seed(0)
     queries, keys = torch.randn(9, HEADS, HEAD_DIM), torch.randn(8, KV_HEADS, HEAD_DIM)
     store = AttentionKeyStore(torch.empty(8, KV_HEADS, HEAD_DIM))
-    store.put(0, keys)
+    store.store(0, keys)
     rows, positions = torch.tensor([1, 4, 8]), [0, 3, 6]
     out = torch.zeros(3, HEADS, 7)
     kernel = ComputePattern(store, form, rows, torch.tensor(positions), positions, out, scratch_bytes)
@@ -117,7 +117,7 @@ def test_a_stream_carries_each_row_with_its_token() -> None:
     shapes = []
     for token, (start, stop) in enumerate([(0, 5), (5, 6), (6, 7)]):
         worker.step(start, stop)
-        payload = worker.outbox.take("r", final=False)
+        payload = worker.outbox.take_payload("r", final=False)
         assert payload is not None
         collector.add(payload)
         part = collector.take_part(token + 1)
@@ -138,7 +138,7 @@ def test_a_row_that_is_ahead_of_the_delivered_tokens_waits_for_its_own() -> None
     collector = worker.collector(worker.compiled, PROMPT)
     for start, stop in [(0, 5), (5, 6), (6, 7)]:
         worker.step(start, stop)
-    payload = worker.outbox.take("r", final=False)
+    payload = worker.outbox.take_payload("r", final=False)
     assert payload is not None
     collector.add(payload)
     positions = []

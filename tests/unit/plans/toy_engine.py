@@ -246,7 +246,7 @@ class StepEngine:
 
     def take(self, name: str, *, final: bool) -> list[Payload]:
         """Return what leaves with an output of a request, as it comes over the wire."""
-        payload = self.outbox.take(name, final=final)
+        payload = self.outbox.take_payload(name, final=final)
         return [] if payload is None else [Payload.decode(payload.encode())]
 
     def results(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_engine.interleaving.barrier import Barrier
+from nnsight_engine.interleaving.shared_variables import Barrier
 from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.remote_backend.values.object_references import ObjectReferences, reference_of
 from nnsight_engine.serialization import EncodeError, decode, encode

@@ -58,25 +58,25 @@ def test_a_malformed_delta_raises_and_changes_nothing(changes: dict[str, Any]) -
     reader.read(news(whole={"y": [1], "z": 5}))
     with pytest.raises(DecodeError):
         reader.read(news(**{"whole": {"x": 1}, **changes}))
-    assert reader.take() == ({"y": [1], "z": 5}, {})
+    assert reader.take_changes() == ({"y": [1], "z": 5}, {})
 
 
 def test_changes_are_taken_once_and_items_never_follow_dropped_ones() -> None:
     reader = DeltaReader()
     reader.read(news(whole={"rows": [1], "other": [1]}))
     reader.read(news(grown={"rows": [2]}))
-    assert reader.take() == ({"rows": [1, 2], "other": [1]}, {})
+    assert reader.take_changes() == ({"rows": [1, 2], "other": [1]}, {})
     reader.read(news(grown={"rows": [3], "unknown": [1]}))
     reader.read(news(grown={"rows": [4]}))
     reader.forget("other")
     reader.read(news(grown={"other": [2]}))
-    assert reader.take() == ({}, {"rows": [3, 4]})
+    assert reader.take_changes() == ({}, {"rows": [3, 4]})
     reader.read(news(grown={"rows": [5]}))
     reader.read(news(whole={"rows": [1, 2]}))
-    assert reader.take() == ({"rows": [1, 2]}, {})
+    assert reader.take_changes() == ({"rows": [1, 2]}, {})
     reader.skip()
     reader.read(news(grown={"rows": [3]}))
-    assert reader.take() == ({}, {})
+    assert reader.take_changes() == ({}, {})
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_one_failed_fork_is_forgotten_after_the_next(monkeypatch: pytest.MonkeyP
     try:
         assert select.select([server], [], [], 20)[0]
         wait_for(lambda: server.error is None)
-        assert server.take() is not None
+        assert server.take_process() is not None
         wait_for(lambda: server.is_ready)
     finally:
         server.close()
@@ -167,11 +167,11 @@ def test_a_process_that_is_not_ready_is_not_waited_for(monkeypatch: pytest.Monke
     server.start()
     try:
         for _ in range(5):
-            assert server.take() is None
+            assert server.take_process() is None
             assert not select.select([server], [], [], 0)[0]
             may_fork.release()
             assert select.select([server], [], [], 20)[0]
-            assert server.take() is not None
+            assert server.take_process() is not None
     finally:
         may_fork.release(10)
         server.close()

@@ -377,6 +377,6 @@ def test_text_that_another_side_sent_is_not_taken_for_a_notebook_cell(
     with pytest.raises(EncodeError, match="source was not found"):
         encode(module.Config)
     # Code that arrived, as that of a block in a session.
-    SOURCE_CACHE.put("a cell", 1, "class Config: size = 1")
+    SOURCE_CACHE.register("a cell", 1, "class Config: size = 1")
     restore_error({**encode_error(ValueError("x")), "entries": [entry]})
     assert sent(module.Config).size == 1

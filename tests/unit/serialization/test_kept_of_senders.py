@@ -73,11 +73,11 @@ def test_the_shelf_has_room_for_so_much() -> None:
     shelf = SourceCache(max_files=3, max_characters=1900)
     names = [f"/nowhere/shelf-{number}.py" for number in range(5)]
     for name in names:
-        shelf.put(name, 10, "    one\n    two\n")
+        shelf.register(name, 10, "    one\n    two\n")
     assert [linecache.getline(name, 11) for name in names] == ["", "", *["    two\n"] * 3]
     assert linecache.getlines(names[4])[8:] == ["if 1:\n", "    one\n", "    two\n"]
-    shelf.put(names[4], 1, "import this\n" * 11)
+    shelf.register(names[4], 1, "import this\n" * 11)
     assert linecache.getline(names[4], 11) == "import this\n"
     assert [name for name in names if linecache.getline(name, 10)] == [names[4]]
-    shelf.put(names[4], 1, "x" * 3000)
+    shelf.register(names[4], 1, "x" * 3000)
     assert not any(name in linecache.cache for name in names)

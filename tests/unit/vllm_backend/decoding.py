@@ -18,8 +18,7 @@ from nnsight_engine.plans.request_plan import CompiledRequest
 from nnsight_engine.plans.step.plan import StepPlan
 from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.module_tree import ModelLayout
-from nnsight_engine.vllm_backend.steps.step import Step
-from nnsight_engine.vllm_backend.steps.worker_state import WorkerState
+from nnsight_engine.vllm_backend.steps.worker_state import Step, WorkerState
 from tests.fakes.model_specs import tiny_spec
 from tests.unit.plans import compiling
 
@@ -124,7 +123,7 @@ class Worker:
         finished: set[str],
         returned: Mapping[str, int] | None = None,
     ) -> None:
-        self.state.begin(
+        self.state.begin_step(
             [
                 (request_id, {"plan": request.plan, "tensors": compiling.tensors_of(request)})
                 for request_id, request in arrived.items()
@@ -168,7 +167,7 @@ class Worker:
 
     def take(self, request_id: str, *, final: bool) -> Payload | None:
         """Return what leaves with a request's output, as it arrives."""
-        payload = self.outbox.take(request_id, final=final)
+        payload = self.outbox.take_payload(request_id, final=final)
         return None if payload is None else Payload.decode(payload.encode())
 
 

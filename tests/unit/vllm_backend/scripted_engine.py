@@ -10,7 +10,7 @@ from typing import Any
 from vllm import SamplingParams
 
 from nnsight_engine.remote_backend.unread_output import Backpressure
-from nnsight_engine.vllm_backend.trace_run import FinishedTrace, MergedRun, TraceRequests, TraceRouter
+from nnsight_engine.vllm_backend.running_trace import FinishedTrace, MergedRun, TraceRequests, TraceRouter
 from nnsight_engine.vllm_backend.traces.context import TRACE_KEY, TraceEntry
 
 

@@ -19,7 +19,7 @@ def batcher() -> FlatBatcher:
     batcher = FlatBatcher(place)
     hidden = torch.arange(float(NUM_ROWS * WIDTH)).view(NUM_ROWS, WIDTH)
     place.enter(POINT, (hidden, torch.ones(NUM_ROWS, WIDTH)))
-    batcher.place(NUM_ROWS)
+    batcher.set_num_rows(NUM_ROWS)
     batcher.group = (1, 2)
     return batcher
 

@@ -22,7 +22,7 @@ from nnsight_engine.vllm_backend.traces.reporting import BlockStdout, Deltas, Re
 
 def told(news: Deltas, saves: dict[str, Any], known: DeltaReader) -> int:
     """Tell what is new of ``saves``, and return its size."""
-    data = news.of(saves)
+    data = news.changes_in(saves)
     if data is not None:
         known.read(data)
     return len(data or b"")
@@ -68,7 +68,7 @@ def test_every_change_is_sent(changes: list[tuple[str, Any]]) -> None:
         plain = {name: value.tolist() if name == "tensor" else value for name, value in saves.items()}
         assert {**known.whole, "tensor": known.whole["tensor"].tolist()} == plain
         assert [*known.whole["dict"]] == [*saves["dict"]], "the order of its keys is part of a dict"
-        assert news.of(saves) is None
+        assert news.changes_in(saves) is None
 
 
 def test_the_id_of_a_freed_value_says_nothing() -> None:
@@ -121,7 +121,7 @@ def test_inference_tensors_are_sent_once() -> None:
         value = torch.ones(2)
     assert told(news, {"value": value}, known)
     assert known.whole["value"].tolist() == [1.0, 1.0]
-    assert news.of({"value": value}) is None
+    assert news.changes_in({"value": value}) is None
 
 
 ENTRY = TraceEntry("trace", 0, 1, b"", [{}], prints=True, sandbox_of=None)
@@ -169,4 +169,4 @@ def test_text_that_is_no_unicode_travels_and_a_class_of_its_own_runs_no_code() -
     prints = Prints()
     prints.write("a\ud800b\n")
     prints.write(Text("é\x00\n"))
-    assert prints.take().encode() == b"a\\ud800b\n\xc3\xa9\x00\n"
+    assert prints.take_lines().encode() == b"a\\ud800b\n\xc3\xa9\x00\n"

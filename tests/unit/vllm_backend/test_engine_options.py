@@ -270,7 +270,7 @@ def test_the_platform_is_for_runner_v2_only(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv(RUNNER, raising=False)
     assert plugin() is None
     use_runner_v2()
-    assert plugin() == "nnsight_engine.vllm_backend.cpu_platform.V2CpuPlatform"
+    assert plugin() == "nnsight_engine.vllm_backend.cpu_kernels.install.V2CpuPlatform"
     monkeypatch.setenv(RUNNER, "0")
     assert plugin() is None
     with pytest.raises(UnsupportedOptionError, match=f"{RUNNER}=0 is not supported.*unset"):

@@ -14,7 +14,7 @@ from vllm import SamplingParams
 from nnsight_engine.vllm_backend import engine_start
 from nnsight_engine.vllm_backend.edits import EditBook, Edits, EngineEdit
 from nnsight_engine.vllm_backend.engines import AsyncEngine
-from nnsight_engine.vllm_backend.trace_run import TraceRequests
+from nnsight_engine.vllm_backend.running_trace import TraceRequests
 from nnsight_engine.vllm_backend.traces.context import TraceEntry
 from nnsight_engine.vllm_backend.traces.edit_store import digest_of
 from nnsight_engine.vllm_backend.vllm import VLLM

@@ -111,11 +111,11 @@ def test_what_is_saved_is_counted_when_it_could_be_too_much() -> None:
         return saved
 
     memory = MemoryAccount(1000, look)
-    memory.give(100)
+    memory.count_given(100)
     memory.check()
     assert not looks, "so little cannot be too much"
     saved.append(torch.zeros(200))
-    memory.give(200)
+    memory.count_given(200)
     memory.check()
     memory.keep("writes", 150)
     memory.check()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import builtins
 import threading
 import time
+import types
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from api_schemas.operations import Trace
 from nnsight_engine.interleaving.call_stacks import Done
@@ -16,9 +18,12 @@ from nnsight_engine.interleaving.threads import Threads, TimeBudgetError
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.vllm_backend.compat import EngineLimits
-from nnsight_engine.vllm_backend.request_code import encoded_code
+from nnsight_engine.vllm_backend.trace_code import encoded_code
+from nnsight_engine.vllm_backend.traces.block_adapters import BlockAdapters, block_adapters
 from nnsight_engine.vllm_backend.traces.context import TraceEntry
 from nnsight_engine.vllm_backend.traces.edit_store import EditStore
+from nnsight_engine.vllm_backend.traces.errors import SandboxedError
+from nnsight_engine.vllm_backend.traces.remote_modules import described, tree
 from nnsight_engine.vllm_backend.traces.reporting import Reporting
 from nnsight_engine.vllm_backend.traces.sandboxed.offered_values import Changes
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_main import WaitingThreads
@@ -57,12 +62,23 @@ def test_code_is_not_trusted_by_omission() -> None:
         _ = request.sandbox_of
 
 
+def test_a_sandbox_starts_beside_a_model_with_adapters_and_has_none_of_its_own() -> None:
+    """Its stand-ins raise for what only the worker's modules have."""
+    model: Any = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model.lora_manager = types.SimpleNamespace(block_adapters=BlockAdapters())
+    assert block_adapters(model) is model.lora_manager.block_adapters
+    stand_in = tree(described(model), SandboxedError.attribute, {})
+    with pytest.raises(SandboxedError, match="lora_manager"):
+        _ = stand_in.lora_manager
+    assert block_adapters(stand_in).slot() is None
+
+
 def test_a_step_is_charged_for_its_own_wait_only() -> None:
     """With several ranks a step without sandboxes does not begin with a new budget."""
     pool = SandboxPool(TraceDispatcher(), EngineLimits())
     pool._waiting.waited_s = 0.5
-    assert pool.end() == ([], {}, 0.5)
-    assert pool.end() == ([], {}, 0.0)
+    assert pool.end_step() == ([], {}, 0.5)
+    assert pool.end_step() == ([], {}, 0.0)
 
 
 def test_changes_that_are_too_many_to_keep_are_dropped_until_the_next_step() -> None:
@@ -90,7 +106,7 @@ def test_a_job_inside_c_code_is_waited_for_and_no_thread_is_started(monkeypatch:
             ended.set()
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    done = threads.take().start(job)
+    done = threads.take_stack().start(job)
     assert isinstance(done, Done)
     assert isinstance(done.error, TimeBudgetError)
     assert ended.is_set()
@@ -101,7 +117,7 @@ def test_a_block_that_waits_for_a_processor_is_not_late_and_one_that_computes_is
         while True:
             pass
 
-    waiting = WaitingThreads(budget_s=0.2, count=1).take()
+    waiting = WaitingThreads(budget_s=0.2, count=1).take_stack()
     assert waiting.start(lambda: time.sleep(0.5)).empty() == (None, None)  # others compute meanwhile
-    _, error = WaitingThreads(budget_s=0.2, count=1).take().start(compute).empty()
+    _, error = WaitingThreads(budget_s=0.2, count=1).take_stack().start(compute).empty()
     assert isinstance(error, TimeBudgetError)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nnsight_engine.vllm_backend.rpc_results import LARGE_BYTES, SharedMemoryResults, leave
+from nnsight_engine.vllm_backend.rpc_results import LARGE_BYTES, SharedMemoryResults, write_shared
 
 KEY = "trace-7f"
 PIECES: list[bytes | memoryview] = [b"head", memoryview(b"\x01\x02" * LARGE_BYTES), b"", b"tail"]
@@ -16,21 +16,23 @@ PIECES: list[bytes | memoryview] = [b"head", memoryview(b"\x01\x02" * LARGE_BYTE
 
 def test_what_was_left_is_taken_once_and_is_the_readers_own_to_write(tmp_path: Path) -> None:
     handover = SharedMemoryResults(tmp_path)
-    assert leave(PIECES, handover.path(KEY))
+    assert write_shared(PIECES, handover.path(KEY))
     os.link(handover.path(KEY), tmp_path / "other")
-    assert not leave([b"x" * LARGE_BYTES], handover.path(KEY)), "a file that is there already is left alone"
-    taken = handover.take(KEY)
+    assert not write_shared([b"x" * LARGE_BYTES], handover.path(KEY)), (
+        "a file that is there already is left alone"
+    )
+    taken = handover.take_file(KEY)
     assert bytes(taken) == b"".join(PIECES)
     taken[:4] = b"HEAD"
     assert (tmp_path / "other").read_bytes()[:4] == b"head"
     assert [one.name for one in tmp_path.iterdir()] == ["other"]
     with pytest.raises(FileNotFoundError):
-        handover.take(KEY)
+        handover.take_file(KEY)
 
 
 def test_small_results_and_those_for_another_machine_leave_nothing(tmp_path: Path) -> None:
-    assert not leave([b"small"], SharedMemoryResults(tmp_path).path(KEY))
-    assert not leave(PIECES, SharedMemoryResults(tmp_path / "elsewhere").path(KEY))
+    assert not write_shared([b"small"], SharedMemoryResults(tmp_path).path(KEY))
+    assert not write_shared(PIECES, SharedMemoryResults(tmp_path / "elsewhere").path(KEY))
     assert not list(tmp_path.iterdir())
 
 
@@ -47,7 +49,7 @@ def test_whatever_fails_the_bytes_go_another_way(
     monkeypatch.setattr(os, where, fail)
     if where == "unlink":
         monkeypatch.setattr(os, "posix_fallocate", fail)
-    assert not leave(PIECES, SharedMemoryResults(tmp_path).path(KEY))
+    assert not write_shared(PIECES, SharedMemoryResults(tmp_path).path(KEY))
     assert os.strerror(code) in caplog.text
 
 
@@ -58,13 +60,13 @@ def test_a_full_file_system_leaves_nothing(tmp_path: Path) -> None:
         def __len__(self) -> int:
             return int(2 ** (limit - 1) - 1)
 
-    assert not leave([Huge()], SharedMemoryResults(tmp_path).path(KEY))
+    assert not write_shared([Huge()], SharedMemoryResults(tmp_path).path(KEY))
     assert not list(tmp_path.iterdir())
 
 
 def test_uncollected_results_are_removed(tmp_path: Path) -> None:
     handover = SharedMemoryResults(tmp_path)
-    leave(PIECES, handover.path(KEY))
+    write_shared(PIECES, handover.path(KEY))
     handover.forget(KEY)
     handover.forget(KEY)
     assert not list(tmp_path.iterdir())

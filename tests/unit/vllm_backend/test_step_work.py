@@ -59,7 +59,7 @@ def test_steps_are_short_and_everybody_gets_on(requests: tuple[Going, ...]) -> N
     waited = dict.fromkeys((one.name for one in requests), 0)
     for _ in range(sum(one.num_all for one in requests) + 1):
         left.sort(key=lambda one: not work.was_skipped(one.name))
-        work.begin(LIMIT)
+        work.begin_step(LIMIT)
         chunks = {
             one.name: work.fit(one.name, one.done, one.next_chunk, is_whole=one.is_whole) for one in left
         }

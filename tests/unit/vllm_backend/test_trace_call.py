@@ -19,9 +19,9 @@ from nnsight_engine.remote_backend.unread_output import Backpressure
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.serialization import encode
 from nnsight_engine.serialization.failures import encode_error
+from nnsight_engine.vllm_backend.running_trace import FinishedTrace, TraceRouter
 from nnsight_engine.vllm_backend.trace_call import TraceCall, TracedPrompt
 from nnsight_engine.vllm_backend.trace_results import BlockError
-from nnsight_engine.vllm_backend.trace_run import FinishedTrace, TraceRouter
 from tests.unit.vllm_backend.scripted_engine import Engine
 
 

@@ -149,8 +149,8 @@ def test_a_block_has_the_whole_and_each_rank_goes_on_with_its_part(
     assert torch.equal(seen[0][0], whole)
     for before, after, part in zip(given, found, parts, strict=True):
         assert after is before if not changes else torch.equal(after[0], part + 10)
-    leading.end()
-    following.end()
+    leading.end_step()
+    following.end_step()
     assert not following.wanted
 
 

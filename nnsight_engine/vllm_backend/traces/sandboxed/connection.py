@@ -79,7 +79,7 @@ class SandboxConnection:
         trace_s: float,
         on_end: Callable[[], None],
     ) -> None:
-        self.sandbox: Sandbox | None = source.take()
+        self.sandbox: Sandbox | None = source.take_process()
         self.error: Exception | None = None
         self.waited_s = 0.0
         self.is_held = False
@@ -147,12 +147,12 @@ class SandboxConnection:
         if not self.is_pending or self.is_calling:
             return
         if self.sandbox is None:
-            self._guarded(self._start)
+            self._guarded(self._acquire_process)
         else:
             self._guarded(self._read)
 
-    def _start(self) -> None:
-        self.sandbox = self._source.take()
+    def _acquire_process(self) -> None:
+        self.sandbox = self._source.take_process()
         if self.sandbox is not None:
             self._sent_at = time.monotonic()
             self._cpu_s = self._reported_cpu_s = self._read_cpu_s()
@@ -162,7 +162,7 @@ class SandboxConnection:
     def _read(self) -> None:
         assert self.sandbox is not None  # noqa: S101 - it has got a request
         with self._charged():
-            data = self.sandbox.side.take(self._max_bytes)
+            data = self.sandbox.side.take_answer(self._max_bytes)
             if data is None:
                 return
             reply, content = read_by_worker(data)
@@ -209,19 +209,23 @@ class SandboxConnection:
         self._guarded(lambda: self._serve(lambda: self._advance(call)))
 
     def _begin_call(self, call: CallRequest, content: memoryview) -> None:
-        given = Tensors(content)
-        args = [given.next(one) if isinstance(one, ValueSlot) else one for one in call.args]
+        tensors_sent = Tensors(content)
+        args = [
+            tensors_sent.next(argument) if isinstance(argument, ValueSlot) else argument
+            for argument in call.args
+        ]
         kwargs = {
-            name: given.next(one) if isinstance(one, ValueSlot) else one for name, one in call.kwargs.items()
+            name: tensors_sent.next(argument) if isinstance(argument, ValueSlot) else argument
+            for name, argument in call.kwargs.items()
         }
-        given.end()
-        self._call = self._served.begin(call.path, args, kwargs)
+        tensors_sent.check_end()
+        self._call = self._served.begin_call(call.path, args, kwargs)
         self._call_s = self._called_s
 
     def _advance(self, call: ModuleCall) -> None:
         call.advance()
         if call.is_done:
-            value = map_tensors(call.result(), lambda one: plain(one).cpu())
+            value = map_tensors(call.result(), lambda leaf: plain(leaf).cpu())
             self._return(
                 packed(
                     CallResult(), encode_pieces(RowStore().keep(value), reference=RowsPlaceholder.reference)

@@ -61,7 +61,7 @@ class ModuleCall:
         self._is_whole = self.num_rows <= part_rows
         self._args = list(args)
         if not self._is_whole:
-            self._args = [one.reshape(self.num_rows, *one.shape[num_axes:]) for one in args]
+            self._args = [arg.reshape(self.num_rows, *arg.shape[num_axes:]) for arg in args]
         self._parts: list[Any] = []
 
     @property
@@ -70,7 +70,7 @@ class ModuleCall:
 
     def advance(self) -> None:
         first = self.num_done
-        args = self._args if self._is_whole else [one[first : first + self.part_rows] for one in self._args]
+        args = self._args if self._is_whole else [arg[first : first + self.part_rows] for arg in self._args]
         with torch.inference_mode():
             # As for a block in the worker: without the hooks that count the model's own calls.
             self._parts.append(self._apply(*args))
@@ -115,7 +115,9 @@ class CallableModules:
         self.adapters = adapters
         self.entry = model.entry
         of_modules = {f"{path}.{side}" for path in self._envoys for side in ("input", "output")}
-        self.refused = frozenset(one for one in of_modules if dispatcher.refusal(one) is not None)
+        self.refused = frozenset(
+            module_path for module_path in of_modules if dispatcher.refusal(module_path) is not None
+        )
         self.places = frozenset(of_modules | ({self.entry} if self.entry else set())) - self.refused
         self._max_rows: int = config.scheduler_config.max_num_batched_tokens
         self._max_bytes = limits.sandbox_message_bytes
@@ -131,15 +133,15 @@ class CallableModules:
     def call_bytes(self) -> int:
         return 2 * self._max_rows * self._max_width * _NUMBER_BYTES
 
-    def begin(self, path: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ModuleCall:
+    def begin_call(self, path: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ModuleCall:
         """Begin a call; SandboxedError if untrusted blocks cannot call the module, or not so."""
         envoy = self._envoys.get(path)
         if envoy is None:
             raise SandboxedError.uncalled(path, "the model has no such module")
         module = base_module(envoy._module)  # noqa: SLF001 - an envoy of ours
-        if kwargs or not args or not all(isinstance(one, torch.Tensor) for one in args):
+        if kwargs or not args or not all(isinstance(arg, torch.Tensor) for arg in args):
             raise SandboxedError.uncalled(path, "it takes tensors of rows, in order and without names")
-        rows = [one.to(self._device) for one in args]
+        rows = [arg.to(self._device) for arg in args]
         self._check(path, module, rows)
         embeds = isinstance(module, VocabParallelEmbedding) and not rows[0].is_floating_point()
         row_bytes, row_work = self._cost(module, rows[0], embeds=embeds)
@@ -157,13 +159,13 @@ class CallableModules:
     def _cost(self, module: torch.nn.Module, first: torch.Tensor, *, embeds: bool) -> tuple[int, int]:
         """Return the maximum output bytes per row, and the multiplications per row."""
         width = self._hidden_size if embeds else int(first.shape[-1])
-        given: Any = module
+        known: Any = module
         if isinstance(module, VocabParallelEmbedding):
-            width = width if embeds else int(given.num_embeddings)
+            width = width if embeds else int(known.num_embeddings)
         elif isinstance(module, LinearBase):
-            width = max(width, int(given.output_size))
+            width = max(width, int(known.output_size))
         elif isinstance(module, torch.nn.Linear):
-            width = max(width, int(given.out_features))
+            width = max(width, int(known.out_features))
         work = width if embeds else max(width, sum(map(_multiplications, module.modules())))
         takes = 2 if isinstance(module, RMSNorm | GemmaRMSNorm) else 1
         return width * takes * _NUMBER_BYTES, work
@@ -177,20 +179,20 @@ class CallableModules:
         takes = 2 if isinstance(module, RMSNorm | GemmaRMSNorm) else 1
         if len(rows) > takes:
             raise SandboxedError.uncalled(path, f"it takes {takes} tensors at most here, got {len(rows)}")
-        for one in rows:
-            if one.dtype is not self._dtype or one.ndim == 0 or (width and one.shape[-1] != width):
+        for tensor in rows:
+            if tensor.dtype is not self._dtype or tensor.ndim == 0 or (width and tensor.shape[-1] != width):
                 raise SandboxedError.uncalled(
                     path,
-                    f"it takes {self._dtype} of shape [..., {width or 'any'}], got {one.dtype} of "
-                    f"{list(one.shape)}",
+                    f"it takes {self._dtype} of shape [..., {width or 'any'}], got {tensor.dtype} of "
+                    f"{list(tensor.shape)}",
                 )
-            if one.shape != first.shape:
+            if tensor.shape != first.shape:
                 raise SandboxedError.uncalled(path, "its tensors must be of one shape")
-            if one.shape[-1] > self._max_width:
+            if tensor.shape[-1] > self._max_width:
                 raise SandboxedError.uncalled(
-                    path, f"its rows have {self._max_width:,} numbers at most, got {one.shape[-1]:,}"
+                    path, f"its rows have {self._max_width:,} numbers at most, got {tensor.shape[-1]:,}"
                 )
-            if one.shape[:-1].numel() > self._max_rows:
+            if tensor.shape[:-1].numel() > self._max_rows:
                 raise SandboxedError.uncalled(
                     path, f"it takes {self._max_rows:,} rows at once, as many as a step of the engine has"
                 )
@@ -227,17 +229,17 @@ class CallableModules:
 
 def _multiplications(module: torch.nn.Module) -> int:
     """Return the multiplications per row of one module, over all ranks and without its children's."""
-    given: Any = module
+    linear: Any = module
     if isinstance(module, LinearBase):
-        return int(given.input_size) * int(given.output_size)
+        return int(linear.input_size) * int(linear.output_size)
     if isinstance(module, VocabParallelEmbedding):
-        return int(given.num_embeddings) * int(given.embedding_dim)
+        return int(linear.num_embeddings) * int(linear.embedding_dim)
     if isinstance(module, torch.nn.Linear):
-        return int(given.in_features) * int(given.out_features)
+        return int(linear.in_features) * int(linear.out_features)
     return 0
 
 
 def _is_harmless(module: torch.nn.Module) -> bool:
     """Return whether all leaf modules of a module only compute on rows."""
     known = (*_NORMS, *_GATES, *_ELEMENTWISE, LinearBase, torch.nn.Linear)
-    return all(isinstance(one, known) for one in module.modules() if next(one.children(), None) is None)
+    return all(isinstance(leaf, known) for leaf in module.modules() if next(leaf.children(), None) is None)

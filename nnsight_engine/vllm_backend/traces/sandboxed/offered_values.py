@@ -53,10 +53,10 @@ def put_changes(
 def _changed(
     place: RowSpan, payloads: RowPayloads, value: Any, slots: Sequence[ValueSlot], content: memoryview
 ) -> Any:
-    given, before = Tensors(content), list(tensors(value))
+    received, before = Tensors(content), list(tensors(value))
     changes: dict[int, torch.Tensor] = {}
     for slot in slots:
-        rows = given.next(slot)
+        rows = received.next(slot)
         if not 0 <= slot.number < len(before) or slot.number in changes:
             raise SandboxEndedError.broken("it changed a value that there is not")
         if tuple(rows.shape) != payloads.shape_of(before[slot.number]):
@@ -64,7 +64,7 @@ def _changed(
         if not before[slot.number].is_floating_point():
             place.check(rows.to(before[slot.number].dtype))
         changes[slot.number] = rows
-    given.end()
+    received.check_end()
     with torch.inference_mode():
         changed = payloads.changed(value, list(changes.items()))
     for old, new in zip(before, list(tensors(changed)), strict=True):

@@ -41,6 +41,7 @@ from nnsight_engine.vllm_backend.traces.messages import (
     InvalidValue,
     Offer,
     PassedPlaces,
+    StepFacts,
     ValueSlot,
     packed,
     slot_of,
@@ -63,7 +64,6 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     ToSandbox,
     read_by_sandbox,
 )
-from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 from nnsight_engine.vllm_backend.traces.trace_store import TraceEnd
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
@@ -77,15 +77,15 @@ class Leftovers:
     def __init__(self) -> None:
         self._names = [name for name in ("builtins", *MODULES) if name in sys.modules]
         self._before = [dict(namespace) for namespace in self._namespaces()]
-        self._settings = _settings()
+        self._settings = _torch_settings()
 
     def exist(self) -> bool:
-        if self._settings != _settings():
+        if self._settings != _torch_settings():
             return True
         pairs = zip(self._before, self._namespaces(), strict=True)
         return not all(
-            len(before) == len(now) and all(map(operator.is_, before.values(), now.values()))
-            for before, now in pairs
+            len(before) == len(after) and all(map(operator.is_, before.values(), after.values()))
+            for before, after in pairs
         )
 
     def _namespaces(self) -> list[Any]:
@@ -112,7 +112,7 @@ def thread_settings() -> tuple[Any, ...]:
     )
 
 
-def _settings() -> tuple[Any, ...]:
+def _torch_settings() -> tuple[Any, ...]:
     return (
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
@@ -199,7 +199,7 @@ class WaitingThreads(Threads):
     def have_leftovers(self) -> bool:
         return any(thread.has_leftovers for thread in self._all_threads)
 
-    def take(self) -> ThreadStack:
+    def take_stack(self) -> ThreadStack:
         if not self._idle_threads:
             raise SandboxedError.crowded()
         stack = self._idle_threads.pop()
@@ -215,14 +215,18 @@ class SandboxDispatcher(TraceDispatcher):
     """The dispatcher of a sandbox process, which has the worker call modules over ``side``.
 
     The sharding of ``refused`` places over ranks is not known. ``max_call_bytes`` limits a call's arguments.
+    ``side`` exists once the process has been forked and serves its trace.
     """
 
-    side: SandboxSide
-    refused: frozenset[str] = frozenset()
-    max_call_bytes: int
+    def __init__(self, entry: str, refused: frozenset[str], max_call_bytes: int) -> None:
+        super().__init__()
+        self.entry = entry
+        self.refused = refused
+        self.max_call_bytes = max_call_bytes
+        self.side: SandboxSide | None = None
 
     def refusal(self, provider: str) -> Exception | None:
-        return SpreadModuleError.place(provider) if provider in self.refused else None
+        return SpreadModuleError.unknown_layout(provider) if provider in self.refused else None
 
     def call_elsewhere(self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Have the worker call a module; SandboxedError for code other than the running block's own."""
@@ -235,14 +239,15 @@ class SandboxDispatcher(TraceDispatcher):
 
     def _called(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         body: list[memoryview] = []
-        most = self.max_call_bytes
+        max_bytes = self.max_call_bytes
         call = CallRequest(
             path,
-            [_argument(path, one, body, most) for one in args],
-            {name: _argument(path, one, body, most) for name, one in kwargs.items()},
+            [_argument(path, arg, body, max_bytes) for arg in args],
+            {name: _argument(path, arg, body, max_bytes) for name, arg in kwargs.items()},
         )
-        if sum(map(len, body)) > most:  # the engine copies all of it before it can validate any
-            raise SandboxedError.argument(path, f"more than the {most:,} bytes that a call may have")
+        if sum(map(len, body)) > max_bytes:  # the engine copies all of it before it can validate any
+            raise SandboxedError.argument(path, f"more than the {max_bytes:,} bytes that a call may have")
+        assert self.side is not None  # noqa: S101 - the block runs in the forked process
         self.side.send(packed(call, body))
         head, content = read_by_sandbox(self.side.receive())
         if not isinstance(head, CallResult):
@@ -281,7 +286,7 @@ class SandboxTraces(WorkerTraces):
     dispatcher: SandboxDispatcher
     _block_threads: WaitingThreads
 
-    def __init__(self, points: ModelPoints, limits: EngineLimits) -> None:
+    def __init__(self, points: ModelPoints, limits: EngineLimits, dispatcher: SandboxDispatcher) -> None:
         self._wanted: list[str] = []
         self._before: list[str] = []
         self._passed: list[str] = []
@@ -289,7 +294,7 @@ class SandboxTraces(WorkerTraces):
         self._after_model_payloads: RowPayloads | None = None
         self._is_after_model = False
         self._leftovers = Leftovers()
-        super().__init__(points, None, limits, dispatcher=SandboxDispatcher())
+        super().__init__(points, None, limits, dispatcher=dispatcher)
 
     def _new_model(self, names: Names) -> WorkerModel:
         return WorkerModel(self._points, None, self.dispatcher, names=names, calls=SandboxEnvoy)
@@ -300,8 +305,8 @@ class SandboxTraces(WorkerTraces):
         """Prepare a process before it is confined, and return the function to run. A block needs a thread."""
         self._leftovers.draw_anew()
         self._threads = self._block_threads = WaitingThreads(self._threads.budget_s, num_blocks)
-        most = self._limits.sandbox_message_bytes
-        self.store.threads, self.store.closing = self._threads, TraceEnd(self._threads, most, most)
+        max_bytes = self._limits.sandbox_message_bytes
+        self.store.threads, self.store.closing = self._threads, TraceEnd(self._threads, max_bytes, max_bytes)
         warm_up(self)
         self._leftovers = Leftovers()
         return self.serve
@@ -317,11 +322,11 @@ class SandboxTraces(WorkerTraces):
     def answer(self, head: ToSandbox, body: memoryview) -> list[bytes | memoryview]:
         match head:
             case BeginRequests(arrived):
-                self.begin(StepFacts(arrived))
+                self.begin_step(StepFacts(arrived))
                 return packed(ContinueReply(self._now_wanted(), live=list(self._live)))
             case StepMessage(spans, finished, passed):
                 self._pass(passed)
-                self.begin(StepFacts(finished=finished))
+                self.begin_step(StepFacts(finished=finished))
                 return self._enter_step(spans)
             case Offer():
                 return self._offer(head, body)
@@ -333,7 +338,7 @@ class SandboxTraces(WorkerTraces):
                 self._pass(passed)
                 return packed(self._leave_step())
             case Collect(key, results, finished):
-                self.begin(StepFacts(finished=finished))
+                self.begin_step(StepFacts(finished=finished))
                 ended = self.collect(key, results)
                 self._start_over()
                 is_clean = not (self._leftovers.exist() or self._block_threads.have_leftovers)
@@ -367,9 +372,10 @@ class SandboxTraces(WorkerTraces):
         return msgspec.structs.replace(self._leave_step(), changes=list(changes), is_over=True)
 
     def _leave_step(self) -> ContinueReply:
-        ended = self.end()
+        ended = self.end_step()
         reports = [
-            SandboxReply(name, report[1], report[2], report[3]) for name, report in self.reports().items()
+            SandboxReply(name, choice, delta, printed)
+            for name, (_, choice, delta, printed) in self.reports().items()
         ]
         return ContinueReply(self._now_wanted(), ended=ended, reports=reports)
 

@@ -21,10 +21,10 @@ from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.sandbox.forkserver import ForkServer, Sandbox
 from nnsight_engine.serialization import encode
 from nnsight_engine.vllm_backend.traces.context import TraceEntry
+from nnsight_engine.vllm_backend.traces.messages import StepFacts
 from nnsight_engine.vllm_backend.traces.reporting import Report
 from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_session import Opened, SandboxSession
 from nnsight_engine.vllm_backend.traces.sandboxed.wait_budget import WaitBudget
-from nnsight_engine.vllm_backend.traces.step_facts import StepFacts
 from nnsight_engine.vllm_backend.traces.trace_store import EndedTrace
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class IdleProcesses:
         self._max_cpu_s = _MAX_CPU_SHARE * cpu_s
         self._by_process: OrderedDict[int, tuple[str, Sandbox]] = OrderedDict()
 
-    def put(self, tenant: str, sandbox: Sandbox) -> None:
+    def park(self, tenant: str, sandbox: Sandbox) -> None:
         """Park a process whose trace has ended, or end it if it is too large or has been used too much."""
         sandbox.num_uses += 1
         try:
@@ -69,9 +69,9 @@ class IdleProcesses:
         while len(self._by_process) > _MAX_PARKED:
             self._by_process.popitem(last=False)[1][1].end()
 
-    def take(self, tenant: str) -> Sandbox | None:
-        own = [process for process, (owner, _) in self._by_process.items() if owner == tenant]
-        for process in reversed(own):
+    def take_process(self, tenant: str) -> Sandbox | None:
+        of_tenant = [process for process, (owner, _) in self._by_process.items() if owner == tenant]
+        for process in reversed(of_tenant):
             _, sandbox = self._by_process.pop(process)
             with contextlib.suppress(OSError):
                 if sandbox.side.has_nothing_unread():
@@ -90,8 +90,8 @@ class ProcessSource:
         self._server = server
         self._on_take = on_take
 
-    def take(self) -> Sandbox | None:
-        sandbox = self._idle.take(self._tenant) or self._server.take()
+    def take_process(self) -> Sandbox | None:
+        sandbox = self._idle.take_process(self._tenant) or self._server.take_process()
         if sandbox is not None:
             self._on_take()
         return sandbox
@@ -187,7 +187,7 @@ class SandboxPool:
                 self.counts["refused"] += 1
                 raise
         self._by_request[request_id] = session
-        session.begin([(request_id, msgspec.structs.replace(entry, sandbox_of=None))])
+        session.send_requests([(request_id, msgspec.structs.replace(entry, sandbox_of=None))])
 
     def _opened(self, tenant: str, order: int) -> SandboxSession:
         if len(self._by_key) >= self._limits.max_sandboxes:
@@ -203,8 +203,8 @@ class SandboxPool:
     def _count_start(self) -> None:
         self.counts["started"] += 1
 
-    def begin(self) -> None:
-        self._waiting.begin(is_single_tenant=self.facts.is_single_tenant)
+    def begin_step(self) -> None:
+        self._waiting.begin_step(is_single_tenant=self.facts.is_single_tenant)
         for session in self._by_key.values():
             ended = session.live.intersection(self.facts.finished)
             session.live -= ended
@@ -238,13 +238,13 @@ class SandboxPool:
         for span in spans:
             by_session.setdefault(self._by_request[span.request_id], []).append(span)
         self._active = list(by_session)
-        for session, own in by_session.items():
+        for session, session_spans in by_session.items():
             once_begun = self.facts.bound_once_begun if session.connection.has_process else ()
             bound = {*self.facts.bound, *once_begun}
-            session.prepare(own, is_bound=any(span.request_id in bound for span in own))
+            session.prepare(session_spans, is_bound=any(span.request_id in bound for span in session_spans))
         self._waiting.wait(self._active)
-        for session, own in by_session.items():
-            session.step(own, num_rows)
+        for session, session_spans in by_session.items():
+            session.step(session_spans, num_rows)
         self.gather()
         self._dispatcher.gather = self.gather
 
@@ -267,15 +267,15 @@ class SandboxPool:
         for session in self._active:
             session.after_model(num_requests)
 
-    def end(self) -> tuple[list[str], dict[str, Report], float]:
+    def end_step(self) -> tuple[list[str], dict[str, Report], float]:
         """End the step; return the requests that are to end, the reports by request, and the wait in s."""
         self._dispatcher.gather = None
         for session in self._active:
             session.finish()
         self._waiting.wait([session for session in self._active if not session.is_deferred])
         for session in self._active:
-            session.end()
-        waited_s = self._waiting.end()
+            session.end_step()
+        waited_s = self._waiting.end_step()
         self._active = []
         ended: list[str] = []
         reports: dict[str, Report] = {}
@@ -302,13 +302,13 @@ class SandboxPool:
         session = self._by_key[key]
         if not session.has_collected:
             raise RuntimeError("a sandboxed trace has not been collected yet: poll `finish_trace`")
-        pieces, left = session.saved()
+        pieces, remaining = session.saved()
         connection = session.connection
-        found = EndedTrace(
-            pieces, connection.take_spent(), *left, session.tier, has_begun=connection.has_process
+        ended = EndedTrace(
+            pieces, connection.take_spent(), *remaining, session.tier, has_begun=connection.has_process
         )
         self._forget(key)
-        return found
+        return ended
 
     def drop(self, key: str) -> float:
         session = self._by_key.get(key)
@@ -326,7 +326,7 @@ class SandboxPool:
             self.counts["killed" if session.connection.has_process else "refused"] += 1
         sandbox = session.close()
         if sandbox is not None:
-            self._parked.put(session.tenant, sandbox)
+            self._parked.park(session.tenant, sandbox)
             self._start_waiting(session.tenant)
 
     def _start_waiting(self, tenant: str) -> None:

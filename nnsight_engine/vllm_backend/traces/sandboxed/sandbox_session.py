@@ -116,7 +116,7 @@ class SandboxSession:
         self._is_after_model = False
         self._spans: list[TraceSpan] = []
         self._is_served = False
-        self._at = ""
+        self._stopped_at = ""
         self._is_resuming = self._replays = self._takes_part = False
         self._offered: set[str] = set()
         self._collected: tuple[Collected, memoryview] | None = None
@@ -131,7 +131,7 @@ class SandboxSession:
 
     # Messages to the process.
 
-    def begin(self, arrived: Sequence[tuple[str, TraceEntry]]) -> None:
+    def send_requests(self, arrived: Sequence[tuple[str, TraceEntry]]) -> None:
         """Send requests that arrived to the process, which decodes them while the worker continues."""
         self.entries.update(arrived)
         for _, entry in arrived:
@@ -179,7 +179,7 @@ class SandboxSession:
             self._before, self._passed = self._passed, []
             self._spans = list(spans)
             self._offered.clear()
-            self._at = ""
+            self._stopped_at = ""
         self._payloads = RowPayloads(self._spans, num_rows)
         self._is_after_model = self.needs_modules = False
         self.in_step = self._takes_part = True
@@ -196,28 +196,29 @@ class SandboxSession:
 
     def _is_same(self, spans: Sequence[TraceSpan]) -> bool:
         """Return whether a step recomputes the deferred one; bring its rows into the deferred order."""
-        now = {span.request_id: span for span in spans}
+        current = {span.request_id: span for span in spans}
         self._misfits += 1
         if self._misfits > _MAX_MISFITS or any(
-            span.request_id not in self.live or now.get(span.request_id, span).start != span.start
+            span.request_id not in self.live or current.get(span.request_id, span).start != span.start
             for span in self._spans
         ):
             self.connection.give_up(SandboxEndedError.unrepeated())
             return False
-        if [one.num_rows for one in self._spans] != [
-            now[one.request_id].num_rows if one.request_id in now else 0 for one in self._spans
+        if [earlier.num_rows for earlier in self._spans] != [
+            current[earlier.request_id].num_rows if earlier.request_id in current else 0
+            for earlier in self._spans
         ]:
-            self.undone = list(now)
+            self.undone = list(current)
             return False
         self._misfits = 0
-        self._spans = [now.pop(span.request_id) for span in self._spans]
-        self.undone = list(now)  # requests that have arrived since
+        self._spans = [current.pop(span.request_id) for span in self._spans]
+        self.undone = list(current)  # requests that have arrived since
         return True
 
     def _resume(self) -> None:
         self.is_deferred = False
         self._replay()
-        if self._at:
+        if self._stopped_at:
             self._is_resuming = True
         else:
             self.connection.take_held()
@@ -276,7 +277,7 @@ class SandboxSession:
         self._note(reply)
         self._send_arrived()
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         if not self._takes_part:
             return
         self._takes_part = False
@@ -299,18 +300,18 @@ class SandboxSession:
     def _note(self, reply: ContinueReply) -> None:
         """Record a step's reports; end the process if it reports what was not requested."""
         self._over |= self.live.intersection(reply.ended)
-        for one in reply.reports:
-            entry = self.entries.get(one.request_id)
-            self._num_printed += len(one.printed)
+        for report in reply.reports:
+            entry = self.entries.get(report.request_id)
+            self._num_printed += len(report.printed)
             if self._num_printed > 2 * MAX_PRINTED_BYTES:  # an unmodified process stops at half of that
                 self.connection.give_up(SandboxEndedError.broken("it printed without end"))
                 return
             if entry is None:
                 continue
-            if not _is_wanted(one, entry):  # nothing would ever read it
+            if not _is_wanted(report, entry):  # nothing would ever read it
                 self.connection.give_up(SandboxEndedError.broken("it reported what nobody asked for"))
                 return
-            self._reports[one.request_id] = (entry.key, entry.index, one.data, one.printed)
+            self._reports[report.request_id] = (entry.key, entry.index, report.data, report.printed)
 
     def _apply(self, reply: ContinueReply, content: memoryview) -> None:  # noqa: ARG002 - has none here
         if reply.wanted is not None:
@@ -364,37 +365,39 @@ class SandboxSession:
         return None
 
     def _want(self, wanted: Sequence[str]) -> None:
-        now = {provider: None for provider in wanted if provider in self._places}
+        available = {provider: None for provider in wanted if provider in self._places}
         for provider in self._wanted:
-            if provider not in now:
+            if provider not in available:
                 self.dispatcher.unwant(provider, self)
-        for provider in now:
+        for provider in available:
             self.dispatcher.want(provider, self)
-        self._wanted = list(now)
+        self._wanted = list(available)
 
     def _newly_passed(self) -> PassedPlaces:
-        num_sent, now = len(self._passed), self.dispatcher.passed()
-        same = num_sent
-        while same < len(now) and same < len(self._before) and now[same] == self._before[same]:
-            same += 1
-        self._passed = now
-        return PassedPlaces(same, now[same:])
+        """Return the places passed since the last message; those as in the step before are only counted."""
+        passed, num_known = self.dispatcher.passed(), len(self._passed)
+        for place, place_before in zip(passed[num_known:], self._before[num_known:], strict=False):
+            if place != place_before:
+                break
+            num_known += 1
+        self._passed = passed
+        return PassedPlaces(num_known, passed[num_known:])
 
     # The interface of a ``TracedRequest`` to the dispatcher.
 
     def uses(self, provider: str) -> bool:
         if self._is_resuming:
-            return self.in_step and (provider == self._at or provider in self._changes.by_place)
+            return self.in_step and (provider == self._stopped_at or provider in self._changes.by_place)
         return self.in_step and provider in self._wanted
 
     def arrive(self, provider: str) -> None:
         self._is_served = False
         if self._replays and self._takes_part and self.error is None and provider in self._changes.by_place:
             slots, content = self._changes.by_place[provider]
-            self._put(slots, content)
+            self._write_changes(slots, content)
 
     def is_due(self, provider: str) -> bool:
-        is_wanted = provider == self._at if self._is_resuming else provider in self._wanted
+        is_wanted = provider == self._stopped_at if self._is_resuming else provider in self._wanted
         return self.in_step and self.error is None and not self._is_served and is_wanted
 
     def serve(self, provider: str) -> None:
@@ -428,7 +431,7 @@ class SandboxSession:
         if provider in self._offered:  # offered twice, so the place does not identify where to resume
             self.can_be_deferred = False
         self._offered.add(provider)
-        self._at = provider
+        self._stopped_at = provider
         return False
 
     def _send_refusal(self, provider: str, error: BaseException) -> None:
@@ -437,12 +440,12 @@ class SandboxSession:
 
     def _on_answered(self, reply: ContinueReply, content: memoryview) -> None:
         self._apply(reply, content)
-        if reply.changes and self._put(reply.changes, content):
-            self._changes.keep(self._at, reply.changes, content)
+        if reply.changes and self._write_changes(reply.changes, content):
+            self._changes.keep(self._stopped_at, reply.changes, content)
             if self._changes.is_too_much:
                 self.can_be_deferred = False
 
-    def _put(self, changes: Sequence[ValueSlot], content: memoryview) -> bool:
+    def _write_changes(self, changes: Sequence[ValueSlot], content: memoryview) -> bool:
         payloads = self._payloads
         assert payloads is not None  # noqa: S101 - a step is running
         try:

@@ -40,7 +40,7 @@ class WaitBudget:
         self._throttled_until: dict[str, float] = {}
         self.waited_s = 0.0
 
-    def begin(self, *, is_single_tenant: bool = False) -> None:
+    def begin_step(self, *, is_single_tenant: bool = False) -> None:
         """Begin a step; the wait for a single tenant delays no other, so its budget is larger."""
         self._is_single_tenant = is_single_tenant
         self._left_s = min(self._wait_s * (_ALONE if is_single_tenant else 1), self._max_s)
@@ -48,7 +48,7 @@ class WaitBudget:
         self._worked_s.clear()
         self.waited_s = 0.0
 
-    def end(self) -> float:
+    def end_step(self) -> float:
         """End a step; return the seconds it has waited.
 
         Tenants rest for which the worker has worked longer than their budget.
@@ -56,7 +56,7 @@ class WaitBudget:
         if not self._is_single_tenant:
             for tenant, worked_s in self._worked_s.items():
                 if worked_s > self._left_s:
-                    self._rest(tenant, worked_s - self._left_s)
+                    self._throttle(tenant, worked_s - self._left_s)
         waited_s, self.waited_s = self.waited_s, 0.0
         return waited_s
 
@@ -75,9 +75,9 @@ class WaitBudget:
         self._worked_s |= worked_before  # the rest of it counts as the delay
         if not self._is_single_tenant:
             for tenant, used_s in used_before.items():
-                self._rest(tenant, self._used_s.get(tenant, 0.0) - used_s)
+                self._throttle(tenant, self._used_s.get(tenant, 0.0) - used_s)
 
-    def _rest(self, tenant: str, held_s: float) -> None:
+    def _throttle(self, tenant: str, held_s: float) -> None:
         moment = time.monotonic()
         self._throttled_until[tenant] = max(self._throttled_until.get(tenant, 0.0), moment) + _REST * held_s
 
@@ -85,7 +85,9 @@ class WaitBudget:
     def throttled(self) -> frozenset[str]:
         """The tenants whose traces have delayed others and that are resting for it."""
         moment = time.monotonic()
-        self._throttled_until = {one: until for one, until in self._throttled_until.items() if until > moment}
+        self._throttled_until = {
+            tenant: until for tenant, until in self._throttled_until.items() if until > moment
+        }
         return frozenset(self._throttled_until)
 
     def wait_for_any(self, sandboxes: Sequence[SandboxSession], wait_s: float) -> None:

@@ -25,7 +25,7 @@ from nnsight_engine.serialization import decode
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.model_points import ModelPoints
 from nnsight_engine.vllm_backend.module_tree import ModelLayout
-from nnsight_engine.vllm_backend.request_code import encoded_code
+from nnsight_engine.vllm_backend.trace_code import encoded_code
 from nnsight_engine.vllm_backend.traces.context import TraceEntry
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.messages import End, Offer, PassedPlaces, packed_value
@@ -35,7 +35,7 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     Collect,
     StepMessage,
 )
-from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_main import SandboxTraces
+from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_main import SandboxDispatcher, SandboxTraces
 
 _CODE: Final = """
 first = model.layers[0].output.save()
@@ -87,10 +87,9 @@ def main(orders: socket.socket, folder: str) -> None:
     limits = EngineLimits(**setup["limits"])
     limits = dataclasses.replace(limits, trace_step_s=limits.sandbox_step_s)
     points = _points(setup)
-    traces = SandboxTraces(points, limits)
-    dispatcher = traces.dispatcher
-    dispatcher.entry, dispatcher.refused = setup["entry"], frozenset(setup["refused"])
-    dispatcher.max_call_bytes = min(limits.sandbox_message_bytes, setup["call_bytes"])
+    max_call_bytes = min(limits.sandbox_message_bytes, setup["call_bytes"])
+    dispatcher = SandboxDispatcher(setup["entry"], frozenset(setup["refused"]), max_call_bytes)
+    traces = SandboxTraces(points, limits, dispatcher)
     warmup = Warmup.of(points)
     share = ProcessLimits(limits.sandbox_bytes - 2 * limits.sandbox_message_bytes, limits.sandbox_cpu_s)
     _warm_up()

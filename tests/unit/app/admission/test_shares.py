@@ -14,11 +14,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.admission.slot_pool import FairQueue, Slot, SlotPool
-from app.limits.allowances import Allowance, ReceivedBytes, part_of
+from app.limits.limit import UNBOUNDED, Holder, Limit, part_of
+from app.limits.slots import FairQueue, Slot, Slots
 from app.limits.tenant_budget import TenantBudget
 from app.settings import Settings
-from app.storage.quotas import DiskQuota, Holder
+from app.storage.quotas import StoredBytes, StoredQuotas
 
 SHARES = st.integers(1, 1000).map(lambda thousandths: thousandths / 1000)
 TOTALS = st.integers(0, 2**48)
@@ -39,19 +39,23 @@ def test_a_share_is_the_decimal_part_rounded_up(total: int, share: float) -> Non
 def test_what_is_refused_is_beyond_the_rule_and_says_so(
     total: int, share: float, tenant: str, data: st.DataObject
 ) -> None:
-    allowance = Allowance.of("things", total, share, ErrorCode.RATE_LIMITED, "wait")
+    limit = Limit("things", total, share, code=ErrorCode.RATE_LIMITED, then="wait")
     own, more = data.draw(st.integers(0, 60)), data.draw(st.integers(1, 60))
-    is_beyond = bool(tenant) and own + more > allowance.each
-    assert allowance.permits(tenant, own, more) is not is_beyond
-    refused(
-        allowance, lambda: allowance.check(tenant, own, more), f"The tenant {tenant!r}" if is_beyond else ""
-    )
-    is_full = own + more > total
-    refused(allowance, lambda: allowance.check_total(own, more), "This server" if is_full else "")
-    assert allowance.most(tenant) == (allowance.each if tenant else total)
+    others = data.draw(st.integers(0, 60))
+    is_beyond = bool(tenant) and own + more > limit.each
+    is_full = own + others + more > total
+    who = f"The tenant {tenant!r}" if is_beyond else "This server" if is_full else ""
+    counts = {"": own + others, "acme": own, "rival": own, "third": own}
+    refused(limit, lambda: limit.check(tenant, more, counts.__getitem__), who)
+    spent = [limit.spend(tenant), limit.spend("another")]
+    for one, num in zip(spent, (own, others), strict=True):
+        one.add(num, may_exceed=True)
+    assert limit.has_room(tenant, more) is not (is_beyond or is_full)
+    refused(limit, lambda: spent[0].add(more), who)
+    assert limit.most(tenant) == (limit.each if tenant else total)
 
 
-def refused(allowance: Allowance, check: Callable[[], None], who: str) -> None:
+def refused(allowance: Limit, check: Callable[[], None], who: str) -> None:
     """Check that a check passes, or that it refuses in the words that all refusals have."""
     if not who:
         check()
@@ -64,52 +68,74 @@ def refused(allowance: Allowance, check: Callable[[], None], who: str) -> None:
     assert caught.value.message.endswith(f"; {allowance.then}.")
 
 
-@dataclasses.dataclass
-class StallCounter:
-    """Bytes that somebody counts."""
-
-    take: Callable[[str, int], None]
-    give_back: Callable[[str, int], None]
-
-
-def received(allowance: Allowance) -> StallCounter:
-    counts = ReceivedBytes(allowance)
-    return StallCounter(lambda who, num: counts.add(num, who), lambda who, num: counts.release(num, who))
-
-
-def jobs(allowance: Allowance) -> StallCounter:
-    counts = DiskQuota(allowance)
-    return StallCounter(
-        lambda who, num: counts.take(num, Holder(who)), lambda who, num: counts.give_up(num, Holder(who))
-    )
-
-
-@pytest.mark.parametrize("counted", [received, jobs])
+@pytest.mark.parametrize("of", [lambda limit: limit, StoredBytes])
 @given(
     total=st.integers(1, 60),
     share=SHARES,
     steps=st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(1, 30), st.booleans()), max_size=40),
 )
 def test_counts_of_bytes_keep_to_the_rule(
-    counted: Callable[[Allowance], StallCounter], total: int, share: float, steps: list[tuple[str, int, bool]]
+    of: Callable[[Limit], Limit], total: int, share: float, steps: list[tuple[str, int, bool]]
 ) -> None:
-    allowance = Allowance.of("bytes", total, share)
-    counts, held = counted(allowance), collections.Counter[str]()
+    limit, held = of(Limit("bytes", total, share)), collections.Counter[str]()
+    spent = {tenant: limit.spend(tenant) for tenant in TENANTS}
     for tenant, num, is_taken in steps:
         if not is_taken:
             returned = min(num, held[tenant])
-            counts.give_back(tenant, returned)
+            spent[tenant].release(returned)
             held[tenant] -= returned
             continue
-        has_room = allowance.permits(tenant, held[tenant], num) and held.total() + num <= total
-        if has_room:
-            counts.take(tenant, num)
+        is_within = not tenant or held[tenant] + num <= limit.each
+        if is_within and held.total() + num <= total:
+            spent[tenant].add(num)
             held[tenant] += num
         else:
             with pytest.raises(ApiError, match="may have"):
-                counts.take(tenant, num)
-        assert held.total() <= total
-        assert all(held[one] <= allowance.each for one in TENANTS if one)
+                spent[tenant].add(num)
+        assert limit.used() == held.total() <= total
+        assert all(limit.used(one) == held[one] <= limit.each for one in TENANTS if one)
+    for one in spent.values():
+        one.close()
+        one.close()
+    assert limit.used() == 0
+
+
+def test_what_is_spent_ends_once_however_its_block_ends() -> None:
+    limit = Limit("things", 10, 0.5)
+    spending = limit.spend("acme", 3)
+    with contextlib.suppress(KeyError), spending:
+        spending.add(2)
+        with pytest.raises(ApiError, match=r"may have 5 things and has 5; send this one again later\."):
+            spending.add(1)
+        spending.add(1, may_exceed=True)
+        assert limit.used("acme") == limit.used() == spending.amount == 6
+        raise KeyError
+    spending.close()
+    spending.release(2)
+    assert limit.used("acme") == limit.used() == 0
+
+
+def test_stored_bytes_count_for_tenant_and_key_over_all_stores() -> None:
+    quotas, holder = StoredQuotas(), Holder("acme", "k1")
+    jobs, results = [StoredBytes(Limit(name, 100, 0.5), quotas) for name in ("jobs", "results")]
+    quotas.set_quota("key:k1", 30)
+    written = jobs.spend(holder, 20)
+    jobs.keep(written)
+    written.close()
+    assert [jobs.used(name) for name in ("", "acme", "key:k1")] == [20, 20, 20]
+    with pytest.raises(
+        ApiError, match="The key 'k1' may have 30 stored bytes and has 20, and this asks for 11"
+    ):
+        results.spend(holder, 11)
+    results.spend(Holder("acme", "k2"), 11)
+    quotas.set_quota("acme", 30)
+    with pytest.raises(ApiError, match="The tenant 'acme' may have 30 stored bytes and has 31") as caught:
+        jobs.spend(Holder("acme", "k2"), 1)
+    assert caught.value.code is ErrorCode.STORED_BYTES_FULL
+    jobs.store(-50, holder)
+    assert (jobs.used(), quotas.used("acme")) == (0, 11)
+    jobs.set_stored({holder: 7})
+    assert (jobs.used(), quotas.used("key:k1")) == (7, 7)
 
 
 @given(
@@ -121,8 +147,8 @@ def test_counts_of_bytes_keep_to_the_rule(
 async def test_slots_keep_to_the_rule_and_none_is_free_for_long(
     num: int, max_waiting: int, share: float, steps: list[tuple[str, int]]
 ) -> None:
-    slots, waiting = Allowance.of("slots", num, share), Allowance.of("waiting", max_waiting, share)
-    pool, slots_requested = SlotPool(slots, waiting), list[Slot]()
+    slots, waiting = Limit("slots", num, share), Limit("waiting", max_waiting, share)
+    pool, slots_requested = Slots(slots, waiting), list[Slot]()
     for tenant, choice in steps:
         if choice < 4 and slots_requested:
             slots_requested.pop(choice % len(slots_requested)).release()
@@ -148,13 +174,14 @@ def test_the_budget_of_a_tenant_has_a_share_of_everything(share: float, number: 
     settings = Settings(tenant_share=share, max_queued_traces=number, max_queued_jobs=number)
     budget = TenantBudget.of(settings)
     for field in dataclasses.fields(budget):
-        allowance: Allowance = getattr(budget, field.name)
-        assert allowance.each == part_of(allowance.total, share), field.name
+        limit: Limit = getattr(budget, field.name)
+        if limit.total < UNBOUNDED:
+            assert limit.each == part_of(limit.total, share), field.name
     assert budget.waiting_jobs.total == budget.waiting_traces.total == number
 
 
-def pool(num: int = 4, max_waiting: int = 4) -> SlotPool:
-    return SlotPool(Allowance.of("things", num, 0.5), Allowance.of("things that wait", max_waiting, 0.5))
+def pool(num: int = 4, max_waiting: int = 4) -> Slots:
+    return Slots(Limit("things", num, 0.5), Limit("things that wait", max_waiting, 0.5))
 
 
 def granted(asked: list[Slot]) -> list[bool]:

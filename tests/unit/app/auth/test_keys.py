@@ -12,10 +12,8 @@ from api_schemas.administration import CreatedKey, Limits, NewKey
 from api_schemas.errors import ApiError
 from app.auth import keys as keys_module
 from app.auth import keys as lookups_module
-from app.auth import secrets
-from app.auth.keys import Keys, LoginThrottle, Lookups
-from app.auth.secrets import new_secret
-from app.limits.allowances import ThrottledError
+from app.auth.keys import Keys, LoginThrottle, Lookups, hashed, matches, new_secret
+from app.limits.limit import ThrottledError
 from app.storage.database import Database
 from app.storage.keys import KeyStore
 from app.storage.tables import KeyRow
@@ -132,10 +130,10 @@ async def test_a_key_that_is_revoked_while_it_is_read_is_not_remembered(bench: B
 
 def test_a_hash_is_compared_to_its_last_character():
     secret = new_secret()
-    kept = secrets.hashed(secret)
-    assert secrets.matches(secret, kept)
+    kept = hashed(secret)
+    assert matches(secret, kept)
     for wrong in (kept[:-1], kept[:-1] + ("0" if kept[-1] != "0" else "1"), kept + "0"):
-        assert not secrets.matches(secret, wrong)
+        assert not matches(secret, wrong)
 
 
 async def test_a_key_that_another_server_has_made_works_at_once(bench: Bench):

@@ -17,8 +17,8 @@ from ray.serve.schema import ServeDeploySchema
 from app.replicas.application import build, deployment_name, num_cores_of, resources_of, scaling_of
 from app.replicas.options import ModelOptions, ReplicaOptions
 from app.replicas.replica import cores_of
-from app.replicas.replica_queries import merged
-from app.replicas.routing import RequestRoute, key_of, of_body, owner_of, ranked, split_path
+from app.replicas.replica_queries import merge_metrics
+from app.replicas.routing import RequestRoute, key_of, owner_of, ranked, route_of_body, split_path
 
 DEPLOY = Path(__file__).resolve().parents[4] / "deploy"
 
@@ -123,7 +123,7 @@ LONG = "You are a helpful assistant. " * 20
 
 
 def asked(body: object, key: bytes = b"") -> RequestRoute:
-    return of_body(json.dumps(body).encode(), key, prefix_bytes=256)
+    return route_of_body(json.dumps(body).encode(), key, prefix_bytes=256)
 
 
 def test_a_key_always_leads_to_the_same_replica_and_keys_to_all() -> None:
@@ -179,7 +179,7 @@ def test_keys_differ_by_tenant_salt_and_interventions() -> None:
 
 def test_short_prompts_and_what_is_no_request_have_no_key() -> None:
     assert asked({"model": "m", "prompt": "Hi"}) == RequestRoute("m")
-    assert of_body(json.dumps({"prompt": LONG}).encode(), b"", prefix_bytes=0) == RequestRoute()
+    assert route_of_body(json.dumps({"prompt": LONG}).encode(), b"", prefix_bytes=0) == RequestRoute()
     for body in (
         b"",
         b"[1]",
@@ -189,7 +189,7 @@ def test_short_prompts_and_what_is_no_request_have_no_key() -> None:
         b"[" * 100_000,
         b'{"model": null}',
     ):
-        assert of_body(body, b"", prefix_bytes=256) == RequestRoute()
+        assert route_of_body(body, b"", prefix_bytes=256) == RequestRoute()
 
 
 def test_paths_name_models_and_results_their_replica() -> None:
@@ -214,7 +214,7 @@ up 1.0
 
 
 def test_each_number_says_whose_it_is_and_families_stay_together() -> None:
-    page = merged({"a": PAGE, "b": PAGE.replace("3.0", "4.0")})
+    page = merge_metrics({"a": PAGE, "b": PAGE.replace("3.0", "4.0")})
     families = list(text_string_to_metric_families(page))
     assert [one.name for one in families] == ["requests", "up"]
     requests, up = families

@@ -813,8 +813,11 @@ def main() -> int:
     interpret()
     from vllm.triton_utils import HAS_TRITON  # noqa: PLC0415
 
-    from nnsight_engine.vllm_backend.cpu_kernels.install import FUNCTIONS, module_of  # noqa: PLC0415
-    from nnsight_engine.vllm_backend.cpu_platform import V2CpuPlatform  # noqa: PLC0415
+    from nnsight_engine.vllm_backend.cpu_kernels.install import (  # noqa: PLC0415
+        FUNCTIONS,
+        V2CpuPlatform,
+        module_of,
+    )
 
     assert HAS_TRITON
     assert CASES.keys() == FUNCTIONS.keys(), CASES.keys() ^ FUNCTIONS.keys()

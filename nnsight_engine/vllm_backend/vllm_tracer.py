@@ -36,7 +36,7 @@ from nnsight_engine.serialization import DATA_ONLY, encode_trace
 from nnsight_engine.tracing.tracer import ExecutionBackend, Tracer
 from nnsight_engine.vllm_backend.engines import AsyncEngine
 from nnsight_engine.vllm_backend.prompts import Request
-from nnsight_engine.vllm_backend.trace_run import MergedRun, Output, TraceEvent, TraceRequests
+from nnsight_engine.vllm_backend.running_trace import MergedRun, Output, TraceEvent, TraceRequests
 from nnsight_engine.vllm_backend.traces.caches import HOME_CLASSES
 from nnsight_engine.vllm_backend.traces.context import TraceEntry
 from nnsight_engine.vllm_backend.traces.points import place_named, reference_of
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from vllm import RequestOutput
 
-    from nnsight_engine.vllm_backend.trace_run import TraceHost
+    from nnsight_engine.vllm_backend.running_trace import TraceHost
 
 _NAMES: Final = tuple(name for name in SamplingParams.__struct_fields__ if not name.startswith("_"))
 
@@ -132,7 +132,7 @@ class SentTrace(TraceRequests):
         self._tracer = tracer
         self._purpose = purpose
         self._parts = parts_of(tracer)
-        self._saved = saved_containers([part.own for part in self._parts])
+        self._saved = saved_containers([part.cells for part in self._parts])
         inputs = tracer.batcher.inputs
         assert inputs is not None  # noqa: S101 - there is at least one request
         requests: Sequence[Request] = inputs[0]
@@ -246,7 +246,7 @@ async def _streamed(engine: TraceHost, sent: SentTrace) -> AsyncGenerator[Reques
                 if output.finished:
                     output.saves = _saved(sent, await run.collect(index), {index: run.gathered[index].output})
                 else:
-                    output.saves = saves.of(index, sent.params[index].n)
+                    output.saves = saves.values_of_block(index, sent.params[index].n)
                 yield output
             elif isinstance(event, TraceEvent) and event.delta is not None:
                 saves.add(event.block, event.choice, event.delta)

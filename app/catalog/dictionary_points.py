@@ -9,8 +9,8 @@ from app.catalog.rows import LAYER_PREFIX, points_of
 from nnsight_engine.features.saelens import SaeLensConfig, point_of
 
 
-def places_of(
-    read: SaeLensConfig, at: str | None, output_at: str | None, capabilities: Capabilities
+def points_of_dictionary(
+    sae_config: SaeLensConfig, at: str | None, output_at: str | None, capabilities: Capabilities
 ) -> tuple[str, str | None]:
     """Return the points that a dictionary reads and that a transcoder writes, None for others.
 
@@ -19,11 +19,11 @@ def places_of(
     Raises:
         ApiError: ``invalid_dictionary``, ``unknown_point``, ``unknown_layer``, ``wrong_width``.
     """
-    config = read.config
-    place = _place(at, read.hook, "hook_name", "at", config.input_width, capabilities)
+    config = sae_config.config
+    point = _checked_point(at, sae_config.hook, "hook_name", "at", config.input_width, capabilities)
     if config.architecture.is_transcoder:
-        return place, _place(
-            output_at, read.output_hook, "hook_name_out", "output_at", config.output_width, capabilities
+        return point, _checked_point(
+            output_at, sae_config.output_hook, "hook_name_out", "output_at", config.output_width, capabilities
         )
     if output_at is not None:
         raise ApiError(
@@ -32,24 +32,25 @@ def places_of(
             "leave `output_at` out.",
             "output_at",
         )
-    return place, None
+    return point, None
 
 
-def _point_in(capabilities: Capabilities, point: Point) -> PointCapability | None:
+def _capability_of(capabilities: Capabilities, point: Point) -> PointCapability | None:
     return next(
         (
-            one
-            for one in capabilities.points
-            if one.name == f"{LAYER_PREFIX}{point.leaf}" and (one.layers is None or point.layer in one.layers)
+            capability
+            for capability in capabilities.points
+            if capability.name == f"{LAYER_PREFIX}{point.leaf}"
+            and (capability.layers is None or point.layer in capability.layers)
         ),
         None,
     )
 
 
-def _place(
-    given: str | None, hook: str, field: str, param: str, width: int, capabilities: Capabilities
+def _checked_point(
+    chosen: str | None, hook: str, field: str, param: str, width: int, capabilities: Capabilities
 ) -> str:
-    text = given if given is not None else point_of(hook, capabilities.architecture)
+    text = chosen if chosen is not None else point_of(hook, capabilities.architecture)
     if text is None:
         named = f"is {clip(hook)!r}, which is no point of this model" if hook else "is missing"
         raise ApiError(
@@ -65,28 +66,28 @@ def _place(
             param,
         )
     (point,) = points
-    found = _point_in(capabilities, point)
-    if found is None or "steer" not in found.operations:
+    capability = _capability_of(capabilities, point)
+    if capability is None or "steer" not in capability.operations:
         raise ApiError(
             ErrorCode.UNKNOWN_POINT,
             f"This model has no point {point} that a dictionary could belong to; GET /v1/capabilities lists "
             "its points.",
             param,
         )
-    if found.width != width:
+    if capability.width != width:
         raise ApiError(
             ErrorCode.WRONG_WIDTH,
-            f"The values at {point} have {found.width} numbers, and those of the dictionary {width}.",
+            f"The values at {point} have {capability.width} numbers, and those of the dictionary {width}.",
             param,
         )
     return str(point)
 
 
-def width_at(place: str, capabilities: Capabilities) -> int | None:
+def width_at(point_name: str, capabilities: Capabilities) -> int | None:
     """Return the width of the values at a point; None if the served model has no such point."""
     try:
-        (point,) = PointPattern.parse(place, "at").resolve(capabilities.sizes.num_layers, "at")
+        (point,) = PointPattern.parse(point_name, "at").resolve(capabilities.sizes.num_layers, "at")
     except ApiError:  # the model has fewer layers than the one that it was stored for
         return None
-    found = _point_in(capabilities, point)
-    return None if found is None else found.width
+    capability = _capability_of(capabilities, point)
+    return None if capability is None else capability.width

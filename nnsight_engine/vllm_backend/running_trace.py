@@ -99,11 +99,11 @@ class GatheredOutput:
     def add(self, output: RequestOutput) -> None:
         for choice in output.outputs:
             before = self._choices.get(choice.index)
-            now = copy.copy(choice)
+            so_far = copy.copy(choice)
             if self._is_delta and before is not None:
-                now.text = before.text + choice.text
-                now.token_ids = [*before.token_ids, *choice.token_ids]
-            self._choices[choice.index] = now
+                so_far.text = before.text + choice.text
+                so_far.token_ids = [*before.token_ids, *choice.token_ids]
+            self._choices[choice.index] = so_far
         self.output = copy.copy(output)
         self.output.outputs = [self._choices[index] for index in sorted(self._choices)]
 
@@ -136,22 +136,22 @@ class TraceRouter:
 
     def close(self, key: str) -> None:
         """Remove a trace and its share of unread bytes; later events of the trace are dropped."""
-        found = self._open.pop(key, None)
-        if found is not None:
-            found[1].close()
+        opened = self._open.pop(key, None)
+        if opened is not None:
+            opened[1].close()
 
     def note_arrival(self, key: str) -> None:
-        found = self._open.get(key)
-        if found is not None:
-            found[0].on_arrival()
+        opened = self._open.get(key)
+        if opened is not None:
+            opened[0].on_arrival()
 
     def deliver(self, payload: Sequence[Any], choice: int) -> None:
         for key, index, delta, printed in payload:
-            found = self._open.get(key)
-            if found is None:
+            opened = self._open.get(key)
+            if opened is None:
                 continue
             try:
-                found[0].add_event(TraceEvent(index, choice, delta, printed))
+                opened[0].add_event(TraceEvent(index, choice, delta, printed))
             except Exception:  # an error in vLLM's output handler, which calls this, would end the engine
                 logger.exception("an event of a block could not be delivered")
 
@@ -243,7 +243,7 @@ class TraceRun(abc.ABC):
         return await self._engine.collect_trace(self.requests.key, results, index)
 
     async def finish(self) -> FinishedTrace:
-        results = results_of({index: one.output for index, one in enumerate(self.gathered)})
+        results = results_of({index: gathered.output for index, gathered in enumerate(self.gathered)})
         finished = await self._engine.finish_trace(self.requests.key, results)
         self.is_running = False
         return finished

@@ -18,7 +18,7 @@ from app.components import Components
 from app.http.contexts import RequestContext, context_of
 from app.http.gate import is_cross_origin
 from app.http.vllm_routes import WORKING
-from app.services.jobs.runner import set_limits
+from app.services.jobs.runner import set_quotas
 
 _RUN_AT_ONCE: Final = {
     "/v1/completions", "/v1/chat/completions", "/v1/traces", "/v1/vectors/train",
@@ -37,7 +37,7 @@ async def _components_of(connection: HTTPConnection) -> Components:
     return components
 
 
-async def _request_of(connection: HTTPConnection) -> RequestContext:
+async def _context_of_request(connection: HTTPConnection) -> RequestContext:
     return context_of(connection.scope)
 
 
@@ -68,7 +68,7 @@ async def caller_of(
     principal.check(*map(Scope, scopes.scopes))
     if not _FREE.isdisjoint(scopes.scopes) and connection.scope.get("method") not in _READS:
         principal.check_free(f"the route {connection.scope['route'].path}")
-    if request.intake is not None:  # a route's further scopes are checked by further calls
+    if request.received is not None:  # a route's further scopes are checked by further calls
         return principal
     route = connection.scope["route"].path
     if (
@@ -79,10 +79,10 @@ async def caller_of(
         raise ApiError(
             ErrorCode.UNSUPPORTED_COMBINATION, f"{route} takes no presets; leave out the header.", HEADER
         )
-    request.intake, request.bodies = components.receiving.intake(principal.tenant), components.bodies
+    request.received, request.bodies = components.received.spend(principal.tenant), components.bodies
     if principal.has_key:
         works = route in _RUN_AT_ONCE
-        set_limits(components.store.stored, principal)
+        set_quotas(components.store.quotas, principal)
         request.admitted = await components.rates.admit(principal, request.meter, works=works)
     return principal
 
@@ -93,9 +93,9 @@ def _check_origin(connection: HTTPConnection) -> None:
         raise ApiError(ErrorCode.ORIGIN_NOT_ALLOWED, "Cross-origin WebSocket connections are not allowed.")
 
 
-Served = Annotated[Components, Depends(_components_of)]
+ServerComponents = Annotated[Components, Depends(_components_of)]
 """A route's parameter that receives the server's components."""
-Asked = Annotated[RequestContext, Depends(_request_of)]
+CurrentContext = Annotated[RequestContext, Depends(_context_of_request)]
 """A route's parameter that receives the request's context."""
 ANY_CALLER: Final = Security(caller_of)
 """A route's dependency: a key with any scope, if the server has keys. The following ones require scopes."""
@@ -109,5 +109,5 @@ Caller = Annotated[Principal, ANY_CALLER]
 """A route's parameter that receives the caller, as do the following ones."""
 Completer = Annotated[Principal, COMPLETER]
 Intervener = Annotated[Principal, INTERVENER]
-Trains = Annotated[Principal, TRAINER]
+Trainer = Annotated[Principal, TRAINER]
 Coder = Annotated[Principal, CODER]

@@ -8,7 +8,7 @@ import pytest
 
 from api_schemas.errors import ApiError
 from api_schemas.server import Capabilities
-from app.catalog.dictionary_places import places_of
+from app.catalog.dictionary_points import points_of_dictionary
 from nnsight_engine.features.saelens import SaeLensConfig, read_config
 from tests.fakes.results import CAPABILITIES
 
@@ -46,9 +46,9 @@ def read(**fields: Any) -> SaeLensConfig:
 
 def test_hooks_and_given_points() -> None:
     stream = read(hook_name="blocks.2.hook_resid_post")
-    assert places_of(stream, None, None, model()) == ("layers.2.output", None)
-    assert places_of(stream, "layers.-4.input", None, model()) == ("layers.0.input", None)
-    assert places_of(read(hook_name="blocks.3.attn.hook_z", d_in=12), None, None, model()) == (
+    assert points_of_dictionary(stream, None, None, model()) == ("layers.2.output", None)
+    assert points_of_dictionary(stream, "layers.-4.input", None, model()) == ("layers.0.input", None)
+    assert points_of_dictionary(read(hook_name="blocks.3.attn.hook_z", d_in=12), None, None, model()) == (
         "layers.3.attn.heads",
         None,
     )
@@ -61,12 +61,15 @@ def test_transcoders_have_two() -> None:
         hook_name="blocks.1.mlp.hook_in",
         hook_name_out="blocks.1.hook_mlp_out",
     )
-    assert places_of(mlp, None, None, model()) == ("layers.1.mlp.input", "layers.1.mlp.output")
-    assert places_of(mlp, None, "layers.1.output", model()) == ("layers.1.mlp.input", "layers.1.output")
+    assert points_of_dictionary(mlp, None, None, model()) == ("layers.1.mlp.input", "layers.1.mlp.output")
+    assert points_of_dictionary(mlp, None, "layers.1.output", model()) == (
+        "layers.1.mlp.input",
+        "layers.1.output",
+    )
     with pytest.raises(ApiError, match=r"`hook_name_out` is 'blocks\.1\.hook_mlp_out'") as caught:
-        places_of(mlp, None, None, model("Gemma2ForCausalLM"))
+        points_of_dictionary(mlp, None, None, model("Gemma2ForCausalLM"))
     assert caught.value.param == "output_at"
-    given = places_of(mlp, None, "layers.1.mlp.output", model("Gemma2ForCausalLM"))
+    given = points_of_dictionary(mlp, None, "layers.1.mlp.output", model("Gemma2ForCausalLM"))
     assert given == ("layers.1.mlp.input", "layers.1.mlp.output")
 
 
@@ -88,6 +91,6 @@ def test_what_does_not_fit_is_refused(
     fields: dict[str, Any], at: str | None, code: str, message: str
 ) -> None:
     with pytest.raises(ApiError) as caught:
-        places_of(read(**fields), at, None, model())
+        points_of_dictionary(read(**fields), at, None, model())
     assert caught.value.code == code
     assert message in caught.value.message

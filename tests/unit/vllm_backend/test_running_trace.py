@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nnsight_engine.remote_backend.unread_output import SlowReaderError
-from nnsight_engine.vllm_backend.trace_run import MergedRun, Output, TraceEvent, TraceRequests, TraceRun
+from nnsight_engine.vllm_backend.running_trace import MergedRun, Output, TraceEvent, TraceRequests, TraceRun
 from nnsight_engine.vllm_backend.tracing_async_llm import TracePlacement
 from tests.unit.vllm_backend.scripted_engine import Engine
 

@@ -1,4 +1,4 @@
-"""A pool of slots for a limited resource, such as sandboxes, with a fair, bounded queue.
+"""Slots of a limited resource, such as sandboxes, with a fair, bounded queue.
 
 Tenants take turns, so that a tenant with many requests delays only its own. Each is limited to its share of
 the slots and of the queue. Without keys there is one tenant, with the empty name, which may use everything. A
@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from app.limits.allowances import Allowance
+from app.limits.limit import Limit, Spending
 
 T = TypeVar("T")
 
@@ -67,56 +67,50 @@ class FairQueue(Generic[T]):
         return len(self._senders.get(sender, ()))
 
 
-class SlotPool:
-    def __init__(self, slots: Allowance, waiting: Allowance) -> None:
-        self._slots = slots
+class Slots:
+    """A limit whose spenders wait in a queue; ``waiting`` limits the queue, None for no limit."""
+
+    def __init__(self, limit: Limit, waiting: Limit | None = None) -> None:
+        self._limit = limit
         self._waiting = waiting
-        self._taken: Counter[str] = Counter()
         self._queue: FairQueue[Slot] = FairQueue()
         self._groups: dict[str, Counter[Hashable]] = {}
 
     @property
     def num_waiting(self) -> int:
-        return sum(map(len, self._groups.values()))
+        return self._num_waiting_of("")
 
-    def request(self, tenant: str, group: Hashable, *, may_exceed_queue: bool = False) -> Slot:
+    def request(self, tenant: str, group: Hashable | None = None, *, may_exceed_queue: bool = False) -> Slot:
         """Request a slot, to be released in any case; raises ApiError ``queue_full``.
 
-        ``group`` identifies the slots of one request. No share applies to an empty ``tenant``.
+        ``group`` identifies the slots of one request, if it needs several. No share applies to an empty
+        ``tenant``.
         """
-        must_wait = self._queue.num_of(tenant) or not self._is_within_share(tenant) or not self._is_any_free
-        if must_wait and not may_exceed_queue and group not in self._groups.get(tenant, ()):
-            self._waiting.check(tenant, len(self._groups.get(tenant, ())))
-            self._waiting.check_total(self.num_waiting)
-        slot = Slot(self, tenant, group)
-        self._groups.setdefault(tenant, Counter())[group] += 1
+        slot = Slot(self, tenant, object() if group is None else group)
+        must_wait = self._queue.num_of(tenant) or not self._limit.has_room(tenant)
+        may_join = may_exceed_queue or slot.group in self._groups.get(tenant, ())
+        if self._waiting is not None and must_wait and not may_join:
+            self._waiting.check(tenant, used=self._num_waiting_of)
+        self._groups.setdefault(tenant, Counter())[slot.group] += 1
         self._queue.add(tenant, slot)
         self._grant()
         return slot
 
     def release(self, slot: Slot) -> None:
-        """Release a slot, or remove it from the queue; ``Slot.release`` calls this once."""
-        if slot.is_granted:
-            self._taken[slot.tenant] -= 1
+        """Release a slot, or remove it from the queue; idempotent."""
+        if slot.spending is not None:
+            slot.spending.close()
             self._grant()
         elif self._queue.remove(slot):
             self._forget(slot)
 
-    def _is_within_share(self, tenant: str) -> bool:
-        return self._slots.permits(tenant, self._taken[tenant])
-
-    @property
-    def _is_any_free(self) -> bool:
-        return self._slots.has_room(self._taken.total())
+    def _num_waiting_of(self, tenant: str) -> int:
+        return len(self._groups.get(tenant, ())) if tenant else sum(map(len, self._groups.values()))
 
     def _grant(self) -> None:
-        while self._is_any_free:
-            slot = self._queue.pop(self._is_within_share)
-            if slot is None:
-                return
-            self._taken[slot.tenant] += 1
+        while (slot := self._queue.pop(self._limit.has_room)) is not None:
             self._forget(slot)
-            slot.grant()
+            slot.grant(self._limit.spend(slot.tenant, 1))
 
     def _forget(self, slot: Slot) -> None:
         groups = self._groups[slot.tenant]
@@ -130,17 +124,19 @@ class SlotPool:
 class Slot:
     """A requested slot; as an async context manager, held for the length of the block."""
 
-    def __init__(self, pool: SlotPool, tenant: str, group: Hashable) -> None:
+    def __init__(self, slots: Slots, tenant: str, group: Hashable) -> None:
         self.tenant = tenant
         self.group = group
-        self._pool: SlotPool | None = pool
+        self.spending: Spending | None = None
+        self._slots = slots
         self._granted = asyncio.Event()
 
     @property
     def is_granted(self) -> bool:
-        return self._granted.is_set()
+        return self.spending is not None
 
-    def grant(self) -> None:
+    def grant(self, spending: Spending) -> None:
+        self.spending = spending
         self._granted.set()
 
     async def wait_granted(self) -> None:
@@ -148,9 +144,7 @@ class Slot:
 
     def release(self) -> None:
         """Release the slot, or stop waiting for it; idempotent."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.release(self)
+        self._slots.release(self)
 
     async def __aenter__(self) -> None:
         """Wait for the slot; leave it if the wait is cancelled."""

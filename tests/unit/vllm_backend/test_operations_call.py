@@ -8,8 +8,8 @@ from vllm import SamplingParams
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import parse_interventions
 from nnsight_engine.plans.request_plan import NO_MEDIA
-from nnsight_engine.vllm_backend import call
-from nnsight_engine.vllm_backend.call import InterventionCall
+from nnsight_engine.vllm_backend import operations_call
+from nnsight_engine.vllm_backend.operations_call import InterventionCall
 from tests.fakes.model_specs import tiny_spec
 from tests.unit.plans.compiling import token_of
 
@@ -28,9 +28,9 @@ def test_bytes_count_once_for_each_choice_of_each_prompt(
         for _ in range(num_prompts):
             asked.compile([1, 2, 3], NO_MEDIA, params)
 
-    monkeypatch.setattr(call, "MAX_SENT_BYTES", allowed)
+    monkeypatch.setattr(operations_call, "MAX_SENT_BYTES", allowed)
     send()
-    monkeypatch.setattr(call, "MAX_SENT_BYTES", allowed - 1)
+    monkeypatch.setattr(operations_call, "MAX_SENT_BYTES", allowed - 1)
     with pytest.raises(ApiError, match=f"at least {allowed}") as refused:
         send()
     assert refused.value.code is ErrorCode.TENSOR_TOO_LARGE
