@@ -10,6 +10,7 @@ from nnsight_engine.datasets.manifest import DatasetError, Manifest
 from nnsight_engine.datasets.plan import Planner, RowSelection, remaining_shards
 from nnsight_engine.datasets.prompts import PromptSource
 from nnsight_engine.datasets.shards import PromptRows
+from nnsight_engine.datasets.storage import Retries
 from nnsight_engine.datasets.writer import DatasetWriter
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "PointRows",
     "PromptRows",
     "PromptSource",
+    "Retries",
     "RowSelection",
     "TorchDataset",
     "load",

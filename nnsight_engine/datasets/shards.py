@@ -15,6 +15,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,6 +37,10 @@ _FILE_DTYPES: Final = {"float32": "F32", "bfloat16": "BF16", "int8": "I8"}
 _MAX_INT8: Final = 127
 _ALIGNMENT: Final = 4
 _BUFFER_BYTES: Final = 2**20
+_APART_BYTES: Final = 2**18
+"""From here on a checksum is computed while the same bytes are written; less is not worth a thread's turn."""
+_WRITEBACK_BYTES: Final = 2**25
+_LEAST_SCALE: Final = 1e-30
 _CRC_POLYNOMIAL: Final = 0xEDB88320
 
 Values = torch.Tensor | npt.NDArray[Any]
@@ -68,13 +73,14 @@ def file_name(point: str) -> str:
 class PointFile:
     """Appends the rows of one point."""
 
-    def __init__(self, folder: Path, point: Point, dtype: Dtype) -> None:
+    def __init__(self, folder: Path, point: Point, dtype: Dtype, checksums: ThreadPoolExecutor) -> None:
         self._path = folder / file_name(point.name)
         self._partial = self._path.with_name(self._path.name + PARTIAL)
         self._width = point.width
         self._dtype = dtype
         self._scales: list[bytes] = []
-        self._num_rows = self._num_bytes = self._crc = 0
+        self._checksums = checksums
+        self._num_rows = self._num_bytes = self._num_sent = self._crc = 0
         self._file = self._partial.open("wb", buffering=_BUFFER_BYTES)
         self._file.seek(HEADER_BYTES)
 
@@ -89,18 +95,32 @@ class PointFile:
             return self._write(tensor.float().contiguous().numpy())
         if self._dtype == "bfloat16":
             return self._write(tensor.to(torch.bfloat16).contiguous().view(torch.int16).numpy())
-        rows, scales = quantized(tensor.float().numpy())
-        self._scales.append(scales.tobytes())
-        return self._write(rows) + scales.nbytes
+        rows, scales = quantized(tensor.float())
+        self._scales.append(scales.numpy().tobytes())
+        return self._write(rows.numpy()) + scales.nbytes
 
     def _write(self, array: npt.NDArray[Any]) -> int:
         return self._write_bytes(array.data.cast("B") if array.size else b"")
 
     def _write_bytes(self, data: memoryview | bytes) -> int:
-        self._crc = zlib.crc32(data, self._crc)
-        self._file.write(data)
+        if len(data) < _APART_BYTES:
+            self._crc = zlib.crc32(data, self._crc)
+            self._file.write(data)
+        else:
+            crc = self._checksums.submit(zlib.crc32, data, self._crc)
+            self._file.write(data)
+            self._crc = crc.result()
         self._num_bytes += len(data)
+        if self._num_bytes - self._num_sent >= _WRITEBACK_BYTES:
+            self._start_writeback()
         return len(data)
+
+    def _start_writeback(self) -> None:
+        # Linux begins to write pages that are not needed, so that the disk works beside us, not after us.
+        self._file.flush()
+        count, start = self._num_bytes - self._num_sent, HEADER_BYTES + self._num_sent
+        os.posix_fadvise(self._file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
+        self._num_sent = self._num_bytes
 
     def finish(self) -> FileRecord:
         """Write what follows the rows and the header, and give the file its name."""
@@ -133,14 +153,16 @@ class PointFile:
             self._file.close()
 
 
-def quantized(rows: Floats) -> tuple[npt.NDArray[np.int8], Floats]:
-    """Return rows as int8 with their scales, max|x| / 127; a row with NaN or infinity has such a scale."""
-    largest = np.abs(rows).max(axis=1, initial=0.0)
-    scales = (largest / np.float32(_MAX_INT8)).astype(np.float32)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        scaled = np.rint(rows / np.where(scales == 0, np.float32(1), scales)[:, None])
-    limited = np.clip(np.nan_to_num(scaled, nan=0.0), -_MAX_INT8, _MAX_INT8)
-    return limited.astype(np.int8), scales
+def quantized(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return float32 rows as int8 with their scales; a row with NaN or infinity has such a scale."""
+    if not rows.numel():
+        return rows.to(torch.int8), torch.zeros(len(rows))
+    low, high = rows.aminmax(dim=1)
+    scales = torch.maximum(-low, high) / _MAX_INT8
+    if bool(((scales > _LEAST_SCALE) & scales.isfinite()).all()):
+        return (rows / scales[:, None]).round_().to(torch.int8), scales
+    scaled = (rows / scales.where(scales != 0, 1.0)[:, None]).round_()
+    return scaled.nan_to_num_(0.0).clamp_(-_MAX_INT8, _MAX_INT8).to(torch.int8), scales
 
 
 class ShardWriter:
@@ -149,7 +171,10 @@ class ShardWriter:
     def __init__(self, folder: Path, settings: RowSettings) -> None:
         self._folder = folder
         self._settings = settings
-        self._files = {point.name: PointFile(folder, point, settings.dtype) for point in settings.points}
+        self._checksums = ThreadPoolExecutor(1, "dataset-checksums")
+        self._files = {
+            point.name: PointFile(folder, point, settings.dtype, self._checksums) for point in settings.points
+        }
         self._columns: dict[str, list[npt.NDArray[Any]]] = {
             name: [] for name in (*INDEX_COLUMNS, *settings.scores)
         }
@@ -178,6 +203,7 @@ class ShardWriter:
     ) -> ShardRecord:
         """Complete all files, the index last, and return the shard's record."""
         files = {file_name(name): file.finish() for name, file in self._files.items()}
+        self._checksums.shutdown()
         sync_folder(self._folder)
         record = ShardRecord(number, first_prompt, num_prompts, self.num_rows, digest, list(dropped), files)
         data = self._index(record)
@@ -196,6 +222,7 @@ class ShardWriter:
         return data.getvalue()
 
     def abort(self) -> None:
+        self._checksums.shutdown()
         for file in self._files.values():
             file.abort()
 

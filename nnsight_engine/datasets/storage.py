@@ -154,7 +154,7 @@ class RemoteStorage(Storage):
 
     def __init__(self, filesystem: Any, path: str, place: str, spool: Path | None, retries: Retries) -> None:
         digest = hashlib.sha256(place.encode()).hexdigest()[:16]
-        spools = spool or Path(platformdirs.user_cache_dir("nnsight-engine")) / "spool"
+        spools = Path(spool) if spool else Path(platformdirs.user_cache_dir("nnsight-engine")) / "spool"
         self.folder = spools / digest
         self.place = place
         self._filesystem = filesystem
@@ -212,7 +212,7 @@ def open_storage(
     """Return the storage of a path or of an fsspec URL; SinkRefusedError if nothing opens the URL."""
     place = os.fspath(to)
     if "://" not in place:
-        return LocalStorage(Path(place).absolute())
+        return LocalStorage(Path(place).expanduser().absolute())
     try:
         filesystem, path = fsspec.core.url_to_fs(place)
     except (ImportError, ValueError) as error:

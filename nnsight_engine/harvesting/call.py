@@ -61,6 +61,10 @@ def harvest(
         raise UnsupportedModelError(
             f"harvest() takes a local LanguageModel, got {type(model).__module__}.{type(model).__qualname__}"
         )
+    if model.remote:
+        raise UnsupportedModelError(
+            "harvest() runs in this process, and this model's traces run on a server: load it without remote="
+        )
     request = request_of(
         prompts,
         to,

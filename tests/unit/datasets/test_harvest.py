@@ -182,6 +182,8 @@ def test_a_prompt_that_is_too_long(model: LanguageModel, tmp_path: Path) -> None
 def test_other_models_and_options_are_refused(model: LanguageModel, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="LanguageModel"):
         harvest(torch.nn.Linear(2, 2), PROMPTS, tmp_path, points="logits")
+    with pytest.raises(UnsupportedModelError, match="without remote="):
+        harvest(LanguageModel(model.repo_id, remote=True), PROMPTS, tmp_path, points="logits")
     with pytest.raises(TypeError, match="no option speed; it has seed"):
         harvest(model, PROMPTS, tmp_path, points="logits", speed=3)  # type: ignore[call-arg]
     assert nnsight_engine.harvest is harvest
