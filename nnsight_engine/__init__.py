@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nnsight_engine.envoys.display import load_ipython_extension as load_ipython_extension
     from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.envoys.eproperty import eproperty
+    from nnsight_engine.harvesting.call import harvest
     from nnsight_engine.modeling.base import NNsight
     from nnsight_engine.modeling.bundled import BUNDLED_MODEL_NAME, BundledModelError, bundled_model_path
     from nnsight_engine.modeling.diffusion import DiffusionModel
@@ -48,6 +49,7 @@ __all__ = [
     "__version__",
     "bundled_model_path",
     "eproperty",
+    "harvest",
     "is_model_running",
     "ndif_status",
     "register_by_value",
@@ -71,6 +73,7 @@ _DEFINED_IN = {
     "VisionLanguageModel": "nnsight_engine.modeling.vision_language",
     "bundled_model_path": "nnsight_engine.modeling.bundled",
     "eproperty": "nnsight_engine.envoys.eproperty",
+    "harvest": "nnsight_engine.harvesting.call",
     "is_model_running": "nnsight_engine.remote_backend.client.status",
     "load_ipython_extension": "nnsight_engine.envoys.display",
     "ndif_status": "nnsight_engine.remote_backend.client.status",

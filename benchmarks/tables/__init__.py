@@ -59,6 +59,7 @@ TABLES: Final = {
     "remote": TableInfo("a trace on a server, compared with the same in its process", 15, 4, 1, _OFFLINE),
     "sandbox": TableInfo("a sandboxed trace, compared with a trusted one", 15, 4, 1, _OFFLINE),
     "serialization": TableInfo("traces and saved values, compared with cloudpickle and a copy", 60, 5),
+    "datasets": TableInfo("writing a dataset of activations, compared with dd on the same disk", 5, 1),
     "peers-local": TableInfo(
         "traces in one process, beside nnsight, interp-engine and hooks", 15, 3, 1, _OFFLINE
     ),

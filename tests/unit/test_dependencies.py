@@ -22,10 +22,10 @@ BROUGHT: Final = {"IPython"}
 SERVER: Final = ("serve", "cpu", "gpu", "ray", "redis")
 EXTRAS: Final = {
     "api_schemas": (),
-    "nnsight_engine": ("diffusion", "viz", *SERVER),
+    "nnsight_engine": ("datasets", "diffusion", "viz", *SERVER),
     "app": SERVER,
     "loadtests": (*SERVER, "loadtest"),
-    "benchmarks": (*SERVER, "dev"),
+    "benchmarks": (*SERVER, "datasets", "dev"),
     "examples": ("viz",),
 }
 """By package: what it may need beside the project's own dependencies."""

@@ -36,6 +36,7 @@ NAMES = [
     "__version__",
     "bundled_model_path",
     "eproperty",
+    "harvest",
     "is_model_running",
     "ndif_status",
     "register_by_value",

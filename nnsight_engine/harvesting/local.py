@@ -1,0 +1,266 @@
+"""The driver for a local ``LanguageModel``: each pack is one trace, which ends at the last point."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+import torch
+import transformers
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import Progress as Bars
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+import nnsight_engine
+from api_schemas.errors import ApiError
+from api_schemas.operations import Where, WhereClause
+from api_schemas.points import ENCODER_BLOCK, PointPattern
+from nnsight_engine.core.model_spec import STATE
+from nnsight_engine.core.token_texts import NoSuchTokenError, TokenTexts
+from nnsight_engine.datasets.loader import ActivationDataset, load
+from nnsight_engine.datasets.manifest import (
+    EngineIdentity,
+    Interventions,
+    Manifest,
+    ModelIdentity,
+    Point,
+    SettingsError,
+)
+from nnsight_engine.datasets.plan import PlannedShard, Planner, RowSelection, Tokens, remaining_shards
+from nnsight_engine.datasets.prompts import Prompt
+from nnsight_engine.datasets.shards import PromptRows
+from nnsight_engine.datasets.writer import DatasetWriter, Progress
+from nnsight_engine.harvesting.request import HarvestRequest
+from nnsight_engine.modeling.language import LanguageModel
+from nnsight_engine.remote_backend.messages import fingerprint_of
+from nnsight_engine.remote_backend.values.object_references import reference_of
+from nnsight_engine.remote_backend.values.outcomes import SentPart
+from nnsight_engine.serialization import encode_trace
+
+_WEIGHTS_HASHED: Final = 64
+"""Of each parameter: enough to tell fine-tuned weights apart, without reading all of them."""
+
+
+def harvest_local(model: LanguageModel, request: HarvestRequest) -> ActivationDataset:
+    if request.interventions is not None:
+        raise SettingsError(
+            "a local model takes no `interventions`: change it with `with model.edit(inplace=True):`, whose "
+            "blocks run here too"
+        )
+    model.dispatch()
+    settings = request.rows(_points(model, request.points), _by_ids(request.where, model))
+    selection = RowSelection(settings)
+    manifest = Manifest(
+        model=_identity(model),
+        engine=EngineIdentity(
+            "transformers",
+            {
+                "nnsight_engine": nnsight_engine.__version__,
+                "torch": str(torch.__version__),
+                "transformers": transformers.__version__,
+            },
+        ),
+        tokenizer=str(model.tokenizer.name_or_path),
+        source=request.prompts.identity,
+        rows=settings,
+        plan=request.plan,
+        interventions=_edits(model),
+    )
+    encode = _Encoder(model, settings.max_tokens)
+    with _Display(show=request.options.get("show_progress")) as display:
+        with DatasetWriter(request.to, manifest, **request.writer) as writer:
+            if not writer.is_complete:
+                shards = remaining_shards(
+                    request.prompts,
+                    Planner(manifest.plan, settings),
+                    completed=writer.completed,
+                    encode=encode,
+                )
+                steps = _Steps(model, settings.points, selection)
+                for shard in shards:
+                    _run_shard(shard, steps, writer, display)
+        display.show(writer.progress())
+    _raise_failure(writer)
+    return load(request.to)
+
+
+def _run_shard(shard: PlannedShard, steps: _Steps, writer: DatasetWriter, display: _Display) -> None:
+    writer.begin(shard)
+    number = shard.first_prompt
+    for pack in shard.packs:
+        if writer.policy == "slow":
+            writer.wait_for_room()
+        _raise_failure(writer)
+        for rows in steps.run(number, pack):
+            writer.put(rows)
+        number += len(pack)
+        display.show(writer.progress())
+
+
+def _raise_failure(writer: DatasetWriter) -> None:
+    failure = writer.progress().failure
+    if failure is not None:
+        raise failure
+
+
+class _Steps:
+    """Runs packs and yields the rows of their prompts."""
+
+    def __init__(self, model: LanguageModel, points: list[Point], selection: RowSelection) -> None:
+        self._model = model
+        self._points = points
+        self._selection = selection
+        self._is_left = model.tokenizer.padding_side == "left"
+
+    def run(self, first: int, pack: list[Tokens]) -> Iterator[PromptRows]:
+        chosen = [self._selection.positions(first + one, tokens) for one, tokens in enumerate(pack)]
+        values = self._values(pack, chosen)
+        end = 0
+        for one, (tokens, positions) in enumerate(zip(pack, chosen, strict=True)):
+            start, end = end, end + len(positions)
+            own = {name: value[start:end] for name, value in values.items()}
+            if self._selection.is_mean and len(positions):
+                own = {name: value.float().mean(0, keepdim=True) for name, value in own.items()}
+            yield PromptRows(first + one, *self._selection.index(positions, tokens), own)
+
+    def _values(self, pack: list[Tokens], chosen: list[Tokens]) -> dict[str, torch.Tensor]:
+        """Return the chosen rows of all prompts, after each other, ``[rows, width]`` by point."""
+        if not any(map(len, chosen)):
+            return {point.name: torch.zeros(0, point.width) for point in self._points}
+        given = [(tokens, positions) for tokens, positions in zip(pack, chosen, strict=True) if len(tokens)]
+        longest = max(len(tokens) for tokens, _ in given)
+        rows = torch.from_numpy(np.repeat(np.arange(len(given)), [len(positions) for _, positions in given]))
+        columns = torch.from_numpy(
+            np.concatenate(
+                [positions + (longest - len(tokens) if self._is_left else 0) for tokens, positions in given]
+            )
+        )
+        names, widths = [point.name for point in self._points], [point.width for point in self._points]
+        values: dict[str, torch.Tensor] = {}
+        model = self._model
+        with torch.no_grad(), model.trace([tokens.tolist() for tokens, _ in given]) as tracer:
+            for name, width in zip(names, widths, strict=True):
+                value = model.points[name]
+                values[name] = value[rows.to(value.device), columns.to(value.device)].reshape(-1, width)
+            tracer.stop()
+        return values
+
+
+class _Encoder:
+    """Prompts to tokens, as the model's own inputs are."""
+
+    def __init__(self, model: LanguageModel, max_tokens: int | None) -> None:
+        self._tokenizer = model.tokenizer
+        self._max_tokens = max_tokens
+        config: Any = model.config
+        self._longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+        self._numbers = itertools.count(1)
+
+    def __call__(self, prompt: Prompt) -> Tokens:
+        tokens = np.asarray(self._ids(prompt)[: self._max_tokens], np.int32)
+        number = next(self._numbers)
+        if self._longest is not None and len(tokens) > self._longest:
+            raise SettingsError(
+                f"the {number}. prompt of this run has {len(tokens)} tokens, and the model takes "
+                f"{self._longest}: shorten it, or cut all prompts with max_tokens={self._longest}"
+            )
+        return tokens
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if prompt.token_ids is not None:
+            return prompt.token_ids
+        if prompt.messages is not None:
+            ids: Any = self._tokenizer.apply_chat_template(prompt.messages, tokenize=True, return_dict=False)
+        else:
+            ids = self._tokenizer(prompt.text).input_ids
+        return list(ids)
+
+
+def _points(model: LanguageModel, wanted: Any) -> list[Point]:
+    """Return the points in the order in which the model computes them."""
+    shapes = model.points()
+    num_layers = 1 + max(
+        (int(name.split(".")[1]) for name in shapes if name.startswith("layers.")), default=-1
+    )
+    names: set[str] = set()
+    for text in wanted:
+        try:
+            names.update(map(str, PointPattern.parse(text).resolve(num_layers)))
+        except ApiError as error:
+            raise SettingsError(str(error)) from error
+    for name in sorted(names):
+        shape = shapes.get(name)
+        encoder = ENCODER_BLOCK.partition(".")[0]
+        if shape is None or -1 in shape or name.endswith(f".{STATE}") or name.startswith(encoder):
+            raise SettingsError(
+                f"{name} has no row of one width for each token; print(model.points) lists the points"
+            )
+    return [Point(name, int(np.prod(shape))) for name, shape in shapes.items() if name in names]
+
+
+def _by_ids(where: Where, model: LanguageModel) -> Where:
+    texts = TokenTexts(model.tokenizer)
+
+    def ids(clause: WhereClause) -> list[int | str] | None:
+        if clause.tokens is None:
+            return None
+        try:
+            return [texts.token(one) if isinstance(one, str) else one for one in clause.tokens]
+        except NoSuchTokenError as error:
+            raise SettingsError(f"`where.tokens`: {error}") from error
+
+    exclude = where.exclude
+    if exclude is not None:
+        exclude = exclude.model_copy(update={"tokens": ids(exclude)})
+    return where.model_copy(update={"tokens": ids(where), "exclude": exclude})
+
+
+def _identity(model: LanguageModel) -> ModelIdentity:
+    module = model._module  # noqa: SLF001 - an envoy of ours
+    found = hashlib.sha256(fingerprint_of(module.config).encode())
+    for name, parameter in module.named_parameters():
+        flat = parameter.detach().reshape(-1)
+        sample = flat[:: max(1, len(flat) // _WEIGHTS_HASHED)].contiguous().cpu()
+        found.update(f"{name} {parameter.dtype} {list(parameter.shape)}".encode())
+        found.update(sample.view(torch.uint8).numpy().tobytes())
+    dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+    return ModelIdentity(model.repo_id or "", found.hexdigest(), model.revision or "", dtype)
+
+
+def _edits(model: LanguageModel) -> Interventions:
+    edits = model._default_mediators  # noqa: SLF001 - an envoy of ours
+    if not edits:
+        return Interventions()
+    blocks = [SentPart.alone(edit.info).as_sent() for edit in edits]
+    data = encode_trace(blocks, reference=lambda value: reference_of(value, model, []))
+    return Interventions(hashlib.sha256(data).hexdigest(), [{"op": "edit"} for _ in edits])
+
+
+class _Display(contextlib.ExitStack):
+    """A line on standard error; by default only on a terminal."""
+
+    def __init__(self, *, show: bool | None) -> None:
+        super().__init__()
+        console = Console(stderr=True)
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        is_shown = console.is_terminal if show is None else show
+        self._bars = Bars(*columns, console=console) if is_shown else None
+        if self._bars is not None:
+            self.enter_context(self._bars)
+            self._task = self._bars.add_task("harvest")
+
+    def show(self, progress: Progress) -> None:
+        if self._bars is None:
+            return
+        dropped = f", {progress.num_dropped} dropped" if progress.num_dropped else ""
+        text = (
+            f"harvest: {progress.num_prompts} prompts, {progress.num_rows} rows, "
+            f"{decimal(progress.num_bytes)}, {progress.num_shards} shards, "
+            f"{decimal(progress.pending_bytes)} to write{dropped}"
+        )
+        self._bars.update(self._task, description=text)
