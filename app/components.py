@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from app.admission.rates import Rates
+from app.admission.slot_pool import SlotPool
 from app.audit import AuditLog
 from app.auth.keys import Keys
 from app.auth.secrets import GivenKeys
@@ -105,6 +106,7 @@ class Components:
         self.dictionaries = Dictionaries(parts)
         self.presets = Presets(parts, self.vectors, self.detectors, self.dictionaries)
         self.trainings = TrainingQueue(settings, engine)
+        self.sweeps = SlotPool(budget.sweeps, budget.waiting_sweeps)
         self.scrape = Scrape(
             self.metrics,
             engine,
@@ -154,7 +156,8 @@ class Components:
 
     def _num_waiting(self) -> dict[str, int]:
         counts = {one.queue: one.num_waiting for one in self.processes}
-        return {**self.engine.num_waiting(), **counts, "trainings": self.trainings.num_waiting}
+        counts |= {"trainings": self.trainings.num_waiting, "sweeps": self.sweeps.num_waiting}
+        return {**self.engine.num_waiting(), **counts}
 
     def _stored_bytes(self) -> dict[str, tuple[int, int]]:
         settings = self.settings

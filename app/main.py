@@ -25,6 +25,7 @@ from app.routes import (
     pages,
     presets,
     server,
+    sweeps,
     traces,
     vectors,
     vllm,
@@ -44,6 +45,7 @@ _ROUTERS = (
     detectors.router,
     dictionaries.router,
     presets.router,
+    sweeps.router,
     vllm.router,
 )
 

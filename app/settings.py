@@ -379,6 +379,11 @@ class Settings(BaseSettings):
     max_queued_trainings: int = Field(
         default=16, ge=0, description="Most queued trainings; one runs at a time."
     )
+    max_sweep_cells: int = Field(default=16384, ge=1, description="Most cells of a sweep.")
+    max_sweep_bytes: int = Field(
+        default=256 * MIB, ge=1, description="Most bytes of the values that a sweep writes."
+    )
+    max_queued_sweeps: int = Field(default=16, ge=0, description="Most queued sweeps; two run at a time.")
 
     examples: bool = Field(
         default=True,

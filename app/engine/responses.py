@@ -166,6 +166,27 @@ async def choice_json(
     return answer
 
 
+async def tensors_json(
+    tensors: Mapping[str, TensorResult],
+    store: ResultStore,
+    work: WorkContext,
+    settings: Settings,
+    *,
+    base_path: str = "",
+) -> dict[str, Any]:
+    """Return tensors by their names: inline while they are small together, and else in one file."""
+    places = _Places()
+    found = {name: places.add(name, "tensor", tensor) for name, tensor in tensors.items()}
+    if sum(len(tensor.data) for tensor in tensors.values()) <= settings.inline_tensor_bytes:
+        places.embed()
+    else:
+        file = await store.put(
+            {key: tensor for key, (tensor, _) in places.items()}, work.tenant, work.meter.key_id
+        )
+        _link(places, f"{base_path}/v1/results/{file.id}", file.expires_at)
+    return found
+
+
 def _applied_json(
     applied: Sequence[CollectedSites], operations: Sequence[Intervention]
 ) -> list[dict[str, Any]]:

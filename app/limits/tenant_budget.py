@@ -15,6 +15,7 @@ from app.settings import Settings
 
 _BODY_PROCESSES: Final = 2
 _GRAMMAR_PROCESSES: Final = 2
+_SWEEPS: Final = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class TenantBudget:
     waiting_traces: Allowance
     trainings: Allowance
     waiting_trainings: Allowance
+    sweeps: Allowance
+    waiting_sweeps: Allowance
     running_jobs: Allowance
     waiting_jobs: Allowance
     job_bytes: Allowance
@@ -60,6 +63,8 @@ class TenantBudget:
             waiting_traces=Allowance.of("queued traces (max_queued_traces)", queued, share),
             trainings=Allowance.of("running trainings", 1, share),
             waiting_trainings=Allowance.of("queued trainings", settings.max_queued_trainings, share),
+            sweeps=Allowance.of("running sweeps", _SWEEPS, share),
+            waiting_sweeps=Allowance.of("queued sweeps", settings.max_queued_sweeps, share),
             running_jobs=Allowance.of("running jobs", settings.max_running_jobs, share),
             waiting_jobs=Allowance.of(
                 "queued jobs", settings.max_queued_jobs, share, then="send the trace again later"

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api_schemas.fields import Listed
-from api_schemas.training import LabelledPrompts, TrainingProgress
+from api_schemas.training import LabelledPrompts
 from app.admission.estimates import of_training
 from app.admission.rates import INTERVENING
 from app.auth.principal import Principal
@@ -30,13 +30,15 @@ from app.services.streaming import begun, event_stream
 from app.storage.versions import Kind
 
 ResultT = TypeVar("ResultT")
+ProgressT = TypeVar("ProgressT", bound=BaseModel)
 
 
-async def training_events(
-    train: Callable[[Report], Coroutine[Any, Any, ResultT]], last: Callable[[ResultT], BaseModel]
+async def progress_events(
+    train: Callable[[Callable[[ProgressT], None]], Coroutine[Any, Any, ResultT]],
+    last: Callable[[ResultT], BaseModel],
 ) -> AsyncGenerator[str, None]:
-    """Yield progress, then the result, as server-sent events; closing early cancels the training."""
-    events: asyncio.Queue[TrainingProgress | None] = asyncio.Queue()
+    """Yield progress, then the result, as server-sent events; closing early cancels the work."""
+    events: asyncio.Queue[ProgressT | None] = asyncio.Queue()
     working = asyncio.create_task(train(events.put_nowait))
     working.add_done_callback(lambda _: events.put_nowait(None))
     try:
@@ -109,8 +111,7 @@ async def training_answer(
     Raises:
         ApiError: The request is invalid, or failed before the first event of a stream.
     """
-    settings = context.settings
-    admitted, deadline = asked.admitted, asked.deadline
+    settings, admitted = context.settings, asked.admitted
     if admitted is not None:
         await admitted.check(*INTERVENING)
     limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
@@ -118,11 +119,23 @@ async def training_answer(
     if admitted is not None:
         await admitted.reserve(of_training(wanted))
     run = functools.partial(train, wanted, request, caller)
-    if not wanted.stream:
+    events = progress_events(run, last) if wanted.stream else None
+    return await progress_answer(request, context, asked, run, events, 201)
+
+
+async def progress_answer(
+    request: Request,
+    context: Components,
+    asked: RequestContext,
+    run: Callable[[Callable[[Any], None]], Coroutine[Any, Any, BaseModel]],
+    events: AsyncGenerator[str, None] | None,
+    status: int,
+) -> Response:
+    """Return the result of work, or the stream of its progress if there are ``events``."""
+    settings, deadline = context.settings, asked.deadline
+    if events is None:
         made = await while_connected(request.receive, run(lambda _: None), deadline)
-        return Response(made.model_dump_json(), 201, media_type="application/json")
-    # An error before the first event gets its own HTTP status, unless the training waits for long.
-    beginning = await begin(
-        request.receive, begun(training_events(run, last)), deadline, settings.sse_keep_alive_s or None
-    )
+        return Response(made.model_dump_json(), status, media_type="application/json")
+    # An error before the first event gets its own HTTP status, unless the work waits for long.
+    beginning = await begin(request.receive, begun(events), deadline, settings.sse_keep_alive_s or None)
     return event_stream(beginning, asked, settings)
