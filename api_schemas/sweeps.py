@@ -13,7 +13,17 @@ from pydantic import AfterValidator, BaseModel, Discriminator, Field, RootModel,
 from api_schemas.detectors import DetectorName
 from api_schemas.dictionaries import DictionaryName, FeatureName
 from api_schemas.errors import ErrorCode
-from api_schemas.fields import Integer, Items, Layers, Number, PointText, Strict, Token, field_error
+from api_schemas.fields import (
+    Integer,
+    Items,
+    Layers,
+    Number,
+    PointText,
+    ShortText,
+    Strict,
+    Token,
+    field_error,
+)
 from api_schemas.generation import ChatMessage
 from api_schemas.operations import Where
 from api_schemas.results import TensorLink
@@ -161,7 +171,7 @@ Metric = Annotated[
 
 
 class _Sweep(Strict):
-    model: str | None = Field(default=None, description="A name that GET /v1/models lists.")
+    model: ShortText | None = Field(default=None, description="A name that GET /v1/models lists.")
     prompts: Items[SweepPrompt] = Field(min_length=1, max_length=MAX_SWEEP_PROMPTS)
     metric: Metric = Field(description="The number of a cell.")
     positions: Positions | None = Field(

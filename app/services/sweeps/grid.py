@@ -65,8 +65,8 @@ def grid_of(wanted: AnySweep, capabilities: Capabilities, lengths: Sequence[int]
             axes["layer"] = [*layers]
         for index, name in enumerate(wanted.points):
             for at, layer in enumerate(layers or [0]):
-                point = name.replace(LAYER, str(layer))
-                known = _known(point, wanted.method, capabilities, f"points.{index}")
+                given = name.replace(LAYER, str(layer))
+                point, known = _known(given, wanted.method, capabilities, f"points.{index}")
                 points[index, at], shapes[point] = point, known.shape
     if isinstance(wanted, PatchSweep | AblateSweep) and wanted.heads is not None:
         axes["head"] = _heads(wanted.heads, shapes)
@@ -94,7 +94,8 @@ def _layers(wanted: PatchSweep | AblateSweep | SteerSweep, capabilities: Capabil
     return None
 
 
-def _known(point: str, method: str, capabilities: Capabilities, param: str) -> PointCapability:
+def _known(point: str, method: str, capabilities: Capabilities, param: str) -> tuple[str, PointCapability]:
+    """Return the one name that the point has in results, and what the model says of it."""
     pattern = PointPattern.parse(point, param)
     found = pattern.resolve(capabilities.sizes.num_layers, param)
     name = point_name(pattern.leaf)
@@ -116,7 +117,7 @@ def _known(point: str, method: str, capabilities: Capabilities, param: str) -> P
             f"operation, and at embed.output; got {point!r}.",
             param,
         )
-    return known[0]
+    return str(found[0]), known[0]
 
 
 def _heads(wanted: list[int] | str, shapes: Mapping[str, list[int]]) -> list[Label]:

@@ -225,27 +225,28 @@ class SweepWork:
 
     async def _baseline(self, prompt: SweptPrompt) -> SweepBaseline:
         """Run a prompt without interventions, and keep what its cells need."""
-        readings: dict[str, Floats] = {}
-        for name, ids in (("clean", prompt.clean), ("corrupted", prompt.corrupted)):
-            if ids is None:
-                continue
-            is_changed = ids is prompt.changed
-            captures = self._writes.captures(prompt, is_changed=is_changed)
-            async with self._gate:
-                try:
-                    (choice,) = await self._choices([ids], captures)
-                except ApiError as error:
-                    raise _placed(error, len(captures)) from error
-            readings[name] = self._reading(choice, len(ids))
-            rows = _rows_of(choice) if captures else {}
-            if is_changed:
-                prompt.own_rows, prompt.unsteered = rows, readings[name]
-            else:
-                prompt.rows = rows
-        scores = {name: self._score(reading, prompt) for name, reading in readings.items()}
+        runs = {"clean": prompt.clean, "corrupted": prompt.corrupted}
+        given = {name: ids for name, ids in runs.items() if ids is not None}
+        readings = await _all([self._unsteered(prompt, ids) for ids in given.values()])
+        scores = {name: self._score(one, prompt) for name, one in zip(given, readings, strict=True)}
         found = {name: score if math.isfinite(score) else None for name, score in scores.items()}
         changed = "clean" if prompt.changed is prompt.clean else "corrupted"
         return SweepBaseline(clean=found["clean"], corrupted=found.get("corrupted"), unsteered=found[changed])
+
+    async def _unsteered(self, prompt: SweptPrompt, ids: list[int]) -> Floats:
+        is_changed = ids is prompt.changed
+        captures = self._writes.captures(prompt, is_changed=is_changed)
+        async with self._gate:
+            try:
+                (choice,) = await self._choices([ids], captures)
+            except ApiError as error:
+                raise _placed(error, len(captures)) from error
+        rows, reading = _rows_of(choice) if captures else {}, self._reading(choice, len(ids))
+        if is_changed:
+            prompt.own_rows, prompt.unsteered = rows, reading
+        else:
+            prompt.rows = rows
+        return reading
 
     def _batches(self) -> Iterator[list[Cell]]:
         most = self._context.engine.capabilities().limits.max_num_batched_tokens
@@ -332,12 +333,13 @@ async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _rows_of(choice: JsonObject) -> Rows:
-    result = choice[FIELD]["results"][ROWS]
-    positions = result["positions"]
-    return {
-        point: dict(zip(positions, array_of(tensor).reshape(len(positions), -1), strict=True))
-        for point, tensor in result["points"].items()
-    }
+    rows: Rows = {}
+    for name, result in choice[FIELD]["results"].items():
+        positions = result["positions"]
+        for point, tensor in result["points"].items() if name.startswith(ROWS) else ():
+            values = array_of(tensor).reshape(len(positions), -1)
+            rows[point] = dict(zip(positions, values, strict=True))
+    return rows
 
 
 def _placed(error: ApiError, num_writes: int) -> ApiError:

@@ -18,7 +18,7 @@ from app.services.sweeps.prompts import SweptPrompt
 from nnsight_engine.core.dtypes import floats_from_bytes
 
 ROWS: Final = "rows"
-"""The name of the captures of what patches write."""
+"""The beginning of the names of the captures of what patches write."""
 _ITEM_BYTES: Final = 4
 _CONTROL: Final = "control"
 
@@ -86,8 +86,11 @@ class CellWrites:
         """Return what one of a prompt's runs without interventions has to capture for the cells."""
         if not isinstance(self._wanted, PatchSweep) or (is_changed and "head" not in self._grid.axes):
             return []
-        where = Where(positions=self._positions(prompt))
-        return [Capture(at=[*self._grid.shapes], where=where, dtype="float32", name=ROWS)]
+        where, captures = Where(positions=self._positions(prompt)), list[Operation]()
+        for index, _ in enumerate(self._wanted.points):  # one operation may name a place by one name only
+            at = [point for (number, _), point in self._grid.points.items() if number == index]
+            captures.append(Capture(at=at, where=where, dtype="float32", name=f"{ROWS}{index}"))
+        return captures
 
     def bytes_of(self, cell: Cell, prompt: SweptPrompt) -> int:
         if not isinstance(self._wanted, PatchSweep):
@@ -130,6 +133,9 @@ def random_like(vector: TensorInput | None, seed: tuple[int, ...]) -> TensorObje
         rows = floats_from_bytes(vector.dtype, vector.raw).reshape(vector.shape).astype(np.float64)
     else:
         rows = np.asarray(vector, np.float64)
+    rows = np.atleast_1d(rows)  # other shapes are refused by the engine
     found = np.random.default_rng(seed).standard_normal(rows.shape)
-    found *= np.linalg.norm(rows, axis=-1, keepdims=True) / np.linalg.norm(found, axis=-1, keepdims=True)
-    return TensorObject.from_bytes("float32", [*found.shape], found.astype("<f4").tobytes())
+    with np.errstate(all="ignore"):
+        found *= np.linalg.norm(rows, axis=-1, keepdims=True) / np.linalg.norm(found, axis=-1, keepdims=True)
+        found = found.astype("<f4")
+    return TensorObject.from_bytes("float32", [*found.shape], found.tobytes())

@@ -11,6 +11,7 @@ import pytest
 from api_schemas.errors import ApiError
 from api_schemas.server import Capabilities
 from api_schemas.sweeps import AnySweep, SweepRequest
+from api_schemas.tensors import TensorObject
 from app.http.errors import validated
 from app.services.sweeps.grid import grid_of
 from app.services.sweeps.metrics import divergence, metric_operation, perplexity, reading_of
@@ -65,6 +66,8 @@ def test_the_axes_are_those_of_the_method_and_cells_are_in_order() -> None:
     assert (features.dims, features.axes["position"]) == (["position", "feature", "value"], [2])
     named = grid_of(parsed(ABLATE, points=["layers.2.output"]), MODEL, [3])
     assert (named.dims, named.num_cells) == ([], 1)
+    negative = grid_of(parsed(PATCH, points=["layers.-1.output"]), MODEL, [3])
+    assert (negative.axes["point"], negative.points) == (["layers.-1.output"], {(0, 0): "layers.3.output"})
 
 
 def test_what_is_not_there_is_refused_with_its_field() -> None:
@@ -182,6 +185,8 @@ def test_a_control_is_random_as_long_as_the_vector_and_the_same_for_a_seed() -> 
     first, again, other = [random_like([3.0, 4.0, 0.0], seed) for seed in ((0, 1), (0, 1), (1, 1))]
     assert first.raw == again.raw != other.raw
     assert np.linalg.norm(np.frombuffer(first.raw, "<f4")) == pytest.approx(5.0)
+    for odd in (TensorObject.from_bytes("float32", [], b"\0" * 4), [], [1e300, 0.0]):
+        random_like(odd, (0, 1))
 
 
 @pytest.mark.parametrize(
