@@ -23,6 +23,7 @@ from app.examples.storing import ExampleStores, store_examples
 from app.formats.json_bodies import MAX_JSON_DEPTH, FieldLimits
 from app.http.large_bodies import LargeBodyReader
 from app.http.lifecycle import Lifecycle, Restarts
+from app.limits.slots import Slots
 from app.limits.tenant_budget import TenantBudget
 from app.observability.metrics import Metrics
 from app.observability.recording import Recorder
@@ -108,6 +109,7 @@ class Components:
         self.dictionaries = Dictionaries(parts)
         self.presets = Presets(parts, self.vectors, self.detectors, self.dictionaries)
         self.trainings = TrainingQueue(settings, engine)
+        self.sweeps = Slots(budget.sweeps, budget.waiting_sweeps)
         self.scrape = Scrape(
             self.metrics,
             engine,
@@ -157,7 +159,8 @@ class Components:
 
     def _num_waiting(self) -> dict[str, int]:
         counts = {process_engine.queue: process_engine.num_waiting for process_engine in self.processes}
-        return {**self.engine.num_waiting(), **counts, "trainings": self.trainings.num_waiting}
+        counts |= {"trainings": self.trainings.num_waiting, "sweeps": self.sweeps.num_waiting}
+        return {**self.engine.num_waiting(), **counts}
 
     def _stored_bytes(self) -> dict[str, tuple[int, int]]:
         settings = self.settings

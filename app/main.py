@@ -24,6 +24,7 @@ from app.routes import (
     pages,
     server,
     stored,
+    sweeps,
     traces,
     vllm,
 )
@@ -42,6 +43,7 @@ _ROUTERS = (
     stored.detectors_router,
     dictionaries.router,
     stored.presets_router,
+    sweeps.router,
     vllm.router,
 )
 

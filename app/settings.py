@@ -53,6 +53,9 @@ class Bounds:
     inline_json_bytes: int = 16 * MIB
     max_queued_trainings: int = 16
     max_training_bytes: int = 512 * MIB
+    max_queued_sweeps: int = 16
+    max_sweep_cells: int = 16384
+    max_sweep_bytes: int = 256 * MIB
     vector_cache_bytes: int = 256 * MIB
     preset_store_bytes: int = 64 * MIB
     engine_restart_delay_s: float = 1.0

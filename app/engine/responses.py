@@ -181,6 +181,27 @@ async def choice_json(
     return answer
 
 
+async def tensors_json(
+    tensors: Mapping[str, TensorResult],
+    store: ResultStore,
+    work: WorkContext,
+    settings: Settings,
+    *,
+    base_path: str = "",
+) -> dict[str, Any]:
+    """Return tensors by their names: inline while they are small together, and else in one file."""
+    in_file = _TensorsInFile()
+    tensors_by_name = {name: in_file.add(name, "tensor", tensor) for name, tensor in tensors.items()}
+    if sum(len(tensor.data) for tensor in tensors.values()) <= settings.inline_tensor_bytes:
+        in_file.embed()
+    else:
+        file = await store.put(
+            {key: tensor for key, (tensor, _) in in_file.items()}, work.tenant, work.meter.key_id
+        )
+        _link_tensors(in_file, f"{base_path}/v1/results/{file.id}", file.expires_at)
+    return tensors_by_name
+
+
 def _applied_json(
     applied: Sequence[CollectedSites], operations: Sequence[Intervention]
 ) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from app.settings import Settings
 
 _BODY_PROCESSES: Final = 2
 _GRAMMAR_PROCESSES: Final = 2
+_SWEEPS: Final = 2
 _MAX_SOCKETS: Final = 64
 """The most of one tenant. Each buffers a partially received message, which is not counted."""
 
@@ -36,6 +37,8 @@ class TenantBudget:
     waiting_traces: Limit
     trainings: Limit
     waiting_trainings: Limit
+    sweeps: Limit
+    waiting_sweeps: Limit
     running_jobs: Limit
     waiting_jobs: Limit
     job_bytes: Limit
@@ -70,6 +73,8 @@ class TenantBudget:
             waiting_traces=Limit("queued traces (max_queued_traces)", queued, share),
             trainings=Limit("running trainings", 1, share),
             waiting_trainings=Limit("queued trainings", settings.bounds.max_queued_trainings, share),
+            sweeps=Limit("running sweeps", _SWEEPS, share),
+            waiting_sweeps=Limit("queued sweeps", settings.bounds.max_queued_sweeps, share),
             running_jobs=Limit("running jobs", settings.max_running_jobs, share),
             waiting_jobs=Limit(
                 "queued jobs", settings.max_queued_jobs, share, then="send the trace again later"

@@ -22,10 +22,12 @@ from app.services.jobs.runner import set_quotas
 
 _RUN_AT_ONCE: Final = {
     "/v1/completions", "/v1/chat/completions", "/v1/traces", "/v1/vectors/train",
-    "/v1/detectors/train", *WORKING,
+    "/v1/detectors/train", "/v1/sweeps", *WORKING,
 }  # fmt: skip
 """Routes that count against the limit on concurrency."""
-_WITHOUT_PRESETS: Final = frozenset({"/v1/traces", "/v1/vectors/train", "/v1/detectors/train", "/v1/jobs"})
+_WITHOUT_PRESETS: Final = frozenset(
+    {"/v1/traces", "/v1/vectors/train", "/v1/detectors/train", "/v1/sweeps", "/v1/jobs"}
+)
 """Routes that run the model as it is; a header with a preset would be ignored there."""
 _FREE: Final = frozenset({Scope.INTERVENTIONS, Scope.CODE})
 """The scopes of routes that intervene, or change what does: not for keys that are limited to presets."""

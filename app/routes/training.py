@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api_schemas.fields import Listed
-from api_schemas.training import LabelledPrompts, TrainingProgress
+from api_schemas.training import LabelledPrompts
 from app.admission.estimates import of_training
 from app.admission.rates import INTERVENING
 from app.auth.principal import Principal
@@ -29,14 +29,16 @@ from app.services.streaming import event_stream, with_first_event
 from app.storage.versions import Kind
 
 ResultT = TypeVar("ResultT")
+ProgressT = TypeVar("ProgressT", bound=BaseModel)
 
 
-async def training_events(
-    train: Callable[[Report], Coroutine[Any, Any, ResultT]], result_event: Callable[[ResultT], BaseModel]
+async def progress_events(
+    work: Callable[[Callable[[ProgressT], None]], Coroutine[Any, Any, ResultT]],
+    result_event: Callable[[ResultT], BaseModel],
 ) -> AsyncGenerator[str, None]:
-    """Yield progress, then the result, as server-sent events; closing early cancels the training."""
-    events: asyncio.Queue[TrainingProgress | None] = asyncio.Queue()
-    working = asyncio.create_task(train(events.put_nowait))
+    """Yield progress, then the result, as server-sent events; closing early cancels the work."""
+    events: asyncio.Queue[ProgressT | None] = asyncio.Queue()
+    working = asyncio.create_task(work(events.put_nowait))
     working.add_done_callback(lambda _: events.put_nowait(None))
     try:
         while (event := await events.get()) is not None:
@@ -112,23 +114,33 @@ async def training_answer(
     Raises:
         ApiError: The request is invalid, or failed before the first event of a stream.
     """
-    settings = components.settings
-    admitted, deadline = context.admitted, context.deadline
+    settings, admitted = components.settings, context.admitted
     if admitted is not None:
         await admitted.check(*INTERVENING)
     limits = BodyLimits(settings.max_body_bytes, settings.upload_idle_timeout_s)
     training_request = validated(request_type, await read_object(request, limits))
     if admitted is not None:
         await admitted.reserve(of_training(training_request))
-    start_training = functools.partial(train, training_request, request, caller)
-    if not training_request.stream:
-        result = await while_connected(request.receive, start_training(lambda _: None), deadline)
-        return Response(result.model_dump_json(), 201, media_type="application/json")
-    # An error before the first event gets its own HTTP status, unless the training waits for long.
+    work = functools.partial(train, training_request, request, caller)
+    events = progress_events(work, result_event) if training_request.stream else None
+    return await progress_answer(request, components, context, work, events, 201)
+
+
+async def progress_answer(
+    request: Request,
+    components: Components,
+    context: RequestContext,
+    work: Callable[[Callable[[Any], None]], Coroutine[Any, Any, BaseModel]],
+    events: AsyncGenerator[str, None] | None,
+    status: int,
+) -> Response:
+    """Return the result of work, or the stream of its progress if there are ``events``."""
+    settings, deadline = components.settings, context.deadline
+    if events is None:
+        result = await while_connected(request.receive, work(lambda _: None), deadline)
+        return Response(result.model_dump_json(), status, media_type="application/json")
+    # An error before the first event gets its own HTTP status, unless the work waits for long.
     beginning = await start_while_connected(
-        request.receive,
-        with_first_event(training_events(start_training, result_event)),
-        deadline,
-        settings.sse_keep_alive_s or None,
+        request.receive, with_first_event(events), deadline, settings.sse_keep_alive_s or None
     )
     return event_stream(beginning, context, settings)

@@ -56,6 +56,7 @@ TABLES: Final = {
     "http": TableInfo("our server and vLLM's own over HTTP, by turns", 7),
     "fairness": TableInfo("waiting time of one tenant while another floods the server", 5, 1),
     "costly": TableInfo("waiting time of one tenant beside costly requests of another", 1, 1),
+    "sweeps": TableInfo("a sweep, compared with its cells as single requests", 3, 1, 1, HUGE_PAGES),
     "remote": TableInfo("a trace on a server, compared with the same in its process", 15, 4, 1, _OFFLINE),
     "sandbox": TableInfo("a sandboxed trace, compared with a trusted one", 15, 4, 1, _OFFLINE),
     "serialization": TableInfo("traces and saved values, compared with cloudpickle and a copy", 60, 5),

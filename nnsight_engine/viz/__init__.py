@@ -10,6 +10,7 @@ from __future__ import annotations
 from nnsight_engine.viz.drawing import Picture
 from nnsight_engine.viz.maps import attention_maps, lens_map, patching_map
 from nnsight_engine.viz.numbers import VizError
+from nnsight_engine.viz.sweeps import sweep_figure
 from nnsight_engine.viz.tables import ResultsTable, results_table
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "lens_map",
     "patching_map",
     "results_table",
+    "sweep_figure",
 ]

@@ -171,13 +171,18 @@ class InterventionScheduler(DraftScheduler):
         if request.request_id in self._traced and self._ends_outside(request):
             self._stepwise.add(request.request_id)
         super().add_request(request)
-        pack = PackEntry.of(entry_of(params, BACKGROUND_KEY))
-        if pack is not None:
-            self.undrafted.add(request.request_id)
-            whole = [self.requests[name] for name in self._background.add(request.request_id, pack)]
-            self.waiting.remove_requests(whole)
-            for one in whole:
-                self.waiting.add_request(one)
+        self._join_pack(request)
+
+    def _join_pack(self, request: Request) -> None:
+        """Register a request of a pack; once all have arrived, they are queued in the order of the pack."""
+        entry = PackEntry.of(entry_of(params_of(request), BACKGROUND_KEY))
+        if entry is None:
+            return
+        self.undrafted.add(request.request_id)
+        pack = [self.requests[member] for member in self._background.add(request.request_id, entry)]
+        self.waiting.remove_requests(pack)
+        for member in pack:
+            self.waiting.add_request(member)
 
     def _gather(self, request: Request) -> None:
         """Register a request of a trace with several.
@@ -216,6 +221,11 @@ class InterventionScheduler(DraftScheduler):
                     self.running.remove(request)
                     self._preempt_request(request, time.monotonic())
         return held
+
+    def _note_pack_step(self, scheduler_output: SchedulerOutput) -> None:
+        if self._background and self._in_flight:
+            seconds = time.perf_counter() - self._in_flight[0].moment
+            self._background.note_step(scheduler_output.num_scheduled_tokens, seconds)
 
     def _has_room_for(self, requests: list[Request]) -> bool:
         num_blocks = sum(request.num_tokens // self.block_size + 2 for request in requests)
@@ -390,9 +400,7 @@ class InterventionScheduler(DraftScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         results = detach_results(model_runner_output)
-        if self._background and self._in_flight:
-            seconds = time.perf_counter() - self._in_flight[0].moment
-            self._background.note_step(scheduler_output.num_scheduled_tokens, seconds)
+        self._note_pack_step(scheduler_output)
         # Before the outputs: later, failed requests may no longer hold their blocks.
         spoiled = set() if results is None else self._shared.evict(results.failures)
         self.num_tokens.clear()

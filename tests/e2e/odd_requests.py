@@ -60,6 +60,9 @@ _MESSAGES: Final = [
 ]
 _DOCUMENTS: Final = [{"title": "x", "text": "y"}]
 _SHORT: Final[dict[str, Any]] = {"model": MODEL, "max_tokens": 2, "temperature": 0}
+_SWEEP: Final = {
+    "prompts": [{"clean": "A bird", "corrupted": "A cat"}], "metric": {"type": "logprob", "token": 5},
+}  # fmt: skip
 _SIDES: Final = {"positive": ["good", "nice"], "negative": ["bad", "sad"]}
 BODIES: Final[dict[str, list[dict[str, Any]]]] = {
     COMPLETIONS: [
@@ -90,6 +93,11 @@ BODIES: Final[dict[str, list[dict[str, Any]]]] = {
         },
     ],
     "/v1/detectors/train": [{"name": "odd", **_SIDES, "layers": [3], "kind": "mlp", "hidden": 2}],
+    "/v1/sweeps": [
+        {"method": "patch", "layers": [3], "positions": [0], **_SWEEP, "points": ["layers.{layer}.output"]},
+        {"method": "ablate", "layers": [3], "positions": "last", **_SWEEP, "ablation": "mean"},
+        {"method": "steer", "layers": [3], **_SWEEP, "vector": NUMBERS, "strengths": [1.0], "control": True},
+    ],
 }  # fmt: skip
 """Bodies that are taken as they are, by route."""
 

@@ -65,6 +65,7 @@ SWITCHED_OFF: Final[dict[str, list[CheckFunction]]] = {
     "/v1/detectors": [positive_data_acceptance],
     "/v1/detectors/train": [positive_data_acceptance],
     "/v1/presets": [positive_data_acceptance],
+    "/v1/sweeps": [positive_data_acceptance],
     "/v1/dictionaries": [positive_data_acceptance],
     "/v1/dictionaries/{dictionary_id}/labels": [positive_data_acceptance],
     # JSON Schema takes 1.0 for an integer, and no list of ids does.

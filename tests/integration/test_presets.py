@@ -298,7 +298,7 @@ async def test_a_key_limited_to_presets_intervenes_by_these_only(
     for method, path in (
         ("POST", "/v1/presets"), ("PUT", "/v1/presets"), ("DELETE", "/v1/presets/calm"),
         ("POST", "/v1/vectors"), ("POST", "/v1/vectors/train"), ("POST", "/v1/traces"), ("POST", "/v1/jobs"),
-        ("POST", "/v1/detectors"), ("POST", "/v1/detectors/train"),
+        ("POST", "/v1/detectors"), ("POST", "/v1/detectors/train"), ("POST", "/v1/sweeps"),
     ):  # fmt: skip
         answer = await client.request(method, path, json={}, headers=limited)
         error_of(answer, 403, "preset_not_allowed")

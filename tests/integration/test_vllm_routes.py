@@ -154,7 +154,9 @@ def test_prompts_are_counted_as_vllm_makes_them(fields: Any, count: int) -> None
     assert num_texts(fields) == count
 
 
-@pytest.mark.parametrize("path", ["/v1/traces", "/v1/vectors/train", "/v1/detectors/train", "/v1/jobs"])
+@pytest.mark.parametrize(
+    "path", ["/v1/traces", "/v1/vectors/train", "/v1/detectors/train", "/v1/sweeps", "/v1/jobs"]
+)
 async def test_a_presets_header_is_refused_where_presets_do_not_act(
     server: Server, error_of: ErrorCheck, path: str
 ) -> None:

@@ -20,7 +20,14 @@ from transformers import AutoTokenizer
 from api_schemas.results import LogitLensResult
 from api_schemas.tensors import TensorObject
 from nnsight_engine import bundled_model_path
-from nnsight_engine.viz import VizError, attention_maps, lens_map, patching_map, results_table
+from nnsight_engine.viz import (
+    VizError,
+    attention_maps,
+    lens_map,
+    patching_map,
+    results_table,
+    sweep_figure,
+)
 
 VOCABULARY = [" Paris", " the", "$x$", "\n"]
 
@@ -133,6 +140,47 @@ def test_patching_takes_all_forms_of_numbers(form: str) -> None:
     np.testing.assert_array_equal(np.asarray(drawn), values)
 
 
+def sweep(*axes: tuple[str, list[Any]], control: bool = False) -> dict[str, Any]:
+    """Return a sweep with these axes, whose values count up from 1."""
+    shape = [len(labels) for _, labels in axes]
+    values = np.arange(1, math.prod(shape) + 1, dtype="<f4").reshape(shape)
+    tensors = [TensorObject.from_bytes("float32", shape, one.tobytes()) for one in (values, -values)]
+    return {
+        "object": "sweep", "metric": "logprob", "dims": [name for name, _ in axes], "coords": dict(axes),
+        "values": tensors[0].model_dump(), "control": tensors[1].model_dump() if control else None,
+        "baselines": [{"unsteered": 2.0}] * 2, "tokens": [["The", " sky"], ["A", " sea"]],
+    }  # fmt: skip
+
+
+LAYERS, POSITIONS = ("layer", [4, 8]), ("position", [0, 1])
+
+
+def test_two_axes_of_a_sweep_are_a_map_of_the_change() -> None:
+    figure = sweep_figure(sweep(LAYERS, POSITIONS, ("head", [3])))
+    ax = figure.axes[0]
+    assert (ticks(ax.yaxis), ticks(ax.xaxis)) == (["4", "8"], ["0 The", "1 ·sky"])
+    assert (ax.get_ylabel(), ax.get_xlabel()) == ("layer", "position")
+    np.testing.assert_array_equal(np.asarray(ax.images[0].get_array()), [[-1, 0], [1, 2]])
+    assert figure.axes[1].get_ylabel() == "change of logprob"
+    assert is_drawn(figure)
+    several = sweep(("prompt", [0, 1]), LAYERS, POSITIONS, control=True)
+    second = sweep_figure(several, at={"prompt": 1}, control=True).axes[0]
+    assert ticks(second.xaxis) == ["0 A", "1 ·sea"]
+    np.testing.assert_array_equal(np.asarray(second.images[0].get_array()), [[-7, -8], [-9, -10]])
+
+
+def test_one_axis_of_a_sweep_is_a_curve_beside_its_control() -> None:
+    figure = sweep_figure(sweep(("strength", [3, -1]), control=True))
+    curve, random, baseline = figure.axes[0].lines
+    np.testing.assert_array_equal(curve.get_xydata(), [[-1, 2], [3, 1]])
+    np.testing.assert_array_equal(random.get_xydata(), [[-1, -2], [3, -1]])
+    assert np.asarray(baseline.get_ydata()).tolist() == [2.0, 2.0]
+    assert is_drawn(figure)
+    named = sweep_figure(sweep(LAYERS, ("feature", ["law", 7])), at={"layer": 8}).axes[0]
+    assert ticks(named.xaxis) == ["law", "7"]
+    assert np.asarray(named.lines[0].get_ydata()).tolist() == [3, 4]
+
+
 HEADS = np.array([[[1.0, 0.0], [0.25, 0.75]], [[1.0, 0.0], [0.5, 0.5]]], "<f4")
 CAPTURED = {
     "type": "capture",
@@ -218,6 +266,12 @@ def test_draws_on_the_given_axes_and_of_fewer_queries_than_keys_the_last() -> No
         (lambda: patching_map({"url": "/v1/results/1", "key": "lens/x"}), "is in a file on the server"),
         (lambda: patching_map({"dtype": "float32", "shape": [1, 2], "data": "AA=="}), "a tensor object has"),
         (lambda: results_table([1, 2]), "results by name"),
+        (lambda: sweep_figure({"values": []}), "result of a sweep"),
+        (lambda: sweep_figure(sweep(LAYERS, POSITIONS, ("head", [0, 1]))), "one or two axes"),
+        (lambda: sweep_figure(sweep(LAYERS, POSITIONS), at={"layer": 5}), "layer is one of 4, 8"),
+        (lambda: sweep_figure(sweep(LAYERS, POSITIONS), at={"magic": 5}), "one or two axes"),
+        (lambda: sweep_figure(sweep(("layer", [1]))), "one or two axes"),
+        (lambda: sweep_figure(sweep(LAYERS, POSITIONS), control=True), "no control"),
     ],
 )
 def test_what_a_picture_cannot_be_made_of_is_said(draw: Any, message: str) -> None:
