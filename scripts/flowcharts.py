@@ -95,7 +95,10 @@ def _box(text: str, boxes: dict[str, Box]) -> str:
         raise ValueError(f"a box must be `id` or `id[label]`, got {text!r}")
     box = boxes.setdefault(found["id"], Box([found["id"].replace("_", " ")]))
     if found["label"]:
-        box.lines, box.is_round = textwrap.wrap(found["label"], 20), found["round"] is not None
+        box.lines, box.is_round = (
+            textwrap.wrap(found["label"], 20, break_long_words=False),
+            found["round"] is not None,
+        )
     return found["id"]
 
 

@@ -61,7 +61,7 @@ def test_the_table_of_the_gpu_does_without_one_what_it_times() -> None:
     num_threads = torch.get_num_threads()
     try:
         with contextlib.ExitStack() as stack:
-            plan = gpu.plan(argparse.Namespace(device="cpu", quick=True), stack)
+            plan = gpu.plan(argparse.Namespace(part="small", device="cpu", quick=True), stack)
             *_, results = run(plan, 1)
     finally:
         torch.set_num_threads(num_threads)
