@@ -101,7 +101,7 @@ def _write(folder: Path, num_prompts: int, dtype: Dtype, values: torch.Tensor) -
     rows = {point.name: values for point in points}
     begin = time.perf_counter()
     in_shard = -(-num_prompts // _SHARDS)
-    with DatasetWriter(folder, manifest, max_pending_bytes=2**28) as writer:
+    with DatasetWriter(folder, manifest, pending_limit_bytes=2**28) as writer:
         for number, first in enumerate(range(0, num_prompts, in_shard)):
             count = min(in_shard, num_prompts - first)
             writer.begin(ShardPlan(number, first, count, ""))

@@ -65,8 +65,8 @@ class DatasetWriter:
     Args:
         to: A folder, or a URL that fsspec opens.
         manifest: The dataset's settings; a dataset that is there already must have the same.
-        policy: Whether ``put`` drops a prompt once ``max_pending_bytes`` are pending, or the driver waits.
-        max_pending_bytes: See ``policy``.
+        policy: Whether ``put`` drops a prompt once ``pending_limit_bytes`` are pending, or the driver waits.
+        pending_limit_bytes: See ``policy``.
         spool: For a URL, the folder where a shard waits for its upload; by default the user's cache.
         retries: For a URL.
 
@@ -82,13 +82,13 @@ class DatasetWriter:
         manifest: Manifest,
         *,
         policy: Policy = "slow",
-        max_pending_bytes: int = DEFAULT_PENDING_BYTES,
+        pending_limit_bytes: int = DEFAULT_PENDING_BYTES,
         spool: Path | None = None,
         retries: Retries | None = None,
     ) -> None:
         self._storage = open_storage(to, spool=spool, retries=retries)
         self.policy = policy
-        self._max_pending_bytes = max_pending_bytes
+        self._pending_limit_bytes = pending_limit_bytes
         self._changed = threading.Condition()
         self._queue: collections.deque[ShardPlan | PromptRows | int | None] = collections.deque()
         self._progress = Progress()
@@ -156,7 +156,7 @@ class DatasetWriter:
         with self._changed:
             if self._progress.failure is not None or self._is_closing:
                 return
-            is_too_much = self._progress.pending_bytes + num_bytes > self._max_pending_bytes
+            is_too_much = self._progress.pending_bytes + num_bytes > self._pending_limit_bytes
             if isinstance(item, PromptRows) and self.policy == "drop" and is_too_much:
                 item, num_bytes = item.prompt, 0
             self._queue.append(item)
@@ -164,11 +164,11 @@ class DatasetWriter:
             self._changed.notify_all()
 
     def wait_for_room(self, timeout_s: float | None = None) -> bool:
-        """Wait until less than ``max_pending_bytes`` are pending, or the writer has failed."""
+        """Wait until less than ``pending_limit_bytes`` are pending, or the writer has failed."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: (
-                    self._progress.pending_bytes < self._max_pending_bytes
+                    self._progress.pending_bytes < self._pending_limit_bytes
                     or self._progress.failure is not None
                 ),
                 timeout_s,

@@ -47,7 +47,7 @@ def harvest(
         interventions: For engines that take operations; a local model has edits in their place.
         **options: ``seed``; ``max_tokens``, to which longer prompts are cut; ``prompt_format``;
             ``pack_tokens`` and ``pack_prompts``, the largest step; ``shard_tokens`` and ``shard_bytes``;
-            ``max_pending_bytes`` and ``policy`` (``slow`` or ``drop``) for rows that are not written yet;
+            ``pending_limit_bytes`` and ``policy`` (``slow`` or ``drop``) for rows that are not written yet;
             ``spool`` and ``retries`` for URLs; ``show_progress``, by default on a terminal.
 
     Raises:

@@ -26,7 +26,7 @@ class HarvestOptions(TypedDict, total=False):
     shard_tokens: int
     shard_bytes: int
     policy: Policy
-    max_pending_bytes: int
+    pending_limit_bytes: int
     spool: Path | None
     retries: Retries | None
     show_progress: bool | None
@@ -36,7 +36,7 @@ class WriterOptions(TypedDict):
     """Keyword arguments of ``DatasetWriter``."""
 
     policy: Policy
-    max_pending_bytes: int
+    pending_limit_bytes: int
     spool: Path | None
     retries: Retries | None
 
@@ -64,7 +64,7 @@ class HarvestRequest:
         options = self.options
         return WriterOptions(
             policy=options.get("policy", "slow"),
-            max_pending_bytes=options.get("max_pending_bytes", DEFAULT_PENDING_BYTES),
+            pending_limit_bytes=options.get("pending_limit_bytes", DEFAULT_PENDING_BYTES),
             spool=options.get("spool"),
             retries=options.get("retries"),
         )

@@ -133,7 +133,7 @@ def test_failures_that_stay_are_typed_and_resumed(
 def test_a_slow_place_makes_the_driver_wait(faulty: type[FaultyFileSystem], options: dict[str, Any]) -> None:
     faulty.pause_s = 0.01
     made = manifest()
-    progress = write("faulty://sets/one", prompts(60), made, max_pending_bytes=3000, **options)
+    progress = write("faulty://sets/one", prompts(60), made, pending_limit_bytes=3000, **options)
     assert progress.failure is None
     assert progress.num_dropped == 0
 
@@ -143,7 +143,7 @@ def test_a_slow_place_drops_prompts_if_told_so(
 ) -> None:
     faulty.pause_s = 0.02
     given = prompts(100)
-    options |= {"policy": "drop", "max_pending_bytes": 4000}
+    options |= {"policy": "drop", "pending_limit_bytes": 4000}
     progress = write("faulty://sets/one", given, manifest(), **options)
     assert progress.failure is None
     dataset = load("faulty://sets/one")

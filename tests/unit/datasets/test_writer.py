@@ -234,7 +234,7 @@ def test_memory_is_flat(tmp_path: Path) -> None:
     positions = np.arange(rows_each, dtype=np.int32)
     values = {point.name: torch.ones(rows_each, point.width) for point in POINTS}
     sizes = []
-    with DatasetWriter(tmp_path, made, max_pending_bytes=2**20) as writer:
+    with DatasetWriter(tmp_path, made, pending_limit_bytes=2**20) as writer:
         for shard in range(10):
             writer.begin(ShardPlan(shard, shard * 2000, 2000, "x"))
             for prompt in range(shard * 2000, (shard + 1) * 2000):
