@@ -6,7 +6,9 @@ integers.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -71,3 +73,18 @@ def tensor_to_bytes(tensor: torch.Tensor) -> bytes:
         tensor = tensor.view(torch.int16)
     data: bytes = tensor.numpy().tobytes()
     return data
+
+
+_WEIGHTS_HASHED: Final = 64
+"""Of each parameter: enough to tell fine-tuned weights apart, without reading all of them."""
+
+
+def hash_of_weights(config: str, module: torch.nn.Module) -> str:
+    """Return a hash over a model's ``config`` and a sample of each parameter."""
+    digest = hashlib.sha256(config.encode())
+    for name, parameter in module.named_parameters():
+        flat: Any = parameter.detach().reshape(-1)
+        sample = flat[:: max(1, len(flat) // _WEIGHTS_HASHED)].contiguous().cpu()
+        digest.update(f"{name} {parameter.dtype} {list(parameter.shape)}".encode())
+        digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

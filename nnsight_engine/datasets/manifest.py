@@ -70,6 +70,14 @@ class SinkTimeoutError(SinkError):
     """The place did not take everything within the time given to ``close``."""
 
 
+def error_named(name: str, message: str) -> DatasetError:
+    """Return the error of another process, by the name of its class."""
+    kinds: list[type[DatasetError]] = [DatasetError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return next((kind for kind in kinds if kind.__name__ == name), DatasetError)(message)
+
+
 class Point(msgspec.Struct, frozen=True):
     """A standard point such as ``layers.4.output``; values of several dimensions are flattened."""
 

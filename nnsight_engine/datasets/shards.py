@@ -86,7 +86,8 @@ class PointFile:
 
     def append(self, values: Values) -> int:
         """Append ``[rows, width]`` and return the bytes written."""
-        tensor = torch.as_tensor(values).detach()
+        # Copied: what was received may be read-only, which torch does not know.
+        tensor = torch.from_numpy(np.array(values)) if isinstance(values, np.ndarray) else values.detach()
         if tensor.ndim != 2 or tensor.shape[1] != self._width:
             raise ValueError(f"{self._path.stem} has rows of {self._width} numbers, got {list(tensor.shape)}")
         tensor = tensor.cpu()

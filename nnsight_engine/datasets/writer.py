@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final, Literal, Self
+from typing import Final, Literal, Self, TypedDict
 
 import msgspec
 
@@ -44,6 +44,15 @@ DEFAULT_PENDING_BYTES: Final = 2**30
 
 class WriterError(DatasetError):
     """The driver handed over something that is not in its plan, or the writer failed for its own reason."""
+
+
+class WriterOptions(TypedDict):
+    """Keyword arguments of ``DatasetWriter``."""
+
+    policy: Policy
+    pending_limit_bytes: int
+    spool: Path | None
+    retries: Retries | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

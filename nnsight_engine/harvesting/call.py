@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Unpack
@@ -12,6 +13,7 @@ from nnsight_engine.datasets.manifest import Dtype
 from nnsight_engine.harvesting.local import harvest_local
 from nnsight_engine.harvesting.request import HarvestOptions, request_of
 from nnsight_engine.modeling.language import LanguageModel
+from nnsight_engine.vllm_backend.vllm import VLLM
 
 
 class UnsupportedModelError(TypeError):
@@ -35,7 +37,8 @@ def harvest(
     Repeating the call after an interruption computes what is missing; the files are the same as without it.
 
     Args:
-        model: A local ``LanguageModel``. Its edits apply.
+        model: A ``LanguageModel``, whose edits apply, or a ``VLLM`` on this machine, whose worker writes the
+            rows that it computes.
         prompts: A path or fsspec URL of JSON lines, Parquet or text, or an iterable of texts, token ids or
             objects with ``text``, ``prompt``, ``messages`` or ``token_ids``.
         to: A folder, or a URL that fsspec opens.
@@ -44,7 +47,8 @@ def harvest(
         reduce: Which of these positions make rows: ``all``, ``last``, ``mean`` (one row), ``every:K`` or
             ``random:N`` (chosen by the option ``seed``).
         dtype: ``float32``, ``bfloat16``, or ``int8`` with a scale for each row.
-        interventions: For engines that take operations; a local model has edits in their place.
+        interventions: For a ``VLLM``, a list of operations as in a request's ``interventions``, with their
+            vectors; they apply to all prompts. A local model has edits in their place.
         **options: ``seed``; ``max_tokens``, to which longer prompts are cut; ``prompt_format``;
             ``pack_tokens`` and ``pack_prompts``, the largest step; ``shard_tokens`` and ``shard_bytes``;
             ``pending_limit_bytes`` and ``policy`` (``slow`` or ``drop``) for rows that are not written yet;
@@ -57,9 +61,10 @@ def harvest(
         PromptSourceError: A prompt cannot be read; file and line are named.
         SinkError: ``to`` did not take the files.
     """
-    if not isinstance(model, LanguageModel):
+    if not isinstance(model, LanguageModel | VLLM):
         raise UnsupportedModelError(
-            f"harvest() takes a local LanguageModel, got {type(model).__module__}.{type(model).__qualname__}"
+            "harvest() takes a LanguageModel or a VLLM, got "
+            f"{type(model).__module__}.{type(model).__qualname__}"
         )
     if model.remote:
         raise UnsupportedModelError(
@@ -75,4 +80,8 @@ def harvest(
         interventions=interventions,
         options=options,
     )
-    return harvest_local(model, request)
+    if isinstance(model, LanguageModel):
+        return harvest_local(model, request)
+    driver = importlib.import_module("nnsight_engine.harvesting.vllm")  # which imports vLLM
+    dataset: ActivationDataset = driver.harvest_vllm(model, request)
+    return dataset

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import itertools
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from rich.console import Console
-from rich.filesize import decimal
-from rich.progress import Progress as Bars
-from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import nnsight_engine
-from api_schemas.errors import ApiError
-from api_schemas.operations import Where, WhereClause
-from api_schemas.points import ENCODER_BLOCK, PointPattern
+from api_schemas.points import ENCODER_BLOCK
 from nnsight_engine.core.model_spec import STATE
-from nnsight_engine.core.token_texts import NoSuchTokenError, TokenTexts
+from nnsight_engine.core.tensors import hash_of_weights
 from nnsight_engine.datasets.loader import ActivationDataset, load
 from nnsight_engine.datasets.manifest import (
     EngineIdentity,
@@ -32,18 +24,21 @@ from nnsight_engine.datasets.manifest import (
     SettingsError,
 )
 from nnsight_engine.datasets.plan import PlannedShard, Planner, RowSelection, Tokens, remaining_shards
-from nnsight_engine.datasets.prompts import Prompt
 from nnsight_engine.datasets.shards import PromptRows
-from nnsight_engine.datasets.writer import DatasetWriter, Progress
+from nnsight_engine.datasets.writer import DatasetWriter
+from nnsight_engine.harvesting.driver import (
+    Display,
+    Encoder,
+    by_ids,
+    names_of,
+    unknown_point,
+)
 from nnsight_engine.harvesting.request import HarvestRequest
 from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.remote_backend.messages import fingerprint_of
 from nnsight_engine.remote_backend.values.object_references import reference_of
 from nnsight_engine.remote_backend.values.outcomes import SentPart
 from nnsight_engine.serialization import encode_trace
-
-_WEIGHTS_HASHED: Final = 64
-"""Of each parameter: enough to tell fine-tuned weights apart, without reading all of them."""
 
 
 def harvest_local(model: LanguageModel, request: HarvestRequest) -> ActivationDataset:
@@ -53,7 +48,7 @@ def harvest_local(model: LanguageModel, request: HarvestRequest) -> ActivationDa
             "blocks run here too"
         )
     model.dispatch()
-    settings = request.rows(_points(model, request.points), _by_ids(request.where, model))
+    settings = request.rows(_points(model, request.points), by_ids(request.where, model.tokenizer))
     selection = RowSelection(settings)
     manifest = Manifest(
         model=_identity(model),
@@ -71,8 +66,10 @@ def harvest_local(model: LanguageModel, request: HarvestRequest) -> ActivationDa
         plan=request.plan,
         interventions=_edits(model),
     )
-    encode = _Encoder(model, settings.max_tokens)
-    with _Display(show=request.options.get("show_progress")) as display:
+    config: Any = model.config
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    encode = Encoder(model.tokenizer, settings.max_tokens, longest)
+    with Display(show=request.options.get("show_progress")) as display:
         with DatasetWriter(request.to, manifest, **request.writer) as writer:
             if not writer.is_complete:
                 shards = remaining_shards(
@@ -89,7 +86,7 @@ def harvest_local(model: LanguageModel, request: HarvestRequest) -> ActivationDa
     return load(request.to)
 
 
-def _run_shard(shard: PlannedShard, steps: _Steps, writer: DatasetWriter, display: _Display) -> None:
+def _run_shard(shard: PlannedShard, steps: _Steps, writer: DatasetWriter, display: Display) -> None:
     writer.begin(shard)
     number = shard.first_prompt
     for pack in shard.packs:
@@ -151,85 +148,26 @@ class _Steps:
         return values
 
 
-class _Encoder:
-    """Prompts to tokens, as the model's own inputs are."""
-
-    def __init__(self, model: LanguageModel, max_tokens: int | None) -> None:
-        self._tokenizer = model.tokenizer
-        self._max_tokens = max_tokens
-        config: Any = model.config
-        self._longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-        self._numbers = itertools.count(1)
-
-    def __call__(self, prompt: Prompt) -> Tokens:
-        tokens = np.asarray(self._ids(prompt)[: self._max_tokens], np.int32)
-        number = next(self._numbers)
-        if self._longest is not None and len(tokens) > self._longest:
-            raise SettingsError(
-                f"the {number}. prompt of this run has {len(tokens)} tokens, and the model takes "
-                f"{self._longest}: shorten it, or cut all prompts with max_tokens={self._longest}"
-            )
-        return tokens
-
-    def _ids(self, prompt: Prompt) -> list[int]:
-        if prompt.token_ids is not None:
-            return prompt.token_ids
-        if prompt.messages is not None:
-            ids: Any = self._tokenizer.apply_chat_template(prompt.messages, tokenize=True, return_dict=False)
-        else:
-            ids = self._tokenizer(prompt.text).input_ids
-        return list(ids)
-
-
 def _points(model: LanguageModel, wanted: Any) -> list[Point]:
     """Return the points in the order in which the model computes them."""
     shapes = model.points()
     num_layers = 1 + max(
         (int(name.split(".")[1]) for name in shapes if name.startswith("layers.")), default=-1
     )
-    names: set[str] = set()
-    for text in wanted:
-        try:
-            names.update(map(str, PointPattern.parse(text).resolve(num_layers)))
-        except ApiError as error:
-            raise SettingsError(str(error)) from error
+    names = set(names_of(wanted, num_layers))
     for name in sorted(names):
         shape = shapes.get(name)
         encoder = ENCODER_BLOCK.partition(".")[0]
         if shape is None or -1 in shape or name.endswith(f".{STATE}") or name.startswith(encoder):
-            raise SettingsError(
-                f"{name} has no row of one width for each token; print(model.points) lists the points"
-            )
+            raise unknown_point(name)
     return [Point(name, int(np.prod(shape))) for name, shape in shapes.items() if name in names]
-
-
-def _by_ids(where: Where, model: LanguageModel) -> Where:
-    texts = TokenTexts(model.tokenizer)
-
-    def ids(clause: WhereClause) -> list[int | str] | None:
-        if clause.tokens is None:
-            return None
-        try:
-            return [texts.token(one) if isinstance(one, str) else one for one in clause.tokens]
-        except NoSuchTokenError as error:
-            raise SettingsError(f"`where.tokens`: {error}") from error
-
-    exclude = where.exclude
-    if exclude is not None:
-        exclude = exclude.model_copy(update={"tokens": ids(exclude)})
-    return where.model_copy(update={"tokens": ids(where), "exclude": exclude})
 
 
 def _identity(model: LanguageModel) -> ModelIdentity:
     module = model._module  # noqa: SLF001 - an envoy of ours
-    found = hashlib.sha256(fingerprint_of(module.config).encode())
-    for name, parameter in module.named_parameters():
-        flat = parameter.detach().reshape(-1)
-        sample = flat[:: max(1, len(flat) // _WEIGHTS_HASHED)].contiguous().cpu()
-        found.update(f"{name} {parameter.dtype} {list(parameter.shape)}".encode())
-        found.update(sample.view(torch.uint8).numpy().tobytes())
+    digest = hash_of_weights(fingerprint_of(module.config), module)
     dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
-    return ModelIdentity(model.repo_id or "", found.hexdigest(), model.revision or "", dtype)
+    return ModelIdentity(model.repo_id or "", digest, model.revision or "", dtype)
 
 
 def _edits(model: LanguageModel) -> Interventions:
@@ -239,28 +177,3 @@ def _edits(model: LanguageModel) -> Interventions:
     blocks = [SentPart.alone(edit.info).as_sent() for edit in edits]
     data = encode_trace(blocks, reference=lambda value: reference_of(value, model, []))
     return Interventions(hashlib.sha256(data).hexdigest(), [{"op": "edit"} for _ in edits])
-
-
-class _Display(contextlib.ExitStack):
-    """A line on standard error; by default only on a terminal."""
-
-    def __init__(self, *, show: bool | None) -> None:
-        super().__init__()
-        console = Console(stderr=True)
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        is_shown = console.is_terminal if show is None else show
-        self._bars = Bars(*columns, console=console) if is_shown else None
-        if self._bars is not None:
-            self.enter_context(self._bars)
-            self._task = self._bars.add_task("harvest")
-
-    def show(self, progress: Progress) -> None:
-        if self._bars is None:
-            return
-        dropped = f", {progress.num_dropped} dropped" if progress.num_dropped else ""
-        text = (
-            f"harvest: {progress.num_prompts} prompts, {progress.num_rows} rows, "
-            f"{decimal(progress.num_bytes)}, {progress.num_shards} shards, "
-            f"{decimal(progress.pending_bytes)} to write{dropped}"
-        )
-        self._bars.update(self._task, description=text)

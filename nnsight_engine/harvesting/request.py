@@ -12,7 +12,7 @@ from api_schemas.operations import Where
 from nnsight_engine.datasets.manifest import Dtype, PlanSettings, Point, RowSettings, SettingsError
 from nnsight_engine.datasets.prompts import Format, PromptSource
 from nnsight_engine.datasets.storage import Retries
-from nnsight_engine.datasets.writer import DEFAULT_PENDING_BYTES, Policy
+from nnsight_engine.datasets.writer import DEFAULT_PENDING_BYTES, Policy, WriterOptions
 
 
 class HarvestOptions(TypedDict, total=False):
@@ -30,15 +30,6 @@ class HarvestOptions(TypedDict, total=False):
     spool: Path | None
     retries: Retries | None
     show_progress: bool | None
-
-
-class WriterOptions(TypedDict):
-    """Keyword arguments of ``DatasetWriter``."""
-
-    policy: Policy
-    pending_limit_bytes: int
-    spool: Path | None
-    retries: Retries | None
 
 
 @dataclasses.dataclass(frozen=True)

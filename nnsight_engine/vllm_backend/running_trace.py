@@ -199,7 +199,7 @@ class TraceRun(abc.ABC):
     share: UnreadShare
 
     def __init__(
-        self, engine: TraceHost, requests: TraceRequests, *, pending_limit_bytes: int = MAX_BYTES
+        self, engine: TraceHost, requests: TraceRequests, *, max_pending_bytes: int = MAX_BYTES
     ) -> None:
         self.requests = requests
         self.gathered = [
@@ -208,7 +208,7 @@ class TraceRun(abc.ABC):
         ]
         self.is_running = False
         self._engine = engine
-        self._pending_limit_bytes = pending_limit_bytes
+        self._max_pending_bytes = max_pending_bytes
 
     @abc.abstractmethod
     def add_event(self, event: TraceEvent) -> None: ...
@@ -225,7 +225,7 @@ class TraceRun(abc.ABC):
         self.is_running = True
         requests = self.requests
         await self._engine.begin_trace(requests.key, requests.num_requests, requests.held)
-        self.share = self._engine.traces.open(requests.key, self, max_bytes=self._pending_limit_bytes)
+        self.share = self._engine.traces.open(requests.key, self, max_bytes=self._max_pending_bytes)
 
     def start(self, index: int, **options: Any) -> AsyncGenerator[RequestOutput, None]:
         """Start a request and return its outputs; the caller adds each to ``gathered`` and closes them."""
@@ -291,9 +291,9 @@ class MergedRun(TraceRun):
     """
 
     def __init__(
-        self, engine: TraceHost, requests: TraceRequests, *, pending_limit_bytes: int = MAX_BYTES
+        self, engine: TraceHost, requests: TraceRequests, *, max_pending_bytes: int = MAX_BYTES
     ) -> None:
-        super().__init__(engine, requests, pending_limit_bytes=pending_limit_bytes)
+        super().__init__(engine, requests, max_pending_bytes=max_pending_bytes)
         self.failed: int | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._num_unfinished = self._num_coming = len(requests.params)

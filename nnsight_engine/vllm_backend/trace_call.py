@@ -70,7 +70,7 @@ class TracedPrompt(TraceRun):
             prints=True, plain=True, sandbox_of=call.sandbox_of,
         )  # fmt: skip
         requests.add(prompt, params, entry, request_id=request_id, adapter=adapter)
-        super().__init__(engine, requests, pending_limit_bytes=MAX_DELTA_BYTES)
+        super().__init__(engine, requests, max_pending_bytes=MAX_DELTA_BYTES)
         self.choices = [ChoiceValues() for _ in range(params.n)]
         self.slot = call.slot()
         self.tier = ""

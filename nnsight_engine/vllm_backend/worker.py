@@ -6,11 +6,13 @@ front.
 
 from __future__ import annotations
 
+import importlib
 import logging
 from typing import Any, Final
 
 from vllm.lora.request import LoRARequest
 
+from nnsight_engine.core.tensors import hash_of_weights
 from nnsight_engine.serialization import encode_error
 from nnsight_engine.vllm_backend.compat import platform_worker_class
 from nnsight_engine.vllm_backend.module_tree import OutlineEntry
@@ -65,6 +67,37 @@ class InterventionWorker(_PlatformWorker):
 
     def describe_interventions(self) -> dict[str, Any]:
         return self._handler.model_spec.to_plain() if self._handler.runs_blocks else {}
+
+    def hash_weights(self, config: str) -> str:
+        return hash_of_weights(config, self.model_runner.model) if self._handler.runs_blocks else ""
+
+    # Datasets are written by the worker that also runs blocks.
+
+    def open_dataset(self, key: str, to: str, manifest: bytes, options: Any) -> Any:
+        """Return the progress of a dataset that is going to be written here; see ``DatasetSinks``."""
+        if not self._handler.runs_blocks:
+            return None
+        if self._handler.datasets is None:
+            # The packages that write datasets are an extra.
+            module = importlib.import_module("nnsight_engine.vllm_backend.steps.dataset_sinks")
+            self._handler.datasets = module.DatasetSinks(self._handler.model_spec)
+        return self._handler.datasets.open(key, to, manifest, options)
+
+    def completed_shard(self, key: str, number: int) -> Any:
+        sinks = self._handler.datasets
+        return None if sinks is None else sinks.completed(key, number)
+
+    def begin_shard(self, key: str, shard: Any, empty: list[int]) -> None:
+        if self._handler.datasets is not None:
+            self._handler.datasets.begin_shard(key, shard, empty)
+
+    def dataset_progress(self, key: str) -> Any:
+        sinks = self._handler.datasets
+        return None if sinks is None else sinks.progress(key)
+
+    def close_dataset(self, key: str, complete: bool) -> Any:  # noqa: FBT001 - an RPC, whose arguments have places
+        sinks = self._handler.datasets
+        return None if sinks is None else sinks.close(key, complete=complete)
 
     def describe_traces(self) -> dict[str, Any]:
         return self._handler.trace_spec.to_plain() if self._handler.runs_blocks else {}

@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from nnsight_engine.families.layout import EngineFamily
     from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.model_points import ModelPoints
+    from nnsight_engine.vllm_backend.steps.dataset_sinks import DatasetSinks
     from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 _LOG: Final = logging.getLogger(__name__)
@@ -127,6 +128,7 @@ class StepHandler:
         self.counts = EngineCounts()
         self.traces = traces_of_worker(points, config, limits)
         self.reports = TraceReports(self.traces)
+        self.datasets: DatasetSinks | None = None
         self.interventions = WorkerState(
             points,
             describe_model(points, config, limits),
@@ -191,6 +193,8 @@ class StepHandler:
         planned, traced = _arrived(scheduled, PLAN_KEY), _arrived(scheduled, TRACE_KEY)
         returned = {} if self.interventions.idle else _returned(scheduled)
         self.interventions.begin_step(planned, finished, returned)
+        if self.datasets is not None:
+            self.datasets.begin_step(scheduled)
         self._running = self.step = None
         self._spans = []
         self.stops.begin_step(scheduled)
@@ -408,9 +412,9 @@ class StepHandler:
         reported = self.reports.end_step()
         if plan is None and not is_traced:
             has_sent = delivery is not None or reported is not None
-            return StepOutcome(delivery, reported, None, self.counts) if has_sent else None
+            return StepOutcome(delivery, reported, None, self.counts, self.datasets) if has_sent else None
         spent_s += time.monotonic() - begin + (self.traces.waited_s - waited_s if is_traced else 0.0)
-        return StepOutcome(delivery, reported, spent_s, self.counts)
+        return StepOutcome(delivery, reported, spent_s, self.counts, self.datasets)
 
 
 def _uncompiled(*_: Any) -> None:

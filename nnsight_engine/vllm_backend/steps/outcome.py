@@ -10,7 +10,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import torch
@@ -24,6 +24,9 @@ from nnsight_engine.plans.step.stage_results import StageResults
 from nnsight_engine.vllm_backend.compat import attach_results
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
+if TYPE_CHECKING:
+    from nnsight_engine.vllm_backend.steps.dataset_sinks import DatasetSinks
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepOutcome:
@@ -33,6 +36,7 @@ class StepOutcome:
     reported: StepResults | None
     spent_s: float | None
     counts: EngineCounts
+    datasets: DatasetSinks | None = None
 
     def results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults | None:
         """Return the step's results, None if there are none. Any thread may call this, once."""
@@ -42,6 +46,8 @@ class StepOutcome:
             results = self.delivery.results(sampled, order)
             if self.reported is not None:
                 results.add_reports(self.reported)
+            if self.datasets is not None:
+                self.datasets.take(results)
         if self.spent_s is not None:
             self.counts.note_time(self.spent_s + time.monotonic() - begin)
         return results
