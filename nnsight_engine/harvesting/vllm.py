@@ -165,7 +165,6 @@ class _Requests:
         self._selection = selection
         self._operations = operations
         self._combined = CombinedVectors(engine.spec)
-        self._combined.prepare(operations)
         self._texts = TokenTexts(engine.model.tokenizer)
         # Rounded where the rows are written, unless the model's own numbers are narrow.
         narrow = dtype == "bfloat16" and engine.spec.dtype == "bfloat16"
@@ -226,15 +225,20 @@ class _Requests:
         return params
 
     def _compiled(self, token_ids: list[int], where: Where) -> CompiledRequest:
-        return compile_request(
-            [*self._operations, self._capture.model_copy(update={"where": where})],
-            spec=self._engine.spec,
-            prompt_token_ids=token_ids,
-            max_tokens=1,
-            token_of=self._texts.token,
-            stream=False,
-            combined=self._combined,
-        )
+        try:
+            return compile_request(
+                [*self._operations, self._capture.model_copy(update={"where": where})],
+                spec=self._engine.spec,
+                prompt_token_ids=token_ids,
+                max_tokens=1,
+                token_of=self._texts.token,
+                stream=False,
+                combined=self._combined,
+            )
+        except ApiError as error:
+            raise SettingsError(
+                f"`interventions` and a prompt of {len(token_ids)} tokens: {error.message}"
+            ) from error
 
 
 class _Sink:

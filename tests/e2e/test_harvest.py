@@ -1,0 +1,163 @@
+"""``harvest`` with vLLM: a local model's rows, the same bytes whatever else the engine does, resumable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+
+from nnsight_engine import VLLM, LanguageModel, harvest
+from nnsight_engine.datasets import ActivationDataset
+from nnsight_engine.datasets.manifest import SettingsError
+from nnsight_engine.harvesting import vllm as driver
+from nnsight_engine.vllm_backend.engines import SyncEngine
+from tests.families.checkpoints import write_checkpoint
+from tests.unit.datasets.making import files
+
+POINTS: Final = ["layers.1.output", "layers.2.attn.output", "layers.2.mlp.act"]
+SMALL: Final[dict[str, Any]] = {"pack_tokens": 64, "pack_prompts": 5, "shard_tokens": 300}
+STEPS_TOKENS: Final = 64
+_RANDOM = np.random.default_rng(0)
+PROMPTS: Final[list[list[int]]] = [
+    _RANDOM.integers(5, 300, length).tolist() for length in [*_RANDOM.integers(1, 40, 40), 150, 64, 65]
+]
+"""The last ones fill a step, or are computed in several."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Iterator[VLLM]:
+    made = VLLM(
+        str(checkpoint),
+        dtype="float32",
+        max_model_len=256,
+        max_num_batched_tokens=STEPS_TOKENS,
+        max_num_seqs=16,
+        dispatch=True,
+    )
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def local(checkpoint: Path) -> LanguageModel:
+    return LanguageModel(checkpoint, dtype=torch.float32, dispatch=True)
+
+
+def rows_of(dataset: ActivationDataset) -> dict[str, torch.Tensor]:
+    return {point: dataset.rows(point)[:] for point in (one.name for one in dataset.manifest.rows.points)}
+
+
+@pytest.mark.parametrize("reduce", ["all", "last", "mean", "every:3", "random:2"])
+@pytest.mark.parametrize("where", [{}, {"range": [2, -1]}, {"tokens": list(range(5, 120))}])
+def test_rows_are_those_of_a_local_model(
+    model: VLLM, local: LanguageModel, tmp_path: Path, reduce: str, where: dict[str, Any]
+) -> None:
+    """Also of prompts without a row, as ``where`` leaves some of them."""
+    options: dict[str, Any] = {"points": POINTS, "reduce": reduce, "where": where, **SMALL}
+    ours = harvest(model, PROMPTS, tmp_path / "vllm", **options)
+    expected = harvest(local, PROMPTS, tmp_path / "local", **options)
+    assert ours.manifest.num_rows == expected.manifest.num_rows > 0
+    assert ours.manifest.num_prompts == len(PROMPTS)
+    theirs = rows_of(expected)
+    for point, rows in rows_of(ours).items():
+        torch.testing.assert_close(rows, theirs[point], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_narrow_rows_are_rounded_float32_ones(model: VLLM, tmp_path: Path, dtype: Any) -> None:
+    exact = rows_of(harvest(model, PROMPTS, tmp_path / "exact", points=POINTS, **SMALL))
+    narrow = rows_of(harvest(model, PROMPTS, tmp_path / "narrow", points=POINTS, dtype=dtype, **SMALL))
+    for point, rows in exact.items():
+        step = rows.abs().amax(1, keepdim=True) / 127 if dtype == "int8" else rows.abs() / 128
+        assert ((narrow[point].float() - rows).abs() <= step * 0.51 + 1e-12).all()
+
+
+def test_operations_apply_to_all_prompts(model: VLLM, tmp_path: Path) -> None:
+    plain = rows_of(harvest(model, PROMPTS, tmp_path / "plain", points=POINTS, **SMALL))
+    width = plain[POINTS[0]].shape[1]
+    steer = {"op": "steer", "at": POINTS[0], "vector": [0.5] * width, "scale": 2.0}
+    steered = harvest(model, PROMPTS, tmp_path / "s", points=POINTS, interventions=[steer], **SMALL)
+    assert steered.manifest.interventions.fingerprint
+    changed = rows_of(steered)[POINTS[0]] - plain[POINTS[0]]
+    torch.testing.assert_close(changed, torch.ones_like(changed), atol=1e-5, rtol=1e-5)
+
+
+class _Busy(SyncEngine):
+    """The engine beside other people's requests, which come before, between and after those of packs."""
+
+    def __init__(self, engine: SyncEngine) -> None:
+        self.__dict__.update(engine.__dict__)
+
+    def run(self, prompts: Sequence[Any], params: Sequence[Any], adapters: Any = None) -> list[Any]:
+        del adapters
+        mixed: list[tuple[Any, Any, bool]] = []
+        for count, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            if count % 3 == 0:
+                other = SamplingParams(max_tokens=1 + count % 7, temperature=0.0)
+                mixed.append(({"prompt_token_ids": PROMPTS[count % 30]}, other, False))
+            mixed.append((prompt, own, True))
+        outputs = super().run([one[0] for one in mixed], [one[1] for one in mixed])
+        assert all(output.finished for output in outputs)
+        return [output for output, (*_, is_own) in zip(outputs, mixed, strict=True) if is_own]
+
+
+def test_bytes_do_not_depend_on_other_requests(
+    model: VLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = tmp_path / "alone"
+    harvest(model, PROMPTS, alone, points=POINTS, **SMALL)
+    monkeypatch.setitem(model.__dict__, "host", _Busy(model.host))
+    beside = tmp_path / "beside"
+    harvest(model, PROMPTS, beside, points=POINTS, **SMALL)
+    assert files(beside) == files(alone)
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 5])
+def test_a_run_that_was_interrupted_goes_on_and_ends_with_the_same_bytes(
+    model: VLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    whole = tmp_path / "whole"
+    harvest(model, PROMPTS, whole, points=POINTS, **SMALL)
+    monkeypatch.setattr(driver, "_PACKS_AT_ONCE", 2)
+    run, calls = type(model.host).run, 0
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise KeyboardInterrupt
+        return run(*args, **kwargs)
+
+    folder = tmp_path / "resumed"
+    with monkeypatch.context() as patched:
+        patched.setattr(type(model.host), "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            harvest(model, PROMPTS, folder, points=POINTS, **SMALL)
+    resumed = harvest(model, PROMPTS, folder, points=POINTS, **SMALL)
+    assert resumed.manifest.state == "complete"
+    assert files(folder) == files(whole)
+
+
+def test_what_has_no_place_is_refused(model: VLLM, tmp_path: Path) -> None:
+    def refused(match: str, **options: Any) -> None:
+        with pytest.raises(SettingsError, match=match):
+            harvest(model, PROMPTS, tmp_path / "no", **{"points": POINTS, **options})
+        assert not (tmp_path / "no").exists()
+
+    refused("got 9", points=["layers.9.output"])
+    refused("attn.pattern", points=["layers.1.attn.pattern"])
+    refused("at most 64", pack_tokens=65)
+    refused("a trace is code", interventions=[{"op": "trace", "code": "x = 1"}])
+    refused("interventions", interventions=[{"op": "steer", "at": "layers.1.output", "vector": [1.0]}])
+    with pytest.raises(SettingsError, match="256"):
+        harvest(model, [[5] * 256], tmp_path / "long", points=POINTS)
