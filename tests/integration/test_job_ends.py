@@ -365,10 +365,10 @@ async def test_what_the_operator_does_not_take_any_more_does_not_run(with_jobs: 
 async def test_a_job_whose_use_cannot_be_counted_leaves_its_place(
     with_jobs: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ):
-    async def count(*_: Any) -> None:
+    async def bill(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(Rates, "count", count)
+    monkeypatch.setattr(Rates, "bill", bill)
     async with with_jobs(max_running_jobs=1) as jobs:
         for _ in range(2):
             job = await jobs.end(await jobs.submit())

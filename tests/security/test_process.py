@@ -261,7 +261,7 @@ def test_all_end_with_their_engine(tmp_path: Path) -> None:
         "server = ForkServer([sys.executable, '-m', 'tests.security.bare'], b'', 2**20, 1)\n"
         "server.start()\n"
         "while not server.is_ready: time.sleep(0.05)\n"
-        "print(server.take().process, flush=True)\n"
+        "print(server.take_process().process, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])}

@@ -110,7 +110,7 @@ def test_sandboxes_start_beside_many_processes_of_their_user() -> None:
         "server.start()\n"
         "end = time.monotonic() + 120\n"
         "while not server.is_ready and time.monotonic() < end: time.sleep(0.05)\n"
-        "server.take().end()\n"
+        "server.take_process().end()\n"
         "server.close()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
