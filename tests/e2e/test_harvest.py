@@ -11,11 +11,12 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from nnsight_engine import VLLM, LanguageModel, harvest
+from nnsight_engine import LanguageModel, harvest
 from nnsight_engine.datasets import ActivationDataset
 from nnsight_engine.datasets.manifest import SettingsError
 from nnsight_engine.harvesting import vllm as driver
 from nnsight_engine.vllm_backend.engines import SyncEngine
+from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.families.checkpoints import write_checkpoint
 from tests.unit.datasets.making import files
 
