@@ -26,7 +26,7 @@ _TOGETHER: Final = {
         )
     ),
     "bundled_server": tuple(
-        f"tests/e2e/test_{name}.py" for name in ("detectors", "example", "sae_example", "vectors")
+        f"tests/e2e/test_{name}.py" for name in ("detectors", "example", "sae_example", "sweeps", "vectors")
     ),
     "shared_live": tuple(
         f"tests/e2e/test_{name}.py" for name in ("http", "op_trace", "responses_and_messages")

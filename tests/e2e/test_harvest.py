@@ -117,7 +117,7 @@ def test_bytes_do_not_depend_on_other_requests(
 ) -> None:
     alone = tmp_path / "alone"
     harvest(model, PROMPTS, alone, points=POINTS, **SMALL)
-    monkeypatch.setitem(model.__dict__, "host", _Busy(model.host))
+    monkeypatch.setitem(model.__dict__, "host", _Busy(model.__dict__["host"]))
     beside = tmp_path / "beside"
     harvest(model, PROMPTS, beside, points=POINTS, **SMALL)
     assert files(beside) == files(alone)
@@ -130,7 +130,7 @@ def test_a_run_that_was_interrupted_goes_on_and_ends_with_the_same_bytes(
     whole = tmp_path / "whole"
     harvest(model, PROMPTS, whole, points=POINTS, **SMALL)
     monkeypatch.setattr(driver, "_PACKS_AT_ONCE", 2)
-    run, calls = type(model.host).run, 0
+    run, calls = SyncEngine.run, 0
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -141,7 +141,7 @@ def test_a_run_that_was_interrupted_goes_on_and_ends_with_the_same_bytes(
 
     folder = tmp_path / "resumed"
     with monkeypatch.context() as patched:
-        patched.setattr(type(model.host), "run", interrupted)
+        patched.setattr(SyncEngine, "run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             harvest(model, PROMPTS, folder, points=POINTS, **SMALL)
     resumed = harvest(model, PROMPTS, folder, points=POINTS, **SMALL)
