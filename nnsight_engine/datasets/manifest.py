@@ -95,8 +95,11 @@ class ModelIdentity(msgspec.Struct, frozen=True):
 
 
 class EngineIdentity(msgspec.Struct, frozen=True):
+    """``settings`` are those that decide about the last bits of values."""
+
     name: str
     versions: dict[str, str] = {}
+    settings: dict[str, str] = {}
 
 
 class Interventions(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from api_schemas.operations import Where, WhereClause
 from nnsight_engine.datasets.manifest import (
     PlanSettings,
+    Point,
     PromptsChangedError,
     RowSettings,
     SettingsError,
@@ -238,7 +239,7 @@ def remaining_shards(
     """Yield the shards that are not complete; prompts of the others are read, and not tokenized.
 
     Raises:
-        PromptsChangedError: A complete shard was made of other prompts.
+        PromptsChangedError: A complete shard was made of other prompts, or of more than there are.
     """
     raw = Lookahead(prompts)
     encoded = Lookahead((prompt, encode(prompt)) for prompt in _taken(raw))
@@ -253,6 +254,30 @@ def remaining_shards(
             _skip(record, first, encoded, raw)
             first += record.num_prompts
         number += 1
+    if completed(number) is not None:
+        raise PromptsChangedError(
+            f"an earlier run had more than the {first} prompts of this one: write to another folder, or give "
+            "the prompts of the first run"
+        )
+
+
+def check_prompts(prompts: Iterable[Prompt], records: Sequence[ShardRecord]) -> None:
+    """Raise PromptsChangedError unless a dataset's shards were made of these prompts, and of no others."""
+
+    num_prompts = sum(record.num_prompts for record in records)
+
+    def completed(number: int) -> ShardRecord | None:
+        return records[number] if number < len(records) else None
+
+    def is_surplus(_: Prompt) -> Tokens:
+        raise PromptsChangedError(
+            f"the dataset is complete with {num_prompts} prompts, and there are more now: write to another "
+            "folder"
+        )
+
+    planner = Planner(PlanSettings(), RowSettings([Point("none", 1)]))
+    for _ in remaining_shards(prompts, planner, completed=completed, encode=is_surplus):
+        raise AssertionError
 
 
 def _taken(items: Lookahead[Item]) -> Iterator[Item]:

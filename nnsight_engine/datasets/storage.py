@@ -137,7 +137,8 @@ class LocalStorage(Storage):
 
     def read(self, name: str) -> bytes | None:
         path = self.folder / name
-        return path.read_bytes() if path.is_file() else None
+        with writing(self.place):
+            return path.read_bytes() if path.is_file() else None
 
     def write(self, name: str, data: bytes) -> None:
         with writing(self.place):

@@ -13,9 +13,9 @@ import dataclasses
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Final, Literal, Self, TypedDict
+from typing import Any, Final, Literal, Self, TypedDict, get_args
 
 import msgspec
 
@@ -23,6 +23,7 @@ from nnsight_engine.datasets.manifest import (
     MANIFEST,
     DatasetError,
     Manifest,
+    SettingsError,
     ShardRecord,
     SinkTimeoutError,
 )
@@ -32,6 +33,7 @@ from nnsight_engine.datasets.storage import (
     INDEX,
     RemoteStorage,
     Retries,
+    Storage,
     open_storage,
     shard_name,
     sink_error,
@@ -55,6 +57,23 @@ class WriterOptions(TypedDict):
     retries: Retries | None
 
 
+def options_to_plain(options: WriterOptions) -> dict[str, Any]:
+    """Return options as values that another process can receive."""
+    spool = options["spool"]
+    plain = {**options, "spool": None if spool is None else str(spool)}
+    return {**plain, "retries": msgspec.to_builtins(options["retries"])}
+
+
+def options_from_plain(plain: Mapping[str, Any]) -> WriterOptions:
+    spool = plain["spool"]
+    return WriterOptions(
+        policy=plain["policy"],
+        pending_limit_bytes=plain["pending_limit_bytes"],
+        spool=None if spool is None else Path(spool),
+        retries=msgspec.convert(plain["retries"], Retries | None),
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Progress:
     """What this and earlier runs have written; pending bytes were handed over and are not written."""
@@ -66,6 +85,12 @@ class Progress:
     pending_bytes: int = 0
     num_dropped: int = 0
     failure: DatasetError | None = None
+
+
+def record_in(storage: Storage, number: int) -> ShardRecord | None:
+    """Return the record of a shard; None if it is not complete."""
+    index = storage.read(f"{shard_name(number)}/{INDEX}")
+    return None if index is None else record_of(index)
 
 
 class DatasetWriter:
@@ -83,6 +108,7 @@ class DatasetWriter:
         ManifestMismatchError: The folder has a dataset with other settings.
         DatasetBusyError: Another process writes it.
         SinkError: The manifest cannot be written.
+        SettingsError: An argument has no such value.
     """
 
     def __init__(
@@ -95,6 +121,11 @@ class DatasetWriter:
         spool: Path | None = None,
         retries: Retries | None = None,
     ) -> None:
+        if policy not in get_args(Policy) or pending_limit_bytes < 1:
+            raise SettingsError(
+                f"`policy` is slow or drop and `pending_limit_bytes` at least 1, got {policy!r} and "
+                f"{pending_limit_bytes}"
+            )
         self._storage = open_storage(to, spool=spool, retries=retries)
         self.policy = policy
         self._pending_limit_bytes = pending_limit_bytes
@@ -142,12 +173,15 @@ class DatasetWriter:
 
     def completed(self, number: int) -> ShardRecord | None:
         """Return the record of a shard that an earlier run has completed, and count it; None if none has."""
-        index = self._storage.read(f"{shard_name(number)}/{INDEX}")
-        record = None if index is None else record_of(index)
+        record = record_in(self._storage, number)
         if record is not None:
-            with self._changed:
-                self._count(record)
+            self.count(record)
         return record
+
+    def count(self, record: ShardRecord) -> None:
+        """Count a shard that an earlier run has completed."""
+        with self._changed:
+            self._count(record)
 
     def begin(self, shard: ShardPlan) -> None:
         """Announce a shard, before its first prompt; shards come in order."""
@@ -191,12 +225,7 @@ class DatasetWriter:
                 what is pending.
             timeout_s: After that the failure is a SinkTimeoutError; None waits.
         """
-        with self._changed:
-            self._is_closing = True
-            self._is_abandoned = not complete
-            self._changed.notify_all()
-        if not complete and isinstance(self._storage, RemoteStorage):
-            self._storage.stopped.set()
+        self.end(complete=complete)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             error = SinkTimeoutError(f"{self._storage.place} did not take everything in {timeout_s} s")
@@ -204,6 +233,19 @@ class DatasetWriter:
             if isinstance(self._storage, RemoteStorage):
                 self._storage.stopped.set()
         return self._progress
+
+    def end(self, *, complete: bool) -> None:
+        """Begin to close, without waiting; ``has_ended`` says when it is done."""
+        with self._changed:
+            self._is_closing = True
+            self._is_abandoned = not complete
+            self._changed.notify_all()
+        if not complete and isinstance(self._storage, RemoteStorage):
+            self._storage.stopped.set()
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
 
     def __enter__(self) -> Self:
         return self

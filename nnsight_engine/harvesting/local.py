@@ -23,7 +23,14 @@ from nnsight_engine.datasets.manifest import (
     Point,
     SettingsError,
 )
-from nnsight_engine.datasets.plan import PlannedShard, Planner, RowSelection, Tokens, remaining_shards
+from nnsight_engine.datasets.plan import (
+    PlannedShard,
+    Planner,
+    RowSelection,
+    Tokens,
+    check_prompts,
+    remaining_shards,
+)
 from nnsight_engine.datasets.shards import PromptRows
 from nnsight_engine.datasets.writer import DatasetWriter
 from nnsight_engine.harvesting.driver import (
@@ -71,7 +78,9 @@ def harvest_local(model: LanguageModel, request: HarvestRequest) -> ActivationDa
     encode = Encoder(model.tokenizer, settings.max_tokens, longest)
     with Display(show=request.options.get("show_progress")) as display:
         with DatasetWriter(request.to, manifest, **request.writer) as writer:
-            if not writer.is_complete:
+            if writer.is_complete:
+                check_prompts(request.prompts, writer.manifest.shards)
+            else:
                 shards = remaining_shards(
                     request.prompts,
                     Planner(manifest.plan, settings),

@@ -6,6 +6,7 @@ same pack has the same bytes in every run. While others have requests, packs get
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Set
 from typing import Any, Final
@@ -18,6 +19,8 @@ BACKGROUND_KEY: Final = "nnsight_engine_background"
 
 _SHARE: Final = 0.05
 """Part of the engine's time for packs while others have requests."""
+_REST_S: Final = 0.05
+"""Rest of a pack that got nothing from its step."""
 
 
 class PackEntry(msgspec.Struct, frozen=True):
@@ -35,16 +38,26 @@ class PackEntry(msgspec.Struct, frozen=True):
             return None
 
 
+@dataclasses.dataclass(slots=True)
+class _Pack:
+    """``places`` are those of its unfinished requests; ``num_missing`` have not arrived."""
+
+    num_missing: int
+    places: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
 class Background:
-    """The packs of an engine, in the order of their first requests; one has room if its blocks are free."""
+    """The packs of an engine, in the order of their first requests.
+
+    ``has_room_for`` says whether blocks and slots for all of some requests are free.
+    """
 
     def __init__(
         self, has_room_for: Callable[[list[Request]], bool], clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._has_room_for = has_room_for
         self._clock = clock
-        self._sizes: dict[str, int] = {}
-        self._members: dict[str, dict[str, int]] = {}
+        self._packs: dict[str, _Pack] = {}
         self._pack_of: dict[str, str] = {}
         self._rests_until = 0.0
 
@@ -59,44 +72,58 @@ class Background:
         return self._pack_of.keys()
 
     def add(self, request_id: str, entry: PackEntry) -> list[str]:
-        """Add a request; return those of its pack in their order if it is the last, else none."""
-        self._sizes[entry.key] = entry.size
-        pack = self._members.setdefault(entry.key, {})
-        pack[request_id] = entry.index
+        """Add a request; return those of its pack in their order if it is the last to arrive, else none."""
+        pack = self._packs.setdefault(entry.key, _Pack(entry.size))
+        pack.num_missing -= 1
+        pack.places[request_id] = entry.index
         self._pack_of[request_id] = entry.key
-        return sorted(pack, key=pack.__getitem__) if len(pack) == entry.size else []
+        return [] if pack.num_missing else sorted(pack.places, key=pack.places.__getitem__)
 
     def keep(self, requests: Container[str]) -> None:
-        """Forget requests that have ended. Of an ended one that had not arrived, nobody waits any longer."""
-        for request_id in [one for one in self._pack_of if one not in requests]:
+        """Forget the requests that have ended."""
+        for request_id in [member for member in self._pack_of if member not in requests]:
             key = self._pack_of.pop(request_id)
-            del self._members[key][request_id]
-            self._sizes[key] -= 1
-            if not self._members[key]:
-                del self._members[key], self._sizes[key]
+            pack = self._packs[key]
+            del pack.places[request_id]
+            if not (pack.places or pack.num_missing):
+                del self._packs[key]
 
-    def held(self, requests: Mapping[str, Request]) -> set[str]:
-        """Return the requests that do not take part in the next step: all packs but one, or all others."""
+    def held(self, requests: Mapping[str, Request], *, may_start: bool = True) -> set[str]:
+        """Return the requests that do not take part in the next step: all packs but one, or all others.
+
+        Without ``may_start``, as while the engine is paused, only a pack that has begun goes on.
+        """
         others = requests.keys() - self._pack_of.keys()
-        chosen = [] if others and self._clock() < self._rests_until else self._chosen(requests)
+        is_resting = bool(others) and self._clock() < self._rests_until
+        chosen = [] if is_resting else self._choose(requests, has_others=bool(others), may_start=may_start)
         return {*others, *self._pack_of}.difference(chosen) if chosen else set(self._pack_of)
 
     def note_step(self, request_ids: Iterable[str], seconds: float) -> None:
         """Record a step that has ended, to give packs no more than their share."""
         if not self._pack_of.keys().isdisjoint(request_ids):
-            self._rests_until = self._clock() + seconds * (1 - _SHARE) / _SHARE
+            self._rest(seconds * (1 - _SHARE) / _SHARE)
 
-    def _chosen(self, requests: Mapping[str, Request]) -> list[str]:
+    def note_nothing_scheduled(self) -> None:
+        """Record that the pack that was chosen got nothing: others have to go on before it can."""
+        self._rest(_REST_S)
+
+    def _rest(self, seconds: float) -> None:
+        self._rests_until = self._clock() + seconds
+
+    def _choose(self, requests: Mapping[str, Request], *, has_others: bool, may_start: bool) -> list[str]:
         """Return the requests of the first pack that has arrived and is not computed, if it has room."""
         is_any_under_way = False
-        for key, members in self._members.items():
-            pending = [one for one in map(requests.__getitem__, members) if _is_to_compute(one)]
+        for pack in self._packs.values():
+            pending = [
+                request for request in map(requests.__getitem__, pack.places) if _is_to_compute(request)
+            ]
             if not pending:
-                is_any_under_way = True
-            elif len(members) == self._sizes[key]:
+                is_any_under_way |= bool(pack.places)
+            elif not pack.num_missing:
                 has_begun = any(request.num_computed_tokens for request in pending)
-                # Without others that end soon, a pack beyond the cache is computed in parts.
-                if has_begun or not is_any_under_way or self._has_room_for(pending):
+                # Beyond an empty cache it is computed in parts, which are the same in every run.
+                is_alone = not (has_others or is_any_under_way)
+                if has_begun or (may_start and (is_alone or self._has_room_for(pending))):
                     return [request.request_id for request in pending]
                 break
         return []

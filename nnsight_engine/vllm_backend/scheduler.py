@@ -179,7 +179,8 @@ class InterventionScheduler(DraftScheduler):
         if entry is None:
             return
         self.undrafted.add(request.request_id)
-        pack = [self.requests[member] for member in self._background.add(request.request_id, entry)]
+        members = self._background.add(request.request_id, entry)
+        pack = [self.requests[member] for member in members if member in self.requests]
         self.waiting.remove_requests(pack)
         for member in pack:
             self.waiting.add_request(member)
@@ -207,15 +208,18 @@ class InterventionScheduler(DraftScheduler):
             held = held.union(self._held_for_packs())
         with self._without(held) if held else contextlib.nullcontext():
             output = super().schedule(*args, **kwargs)
+        if self.is_step_of_pack and not output.num_scheduled_tokens:
+            self._background.note_nothing_scheduled()
         mark_step(output, is_single_tenant=len(self.sharing) == 1, is_alone=not self.is_busy_elsewhere)
         self._unclean.note(output)
         return output
 
     def _held_for_packs(self) -> set[str]:
         self._background.keep(self.requests)
-        held = self._background.held(self.requests)
+        held = self._background.held(self.requests, may_start=not self.pause_state)
         self.is_step_of_pack = bool(self.requests.keys() & self._background.members - held)
-        if not self.is_step_of_pack and self.waiting and not self._has_free_blocks():
+        is_anyone_waiting = any(request.request_id not in self._background for request in self.waiting)
+        if not self.is_step_of_pack and is_anyone_waiting and not self._has_free_blocks():
             for request in [one for one in self.running if one.request_id in self._background]:
                 if not request.num_in_flight_tokens:
                     self.running.remove(request)
@@ -228,10 +232,12 @@ class InterventionScheduler(DraftScheduler):
             self._background.note_step(scheduler_output.num_scheduled_tokens, seconds)
 
     def _has_room_for(self, requests: list[Request]) -> bool:
-        num_blocks = sum(request.num_tokens // self.block_size + 2 for request in requests)
+        num_tokens = [request.num_tokens + self.num_lookahead_tokens for request in requests]
+        num_blocks = sum(number // self.block_size + 2 for number in num_tokens)
         num_groups = len(self.kv_cache_config.kv_cache_groups)
+        num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         return bool(
-            num_groups * num_blocks <= self.kv_cache_manager.block_pool.get_num_free_blocks()
+            num_groups * num_blocks <= num_free - self.kv_cache_manager.watermark_blocks
             and len(requests) + len(self.running) <= self.max_num_running_reqs
         )
 

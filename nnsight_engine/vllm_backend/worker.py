@@ -69,35 +69,40 @@ class InterventionWorker(_PlatformWorker):
         return self._handler.model_spec.to_plain() if self._handler.runs_blocks else {}
 
     def hash_weights(self, config: str) -> str:
-        return hash_of_weights(config, self.model_runner.model) if self._handler.runs_blocks else ""
+        """Return a hash over this worker's weights, see ``hash_of_weights``."""
+        return hash_of_weights(config, self.model_runner.model)
 
-    # Datasets are written by the worker that also runs blocks.
+    # Datasets are written by the worker that also runs blocks. Arguments and results are plain values.
 
-    def open_dataset(self, key: str, to: str, manifest: bytes, options: Any) -> Any:
-        """Return the progress of a dataset that is going to be written here; see ``DatasetSinks``."""
+    def open_dataset(self, key: str, to: str, manifest: bytes, options: dict[str, Any]) -> None:
+        """Begin to open a dataset that is going to be written here; see ``DatasetSinks``."""
         if not self._handler.runs_blocks:
-            return None
+            return
         if self._handler.datasets is None:
             # The packages that write datasets are an extra.
             module = importlib.import_module("nnsight_engine.vllm_backend.steps.dataset_sinks")
             self._handler.datasets = module.DatasetSinks(self._handler.model_spec)
-        return self._handler.datasets.open(key, to, manifest, options)
+        self._handler.datasets.open(key, to, manifest, options)
 
-    def completed_shard(self, key: str, number: int) -> Any:
-        sinks = self._handler.datasets
-        return None if sinks is None else sinks.completed(key, number)
+    def count_shard(self, key: str, record: dict[str, Any]) -> None:
+        if self._handler.datasets is not None:
+            self._handler.datasets.count_shard(key, record)
 
-    def begin_shard(self, key: str, shard: Any, empty: list[int]) -> None:
+    def begin_shard(self, key: str, shard: dict[str, Any], empty: list[int]) -> None:
         if self._handler.datasets is not None:
             self._handler.datasets.begin_shard(key, shard, empty)
 
-    def dataset_progress(self, key: str) -> Any:
-        sinks = self._handler.datasets
-        return None if sinks is None else sinks.progress(key)
+    def dataset_state(self, key: str) -> dict[str, Any] | None:
+        datasets = self._handler.datasets
+        return None if datasets is None else datasets.state(key)
 
-    def close_dataset(self, key: str, complete: bool) -> Any:  # noqa: FBT001 - an RPC, whose arguments have places
-        sinks = self._handler.datasets
-        return None if sinks is None else sinks.close(key, complete=complete)
+    def end_dataset(self, key: str, complete: bool) -> None:  # noqa: FBT001 - arguments of an RPC have places
+        if self._handler.datasets is not None:
+            self._handler.datasets.end(key, complete=complete)
+
+    def forget_dataset(self, key: str) -> None:
+        if self._handler.datasets is not None:
+            self._handler.datasets.forget(key)
 
     def describe_traces(self) -> dict[str, Any]:
         return self._handler.trace_spec.to_plain() if self._handler.runs_blocks else {}

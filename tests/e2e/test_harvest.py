@@ -13,7 +13,8 @@ from vllm import SamplingParams
 
 from nnsight_engine import LanguageModel, harvest
 from nnsight_engine.datasets import ActivationDataset
-from nnsight_engine.datasets.manifest import SettingsError
+from nnsight_engine.datasets.manifest import PromptsChangedError, SettingsError, SinkError
+from nnsight_engine.datasets.storage import Retries
 from nnsight_engine.harvesting import vllm as driver
 from nnsight_engine.vllm_backend.engines import SyncEngine
 from nnsight_engine.vllm_backend.vllm import VLLM
@@ -22,7 +23,9 @@ from tests.unit.datasets.making import files
 
 POINTS: Final = ["layers.1.output", "layers.2.attn.output", "layers.2.mlp.act"]
 SMALL: Final[dict[str, Any]] = {"pack_tokens": 64, "pack_prompts": 5, "shard_tokens": 300}
-STEPS_TOKENS: Final = 64
+ENGINE: Final[dict[str, Any]] = {
+    "dtype": "float32", "max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 16,
+}  # fmt: skip
 _RANDOM = np.random.default_rng(0)
 PROMPTS: Final[list[list[int]]] = [
     _RANDOM.integers(5, 300, length).tolist() for length in [*_RANDOM.integers(1, 40, 40), 150, 64, 65]
@@ -37,14 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(checkpoint: Path) -> Iterator[VLLM]:
-    made = VLLM(
-        str(checkpoint),
-        dtype="float32",
-        max_model_len=256,
-        max_num_batched_tokens=STEPS_TOKENS,
-        max_num_seqs=16,
-        dispatch=True,
-    )
+    made = VLLM(str(checkpoint), dispatch=True, **ENGINE)
     yield made
     made.shutdown()
 
@@ -91,6 +87,70 @@ def test_operations_apply_to_all_prompts(model: VLLM, tmp_path: Path) -> None:
     assert steered.manifest.interventions.fingerprint
     changed = rows_of(steered)[POINTS[0]] - plain[POINTS[0]]
     torch.testing.assert_close(changed, torch.ones_like(changed), atol=1e-5, rtol=1e-5)
+
+
+def test_operations_are_left_out_where_a_prompt_lacks_their_positions(model: VLLM, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"points": POINTS[:1], **SMALL}
+    plain = harvest(model, PROMPTS, tmp_path / "plain", **options)
+    ones = [1.0] * plain.manifest.rows.points[0].width
+    steer = {"op": "steer", "at": POINTS[0], "vector": ones, "where": {"positions": [30]}}
+    steered = harvest(model, PROMPTS, tmp_path / "steered", interventions=[steer], **options)
+    change = (rows_of(steered)[POINTS[0]] - rows_of(plain)[POINTS[0]]).round(decimals=4)
+    positions = np.concatenate([plain.index(shard.number)["position"] for shard in plain.manifest.shards])
+    assert (change[torch.from_numpy(positions == 30)] == 1).all()
+    assert (change[torch.from_numpy(positions < 30)] == 0).all()
+    assert any(positions == 30)
+    assert any(len(prompt) <= 30 for prompt in PROMPTS)
+
+
+def test_keys_and_values_of_steered_prompts_serve_nobody_else(model: VLLM, tmp_path: Path) -> None:
+    prompt = {"prompt_token_ids": PROMPTS[-1]}
+
+    def answer() -> list[int]:
+        params = SamplingParams(max_tokens=8, temperature=0.0)
+        return list(model.host.run([prompt], [params])[0].outputs[0].token_ids)  # type: ignore[union-attr]
+
+    before = answer()
+    model.engine.reset_prefix_cache()
+    steer = {"op": "steer", "at": "layers.0.output", "vector": [50.0] * 128}
+    harvest(model, PROMPTS, tmp_path / "s", points=POINTS, interventions=[steer], **SMALL)
+    assert answer() == before
+
+
+def test_a_finished_dataset_is_of_its_prompts(model: VLLM, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"points": POINTS, **SMALL}
+    made = harvest(model, PROMPTS, tmp_path / "d", **options)
+    assert harvest(model, PROMPTS, tmp_path / "d", **options).manifest == made.manifest
+    for others in (PROMPTS[:-1], [*PROMPTS, [5]], [[6], *PROMPTS[1:]]):
+        with pytest.raises(PromptsChangedError):
+            harvest(model, others, tmp_path / "d", **options)
+
+
+def test_a_place_that_refuses_is_named_and_the_engine_goes_on(model: VLLM, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(SinkError, match="file"):
+        harvest(model, PROMPTS, tmp_path / "file" / "d", points=POINTS, **SMALL)
+    harvest(model, PROMPTS, tmp_path / "d", points=POINTS, **SMALL)
+
+
+@pytest.mark.heavy  # a second engine
+def test_an_engine_in_a_process_of_its_own_writes_the_same_bytes(
+    model: VLLM, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harvest(model, PROMPTS, tmp_path / "here", points=POINTS, **SMALL)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.chdir(tmp_path)
+    apart = VLLM(str(checkpoint), **ENGINE)
+    try:
+        harvest(apart, PROMPTS, "there", points=POINTS, retries=Retries(), spool=tmp_path, **SMALL)
+        with pytest.raises(PromptsChangedError):
+            harvest(apart, PROMPTS[1:], "there", points=POINTS, **SMALL)
+        (tmp_path / "file").write_text("no folder")
+        with pytest.raises(SinkError):
+            harvest(apart, PROMPTS, "file/there", points=POINTS, **SMALL)
+    finally:
+        apart.shutdown()
+    assert files(tmp_path / "there") == files(tmp_path / "here")
 
 
 class _Busy(SyncEngine):
@@ -158,7 +218,8 @@ def test_what_has_no_place_is_refused(model: VLLM, tmp_path: Path) -> None:
     refused("got 9", points=["layers.9.output"])
     refused("attn.pattern", points=["layers.1.attn.pattern"])
     refused("at most 64", pack_tokens=65)
+    refused("that write", interventions=[{"op": "capture", "at": POINTS[0]}])
+    refused("slow or drop", policy="fast")
     refused("a trace is code", interventions=[{"op": "trace", "code": "x = 1"}])
-    refused("interventions", interventions=[{"op": "steer", "at": "layers.1.output", "vector": [1.0]}])
     with pytest.raises(SettingsError, match="256"):
         harvest(model, [[5] * 256], tmp_path / "long", points=POINTS)

@@ -6,7 +6,9 @@ A request of a dataset generates nothing; the last operation of its plan capture
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import logging
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -20,10 +22,12 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.datasets.manifest import DatasetError, Manifest, ShardRecord, error_named
 from nnsight_engine.datasets.plan import RowSelection, ShardPlan
 from nnsight_engine.datasets.shards import PromptRows
-from nnsight_engine.datasets.writer import DatasetWriter, Progress, WriterOptions
+from nnsight_engine.datasets.writer import DatasetWriter, Progress, WriterOptions, options_from_plain
 from nnsight_engine.plans.records import StepRecord, StepResults, leaf_width, width_classes
 from nnsight_engine.plans.request_plan import PLAN_KEY, PlannedOp, RequestPlan
 from nnsight_engine.vllm_backend.compat import entry_of, params_of
+
+logger = logging.getLogger(__name__)
 
 DATASET_KEY: Final = "nnsight_engine_dataset"
 """Key of ``extra_args`` by which a request is a prompt of a dataset, see ``DatasetEntry``."""
@@ -36,22 +40,19 @@ class DatasetEntry(msgspec.Struct, frozen=True):
     prompt: int
 
 
-class SinkProgress(msgspec.Struct, frozen=True):
-    """``Progress`` as it is sent; ``failure`` is the name of an error of ``datasets`` and its message."""
+class SinkState(msgspec.Struct, frozen=True):
+    """How far a dataset is, as it is sent to the driver.
 
-    counts: dict[str, int]
-    is_complete: bool
+    ``failure`` is the name of an error of ``datasets`` and its message. ``num_received`` counts the prompts
+    whose rows the writer has been given.
+    """
+
+    is_open: bool = False
+    has_ended: bool = False
+    is_complete: bool = False
+    num_received: int = 0
+    counts: dict[str, int] = {}
     failure: tuple[str, str] | None = None
-
-    @classmethod
-    def of(cls, progress: Progress, *, is_complete: bool) -> SinkProgress:
-        counts = {
-            field.name: getattr(progress, field.name)
-            for field in dataclasses.fields(progress)
-            if field.name != "failure"
-        }
-        error = progress.failure
-        return cls(counts, is_complete, None if error is None else (type(error).__name__, str(error)))
 
     def progress(self) -> Progress:
         failure = None if self.failure is None else error_named(*self.failure)
@@ -78,55 +79,99 @@ class _Prompt:
 
 @dataclasses.dataclass(slots=True)
 class _Dataset:
-    writer: DatasetWriter
+    """``writer`` is None until it is open; ``failure`` is that of opening it."""
+
     selection: RowSelection
+    writer: DatasetWriter | None = None
+    failure: DatasetError | None = None
+    num_received: int = 0
+
+    def open(self, to: str, manifest: Manifest, options: WriterOptions) -> None:
+        try:
+            self.writer = DatasetWriter(to, manifest, **options)
+        except DatasetError as error:
+            self.failure = error
+        except Exception as error:
+            logger.exception("a dataset could not be opened")
+            self.failure = DatasetError(f"{to} could not be opened: {type(error).__name__}: {error}")
+
+    def put(self, rows: PromptRows) -> None:
+        if self.writer is not None:
+            self.writer.put(rows)
+            self.num_received += 1
+
+    def state(self) -> SinkState:
+        writer = self.writer
+        progress = Progress(failure=self.failure) if writer is None else writer.progress()
+        counts = dataclasses.asdict(dataclasses.replace(progress, failure=None))
+        del counts["failure"]
+        error = progress.failure
+        return SinkState(
+            is_open=writer is not None,
+            has_ended=self.failure is not None or (writer is not None and writer.has_ended),
+            is_complete=writer is not None and writer.is_complete,
+            num_received=self.num_received,
+            counts=counts,
+            failure=None if error is None else (type(error).__name__, str(error)),
+        )
 
 
 class DatasetSinks:
-    """Rows are taken on the thread that delivers results; all else is called on the one that runs steps."""
+    """Nothing here waits for a disk: datasets are opened, written and closed by threads of their own.
+
+    Arguments and results are plain values, which vLLM's RPC can send.
+    Rows are taken on the thread that delivers results; all else is called on the one that runs steps.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
         self._datasets: dict[str, _Dataset] = {}
         self._prompts: dict[str, _Prompt] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._datasets)
+    def open(self, key: str, to: str, manifest: bytes, options: Mapping[str, Any]) -> None:
+        """Begin to open a dataset, or what there is of it; ``state`` says when it is open."""
+        settings = Manifest.decode(manifest, to)
+        dataset = self._datasets[key] = _Dataset(RowSelection(settings.rows))
+        arguments = to, settings, options_from_plain(options)
+        threading.Thread(target=dataset.open, args=arguments, name="dataset-open", daemon=True).start()
 
-    def open(self, key: str, to: str, manifest: bytes, options: WriterOptions) -> SinkProgress:
-        """Begin to write a dataset, or the rest of it; an error is part of what is returned."""
-        try:
-            settings = Manifest.decode(manifest, to)
-            writer = DatasetWriter(to, settings, **options)
-        except DatasetError as error:
-            return SinkProgress.of(Progress(failure=error), is_complete=False)
-        self._datasets[key] = _Dataset(writer, RowSelection(settings.rows))
-        return self.progress(key)
+    def count_shard(self, key: str, record: Mapping[str, Any]) -> None:
+        """Count a shard that is complete."""
+        self._writer(key).count(msgspec.convert(record, ShardRecord))
 
-    def completed(self, key: str, number: int) -> ShardRecord | None:
-        return self._datasets[key].writer.completed(number)
-
-    def begin_shard(self, key: str, shard: ShardPlan, empty: Sequence[int]) -> None:
+    def begin_shard(self, key: str, shard: Mapping[str, Any], empty: Sequence[int]) -> None:
         """Announce a shard; prompts of ``empty`` have no rows, and are not computed."""
-        dataset = self._datasets[key]
-        dataset.writer.begin(shard)
+        writer = self._writer(key)
+        writer.begin(msgspec.convert(shard, ShardPlan))
         none = np.zeros(0, np.int32)
-        points = dataset.writer.manifest.rows.points
         for number in empty:
-            values = {point.name: np.zeros((0, point.width), np.float32) for point in points}
-            dataset.writer.put(PromptRows(number, none, none, values))
+            values = {
+                point.name: np.zeros((0, point.width), np.float32) for point in writer.manifest.rows.points
+            }
+            self._datasets[key].put(PromptRows(number, none, none, values))
 
-    def progress(self, key: str) -> SinkProgress:
-        writer = self._datasets[key].writer
-        return SinkProgress.of(writer.progress(), is_complete=writer.is_complete)
+    def state(self, key: str) -> dict[str, Any]:
+        """Return the fields of ``SinkState``."""
+        state: dict[str, Any] = msgspec.to_builtins(self._datasets[key].state())
+        return state
 
-    def close(self, key: str, *, complete: bool) -> SinkProgress:
-        """Stop; waits until everything is written if the dataset is ``complete``."""
-        writer = self._datasets.pop(key).writer
-        progress = writer.close(complete=complete)
-        for request_id in [name for name, prompt in self._prompts.items() if prompt.dataset.writer is writer]:
+    def end(self, key: str, *, complete: bool) -> None:
+        """Begin to close a dataset, and take no more rows for it."""
+        dataset = self._datasets[key]
+        for request_id in [name for name, prompt in list(self._prompts.items()) if prompt.dataset is dataset]:
             self._prompts.pop(request_id, None)
-        return SinkProgress.of(progress, is_complete=writer.is_complete)
+        if dataset.writer is not None:
+            dataset.writer.end(complete=complete)
+
+    def forget(self, key: str) -> None:
+        """Forget a dataset that has ended."""
+        self._datasets.pop(key, None)
+
+    def _writer(self, key: str) -> DatasetWriter:
+        writer = self._datasets[key].writer
+        if writer is None:
+            raise RuntimeError("the dataset is not open")
+        return writer
 
     def begin_step(self, scheduled: SchedulerOutput) -> None:
         for request_id in scheduled.finished_req_ids:
@@ -138,6 +183,7 @@ class DatasetSinks:
             if entry is None or request.req_id in self._prompts:
                 continue
             dataset_entry = msgspec.convert(entry, DatasetEntry)
+            # Without one the driver has ended it, and its requests are about to be aborted.
             dataset = self._datasets.get(dataset_entry.key)
             if dataset is not None:
                 tokens = np.asarray(request.prompt_token_ids, np.int32)
@@ -159,7 +205,7 @@ class DatasetSinks:
                 info.end_position >= prompt.plan.prompt_len
                 and self._prompts.pop(request_id, None) is not None
             ):
-                prompt.dataset.writer.put(prompt.rows(self._spec))
+                prompt.dataset.put(prompt.rows(self._spec))
 
 
 def values_of(

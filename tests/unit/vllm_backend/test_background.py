@@ -82,18 +82,41 @@ def test_others_go_first_and_a_pack_gets_a_small_share_beside_them(
     assert background.held(requests) == set()
 
 
+def test_beside_others_a_pack_starts_only_with_room_and_rests_if_it_gets_nothing(
+    background: Background, clock: Clock, room: list[bool]
+) -> None:
+    requests = {name: request(name) for name in ("mine", "theirs")}
+    background.add("mine", PackEntry("p", 1, 0))
+    room[0] = False
+    assert background.held(requests) == {"mine"}
+    room[0] = True
+    assert background.held(requests) == {"theirs"}
+    background.note_nothing_scheduled()
+    assert background.held(requests) == {"mine"}
+    clock.moment += 1
+    assert background.held(requests) == {"theirs"}
+
+
+def test_a_paused_engine_starts_no_pack_and_ends_the_one_that_has_begun(background: Background) -> None:
+    requests = {"mine": request("mine")}
+    background.add("mine", PackEntry("p", 1, 0))
+    assert background.held(requests, may_start=False) == {"mine"}
+    requests["mine"].num_computed_tokens = 5
+    assert background.held(requests, may_start=False) == set()
+
+
 def test_nobody_waits_for_a_request_that_has_ended(background: Background) -> None:
     for index, name in enumerate("abc"):
-        background.add(name, PackEntry("p", 4, index))
+        assert not background.add(name, PackEntry("p", 4, index))
     requests = {name: request(name) for name in "bc"}
     background.keep(requests)
     assert background.held(requests) == {"b", "c"}  # the fourth is missing
-    background.add("d", PackEntry("p", 4, 3))
-    requests["d"] = request("d")
-    background.keep(requests)
-    assert background.members == {"b", "c", "d"}
     background.keep({})
     assert not background
+    assert background.add("d", PackEntry("p", 4, 3)) == ["d"]
+    assert background.held({"d": request("d")}) == set()
+    background.keep({})
+    assert not background.members
 
 
 @pytest.mark.parametrize("entry", [{"key": "p"}, "p", {"key": 1, "size": 1, "index": 0}, 3])
