@@ -76,7 +76,7 @@ class WorkerStatePoint:
         request: Any = mediator.interleaver
         with torch.inference_mode(mode=False):  # blocks run outside of it, and may edit the copy
             state = MixerStates.of(module).of_request(request.index).view(self.shape)
-        request.memory.give(state.nbytes)
+        request.memory.count_given(state.nbytes)
         return state
 
     def write(self, value: torch.Tensor) -> NoReturn:

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import nnsight_engine
-from nnsight_engine.datasets import ActivationDataset, load
-from nnsight_engine.datasets.manifest import ManifestMismatchError, SettingsError
+from nnsight_engine.datasets import ActivationDataset
+from nnsight_engine.datasets.manifest import ManifestMismatchError, PromptsChangedError, SettingsError
 from nnsight_engine.harvesting.call import UnsupportedModelError, harvest
 from nnsight_engine.modeling.language import LanguageModel
 from tests.families.checkpoints import write_checkpoint
@@ -141,12 +141,12 @@ def test_a_killed_harvest_resumes_to_the_same_bytes(model: LanguageModel, tmp_pa
 
 def test_a_finished_harvest_does_not_run_again(model: LanguageModel, tmp_path: Path) -> None:
     harvest(model, PROMPTS[:3], tmp_path, points="layers.0.output")
-
-    class Unread:
-        def __iter__(self) -> Iterator[Any]:
-            raise AssertionError
-
-    assert harvest(model, Unread(), tmp_path, points="layers.0.output").num_rows == load(tmp_path).num_rows
+    before = files(tmp_path)
+    harvest(model, PROMPTS[:3], tmp_path, points="layers.0.output")
+    assert files(tmp_path) == before
+    for others in (PROMPTS[:2], PROMPTS[:4], PROMPTS[1:4]):
+        with pytest.raises(PromptsChangedError):
+            harvest(model, others, tmp_path, points="layers.0.output")
 
 
 @pytest.mark.parametrize(

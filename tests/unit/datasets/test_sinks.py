@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,6 @@ import fsspec
 import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from moto.server import ThreadedMotoServer
 
 from nnsight_engine.datasets import load
 from nnsight_engine.datasets.manifest import (
@@ -194,9 +195,15 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[None]:
-    server = ThreadedMotoServer("127.0.0.1", 0)
-    server.start()
-    _, port = server.get_host_and_port()
+    # In a process of its own: proxies of Flask, once imported, break vLLM's search through all modules.
+    script = (
+        "import time; from moto.server import ThreadedMotoServer\n"
+        "server = ThreadedMotoServer('127.0.0.1', 0); server.start()\n"
+        "print(server.get_host_and_port()[1], flush=True); time.sleep(3600)\n"
+    )
+    server = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    port = int(server.stdout.readline())
     before = {name: os.environ.get(name) for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
     os.environ.update(dict.fromkeys(before, "testing"))
     fsspec.config.conf["s3"] = {"client_kwargs": {"endpoint_url": f"http://127.0.0.1:{port}"}}
@@ -208,7 +215,8 @@ def s3() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = value
-    server.stop()
+    server.kill()
+    server.wait()
 
 
 @pytest.mark.usefixtures("s3")
