@@ -237,7 +237,7 @@ class InterventionScheduler(DraftScheduler):
         num_groups = len(self.kv_cache_config.kv_cache_groups)
         num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         return bool(
-            num_groups * num_blocks <= num_free - self.kv_cache_manager.watermark_blocks
+            num_groups * num_blocks <= num_free
             and len(requests) + len(self.running) <= self.max_num_running_reqs
         )
 

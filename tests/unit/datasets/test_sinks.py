@@ -203,7 +203,7 @@ def s3() -> Iterator[None]:
     )
     server = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
-    port = int(server.stdout.readline())
+    port = next(int(line) for line in server.stdout if line.strip().isdecimal())
     before = {name: os.environ.get(name) for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
     os.environ.update(dict.fromkeys(before, "testing"))
     fsspec.config.conf["s3"] = {"client_kwargs": {"endpoint_url": f"http://127.0.0.1:{port}"}}

@@ -363,7 +363,7 @@ _SCHEDULER: Final = (
     ),
     _used(
         "vllm.v1.core.kv_cache_manager:KVCacheManager",
-        read="block_pool coordinator watermark_blocks",
+        read="block_pool coordinator",
         called={"evict_blocks": "block_ids", "get_block_ids": "request_id", "take_new_block_ids": ""},
     ),
     _used("vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator", read="single_type_managers"),
