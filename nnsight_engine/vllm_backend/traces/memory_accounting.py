@@ -24,7 +24,10 @@ _MADE_OF_GIVEN: Final = 4
 
 
 class MemoryAccount:
-    """The memory account of one request; ``saved_bytes`` is the size of the saved values at the last walk."""
+    """The memory account of one request; ``saved`` returns the values that its block has saved so far.
+
+    ``saved_bytes`` is their size at the last walk.
+    """
 
     def __init__(self, max_bytes: int, saved: Callable[[], Iterable[Any]]) -> None:
         self._max_bytes = max_bytes
@@ -49,7 +52,10 @@ class MemoryAccount:
         return self.saved_bytes + self._kept_bytes.get(CACHES, 0)
 
     def check(self, *, is_last: bool = False) -> None:
-        """Raise TraceBytesError if the request holds too much; ``is_last`` always measures saved values."""
+        """Raise TraceBytesError if the request holds too much.
+
+        Saved values are measured only if they could exceed the limit, or if ``is_last``.
+        """
         kept = sum(self._kept_bytes.values())
         if is_last or kept + self.saved_bytes + _MADE_OF_GIVEN * self._given_bytes > self._max_bytes:
             self.saved_bytes = num_bytes(self._saved())
@@ -92,6 +98,7 @@ _ITEMS: Final[dict[type, Callable[[Any], Iterable[Any]]]] = {
 
 
 def _tensor_bytes(tensor: torch.Tensor, seen: set[int]) -> int:
+    """Return a tensor's bytes that are not counted yet; ``seen`` has ids and addresses of counted ones."""
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - has no public name
         if id(tensor) in seen or tensor.is_meta:
             return 0

@@ -195,7 +195,10 @@ def slot_of(
     max_bytes: int | None = None,
     dtypes: Mapping[str, torch.dtype] = DTYPES,
 ) -> tuple[ValueSlot, memoryview]:
-    """Return the slot of a host tensor, and its bytes; TypeError if it is too large or cannot be sent."""
+    """Return the slot of a host tensor, and its bytes; TypeError if it is too large or cannot be sent.
+
+    ``number`` is that of the tensor which it replaces at the receiver.
+    """
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in dtypes or tensor.layout is not torch.strided:
         raise TypeError(f"a tensor of {tensor.dtype} ({tensor.layout}) does not leave the block's process")
@@ -209,9 +212,9 @@ def slot_of(
 
 
 def slots_of(value: Any) -> tuple[list[ValueSlot], bool, list[bytes | memoryview]] | None:
-    """Return the slots of a tensor or a tuple of tensors, whether it is a tuple, and the bytes; else None.
+    """Return the slots of a tensor or a tuple of tensors, whether it is a tuple, and the bytes.
 
-    Also None for a tuple that contains the same tensor twice, which ``serialization`` must encode.
+    None if ``serialization`` must encode the value: any other one, or a tuple with the same tensor twice.
     """
     parts = value if type(value) is tuple else (value,)
     if len(set(map(id, parts))) < len(parts) or not all(map(_is_simple, parts)):

@@ -105,7 +105,7 @@ class WorkerTraces:
         self._active: list[TracedRequest] = []
         self._num_arrived = 0
         self._live: dict[str, TracedRequest] = {}
-        self._ended: list[str] = []
+        self._ended: list[str] = []  # failed outside a step; ``end_step`` returns them
         self.reporting = Reporting()
         self._limits = limits
         self._sandbox_reports: dict[str, Report] = {}
@@ -163,6 +163,7 @@ class WorkerTraces:
             self.drop(key)
 
     def _arrive(self, request_id: str, plain: Any) -> None:
+        """Start a request's block, here or in its sandbox; an error is stored, and ends this request only."""
         try:
             entry = TraceEntry.from_plain(plain)
         except msgspec.ValidationError:
@@ -187,8 +188,8 @@ class WorkerTraces:
             policy = self.policy or TRUSTED
             edits = self.edits.mediators(entry, member.choice, self.model, self._threads, enter, policy)
             member.request = TracedRequest(self.dispatcher, mediator, self._num_arrived, memory, edits)
-            for before, edit in enumerate(edits):
-                edit.idx = before - len(edits)
+            for position, edit in enumerate(edits):
+                edit.idx = position - len(edits)  # negative: served before the block
             mediator.idx = entry.index
             member.request.is_dry_run = entry.is_dry_run
             member.request.needed_modules = self._module_use.expects_modules(member.context.code(entry.index))
@@ -202,6 +203,8 @@ class WorkerTraces:
             self._ended.append(request_id)
 
     def _entering(self, entry: TraceEntry, report: Callable[[], None]) -> Callable[[], None]:
+        """Return what a block's thread calls first: it redirects prints, and selects the LoRA adapter."""
+
         def enter() -> None:
             report()
             self._adapters.enter(entry.adapter)
@@ -285,6 +288,7 @@ class WorkerTraces:
         return self.in_step
 
     def _step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
+        """Begin a step on the worker that runs the blocks; return False if no block takes part in it."""
         spans = [span for span in spans if self.has_block(span.request_id)]
         if not spans:
             return False
@@ -367,6 +371,7 @@ class WorkerTraces:
         return self._end_traced_step()
 
     def _end_traced_step(self) -> list[str]:
+        """End the step of blocks on this worker and in sandboxes; return the requests that are to end."""
         for request in self._active:
             request.end_step()
         self._record_module_use()
@@ -390,6 +395,7 @@ class WorkerTraces:
         return is_ready
 
     def _record_module_use(self) -> None:
+        """After a request's first step, record whether its block needed more than taps provide."""
         for request_id, request in self._live.items():
             member = self.store.members[request_id]
             if request.number == 1 and member.context is not None and not member.is_known:
@@ -399,6 +405,7 @@ class WorkerTraces:
                 )
 
     def reports(self) -> dict[str, Report]:
+        """Return the reports of the last step, by request, for clients that read along."""
         reports, self._sandbox_reports = self._sandbox_reports, {}
         for request_id in self._live:
             if self.reporting.may_report(request_id):
@@ -425,6 +432,8 @@ class WorkerTraces:
         return ended
 
     def drop(self, key: str) -> float:
+        """Drop a trace without its results; return the seconds that the engine has waited for it."""
+
         def drop() -> float:
             for request_id in self.store.requests(key):
                 self._live.pop(request_id, None)

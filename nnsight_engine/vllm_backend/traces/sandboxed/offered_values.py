@@ -53,6 +53,7 @@ def put_changes(
 def _changed(
     place: RowSpan, payloads: RowPayloads, value: Any, slots: Sequence[ValueSlot], content: memoryview
 ) -> Any:
+    """Return the value with the process's rows; SandboxEndedError if a slot or its rows are invalid."""
     received, before = Tensors(content), list(tensors(value))
     changes: dict[int, torch.Tensor] = {}
     for slot in slots:
@@ -67,6 +68,7 @@ def _changed(
     received.check_end()
     with torch.inference_mode():
         changed = payloads.changed(value, list(changes.items()))
+    # Blocks of this worker that edit their copies later write into the new tensors.
     for old, new in zip(before, list(tensors(changed)), strict=True):
         for copy in place.copies:
             if copy.whole is old:
@@ -84,6 +86,7 @@ class Changes:
         self._num_bytes = 0
 
     def keep(self, place: str, slots: Sequence[ValueSlot], content: memoryview) -> None:
+        """Store the changes made at a place; drop all over the limit, or if the place has some already."""
         self._num_bytes += len(content)
         self.is_too_much = self.is_too_much or self._num_bytes > self._max_bytes or place in self.by_place
         if self.is_too_much:

@@ -115,6 +115,7 @@ class WaitBudget:
         _end_late(pending)
 
     def _wait(self, sandboxes: list[SandboxSession], max_s: float) -> None:
+        """Wait until each session has an answer, or its tenant has used ``max_s`` seconds in this step."""
         while sandboxes:
             left_s = max(max_s - self._used(session) for session in sandboxes)
             self._charge(sandboxes, self._pump(sandboxes, max(left_s, 0.0), max_s, max_s))
@@ -181,6 +182,7 @@ def _end_late(sandboxes: Sequence[SandboxSession]) -> None:
 
 
 def _ready(sandboxes: Sequence[SandboxSession], wait_s: float) -> list[SandboxSession]:
+    """Return the sessions with something to read, within ``wait_s``; several may share a descriptor."""
     by_descriptor: defaultdict[int, list[SandboxSession]] = defaultdict(list)
     for session in sandboxes:
         by_descriptor[session.connection.fileno()].append(session)
