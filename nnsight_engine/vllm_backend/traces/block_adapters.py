@@ -40,12 +40,13 @@ class BlockAdapters:
 
     @contextlib.contextmanager
     def using(self, adapter: int | None) -> Iterator[None]:
-        before = self.current
+        """Use an adapter for the module calls that this thread makes in the context."""
+        adapter_before = self.current
         self.enter(adapter)
         try:
             yield
         finally:
-            self.enter(before)
+            self.enter(adapter_before)
 
     def slot(self) -> int | None:
         """Return the slot of this thread's adapter, or ``NO_SLOT``; None for the model's own calls.

@@ -168,7 +168,7 @@ class EngineCacheView(CacheView):
                 return _formed(pairs, lambda pair: _tensor(pair, family, is_stream=True))
             is_stream = family.returns_residual and (prefix != _NORM or side == "input")
             return _formed(_values(entry, side), lambda value: _tensor(value, family, is_stream=is_stream))
-        _, layer, group = prefix.split(".", 2)
+        _, layer, group = prefix.split(".", 2)  # "layers.3.attn"
         view = self
         if f"{group}.{side}" == ATTENTION_INPUT:  # attention has more arguments, in varying order
             projection = points.layout.blocks[int(layer)].leaves[leaf_names.QUERIES].path

@@ -148,6 +148,7 @@ class TraceContext:
     """The blocks of one trace; ``policy`` is None for those of trusted senders."""
 
     def __init__(self, entry: TraceEntry, model: WorkerModel, policy: Policy | None = None) -> None:
+        """Decode the blocks on a block's thread, since this runs their sender's code."""
         self.key = entry.key
         self._model = model
         self._tracer = BlockTracer(model)

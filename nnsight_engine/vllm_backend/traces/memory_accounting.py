@@ -34,14 +34,14 @@ class MemoryAccount:
         self._saved = saved
         self._kept_bytes: dict[str, int] = {}
         self.saved_bytes = 0
-        self._given_bytes = 0
+        self._given_bytes = 0  # since the last walk over the saved values
 
-    def keep(self, what: str, num_bytes: int) -> None:
+    def keep(self, account: str, num_bytes: int) -> None:
         """Add to the retained bytes of an account; a negative number subtracts."""
-        self._kept_bytes[what] = self._kept_bytes.get(what, 0) + num_bytes
+        self._kept_bytes[account] = self._kept_bytes.get(account, 0) + num_bytes
 
-    def release_account(self, what: str) -> None:
-        self._kept_bytes.pop(what, None)
+    def release_account(self, account: str) -> None:
+        self._kept_bytes.pop(account, None)
 
     def count_given(self, num_bytes: int) -> None:
         """Count bytes that the block was given and may save."""
@@ -56,12 +56,12 @@ class MemoryAccount:
 
         Saved values are measured only if they could exceed the limit, or if ``is_last``.
         """
-        kept = sum(self._kept_bytes.values())
-        if is_last or kept + self.saved_bytes + _MADE_OF_GIVEN * self._given_bytes > self._max_bytes:
+        kept_bytes = sum(self._kept_bytes.values())
+        if is_last or kept_bytes + self.saved_bytes + _MADE_OF_GIVEN * self._given_bytes > self._max_bytes:
             self.saved_bytes = num_bytes(self._saved())
             self._given_bytes = 0
-        if kept + self.saved_bytes > self._max_bytes:
-            raise TraceBytesError.holding(self.saved_bytes, kept, self._max_bytes)
+        if kept_bytes + self.saved_bytes > self._max_bytes:
+            raise TraceBytesError.holding(self.saved_bytes, kept_bytes, self._max_bytes)
 
 
 def num_bytes(values: Iterable[Any]) -> int:

@@ -224,6 +224,7 @@ def slots_of(value: Any) -> tuple[list[ValueSlot], bool, list[bytes | memoryview
 
 
 def _is_simple(value: Any) -> bool:
+    """Return whether a value is a tensor whose bytes can be sent as they are."""
     return (
         type(value) is torch.Tensor
         and value.layout is torch.strided
@@ -237,6 +238,7 @@ def packed_value(value: Any) -> tuple[list[ValueSlot] | None, bool, Sequence[Pie
 
 
 def unpacked_value(head: Offer, body: memoryview, resolve: Callable[[tuple[str, ...]], Any]) -> Any:
+    """Return the value of an ``Offer``; ``resolve`` returns what stands for an object that is not sent."""
     if head.slots is None:
         return decode(bytearray(body), resolve=resolve)
     leaves = list(map(Tensors(body).next, head.slots))

@@ -89,6 +89,7 @@ class EnginePoints(NamedPoints):
     scanned: tuple[int, torch.dtype] | None = None
 
     def __init__(self, root: Envoy, layout: ModelLayout, leaves: Sequence[LeafSpec]) -> None:
+        """Offer the points with specs in ``leaves``; ``root`` is the envoy of the model."""
         super().__init__()
         self.root = root
         self.layout = layout

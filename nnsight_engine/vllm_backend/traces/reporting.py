@@ -177,10 +177,10 @@ Report = tuple[str, int, bytes | None, str]
 
 class Reporting:
     def __init__(self) -> None:
-        self._deltas: dict[str, Deltas] = {}
-        self._prints: dict[str, Prints] = {}
-        self._remaining: dict[str, str] = {}
-        self._failed: dict[str, str] = {}
+        self._deltas: dict[str, Deltas] = {}  # by request id
+        self._prints: dict[str, Prints] = {}  # by request id
+        self._remaining: dict[str, str] = {}  # printed text, by the trace's key
+        self._failed: dict[str, str] = {}  # how a block failed, by the trace's key
 
     def __len__(self) -> int:
         return len(self._prints) + len(self._remaining) + len(self._failed)

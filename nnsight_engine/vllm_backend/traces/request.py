@@ -210,6 +210,7 @@ class TracedRequest(Interleaver):
         self.dispatcher.forget(self)
 
     def _finish(self, result: Any) -> None:
+        """Continue the blocks that wait for the end or the result; a block that waits for a value fails."""
         if not self.is_over:
             self.end_steps()
             self.handle("result", result)

@@ -36,6 +36,7 @@ class PromptChunks:
         self._answered: set[tuple[Mediator, str]] = set()  # the blocks and providers of whole values
 
     def clear(self) -> None:
+        """Drop what is gathered: the prompt is complete, or its request has ended."""
         self.num_passed = 0
         self._request.memory.keep("chunks", -num_bytes(self._gathered.values()))
         self._gathered.clear()
@@ -148,6 +149,7 @@ class ReplayedWrites:
             self._request.dispatcher.want(provider, self._request)
 
     def end_step(self) -> None:
+        """End a step; places that were wanted only for replays are not wanted any more."""
         if self._recomputed is not None:
             self._recomputed = None
             for provider in self._written:

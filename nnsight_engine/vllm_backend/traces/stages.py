@@ -171,10 +171,10 @@ class EarlyStageDispatcher(TraceDispatcher):
             return value
         payloads = self._payloads
         assert payloads is not None  # noqa: S101 - a step is running
-        kept = self._rows.keep(value)
+        sendable = self._rows.keep(value)
         passed = self._passed()
         try:
-            rows, forms = payloads.pack(kept)
+            rows, forms = payloads.pack(sendable)
             slots, is_tuple, body = packed_value(rows)
             message = packed(Offer(provider, passed, slots, is_tuple, forms=forms), body)
         except Exception as error:
@@ -185,7 +185,7 @@ class EarlyStageDispatcher(TraceDispatcher):
         reply, content = self._answer()
         received = Tensors(content, ALL_DTYPES)
         changes = [(slot.number, received.next(slot)) for slot in reply.changes]
-        return self._rows.give_back(payloads.changed(kept, changes)) if changes else value
+        return self._rows.give_back(payloads.changed(sendable, changes)) if changes else value
 
     def _passed(self) -> PassedPlaces:
         new = list(self.calls)[self._num_reported :]
@@ -357,6 +357,7 @@ class LastStageTraces(WorkerTraces):
     def __init__(
         self, points: ModelPoints, config: VllmConfig, links: Sequence[StageLink], limits: EngineLimits
     ) -> None:
+        """Receive the other stages' descriptions of their modules, and make stand-ins from them."""
         self._has_begun = False
         self._begun: list[TraceSpan] = []
         self._stages: list[list[Description]] = [decode(link.receive()) for link in links]

@@ -247,12 +247,12 @@ class LeadingDispatcher(RankDispatcher):
         whole: torch.Tensor = self._on_models_thread(fetch, f"{path}.{name}")
         return whole
 
-    def _on_models_thread(self, act: Callable[[], Any], what: str) -> Any:
+    def _on_models_thread(self, act: Callable[[], Any], name: str) -> Any:
         """Do something jointly with all ranks, which accept orders while a block runs."""
         mediator = self.current
         if not isinstance(mediator, ThreadMediator) or not self._depth:
-            raise SpreadModuleError.outside_block(what)
-        return mediator.on_models_thread(act, what)
+            raise SpreadModuleError.outside_block(name)
+        return mediator.on_models_thread(act, name)
 
 
 def _changed(before: Any, after: Any) -> dict[int, torch.Tensor]:
@@ -297,6 +297,7 @@ class FollowingDispatcher(RankDispatcher):
                 self._gathered(provider, value)
 
     def _follow_call(self, order: CallOrder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make a module call together with the leading rank, which alone uses the result."""
         # Calls made inside do not count as the model's own calls.
         listener, self.listener = self.listener, 0
         try:

@@ -58,18 +58,19 @@ class ModuleOrder:
     def __init__(
         self, root: str, order: Sequence[str], exits: Sequence[str], taps: Collection[int], entry: str
     ) -> None:
+        """Number the places; ValueError if a step does not pass the exits of the layers in order."""
         entrance = f"{exits[0].removesuffix('.output')}.input"
         # The tap in the first layer lies directly behind the layer's input.
         order = [name for place in order for name in ((place, entry) if place == entrance else (place,))]
-        places = (entry, *exits)
+        tap_places = (entry, *exits)
         number_of = {place: number for number, place in enumerate(order)}
-        missing = [place for place in places if place not in number_of]
-        ahead = [number_of[place] for place in places if place in number_of]
+        missing = [place for place in tap_places if place not in number_of]
+        ahead = [number_of[place] for place in tap_places if place in number_of]
         if missing or ahead != sorted(ahead):
             raise ValueError(f"the model does not run its layers in order; it never reached {missing}")
         self.order = tuple(order)
         self.number_of: Mapping[str, int] = number_of
-        self.exits = {tap: places[tap] for tap in taps}
+        self.exits = {tap: tap_places[tap] for tap in taps}
         self.tap_at = {place: tap for tap, place in self.exits.items()}
         self.ahead = {tap: ahead[tap] for tap in taps}
         self.last = max(taps)
@@ -246,6 +247,7 @@ class TraceDispatcher(ModuleUse):
     # Values that the model provides.
 
     def begin_step(self) -> None:
+        """Forget the last step: its places are those that were reached ``ever``."""
         self.ever.update(self.calls)
         self.calls.clear()
         self.interleaving = True
@@ -318,6 +320,7 @@ class TraceDispatcher(ModuleUse):
         return is_repeated
 
     def provide(self, provider: str, value: Any) -> Any:
+        """Offer a value if a block wants it, and count its place as passed; return it as blocks leave it."""
         if provider in self.wanted:
             value = self.offer(provider, None, value)
         self.calls[provider] = 1

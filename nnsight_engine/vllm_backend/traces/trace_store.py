@@ -202,8 +202,8 @@ class TraceStore:
         self.closing = TraceEnd(threads, max_bytes)
         self._sandboxes = sandboxes
         self._reporting = reporting
-        self._contexts: dict[tuple[str, int], TraceContext] = {}
-        self._by_key: dict[str, list[str]] = {}
+        self._contexts: dict[tuple[str, int], TraceContext] = {}  # by key and choice
+        self._by_key: dict[str, list[str]] = {}  # request ids
         self._held: dict[str, bytes] = {}  # encoded blocks that came before their requests
         self._spent_s: defaultdict[str, float] = defaultdict(float)
 

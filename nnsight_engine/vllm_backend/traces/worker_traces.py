@@ -80,6 +80,7 @@ class WorkerTraces:
         *,
         dispatcher: TraceDispatcher | None = None,
     ) -> None:
+        """Build the tree of envoys over the loaded model; ``dispatcher`` is for several ranks or stages."""
         self.dispatcher = dispatcher if dispatcher is not None else TraceDispatcher()
         self.known = KnownRequests()
         self.in_step = False
@@ -111,7 +112,7 @@ class WorkerTraces:
         self._sandbox_reports: dict[str, Report] = {}
         self.sandboxes = SandboxPool(self.dispatcher, limits)
         self.store = TraceStore(self.sandboxes, self.reporting, self._threads, limits.max_trace_bytes)
-        self._began_s = 0.0
+        self._began_s = 0.0  # ``spent_s`` of the active requests when the step began
         self._module_use = ModuleUsePredictor()
 
     def _new_model(self, names: Names) -> WorkerModel:
@@ -132,13 +133,14 @@ class WorkerTraces:
         return outline_of(self.model._module)  # noqa: SLF001 - an envoy of ours
 
     def num_live(self) -> dict[str, int]:
-        held = {
+        """Return how much of each kind the worker holds."""
+        counts = {
             "traced": len(self._live),
             "traces": len(self.store),
             "prints": len(self.reporting),
             "sandboxes": len(self.sandboxes),
         }
-        return {**held, "edits": self.edits.num_kept}
+        return {**counts, "edits": self.edits.num_kept}
 
     # A step.
 
@@ -153,6 +155,7 @@ class WorkerTraces:
             self.dispatcher.jointly(lambda: self._update_requests(facts))
 
     def _update_requests(self, facts: StepFacts) -> None:
+        """Retire requests that finished, start those that arrived, and drop traces that nobody collects."""
         for request_id in self._live.keys() & set(facts.finished):
             self._live.pop(request_id).retire()
         self.sandboxes.begin_step()
@@ -322,6 +325,7 @@ class WorkerTraces:
             self.model.forget_sources()
 
     def again(self) -> None:
+        """Prepare to rerun the step with module calls observed: blocks need more than taps provide."""
         self.dispatcher.again()
         for request in self._active:
             request.again()

@@ -79,6 +79,7 @@ class SandboxConnection:
         trace_s: float,
         on_end: Callable[[], None],
     ) -> None:
+        """Take a process if one is ready; ``on_end`` is called if it is ended prematurely."""
         self.sandbox: Sandbox | None = source.take_process()
         self.error: Exception | None = None
         self.waited_s = 0.0
@@ -92,11 +93,12 @@ class SandboxConnection:
         self._budget_s = budget_s
         self._trace_s = trace_s
         self._on_end = on_end
+        # The type of the answer that is due, the function that gets it, and the answer once it has come.
         self._answer: type[ContinueReply | Collected] | None = None
         self._then: Callable[[Any, memoryview], None] | None = None
         self._came: tuple[ContinueReply | Collected, memoryview] | None = None
         self._sent_at = time.monotonic()
-        self._left_s = 0.0
+        self._left_s = 0.0  # the budget of this step
         # The worker's seconds for this process's messages and calls, since ``refill``.
         self._worked_s = self._worked_before_call_s = 0.0
         self._call: ModuleCall | None = None
@@ -130,6 +132,7 @@ class SandboxConnection:
         self._guarded(send)
 
     def _send(self, message: list[bytes | memoryview]) -> None:
+        """Send a message to the process, or when there is one."""
         if self.sandbox is None:
             self._unsent = message
         else:
@@ -345,6 +348,7 @@ class SandboxConnection:
         return max(waited_s, self._reported_cpu_s - before)
 
     def _read_cpu_s(self) -> float:
+        """Return the process's CPU seconds, or those last known."""
         if self.sandbox is not None:
             with contextlib.suppress(OSError):
                 return self.sandbox.cpu_s()

@@ -42,10 +42,7 @@ def rows_at_once(row_work: int) -> int:
 
 
 class ModuleCall:
-    """A call in progress; ``args`` are rows ``[..., width]`` or tokens, all with the same axes of rows.
-
-    ``num_axes`` is the number of these axes, ``part_rows`` the number of rows that are computed at once.
-    """
+    """A call in progress; ``args`` are rows ``[..., width]`` or tokens, all with the same axes of rows."""
 
     def __init__(
         self,
@@ -55,6 +52,10 @@ class ModuleCall:
         num_axes: int,
         part_rows: int,
     ) -> None:
+        """Prepare to call ``apply`` with up to ``part_rows`` rows at once.
+
+        The first ``num_axes`` axes of the arguments are axes of rows.
+        """
         self.path = path
         self._apply = apply
         self._row_shape = args[0].shape[:num_axes]

@@ -42,8 +42,8 @@ def put_changes(
     """Apply the changes of a process to the value at hand; SandboxEndedError if they are invalid."""
     keeper = RowStore()
     try:
-        kept = keeper.keep(place.value)
-        place.value = keeper.give_back(_changed(place, payloads, kept, slots, content))
+        sendable = keeper.keep(place.value)
+        place.value = keeper.give_back(_changed(place, payloads, sendable, slots, content))
     except SandboxEndedError:
         raise
     except Exception as error:  # no number that a process sends may end the model

@@ -114,6 +114,7 @@ def thread_settings() -> tuple[Any, ...]:
 
 
 def _torch_settings() -> tuple[Any, ...]:
+    """Return the settings of the whole process that a block can change."""
     return (
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
@@ -147,6 +148,7 @@ class WaitingThread(ThreadStack):
     """A job in a long call of C code is not abandoned, which takes a thread: the worker ends the process."""
 
     def __init__(self, budget_s: float, idle_threads: list[WaitingThread]) -> None:
+        """Start the thread, which adds itself to ``idle_threads`` after each job."""
         super().__init__(budget_s)
         self._idle_threads = idle_threads
         self._settings: tuple[Any, ...] | None = None
@@ -204,6 +206,7 @@ class WaitingThreads(Threads):
         return any(thread.has_leftovers for thread in self._all_threads)
 
     def take_stack(self) -> ThreadStack:
+        """Take an idle thread, with a new budget; SandboxedError if all are in use."""
         if not self._idle_threads:
             raise SandboxedError.crowded()
         stack = self._idle_threads.pop()

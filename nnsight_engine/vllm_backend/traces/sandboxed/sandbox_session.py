@@ -82,6 +82,7 @@ class SandboxSession:
         budget_s: float,
         trace_s: float,
     ) -> None:
+        """Connect to a process if one is ready; ``order`` counts arrivals, of all traced requests."""
         self.dispatcher = dispatcher
         self.order = order
         self.tenant = tenant

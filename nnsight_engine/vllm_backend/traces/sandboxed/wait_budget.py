@@ -31,11 +31,12 @@ class WaitBudget:
     """The wait budgets of one step; ``max_s`` is a tenant's for traces that cannot be left out of it."""
 
     def __init__(self, wait_s: float, max_s: float) -> None:
+        """Take a tenant's budgets in a step: for all its traces, and for those that cannot be left out."""
         self._wait_s = wait_s
         self._max_s = max_s
         self._left_s = wait_s
-        self._used_s: dict[str, float] = {}
-        self._worked_s: dict[str, float] = {}
+        self._used_s: dict[str, float] = {}  # waited in this step, by tenant
+        self._worked_s: dict[str, float] = {}  # the worker's own work in this step, by tenant
         self._is_single_tenant = False
         self._throttled_until: dict[str, float] = {}
         self.waited_s = 0.0
