@@ -106,7 +106,7 @@ def _tensor_bytes(tensor: torch.Tensor, seen: set[int]) -> int:
             return sum(_tensor_bytes(part, seen) for part in _parts_of(tensor))
         storage = tensor.untyped_storage()
         size = storage.nbytes()
-        beyond = max(tensor.numel() * tensor.element_size() - size, 0)
+        beyond = max(tensor.numel() * tensor.element_size() - size, 0)  # of an expanded tensor
         address = storage.data_ptr()
         if address in seen:
             return beyond

@@ -233,7 +233,10 @@ def _is_simple(value: Any) -> bool:
 
 
 def packed_value(value: Any) -> tuple[list[ValueSlot] | None, bool, Sequence[Piece]]:
-    """Return slots as in ``Offer``, is_tuple, and bytes; objects that stay become names, see ``RowStore``."""
+    """Return the slots, or None for a value that is serialized, whether it is a tuple, and the bytes.
+
+    Objects that stay here have been replaced by ``RowsPlaceholder``, and are sent as names.
+    """
     return slots_of(value) or (None, False, encode_pieces(value, reference=RowsPlaceholder.reference))
 
 

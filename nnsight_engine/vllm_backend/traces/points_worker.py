@@ -236,7 +236,7 @@ class OutputPoint:
         return self.point.read()
 
     def write(self, value: torch.Tensor) -> None:
-        """Wait for the value and replace it without reading it first, see ``StreamPoint``."""
+        """Replace the value without reading it first, since a prompt may be computed in chunks."""
         if not isinstance(value, torch.Tensor):
             raise PointValueError(f"{self.point.name} takes a tensor, got {type(value).__name__}")
         whole = value[None] if self.is_batched else value
@@ -288,7 +288,7 @@ class WorkerPoints(EnginePoints):
         return View(lambda whole: whole[0]) if self.family.is_batched else WHOLE
 
     def _norm(self, name: str, side: Side, shape: tuple[int, ...]) -> PointAccess:
-        """Return the access to the final norm; its input is the last layer's output if that is a sum."""
+        """Return the access to the final norm; an input of two tensors is read as the last layer's output."""
         if side == "input" and self.family.returns_residual:
             return self._residual(name, self._num_layers(), "input", shape)
         envoy = self.raw(self.family.final_norm)
@@ -318,9 +318,8 @@ class WorkerPoints(EnginePoints):
         """Use ``value`` as the output of a layer or its part, whose module has the envoy ``raw``."""
         output = self._in_form(value, is_layer=part.place.rpartition(".")[2].isdecimal())
         if part.place == _FIRST_LAYER and self._dispatcher.entry:
-            raw.output = (
-                output  # its input comes from a tap inside it, when its call can no longer be skipped
-            )
+            # Its input comes from a tap inside it, when its call can no longer be skipped.
+            raw.output = output
         else:
             raw.skip(output)
 

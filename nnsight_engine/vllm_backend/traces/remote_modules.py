@@ -193,7 +193,7 @@ def tree(
 
 def _stand_in(entry: Description, missing_attribute: MissingAttribute, stage: int) -> torch.nn.Module:
     """Return a module of the described class, with its plain attributes and without weights."""
-    path, module_name, class_name, description, _, plain, names, width = entry
+    path, module_name, class_name, description, _, plain, names_not_sent, width = entry
     kind = _mixed(module_name, class_name)
     made: torch.nn.Module = object.__new__(kind)  # vLLM's own __new__ would look for a kernel
     vars(made)["names_elsewhere"] = frozenset()
@@ -206,7 +206,7 @@ def _stand_in(entry: Description, missing_attribute: MissingAttribute, stage: in
         path_elsewhere=path,
         description=description,
         missing_attribute=missing_attribute,
-        names_elsewhere=frozenset(names) - plain.keys(),
+        names_elsewhere=frozenset(names_not_sent) - plain.keys(),
         weight_width=width,
     )
     return made

@@ -50,7 +50,7 @@ class Deltas:
         whole: dict[str, Any] = {}
         grown: dict[str, list[Any]] = {}
         for name, value in saves.items():
-            if self._refused.get(name, self) is value:
+            if self._refused.get(name, self) is value:  # ``self`` is no saved value
                 continue
             value_before, mark_before = self._sent.get(name, (None, None))
             new_mark = _mark(value)

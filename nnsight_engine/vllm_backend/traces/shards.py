@@ -82,7 +82,7 @@ class Layout:
         return part.ndim >= -self.axis and part.shape[self.axis] == self._width
 
     def whole(self, parts: torch.Tensor) -> torch.Tensor:
-        """Return the whole of the ranks' parts, ``[ranks, *shape]``."""
+        """Return the whole of the ranks' parts, ``[ranks, *shape]``: piece by piece, of copies the first."""
         starts = _starts(piece.width for piece in self.pieces)
         return torch.cat(
             [

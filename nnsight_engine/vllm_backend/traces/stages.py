@@ -260,13 +260,16 @@ class LastStageDispatcher(TraceDispatcher):
     def answer(
         self, stage: int, changes: Sequence[tuple[ValueSlot, memoryview]] = (), live: list[str] | None = None
     ) -> None:
-        """Let a stage continue, with the tensors that blocks changed; ``live`` is as in ``StageReply``."""
-        looked_into = [
+        """Let a stage continue, with the tensors that blocks changed.
+
+        As its step begins, it gets the ids of the requests that take part (``live``); later ``live`` is None.
+        """
+        source_paths = [
             str(source.source.path)
             for source in self.model._sources  # noqa: SLF001 - an envoy of ours
             if isinstance(source.module, RemoteModule) and source.module.stage == stage
         ]
-        reply = StageReply(list(self.wanted), [slot for slot, _ in changes], live, looked_into)
+        reply = StageReply(list(self.wanted), [slot for slot, _ in changes], live, source_paths)
         self.links[stage].send(packed(reply, [content for _, content in changes]))
         self._asking = None
 

@@ -270,12 +270,12 @@ class TraceStore:
         if key in self._by_key and self._sandboxes.knows(key):
             return self._collected_of_sandbox(key)
         request_ids = self.requests(key, index)
-        every = self._by_key.pop(key, None)
-        if every is None:
+        all_ids = self._by_key.pop(key, None)
+        if all_ids is None:
             pieces: list[Piece] = [encode({"blocks": [], "before": None})]
             return EndedTrace(pieces, self._spent_s.pop(key, 0.0))
         if index is not None:
-            self._by_key[key] = [request_id for request_id in every if request_id not in request_ids]
+            self._by_key[key] = [request_id for request_id in all_ids if request_id not in request_ids]
         members = [self.members.pop(request_id) for request_id in request_ids]
         in_order = sorted(members, key=lambda member: (member.entry.index, member.choice))
         blocks = [self.closing.closed(member, results) for member in in_order]

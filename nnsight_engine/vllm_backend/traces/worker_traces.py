@@ -296,7 +296,7 @@ class WorkerTraces:
         if not spans:
             return False
         self.dispatcher.begin_step()
-        live_spans = [span for span in spans if span.request_id in self._live]
+        live_spans = [span for span in spans if span.request_id in self._live]  # others are sandboxed
         self._active = [self._live[span.request_id] for span in live_spans]
         self._began_s = sum(request.spent_s for request in self._active)
         for request, span in zip(self._active, live_spans, strict=True):
@@ -367,7 +367,10 @@ class WorkerTraces:
         return value
 
     def end_step(self) -> list[str]:
-        """End the step; return the requests that are to end because their blocks failed or stopped them."""
+        """End the step; return the requests that are to end because their blocks failed or stopped them.
+
+        With sandboxed requests, other ranks first follow the worker with the blocks, then end the step too.
+        """
         if self.known.sandboxed:
             ended: list[str] = self.dispatcher.jointly(self._end_traced_step)
             if self.dispatcher.runs_blocks:
@@ -425,7 +428,7 @@ class WorkerTraces:
     # Results.
 
     def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> EndedTrace:
-        """Close the blocks of a trace, or one of them; see ``TraceStore.collect``."""
+        """Close the blocks of an ended trace, or one of them (``index``), with its requests' results."""
 
         def collect() -> EndedTrace:
             for request_id in self.store.requests(key, index):

@@ -132,7 +132,7 @@ class SandboxConnection:
         self._guarded(send)
 
     def _send(self, message: list[bytes | memoryview]) -> None:
-        """Send a message to the process, or when there is one."""
+        """Send a message to the process, or keep it until there is one."""
         if self.sandbox is None:
             self._unsent = message
         else:
@@ -216,7 +216,7 @@ class SandboxConnection:
         self._guarded(lambda: self._serve(lambda: self._advance(call)))
 
     def _begin_call(self, call: CallRequest, content: memoryview) -> None:
-        """Decode a call's arguments and check it; the wait loops compute it, by ``advance_call``."""
+        """Decode a call's arguments, check them, and begin the call, which ``advance_call`` computes."""
         tensors_sent = Tensors(content)
         args = [
             tensors_sent.next(argument) if isinstance(argument, ValueSlot) else argument
@@ -241,7 +241,10 @@ class SandboxConnection:
             )
 
     def _serve(self, act: Callable[[], None]) -> None:
-        """Do a part of a module call, charged to the budget; send an error, as for a call too long."""
+        """Do a part of a module call, charged to the budget; an error is the call's result.
+
+        A call that takes too long for a step is ended with an error too.
+        """
         listener, self._dispatcher.listener = self._dispatcher.listener, 0
         begin = time.monotonic()
         try:
@@ -263,7 +266,7 @@ class SandboxConnection:
             )
 
     def _takes_too_long(self, call: ModuleCall) -> bool:
-        """Return whether the call will exceed the budget of a step, as its first parts let expect."""
+        """Return whether the call will exceed the budget of a step, as estimated from its first parts."""
         took_s = self._worked_s - self._worked_before_call_s
         is_known = call.num_done >= _KNOWN_PARTS * call.part_rows
         whole_s = took_s * call.num_rows / call.num_done if is_known else took_s

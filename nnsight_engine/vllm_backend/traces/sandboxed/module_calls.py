@@ -74,12 +74,12 @@ class ModuleCall:
 
     def advance(self) -> None:
         """Compute the next part: up to ``part_rows`` rows."""
-        first = self.num_done
-        args = self._args if self._is_whole else [arg[first : first + self.part_rows] for arg in self._args]
+        start = self.num_done
+        args = self._args if self._is_whole else [arg[start : start + self.part_rows] for arg in self._args]
         with torch.inference_mode():
             # As for a block in the worker: without the hooks that count the model's own calls.
             self._parts.append(self._apply(*args))
-        self.num_done = min(first + self.part_rows, self.num_rows)
+        self.num_done = min(start + self.part_rows, self.num_rows)
 
     def result(self) -> Any:
         """Return the module's output, joined from the parts, with the arguments' axes of rows."""

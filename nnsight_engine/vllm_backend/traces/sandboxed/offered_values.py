@@ -25,7 +25,10 @@ from nnsight_engine.vllm_backend.traces.rows import RowSpan
 def packed_rows(
     provider: str, value: Any, payloads: RowPayloads
 ) -> tuple[list[ValueSlot] | None, bool, Sequence[Piece]]:
-    """Return the process's rows, see ``packed_value``; SandboxedError if one trace cannot have the value."""
+    """Return the process's rows of a value: slots, whether it is a tuple, and bytes, see ``packed_value``.
+
+    SandboxedError if the value cannot be sent, or has a tensor that belongs to other traces too.
+    """
     try:
         own_rows, forms = payloads.pack(RowStore().keep(value))
         is_shared = not payloads.is_all and any(axis < 0 for axis, _ in forms)

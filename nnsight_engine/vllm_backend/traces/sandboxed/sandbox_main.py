@@ -267,7 +267,7 @@ class SandboxDispatcher(TraceDispatcher):
 
 
 def _argument(path: str, value: Any, body: list[memoryview], max_bytes: int) -> Argument:
-    """Return the argument as it goes into a message, whose bytes behind it, ``body``, get a tensor's."""
+    """Return an argument as a message has it; the bytes of a tensor are appended to ``body``."""
     if isinstance(value, torch.Tensor):
         try:
             slot, content = slot_of(value, max_bytes=max_bytes)
@@ -387,8 +387,8 @@ class SandboxTraces(WorkerTraces):
         """End the step; return the message with the requests that are to end, and reports for clients."""
         ended = self.end_step()
         reports = [
-            SandboxReply(name, choice, delta, printed)
-            for name, (_, choice, delta, printed) in self.reports().items()
+            SandboxReply(name, index, delta, printed)
+            for name, (_, index, delta, printed) in self.reports().items()
         ]
         return ContinueReply(self._now_wanted(), ended=ended, reports=reports)
 

@@ -227,7 +227,7 @@ class SandboxPool:
 
     @property
     def throttled(self) -> frozenset[str]:
-        """The tenants whose requests are not to be scheduled now, see ``WaitBudget``; none if alone."""
+        """The tenants whose requests are not to be scheduled now, having delayed others; none if alone."""
         return frozenset() if self.facts.is_single_tenant else self._waiting.throttled
 
     def has(self, request_id: str) -> bool:
