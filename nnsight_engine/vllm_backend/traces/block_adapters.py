@@ -40,12 +40,13 @@ class BlockAdapters:
 
     @contextlib.contextmanager
     def using(self, adapter: int | None) -> Iterator[None]:
-        before = self.current
+        """Use an adapter for the module calls that this thread makes in the context."""
+        adapter_before = self.current
         self.enter(adapter)
         try:
             yield
         finally:
-            self.enter(before)
+            self.enter(adapter_before)
 
     def slot(self) -> int | None:
         """Return the slot of this thread's adapter, or ``NO_SLOT``; None for the model's own calls.
@@ -64,7 +65,7 @@ class BlockAdapters:
 
 
 def block_adapters(model: nn.Module) -> BlockAdapters:
-    """Return those of a loaded model; without effect if it takes no adapters."""
+    """Return the adapters that the model's LoRA manager has for blocks; without LoRA, ones without effect."""
     # A stand-in of a module elsewhere, as in a sandbox, raises for attributes that only the module has.
     adapters: BlockAdapters | None = getattr(vars(model).get("lora_manager"), "block_adapters", None)
     return BlockAdapters() if adapters is None else adapters

@@ -46,6 +46,7 @@ class RequestCache(Cache):
         self.spend: Callable[[int], None] = _spends_nothing
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor, counting its bytes towards the request's limit; one on the meta device has none."""
         if self.device is None or torch.device(self.device).type != "meta":
             self.spend(tensor.nbytes)
         with torch.inference_mode(mode=False):  # the receiver may edit it
@@ -56,9 +57,12 @@ class RequestCache(Cache):
 
 
 class RequestCaches:
+    """The caches that a request's blocks have made; values of prompt chunks are parts until the last one."""
+
     def __init__(self, memory: MemoryAccount) -> None:
         self._memory = memory
         self._by_provider: dict[str, list[RequestCache]] = {}
+        # By cache id and provider: for each call of a step, the rows of the chunks so far.
         self._parts: dict[tuple[int, str], list[list[Any]]] = {}
         self._calls: dict[tuple[int, str], int] = {}
         self._step = 0
@@ -81,32 +85,33 @@ class RequestCaches:
         self._parts.clear()
 
     def note(self, provider: str, rows: Any, chunk: int, *, is_last: bool) -> None:
-        """Cache new rows, or store them as a part; ``chunk`` counts the prompt's chunks computed before.
+        """Cache new rows of a provider, or store them as a part; a prompt's last part completes the value.
 
-        Raises ChunkedPromptError if the first chunks passed before the cache was made, and TraceBytesError.
+        ``chunk`` counts the prompt's chunks computed before; ``is_last``: none follows. Raises
+        ChunkedPromptError if the first chunks passed before the cache was made, and TraceBytesError.
         """
         for cache in self._by_provider[provider]:
             key = (id(cache), provider)
-            call = self._calls[key] = self._calls.get(key, -1) + 1
+            call_number = self._calls[key] = self._calls.get(key, -1) + 1
             if is_last and not chunk:
-                cache.keep(provider, (self._step, call), rows)
+                cache.keep(provider, (self._step, call_number), rows)
                 continue
-            calls = self._parts.setdefault(key, [])
-            while len(calls) <= call:
-                calls.append([])
-            parts = calls[call]
+            parts_by_call = self._parts.setdefault(key, [])
+            while len(parts_by_call) <= call_number:
+                parts_by_call.append([])
+            parts = parts_by_call[call_number]
             if len(parts) != chunk:
                 if is_last:
                     raise ChunkedPromptError.reading(provider, chunk + 1)
                 continue
             if not is_last:
-                parts.append(map_tensors(rows, self._stage_part))
+                parts.append(map_tensors(rows, self._copied_part))
                 continue
             for part in reversed(parts):
                 rows = map_pairs(part, rows, joined)
-            cache.keep(provider, (self._step, call), rows)
+            cache.keep(provider, (self._step, call_number), rows)
 
-    def _stage_part(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _copied_part(self, tensor: torch.Tensor) -> torch.Tensor:
         self._spend(tensor.nbytes)
         with torch.inference_mode(mode=False):
             return tensor.clone()
@@ -128,6 +133,7 @@ class EngineCacheView(CacheView):
         return self._standard(name) if is_standard else super()._value(name)
 
     def _below(self, envoy: Any) -> Any:
+        """Return the view of a child, which is a module or a part of the standard names; points have none."""
         if isinstance(envoy, Layers):
             points = envoy.points
             return type(self)(self._cache, f"{points.root.path}.{points.family.layers}", envoy)
@@ -146,10 +152,12 @@ class EngineCacheView(CacheView):
         return isinstance(self._envoy, Layers) or super()._holds_numbered()
 
     def _standard(self, side: str) -> Any:
+        """Return the input or output (``side``) at the standard name of this view, one tensor per call."""
         part: Part = self._envoy
         prefix, points = part.place, part.owner
         family = points.family
-        if prefix == _NORM or prefix.count(".") == 1:
+        is_layer = prefix.count(".") == 1  # "layers.3", and not "layers.3.attn"
+        if prefix == _NORM or is_layer:
             entry = self._entry()
             if side == "input" and prefix != _NORM:
                 _ = entry.inputs  # raises, with advice, if there are none
@@ -160,7 +168,7 @@ class EngineCacheView(CacheView):
                 return _formed(pairs, lambda pair: _tensor(pair, family, is_stream=True))
             is_stream = family.returns_residual and (prefix != _NORM or side == "input")
             return _formed(_values(entry, side), lambda value: _tensor(value, family, is_stream=is_stream))
-        _, layer, group = prefix.split(".", 2)
+        _, layer, group = prefix.split(".", 2)  # "layers.3.attn"
         view = self
         if f"{group}.{side}" == ATTENTION_INPUT:  # attention has more arguments, in varying order
             projection = points.layout.blocks[int(layer)].leaves[leaf_names.QUERIES].path
@@ -171,6 +179,7 @@ class EngineCacheView(CacheView):
 
 
 def _values(entry: Entry, side: str) -> list[Any]:
+    """Return the outputs, or the arguments, of all calls of a module; raises if the cache has none."""
     if side == "output":
         _ = entry.output  # raises, with advice, if there are none
         return entry.values["output"]
@@ -184,12 +193,13 @@ def _formed(values: list[Any], form: Callable[[Any], Any]) -> Any:
 
 
 def _tensor(value: Any, family: EngineFamily, *, is_stream: bool) -> torch.Tensor:
-    several = value if isinstance(value, tuple) else (value,)
-    first: torch.Tensor = several[0]
-    second = several[1] if is_stream and len(several) > 1 else None
-    if second is not None:
-        first = first + second
-    return first[0] if family.is_batched else first
+    """Return a value as a block has it: a stream in two tensors is their sum, and a batch axis is removed."""
+    items = value if isinstance(value, tuple) else (value,)
+    tensor: torch.Tensor = items[0]
+    residual = items[1] if is_stream and len(items) > 1 else None
+    if residual is not None:
+        tensor = tensor + residual
+    return tensor[0] if family.is_batched else tensor
 
 
 def _spends_nothing(num_bytes: int) -> None: ...
@@ -221,6 +231,7 @@ def first_values(cache: RequestCache) -> dict[str, dict[str, Any]]:
 
 
 def _data_of(value: Any) -> Any:
+    """Return tensors and plain data, which can be sent to the client; other objects become None."""
     if isinstance(value, tuple):
         return tuple(map(_data_of, value))
     if isinstance(value, list):

@@ -126,6 +126,7 @@ class BlockTracer(InterleavingTracer):
         return RequestCache(device=device, dtype=dtype, detach=detach)
 
     def _note_cache(self, cache: CacheMisses) -> None:
+        """Register a cache with the request whose block made it, which warns of missed values at its end."""
         current = self.interleaver.current
         assert current is not None  # noqa: S101 - its block has made the cache
         request: TracedRequest = current.interleaver  # type: ignore[assignment] # here they are requests
@@ -147,6 +148,7 @@ class TraceContext:
     """The blocks of one trace; ``policy`` is None for those of trusted senders."""
 
     def __init__(self, entry: TraceEntry, model: WorkerModel, policy: Policy | None = None) -> None:
+        """Decode the blocks on a block's thread, since this runs their sender's code."""
         self.key = entry.key
         self._model = model
         self._tracer = BlockTracer(model)
@@ -157,8 +159,8 @@ class TraceContext:
         self._invokes = invokes_of(received.blocks, entry.groups)
         self._exchanges = exchanges(self._invokes)
         self._saved: list[Any] = received.shared.get(SAVED, [])
-        self._saved_before = list(self._saved)
-        self._marked: list[dict[int, Any]] = []
+        self._saved_before = list(self._saved)  # by the client, before the trace
+        self._marked: list[dict[int, Any]] = []  # of each block that has begun: what it saved, by id
         self._wanted_names = frozenset(entry.wanted)
 
     def code(self, index: int) -> CodeType:
@@ -179,6 +181,8 @@ class TraceContext:
     def _saving(
         self, function: Callable[[], Any], invoke: ReceivedInvoke, enter: Callable[[], None]
     ) -> Callable[[], Any]:
+        """Return what a block's thread runs: ``enter``, then the block, collecting the values it saves."""
+
         def run() -> None:
             enter()
             with SAVES.outermost() as marked:  # of this thread, by identity
@@ -208,6 +212,7 @@ class TraceContext:
         return list(self._saved)
 
     def _resolved(self, reference: tuple[str, ...]) -> Any:
+        """Return the worker's object for a reference in the blocks: the tracer, a barrier or a module."""
         kind, *rest = reference
         if kind == "tracer":
             return self._tracer

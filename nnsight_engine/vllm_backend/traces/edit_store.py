@@ -44,10 +44,10 @@ class EditStore:
 
     def keep(self, name: str, data: bytes, model: WorkerModel, threads: Threads) -> None:
         """Store an edit once it has been decoded without an error; raises EditLimitError or DecodeError."""
-        others = {other: kept for other, kept in self._data.items() if other != name}
-        num_bytes = sum(map(len, others.values())) + len(data)
-        if len(others) >= self._max_edits or num_bytes > self._max_bytes:
-            raise EditLimitError.over(name, len(others) + 1, self._max_edits, num_bytes, self._max_bytes)
+        other_edits = {key: stored for key, stored in self._data.items() if key != name}
+        num_bytes = sum(map(len, other_edits.values())) + len(data)
+        if len(other_edits) >= self._max_edits or num_bytes > self._max_bytes:
+            raise EditLimitError.over(name, len(other_edits) + 1, self._max_edits, num_bytes, self._max_bytes)
         threads.run(lambda: _read(data, model))
         self._data[name] = data
 
@@ -64,7 +64,11 @@ class EditStore:
         enter: Callable[[], None],
         policy: Policy = TRUSTED,
     ) -> list[ThreadMediator]:
-        """Return the mediators of the edits that a request selected, in order; raises UnknownEditError."""
+        """Return the mediators of the edits that a request selected, in order; raises UnknownEditError.
+
+        ``choice`` is the request's number among the ``n`` of its prompt; ``enter`` is called on each edit's
+        thread before the edit runs.
+        """
         made: list[ThreadMediator] = []
         for number, chosen in enumerate(entry.edits):
             data = self._chosen(chosen)
@@ -83,6 +87,7 @@ class EditStore:
         return msgspec.structs.replace(entry, edits=brought)
 
     def _chosen(self, chosen: EditEntry) -> bytes:
+        """Return the bytes of a selected edit; UnknownEditError if the engine lacks the one meant."""
         data = chosen.data if chosen.data is not None else self._data.get(chosen.name)
         if data is None or digest_of(data) != chosen.digest:
             raise UnknownEditError(
@@ -93,6 +98,7 @@ class EditStore:
 
 
 def _read(data: bytes, model: WorkerModel, policy: Policy = TRUSTED) -> Info:
+    """Decode an edit on a block's thread, since this runs its sender's code; DecodeError if it is invalid."""
     received = decode_trace(data, resolve=lambda place: place_named(model, *place), policy=policy)
     if len(received.blocks) != 1:
         raise DecodeError("an edit is one block")
@@ -102,6 +108,8 @@ def _read(data: bytes, model: WorkerModel, policy: Policy = TRUSTED) -> Info:
 def _every_step(
     function: Callable[[], Any], model: WorkerModel, enter: Callable[[], None]
 ) -> Callable[[], None]:
+    """Return what an edit's thread runs: ``enter``, then the edit once in each generation step."""
+
     def run() -> None:
         enter()
         with SAVES.outermost():  # so that values have a `save` method

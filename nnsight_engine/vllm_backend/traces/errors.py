@@ -107,9 +107,9 @@ class StageError(RuntimeError):
         )
 
     @classmethod
-    def spanning(cls, path: str, what: str) -> StageError:
+    def spanning(cls, path: str, use: str) -> StageError:
         return cls(
-            f"{what} of `{path}` cannot be had with several pipeline stages: each runs a part of it. Ask the "
+            f"{use} of `{path}` cannot be had with several pipeline stages: each runs a part of it. Ask the "
             "modules inside it."
         )
 
@@ -121,10 +121,10 @@ class StageError(RuntimeError):
         )
 
     @classmethod
-    def argument(cls, path: str, what: str) -> StageError:
+    def argument(cls, path: str, got: str) -> StageError:
         return cls(
             f"`{path}` is on another pipeline stage than the blocks, so it is called with tensors, numbers "
-            f"and strings, in tuples, lists and dicts; got {what}"
+            f"and strings, in tuples, lists and dicts; got {got}"
         )
 
     @classmethod
@@ -147,10 +147,10 @@ class SpreadModuleError(RuntimeError):
         )
 
     @classmethod
-    def argument(cls, what: str) -> SpreadModuleError:
+    def argument(cls, got: str) -> SpreadModuleError:
         return cls(
             "a module that is spread over tensor-parallel ranks is called on all of them, with tensors, "
-            f"numbers and strings, in tuples, lists and dicts; got {what}"
+            f"numbers and strings, in tuples, lists and dicts; got {got}"
         )
 
     @classmethod
@@ -175,9 +175,9 @@ class SpreadModuleError(RuntimeError):
         )
 
     @classmethod
-    def outside_block(cls, what: str) -> SpreadModuleError:
+    def outside_block(cls, path: str) -> SpreadModuleError:
         return cls(
-            f"`{what}` is spread over tensor-parallel ranks, which take part in what a block does while it "
+            f"`{path}` is spread over tensor-parallel ranks, which take part in what a block does while it "
             "runs; ask for it in the block itself"
         )
 
@@ -223,8 +223,8 @@ class SandboxedError(RuntimeError):
         return cls(f"`{path}` is called by the block itself, while it runs")
 
     @classmethod
-    def argument(cls, path: str, what: str) -> SandboxedError:
-        return cls(f"`{path}` is called with tensors, numbers and strings from a sandbox, got {what}")
+    def argument(cls, path: str, got: str) -> SandboxedError:
+        return cls(f"`{path}` is called with tensors, numbers and strings from a sandbox, got {got}")
 
     @classmethod
     def uncalled(cls, path: str, why: str) -> SandboxedError:

@@ -24,21 +24,24 @@ _MADE_OF_GIVEN: Final = 4
 
 
 class MemoryAccount:
-    """The memory account of one request; ``saved_bytes`` is the size of the saved values at the last walk."""
+    """The memory account of one request; ``saved`` returns the values that its block has saved so far.
+
+    ``saved_bytes`` is their size at the last walk.
+    """
 
     def __init__(self, max_bytes: int, saved: Callable[[], Iterable[Any]]) -> None:
         self._max_bytes = max_bytes
         self._saved = saved
         self._kept_bytes: dict[str, int] = {}
         self.saved_bytes = 0
-        self._given_bytes = 0
+        self._given_bytes = 0  # since the last walk over the saved values
 
-    def keep(self, what: str, num_bytes: int) -> None:
+    def keep(self, account: str, num_bytes: int) -> None:
         """Add to the retained bytes of an account; a negative number subtracts."""
-        self._kept_bytes[what] = self._kept_bytes.get(what, 0) + num_bytes
+        self._kept_bytes[account] = self._kept_bytes.get(account, 0) + num_bytes
 
-    def release_account(self, what: str) -> None:
-        self._kept_bytes.pop(what, None)
+    def release_account(self, account: str) -> None:
+        self._kept_bytes.pop(account, None)
 
     def count_given(self, num_bytes: int) -> None:
         """Count bytes that the block was given and may save."""
@@ -49,13 +52,16 @@ class MemoryAccount:
         return self.saved_bytes + self._kept_bytes.get(CACHES, 0)
 
     def check(self, *, is_last: bool = False) -> None:
-        """Raise TraceBytesError if the request holds too much; ``is_last`` always measures saved values."""
-        kept = sum(self._kept_bytes.values())
-        if is_last or kept + self.saved_bytes + _MADE_OF_GIVEN * self._given_bytes > self._max_bytes:
+        """Raise TraceBytesError if the request holds too much.
+
+        Saved values are measured only if they could exceed the limit, or if ``is_last``.
+        """
+        kept_bytes = sum(self._kept_bytes.values())
+        if is_last or kept_bytes + self.saved_bytes + _MADE_OF_GIVEN * self._given_bytes > self._max_bytes:
             self.saved_bytes = num_bytes(self._saved())
             self._given_bytes = 0
-        if kept + self.saved_bytes > self._max_bytes:
-            raise TraceBytesError.holding(self.saved_bytes, kept, self._max_bytes)
+        if kept_bytes + self.saved_bytes > self._max_bytes:
+            raise TraceBytesError.holding(self.saved_bytes, kept_bytes, self._max_bytes)
 
 
 def num_bytes(values: Iterable[Any]) -> int:
@@ -92,6 +98,7 @@ _ITEMS: Final[dict[type, Callable[[Any], Iterable[Any]]]] = {
 
 
 def _tensor_bytes(tensor: torch.Tensor, seen: set[int]) -> int:
+    """Return a tensor's bytes that are not counted yet; ``seen`` has ids and addresses of counted ones."""
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - has no public name
         if id(tensor) in seen or tensor.is_meta:
             return 0
@@ -99,7 +106,7 @@ def _tensor_bytes(tensor: torch.Tensor, seen: set[int]) -> int:
             return sum(_tensor_bytes(part, seen) for part in _parts_of(tensor))
         storage = tensor.untyped_storage()
         size = storage.nbytes()
-        beyond = max(tensor.numel() * tensor.element_size() - size, 0)
+        beyond = max(tensor.numel() * tensor.element_size() - size, 0)  # of an expanded tensor
         address = storage.data_ptr()
         if address in seen:
             return beyond

@@ -195,7 +195,10 @@ def slot_of(
     max_bytes: int | None = None,
     dtypes: Mapping[str, torch.dtype] = DTYPES,
 ) -> tuple[ValueSlot, memoryview]:
-    """Return the slot of a host tensor, and its bytes; TypeError if it is too large or cannot be sent."""
+    """Return the slot of a host tensor, and its bytes; TypeError if it is too large or cannot be sent.
+
+    ``number`` is that of the tensor which it replaces at the receiver.
+    """
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in dtypes or tensor.layout is not torch.strided:
         raise TypeError(f"a tensor of {tensor.dtype} ({tensor.layout}) does not leave the block's process")
@@ -209,9 +212,9 @@ def slot_of(
 
 
 def slots_of(value: Any) -> tuple[list[ValueSlot], bool, list[bytes | memoryview]] | None:
-    """Return the slots of a tensor or a tuple of tensors, whether it is a tuple, and the bytes; else None.
+    """Return the slots of a tensor or a tuple of tensors, whether it is a tuple, and the bytes.
 
-    Also None for a tuple that contains the same tensor twice, which ``serialization`` must encode.
+    None if ``serialization`` must encode the value: any other one, or a tuple with the same tensor twice.
     """
     parts = value if type(value) is tuple else (value,)
     if len(set(map(id, parts))) < len(parts) or not all(map(_is_simple, parts)):
@@ -221,6 +224,7 @@ def slots_of(value: Any) -> tuple[list[ValueSlot], bool, list[bytes | memoryview
 
 
 def _is_simple(value: Any) -> bool:
+    """Return whether a value is a tensor whose bytes can be sent as they are."""
     return (
         type(value) is torch.Tensor
         and value.layout is torch.strided
@@ -229,11 +233,15 @@ def _is_simple(value: Any) -> bool:
 
 
 def packed_value(value: Any) -> tuple[list[ValueSlot] | None, bool, Sequence[Piece]]:
-    """Return slots as in ``Offer``, is_tuple, and bytes; objects that stay become names, see ``RowStore``."""
+    """Return the slots, or None for a value that is serialized, whether it is a tuple, and the bytes.
+
+    Objects that stay here have been replaced by ``RowsPlaceholder``, and are sent as names.
+    """
     return slots_of(value) or (None, False, encode_pieces(value, reference=RowsPlaceholder.reference))
 
 
 def unpacked_value(head: Offer, body: memoryview, resolve: Callable[[tuple[str, ...]], Any]) -> Any:
+    """Return the value of an ``Offer``; ``resolve`` returns what stands for an object that is not sent."""
     if head.slots is None:
         return decode(bytearray(body), resolve=resolve)
     leaves = list(map(Tensors(body).next, head.slots))

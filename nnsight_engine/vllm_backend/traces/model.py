@@ -51,11 +51,11 @@ class VocabularyEnvoy(Envoy):
 
     def _apply_to_values(self, *args: Any, **kwargs: Any) -> Any:
         """Unembed ``[..., hidden]``, without scales and soft caps of the model's logits, or embed tokens."""
-        first = args[0] if len(args) == 1 and not kwargs else None
-        if not (isinstance(first, torch.Tensor) and first.is_floating_point()):
+        argument = args[0] if len(args) == 1 and not kwargs else None
+        if not (isinstance(argument, torch.Tensor) and argument.is_floating_point()):
             return super()._apply_to_values(*args, **kwargs)
         module: Any = self._module
-        logits = module.quant_method.apply(module, first, bias=getattr(module, "bias", None))
+        logits = module.quant_method.apply(module, argument, bias=getattr(module, "bias", None))
         if module.tp_size > 1:
             logits = tensor_model_parallel_all_gather(logits)
         return logits[..., : module.org_vocab_size]
@@ -73,7 +73,7 @@ class Names(ClientNames):
         return Names(plain["rename"], dict(envoys) if isinstance(envoys, list) else envoys)
 
     def rename_over(self, ours: Mapping[str, str] | None) -> Rename:
-        """Return all additional names; where both sides define one, the client's takes precedence."""
+        """Return the client's names by path, and the engine's (``ours``) that the client has not taken."""
         aliases: dict[str, list[str]] = {
             path: [names] if isinstance(names, str) else list(names)
             for path, names in (self.rename or {}).items()
@@ -85,7 +85,7 @@ class Names(ClientNames):
         return aliases
 
     def envoys_over(self, ours: Mapping[type[torch.nn.Module], type[Envoy]]) -> EnvoyMap:
-        """Return all envoy classes; ours only for modules that the client's do not cover."""
+        """Return the client's envoy classes, and the engine's (``ours``) for modules these do not cover."""
         envoys = self.envoys
         chosen: Mapping[type[torch.nn.Module] | str, type[Envoy]]
         chosen = {torch.nn.Module: envoys} if isinstance(envoys, type) else envoys or {}
@@ -178,7 +178,7 @@ class WorkerModel(StandardNames):
         return points.standard(name)
 
     def token_places(self) -> dict[str, int]:
-        """Return the places whose integers blocks can change: token ids and experts, with their number."""
+        """Return the places whose integers blocks can change (tokens, experts), with how many there are."""
         places = {f"{self.path}.{SAMPLES}.output": self.__dict__["_vocab_size"]}
         for envoy in self.modules():
             if isinstance(envoy._module, VocabParallelEmbedding):  # noqa: SLF001 - an envoy of ours
@@ -190,6 +190,7 @@ class WorkerModel(StandardNames):
         raise NestedTraceError.calling(method)
 
     def own_modules(self) -> list[tuple[torch.nn.Module, str]]:
+        """Return the modules that run on this worker, with their paths: no stand-ins and no placeholders."""
         return [
             (envoy._module, str(envoy.path))  # noqa: SLF001 - envoys of ours
             for envoy in self._by_module.values()
@@ -199,6 +200,7 @@ class WorkerModel(StandardNames):
 
     @contextlib.contextmanager
     def observed_by(self, dispatcher: TraceDispatcher) -> Iterator[None]:
+        """Offer ``dispatcher`` the values of all module calls in this context, in which the model runs."""
         self._install()
         dispatcher.listen()
         try:
@@ -230,6 +232,7 @@ def _renamed(points: ModelPoints) -> Mapping[str, str] | None:
 
 
 def _bare_kernels(points: ModelPoints) -> set[torch.nn.Module]:
+    """Return the attention kernels whose ``forward`` the model calls directly, so that hooks do not run."""
     if not points.family.is_kernel_bare:
         return set()
     blocks = points.layout.blocks
@@ -237,6 +240,7 @@ def _bare_kernels(points: ModelPoints) -> set[torch.nn.Module]:
 
 
 def _envoys(points: ModelPoints) -> dict[type[torch.nn.Module], type[Envoy]]:
+    """Return the envoy classes of the vocabulary, attention and MLP modules, by the modules' classes."""
     classes: dict[type[torch.nn.Module], type[Envoy]] = {VocabParallelEmbedding: VocabularyEnvoy}
     for layer in points.local_layers:
         module, block = points.layers[layer], points.layout.blocks[layer]
@@ -252,9 +256,10 @@ def _envoys(points: ModelPoints) -> dict[type[torch.nn.Module], type[Envoy]]:
 def _spanning(
     points: ModelPoints, elsewhere: Mapping[str, torch.nn.Module]
 ) -> dict[type[torch.nn.Module], type[Envoy]]:
+    """Return the envoy classes of the modules around the layers, of which each stage runs a part."""
     if not elsewhere:
         return {}
-    paths = spanning_paths(points.family.layers)[1:]
+    paths = spanning_paths(points.family.layers)[1:]  # without the model's own, the empty path
     return {type(points.model.get_submodule(path)): SpanningEnvoy for path in paths}
 
 

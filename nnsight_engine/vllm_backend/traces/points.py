@@ -64,7 +64,7 @@ class NamedPlace:
         if scanned is not None:
             num_tokens, dtype = scanned
             rows = 1 if self.name == LOGITS else num_tokens
-            sizes = [num_tokens if size < 0 else size for size in self.shape]
+            sizes = [num_tokens if size < 0 else size for size in self.shape]  # -1 stands for the tokens
             if self.name.endswith(leaf_names.PATTERN):
                 return torch.empty(sizes[0], rows, *sizes[1:], dtype=torch.float32, device="meta")
             if self.name.endswith(leaf_names.STATE):
@@ -89,6 +89,7 @@ class EnginePoints(NamedPoints):
     scanned: tuple[int, torch.dtype] | None = None
 
     def __init__(self, root: Envoy, layout: ModelLayout, leaves: Sequence[LeafSpec]) -> None:
+        """Offer the points with specs in ``leaves``; ``root`` is the envoy of the model."""
         super().__init__()
         self.root = root
         self.layout = layout
@@ -106,6 +107,7 @@ class EnginePoints(NamedPoints):
         return len(self.layout.blocks)
 
     def has(self, name: str) -> bool:
+        """Return whether the model has a point, such as ``layers.3.attn.heads``, or ``norm``."""
         prefix, _, rest = name.partition(".")
         layer, _, leaf = rest.partition(".")
         if prefix != _LAYERS or not leaf:
@@ -142,6 +144,10 @@ class EnginePoints(NamedPoints):
         return spec.shape
 
     def _spec(self, layer: int, leaf: str) -> LeafSpec | None:
+        """Return the spec of a point, or of another with its shape; None if the model has none.
+
+        ``layer`` is -1 for a point of the whole model.
+        """
         # Not in ``points``, only on parts: the input of attention's projections, and of the final norm.
         if leaf == ATTENTION_INPUT and self.layout.blocks[layer].attention_input is None:
             return None
@@ -176,7 +182,10 @@ class EnginePoints(NamedPoints):
         return {*_STANDARD, *_VALUES, *_GROUPS, *(part for name in self for part in name.split("."))}
 
     def standard(self, name: str) -> Any:
-        """Return the points, the layers, one layer or a part by its standard name; raises LookupError."""
+        """Return the object with a standard name; raises LookupError.
+
+        Names are points, layers, embed, norm, a layer (``layers.3``) and a part of one (``layers.3.attn``).
+        """
         if name == _POINTS:
             return self
         if name == _LAYERS:
@@ -232,8 +241,8 @@ class Part(PointGroup):
         if self._has(name):
             return super().__getattr__(name)
         for path in further_names(raw, name):
-            first = path.partition(".")[0]
-            if (layer is not None and first in _GROUPS) or self._has(first):
+            first_name = path.partition(".")[0]
+            if (layer is not None and first_name in _GROUPS) or self._has(first_name):
                 return operator.attrgetter(path)(self)
         return getattr(raw, name)
 
@@ -332,6 +341,7 @@ class StandardNames(Envoy):
                 raise AttributeError(str(error), name=name, obj=self) from error
 
     def _renamed(self, name: str) -> Any:
+        """Look a name up, then the paths that ``rename=`` gives it, which may begin with a standard name."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -377,6 +387,7 @@ def place_named(root: StandardNames, kind: str, name: str) -> Any:
 
 
 def standard_name(value: object) -> str | None:
+    """Return the name for which ``EnginePoints.standard`` returns this object; None if there is none."""
     if isinstance(value, EnginePoints):
         return _POINTS
     if isinstance(value, Layers):

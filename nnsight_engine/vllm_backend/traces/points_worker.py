@@ -141,9 +141,10 @@ class WorkerPatternPoint:
         return stop - num_rows
 
     def _store(self, mediator: Mediator, start: int, keys: torch.Tensor) -> AttentionKeyStore:
+        """Add keys from position ``start`` on to the block's store, enlarging it; PatternError at a gap."""
         stop = start + len(keys)
         store = self._key_stores.get(mediator)
-        before = 0 if store is None else store.capacity
+        capacity_before = 0 if store is None else store.capacity
         if start and (store is None or store.num_keys < start):
             raise PatternError(
                 f"{self.name}: a generated token attends to all positions before it, and the keys of those "
@@ -155,7 +156,7 @@ class WorkerPatternPoint:
             store.move_to(keys.new_empty(2 * stop, *keys.shape[1:]))
         store.store(start, keys)
         request: Any = mediator.interleaver
-        request.memory.keep("keys", (store.capacity - before) * keys[:1].nbytes)
+        request.memory.keep("keys", (store.capacity - capacity_before) * keys[:1].nbytes)
         return store
 
 
@@ -207,6 +208,7 @@ class EntryPoint:
         return hidden[0] if self.family.is_batched else hidden
 
     def write(self, value: torch.Tensor) -> None:
+        """Replace the stream among the first block's arguments, where it is positional or named."""
         if not isinstance(value, torch.Tensor):
             raise PointValueError(f"{self.name} takes a tensor, got {type(value).__name__}")
         args, kwargs = self.envoy.inputs
@@ -234,7 +236,7 @@ class OutputPoint:
         return self.point.read()
 
     def write(self, value: torch.Tensor) -> None:
-        """Wait for the value and replace it without reading it first, see ``StreamPoint``."""
+        """Replace the value without reading it first, since a prompt may be computed in chunks."""
         if not isinstance(value, torch.Tensor):
             raise PointValueError(f"{self.point.name} takes a tensor, got {type(value).__name__}")
         whole = value[None] if self.is_batched else value
@@ -249,6 +251,7 @@ class WorkerPoints(EnginePoints):
         self._dispatcher = dispatcher
 
     def _access_of(self, name: str) -> PointAccess:
+        """Return the object that reads and writes the named point; raises UnknownPointError."""
         layer, leaf = self._resolved(name)
         shape = self._shape(layer, leaf)
         if leaf == LOGITS:
@@ -262,6 +265,7 @@ class WorkerPoints(EnginePoints):
         return self._layer_point(name, layer, leaf, shape)
 
     def _layer_point(self, name: str, layer: int, leaf: str, shape: tuple[int, ...]) -> PointAccess:
+        """Return the access to a point inside a layer; ``leaf`` is its name there, such as ``attn.heads``."""
         block = self.layout.blocks[layer]
         if leaf == leaf_names.PATTERN:
             kernel = self.raw(f"{self.family.layers}.{layer}.{block.kernel}")
@@ -284,12 +288,17 @@ class WorkerPoints(EnginePoints):
         return View(lambda whole: whole[0]) if self.family.is_batched else WHOLE
 
     def _norm(self, name: str, side: Side, shape: tuple[int, ...]) -> PointAccess:
+        """Return the access to the final norm; an input of two tensors is read as the last layer's output."""
         if side == "input" and self.family.returns_residual:
             return self._residual(name, self._num_layers(), "input", shape)
         envoy = self.raw(self.family.final_norm)
         return ModulePoint(name, envoy, side, self._rows(), shape)
 
     def _residual(self, name: str, layer: int, side: Side, shape: tuple[int, ...]) -> PointAccess:
+        """Return the access to the residual stream at a layer's input or output.
+
+        The first layer's input is read at the tap ``entry``, if there is one.
+        """
         if side == "input" and layer:
             layer, side = layer - 1, "output"  # the same value, at a place that has a tap
         if side == "input" and self._dispatcher.entry:
@@ -306,15 +315,16 @@ class WorkerPoints(EnginePoints):
         return OutputPoint(point, self.family.is_batched, returns_none=self.family.returns_none)
 
     def skip(self, part: Part, raw: Envoy, value: Any) -> None:
+        """Use ``value`` as the output of a layer or its part, whose module has the envoy ``raw``."""
         output = self._in_form(value, is_layer=part.place.rpartition(".")[2].isdecimal())
         if part.place == _FIRST_LAYER and self._dispatcher.entry:
-            raw.output = (
-                output  # its input comes from a tap inside it, when its call can no longer be skipped
-            )
+            # Its input comes from a tap inside it, when its call can no longer be skipped.
+            raw.output = output
         else:
             raw.skip(output)
 
     def _in_form(self, value: Any, *, is_layer: bool) -> Any:
+        """Return the block's tensor in the form in which the module returns its output."""
         if not isinstance(value, torch.Tensor):
             return value
         if is_layer and self.family.returns_residual:

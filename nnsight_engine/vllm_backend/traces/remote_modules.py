@@ -29,7 +29,7 @@ the last axis of its weight, 0 without one.
 
 _PLAIN = (type(None), bool, int, float, str)
 _MAX_ITEMS = 64
-_NESTED = "impl"
+_BACKEND_ATTRIBUTE = "impl"
 """An attribute whose own plain attributes are included: in vLLM's attention, the backend implementation."""
 
 
@@ -38,32 +38,30 @@ MissingAttribute = Callable[[str, str], Exception]
 
 
 def described(model: torch.nn.Module) -> list[Description]:
-    """Return the descriptions of this stage's modules, parents before children."""
-    first: dict[int, str] = {}
+    """Return the descriptions of this stage's modules, parents before children.
+
+    The stage that runs blocks makes stand-ins from them; they are sent as plain tuples.
+    """
+    first_paths: dict[int, str] = {}
     descriptions: list[Description] = []
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, PPMissingLayer):
             continue
-        known, kind = first.setdefault(id(module), path), type(module)
+        first_path, kind = first_paths.setdefault(id(module), path), type(module)
         plain = {name: value for name, value in vars(module).items() if name[0] != "_" and _is_plain(value)}
-        if _NESTED in vars(module):
-            plain[_NESTED] = {
-                name: value for name, value in vars(vars(module)[_NESTED]).items() if _is_plain(value)
+        if _BACKEND_ATTRIBUTE in vars(module):
+            plain[_BACKEND_ATTRIBUTE] = {
+                name: value
+                for name, value in vars(vars(module)[_BACKEND_ATTRIBUTE]).items()
+                if _is_plain(value)
             }
-        names = [*module._parameters, *module._buffers]  # noqa: SLF001 - their names, not the tensors
-        names += [name for name in vars(module) if name[0] != "_" and name not in plain]
-        same_as = known if known != path else ""
+        names_not_sent = [*module._parameters, *module._buffers]  # noqa: SLF001 - their names only
+        names_not_sent += [name for name in vars(module) if name[0] != "_" and name not in plain]
+        same_as = first_path if first_path != path else ""
+        class_module, class_name = kind.__module__, kind.__qualname__
+        extra_repr, width = description_of(module), weight_width(module)
         descriptions.append(
-            (
-                path,
-                kind.__module__,
-                kind.__qualname__,
-                description_of(module),
-                same_as,
-                plain,
-                names,
-                weight_width(module),
-            )
+            (path, class_module, class_name, extra_repr, same_as, plain, names_not_sent, width)
         )
     return descriptions
 
@@ -160,14 +158,14 @@ def spanning_paths(layers: str) -> list[str]:
 def stand_ins(model: torch.nn.Module, stages: Sequence[Sequence[Description]]) -> dict[str, torch.nn.Module]:
     """Return the stand-ins that replace vLLM's placeholders in the last stage's model, by path."""
     by_path: dict[str, torch.nn.Module] = {}
-    known: list[dict[str, torch.nn.Module]] = [{} for _ in stages]
-    places = [path for path, module in model.named_modules() if isinstance(module, PPMissingLayer)]
-    for place in places:
+    modules_by_stage: list[dict[str, torch.nn.Module]] = [{} for _ in stages]
+    placeholders = [path for path, module in model.named_modules() if isinstance(module, PPMissingLayer)]
+    for top in placeholders:
         for stage, entries in enumerate(stages):
-            below = [entry for entry in entries if entry[0] == place or entry[0].startswith(f"{place}.")]
-            if below:
+            subtree = [entry for entry in entries if entry[0] == top or entry[0].startswith(f"{top}.")]
+            if subtree:
                 missing = functools.partial(StageError.attribute, stage=stage)
-                by_path[place] = tree(below, missing, known[stage], stage)
+                by_path[top] = tree(subtree, missing, modules_by_stage[stage], stage)
                 break
     return by_path
 
@@ -178,10 +176,13 @@ def tree(
     modules: dict[str, torch.nn.Module],
     stage: int = 0,
 ) -> torch.nn.Module:
-    """Return a stand-in, adding all of its subtree to ``modules``; ``entries`` has parents first."""
+    """Return the stand-in of the first entry, adding all of its subtree to ``modules``, by path.
+
+    ``entries`` has parents first; ``missing_attribute`` makes the errors of attributes that are not sent.
+    """
     top = entries[0][0]
     for entry in entries:
-        path, same_as = entry[0], entry[4]
+        path, _, _, _, same_as, *_ = entry
         known = modules.get(same_as) if same_as else None
         module = modules[path] = known or _stand_in(entry, missing_attribute, stage)
         if path != top:
@@ -191,20 +192,21 @@ def tree(
 
 
 def _stand_in(entry: Description, missing_attribute: MissingAttribute, stage: int) -> torch.nn.Module:
-    path, module_name, class_name, description, _, plain, names, width = entry
+    """Return a module of the described class, with its plain attributes and without weights."""
+    path, module_name, class_name, description, _, plain, names_not_sent, width = entry
     kind = _mixed(module_name, class_name)
     made: torch.nn.Module = object.__new__(kind)  # vLLM's own __new__ would look for a kernel
     vars(made)["names_elsewhere"] = frozenset()
     torch.nn.Module.__init__(made)
-    if _NESTED in plain:
-        plain = {**plain, _NESTED: SimpleNamespace(**plain[_NESTED])}
+    if _BACKEND_ATTRIBUTE in plain:
+        plain = {**plain, _BACKEND_ATTRIBUTE: SimpleNamespace(**plain[_BACKEND_ATTRIBUTE])}
     vars(made).update(plain)
     vars(made).update(
         stage=stage,
         path_elsewhere=path,
         description=description,
         missing_attribute=missing_attribute,
-        names_elsewhere=frozenset(names) - plain.keys(),
+        names_elsewhere=frozenset(names_not_sent) - plain.keys(),
         weight_width=width,
     )
     return made
@@ -212,6 +214,7 @@ def _stand_in(entry: Description, missing_attribute: MissingAttribute, stage: in
 
 @functools.cache
 def _mixed(module_name: str, class_name: str) -> type[torch.nn.Module]:
+    """Return a stand-in's class, derived from the named class if this can be imported."""
     try:
         cls: Any = importlib.import_module(module_name)
         for part in class_name.split("."):

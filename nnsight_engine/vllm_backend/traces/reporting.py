@@ -42,18 +42,24 @@ class Deltas:
         self._refused: dict[str, Any] = {}
 
     def changes_in(self, saves: Mapping[str, Any]) -> bytes | None:
-        """Return the changes since the last call, encoded; None if there are none."""
+        """Return the changes since the last call, encoded; None if there are none.
+
+        A new or replaced value is sent ``whole``, a list that has ``grown`` as its new items. Values that
+        cannot be sent are left out, and are collected at the end.
+        """
         whole: dict[str, Any] = {}
         grown: dict[str, list[Any]] = {}
         for name, value in saves.items():
-            if self._refused.get(name, self) is value:
+            if self._refused.get(name, self) is value:  # ``self`` is no saved value
                 continue
-            before, mark = self._sent.get(name, (None, None))
+            value_before, mark_before = self._sent.get(name, (None, None))
             new_mark = _mark(value)
-            if mark == new_mark and (value is before or (_is_scalar(value) and value == before)):
+            if mark_before == new_mark and (
+                value is value_before or (_is_scalar(value) and value == value_before)
+            ):
                 continue
-            is_grown = value is before and type(value) is list and mark[0] < new_mark[0]
-            new = value[mark[0] :] if is_grown else value
+            is_grown = value is value_before and type(value) is list and mark_before[0] < new_mark[0]
+            new = value[mark_before[0] :] if is_grown else value
             if _is_plain(new):
                 self._sent[name] = (value, new_mark)
                 (grown if is_grown else whole)[name] = new
@@ -62,11 +68,11 @@ class Deltas:
         data = _encoded(whole, grown)
         if data is not None:
             return data
-        bad = [name for name, value in whole.items() if _encoded({name: value}, {}) is None]
-        bad += [name for name, items in grown.items() if _encoded({}, {name: items}) is None]
-        if not bad:  # each value fits into a message, but not all of them together
-            bad = [*whole, *grown]
-        for name in bad:
+        unsendable = [name for name, value in whole.items() if _encoded({name: value}, {}) is None]
+        unsendable += [name for name, items in grown.items() if _encoded({}, {name: items}) is None]
+        if not unsendable:  # each value fits into a message, but not all of them together
+            unsendable = [*whole, *grown]
+        for name in unsendable:
             self._refuse(name, saves[name], is_whole=name in whole)
             (whole if name in whole else grown).pop(name)
         return _encoded(whole, grown) if whole or grown else None
@@ -102,6 +108,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _mark(value: Any) -> Any:
+    """Return what is unequal to an earlier mark if the value was changed in place, but not deep inside."""
     kind = type(value)  # not `isinstance`, which `__class__` can deceive
     if kind is torch.Tensor:
         return None if value.is_inference() else value._version  # noqa: SLF001 - has no public name
@@ -146,6 +153,7 @@ class BlockStdout:
         self._thread.prints = prints
 
     def write(self, text: str) -> int:
+        """Write to what this thread has passed to ``enter``, or else to the real stream."""
         prints: Prints | None = getattr(self._thread, "prints", None)
         if prints is None:
             written: int = self._real.write(text)
@@ -169,10 +177,10 @@ Report = tuple[str, int, bytes | None, str]
 
 class Reporting:
     def __init__(self) -> None:
-        self._deltas: dict[str, Deltas] = {}
-        self._prints: dict[str, Prints] = {}
-        self._remaining: dict[str, str] = {}
-        self._failed: dict[str, str] = {}
+        self._deltas: dict[str, Deltas] = {}  # by request id
+        self._prints: dict[str, Prints] = {}  # by request id
+        self._remaining: dict[str, str] = {}  # printed text, by the trace's key
+        self._failed: dict[str, str] = {}  # how a block failed, by the trace's key
 
     def __len__(self) -> int:
         return len(self._prints) + len(self._remaining) + len(self._failed)
@@ -199,6 +207,7 @@ class Reporting:
         return (entry.key, entry.index, data, printed) if data is not None or printed else None
 
     def _new_saves(self, request_id: str, saves: Callable[[], dict[str, Any]]) -> bytes | None:
+        """Return the encoded changes of a request's saved values; None if it streams none, or on an error."""
         deltas = self._deltas.get(request_id)
         if deltas is None:
             return None

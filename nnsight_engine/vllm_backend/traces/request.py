@@ -56,6 +56,8 @@ class TracedRequest(Interleaver):
     """The interleaver of one request: the model's side of its block and its edits.
 
     Attributes:
+        order: The number of its arrival; of the requests of a step, earlier ones are served first.
+        partial: Whether the step computes a chunk of the prompt that does not reach its end.
         number: The generation step that is running, or comes next.
         done: Positions below this one have been computed and shown to the block.
         start: Position of the step's first row that the block has not seen; ``num_new`` are not seen.
@@ -141,6 +143,7 @@ class TracedRequest(Interleaver):
             cast("ThreadMediator", mediator).refill()
 
     def begin_step(self, span: TraceSpan, total_rows: int) -> None:
+        """Begin a step of ``total_rows`` rows, of which ``span`` is this request's; replay seen ones."""
         self.in_step, self._is_after_model, self._index = True, False, span.index
         self._span, self.needs_modules = span, False
         self._refill()
@@ -162,6 +165,7 @@ class TracedRequest(Interleaver):
         self._writes.begin_step(span.row, span.start, span.num_rows)
 
     def _begin_step(self) -> None:
+        """Continue the blocks that wait, in a loop over steps, for this generation step."""
         for mediator in self._waiting():
             kind, _, number, _ = mediator.waiting or (None, None, None, None)
             if kind is Events.STEP and number is not None and number <= self.number:
@@ -180,6 +184,7 @@ class TracedRequest(Interleaver):
         self._is_after_model = True
 
     def end_step(self) -> None:
+        """End the step: count its positions as done, and its generation step if a token was sampled."""
         self.in_step = False
         self.needed_modules = self.needs_modules
         if self.dispatcher.is_uncompiled:
@@ -205,6 +210,7 @@ class TracedRequest(Interleaver):
         self.dispatcher.forget(self)
 
     def _finish(self, result: Any) -> None:
+        """Continue the blocks that wait for the end or the result; a block that waits for a value fails."""
         if not self.is_over:
             self.end_steps()
             self.handle("result", result)
@@ -253,6 +259,7 @@ class TracedRequest(Interleaver):
         self._guarded(self.batcher.reclaim)
 
     def _guarded(self, act: Callable[[], Any]) -> None:
+        """Call ``act``; an error ends the request's blocks, since none may reach the model."""
         try:
             act()
         except Exception as error:
@@ -261,6 +268,7 @@ class TracedRequest(Interleaver):
             self._stop_waiting()
 
     def _settle(self) -> None:
+        """Answer blocks that a barrier has released; after a failure, serve none any more."""
         while self.released and self.error is None:
             self.released.pop(0).respond()
         if self._has_failed and not self.ending:
@@ -269,6 +277,7 @@ class TracedRequest(Interleaver):
     # Requests of blocks.
 
     def queue(self, mediator: Mediator) -> Any:
+        """Queue a block for its request; return an answer if there is one at once, otherwise ``NOTHING``."""
         kind, provider, _, _ = mediator.waiting or (None, "", None, None)
         if kind in _OF_THE_MODEL:
             refusal = self.dispatcher.refusal(provider)
@@ -323,6 +332,10 @@ class TracedRequest(Interleaver):
             self.dispatcher.unwant(provider, self)
 
     def is_due(self, provider: str) -> bool:
+        """Return whether a block waits for the value at hand, and is to have it.
+
+        Not if all rows were seen, a block skips the module, or the value follows a part of a prompt.
+        """
         if (
             not (self.in_step and self.num_new)
             or self.muted is not None
@@ -333,7 +346,7 @@ class TracedRequest(Interleaver):
 
     def waiting_for(self, provider: str) -> list[Mediator]:
         """Return the blocks that wait for this call of a provider, in the order of being answered."""
-        due_calls = (self.number, None)
+        due_calls = (self.number, None)  # None: whichever call comes next
         return [
             mediator
             for mediator in self.wanted.get(provider, ())
@@ -352,6 +365,7 @@ class TracedRequest(Interleaver):
             self._put_skipped(provider)
 
     def serve(self, provider: str) -> None:
+        """Give the value at hand to the blocks that wait for it, as rows of a whole prompt or of a chunk."""
         try:
             if self.partial:
                 self._chunks.serve_part(provider)
@@ -371,6 +385,7 @@ class TracedRequest(Interleaver):
         self._stop_waiting()
 
     def leave(self, provider: str) -> None:
+        """Let the model continue with the value: store what was written for replays, and check the memory."""
         if self.batcher.changed:
             self._guarded(lambda: self._note_written(provider))
         self.memory.count_given(self.batcher.lent_bytes)
@@ -379,6 +394,7 @@ class TracedRequest(Interleaver):
         self._guarded(self.memory.check)
 
     def watch_pass(self, provider: str) -> None:
+        """Copy the request's rows, as blocks have left them, into the caches that watch the provider."""
         if not self.caches.has_use_for(provider) or not (self.in_step and self.num_new):
             return
         if self.is_over or (self._is_after_model and self.partial):
@@ -398,6 +414,7 @@ class TracedRequest(Interleaver):
             return tensor if axis is None else tensor.narrow(axis, *self.batcher.group)
 
     def _serve_whole(self, provider: str) -> None:
+        """Serve all blocks that wait for the value, and begin to skip its module if one of them says so."""
         outer, self.providing = self.providing, (provider, self._number_of(provider))
         try:
             self._serve_all(*self.providing)
@@ -408,20 +425,21 @@ class TracedRequest(Interleaver):
         self.skipped.clear()
 
     def _number_of(self, provider: str) -> int | None:
+        """Return the call number that is served; None if a block waits for whichever call comes next."""
         waiting = self.wanted.get(provider, ())
-        return (
-            None
-            if any(waiter.waiting is not None and waiter.waiting[2] is None for waiter in waiting)
-            else self.number
-        )
+        if any(waiter.waiting is not None and waiter.waiting[2] is None for waiter in waiting):
+            return None
+        return self.number
 
     def _skip(self, provider: str, value: Any) -> None:
+        """Have ``value`` replace this request's rows of the module's output, once that has run for others."""
         self.muted = provider.removesuffix(".input")
-        exit_ = f"{self.muted}.output"
-        self._skips[exit_] = value
-        self.dispatcher.want(exit_, self)
+        output = f"{self.muted}.output"
+        self._skips[output] = value
+        self.dispatcher.want(output, self)
 
     def _put_skipped(self, provider: str) -> None:
+        """Replace the request's rows of a skipped module's output by the value that the block gave."""
         skip = self._skips.pop(provider)
         self.muted = None
         self.release(provider)

@@ -29,6 +29,11 @@ Change = tuple[int, torch.Tensor]
 
 
 class RowPayloads:
+    """Takes the rows of some requests out of a step's values, and puts changed ones back.
+
+    ``num_rows`` is the number of the step's rows, over all requests.
+    """
+
     def __init__(self, spans: Sequence[TraceSpan], num_rows: int) -> None:
         ranges = [torch.arange(span.row, span.row + span.num_rows) for span in spans]
         self._index = torch.cat(ranges) if ranges else torch.arange(0)
@@ -48,6 +53,7 @@ class RowPayloads:
         return (*tensor.shape[:axis], len(self._index), *tensor.shape[axis + 1 :])
 
     def pack(self, value: Any) -> tuple[Any, list[Form]]:
+        """Return the requests' rows of a value, on the host, and the forms of its tensors, for ``unpack``."""
         forms: list[Form] = []
 
         def packed(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,7 +64,7 @@ class RowPayloads:
         return map_tensors(value, packed), forms
 
     def unpack(self, value: Any, forms: Sequence[Form], device: torch.device) -> Any:
-        """Return the original value, with zeros in place of other requests' rows."""
+        """Return a packed value in its original form, with zeros in place of other requests' rows."""
         expected = iter(forms)
 
         def unpacked(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,6 +78,7 @@ class RowPayloads:
         return map_tensors(value, unpacked)
 
     def changes(self, before: Any, after: Any) -> list[Change]:
+        """Return the requests' rows of each tensor that is another object in ``after`` than in ``before``."""
         return [
             (number, self._rows(new, row_axis(new, self._num_rows)))
             for number, (old, new) in enumerate(zip(tensors(before), tensors(after), strict=True))
@@ -134,6 +141,7 @@ class RowStore:
         return RowsPlaceholder(value, len(self._objects) - 1)
 
     def give_back(self, value: Any) -> Any:
+        """Return a value of ``keep`` with the objects themselves in place of their placeholders."""
         if isinstance(value, RowsPlaceholder):
             return value.value
         if type(value) is dict:

@@ -148,6 +148,7 @@ class FlatBatcher(Batcher):
         return False
 
     def narrow(self, group: BatchGroup | None) -> Any:  # noqa: ARG002 - a batcher has one request
+        """Return the value with copies of this request's rows, which are written back if blocks edit them."""
         invoke_rows = self.group
         with torch.inference_mode(mode=False):  # blocks run outside of it, and may edit the copies
             narrowed = map_tensors(self.current_value, lambda tensor: self._rows(tensor, invoke_rows))
@@ -161,6 +162,7 @@ class FlatBatcher(Batcher):
         return self.loans
 
     def _rows(self, tensor: torch.Tensor, group: BatchGroup | None) -> torch.Tensor:
+        """Return a copy of the request's rows; a copy of all if the tensor has no rows of single requests."""
         axis = self.axis(tensor)
         if axis is None or group is None:
             rows = tensor.clone()
@@ -201,10 +203,12 @@ class FlatBatcher(Batcher):
                 computed.version = computed.value._version  # noqa: SLF001
                 num_rows = self.group[1]
                 if len(computed.value) != num_rows:
-                    raise ChunkedPromptError.writing(computed.name, -(-len(computed.value) // num_rows))
+                    num_chunks = -(-len(computed.value) // num_rows)  # rounded up
+                    raise ChunkedPromptError.writing(computed.name, num_chunks)
                 self.swap(self.group, computed.replacement)
 
     def _put_back(self, copy: _Copy) -> None:
+        """Replace, in the value at hand, the tensor from which an edited copy was made."""
         group = self.group
         before = copy.whole
 
@@ -222,8 +226,9 @@ class FlatBatcher(Batcher):
         self.groups = [group]
 
     def _replaced(self, group: BatchGroup, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """Return ``whole`` with ``part`` as the request's rows; ValueError if blocks cannot write that."""
         axis = self.axis(whole)
-        first, num_rows = group
+        first_row, num_rows = group
         part = plain(part)
         if axis is None:
             if part.shape == whole.shape and torch.equal(part.to(whole), whole):
@@ -239,12 +244,12 @@ class FlatBatcher(Batcher):
                 f"of shape {expected}, got {tuple(part.shape)}"
             )
         part = fitted(check_written(part, whole), whole)
-        if not whole.is_floating_point() and torch.equal(part, whole.narrow(axis, first, num_rows)):
+        if not whole.is_floating_point() and torch.equal(part, whole.narrow(axis, first_row, num_rows)):
             return whole
         self._place.check(part)
         self.changed = True
-        after = self.total_batch_size - first - num_rows
-        pieces = [whole.narrow(axis, 0, first), part, whole.narrow(axis, first + num_rows, after)]
+        after = self.total_batch_size - first_row - num_rows
+        pieces = [whole.narrow(axis, 0, first_row), part, whole.narrow(axis, first_row + num_rows, after)]
         replaced = torch.cat(pieces, dim=axis)
         for copy in self._place.copies:
             if copy.whole is whole:

@@ -82,7 +82,7 @@ class Layout:
         return part.ndim >= -self.axis and part.shape[self.axis] == self._width
 
     def whole(self, parts: torch.Tensor) -> torch.Tensor:
-        """Return the whole of the ranks' parts, ``[ranks, *shape]``."""
+        """Return the whole of the ranks' parts, ``[ranks, *shape]``: piece by piece, of copies the first."""
         starts = _starts(piece.width for piece in self.pieces)
         return torch.cat(
             [
@@ -150,6 +150,8 @@ class ShardLocation:
         return map_numbered(value, gathered)
 
     def part(self, value: Any, rank: int, size: int) -> Any:
+        """Return a rank's part of a value of whole tensors; ``size`` is the number of ranks."""
+
         def cut(index: int, whole: torch.Tensor) -> torch.Tensor:
             layout = self.layout_of(index)
             return whole if layout is None else layout.part(whole, rank, size)
@@ -177,15 +179,17 @@ class Shards:
     """The sharding of the model's values, built once from the loaded model."""
 
     def __init__(self, points: ModelPoints, modules: Iterable[tuple[nn.Module, str]]) -> None:
+        """Determine the layouts of all values; ``modules`` are this worker's, with their paths."""
         self._size = points.tensor_parallel_size
         self._modules = {path: module for module, path in modules}
         self._paths = {id(module): path for path, module in self._modules.items()}
         self._places: dict[str, ShardLocation] = {}
-        self._unknown: set[str] = set()
+        self._unknown: set[str] = set()  # providers of values whose layout is not known
         for path, module in self._modules.items():
             self._place_linear(path, module)
+        # Modules that all ranks call together.
         self._spread = {path for path, module in self._modules.items() if _is_parallel(module)}
-        self._held: set[str] = set()
+        self._held: set[str] = set()  # modules whose own tensors are parts of an unknown layout
         for path, module in self._modules.items():
             if isinstance(module, InnerValue) and not isinstance(module, ExpertChoice):
                 self._set_locations(path, None, None)  # a rank's summand
@@ -248,6 +252,7 @@ class Shards:
                 self._places[provider] = place
 
     def _place_linear(self, path: str, module: nn.Module) -> None:
+        """Record the layouts of a sharded linear layer's input and output; others are whole on each rank."""
         module = base_module(module)
         if isinstance(module, ColumnParallelLinear) and module.tp_size > 1:
             exit_ = EVERYWHERE if module.gather_output else ShardLocation(rest=_columns(module))
@@ -261,6 +266,7 @@ class Shards:
             )
 
     def _place_attention(self, points: ModelPoints, layer: int, block: BlockPoints) -> None:
+        """Record the layouts of a layer's attention kernel, rotary embedding and norms of heads."""
         attention = points.layers[layer].get_submodule(block.attention)
         kernel: Any = points.attention(layer)
         path = self._paths.get(id(kernel))
@@ -296,6 +302,7 @@ class Shards:
         self._leave_unknown(attention)
 
     def _heads(self, kernel: Any, block: BlockPoints) -> tuple[Layout, Layout, Layout]:
+        """Return the layouts of queries, keys and values; the kernel has one rank's number of heads."""
         copies = self._kv_copies(kernel, block)
         keys = Layout((ShardPiece(kernel.num_kv_heads * kernel.head_size, copies),))
         values = Layout((ShardPiece(kernel.num_kv_heads * kernel.head_size_v, copies),))
@@ -320,6 +327,7 @@ class Shards:
         self._leave_unknown(container)
 
     def _place_mlp(self, layer: nn.Module, block: BlockPoints) -> None:
+        """Record that an activation takes what ``up`` returns, and returns what ``down`` takes."""
         leaves = block.leaves
         if "mlp.up" not in leaves:
             self._leave_unknown(layer.get_submodule(block.mlp))
@@ -358,6 +366,7 @@ class Shards:
 
 
 def _columns(module: ColumnParallelLinear) -> Layout:
+    """Return the layout of a column-parallel layer's output; a fused one is sharded matrix by matrix."""
     if isinstance(module, QKVParallelLinear):
         copies = module.num_kv_head_replicas
         return Layout(

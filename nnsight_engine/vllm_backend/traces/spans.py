@@ -31,11 +31,12 @@ class PromptChunks:
     def __init__(self, request: TracedRequest) -> None:
         self.num_passed = 0
         self._request = request
-        self._gathered: dict[tuple[Mediator, str], list[Any]] = {}
-        self._delivered: list[tuple[Any, list[tuple[int, int]]]] = []
-        self._answered: set[tuple[Mediator, str]] = set()
+        self._gathered: dict[tuple[Mediator, str], list[Any]] = {}  # chunks by block and provider
+        self._delivered: list[tuple[Any, list[tuple[int, int]]]] = []  # whole values and ``_versions``
+        self._answered: set[tuple[Mediator, str]] = set()  # the blocks and providers of whole values
 
     def clear(self) -> None:
+        """Drop what is gathered: the prompt is complete, or its request has ended."""
         self.num_passed = 0
         self._request.memory.keep("chunks", -num_bytes(self._gathered.values()))
         self._gathered.clear()
@@ -45,26 +46,30 @@ class PromptChunks:
         """Gather rows for reads, or apply this chunk's share of writes; the blocks continue to wait."""
         request, batcher = self._request, self._request.batcher
         for mediator in request.waiting_for(provider):
-            kind, _, _, more = mediator.waiting or (None, None, None, None)
+            kind, _, _, new_value = mediator.waiting or (None, None, None, None)
             gathered = self._gathered.setdefault((mediator, provider), [])
             if len(gathered) != self.num_passed:
                 continue  # an earlier chunk has passed this place; the last chunk raises it in the block
             gathered.append(batcher.narrow(batcher.group))
             request.memory.keep("chunks", num_bytes(gathered[-1:]))
             if kind is Events.SWAP:
-                batcher.swap(batcher.group, self._share_of(more))
+                batcher.swap(batcher.group, self._share_of(new_value))
 
     def serve_last(self, provider: str) -> None:
+        """At the last chunk, give the first waiting block the whole value, or apply what it assigned.
+
+        The block gets a ChunkedPromptError if the earlier chunks were not gathered at this place.
+        """
         request, batcher = self._request, self._request.batcher
         mediator = request.waiting_for(provider)[0]
         place = (mediator, provider)
-        kind, _, _, more = mediator.waiting or (None, None, None, None)
+        kind, _, _, new_value = mediator.waiting or (None, None, None, None)
         gathered = self._gathered.get(place, ())
         if len(gathered) != self.num_passed:
             mediator.fail(ChunkedPromptError.reading(provider, self.num_passed + 1))
         elif kind is Events.SWAP and place not in self._answered:
             request.memory.keep("chunks", -num_bytes(self._gathered.pop(place)))
-            self._swap_last(mediator, more)
+            self._swap_last(mediator, new_value)
         elif kind is Events.VALUE:
             whole = batcher.narrow(batcher.group)
             for part in reversed(gathered):
@@ -84,6 +89,7 @@ class PromptChunks:
                 raise ChunkedPromptError.writing(provider, self.num_passed + 1)
 
     def _swap_last(self, mediator: Mediator, value: Any) -> None:
+        """Apply the last chunk's share of a value that the block assigned, and answer the block."""
         batcher = self._request.batcher
         try:
             batcher.swap(batcher.group, self._share_of(value, is_last=True))
@@ -93,6 +99,7 @@ class PromptChunks:
             mediator.respond()
 
     def _share_of(self, value: Any, *, is_last: bool = False) -> Any:
+        """Return this chunk's rows of a value assigned to the whole prompt; ValueError if it has others."""
         batcher = self._request.batcher
         start, stop = self._request.start, self._request.start + self._request.num_new
 
@@ -110,12 +117,13 @@ class PromptChunks:
         return map_pairs(batcher.current_value, value, share)
 
 
-def joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    if first.ndim != second.ndim or not first.ndim:
-        return first
-    axis = 1 if first.ndim > 1 and first.shape[0] == 1 and second.shape[0] == 1 else 0
+def joined(earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
+    """Return the rows of two chunks as one tensor, which may have a batch axis of 1 before its rows."""
+    if earlier.ndim != later.ndim or not earlier.ndim:
+        return earlier
+    axis = 1 if earlier.ndim > 1 and earlier.shape[0] == 1 and later.shape[0] == 1 else 0
     with torch.inference_mode(mode=False):
-        return torch.cat([first, second], dim=axis)
+        return torch.cat([earlier, later], dim=axis)
 
 
 def _versions(value: Any) -> list[tuple[int, int]]:
@@ -127,10 +135,12 @@ _WRITES: Final = "writes"
 
 
 class ReplayedWrites:
+    """What the blocks of a request have written, replayed when positions are computed again."""
+
     def __init__(self, request: TracedRequest) -> None:
         self._request = request
-        self._written: dict[str, list[tuple[int, Any]]] = {}
-        self._recomputed: tuple[int, int, int] | None = None
+        self._written: dict[str, list[tuple[int, Any]]] = {}  # first positions and rows, by provider
+        self._recomputed: tuple[int, int, int] | None = None  # as given to ``begin_step``
 
     def begin_step(self, row: int, start: int, num_rows: int) -> None:
         """Begin a step that recomputes ``num_rows`` positions from ``start`` on, in rows from ``row`` on."""
@@ -139,6 +149,7 @@ class ReplayedWrites:
             self._request.dispatcher.want(provider, self._request)
 
     def end_step(self) -> None:
+        """End a step; places that were wanted only for replays are not wanted any more."""
         if self._recomputed is not None:
             self._recomputed = None
             for provider in self._written:
@@ -153,6 +164,7 @@ class ReplayedWrites:
         return self._recomputed is not None and provider in self._written
 
     def put_back(self, provider: str) -> None:
+        """Replay the writes at a place, if this step recomputes positions that the block has seen."""
         if self._recomputed is None or provider not in self._written:
             return
         row, start, num_rows = self._recomputed
@@ -163,31 +175,38 @@ class ReplayedWrites:
         batcher.current_value = value
 
     def _with(self, value: Any, rows: Any, row: int, start: int, num_rows: int, position: int) -> Any:
-        def again(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """Return ``value`` with the ``rows`` written from ``position`` on, as far as they are recomputed.
+
+        This step recomputes ``num_rows`` positions from ``start`` on; ``row`` is where ``position`` would lie
+        in the batch.
+        """
+
+        def put_part(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
             axis = self._request.batcher.axis(whole)
             if axis is None:
                 return whole
-            first = max(start - position, 0)
-            length = min(part.shape[axis], start + num_rows - position) - first
+            num_before = max(start - position, 0)
+            length = min(part.shape[axis], start + num_rows - position) - num_before
             if length <= 0:
                 return whole
             written = whole.clone()
-            written.narrow(axis, row + first, length).copy_(part.narrow(axis, first, length))
+            written.narrow(axis, row + num_before, length).copy_(part.narrow(axis, num_before, length))
             return written
 
-        return map_pairs(value, rows, again)
+        return map_pairs(value, rows, put_part)
 
     def note(self, provider: str) -> None:
+        """Store the request's rows of the value at hand, which a block has changed, to replay them."""
         request, batcher = self._request, self._request.batcher
-        first, num_rows = batcher.group
+        first_row, num_rows = batcher.group
 
-        def kept(tensor: torch.Tensor) -> torch.Tensor:
+        def copied_rows(tensor: torch.Tensor) -> torch.Tensor:
             axis = batcher.axis(tensor)
-            return tensor if axis is None else tensor.narrow(axis, first, num_rows).clone()
+            return tensor if axis is None else tensor.narrow(axis, first_row, num_rows).clone()
 
         entries = self._written.setdefault(provider, [])
         if entries and entries[-1][0] == request.start:
             request.memory.keep(_WRITES, -num_bytes([entries.pop()[1]]))
-        written = map_tensors(batcher.current_value, kept)
+        written = map_tensors(batcher.current_value, copied_rows)
         entries.append((request.start, written))
         request.memory.keep(_WRITES, num_bytes([written]))

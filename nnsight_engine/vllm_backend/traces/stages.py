@@ -147,6 +147,7 @@ class EarlyStageDispatcher(TraceDispatcher):
         """Do nothing: between steps, blocks can call no modules of this stage."""
 
     def start_step(self, spans: Sequence[TraceSpan], num_rows: int, act: Callable[[], bool]) -> bool:
+        """Report the step's rows to the last stage; return its answer, whether a block takes part."""
         del act
         self.begin_step()
         self._num_reported = 0
@@ -165,14 +166,15 @@ class EarlyStageDispatcher(TraceDispatcher):
         self._link.send(packed(End(self._passed())))
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:  # noqa: ARG002 - counted where blocks run
+        """Send the last stage the requests' rows of a value; return the value with the changes it answers."""
         if provider in self._shared:
             return value
         payloads = self._payloads
         assert payloads is not None  # noqa: S101 - a step is running
-        kept = self._rows.keep(value)
+        sendable = self._rows.keep(value)
         passed = self._passed()
         try:
-            rows, forms = payloads.pack(kept)
+            rows, forms = payloads.pack(sendable)
             slots, is_tuple, body = packed_value(rows)
             message = packed(Offer(provider, passed, slots, is_tuple, forms=forms), body)
         except Exception as error:
@@ -183,7 +185,7 @@ class EarlyStageDispatcher(TraceDispatcher):
         reply, content = self._answer()
         received = Tensors(content, ALL_DTYPES)
         changes = [(slot.number, received.next(slot)) for slot in reply.changes]
-        return self._rows.give_back(payloads.changed(kept, changes)) if changes else value
+        return self._rows.give_back(payloads.changed(sendable, changes)) if changes else value
 
     def _passed(self) -> PassedPlaces:
         new = list(self.calls)[self._num_reported :]
@@ -191,7 +193,7 @@ class EarlyStageDispatcher(TraceDispatcher):
         return PassedPlaces(more=[provider for provider in new if provider not in self._shared])
 
     def _answer(self) -> tuple[StageReply, memoryview]:
-        """Wait for the answer, making the module calls that blocks request."""
+        """Wait for the last stage to answer, making the module calls that its blocks request meanwhile."""
         while True:
             head, body = unpacked(self._link.receive(), by_early_stage)
             if isinstance(head, CallOrder):
@@ -206,12 +208,17 @@ class EarlyStageDispatcher(TraceDispatcher):
             return head, body
 
     def _look_into(self, path: str) -> None:
+        """Install the source of a module: a block on the last stage asks for operations inside it."""
         try:
             self.model.get(path).source  # noqa: B018 - asking is what installs it
         except Exception:
             logger.exception("the source of %s cannot be had on this stage", path)
 
     def _call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Call a module of this stage for a block on another, and send the result or the error.
+
+        No thread has the id 0, so probes stay silent.
+        """
         listener, self.listener = self.listener, 0
         try:
             device = self.model.device or torch.device("cpu")
@@ -240,7 +247,7 @@ class LastStageDispatcher(TraceDispatcher):
     def __init__(self, links: Sequence[StageLink], points: ModelPoints) -> None:
         super().__init__()
         self.links = links
-        self._asking: int | None = None
+        self._asking: int | None = None  # the stage that waits for an answer
         self._adapters = block_adapters(points.model)
         self._device = next(points.model.parameters()).device
 
@@ -253,12 +260,16 @@ class LastStageDispatcher(TraceDispatcher):
     def answer(
         self, stage: int, changes: Sequence[tuple[ValueSlot, memoryview]] = (), live: list[str] | None = None
     ) -> None:
-        looked_into = [
+        """Let a stage continue, with the tensors that blocks changed.
+
+        As its step begins, it gets the ids of the requests that take part (``live``); later ``live`` is None.
+        """
+        source_paths = [
             str(source.source.path)
             for source in self.model._sources  # noqa: SLF001 - an envoy of ours
             if isinstance(source.module, RemoteModule) and source.module.stage == stage
         ]
-        reply = StageReply(list(self.wanted), [slot for slot, _ in changes], live, looked_into)
+        reply = StageReply(list(self.wanted), [slot for slot, _ in changes], live, source_paths)
         self.links[stage].send(packed(reply, [content for _, content in changes]))
         self._asking = None
 
@@ -280,6 +291,7 @@ class LastStageDispatcher(TraceDispatcher):
     def _offered(
         self, payloads: RowPayloads, stage: int, head: Offer, body: memoryview
     ) -> list[tuple[ValueSlot, memoryview]]:
+        """Offer the blocks another stage's value; return slots and bytes of the rows that they changed."""
         if head.provider not in self.wanted:
             return []
         try:
@@ -318,6 +330,7 @@ class LastStageDispatcher(TraceDispatcher):
     def _called(
         self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], adapter: int | None
     ) -> Any:
+        """Have a stage call its module, and return the result; StageError unless it is being served."""
         if self._asking != stage:
             raise StageError.call(path, stage)
         try:
@@ -347,6 +360,7 @@ class LastStageTraces(WorkerTraces):
     def __init__(
         self, points: ModelPoints, config: VllmConfig, links: Sequence[StageLink], limits: EngineLimits
     ) -> None:
+        """Receive the other stages' descriptions of their modules, and make stand-ins from them."""
         self._has_begun = False
         self._begun: list[TraceSpan] = []
         self._stages: list[list[Description]] = [decode(link.receive()) for link in links]
@@ -366,6 +380,7 @@ class LastStageTraces(WorkerTraces):
 
     @torch.inference_mode()
     def before(self, facts: StepFacts) -> None:
+        """Serve the stages before this one, which compute their parts of the step one after the other."""
         self._has_begun = False
         if {*self.known.present, *(name for name, _ in facts.arrived)}.isdisjoint(facts.scheduled):
             return
@@ -389,7 +404,7 @@ class LastStageTraces(WorkerTraces):
             super().begin_step(facts)
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
-        """Continue with the step that ``before`` has begun on the first stage."""
+        """Continue with the step that ``before`` has begun; end all blocks if the rows are not those."""
         del num_rows
         begun, self._begun = self._begun, []
         if list(spans) != [span for span in begun if self.has_block(span.request_id)]:

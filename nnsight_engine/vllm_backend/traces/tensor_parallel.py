@@ -81,6 +81,7 @@ class RankDispatcher(TraceDispatcher):
     def _called(
         self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], adapter: int | None
     ) -> Any:
+        """Call a module, or its ``method``, with this rank's parts of whole values; return the whole."""
         envoy = self.model.get(path)
         # As on a block's own thread.
         with torch.inference_mode(mode=False), torch.no_grad(), self.adapters.using(adapter):
@@ -104,6 +105,8 @@ class RankDispatcher(TraceDispatcher):
 
 @dataclasses.dataclass(slots=True)
 class _Turn:
+    """What the other ranks get when they continue: changed whole tensors, by number, and an answer."""
+
     changed: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     is_true: bool = False
 
@@ -127,6 +130,7 @@ class LeadingDispatcher(RankDispatcher):
                 self._let_continue(turn)
 
     def _let_continue(self, turn: _Turn) -> None:
+        """Let the other ranks continue to the places announced here: those that blocks in this step want."""
         self._announced = frozenset(
             provider
             for provider, requests in self.wanted.items()
@@ -137,6 +141,7 @@ class LeadingDispatcher(RankDispatcher):
         self.ranks.broadcast(order, list(turn.changed.values()))
 
     def jointly(self, act: Callable[[], Any]) -> Any:
+        """Return what ``act`` returns; the other ranks execute orders meanwhile, and get ``is_true``."""
         with self._leading() as turn:
             answer = act()
             turn.is_true = answer is True
@@ -145,6 +150,7 @@ class LeadingDispatcher(RankDispatcher):
     # Values for blocks.
 
     def refusal(self, provider: str) -> Exception | None:
+        """Return why no block can have a value, as one of unknown sharding; None if blocks can."""
         refusal = super().refusal(provider)
         if refusal is None and not self.shards.is_understood(provider):
             return SpreadModuleError.unknown_layout(provider)
@@ -190,6 +196,7 @@ class LeadingDispatcher(RankDispatcher):
         kwargs: dict[str, Any],
         method: str = "",
     ) -> Any:
+        """Apply a module, or its ``method``, to a block's values: on all ranks together if it is sharded."""
         if not self.shards.needs_all(path):
             return super().applied(path, apply, args, kwargs, method)
         self._check_call(path, method)
@@ -217,6 +224,7 @@ class LeadingDispatcher(RankDispatcher):
     def _call(
         self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], adapter: int | None
     ) -> Any:
+        """Call a module on all ranks, on copies of the block's tensors; the model's thread does this."""
         args, kwargs = map_tensors((args, kwargs), lambda tensor: plain(tensor).clone())
         self.ranks.broadcast_call(path, method, args, kwargs, adapter)
         return self._called(path, method, args, kwargs, adapter)
@@ -239,12 +247,12 @@ class LeadingDispatcher(RankDispatcher):
         whole: torch.Tensor = self._on_models_thread(fetch, f"{path}.{name}")
         return whole
 
-    def _on_models_thread(self, act: Callable[[], Any], what: str) -> Any:
+    def _on_models_thread(self, act: Callable[[], Any], name: str) -> Any:
         """Do something jointly with all ranks, which accept orders while a block runs."""
         mediator = self.current
         if not isinstance(mediator, ThreadMediator) or not self._depth:
-            raise SpreadModuleError.outside_block(what)
-        return mediator.on_models_thread(act, what)
+            raise SpreadModuleError.outside_block(name)
+        return mediator.on_models_thread(act, name)
 
 
 def _changed(before: Any, after: Any) -> dict[int, torch.Tensor]:
@@ -289,6 +297,7 @@ class FollowingDispatcher(RankDispatcher):
                 self._gathered(provider, value)
 
     def _follow_call(self, order: CallOrder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make a module call together with the leading rank, which alone uses the result."""
         # Calls made inside do not count as the model's own calls.
         listener, self.listener = self.listener, 0
         try:

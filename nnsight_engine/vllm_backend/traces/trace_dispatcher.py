@@ -58,17 +58,19 @@ class ModuleOrder:
     def __init__(
         self, root: str, order: Sequence[str], exits: Sequence[str], taps: Collection[int], entry: str
     ) -> None:
+        """Number the places; ValueError if a step does not pass the exits of the layers in order."""
         entrance = f"{exits[0].removesuffix('.output')}.input"
-        order = [both for place in order for both in ((place, entry) if place == entrance else (place,))]
-        places = (entry, *exits)
+        # The tap in the first layer lies directly behind the layer's input.
+        order = [name for place in order for name in ((place, entry) if place == entrance else (place,))]
+        tap_places = (entry, *exits)
         number_of = {place: number for number, place in enumerate(order)}
-        missing = [place for place in places if place not in number_of]
-        ahead = [number_of[place] for place in places if place in number_of]
+        missing = [place for place in tap_places if place not in number_of]
+        ahead = [number_of[place] for place in tap_places if place in number_of]
         if missing or ahead != sorted(ahead):
             raise ValueError(f"the model does not run its layers in order; it never reached {missing}")
         self.order = tuple(order)
         self.number_of: Mapping[str, int] = number_of
-        self.exits = {tap: places[tap] for tap in taps}
+        self.exits = {tap: tap_places[tap] for tap in taps}
         self.tap_at = {place: tap for tap, place in self.exits.items()}
         self.ahead = {tap: ahead[tap] for tap in taps}
         self.last = max(taps)
@@ -93,6 +95,7 @@ class ModuleUsePredictor:
         return block in self._elsewhere
 
     def note(self, block: CodeType, *, elsewhere: bool) -> None:
+        """Record whether a block needed a value ``elsewhere`` than at a tap."""
         self._elsewhere.pop(block, None)
         if elsewhere:
             self._elsewhere[block] = None
@@ -157,9 +160,10 @@ class TraceDispatcher(ModuleUse):
         self.entry = ""
         self.next_tap = 0
         self.gather: Callable[[], None] | None = None
-        self._untapped: set[str] = set()
-        self._tap = -1
-        self._reach = 0
+        self._untapped: set[str] = set()  # wanted providers that no tap serves
+        self._tap = -1  # the last tap that the step has reached
+        self._reach = 0  # the number of places in ``route`` that it has passed
+        # Of a step that is rerun: the place until which blocks were served, and whether it is ahead.
         self._served_until: str | None = None
         self._is_catching_up = False
 
@@ -171,6 +175,7 @@ class TraceDispatcher(ModuleUse):
             self._untapped.add(provider)
 
     def unwant(self, provider: str, request: Participant) -> None:
+        """Remove a request from those that want a provider's values."""
         wanting = self.wanted.get(provider)
         if wanting is not None:
             wanting.pop(request, None)
@@ -193,6 +198,7 @@ class TraceDispatcher(ModuleUse):
         return self.route is not None and self.route.number_of.get(provider, self._reach) < self._reach
 
     def passed(self) -> list[str]:
+        """Return the places that the step has passed, in order, known from its taps or observed calls."""
         if self.route is None or not self._reach:
             return list(self.calls)
         if self.by_taps and self._reach < len(self.route.order):
@@ -241,6 +247,7 @@ class TraceDispatcher(ModuleUse):
     # Values that the model provides.
 
     def begin_step(self) -> None:
+        """Forget the last step: its places are those that were reached ``ever``."""
         self.ever.update(self.calls)
         self.calls.clear()
         self.interleaving = True
@@ -286,6 +293,7 @@ class TraceDispatcher(ModuleUse):
         return self.place.leave()
 
     def _serve(self, provider: str) -> None:
+        """Serve the value until no request is due: one that was served may ask again, or release another."""
         served: dict[Participant, None] = {}
         more = True
         while more:
@@ -312,6 +320,7 @@ class TraceDispatcher(ModuleUse):
         return is_repeated
 
     def provide(self, provider: str, value: Any) -> Any:
+        """Offer a value if a block wants it, and count its place as passed; return it as blocks leave it."""
         if provider in self.wanted:
             value = self.offer(provider, None, value)
         self.calls[provider] = 1
@@ -333,6 +342,7 @@ class TraceDispatcher(ModuleUse):
         self.next_tap = min((tap for tap in waiting if tap > self._tap), default=self.route.last)
 
     def _users_of_modules(self) -> list[Participant]:
+        """Return the requests that use, in this step, a value that no tap provides."""
         return [
             request
             for provider in self._untapped
@@ -366,6 +376,7 @@ class TraceDispatcher(ModuleUse):
         self.next_tap = self._tap if self._is_catching_up else _NEVER
 
     def _offer_in_place(self, provider: str, value: Any) -> None:
+        """Offer a tap's value; copy changes into its tensors, with which the compiled model continues."""
         if provider not in self.wanted:
             return
         changed = self.offer(provider, None, value)
@@ -397,6 +408,7 @@ class TraceDispatcher(ModuleUse):
         return sorted(self.wanted.get(provider, ()), key=_by_order)
 
     def fail(self, provider: str, error: BaseException) -> None:
+        """Raise an error in the blocks that have a use for a value that cannot be provided."""
         for request in self._wanting(provider):
             if request.uses(provider):
                 request.refuse(provider, error)

@@ -130,6 +130,7 @@ class TraceEnd:
         return encode({"blocks": blocks, "before": None})
 
     def closed(self, member: TraceMember, results: Mapping[str, Any]) -> dict[str, Any]:
+        """Close a request's block; return its saved values, or its error, as data for the client."""
         error = member.error
         if member.request is not None:
             name = f"{member.entry.index}/{member.choice}"
@@ -153,7 +154,8 @@ class TraceEnd:
     def encoded(self, message: dict[str, Any], num_bytes: int, *, compress: bool) -> list[Piece]:
         """Return a trace's results as pieces, encoded on a block thread: it runs code of the saved objects.
 
-        If encoding fails, the message carries the error in place of the values.
+        ``num_bytes``, their size, extends the thread's time. If encoding fails, the message carries the
+        error in place of the values.
         """
         max_bytes = min(self._max_bytes * len(message["blocks"]), self._max_message_bytes) + _BESIDE_BYTES
         limits = MessageLimits(max_bytes=max_bytes)
@@ -200,9 +202,9 @@ class TraceStore:
         self.closing = TraceEnd(threads, max_bytes)
         self._sandboxes = sandboxes
         self._reporting = reporting
-        self._contexts: dict[tuple[str, int], TraceContext] = {}
-        self._by_key: dict[str, list[str]] = {}
-        self._held: dict[str, bytes] = {}
+        self._contexts: dict[tuple[str, int], TraceContext] = {}  # by key and choice
+        self._by_key: dict[str, list[str]] = {}  # request ids
+        self._held: dict[str, bytes] = {}  # encoded blocks that came before their requests
         self._spent_s: defaultdict[str, float] = defaultdict(float)
 
     def __len__(self) -> int:
@@ -220,6 +222,7 @@ class TraceStore:
         return member
 
     def decode(self, member: TraceMember, model: WorkerModel, policy: Policy | None) -> None:
+        """Decode the blocks into ``member.context``, once per choice, or set ``member.error``."""
         name = (member.entry.key, member.choice)
         member.context = self._contexts.get(name)
         if member.context is not None:
@@ -235,6 +238,7 @@ class TraceStore:
 
     @contextlib.contextmanager
     def _timed(self, key: str) -> Iterator[None]:
+        """Add the seconds in this context to those that the engine has waited for the trace."""
         begin = time.monotonic()
         try:
             yield
@@ -242,6 +246,7 @@ class TraceStore:
             self._spent_s[key] += time.monotonic() - begin
 
     def requests(self, key: str, index: int | None = None) -> list[str]:
+        """Return the ids of a trace's requests that are not collected yet, or of those of one block."""
         return [
             request_id
             for request_id in self._by_key.get(key, ())
@@ -265,12 +270,12 @@ class TraceStore:
         if key in self._by_key and self._sandboxes.knows(key):
             return self._collected_of_sandbox(key)
         request_ids = self.requests(key, index)
-        every = self._by_key.pop(key, None)
-        if every is None:
+        all_ids = self._by_key.pop(key, None)
+        if all_ids is None:
             pieces: list[Piece] = [encode({"blocks": [], "before": None})]
             return EndedTrace(pieces, self._spent_s.pop(key, 0.0))
         if index is not None:
-            self._by_key[key] = [request_id for request_id in every if request_id not in request_ids]
+            self._by_key[key] = [request_id for request_id in all_ids if request_id not in request_ids]
         members = [self.members.pop(request_id) for request_id in request_ids]
         in_order = sorted(members, key=lambda member: (member.entry.index, member.choice))
         blocks = [self.closing.closed(member, results) for member in in_order]
@@ -299,13 +304,14 @@ class TraceStore:
         return EndedTrace(pieces, self._spent_s.pop(key), *remaining, tier, has_begun)
 
     def _collected_of_sandbox(self, key: str) -> EndedTrace:
+        """End a sandboxed trace; all its blocks fail if one of its requests did not reach the process."""
         ended = self._sandboxes.collect(key)
         members = [self.members.pop(request_id) for request_id in self._by_key.pop(key)]
-        outside = next((member.error for member in members if member.error is not None), None)
-        if outside is None:
+        error_outside = next((member.error for member in members if member.error is not None), None)
+        if error_outside is None:
             return ended
-        has_begun = ended.has_begun and not isinstance(outside, SandboxUnavailableError)
-        return ended._replace(pieces=[self.closing.failed(members, outside)], has_begun=has_begun)
+        has_begun = ended.has_begun and not isinstance(error_outside, SandboxUnavailableError)
+        return ended._replace(pieces=[self.closing.failed(members, error_outside)], has_begun=has_begun)
 
     def drop(self, key: str) -> float:
         """Drop a trace without its results; return the seconds that the engine has waited for it."""

@@ -80,6 +80,7 @@ class WorkerTraces:
         *,
         dispatcher: TraceDispatcher | None = None,
     ) -> None:
+        """Build the tree of envoys over the loaded model; ``dispatcher`` is for several ranks or stages."""
         self.dispatcher = dispatcher if dispatcher is not None else TraceDispatcher()
         self.known = KnownRequests()
         self.in_step = False
@@ -105,13 +106,13 @@ class WorkerTraces:
         self._active: list[TracedRequest] = []
         self._num_arrived = 0
         self._live: dict[str, TracedRequest] = {}
-        self._ended: list[str] = []
+        self._ended: list[str] = []  # failed outside a step; ``end_step`` returns them
         self.reporting = Reporting()
         self._limits = limits
         self._sandbox_reports: dict[str, Report] = {}
         self.sandboxes = SandboxPool(self.dispatcher, limits)
         self.store = TraceStore(self.sandboxes, self.reporting, self._threads, limits.max_trace_bytes)
-        self._began_s = 0.0
+        self._began_s = 0.0  # ``spent_s`` of the active requests when the step began
         self._module_use = ModuleUsePredictor()
 
     def _new_model(self, names: Names) -> WorkerModel:
@@ -132,13 +133,14 @@ class WorkerTraces:
         return outline_of(self.model._module)  # noqa: SLF001 - an envoy of ours
 
     def num_live(self) -> dict[str, int]:
-        held = {
+        """Return how much of each kind the worker holds."""
+        counts = {
             "traced": len(self._live),
             "traces": len(self.store),
             "prints": len(self.reporting),
             "sandboxes": len(self.sandboxes),
         }
-        return {**held, "edits": self.edits.num_kept}
+        return {**counts, "edits": self.edits.num_kept}
 
     # A step.
 
@@ -153,6 +155,7 @@ class WorkerTraces:
             self.dispatcher.jointly(lambda: self._update_requests(facts))
 
     def _update_requests(self, facts: StepFacts) -> None:
+        """Retire requests that finished, start those that arrived, and drop traces that nobody collects."""
         for request_id in self._live.keys() & set(facts.finished):
             self._live.pop(request_id).retire()
         self.sandboxes.begin_step()
@@ -163,6 +166,7 @@ class WorkerTraces:
             self.drop(key)
 
     def _arrive(self, request_id: str, plain: Any) -> None:
+        """Start a request's block, here or in its sandbox; an error is stored, and ends this request only."""
         try:
             entry = TraceEntry.from_plain(plain)
         except msgspec.ValidationError:
@@ -187,8 +191,8 @@ class WorkerTraces:
             policy = self.policy or TRUSTED
             edits = self.edits.mediators(entry, member.choice, self.model, self._threads, enter, policy)
             member.request = TracedRequest(self.dispatcher, mediator, self._num_arrived, memory, edits)
-            for before, edit in enumerate(edits):
-                edit.idx = before - len(edits)
+            for position, edit in enumerate(edits):
+                edit.idx = position - len(edits)  # negative: served before the block
             mediator.idx = entry.index
             member.request.is_dry_run = entry.is_dry_run
             member.request.needed_modules = self._module_use.expects_modules(member.context.code(entry.index))
@@ -202,6 +206,8 @@ class WorkerTraces:
             self._ended.append(request_id)
 
     def _entering(self, entry: TraceEntry, report: Callable[[], None]) -> Callable[[], None]:
+        """Return what a block's thread calls first: it redirects prints, and selects the LoRA adapter."""
+
         def enter() -> None:
             report()
             self._adapters.enter(entry.adapter)
@@ -285,11 +291,12 @@ class WorkerTraces:
         return self.in_step
 
     def _step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
+        """Begin a step on the worker that runs the blocks; return False if no block takes part in it."""
         spans = [span for span in spans if self.has_block(span.request_id)]
         if not spans:
             return False
         self.dispatcher.begin_step()
-        live_spans = [span for span in spans if span.request_id in self._live]
+        live_spans = [span for span in spans if span.request_id in self._live]  # others are sandboxed
         self._active = [self._live[span.request_id] for span in live_spans]
         self._began_s = sum(request.spent_s for request in self._active)
         for request, span in zip(self._active, live_spans, strict=True):
@@ -318,6 +325,7 @@ class WorkerTraces:
             self.model.forget_sources()
 
     def again(self) -> None:
+        """Prepare to rerun the step with module calls observed: blocks need more than taps provide."""
         self.dispatcher.again()
         for request in self._active:
             request.again()
@@ -359,7 +367,10 @@ class WorkerTraces:
         return value
 
     def end_step(self) -> list[str]:
-        """End the step; return the requests that are to end because their blocks failed or stopped them."""
+        """End the step; return the requests that are to end because their blocks failed or stopped them.
+
+        With sandboxed requests, other ranks first follow the worker with the blocks, then end the step too.
+        """
         if self.known.sandboxed:
             ended: list[str] = self.dispatcher.jointly(self._end_traced_step)
             if self.dispatcher.runs_blocks:
@@ -367,6 +378,7 @@ class WorkerTraces:
         return self._end_traced_step()
 
     def _end_traced_step(self) -> list[str]:
+        """End the step of blocks on this worker and in sandboxes; return the requests that are to end."""
         for request in self._active:
             request.end_step()
         self._record_module_use()
@@ -390,6 +402,7 @@ class WorkerTraces:
         return is_ready
 
     def _record_module_use(self) -> None:
+        """After a request's first step, record whether its block needed more than taps provide."""
         for request_id, request in self._live.items():
             member = self.store.members[request_id]
             if request.number == 1 and member.context is not None and not member.is_known:
@@ -399,6 +412,7 @@ class WorkerTraces:
                 )
 
     def reports(self) -> dict[str, Report]:
+        """Return the reports of the last step, by request, for clients that read along."""
         reports, self._sandbox_reports = self._sandbox_reports, {}
         for request_id in self._live:
             if self.reporting.may_report(request_id):
@@ -414,7 +428,7 @@ class WorkerTraces:
     # Results.
 
     def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> EndedTrace:
-        """Close the blocks of a trace, or one of them; see ``TraceStore.collect``."""
+        """Close the blocks of an ended trace, or one of them (``index``), with its requests' results."""
 
         def collect() -> EndedTrace:
             for request_id in self.store.requests(key, index):
@@ -425,6 +439,8 @@ class WorkerTraces:
         return ended
 
     def drop(self, key: str) -> float:
+        """Drop a trace without its results; return the seconds that the engine has waited for it."""
+
         def drop() -> float:
             for request_id in self.store.requests(key):
                 self._live.pop(request_id, None)

@@ -79,6 +79,7 @@ class SandboxConnection:
         trace_s: float,
         on_end: Callable[[], None],
     ) -> None:
+        """Take a process if one is ready; ``on_end`` is called if it is ended prematurely."""
         self.sandbox: Sandbox | None = source.take_process()
         self.error: Exception | None = None
         self.waited_s = 0.0
@@ -92,12 +93,14 @@ class SandboxConnection:
         self._budget_s = budget_s
         self._trace_s = trace_s
         self._on_end = on_end
+        # The type of the answer that is due, the function that gets it, and the answer once it has come.
         self._answer: type[ContinueReply | Collected] | None = None
         self._then: Callable[[Any, memoryview], None] | None = None
         self._came: tuple[ContinueReply | Collected, memoryview] | None = None
         self._sent_at = time.monotonic()
-        self._left_s = 0.0
-        self._called_s = self._call_s = 0.0
+        self._left_s = 0.0  # the budget of this step
+        # The worker's seconds for this process's messages and calls, since ``refill``.
+        self._worked_s = self._worked_before_call_s = 0.0
         self._call: ModuleCall | None = None
         self._cpu_s = self._reported_cpu_s = self._read_cpu_s()
         self.refill()
@@ -129,6 +132,7 @@ class SandboxConnection:
         self._guarded(send)
 
     def _send(self, message: list[bytes | memoryview]) -> None:
+        """Send a message to the process, or keep it until there is one."""
         if self.sandbox is None:
             self._unsent = message
         else:
@@ -152,6 +156,7 @@ class SandboxConnection:
             self._guarded(self._read)
 
     def _acquire_process(self) -> None:
+        """Take a process if one is ready, and send it the message that waits for it."""
         self.sandbox = self._source.take_process()
         if self.sandbox is not None:
             self._sent_at = time.monotonic()
@@ -160,6 +165,7 @@ class SandboxConnection:
             self._send(message)
 
     def _read(self) -> None:
+        """Read one message: the answer, or a request to call a module before it; else end the process."""
         assert self.sandbox is not None  # noqa: S101 - it has got a request
         with self._charged():
             data = self.sandbox.side.take_answer(self._max_bytes)
@@ -190,6 +196,7 @@ class SandboxConnection:
         self.take_held()
 
     def _process_answer(self) -> None:
+        """Pass the answer to the function that was given with its request."""
         assert self._came is not None  # noqa: S101 - an answer has come
         assert self._then is not None  # noqa: S101 - it was asked for
         (reply, content), then = self._came, self._then
@@ -209,6 +216,7 @@ class SandboxConnection:
         self._guarded(lambda: self._serve(lambda: self._advance(call)))
 
     def _begin_call(self, call: CallRequest, content: memoryview) -> None:
+        """Decode a call's arguments, check them, and begin the call, which ``advance_call`` computes."""
         tensors_sent = Tensors(content)
         args = [
             tensors_sent.next(argument) if isinstance(argument, ValueSlot) else argument
@@ -220,7 +228,7 @@ class SandboxConnection:
         }
         tensors_sent.check_end()
         self._call = self._served.begin_call(call.path, args, kwargs)
-        self._call_s = self._called_s
+        self._worked_before_call_s = self._worked_s
 
     def _advance(self, call: ModuleCall) -> None:
         call.advance()
@@ -233,6 +241,10 @@ class SandboxConnection:
             )
 
     def _serve(self, act: Callable[[], None]) -> None:
+        """Do a part of a module call, charged to the budget; an error is the call's result.
+
+        A call that takes too long for a step is ended with an error too.
+        """
         listener, self._dispatcher.listener = self._dispatcher.listener, 0
         begin = time.monotonic()
         try:
@@ -244,7 +256,7 @@ class SandboxConnection:
             self._return(packed(CallResult(encode_error(error))))
         finally:
             self._dispatcher.listener = listener
-            self._called_s += time.monotonic() - begin
+            self._worked_s += time.monotonic() - begin
         call = self._call
         if call is not None and self._takes_too_long(call):
             self._return(
@@ -254,16 +266,18 @@ class SandboxConnection:
             )
 
     def _takes_too_long(self, call: ModuleCall) -> bool:
-        took_s = self._called_s - self._call_s
+        """Return whether the call will exceed the budget of a step, as estimated from its first parts."""
+        took_s = self._worked_s - self._worked_before_call_s
         is_known = call.num_done >= _KNOWN_PARTS * call.part_rows
         whole_s = took_s * call.num_rows / call.num_done if is_known else took_s
-        return self._call_s + whole_s > self._budget_s
+        return self._worked_before_call_s + whole_s > self._budget_s
 
     def _return(self, answer: list[bytes | memoryview]) -> None:
         self._call = None
         self._send(answer)
 
     def _guarded(self, act: Callable[[], None]) -> None:
+        """Call ``act``; an error ends this process, and its requests fail, but not the engine's step."""
         if self.error is not None:
             return
         try:
@@ -300,12 +314,12 @@ class SandboxConnection:
         try:
             yield
         finally:
-            self._called_s += time.thread_time() - begin
+            self._worked_s += time.thread_time() - begin
 
     def refill(self) -> None:
         """Reset its budget to that of one step; end it if it has used the budget of the whole trace."""
         self._trace_s -= self._used_s()
-        self._cpu_s, self._called_s = self._read_cpu_s(), 0.0
+        self._cpu_s, self._worked_s = self._read_cpu_s(), 0.0
         self._left_s = min(self._budget_s + _GRACE_S, self._trace_s)
         if self._trace_s <= 0:
             self.give_up(SandboxEndedError.long())
@@ -314,7 +328,7 @@ class SandboxConnection:
         self._left_s += _READ_S
 
     def _used_s(self) -> float:
-        return max(self._read_cpu_s() - self._cpu_s, 0.0) + self._called_s
+        return max(self._read_cpu_s() - self._cpu_s, 0.0) + self._worked_s
 
     def end_if_late(self, *, at_once: bool = False) -> bool:
         """End the process if it is over budget, or ``at_once`` regardless; return whether it has ended."""
@@ -337,6 +351,7 @@ class SandboxConnection:
         return max(waited_s, self._reported_cpu_s - before)
 
     def _read_cpu_s(self) -> float:
+        """Return the process's CPU seconds, or those last known."""
         if self.sandbox is not None:
             with contextlib.suppress(OSError):
                 return self.sandbox.cpu_s()

@@ -52,10 +52,14 @@ class ModuleCall:
         num_axes: int,
         part_rows: int,
     ) -> None:
+        """Prepare to call ``apply`` with up to ``part_rows`` rows at once.
+
+        The first ``num_axes`` axes of the arguments are axes of rows.
+        """
         self.path = path
         self._apply = apply
-        self._lead = args[0].shape[:num_axes]
-        self.num_rows = self._lead.numel()
+        self._row_shape = args[0].shape[:num_axes]
+        self.num_rows = self._row_shape.numel()
         self.num_done = 0
         self.part_rows = part_rows
         self._is_whole = self.num_rows <= part_rows
@@ -69,14 +73,16 @@ class ModuleCall:
         return bool(self._parts) and self.num_done >= self.num_rows
 
     def advance(self) -> None:
-        first = self.num_done
-        args = self._args if self._is_whole else [arg[first : first + self.part_rows] for arg in self._args]
+        """Compute the next part: up to ``part_rows`` rows."""
+        start = self.num_done
+        args = self._args if self._is_whole else [arg[start : start + self.part_rows] for arg in self._args]
         with torch.inference_mode():
             # As for a block in the worker: without the hooks that count the model's own calls.
             self._parts.append(self._apply(*args))
-        self.num_done = min(first + self.part_rows, self.num_rows)
+        self.num_done = min(start + self.part_rows, self.num_rows)
 
     def result(self) -> Any:
+        """Return the module's output, joined from the parts, with the arguments' axes of rows."""
         if self._is_whole:
             return self._parts[0]
         columns = [list(tensors(part)) for part in self._parts]
@@ -84,7 +90,7 @@ class ModuleCall:
         return map_tensors(self._parts[0], lambda _: self._shaped(next(merged)))
 
     def _shaped(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.reshape(*self._lead, *rows.shape[1:])
+        return rows.reshape(*self._row_shape, *rows.shape[1:])
 
 
 _NUMBER_BYTES: Final = 4
@@ -156,9 +162,9 @@ class CallableModules:
             )
         return call
 
-    def _cost(self, module: torch.nn.Module, first: torch.Tensor, *, embeds: bool) -> tuple[int, int]:
+    def _cost(self, module: torch.nn.Module, argument: torch.Tensor, *, embeds: bool) -> tuple[int, int]:
         """Return the maximum output bytes per row, and the multiplications per row."""
-        width = self._hidden_size if embeds else int(first.shape[-1])
+        width = self._hidden_size if embeds else int(argument.shape[-1])
         known: Any = module
         if isinstance(module, VocabParallelEmbedding):
             width = width if embeds else int(known.num_embeddings)
@@ -167,18 +173,21 @@ class CallableModules:
         elif isinstance(module, torch.nn.Linear):
             width = max(width, int(known.out_features))
         work = width if embeds else max(width, sum(map(_multiplications, module.modules())))
-        takes = 2 if isinstance(module, RMSNorm | GemmaRMSNorm) else 1
-        return width * takes * _NUMBER_BYTES, work
+        num_outputs = 2 if isinstance(module, RMSNorm | GemmaRMSNorm) else 1  # with the residual
+        return width * num_outputs * _NUMBER_BYTES, work
 
     def _check(self, path: str, module: torch.nn.Module, rows: Sequence[torch.Tensor]) -> None:
+        """Raise SandboxedError unless the width, dtype and number of rows are what the kernel trusts."""
         first = rows[0]
         if isinstance(module, VocabParallelEmbedding) and not first.is_floating_point():
             self._check_tokens(path, module, rows)
             return
         width = self._width(path, module)
-        takes = 2 if isinstance(module, RMSNorm | GemmaRMSNorm) else 1
-        if len(rows) > takes:
-            raise SandboxedError.uncalled(path, f"it takes {takes} tensors at most here, got {len(rows)}")
+        max_tensors = 2 if isinstance(module, RMSNorm | GemmaRMSNorm) else 1  # with the residual
+        if len(rows) > max_tensors:
+            raise SandboxedError.uncalled(
+                path, f"it takes {max_tensors} tensors at most here, got {len(rows)}"
+            )
         for tensor in rows:
             if tensor.dtype is not self._dtype or tensor.ndim == 0 or (width and tensor.shape[-1] != width):
                 raise SandboxedError.uncalled(
@@ -198,6 +207,7 @@ class CallableModules:
                 )
 
     def _check_tokens(self, path: str, module: Any, rows: Sequence[torch.Tensor]) -> None:
+        """Raise SandboxedError unless the argument is one tensor of tokens that the vocabulary has."""
         tokens = rows[0]
         vocabulary = int(module.org_vocab_size)
         is_of_numbers = tokens.dtype in {torch.int32, torch.int64} and len(rows) == 1

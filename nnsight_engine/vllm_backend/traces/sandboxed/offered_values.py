@@ -25,7 +25,10 @@ from nnsight_engine.vllm_backend.traces.rows import RowSpan
 def packed_rows(
     provider: str, value: Any, payloads: RowPayloads
 ) -> tuple[list[ValueSlot] | None, bool, Sequence[Piece]]:
-    """Return the process's rows, see ``packed_value``; SandboxedError if one trace cannot have the value."""
+    """Return the process's rows of a value: slots, whether it is a tuple, and bytes, see ``packed_value``.
+
+    SandboxedError if the value cannot be sent, or has a tensor that belongs to other traces too.
+    """
     try:
         own_rows, forms = payloads.pack(RowStore().keep(value))
         is_shared = not payloads.is_all and any(axis < 0 for axis, _ in forms)
@@ -42,8 +45,8 @@ def put_changes(
     """Apply the changes of a process to the value at hand; SandboxEndedError if they are invalid."""
     keeper = RowStore()
     try:
-        kept = keeper.keep(place.value)
-        place.value = keeper.give_back(_changed(place, payloads, kept, slots, content))
+        sendable = keeper.keep(place.value)
+        place.value = keeper.give_back(_changed(place, payloads, sendable, slots, content))
     except SandboxEndedError:
         raise
     except Exception as error:  # no number that a process sends may end the model
@@ -53,6 +56,7 @@ def put_changes(
 def _changed(
     place: RowSpan, payloads: RowPayloads, value: Any, slots: Sequence[ValueSlot], content: memoryview
 ) -> Any:
+    """Return the value with the process's rows; SandboxEndedError if a slot or its rows are invalid."""
     received, before = Tensors(content), list(tensors(value))
     changes: dict[int, torch.Tensor] = {}
     for slot in slots:
@@ -67,6 +71,7 @@ def _changed(
     received.check_end()
     with torch.inference_mode():
         changed = payloads.changed(value, list(changes.items()))
+    # Blocks of this worker that edit their copies later write into the new tensors.
     for old, new in zip(before, list(tensors(changed)), strict=True):
         for copy in place.copies:
             if copy.whole is old:
@@ -84,6 +89,7 @@ class Changes:
         self._num_bytes = 0
 
     def keep(self, place: str, slots: Sequence[ValueSlot], content: memoryview) -> None:
+        """Store the changes made at a place; drop all over the limit, or if the place has some already."""
         self._num_bytes += len(content)
         self.is_too_much = self.is_too_much or self._num_bytes > self._max_bytes or place in self.by_place
         if self.is_too_much:

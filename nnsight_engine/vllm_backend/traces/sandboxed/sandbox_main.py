@@ -80,6 +80,7 @@ class Leftovers:
         self._settings = _torch_settings()
 
     def exist(self) -> bool:
+        """Return whether settings, or names in modules that blocks can use, are not as before."""
         if self._settings != _torch_settings():
             return True
         pairs = zip(self._before, self._namespaces(), strict=True)
@@ -113,6 +114,7 @@ def thread_settings() -> tuple[Any, ...]:
 
 
 def _torch_settings() -> tuple[Any, ...]:
+    """Return the settings of the whole process that a block can change."""
     return (
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
@@ -146,6 +148,7 @@ class WaitingThread(ThreadStack):
     """A job in a long call of C code is not abandoned, which takes a thread: the worker ends the process."""
 
     def __init__(self, budget_s: float, idle_threads: list[WaitingThread]) -> None:
+        """Start the thread, which adds itself to ``idle_threads`` after each job."""
         super().__init__(budget_s)
         self._idle_threads = idle_threads
         self._settings: tuple[Any, ...] | None = None
@@ -156,6 +159,7 @@ class WaitingThread(ThreadStack):
         return super().start(partial(self._watched, job))
 
     def _watched(self, job: Callable[[], Any]) -> Any:
+        """Run a job on this thread; note whether it leaves other settings than the first job found."""
         if self._settings is None:
             self._settings = thread_settings()
         try:
@@ -164,6 +168,7 @@ class WaitingThread(ThreadStack):
             self.has_leftovers = thread_settings() != self._settings
 
     def resume(self, payload: Any) -> Any:
+        """Let the job continue; return its next event. After its end the thread takes another job."""
         event = super().resume(payload)
         if type(event) is Done and not self.abandoned:
             self._idle_threads.append(self)
@@ -174,6 +179,7 @@ class WaitingThread(ThreadStack):
         return time.process_time()
 
     def _wait_for_control(self) -> bool:
+        """Wait until the job hands over; False if its CPU time, or far more wall time, has passed."""
         began = time.monotonic()
         while True:
             if super()._wait_for_control():
@@ -200,6 +206,7 @@ class WaitingThreads(Threads):
         return any(thread.has_leftovers for thread in self._all_threads)
 
     def take_stack(self) -> ThreadStack:
+        """Take an idle thread, with a new budget; SandboxedError if all are in use."""
         if not self._idle_threads:
             raise SandboxedError.crowded()
         stack = self._idle_threads.pop()
@@ -238,6 +245,7 @@ class SandboxDispatcher(TraceDispatcher):
         return mediator.on_models_thread(lambda: self._called(path, args, kwargs), path)
 
     def _called(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Send the worker a request to call a module, and return its result or raise its error."""
         body: list[memoryview] = []
         max_bytes = self.max_call_bytes
         call = CallRequest(
@@ -259,6 +267,7 @@ class SandboxDispatcher(TraceDispatcher):
 
 
 def _argument(path: str, value: Any, body: list[memoryview], max_bytes: int) -> Argument:
+    """Return an argument as a message has it; the bytes of a tensor are appended to ``body``."""
     if isinstance(value, torch.Tensor):
         try:
             slot, content = slot_of(value, max_bytes=max_bytes)
@@ -288,8 +297,8 @@ class SandboxTraces(WorkerTraces):
 
     def __init__(self, points: ModelPoints, limits: EngineLimits, dispatcher: SandboxDispatcher) -> None:
         self._wanted: list[str] = []
-        self._before: list[str] = []
-        self._passed: list[str] = []
+        self._before: list[str] = []  # places that the model passed in the step before
+        self._passed: list[str] = []  # in this step
         self._payloads: RowPayloads | None = None
         self._after_model_payloads: RowPayloads | None = None
         self._is_after_model = False
@@ -312,6 +321,7 @@ class SandboxTraces(WorkerTraces):
         return self.serve
 
     def serve(self, side: SandboxSide) -> None:
+        """Answer the worker's messages, one trace after the other, until the process is ended."""
         self.dispatcher.side = side
         while True:
             head, body = read_by_sandbox(side.receive())
@@ -320,6 +330,7 @@ class SandboxTraces(WorkerTraces):
                 self._leftovers.draw_anew()
 
     def answer(self, head: ToSandbox, body: memoryview) -> list[bytes | memoryview]:
+        """Do what a message of the worker asks, and return the message that answers it."""
         match head:
             case BeginRequests(arrived):
                 self.begin_step(StepFacts(arrived))
@@ -351,6 +362,7 @@ class SandboxTraces(WorkerTraces):
         self._wanted, self._before, self._passed = [], [], []
 
     def _enter_step(self, span_data: Sequence[tuple[str, int, int, bool]]) -> list[bytes | memoryview]:
+        """Begin a step; the process has its own requests' rows only, in the order of the spans."""
         row, spans = 0, []
         for index, (request_id, num_rows, start, complete) in enumerate(span_data):
             spans.append(TraceSpan(request_id, index, row, num_rows, start, complete))
@@ -372,10 +384,11 @@ class SandboxTraces(WorkerTraces):
         return msgspec.structs.replace(self._leave_step(), changes=list(changes), is_over=True)
 
     def _leave_step(self) -> ContinueReply:
+        """End the step; return the message with the requests that are to end, and reports for clients."""
         ended = self.end_step()
         reports = [
-            SandboxReply(name, choice, delta, printed)
-            for name, (_, choice, delta, printed) in self.reports().items()
+            SandboxReply(name, index, delta, printed)
+            for name, (_, index, delta, printed) in self.reports().items()
         ]
         return ContinueReply(self._now_wanted(), ended=ended, reports=reports)
 
@@ -385,6 +398,7 @@ class SandboxTraces(WorkerTraces):
         self.dispatcher.calls.update(dict.fromkeys(new, 1))
 
     def _offer(self, head: Offer, body: memoryview) -> list[bytes | memoryview]:
+        """Offer the blocks a value of the model; return the message with the rows that they changed."""
         self._pass(head.passed)
         if head.is_after_model and not self._is_after_model:
             self._is_after_model = True
@@ -403,6 +417,7 @@ class SandboxTraces(WorkerTraces):
         return packed(self._continue([slot for slot, _ in slots]), [content for _, content in slots])
 
     def _now_wanted(self) -> list[str] | None:
+        """Return the places whose values blocks want; None if they are as in the last message."""
         wanted = list(self.dispatcher.wanted)
         if wanted == self._wanted:
             return None

@@ -70,6 +70,7 @@ class IdleProcesses:
             self._by_process.popitem(last=False)[1][1].end()
 
     def take_process(self, tenant: str) -> Sandbox | None:
+        """Return the tenant's process that was parked last and is still usable, resumed; None without one."""
         of_tenant = [process for process, (owner, _) in self._by_process.items() if owner == tenant]
         for process in reversed(of_tenant):
             _, sandbox = self._by_process.pop(process)
@@ -82,6 +83,8 @@ class IdleProcesses:
 
 
 class ProcessSource:
+    """Where a trace gets its process: a parked one of its tenant, or a new one of the fork server."""
+
     def __init__(
         self, tenant: str, idle: IdleProcesses, server: ForkServer, on_take: Callable[[], None]
     ) -> None:
@@ -117,7 +120,7 @@ def open_sandbox_pool(
     limits: EngineLimits,
 ) -> None:
     """Start the fork server for a worker's sandboxed traces, without waiting for it."""
-    half_bytes = limits.sandbox_message_bytes
+    message_bytes = limits.sandbox_message_bytes
     setup = {
         "call_bytes": served.call_bytes,
         "modules": list(modules),
@@ -133,10 +136,10 @@ def open_sandbox_pool(
     }
     command = [sys.executable, "-m", _ZYGOTE]
     server = ForkServer(
-        command, encode(setup), half_bytes, _NUM_SPARE, needs_namespaces=limits.sandbox_needs_namespaces
+        command, encode(setup), message_bytes, _NUM_SPARE, needs_namespaces=limits.sandbox_needs_namespaces
     )
     server.start()
-    sandboxes.open(server, served, half_bytes)
+    sandboxes.open(server, served, message_bytes)
 
 
 class SandboxPool:
@@ -190,6 +193,7 @@ class SandboxPool:
         session.send_requests([(request_id, msgspec.structs.replace(entry, sandbox_of=None))])
 
     def _opened(self, tenant: str, order: int) -> SandboxSession:
+        """Return a new trace's session; SandboxUnavailableError if as many are open as may be."""
         if len(self._by_key) >= self._limits.max_sandboxes:
             raise SandboxUnavailableError(
                 f"{len(self._by_key)} sandboxes are at work, as many as may be: send the request again"
@@ -204,6 +208,7 @@ class SandboxPool:
         self.counts["started"] += 1
 
     def begin_step(self) -> None:
+        """Begin a step: note the requests that have ended, and read the messages that have arrived."""
         self._waiting.begin_step(is_single_tenant=self.facts.is_single_tenant)
         for session in self._by_key.values():
             ended = session.live.intersection(self.facts.finished)
@@ -222,7 +227,7 @@ class SandboxPool:
 
     @property
     def throttled(self) -> frozenset[str]:
-        """The tenants whose requests are not to be scheduled now, see ``WaitBudget``; none if alone."""
+        """The tenants whose requests are not to be scheduled now, having delayed others; none if alone."""
         return frozenset() if self.facts.is_single_tenant else self._waiting.throttled
 
     def has(self, request_id: str) -> bool:
@@ -234,14 +239,17 @@ class SandboxPool:
         return key in self._by_key
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> None:
+        """Begin the sandboxed requests' part of a step, and wait for processes; late ones are left out."""
         by_session: dict[SandboxSession, list[TraceSpan]] = {}
         for span in spans:
             by_session.setdefault(self._by_request[span.request_id], []).append(span)
         self._active = list(by_session)
         for session, session_spans in by_session.items():
             once_begun = self.facts.bound_once_begun if session.connection.has_process else ()
-            bound = {*self.facts.bound, *once_begun}
-            session.prepare(session_spans, is_bound=any(span.request_id in bound for span in session_spans))
+            unrepeatable = {*self.facts.bound, *once_begun}
+            session.prepare(
+                session_spans, is_bound=any(span.request_id in unrepeatable for span in session_spans)
+            )
         self._waiting.wait(self._active)
         for session, session_spans in by_session.items():
             session.step(session_spans, num_rows)
@@ -286,6 +294,7 @@ class SandboxPool:
         return ended, reports, waited_s
 
     def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
+        """Request a trace's saved values, and wait for up to ``wait_s``; return whether they have arrived."""
         session = self._by_key[key]
         session.stop_waiting()
         end = time.monotonic() + wait_s
@@ -311,6 +320,7 @@ class SandboxPool:
         return ended
 
     def drop(self, key: str) -> float:
+        """Drop a trace; return the seconds that the engine has waited for it, 0 if it is unknown."""
         session = self._by_key.get(key)
         if session is None:
             return 0.0
@@ -319,6 +329,7 @@ class SandboxPool:
         return spent_s
 
     def _forget(self, key: str) -> None:
+        """Remove an ended trace; count it if its process was ended early, and park the process otherwise."""
         session = self._by_key.pop(key)
         for request_id in session.entries:
             self._by_request.pop(request_id, None)
@@ -330,6 +341,7 @@ class SandboxPool:
             self._start_waiting(session.tenant)
 
     def _start_waiting(self, tenant: str) -> None:
+        """Have one trace of the tenant that waits for a process take the parked one."""
         for session in self._by_key.values():
             if session.tenant == tenant and not session.connection.has_process:
                 session.connection.pump()

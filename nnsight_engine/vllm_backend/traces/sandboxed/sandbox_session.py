@@ -82,6 +82,7 @@ class SandboxSession:
         budget_s: float,
         trace_s: float,
     ) -> None:
+        """Connect to a process if one is ready; ``order`` counts arrivals, of all traced requests."""
         self.dispatcher = dispatcher
         self.order = order
         self.tenant = tenant
@@ -106,17 +107,19 @@ class SandboxSession:
         self._places = opened.served.places
         self._max_bytes = opened.max_bytes
         self._wanted: list[str] = []
-        self._before: list[str] = []
-        self._passed: list[str] = []
+        self._before: list[str] = []  # places passed in the step before
+        self._passed: list[str] = []  # places passed in this step that the process knows of
         self._unreported = PassedPlaces()
-        self._over: set[str] = set()
+        self._over: set[str] = set()  # requests that ``take_deltas`` has yet to return
         self._reports: dict[str, Report] = {}
         self._num_printed = 0
         self._payloads: RowPayloads | None = None
         self._is_after_model = False
         self._spans: list[TraceSpan] = []
-        self._is_served = False
-        self._stopped_at = ""
+        self._is_served = False  # whether the process has had the value at hand
+        self._stopped_at = ""  # the place of the last question in this step
+        # Whether a deferred step must first reach that place again, whether changes are replayed, and whether
+        # the process has a part in the running step.
         self._is_resuming = self._replays = self._takes_part = False
         self._offered: set[str] = set()
         self._collected: tuple[Collected, memoryview] | None = None
@@ -143,6 +146,7 @@ class SandboxSession:
         self._send_arrived()
 
     def _send_arrived(self) -> None:
+        """Send the requests that have arrived, unless the process has yet to answer, or is in a step."""
         if not self._arrived or self.connection.is_unanswered or self.is_deferred:
             return
         arrived, self._arrived = self._arrived, []
@@ -151,6 +155,7 @@ class SandboxSession:
         )
 
     def _on_begun(self, reply: ContinueReply, content: memoryview) -> None:
+        """Process the answer to ``BeginRequests``: requests that it does not name as live have failed."""
         self._apply(reply, content)
         if reply.live is not None:
             sent = self.live - {name for name, _ in self._arrived}
@@ -159,6 +164,7 @@ class SandboxSession:
         self._send_arrived()
 
     def prepare(self, spans: Sequence[TraceSpan], *, is_bound: bool) -> None:
+        """Decide whether the step can continue without the process; ``is_bound``: it cannot be repeated."""
         self._send_arrived()
         is_begun = self.connection.has_process  # otherwise no block has seen a part of a chunked prompt
         self.can_be_deferred = not (is_bound or (is_begun and not all(span.complete for span in spans)))
@@ -166,7 +172,7 @@ class SandboxSession:
         self._takes_part = False
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> None:
-        """Begin a step, or continue the one that was deferred."""
+        """Begin a step, or continue the one that was deferred; while the process computes, leave it out."""
         spans = [span for span in spans if span.request_id in self.live]
         if not spans or self.error is not None:
             return
@@ -216,6 +222,7 @@ class SandboxSession:
         return True
 
     def _resume(self) -> None:
+        """Continue a deferred step: replay its changes, and use the answer at the place where it was late."""
         self.is_deferred = False
         self._replay()
         if self._stopped_at:
@@ -231,6 +238,7 @@ class SandboxSession:
             self.undone = [span.request_id for span in self._spans]
 
     def again(self) -> None:
+        """Rerun the step from its first layer; the trace fails if its changes were too large to be stored."""
         if not self._takes_part:
             return
         if self._changes.is_too_much:
@@ -255,6 +263,7 @@ class SandboxSession:
         return set(self.live) if self.connection.is_pending else set()
 
     def after_model(self, num_requests: int) -> None:
+        """Switch to the phase behind the model, in which values have one row per request."""
         rows = [
             type(span)(span.request_id, at, span.index, 1, 0, complete=True)
             for at, span in enumerate(self._spans)
@@ -263,6 +272,7 @@ class SandboxSession:
         self._payloads = RowPayloads(rows, num_requests)
 
     def finish(self) -> None:
+        """Tell the process, once the model has run, that the step is over, unless it knows."""
         if self._is_resuming:  # the model has not reached the place again
             self._is_resuming = self.in_step = False
             self.connection.give_up(SandboxEndedError.unrepeated())
@@ -278,6 +288,7 @@ class SandboxSession:
         self._send_arrived()
 
     def end_step(self) -> None:
+        """End a step in which the process had a part: drop the changes stored for a rerun of it."""
         if not self._takes_part:
             return
         self._takes_part = False
@@ -290,6 +301,7 @@ class SandboxSession:
         self._changes.clear()
 
     def take_deltas(self) -> tuple[list[str], dict[str, Report]]:
+        """Return the requests that are to end, and the reports by request, since the last call."""
         if self.error is not None:
             self._over |= self.live
         over, self._over = self._over, set()
@@ -314,6 +326,7 @@ class SandboxSession:
             self._reports[report.request_id] = (entry.key, entry.index, report.data, report.printed)
 
     def _apply(self, reply: ContinueReply, content: memoryview) -> None:  # noqa: ARG002 - has none here
+        """Process an answer: want what it names; leave the step if the process needs no more of it."""
         if reply.wanted is not None:
             self._want(reply.wanted)
         if reply.is_over and self.in_step:
@@ -337,6 +350,7 @@ class SandboxSession:
         return self._collected is not None or self.error is not None
 
     def saved(self) -> tuple[list[Piece], tuple[str, str]]:
+        """Return the encoded results, and printed text and failure; the process's error if it was ended."""
         collected, self._collected = self._collected, None
         if collected is not None:
             head, content = collected
@@ -365,6 +379,7 @@ class SandboxSession:
         return None
 
     def _want(self, wanted: Sequence[str]) -> None:
+        """Want these places instead of those wanted so far; places that no sandbox may have are ignored."""
         available = {provider: None for provider in wanted if provider in self._places}
         for provider in self._wanted:
             if provider not in available:
@@ -391,6 +406,7 @@ class SandboxSession:
         return self.in_step and provider in self._wanted
 
     def arrive(self, provider: str) -> None:
+        """Apply the changes stored for this place, if the step is repeated, before blocks get the value."""
         self._is_served = False
         if self._replays and self._takes_part and self.error is None and provider in self._changes.by_place:
             slots, content = self._changes.by_place[provider]
@@ -415,6 +431,7 @@ class SandboxSession:
         self.connection.send_event(offer, self._on_answered, body)
 
     def refuse(self, provider: str, error: BaseException) -> None:
+        """Raise an error in the process's blocks for a value that they want and that cannot be provided."""
         if self.connection.is_unanswered and not self._is_resuming:
             return  # it has been asked already
         self._is_served = False  # that was an earlier place: nobody offers this one
@@ -439,6 +456,7 @@ class SandboxSession:
         self.connection.send_event(message, self._apply)
 
     def _on_answered(self, reply: ContinueReply, content: memoryview) -> None:
+        """Apply an answer, and store its changes in case that the step is repeated."""
         self._apply(reply, content)
         if reply.changes and self._write_changes(reply.changes, content):
             self._changes.keep(self._stopped_at, reply.changes, content)
@@ -446,6 +464,7 @@ class SandboxSession:
                 self.can_be_deferred = False
 
     def _write_changes(self, changes: Sequence[ValueSlot], content: memoryview) -> bool:
+        """Apply changes to the value at hand; return False, with the process ended, if they are invalid."""
         payloads = self._payloads
         assert payloads is not None  # noqa: S101 - a step is running
         try:

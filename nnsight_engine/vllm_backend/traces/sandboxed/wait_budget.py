@@ -31,11 +31,12 @@ class WaitBudget:
     """The wait budgets of one step; ``max_s`` is a tenant's for traces that cannot be left out of it."""
 
     def __init__(self, wait_s: float, max_s: float) -> None:
+        """Take a tenant's budgets in a step: for all its traces, and for those that cannot be left out."""
         self._wait_s = wait_s
         self._max_s = max_s
         self._left_s = wait_s
-        self._used_s: dict[str, float] = {}
-        self._worked_s: dict[str, float] = {}
+        self._used_s: dict[str, float] = {}  # waited in this step, by tenant
+        self._worked_s: dict[str, float] = {}  # the worker's own work in this step, by tenant
         self._is_single_tenant = False
         self._throttled_until: dict[str, float] = {}
         self.waited_s = 0.0
@@ -115,6 +116,7 @@ class WaitBudget:
         _end_late(pending)
 
     def _wait(self, sandboxes: list[SandboxSession], max_s: float) -> None:
+        """Wait until each session has an answer, or its tenant has used ``max_s`` seconds in this step."""
         while sandboxes:
             left_s = max(max_s - self._used(session) for session in sandboxes)
             self._charge(sandboxes, self._pump(sandboxes, max(left_s, 0.0), max_s, max_s))
@@ -181,6 +183,7 @@ def _end_late(sandboxes: Sequence[SandboxSession]) -> None:
 
 
 def _ready(sandboxes: Sequence[SandboxSession], wait_s: float) -> list[SandboxSession]:
+    """Return the sessions with something to read, within ``wait_s``; several may share a descriptor."""
     by_descriptor: defaultdict[int, list[SandboxSession]] = defaultdict(list)
     for session in sandboxes:
         by_descriptor[session.connection.fileno()].append(session)

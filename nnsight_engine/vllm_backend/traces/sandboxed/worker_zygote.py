@@ -58,6 +58,7 @@ class Warmup:
 
     @staticmethod
     def of(points: ModelPoints) -> Warmup:
+        """Return the trace of ``_CODE``, and the value that it is offered at each place."""
         data = encoded_code(Trace(op="trace", code=_CODE), "rehearsal")
         entry = TraceEntry(_KEY, 0, 1, data, [{}], streams=True, prints=True, sandbox_of=None)
         rows = torch.zeros(_ROWS, points.hidden_size, dtype=torch.bfloat16)
@@ -65,6 +66,7 @@ class Warmup:
         return Warmup(entry.to_plain(), (whole, whole) if points.returns_residual else whole)
 
     def run(self, traces: SandboxTraces) -> None:
+        """Send ``traces`` what a worker sends in one trace of one step, so that all code has run once."""
         traces.answer(BeginRequests([(_REQUEST, self.entry)]), memoryview(b""))
         traces.answer(StepMessage([(_REQUEST, _ROWS, 0, True)], [], PassedPlaces()), memoryview(b""))
         for _ in range(_MAX_OFFERS):
@@ -80,6 +82,7 @@ class Warmup:
 
 
 def main(orders: socket.socket, folder: str) -> None:
+    """Read the setup from the worker, and fork processes as ordered; ``folder`` is empty, and isolated."""
     (num_bytes,) = NUMBER.unpack(read_exactly(orders.recv, NUMBER.size))
     setup = decode(read_exactly(orders.recv, num_bytes))
     torch.set_num_threads(1)
@@ -97,6 +100,7 @@ def main(orders: socket.socket, folder: str) -> None:
 
 
 def _points(setup: Mapping[str, Any]) -> ModelPoints:
+    """Return the points of a model of stand-ins, built from the worker's description of its modules."""
     model = tree([tuple(entry) for entry in setup["modules"]], SandboxedError.attribute, {})
     layout = ModelLayout.from_plain(setup["layout"])
     family = layout.family
