@@ -29,6 +29,7 @@ class PackEntry(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, entry: Any) -> PackEntry | None:
+        """Return the pack that a request's ``extra_args`` name; None if there is none, or no valid one."""
         try:
             return None if entry is None else msgspec.convert(entry, cls)
         except msgspec.ValidationError:
@@ -67,8 +68,9 @@ class Background:
         return sorted(pack, key=pack.__getitem__) if len(pack) == entry.size else []
 
     def keep(self, requests: Container[str]) -> None:
-        """Forget requests that have ended. Of an ended one that had not arrived, nobody waits any longer."""
-        for request_id in [one for one in self._pack_of if one not in requests]:
+        """Forget ended requests; a pack no longer waits for one that ended before the pack had arrived."""
+        ended = [request_id for request_id in self._pack_of if request_id not in requests]
+        for request_id in ended:
             key = self._pack_of.pop(request_id)
             del self._members[key][request_id]
             self._sizes[key] -= 1
@@ -76,9 +78,10 @@ class Background:
                 del self._members[key], self._sizes[key]
 
     def held(self, requests: Mapping[str, Request]) -> set[str]:
-        """Return the requests that do not take part in the next step: all packs but one, or all others."""
+        """Return the requests kept out of the next step: all but the chosen pack's; all packs' if none is."""
         others = requests.keys() - self._pack_of.keys()
-        chosen = [] if others and self._clock() < self._rests_until else self._chosen(requests)
+        is_resting = bool(others) and self._clock() < self._rests_until
+        chosen = [] if is_resting else self._chosen(requests)
         return {*others, *self._pack_of}.difference(chosen) if chosen else set(self._pack_of)
 
     def note_step(self, request_ids: Iterable[str], seconds: float) -> None:
@@ -90,7 +93,7 @@ class Background:
         """Return the requests of the first pack that has arrived and is not computed, if it has room."""
         is_any_under_way = False
         for key, members in self._members.items():
-            pending = [one for one in map(requests.__getitem__, members) if _is_to_compute(one)]
+            pending = [request for request in map(requests.__getitem__, members) if _is_to_compute(request)]
             if not pending:
                 is_any_under_way = True
             elif len(members) == self._sizes[key]:

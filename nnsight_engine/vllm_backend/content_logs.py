@@ -32,6 +32,8 @@ _Factory = Callable[..., logging.LogRecord]
 
 
 class _WithoutContent:
+    """Makes log records; those of ``_READERS`` get redacted arguments and no traceback."""
+
     def __init__(self, make: _Factory) -> None:
         self._make = make
 
@@ -46,10 +48,12 @@ class _WithoutContent:
 
 
 def _message(record: logging.LogRecord) -> str:
+    """Return the line with redacted arguments; only its template if it cannot be formatted."""
     template = record.msg if type(record.msg) is str else f"<{type(record.msg).__name__}>"
     if not record.args:
         return template
     try:
+        # `%.0s` takes the argument, a token of an answer, and prints nothing.
         message: str = _TOKEN.sub("a token%.0s", template) % _redacted_args(record.args)
     except Exception:  # noqa: BLE001 - a replaced argument does not fit `%d`, or a value's own code fails
         return f"{template} (arguments left out)"
@@ -63,6 +67,7 @@ def _redacted_args(args: tuple[object, ...] | Mapping[str, object]) -> Any:
 
 
 def _described(error: BaseException | None) -> str:
+    """Return an error's type and where it was raised; its message may quote a client's data."""
     if error is None:
         return ""
     *_, frame = traceback.extract_tb(error.__traceback__) or [None]
