@@ -381,7 +381,7 @@ class InterventionAsyncLLM(PausingAsyncLLM):
     def _planned(
         self, call: InterventionCall, prompt: Any, params: SamplingParams | PoolingParams, num_choices: int
     ) -> tuple[PromptEntry, Any]:
-        """Compile a call's next prompt, and register it for results; return its entry and the salted prompt."""
+        """Compile a call's next prompt, and open its results; return its entry and the salted prompt."""
         prompt_token_ids, media = _token_ids(prompt), media_of(prompt)
         compiled = call.compile(prompt_token_ids, media, params)
         key = uuid.uuid4().hex

@@ -359,7 +359,7 @@ class FairScheduler(Scheduler):
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """Reduce the tokens that vLLM schedules for a request to those whose operations have room in a step."""
+        """Reduce the tokens that vLLM schedules for a request to those whose operations have room."""
         num_tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         if request.request_id not in self.work:
             return num_tokens

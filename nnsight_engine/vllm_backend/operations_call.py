@@ -52,6 +52,7 @@ class PromptEntry:
     media: PromptMedia = NO_MEDIA
 
     def deliver(self, outputs: Sequence[Any], *, cumulative: bool) -> None:
+        """Record the tokens of an output's choices; ``cumulative`` outputs repeat those before."""
         for output in outputs:
             ids = self.token_ids[output.index]
             if cumulative:
@@ -66,6 +67,8 @@ class PromptEntry:
 
 
 class InterventionCall:
+    """The operations of one API call, which are compiled prompt by prompt, as vLLM asks for them."""
+
     def __init__(
         self,
         ops: tuple[Intervention, ...],
@@ -150,11 +153,13 @@ class InterventionCall:
             return entry.collectors[index].take_part(len(entry.token_ids[index]))
 
     def take_final(self, choice: int, num_choices: int) -> CollectedResults:
+        """Return all results of a choice of the answer, which has ended."""
         entry, index = self._locate(choice, num_choices)
         with _as_api_error():
             return entry.collectors[index].take_final(entry.token_ids[index])
 
     def stopped(self, num_choices: int) -> set[int]:
+        """Return the choices that an operation has stopped, as numbers over all prompts."""
         return {
             prompt * num_choices + index
             for prompt, entry in enumerate(self.entries)

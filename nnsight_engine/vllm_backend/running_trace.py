@@ -121,6 +121,8 @@ class TraceEvent(NamedTuple):
 
 
 class TraceRouter:
+    """Passes the events of blocks on to the runs of their traces."""
+
     def __init__(self, unread: Backpressure | None = None) -> None:
         self._unread = unread or Backpressure()
         self._open: dict[str, tuple[TraceRun, UnreadShare]] = {}
@@ -138,20 +140,24 @@ class TraceRouter:
         """Remove a trace and its share of unread bytes; later events of the trace are dropped."""
         opened = self._open.pop(key, None)
         if opened is not None:
-            opened[1].close()
+            _, share = opened
+            share.close()
 
     def note_arrival(self, key: str) -> None:
         opened = self._open.get(key)
         if opened is not None:
-            opened[0].on_arrival()
+            run, _ = opened
+            run.on_arrival()
 
     def deliver(self, payload: Sequence[Any], choice: int) -> None:
+        """Pass on what blocks sent for one choice: a list of key, block, encoded values and printed text."""
         for key, index, delta, printed in payload:
             opened = self._open.get(key)
             if opened is None:
                 continue
+            run, _ = opened
             try:
-                opened[0].add_event(TraceEvent(index, choice, delta, printed))
+                run.add_event(TraceEvent(index, choice, delta, printed))
             except Exception:  # an error in vLLM's output handler, which calls this, would end the engine
                 logger.exception("an event of a block could not be delivered")
 
@@ -243,6 +249,7 @@ class TraceRun(abc.ABC):
         return await self._engine.collect_trace(self.requests.key, results, index)
 
     async def finish(self) -> FinishedTrace:
+        """Collect the results of the trace, whose requests have ended; the engine then drops its state."""
         results = results_of({index: gathered.output for index, gathered in enumerate(self.gathered)})
         finished = await self._engine.finish_trace(self.requests.key, results)
         self.is_running = False

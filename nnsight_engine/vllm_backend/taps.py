@@ -49,6 +49,7 @@ class TapStep:
         self._plan = plan
         self._planned = frozenset[int]() if plan is None else plan.taps()
         self._dispatcher = dispatcher
+        # Blocks are served at taps if their route is known; else by hooks.
         self._served = dispatcher if dispatcher is not None and dispatcher.route is not None else None
 
     def is_busy(self, tap: int) -> bool:

@@ -123,6 +123,7 @@ class TracedPrompt(TraceRun):
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
+        """Raise errors of malformed values as ApiError; a sandbox process may have sent anything."""
         try:
             yield
         except MALFORMED as error:
@@ -240,6 +241,7 @@ class TraceCall:
         return CollectedResults([CollectedTrace(self._name, saves, grown, printed)], final=False)
 
     def take_final(self, choice: int, num_choices: int) -> CollectedResults:
+        """Return all results of a choice, which has ended."""
         prompt, sent_choice = self._choice(choice, num_choices)
         result = CollectedTrace(
             self._name, sent_choice.saves or {}, {}, sent_choice.take_printed(), sent_choice.warnings
@@ -251,6 +253,7 @@ class TraceCall:
         return prompt.images
 
     def failed(self, error: BlockError, *, has_begun: bool) -> ApiError:
+        """Return a block's error for the client; without ``has_begun``, the trace may be sent again."""
         if not has_begun:
             return ApiError(ErrorCode.QUEUE_FULL, f"The trace did not begin: {error.message}", self.param)
         return ApiError(
