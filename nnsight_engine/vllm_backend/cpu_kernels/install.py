@@ -177,6 +177,7 @@ class V2CpuPlatform(CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """Change the configuration for a CPU as vLLM does, but leave asynchronous scheduling as it is."""
         scheduler = vllm_config.scheduler_config
         is_async = scheduler.async_scheduling
         super().check_and_update_config(vllm_config)
@@ -185,6 +186,7 @@ class V2CpuPlatform(CpuPlatform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
+        """Replace kernels as vLLM does, then by the functions here; once in a process."""
         if not cls._is_registered:
             with _foreign_objects():
                 super().register_triton_kernel_overrides()

@@ -52,11 +52,11 @@ def apply_prompt_embeds(
     lengths = lengths_of(query_start_loc, len(idx_mapping)).tolist()
     starts = query_start_loc.tolist()
     for row, request in enumerate(idx_mapping.tolist()):
-        begin, num_given = int(num_computed_tokens[request]), int(embeds_lens[request])
-        count = min(lengths[row], num_given - begin)
+        start_position, num_given = int(num_computed_tokens[request]), int(embeds_lens[request])
+        count = min(lengths[row], num_given - start_position)
         if count <= 0:
             continue
-        rows = slice(begin, begin + count)
+        rows = slice(start_position, start_position + count)
         embeds = tensor_at(addresses[request], num_given * hidden_size, inputs_embeds.dtype)
         target = inputs_embeds[starts[row] : starts[row] + count]
         is_token = torch.zeros(count, dtype=torch.bool)
