@@ -76,6 +76,7 @@ def _described(error: BaseException | None) -> str:
 
 
 def _redacted(value: object) -> Any:
+    """Return an argument that shows nothing of a client's data: a number, a request's id, or a size."""
     if value is None or isinstance(value, int | float | enum.Enum):
         return value
     if isinstance(value, str) and _REQUEST_ID.fullmatch(value):

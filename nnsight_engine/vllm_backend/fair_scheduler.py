@@ -179,7 +179,10 @@ class SenderUsage:
 
 
 class StepWork:
-    """Bounds the work of operations in a step; requests that it skips come first in the next one."""
+    """Bounds the work of operations in a step; requests that it skips come first in the next one.
+
+    Work at a position is a multiple of the model's own.
+    """
 
     def __init__(self) -> None:
         self.limit = 0.0

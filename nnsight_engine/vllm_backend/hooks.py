@@ -53,6 +53,7 @@ class AttentionHook:
         def attend(
             query: torch.Tensor, key: torch.Tensor | None, value: Any, *args: Any, **kwargs: Any
         ) -> Any:
+            """Run the plan on a call's queries and keys, then attention's own ``forward``."""
             if not is_models_own():
                 return forward(query, key, value, *args, **kwargs)
             with plan.containing(site):
@@ -255,6 +256,7 @@ class InnerExperts(nn.Module):
         weights_of: ExpertWeights | None,
         factors: Callable[[], torch.Tensor | None] = lambda: None,
     ) -> None:
+        """Put the values in place of the runner's own; ``factors`` returns its router's factors, if any."""
         super().__init__()
         self.weights_of = weights_of
         self._factors = factors

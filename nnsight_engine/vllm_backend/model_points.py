@@ -352,6 +352,7 @@ def resolve_points(
 
 
 def _block_points(block: nn.Module, family: EngineFamily, config: Any) -> BlockPoints:
+    """Return the points of one block, with their sizes."""
     modules = dict(block.named_modules(remove_duplicate=False))
     leaves = leaves_in(parts_of(block), family.leaves)
     state_shape = mixer_state_shape(modules[leaves[STATE].path]) if STATE in leaves else ()

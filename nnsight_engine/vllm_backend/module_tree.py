@@ -83,6 +83,7 @@ def outline_of(
 def _walk(
     path: str, module: torch.nn.Module, elsewhere: Mapping[str, torch.nn.Module]
 ) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Iterate over modules with their paths, parents first; a repeated module comes under each path."""
     module = elsewhere.get(path, module)
     yield path, module
     for name, child in module._modules.items():  # noqa: SLF001 - named_children() skips repeated modules

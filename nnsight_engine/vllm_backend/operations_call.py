@@ -67,7 +67,10 @@ class PromptEntry:
 
 
 class InterventionCall:
-    """The operations of one API call, which are compiled prompt by prompt, as vLLM asks for them."""
+    """The operations of one API call, which are compiled prompt by prompt, as vLLM asks for them.
+
+    ``token_of`` gives the id of a text's single token; up to ``max_text_bytes`` of numbers are sent as JSON.
+    """
 
     def __init__(
         self,
@@ -213,6 +216,7 @@ def engine_entry(compiled: CompiledRequest, key: str) -> dict[str, Any]:
 
 
 def prepare_params(params: SamplingParams | PoolingParams, compiled: CompiledRequest, key: str) -> None:
+    """Add the compiled operations to a request's parameters, for the scheduler and the worker."""
     add_entries(params, {PLAN_KEY: engine_entry(compiled, key)})
     if compiled.reads_prompt:
         # A cached prefix does not run through the model, so its rows could not be read.

@@ -130,15 +130,15 @@ class InterventionScheduler(DraftScheduler):
         end_with_parent()
         redact_content()
         self._outbox = Outbox()
-        self._owners: dict[str, str] = {}
+        self._owners: dict[str, str] = {}  # keys of entries, by which the server knows requests
         self._shared = SharedBlocks(self.kv_cache_manager)
         self._traced: set[str] = set()
-        self._stepwise: set[str] = set()
-        self._whole_prompts: set[str] = set()
+        self._stepwise: set[str] = set()  # traced ones that take a step at a time, see ``_may_follow``
+        self._whole_prompts: set[str] = set()  # those that are not split over steps
         self._groups: dict[str, RequestGroup] = {}
         self._reports: dict[str, list[Report]] = {}
-        self._waiting: frozenset[str] = frozenset()
-        self._throttled: frozenset[str] = frozenset()
+        self._waiting: frozenset[str] = frozenset()  # requests that wait for their blocks
+        self._throttled: frozenset[str] = frozenset()  # tenants whose sandboxes take too long
         self._background = Background(self._has_room_for)
         self.contents = TensorTable()
         self._unclean = UncleanBlocks()

@@ -270,7 +270,7 @@ def _proven(
 
     of_each_kind = {type(block): number for number, block in reversed([*enumerate(blocks)])}
     chosen = sorted({*of_each_kind.values(), len(blocks) // 2, len(blocks) - 1})
-    kinds = set()
+    ignores_second = set()
     for number in chosen:
         where = f"the output of {family.layers}.{number}"
         block = blocks[number]
@@ -283,13 +283,14 @@ def _proven(
             raise _UnprovenError(f"a change in place of {where} has another effect than a replacement")
         if not family.returns_residual:
             continue
+        # A sum stays if one summand gets what the other loses.
         moved = changed(lambda hidden, rest: (hidden + runs.noise(hidden), rest - runs.noise(hidden)), block)
         ignored = changed(lambda hidden, rest: (hidden, rest + runs.noise(hidden)), block)
         is_ignored = _is_same(ignored, plain, effect)
         if not (is_ignored or _is_same(moved, plain, effect)):
             raise _UnprovenError(f"the stream is not the sum of both tensors of {where}")
-        kinds.add(is_ignored)
-    if len(kinds) > 1:
+        ignores_second.add(is_ignored)
+    if len(ignores_second) > 1:
         raise _UnprovenError(f"the second tensor that blocks of {family.layers} return is read by some only")
     first_block = blocks[0]
     with _changed_input(first_block, family, runs):
@@ -299,7 +300,7 @@ def _proven(
             )
     if not torch.equal(runs.output(), plain):
         raise _UnprovenError("the model's output does not come back after a change")
-    return dataclasses.replace(family, has_unused_residual=kinds == {True})
+    return dataclasses.replace(family, has_unused_residual=ignores_second == {True})
 
 
 def _norm_of(family: EngineFamily, runs: Runs, last: _Call, end: tuple[str, torch.Tensor] | None) -> str:

@@ -66,8 +66,8 @@ class TracedPrompt(TraceRun):
         has_choices = params.n > 1
         requests = TraceRequests(key, call.data if has_choices else None)
         entry = TraceEntry(
-            key, 0, params.n, b"" if has_choices else call.data, [{}], call.streams,
-            prints=True, plain=True, sandbox_of=call.sandbox_of,
+            key, index=0, num_choices=params.n, data=b"" if has_choices else call.data, groups=[{}],
+            streams=call.streams, prints=True, plain=True, sandbox_of=call.sandbox_of,
         )  # fmt: skip
         requests.add(prompt, params, entry, request_id=request_id, adapter=adapter)
         super().__init__(engine, requests, max_pending_bytes=MAX_DELTA_BYTES)
@@ -159,8 +159,9 @@ class TracedPrompt(TraceRun):
 class TraceCall:
     """A call with a trace, limited in requests (choices of all prompts) and in saved bytes of one choice.
 
-    ``sandbox_of`` is the tenant in whose sandbox the block runs; None to run it in the worker, as trusted
-    code. ``slot`` requests a slot for a prompt, and raises ApiError if too many are waiting.
+    ``name`` is the operation's in results, ``param`` its field in errors, ``filename`` its code's in tracebacks.
+    ``sandbox_of`` is the tenant in whose sandbox the block runs; None to run it in the worker, as
+    trusted code. ``slot`` requests a slot for a prompt, and raises ApiError if too many are waiting.
     """
 
     slot: Callable[[], HeldSlot] = _NoSlot

@@ -75,6 +75,7 @@ class BlockError(msgspec.Struct):
         return f"{self._line(filename)}: {self.name}: {self.message}{notes}"
 
     def _line(self, filename: str) -> str:
+        """Return where the error was raised: its last line in ``filename``, or else its last one."""
         for entry in reversed(self.entries):
             if entry.file == filename:
                 return f" in line {entry.line - NUM_LINES_BEFORE}, `{entry.source[:_MAX_TEXT].strip()}`"
@@ -161,6 +162,7 @@ class ChoiceValues:
         return self._plain(whole, budget), self._plain(grown, budget)
 
     def _plain(self, values: Mapping[str, Any], budget: SaveBudget) -> dict[str, Any]:
+        """Return values as JSON types, without those that have none."""
         plain: dict[str, Any] = {}
         for name, value in values.items():
             try:
@@ -179,6 +181,7 @@ class ChoiceValues:
 
 
 def _tensor_result(value: torch.Tensor) -> TensorResult:
+    """Return a tensor as an answer has it; raise ValueError for a dtype that answers lack."""
     if value.dtype in _AS_INT64:
         value = value.to(torch.int64)
     name = _NAMES.get(value.dtype)

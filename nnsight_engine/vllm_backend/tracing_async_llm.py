@@ -139,6 +139,7 @@ class TracingAsyncLLM(AsyncLLM):
     def encode(
         self, prompt: Any, pooling_params: PoolingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Pool as vLLM does, with the adapter held, see ``generate``."""
         outputs = super().encode(prompt, pooling_params, request_id, **kwargs)
         adapter = kwargs.get("lora_request")
         return outputs if adapter is None else self._holding(adapter, outputs)

@@ -156,6 +156,7 @@ class VLLM(StandardNames):
                 self._set_description(entries, ModelSpec.from_plain(plain["spec"]))
 
     def _prepare(self) -> None:
+        """Get the model's description from its server, or from its engine, which starts if it has not."""
         if self.__dict__["remote"]:
             self._fetch_description(self._remote_backend().transport)
         else:
@@ -412,6 +413,7 @@ class VLLM(StandardNames):
     def _batch(
         self, batched_input: tuple[tuple[Any, ...], dict[str, Any]], *inputs: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Add an invoke's request to those before; arguments by name are the trace's."""
         requests, shared = batched_input
         return (*requests, *inputs), {**shared, **kwargs}
 

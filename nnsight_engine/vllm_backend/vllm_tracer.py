@@ -154,7 +154,7 @@ class SentTrace(TraceRequests):
             # all tokens.
             chosen = tracer.model.chosen_edits(edits if request.edits is None else request.edits)
             entry = TraceEntry(
-                self.key, index, params.n, data, groups, streams, chosen,
+                self.key, index, params.n, data, groups, streams=streams, edits=chosen,
                 is_dry_run=purpose is Purpose.CHECK and params.max_tokens != 1 and len(requests) == 1,
                 is_scan=purpose is Purpose.SCAN, wanted=wanted, sandbox_of=None,
             )  # fmt: skip

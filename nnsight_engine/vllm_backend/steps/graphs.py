@@ -110,7 +110,7 @@ class StepGraphs:
     def __init__(self, *, is_cut: bool) -> None:
         self._modes = {CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE} if is_cut else {CUDAGraphMode.NONE}
         self.make_table: MakeTable | None = None
-        self._intervening: dict[str, int | None] = {}
+        self._intervening: dict[str, int | None] = {}  # the values of ``arrived``, see ``begin_step``
         self._scheduled: Collection[str] = ()
         self._keeps_taps = False
         self.captured: InterveningGraphs | None = None

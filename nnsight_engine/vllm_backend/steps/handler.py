@@ -405,7 +405,7 @@ class StepHandler:
         self.stops.note({span.request_id: span.index for span in kept}, sampled)
 
     def leave_pooled(self) -> StepOutcome | None:
-        """End the step of a model that pools, whose reads no logits have followed."""
+        """End the step of a model that pools; without logits, its reads are yet to be collected."""
         if self._running is not None and self._running.hidden is not None:
             self.interventions.collect(self._running.plan)
         return self.leave()
@@ -434,6 +434,7 @@ def _uncompiled(*_: Any) -> None:
 
 
 def _family_by_structure(model: nn.Module, config: VllmConfig, device: torch.device) -> EngineFamily:
+    """Find the family of a model without a table by running it, and log what was found."""
     result = found_family(ModelRuns(model, config, device))
     _LOG.warning(
         "%s has no table of points: they are found by the model's structure; %s",

@@ -193,7 +193,7 @@ class RunnerMixin(AdaptersMixin):
     def _offered(
         self, output: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, batch: Any, step: Step
     ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-        """Offer the samples to blocks; return them with no tokens for requests whose step is undone."""
+        """Offer the samples to blocks; return what ``sample`` does, with no tokens for undone requests."""
         traces = self.handler.traces
         rows = {request_id: row for row, request_id in enumerate(batch.req_ids)}
         undone_before = set(traces.undone)

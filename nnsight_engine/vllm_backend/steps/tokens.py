@@ -81,7 +81,7 @@ class StopTokens:
             self.ended.update(name for name, token in pairs if token in self._stops.get(name, ()))
 
     def note(self, rows: dict[str, int], sampled: torch.Tensor) -> None:
-        """Start to copy a step's samples to the host; ``rows`` are those of requests that may end."""
+        """Start to copy a step's samples to the host; ``rows`` are the rows of traced requests in them."""
         names = [name for name in rows if self._stops.get(name)]
         if names:
             index = to_device(np.array([rows[name] for name in names], np.int64), sampled.device)

@@ -131,6 +131,8 @@ NORM = PlannedSite("norm.output")
 
 
 class WorkerState:
+    """The operations of one worker's requests; ``fails_anywhere`` returns whether any rank has failed."""
+
     def __init__(
         self,
         points: ModelPoints,
