@@ -42,6 +42,7 @@ class Background:
     def __init__(
         self, has_room_for: Callable[[list[Request]], bool], clock: Callable[[], float] = time.perf_counter
     ) -> None:
+        """Begin without packs; ``has_room_for`` returns whether the engine can start requests now."""
         self._has_room_for = has_room_for
         self._clock = clock
         self._sizes: dict[str, int] = {}

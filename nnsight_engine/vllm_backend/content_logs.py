@@ -38,6 +38,7 @@ class _WithoutContent:
         self._make = make
 
     def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
+        """Make a log record; one of modules that read requests shows nothing of clients' data."""
         record = self._make(*args, **kwargs)
         if not f"{record.name}.".startswith(_READERS):
             return record

@@ -132,6 +132,7 @@ class AsyncEngine:
     """``AsyncLLM`` on an event loop of its own: requests are streamed."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
+        """Start the engine, on an event loop that runs in a thread of its own."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="nnsight-engine", daemon=True)
         self._thread.start()

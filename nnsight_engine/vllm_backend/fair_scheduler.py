@@ -68,12 +68,14 @@ class StepTimes:
     """
 
     def __init__(self, factor: float) -> None:
+        """Begin without steps; a short step may take ``factor`` times as long as the shortest ones."""
         self._factor = factor
-        self._seen: dict[int, deque[tuple[float, int]]] = {}
+        self._seen: dict[int, deque[tuple[float, int]]] = {}  # seconds and tokens, by size class
         self._short = _DEFAULT_TOKENS
         self._steps_until_estimate = 0
 
     def add(self, num_tokens: int, seconds: float) -> None:
+        """Record a step in its size class, a power of two of its number of tokens."""
         size = num_tokens.bit_length()
         if size not in self._seen:
             self._seen[size] = deque(maxlen=_MAX_SAMPLES)
@@ -124,6 +126,7 @@ class SenderUsage:
     def __init__(
         self, window_s: float, step_factor: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """Begin without senders; one is kept for ``window_s`` after its last request, 0 turns sharing off."""
         self._window_s = window_s
         self._clock = clock
         self._senders: dict[str, _Sender] = {}
@@ -187,8 +190,8 @@ class StepWork:
     def __init__(self) -> None:
         self.limit = 0.0
         self._of: dict[str, WorkByPosition] = {}
-        self._used: dict[str, float] = {}
-        self._weights = 0.0
+        self._used: dict[str, float] = {}  # work in this step, by request
+        self._weights = 0.0  # that this step reads, as a multiple of the model's own
         self._skipped: set[str] = set()
 
     def __bool__(self) -> bool:
@@ -301,6 +304,7 @@ class FairScheduler(Scheduler):
         self._max_work = limits.max_step_work
         self.whole_step_tokens: int = self.max_num_scheduled_tokens
         self._checked_at = 0.0
+        # Whether the step is for light tenants only, and whether the last such step had no tokens.
         self._is_exclusive = self._was_empty = False
         self._in_flight: deque[_StartedStep] = deque()
         self._busy_since: float | None = None
@@ -356,6 +360,7 @@ class FairScheduler(Scheduler):
     def _started(
         self, began: float, output: SchedulerOutput, shares: Mapping[str, int] | None
     ) -> _StartedStep:
+        """Return a record of the step that begins; its time is charged by ``shares`` when it ends."""
         num_tokens = int(output.total_num_scheduled_tokens) + round(self.work.used)
         return _StartedStep(began, num_tokens, shares, self.work.has_costly)
 

@@ -45,6 +45,7 @@ class AttentionHook:
     def __init__(
         self, module: nn.Module, plan: StepPlan, site: PlannedSite, is_models_own: Callable[[], bool]
     ) -> None:
+        """Replace attention's ``forward``: the plan gets the queries and keys of the model's own calls."""
         attention: Any = module
         self._attention = attention
         self._replaced = vars(module).get("forward")

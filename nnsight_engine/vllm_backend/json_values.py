@@ -97,6 +97,7 @@ class _Walk:
         self._tensor = tensor
         self._budget = budget
         self._known = known
+        # Another metaclass may run code of its own when a type is hashed or named.
         self._metaclasses = (*_METACLASSES, *map(type, known))
 
     def plain(self, value: Any, depth: int) -> Any:

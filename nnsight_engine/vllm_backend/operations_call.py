@@ -67,10 +67,7 @@ class PromptEntry:
 
 
 class InterventionCall:
-    """The operations of one API call, which are compiled prompt by prompt, as vLLM asks for them.
-
-    ``token_of`` gives the id of a text's single token; up to ``max_text_bytes`` of numbers are sent as JSON.
-    """
+    """The operations of one API call, which are compiled prompt by prompt, as vLLM asks for them."""
 
     def __init__(
         self,
@@ -82,6 +79,10 @@ class InterventionCall:
         markers: AnswerMarkers = NO_MARKERS,
         max_text_bytes: int = 0,
     ) -> None:
+        """Take a call's operations; ``token_of`` gives the id of a text's single token.
+
+        Numbers with more JSON than ``max_text_bytes`` are answered as a file.
+        """
         self.ops = ops
         self._max_text_bytes = max_text_bytes
         self._by_prompt = PromptOperations(ops)
@@ -175,6 +176,7 @@ class InterventionCall:
         return entry.media.images
 
     def _locate(self, choice: int, num_choices: int) -> tuple[PromptEntry, int]:
+        """Return the entry of a choice's prompt, and the choice's index in it."""
         # vLLM numbers choices prompt by prompt.
         prompt, index = divmod(choice, num_choices)
         if prompt >= len(self.entries):

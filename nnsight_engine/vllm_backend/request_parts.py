@@ -122,6 +122,7 @@ def cache_media_once_sent(engine: Any) -> None:
 
     @functools.wraps(update)
     def get_and_update_item(mm_item: Any, mm_hash: str) -> Any:
+        """Process media anew if no request has brought them to the engine."""
         if not is_cached_item(mm_hash):
             entries.pop(mm_hash, None)
         updated = update(mm_item, mm_hash)
@@ -131,6 +132,7 @@ def cache_media_once_sent(engine: Any) -> None:
 
     @functools.wraps(add)
     def add_request(request: Any, *args: Any, **kwargs: Any) -> None:
+        """Note the media that a request brings to the engine."""
         add(request, *args, **kwargs)
         for feature in request.mm_features or ():
             entry = known.get(feature.mm_hash or feature.identifier)
@@ -168,6 +170,7 @@ class TensorTable:
         return {key: self._contents[key] for key in entries}
 
     def release(self, request_id: str) -> None:
+        """Forget a request, and the tensors that no other request uses."""
         for key in self._keys.pop(request_id, ()):
             self._num_users[key] -= 1
             if not self._num_users[key]:

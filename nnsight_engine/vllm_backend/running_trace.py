@@ -35,6 +35,7 @@ class TraceRequests:
     """
 
     def __init__(self, key: str, held: bytes | None = None) -> None:
+        """Begin without requests; ``held`` are encoded blocks that the workers get ahead of them."""
         self.key = key
         self.held = held
         self.prompts: list[dict[str, Any]] = []
@@ -97,6 +98,7 @@ class GatheredOutput:
         self._choices: dict[int, Any] = {}
 
     def add(self, output: RequestOutput) -> None:
+        """Merge the request's next output into ``output``."""
         for choice in output.outputs:
             before = self._choices.get(choice.index)
             so_far = copy.copy(choice)
@@ -144,6 +146,7 @@ class TraceRouter:
             share.close()
 
     def note_arrival(self, key: str) -> None:
+        """Tell a trace's run that the engine has one more of its requests."""
         opened = self._open.get(key)
         if opened is not None:
             run, _ = opened
@@ -207,6 +210,7 @@ class TraceRun(abc.ABC):
     def __init__(
         self, engine: TraceHost, requests: TraceRequests, *, max_pending_bytes: int = MAX_BYTES
     ) -> None:
+        """Prepare a run; its unread events may have ``max_pending_bytes`` together."""
         self.requests = requests
         self.gathered = [
             GatheredOutput(is_delta=params.output_kind is RequestOutputKind.DELTA)

@@ -49,8 +49,8 @@ class DraftScheduler(FairScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.undrafted: set[str] = set()
-        self.num_tokens: dict[str, int] = {}
+        self.undrafted: set[str] = set()  # requests that take no drafts
+        self.num_tokens: dict[str, int] = {}  # that each request has kept of the last step
         drafts = self.vllm_config.speculative_config
         self._num_draft_slots: int = 0 if drafts is None else drafts.max_num_new_slots_for_drafting
         self._num_batched_tokens: int = self.scheduler_config.max_num_batched_tokens
@@ -105,7 +105,7 @@ class RequestGroup:
     members: list[str]
 
     def join(self, request_id: str, entry: TraceEntry) -> None:
-        """Count one choice of a block's request as arrived."""
+        """Count one choice of a block as arrived; ``missing`` has how many are still to come, by block."""
         self.members.append(request_id)
         if entry.index in self.missing:
             num_missing = (self.missing[entry.index] or entry.num_choices) - 1
@@ -311,6 +311,7 @@ class InterventionScheduler(DraftScheduler):
         return _sandbox_of(request) is None or not request.num_in_flight_tokens
 
     def _all_throttled(self) -> list[str]:
+        """Return the requests of tenants whose sandboxes take too long."""
         return [
             request.request_id
             for request in self.requests.values()

@@ -90,6 +90,7 @@ class Runs(Protocol):
 
 class ModelRuns(Runs):
     def __init__(self, model: nn.Module, config: VllmConfig, device: torch.device) -> None:
+        """Choose the tokens and the noise, the same for all runs."""
         self.model = model
         self._config = config
         self.hidden_size: int = config.model_config.get_hidden_size()
@@ -136,6 +137,7 @@ class ModelRuns(Runs):
         return (self._noise * scale).to(like.dtype).view(like.shape)
 
     def is_stream(self, value: object) -> bool:
+        """Return whether a value has the shape of the residual stream."""
         return (
             isinstance(value, torch.Tensor)
             and value.is_floating_point()

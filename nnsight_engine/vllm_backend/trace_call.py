@@ -61,6 +61,7 @@ class TracedPrompt(TraceRun):
         request_id: str,
         adapter: LoRARequest | None,
     ) -> None:
+        """Prepare a prompt's requests, one for each choice; nothing runs before ``outputs`` is read."""
         key = uuid.uuid4().hex
         # Several choices are several requests in the engine: the worker gets the block once, before them.
         has_choices = params.n > 1
@@ -159,7 +160,6 @@ class TracedPrompt(TraceRun):
 class TraceCall:
     """A call with a trace, limited in requests (choices of all prompts) and in saved bytes of one choice.
 
-    ``name`` is the operation's in results, ``param`` its field in errors, ``filename`` its code's in tracebacks.
     ``sandbox_of`` is the tenant in whose sandbox the block runs; None to run it in the worker, as
     trusted code. ``slot`` requests a slot for a prompt, and raises ApiError if too many are waiting.
     """
@@ -178,6 +178,7 @@ class TraceCall:
         sandbox_of: str | None,
         max_bytes: int = _MAX_BYTES,
     ) -> None:
+        """Take an encoded trace; ``name`` is that of its results, ``param`` its field's in errors."""
         self.max_bytes = max_bytes
         self.data = data
         self.param = param

@@ -109,6 +109,7 @@ def read_results(data: bytes | memoryview, results: Mapping[str, Any], num_choic
 
 
 def _result(block: Any, num_choices: int) -> BlockResult:
+    """Check the decoded results of a block, which may come from untrusted code; raise DecodeError."""
     choice, error = block["choice"], block["error"]
     if type(choice) is not int or not 0 <= choice < num_choices:
         raise DecodeError("a block has no choice")

@@ -304,7 +304,7 @@ def insert_resampled(
     expanded_idx_mapping: torch.Tensor,
     temp: torch.Tensor,
 ) -> None:
-    """Write and count the token after the accepted drafts, which refused greedy requests have already."""
+    """Write and count the token after the accepted drafts; after a refusal, greedy requests have it."""
     num_reqs = len(num_sampled)
     target_rows = cu_num_logits[:num_reqs].long() + num_sampled
     is_bonus = target_rows == cu_num_logits[1 : num_reqs + 1] - 1

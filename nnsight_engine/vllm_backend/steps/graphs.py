@@ -65,6 +65,7 @@ class InterveningGraphs:
     """The full graphs of steps with interventions, one for each size that vLLM has one of decodes for."""
 
     def __init__(self, vllm_graphs: ModelCudaGraphManager, make_table: MakeTable) -> None:
+        """Prepare graphs of the sizes of vLLM's own, with a table for the rows of the largest one."""
         self.manager = ModelCudaGraphManager(
             vllm_graphs.vllm_config,
             vllm_graphs.device,
@@ -108,6 +109,7 @@ class StepGraphs:
     """Chooses the CUDA graph of each step, by data from the scheduler only: all ranks must choose alike."""
 
     def __init__(self, *, is_cut: bool) -> None:
+        """Allow piecewise graphs for steps with interventions only if the model is cut at its taps."""
         self._modes = {CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE} if is_cut else {CUDAGraphMode.NONE}
         self.make_table: MakeTable | None = None
         self._intervening: dict[str, int | None] = {}  # the values of ``arrived``, see ``begin_step``

@@ -168,6 +168,7 @@ class RunnerMixin(AdaptersMixin):
         return self.handler.replay(self._prepared, table, run)
 
     def _forward(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, with interventions if the step has any; called in place of the model."""
         self._has_called = True
         run = functools.partial(model, *args, **kwargs)
         step = self._prepared

@@ -122,13 +122,13 @@ class ReplayedSamples:
         for request_id in [stored for stored in self._stored if stored in rows and stored not in undone]:
             kept, row = self._stored.pop(request_id), rows[request_id]
             output.sampled_token_ids[row, :1] = kept.tokens
-            at = logprobs_rows[row]
+            logprobs_row = logprobs_rows[row]
             for part, stored_part in zip(_parts(output), kept.logprobs, strict=False):
                 if stored_part.ndim:  # width: the most logprobs that any request of the batch asks for
                     width = min(len(stored_part), part.shape[1])
-                    part[at, :width] = stored_part[:width]
+                    part[logprobs_row, :width] = stored_part[:width]
                 else:
-                    part[at] = stored_part
+                    part[logprobs_row] = stored_part
 
     def forget(self, finished: Collection[str]) -> None:
         for request_id in finished:
@@ -136,6 +136,7 @@ class ReplayedSamples:
 
 
 def _parts(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of an output's logprobs, each with a row for each row of logits."""
     logprobs = output.logprobs_tensors
     if logprobs is None:
         return []

@@ -166,8 +166,8 @@ class WorkerState:
         self._active: dict[str, ActiveRequest] = {}
         self._refused: dict[str, Failure] = {}
         self._streak: Streak | None = None
-        self._is_next = False
-        self._encoded: list[StepPlan] = []
+        self._is_next = False  # whether the last step belonged to the streak
+        self._encoded: list[StepPlan] = []  # of operations on images, before the step
 
     def begin_step(
         self,
