@@ -220,7 +220,10 @@ class InterventionScheduler(DraftScheduler):
         return output
 
     def _held_for_packs(self) -> set[str]:
-        """Return the requests kept out of the step for or as packs; preempts packs if others lack blocks."""
+        """Return the requests kept out of the step, since packs of background requests run alone.
+
+        Preempts packs if others lack blocks.
+        """
         self._background.keep(self.requests)
         held = self._background.held(self.requests)
         self.is_step_of_pack = bool(self.requests.keys() & self._background.members - held)

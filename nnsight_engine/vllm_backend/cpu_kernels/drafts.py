@@ -48,7 +48,7 @@ def ngram_finalize(
     drafts: torch.Tensor,
     k: int,
 ) -> None:
-    """Draft what followed the match; the last sampled token where nothing did."""
+    """Draft the ``k`` tokens that followed the scored match; the last sampled token where nothing did."""
     num_reqs, width = len(idx_mapping), token_ids.shape[1]
     score = scratch[:num_reqs, 0]
     base = width + 1  # as in ``ngram_scan``

@@ -247,7 +247,7 @@ def reject(
             draft_sums = proposed.logsumexp(-1)
             ratios = ratios - (proposed.gather(2, tokens[:, :, None])[:, :, 0] - draft_sums)
         is_accepted = torch.where(is_greedy, is_accepted, ratios > drawn.log())
-    if synthetic_conditional_rates is not None:
+    if synthetic_conditional_rates is not None:  # drafts are accepted at given rates, for measurements
         is_accepted = drawn < synthetic_conditional_rates
     is_accepted = is_accepted & is_draft
     num_accepted = is_accepted.long().cumprod(1).sum(1)

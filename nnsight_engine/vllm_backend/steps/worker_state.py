@@ -115,8 +115,9 @@ class Step:
         if self.num_drafts is None:
             return ends
         counts = self.num_drafts.astype(np.int64) + 1
-        before = np.cumsum(counts) - counts
-        return np.repeat(ends + 1 - counts - before, counts) + np.arange(counts.sum())
+        num_before = np.cumsum(counts) - counts
+        # The first of each request's rows, less its place in the result, which is then added.
+        return np.repeat(ends + 1 - counts - num_before, counts) + np.arange(counts.sum())
 
     def logits_ends(self) -> npt.NDArray[np.int64]:
         """Return each request's last row among the rows with logits."""
@@ -277,7 +278,10 @@ class WorkerState:
         return plan
 
     def _planned(self, step: Step) -> StepPlan | None:
-        """Return the last step's plan if its streak goes on, else a new one, which may begin a streak."""
+        """Return the last step's plan if its streak goes on, else a new one, which may begin a streak.
+
+        A streak is of consecutive steps with the same requests, one row each, which can use one plan.
+        """
         # A streak has one row per request, so its rows need no counting.
         if not step.has_one_row_each:
             self._end_streak()
