@@ -73,7 +73,8 @@ class PausingAsyncLLM(TracingAsyncLLM):
             num_wakes = self._num_wakes
             await self._unless_dead(super().sleep(level, mode))
             if self._num_wakes > num_wakes and self.logger_manager is not None:
-                self.logger_manager.record_sleep_state(0, 0)  # vLLM records the sleep once it has waited
+                # Woken while vLLM waited, which records the sleep only afterwards.
+                self.logger_manager.record_sleep_state(0, 0)
             return
         async with self._pausing:
             await self._unless_dead(super().sleep(level, mode))
@@ -167,6 +168,7 @@ def carrying(call: InterventionCall | TraceCall) -> Iterator[None]:
 async def _check_grammar(
     outputs: AsyncGenerator[RequestOutput, None],
 ) -> AsyncGenerator[RequestOutput, None]:
+    """Pass outputs on; raise ApiError for finish reason ``error``: the grammar leaves no token."""
     try:
         async for output in outputs:
             if any(choice.finish_reason == "error" for choice in output.outputs):
@@ -213,6 +215,7 @@ class InterventionAsyncLLM(PausingAsyncLLM):
             )
 
     async def describe(self) -> ModelSpec:
+        """Fetch the model's spec from the workers, and connect results and token counts to the engine."""
         self._run_output_handler()  # else started with the first request; detects the engine's death
         self.spec = ModelSpec.from_plain(common_result(await self.collective_rpc("describe_interventions")))
         self.router = ResultRouter(self.spec)
@@ -225,6 +228,7 @@ class InterventionAsyncLLM(PausingAsyncLLM):
         return self.spec
 
     async def died(self) -> None:
+        """Wait until the engine is dead, as only then the task that handles its outputs ends."""
         if self.output_handler is not None:
             await asyncio.wait({self.output_handler})
 
@@ -301,6 +305,7 @@ class InterventionAsyncLLM(PausingAsyncLLM):
         request_id: str,
         **kwargs: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
+        """Do what ``generate`` says, without noting a failure in the call."""
         extra = sampling_params.extra_args or {}
         sender = tenant_served()
         if isinstance(prompt, dict) and prompt.get("prompt_token_ids") == []:
@@ -367,6 +372,7 @@ class InterventionAsyncLLM(PausingAsyncLLM):
         return _watched(call, entry, pooled, lambda _: None)
 
     def _adapted(self, prompt: Any, adapter: LoRARequest | None) -> Any:
+        """Return the prompt with the cache salt of its LoRA adapter, see ``salt_of_adapter``."""
         if adapter is None:
             return prompt
         salt = salt_of_adapter(adapter, prompt.get("cache_salt"), self._salt_secret)
@@ -375,6 +381,7 @@ class InterventionAsyncLLM(PausingAsyncLLM):
     def _planned(
         self, call: InterventionCall, prompt: Any, params: SamplingParams | PoolingParams, num_choices: int
     ) -> tuple[PromptEntry, Any]:
+        """Compile a call's next prompt, and open its results; return its entry and the salted prompt."""
         prompt_token_ids, media = _token_ids(prompt), media_of(prompt)
         compiled = call.compile(prompt_token_ids, media, params)
         key = uuid.uuid4().hex
@@ -399,6 +406,7 @@ class InterventionAsyncLLM(PausingAsyncLLM):
         return entry, prompt if salt is None else {**prompt, "cache_salt": salt}
 
     def accept_grammars(self, accept: AcceptGrammar) -> None:
+        """Have ``accept`` check each grammar before its request is added, in place of vLLM's own check."""
         self._accept_grammar = accept
         # Without this config vLLM skips its own check.
         self.input_processor.structured_outputs_config = None
@@ -406,6 +414,7 @@ class InterventionAsyncLLM(PausingAsyncLLM):
     async def add_request(
         self, request_id: str, prompt: Any, params: SamplingParams | PoolingParams, *args: Any, **kwargs: Any
     ) -> Any:
+        """Add a request as vLLM does, once its grammar is accepted, with its HTTP request's trace headers."""
         structured = params.structured_outputs if isinstance(params, SamplingParams) else None
         if structured is not None and self._accept_grammar is not None:
             await self._accept_grammar(structured, tenant_served())
@@ -417,6 +426,7 @@ class InterventionAsyncLLM(PausingAsyncLLM):
 
 @contextlib.contextmanager
 def _noting_failure(call: InterventionCall | TraceCall | None) -> Iterator[None]:
+    """Keep an ApiError that the block raises as the call's failure."""
     try:
         yield
     except ApiError as error:
@@ -431,6 +441,7 @@ async def _watched(
     outputs: AsyncGenerator[_Output, None],
     deliver: Callable[[_Output], None],
 ) -> AsyncGenerator[_Output, None]:
+    """Pass outputs on, each after ``deliver``; raise the failure that the engine reported for the prompt."""
     try:
         with _noting_failure(call):
             async for output in outputs:

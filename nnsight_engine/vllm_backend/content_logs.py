@@ -32,10 +32,13 @@ _Factory = Callable[..., logging.LogRecord]
 
 
 class _WithoutContent:
+    """Makes log records; those of ``_READERS`` get redacted arguments and no traceback."""
+
     def __init__(self, make: _Factory) -> None:
         self._make = make
 
     def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
+        """Make a log record; one of modules that read requests shows nothing of clients' data."""
         record = self._make(*args, **kwargs)
         if not f"{record.name}.".startswith(_READERS):
             return record
@@ -46,10 +49,12 @@ class _WithoutContent:
 
 
 def _message(record: logging.LogRecord) -> str:
+    """Return the line with redacted arguments; only its template if it cannot be formatted."""
     template = record.msg if type(record.msg) is str else f"<{type(record.msg).__name__}>"
     if not record.args:
         return template
     try:
+        # `%.0s` takes the argument, a token of an answer, and prints nothing.
         message: str = _TOKEN.sub("a token%.0s", template) % _redacted_args(record.args)
     except Exception:  # noqa: BLE001 - a replaced argument does not fit `%d`, or a value's own code fails
         return f"{template} (arguments left out)"
@@ -63,6 +68,7 @@ def _redacted_args(args: tuple[object, ...] | Mapping[str, object]) -> Any:
 
 
 def _described(error: BaseException | None) -> str:
+    """Return an error's type and where it was raised; its message may quote a client's data."""
     if error is None:
         return ""
     *_, frame = traceback.extract_tb(error.__traceback__) or [None]
@@ -71,6 +77,7 @@ def _described(error: BaseException | None) -> str:
 
 
 def _redacted(value: object) -> Any:
+    """Return an argument that shows nothing of a client's data: a number, a request's id, or a size."""
     if value is None or isinstance(value, int | float | enum.Enum):
         return value
     if isinstance(value, str) and _REQUEST_ID.fullmatch(value):

@@ -38,6 +38,8 @@ class EngineEdit:
 
 
 class EditBook:
+    """The named edits that the engine keeps, shared by a model and its copies."""
+
     def __init__(self) -> None:
         self._edits: dict[str, EngineEdit] = {}
 
@@ -76,6 +78,7 @@ class EditBook:
             raise
 
     def remove(self, model: VLLM, name: str) -> None:
+        """Remove an edit, in the engine too; raise ValueError if there is none of this name."""
         _ = self[name]
         del self._edits[name]
         if model.dispatched:

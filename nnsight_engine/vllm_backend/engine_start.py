@@ -34,6 +34,7 @@ SCANNER: Final = RequestScanner
 def start(
     engine_args: Mapping[str, Any], limits: EngineLimits | None, mode: str, *, has_envoys: bool
 ) -> SyncEngine | AsyncEngine:
+    """Start the engine, and return this process's interface to it; ``mode`` is ``sync`` or ``async``."""
     arguments = dict(engine_args)
     ours = engine_options(limits or EngineLimits())
     ours["additional_config"] = {**arguments.pop("additional_config", {}), **ours["additional_config"]}
@@ -43,7 +44,7 @@ def start(
         arguments["enforce_eager"] = True
     args = EngineArgs(**arguments, **ours)
     config = engine_config(args)
-    arguments["enable_prefix_caching"] = args.enable_prefix_caching
+    arguments["enable_prefix_caching"] = args.enable_prefix_caching  # ``engine_config`` may have changed it
     check_supported(config)
     if mode == "sync" and config.parallel_config.data_parallel_size > 1:
         raise UnsupportedOptionError(

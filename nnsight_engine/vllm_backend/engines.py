@@ -57,6 +57,7 @@ class SyncEngine:
         return answers
 
     def run_trace(self, requests: TraceRequests) -> tuple[bytes | memoryview, list[RequestOutput]]:
+        """Run a trace; return its encoded results and its requests' outputs. Workers drop one that fails."""
         try:
             outputs = self.run(requests.prompts, requests.params, requests.adapters)
             results = results_of(dict(enumerate(outputs)))
@@ -76,16 +77,17 @@ class SyncEngine:
             for adapter in filter(None, adapters or ()):
                 self._hold_adapter(adapter)
                 holds.callback(self._adapters.release, adapter.lora_int_id)
-            others = self._unfinished()
+            unfinished_before = self._unfinished()
             try:
                 return self._outputs_of(
                     self.inner.enqueue(prompts, params, lora_request=adapters, use_tqdm=False)
                 )
             except BaseException:
-                self._abort(self._unfinished() - others)
+                self._abort(self._unfinished() - unfinished_before)
                 raise
 
     def _hold_adapter(self, adapter: LoRARequest) -> None:
+        """Have the workers load a LoRA adapter if they lack it, and count one more holder; raise ApiError."""
         number = adapter.lora_int_id
         if self._adapters.hold(number):
             return
@@ -100,6 +102,7 @@ class SyncEngine:
         self._adapters.hold(number)
 
     def _outputs_of(self, internal_ids: Sequence[str]) -> list[RequestOutput]:
+        """Wait until no request is left, and return the outputs of these, in their order."""
         finished = {
             output.request_id: output
             for output in self.inner.wait_for_completion(RequestOutput, use_tqdm=False)
@@ -129,6 +132,7 @@ class AsyncEngine:
     """``AsyncLLM`` on an event loop of its own: requests are streamed."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
+        """Start the engine, on an event loop that runs in a thread of its own."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="nnsight-engine", daemon=True)
         self._thread.start()
@@ -147,6 +151,7 @@ class AsyncEngine:
         return engine
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the engine's loop and return its result; the calling thread, another, blocks."""
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError("the engine's own loop would wait for itself")
@@ -171,6 +176,7 @@ class AsyncEngine:
         return self._wait(self._ran(requests))
 
     async def _ran(self, requests: TraceRequests) -> tuple[bytes | memoryview, list[RequestOutput]]:
+        """Do what ``run_trace`` says, on the engine's loop; the outputs are not streamed."""
         for params in requests.params:
             params.output_kind = RequestOutputKind.FINAL_ONLY
         async with MergedRun(self.inner, requests) as run:
@@ -184,8 +190,8 @@ class AsyncEngine:
         turn = asyncio.Lock()  # on the engine's loop: a cancelled step must end before ``aclose``
         try:
             while True:
-                more, item = await self._on_engine_loop(_next_item(generator, turn))
-                if not more:
+                has_item, item = await self._on_engine_loop(_next_item(generator, turn))
+                if not has_item:
                     return
                 yield item
         finally:
@@ -249,6 +255,7 @@ def _run_for(result: concurrent.futures.Future[T], coroutine: Coroutine[Any, Any
 
 
 async def _next_item(generator: AsyncGenerator[T, None], turn: asyncio.Lock) -> tuple[bool, Any]:
+    """Return True and the next item, or False and None at the end."""
     async with turn:
         try:
             return True, await anext(generator)

@@ -54,16 +54,28 @@ _MIN_SAMPLES: Final = 3
 _STEPS_PER_ESTIMATE: Final = 32
 
 
+class _SizeClass(NamedTuple):
+    """Recent steps of similar size: their median number of tokens, and nearly the shortest duration."""
+
+    num_tokens: float
+    seconds: float
+
+
 class StepTimes:
-    """Recent durations of steps, in size classes that are powers of two of their numbers of tokens."""
+    """Recent durations of steps, in size classes that are powers of two of their numbers of tokens.
+
+    A *short* step takes at most ``factor`` times as long as the shortest steps.
+    """
 
     def __init__(self, factor: float) -> None:
+        """Begin without steps; a short step may take ``factor`` times as long as the shortest ones."""
         self._factor = factor
-        self._seen: dict[int, deque[tuple[float, int]]] = {}
+        self._seen: dict[int, deque[tuple[float, int]]] = {}  # seconds and tokens, by size class
         self._short = _DEFAULT_TOKENS
         self._steps_until_estimate = 0
 
     def add(self, num_tokens: int, seconds: float) -> None:
+        """Record a step in its size class, a power of two of its number of tokens."""
         size = num_tokens.bit_length()
         if size not in self._seen:
             self._seen[size] = deque(maxlen=_MAX_SAMPLES)
@@ -79,19 +91,21 @@ class StepTimes:
 
     def _estimate(self) -> int:
         """Return how many tokens a step may have to take ``factor`` times as long as the shortest steps."""
-        known = [
+        classes = [
             # The second-shortest time: other load on the machine makes steps longer, never shorter.
-            (statistics.median(num for _, num in seen), sorted(took for took, _ in seen)[1])
+            _SizeClass(statistics.median(num for _, num in seen), sorted(took for took, _ in seen)[1])
             for _, seen in sorted(self._seen.items())
             if len(seen) >= _MIN_SAMPLES
         ]
-        if not known or known[0][0] > _MAX_SHORTEST_TOKENS:
+        if not classes or classes[0].num_tokens > _MAX_SHORTEST_TOKENS:
             return _DEFAULT_TOKENS
-        limit = known[0][1] * self._factor
-        fits = bisect.bisect_left(known, 1, key=lambda entry: int(entry[1] > limit))
-        if fits == len(known):
-            return max(_DEFAULT_TOKENS, int(2 * known[-1][0]))  # no step was too long: try a larger one
-        (before, quick), (after, slow) = known[max(fits - 1, 0)], known[fits]
+        limit = classes[0].seconds * self._factor
+        too_long = bisect.bisect_left(classes, 1, key=lambda size: int(size.seconds > limit))
+        if too_long == len(classes):
+            # No step was too long: try a larger one.
+            return max(_DEFAULT_TOKENS, int(2 * classes[-1].num_tokens))
+        (before, quick), (after, slow) = classes[max(too_long - 1, 0)], classes[too_long]
+        # Interpolated between the last class that is short enough and the first that is not.
         between = before + (after - before) * (limit - quick) / (slow - quick) if slow > quick else before
         return max(_FEW_TOKENS, int(between))
 
@@ -112,6 +126,7 @@ class SenderUsage:
     def __init__(
         self, window_s: float, step_factor: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """Begin without senders; one is kept for ``window_s`` after its last request, 0 turns sharing off."""
         self._window_s = window_s
         self._clock = clock
         self._senders: dict[str, _Sender] = {}
@@ -140,6 +155,7 @@ class SenderUsage:
                 del self._senders[name]
 
     def light_senders(self) -> frozenset[str]:
+        """Return the senders that are not heavy now; a heavy one stays so until it is below ``_LIGHT_S``."""
         moment = self._clock()
         for sender in self._senders.values():
             enough = _LIGHT_S if sender.is_heavy else _HEAVY_S
@@ -147,6 +163,7 @@ class SenderUsage:
         return frozenset(name for name, sender in self._senders.items() if not sender.is_heavy)
 
     def charge(self, tokens: Mapping[str, int], seconds: float) -> None:
+        """Add a step's ``seconds`` to its senders' levels, in proportion to their ``tokens``."""
         moment, total = self._clock(), sum(tokens.values())
         for name, num_tokens in tokens.items():
             if name in self._senders:
@@ -165,13 +182,16 @@ class SenderUsage:
 
 
 class StepWork:
-    """Bounds the work of operations in a step, but for one position; requests without any are the next."""
+    """Bounds the work of operations in a step; requests that it skips come first in the next one.
+
+    Work at a position is a multiple of the model's own.
+    """
 
     def __init__(self) -> None:
         self.limit = 0.0
         self._of: dict[str, WorkByPosition] = {}
-        self._used: dict[str, float] = {}
-        self._weights = 0.0
+        self._used: dict[str, float] = {}  # work in this step, by request
+        self._weights = 0.0  # that this step reads, as a multiple of the model's own
         self._skipped: set[str] = set()
 
     def __bool__(self) -> bool:
@@ -203,7 +223,10 @@ class StepWork:
         return request_id in self._skipped
 
     def fit(self, request_id: str, start: int, num_tokens: int, *, is_whole: bool) -> int:
-        """Return how many of a request's next positions this step computes, and count their work."""
+        """Return how many of a request's next positions this step computes, and count their work.
+
+        With ``is_whole`` all or none. The step's first request with work gets at least one in any case.
+        """
         work = self._of.get(request_id)
         if work is None or not num_tokens:
             return num_tokens
@@ -236,7 +259,10 @@ class StepWork:
         return any(map(self.is_costly, self._used))
 
     def without_room(self, chunks: Iterable[tuple[str, int, int]], waiting: Iterable[str]) -> set[str]:
-        """Return the waiting requests with much work without room beside the running ``chunks``."""
+        """Return the waiting requests with much work that have no room beside the running ``chunks``.
+
+        A chunk is a request's id, its next position, and the end of the positions that it may compute.
+        """
         planned = [(self._of[name], start, stop) for name, start, stop in chunks if name in self._of]
         works = (work.between(start, stop) for work, start, stop in planned)
         is_full = any(total >= self.limit for total in itertools.accumulate(works))
@@ -278,6 +304,7 @@ class FairScheduler(Scheduler):
         self._max_work = limits.max_step_work
         self.whole_step_tokens: int = self.max_num_scheduled_tokens
         self._checked_at = 0.0
+        # Whether the step is for light tenants only, and whether the last such step had no tokens.
         self._is_exclusive = self._was_empty = False
         self._in_flight: deque[_StartedStep] = deque()
         self._busy_since: float | None = None
@@ -289,6 +316,7 @@ class FairScheduler(Scheduler):
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule a step as vLLM does; with several tenants, from limited queues (``_limited_queues``)."""
         began = time.perf_counter()
         self._begin_work()
         if not self.sharing:
@@ -315,6 +343,7 @@ class FairScheduler(Scheduler):
         return any(step.num_tokens for step in itertools.islice(self._in_flight, len(self._in_flight) - 1))
 
     def schedule_all(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule from the queues, without waiting requests whose operations have no room in this step."""
         if not (self.work and self.waiting):
             return super().schedule(*args, **kwargs)
         # vLLM does not look behind a waiting request that gets no position.
@@ -331,12 +360,14 @@ class FairScheduler(Scheduler):
     def _started(
         self, began: float, output: SchedulerOutput, shares: Mapping[str, int] | None
     ) -> _StartedStep:
+        """Return a record of the step that begins; its time is charged by ``shares`` when it ends."""
         num_tokens = int(output.total_num_scheduled_tokens) + round(self.work.used)
         return _StartedStep(began, num_tokens, shares, self.work.has_costly)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
+        """Reduce the tokens that vLLM schedules for a request to those whose operations have room."""
         num_tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         if request.request_id not in self.work:
             return num_tokens
@@ -350,6 +381,7 @@ class FairScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        """Process a step's output as vLLM does, and charge the step's time to its tenants."""
         started = self._in_flight.popleft()
         if started.shares is not None:
             moment = time.perf_counter()
@@ -360,7 +392,7 @@ class FairScheduler(Scheduler):
             # idle.
             self.sharing.charge(started.shares, moment - busy_since)
             if started.is_costly and len(self.sharing) > 1:
-                self._work_rests_until = moment + moment - busy_since
+                self._work_rests_until = moment + moment - busy_since  # for as long as the step took
             self._busy_since = moment
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
@@ -382,6 +414,7 @@ class FairScheduler(Scheduler):
         return True
 
     def _shares(self, scheduled: Mapping[str, int]) -> Mapping[str, int]:
+        """Return the tokens by which each tenant is charged for a step, its operations' work included."""
         if len(self.sharing) == 1:
             return self.sharing.all_to_one()
         tokens: Counter[str] = Counter()
@@ -396,33 +429,34 @@ class FairScheduler(Scheduler):
         # While the engine is paused nothing new starts, so nobody makes room for it.
         light_senders = frozenset() if self.pause_state else self.sharing.light_senders()
 
-        def is_first(request: Request) -> bool:
+        def goes_first(request: Request) -> bool:
             return _sender(request) in light_senders and not self.work.is_costly(request.request_id)
 
-        first = [request for request in self.running if is_first(request)]
-        rest = [request for request in self.running if not is_first(request)]
-        waiting = [request for request in self.waiting if is_first(request)] if light_senders else []
-        if self._is_for_light(first, waiting):
+        light_running = [request for request in self.running if goes_first(request)]
+        other_running = [request for request in self.running if not goes_first(request)]
+        light_waiting = [request for request in self.waiting if goes_first(request)] if light_senders else []
+        if self._is_for_light(light_running, light_waiting):
             self._is_exclusive = True
-            self._make_room(waiting, rest)
-            with self.without_running(rest), self.held_back(lambda request: not is_first(request)):
+            self._make_room(light_waiting, other_running)
+            with self.without_running(other_running), self.held_back(lambda request: not goes_first(request)):
                 yield
             return
         limit = self.max_num_scheduled_tokens
         resting = self._resting()
-        self.running = [*first, *rest]
-        held = [request for request in rest if request.request_id in resting]
-        with self.without_running(held):
-            if light_senders and (rest or self.work) and not self.need_mamba_block_aligned_split:
-                limit = min(limit, self._short_step(first))
-            self.max_num_scheduled_tokens, before = limit, self.max_num_scheduled_tokens
+        self.running = [*light_running, *other_running]
+        resting_running = [request for request in other_running if request.request_id in resting]
+        with self.without_running(resting_running):
+            if light_senders and (other_running or self.work) and not self.need_mamba_block_aligned_split:
+                limit = min(limit, self._short_step(light_running))
+            self.max_num_scheduled_tokens, whole_limit = limit, self.max_num_scheduled_tokens
             try:
                 with self.held_back(lambda request: request.request_id in resting):
                     yield
             finally:
-                self.max_num_scheduled_tokens = before
+                self.max_num_scheduled_tokens = whole_limit
 
     def _resting(self) -> set[str]:
+        """Return the costly requests that rest in this step; none if all requests are costly."""
         if not self.work or time.perf_counter() >= self._work_rests_until:
             return set()
         ids = {request.request_id for request in itertools.chain(self.running, self.waiting)}
@@ -435,12 +469,12 @@ class FairScheduler(Scheduler):
             self._checked_at = moment
             self.sharing.keep({_sender(request) for request in self.requests.values()})
 
-    def _is_for_light(self, running: list[Request], waiting: list[Request]) -> bool:
+    def _is_for_light(self, light_running: list[Request], light_waiting: list[Request]) -> bool:
         """Return whether the step is for light requests alone: one is about to start, or in its prefill."""
-        if self._was_empty:
+        if self._was_empty:  # such a step has just found no free blocks
             return False
-        return any(request.status in _STARTABLE for request in waiting) or any(
-            request.is_prefill_chunk for request in running
+        return any(request.status in _STARTABLE for request in light_waiting) or any(
+            request.is_prefill_chunk for request in light_running
         )
 
     @contextlib.contextmanager
@@ -448,12 +482,12 @@ class FairScheduler(Scheduler):
         """Remove running requests for one step; they keep their slots and their KV cache blocks."""
         ids = {request.request_id for request in held}
         self.running = [request for request in self.running if request.request_id not in ids]
-        places = self.max_num_running_reqs, self.max_num_active_reqs
-        self.max_num_running_reqs, self.max_num_active_reqs = (limit - len(held) for limit in places)
+        limits_before = self.max_num_running_reqs, self.max_num_active_reqs
+        self.max_num_running_reqs, self.max_num_active_reqs = (limit - len(held) for limit in limits_before)
         try:
             yield
         finally:
-            self.max_num_running_reqs, self.max_num_active_reqs = places
+            self.max_num_running_reqs, self.max_num_active_reqs = limits_before
             self.running = [*self.running, *held]
 
     @contextlib.contextmanager
@@ -468,23 +502,25 @@ class FairScheduler(Scheduler):
             if held:
                 self.put_back(before, held)
 
-    def _make_room(self, waiting: list[Request], rest: list[Request]) -> None:
+    def _make_room(self, light_waiting: list[Request], heavy: list[Request]) -> None:
         """Preempt the last of the heavy requests until all that wait have slots, and the first its blocks."""
         pool = self.kv_cache_manager.block_pool
         num_groups = len(self.kv_cache_config.kv_cache_groups)
-        needed_by_first = waiting[0].num_tokens // self.block_size + 2 if waiting else 0
-        needed = num_groups * (needed_by_first + len(self.running) - len(rest))
-        max_running = self.max_num_active_reqs - len(waiting)
-        preemptible = [request for request in rest if self.may_be_preempted(request)]
+        needed_by_first = light_waiting[0].num_tokens // self.block_size + 2 if light_waiting else 0
+        # Besides, one block for each light request that runs.
+        needed = num_groups * (needed_by_first + len(self.running) - len(heavy))
+        max_running = self.max_num_active_reqs - len(light_waiting)
+        preemptible = [request for request in heavy if self.may_be_preempted(request)]
         while preemptible and (len(self.running) > max_running or pool.get_num_free_blocks() < needed):
             request = preemptible.pop()
-            rest.remove(request)
+            heavy.remove(request)
             self.running.remove(request)
             self._preempt_request(request, time.monotonic())
 
-    def _short_step(self, first: list[Request]) -> int:
+    def _short_step(self, light_running: list[Request]) -> int:
         """Return a short step's token limit; reorders running requests so that companions run together."""
-        limit = free = max(self.sharing.times.short, len(first) * (1 + self.num_spec_tokens) + 1)
+        # Each light request can go on, with its drafts.
+        limit = free = max(self.sharing.times.short, len(light_running) * (1 + self.num_spec_tokens) + 1)
         num_going = 0
         while free > 0 and num_going < len(self.running):
             free -= missing(self.running[num_going])

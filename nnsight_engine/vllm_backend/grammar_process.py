@@ -125,6 +125,7 @@ class _Compiler:
 
 
 def _limit(job: GrammarJob) -> None:
+    """Limit this process's CPU time and memory, and have it end with the server."""
     resource.setrlimit(resource.RLIMIT_CPU, (job.max_cpu_s, job.max_cpu_s))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     max_bytes = address_space_bytes() + job.max_bytes
@@ -134,6 +135,7 @@ def _limit(job: GrammarJob) -> None:
 
 
 def _compile_one(compiler: _Compiler, job_socket: socket.socket) -> None:
+    """Answer the one job that comes over a socket; the caller then ends this process."""
     job_socket.sendall(PID.pack(os.getpid()))
     with job_socket.makefile("rb") as received:
         job = msgspec.msgpack.decode(received.read(), type=GrammarJob)

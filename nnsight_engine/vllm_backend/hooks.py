@@ -45,6 +45,7 @@ class AttentionHook:
     def __init__(
         self, module: nn.Module, plan: StepPlan, site: PlannedSite, is_models_own: Callable[[], bool]
     ) -> None:
+        """Replace attention's ``forward``: the plan gets the queries and keys of the model's own calls."""
         attention: Any = module
         self._attention = attention
         self._replaced = vars(module).get("forward")
@@ -53,6 +54,7 @@ class AttentionHook:
         def attend(
             query: torch.Tensor, key: torch.Tensor | None, value: Any, *args: Any, **kwargs: Any
         ) -> Any:
+            """Run the plan on a call's queries and keys, then attention's own ``forward``."""
             if not is_models_own():
                 return forward(query, key, value, *args, **kwargs)
             with plan.containing(site):
@@ -141,6 +143,7 @@ def hooked_encoder(points: ModelPoints, plan: StepPlan, num_rows: int) -> Iterat
 def _serve_image(
     plan: StepPlan, site: PlannedSite, num_rows: int, _block: nn.Module, _args: object, output: Any
 ) -> None:
+    """Run the plan on a block's output for one image; a hook of the block."""
     with plan.containing(site):
         rows = output.reshape(-1, output.shape[-1])
         if len(rows) != num_rows:
@@ -157,6 +160,7 @@ def _serve_image(
 def _register(
     points: ModelPoints, plan: StepPlan, site: PlannedSite, is_models_own: Callable[[], bool]
 ) -> RemovableHandle | AttentionHook:
+    """Have the plan run where a site's value arises: at attention's call, a mixer's states, or a module."""
     if site.leaf == PATTERN:
         return AttentionHook(points.attention(site.layer), plan, site, is_models_own)
     if site.leaf == STATE:
@@ -168,10 +172,12 @@ def _register(
 def _register_value(
     points: ModelPoints, plan: StepPlan, site: PlannedSite, is_models_own: Callable[[], bool]
 ) -> RemovableHandle:
+    """Hook the module whose input or output has a site's value, so that the plan runs on it there."""
     module, spec = points.locate(site.leaf, site.layer)
     writes = plan.writes_at(site)
 
     def serve(hooked_value: object) -> torch.Tensor:
+        """Run the plan on the value from a hook's arguments; return the value, changed if the plan writes."""
         value = points.value(spec, hooked_value)
         # An input may be memory that the block still needs, so writes go to a copy.
         if writes and spec.side == "input":
@@ -238,6 +244,7 @@ class InnerExperts(nn.Module):
     """The values inside one layer of experts; replaces two functions of its runner.
 
     Attributes:
+        weights_of: Computes the weights of given experts; None if the model's rule for them is unknown.
         ids: The ids of the chosen experts, int64 ``[tokens, top_k]``, by weight, the largest first.
         weights: Their weights, ``[tokens, top_k]``, with the model's constant factor.
         routed: What the routed experts add, ``[tokens, hidden]``; under tensor parallelism a rank's part.
@@ -250,6 +257,7 @@ class InnerExperts(nn.Module):
         weights_of: ExpertWeights | None,
         factors: Callable[[], torch.Tensor | None] = lambda: None,
     ) -> None:
+        """Put the values in place of the runner's own; ``factors`` returns its router's factors, if any."""
         super().__init__()
         self.weights_of = weights_of
         self._factors = factors
@@ -273,6 +281,7 @@ class InnerExperts(nn.Module):
     def _select_experts(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """In place of the router's method: offer the choice as ``ids`` and ``weights``, if watched."""
         weights, ids = self._select(hidden_states, router_logits, *args, **kwargs)
         if torch.compiler.is_compiling() or not (self.ids.is_watched or self.weights.is_watched):
             return weights, ids
@@ -306,6 +315,7 @@ class InnerExperts(nn.Module):
     def _scaled_outputs(
         self, shared_output: torch.Tensor | None, fused_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """In place of the runner's method: offer its results as ``routed`` and ``shared``, if watched."""
         shared, routed = self._scale_outputs(shared_output, fused_output)
         if torch.compiler.is_compiling():
             return shared, routed
@@ -328,6 +338,7 @@ def _has_choice(runner: Any) -> bool:
 
 
 def install_expert_points(model: nn.Module, config: Any) -> None:
+    """Put ``InnerExperts`` below each layer of experts of a loaded model."""
     weights_of = expert_weights(config)
     for path, module in list(model.named_modules()):
         if isinstance(module, MoERunner):

@@ -17,7 +17,7 @@ _PASSED_THROUGH: Final = frozenset({type(None), bool})
 _LISTS: Final = frozenset({list, tuple, set, frozenset, torch.Size})
 _TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _NAMES: Final = frozenset({torch.dtype, torch.device})
-_METACLASSES: Final = (type, *{type(one) for one in _TENSORS})
+_METACLASSES: Final = (type, *{type(tensor_type) for tensor_type in _TENSORS})
 _NUMPY_NUMBERS: Final = frozenset(np.dtype(code).type for code in "?" + np.typecodes["AllInteger"] + "efdg")
 _NUMPY_KINDS: Final = {
     "b": "booleans", "i": "integers", "u": "integers", "f": "numbers", "c": "complex numbers",
@@ -71,7 +71,7 @@ def plain_saves(
     budget: SaveBudget,
     known: frozenset[type] = frozenset(),
 ) -> dict[str, Any]:
-    """Return the saved values as JSON types, or of ``known`` ones.
+    """Return the saved values as JSON types: tensors converted by ``tensor``, ``known`` types as they are.
 
     Raises:
         NotPlainError: A variable has a value of another type, or is too large.
@@ -97,9 +97,11 @@ class _Walk:
         self._tensor = tensor
         self._budget = budget
         self._known = known
+        # Another metaclass may run code of its own when a type is hashed or named.
         self._metaclasses = (*_METACLASSES, *map(type, known))
 
     def plain(self, value: Any, depth: int) -> Any:
+        """Return a value as JSON types; lists and dicts in it may be ``depth`` deep."""
         self._budget.take_value()
         if not depth:
             raise _UnfitError(f"it is more than {_MAX_DEPTH} lists and dicts deep")

@@ -159,9 +159,9 @@ class ModelPoints:
     def locate(self, leaf: str, layer: int) -> tuple[nn.Module, Place]:
         """Return a leaf's module and its location in it; raise LookupError if block or stage lacks it."""
         if layer not in self.local_layers:
-            held = f"{self.local_layers.start} to {self.local_layers.stop - 1}"
+            layers_here = f"{self.local_layers.start} to {self.local_layers.stop - 1}"
             raise LookupError(
-                f"this pipeline stage holds layers {held}, got {layer}; ask the stage that has it"
+                f"this pipeline stage holds layers {layers_here}, got {layer}; ask the stage that has it"
             )
         leaves = self.layout.blocks[layer].leaves
         spec = leaves.get(leaf)
@@ -172,7 +172,7 @@ class ModelPoints:
         return self.layers[layer].get_submodule(spec.path), spec
 
     def choices(self) -> dict[str, int]:
-        """Return the modules whose output are replaceable ids of experts, with the number of experts."""
+        """Return the number of experts by module path, for modules whose output is expert ids to replace."""
         return {
             f"{self.family.layers}.{layer}.{block.leaves[EXPERTS].path}": block.num_experts
             for layer, block in enumerate(self.layout.blocks)
@@ -188,13 +188,13 @@ class ModelPoints:
         Raises:
             TypeError: The module computes with something else, such as an activation that vLLM quantized.
         """
-        first = hooked[0] if isinstance(hooked, tuple) and hooked else hooked
-        if not isinstance(first, torch.Tensor):
+        tensor = hooked[0] if isinstance(hooked, tuple) and hooked else hooked
+        if not isinstance(tensor, torch.Tensor):
             raise TypeError(
-                f"the {spec.side} of {spec.path} must be a tensor, got {type(first).__name__}; "
+                f"the {spec.side} of {spec.path} must be a tensor, got {type(tensor).__name__}; "
                 "fused quantization hides this point, serve the model without it"
             )
-        return first
+        return tensor
 
     def view(self, spec: Place, value: torch.Tensor, layer: int) -> torch.Tensor:
         """Return the rows of a layer's leaf ``[tokens, *leaf shape]`` as a view into ``value``.
@@ -214,20 +214,22 @@ class ModelPoints:
         return rows
 
     def _heads(self, block: BlockPoints, part: str, rows: torch.Tensor) -> torch.Tensor:
+        """Return the queries, keys or values, by ``part``, among the columns of a fused projection."""
         index = _QKV.index(part)
         if self.family.is_qkv_interleaved:
             return _split_last(rows, block.num_heads, len(_QKV), block.head_dim)[..., index, :]
-        heads = (block.num_heads, block.num_kv_heads, block.num_kv_heads)
+        head_counts = (block.num_heads, block.num_kv_heads, block.num_kv_heads)
         if self.family.has_query_gates:
             if part == "q":
                 queries_and_gates = _split_last(
                     rows[..., : 2 * block.num_heads * block.head_dim], block.num_heads, 2, -1
                 )
                 return queries_and_gates[..., 0, :]
+            # Without as many columns as gates have, keys and values are where they are without gates.
             rows = rows[..., block.num_heads * block.head_dim :]
-        start = sum(heads[:index]) * block.head_dim
-        columns = rows[..., start : start + heads[index] * block.head_dim]
-        return _split_last(columns, heads[index], block.head_dim)
+        start = sum(head_counts[:index]) * block.head_dim
+        columns = rows[..., start : start + head_counts[index] * block.head_dim]
+        return _split_last(columns, head_counts[index], block.head_dim)
 
     def lens_logits(self, residual: torch.Tensor) -> torch.Tensor | None:
         """Return logits ``[n, vocab]`` of residual rows ``[n, hidden]``, read as the last block's output.
@@ -286,6 +288,7 @@ class ModelPoints:
         return ("capture",) if leaf in {PATTERN, EXPERTS, STATE} else VALUE_OPERATIONS
 
     def _shaped_leaves(self) -> dict[tuple[str, tuple[int, ...]], list[int]]:
+        """Return the layers that have a leaf in a shape, by leaf and shape."""
         layers_by_shape: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         for layer, block in enumerate(self.layout.blocks):
             for leaf, shape in block.shapes(self.hidden_size).items():
@@ -325,19 +328,19 @@ def resolve_points(
         raise _unknown(name, architectures)
     layers = tuple(model.get_submodule(family.layers).children()) if family.layers else ()
     # vLLM's placeholders for blocks of other pipeline stages contain no modules.
-    held = [index for index, layer in enumerate(layers) if next(layer.children(), None) is not None]
-    if family.layers and not held:
+    layers_here = [index for index, layer in enumerate(layers) if next(layer.children(), None) is not None]
+    if family.layers and not layers_here:
         raise UnsupportedOptionError(f"{type(model).__name__} has no decoder blocks at {family.layers}")
-    modules = {
+    blocks_here = {
         index: dataclasses.replace(_block_points(layers[index], family, config), is_causal=is_causal)
-        for index in held
+        for index in layers_here
     }
-    blocks = {layer: block for part in gather(modules) for layer, block in part.items()}
+    blocks = {layer: block for stage_blocks in gather(blocks_here) for layer, block in stage_blocks.items()}
     return ModelPoints(
         model=model,
         layout=ModelLayout(family, tuple(blocks[layer] for layer in sorted(blocks))),
         layers=layers,
-        local_layers=range(held[0], held[-1] + 1) if held else range(0),
+        local_layers=range(layers_here[0], layers_here[-1] + 1) if layers_here else range(0),
         final_norm=_optional_module(model, family.final_norm) if family.final_norm else None,
         project_out=_optional_module(model, family.project_out) if family.project_out else None,
         hidden_size=config.hidden_size,
@@ -349,6 +352,7 @@ def resolve_points(
 
 
 def _block_points(block: nn.Module, family: EngineFamily, config: Any) -> BlockPoints:
+    """Return the points of one block, with their sizes."""
     modules = dict(block.named_modules(remove_duplicate=False))
     leaves = leaves_in(parts_of(block), family.leaves)
     state_shape = mixer_state_shape(modules[leaves[STATE].path]) if STATE in leaves else ()
@@ -395,6 +399,7 @@ def _encoder(model: nn.Module, family: EngineFamily) -> tuple[nn.Module, ...]:
 
 
 def _inner_experts(block: nn.Module, leaves: Mapping[str, Place]) -> InnerExperts | None:
+    """Return a block's ``InnerExperts``, which its leaf of expert ids is in; None without such a leaf."""
     spec = leaves.get(EXPERTS)
     if spec is None:
         return None

@@ -72,10 +72,10 @@ def outline_of(
     model: torch.nn.Module, elsewhere: Mapping[str, torch.nn.Module] = _NONE
 ) -> list[OutlineEntry]:
     """List a model's modules, parents before children; ``elsewhere`` are those of other processes."""
-    first: dict[int, str] = {}
+    first_paths: dict[int, str] = {}
     entries = []
     for path, module in _walk("", model, elsewhere):
-        known = first.setdefault(id(module), path)
+        known = first_paths.setdefault(id(module), path)
         entries.append((path, type(module).__name__, description_of(module), known if known != path else ""))
     return entries
 
@@ -83,6 +83,7 @@ def outline_of(
 def _walk(
     path: str, module: torch.nn.Module, elsewhere: Mapping[str, torch.nn.Module]
 ) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Iterate over modules with their paths, parents first; a repeated module comes under each path."""
     module = elsewhere.get(path, module)
     yield path, module
     for name, child in module._modules.items():  # noqa: SLF001 - named_children() skips repeated modules
@@ -99,6 +100,7 @@ def description_of(module: torch.nn.Module) -> str:
 
 
 def outlined(entries: Sequence[OutlineEntry]) -> torch.nn.Module:
+    """Build a tree of placeholders from an outline; return its root."""
     modules: dict[str, torch.nn.Module] = {}
     for path, class_name, description, same_as in entries:
         if same_as:
@@ -148,6 +150,7 @@ class BlockPoints:
 
     @property
     def attention_input(self) -> Place | None:
+        """Where attention's input is, in a module of the block; None if that is unknown."""
         for leaf in (VALUES, QUERIES):
             if leaf in self.leaves:
                 return Place(self.leaves[leaf].path, "input")
@@ -160,8 +163,8 @@ class BlockPoints:
         """Path of the MLP, relative to the block; empty if there is no module of its own."""
         if "mlp.input" not in self.leaves or "mlp.output" not in self.leaves:
             return ""
-        first, last = self.leaves["mlp.input"].path, self.leaves["mlp.output"].path
-        return first if first == last else ""
+        input_path, output_path = self.leaves["mlp.input"].path, self.leaves["mlp.output"].path
+        return input_path if input_path == output_path else ""
 
     @property
     def has_pattern(self) -> bool:
@@ -170,6 +173,7 @@ class BlockPoints:
         return bool(self.kernel) and "attn.k" in self.leaves and is_offered
 
     def shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each leaf's value at one position; -1 is the number of positions before it."""
         queries, keys = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
         inner = (self.inner_size,)
         of_leaf = {

@@ -52,6 +52,7 @@ class PromptEntry:
     media: PromptMedia = NO_MEDIA
 
     def deliver(self, outputs: Sequence[Any], *, cumulative: bool) -> None:
+        """Record the tokens of an output's choices; ``cumulative`` outputs repeat those before."""
         for output in outputs:
             ids = self.token_ids[output.index]
             if cumulative:
@@ -66,6 +67,8 @@ class PromptEntry:
 
 
 class InterventionCall:
+    """The operations of one API call, which are compiled prompt by prompt, as vLLM asks for them."""
+
     def __init__(
         self,
         ops: tuple[Intervention, ...],
@@ -76,6 +79,10 @@ class InterventionCall:
         markers: AnswerMarkers = NO_MARKERS,
         max_text_bytes: int = 0,
     ) -> None:
+        """Take a call's operations; ``token_of`` gives the id of a text's single token.
+
+        Numbers with more JSON than ``max_text_bytes`` are answered as a file.
+        """
         self.ops = ops
         self._max_text_bytes = max_text_bytes
         self._by_prompt = PromptOperations(ops)
@@ -150,11 +157,13 @@ class InterventionCall:
             return entry.collectors[index].take_part(len(entry.token_ids[index]))
 
     def take_final(self, choice: int, num_choices: int) -> CollectedResults:
+        """Return all results of a choice of the answer, which has ended."""
         entry, index = self._locate(choice, num_choices)
         with _as_api_error():
             return entry.collectors[index].take_final(entry.token_ids[index])
 
     def stopped(self, num_choices: int) -> set[int]:
+        """Return the choices that an operation has stopped, as numbers over all prompts."""
         return {
             prompt * num_choices + index
             for prompt, entry in enumerate(self.entries)
@@ -167,6 +176,7 @@ class InterventionCall:
         return entry.media.images
 
     def _locate(self, choice: int, num_choices: int) -> tuple[PromptEntry, int]:
+        """Return the entry of a choice's prompt, and the choice's index in it."""
         # vLLM numbers choices prompt by prompt.
         prompt, index = divmod(choice, num_choices)
         if prompt >= len(self.entries):
@@ -208,6 +218,7 @@ def engine_entry(compiled: CompiledRequest, key: str) -> dict[str, Any]:
 
 
 def prepare_params(params: SamplingParams | PoolingParams, compiled: CompiledRequest, key: str) -> None:
+    """Add the compiled operations to a request's parameters, for the scheduler and the worker."""
     add_entries(params, {PLAN_KEY: engine_entry(compiled, key)})
     if compiled.reads_prompt:
         # A cached prefix does not run through the model, so its rows could not be read.

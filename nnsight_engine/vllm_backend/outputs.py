@@ -44,6 +44,8 @@ def deliver_payloads(output_processor: Any, handlers: Mapping[str, Deliver]) -> 
 
 
 class ResultRouter:
+    """Passes payloads on to the collectors of their request, by the key that ``open`` was given."""
+
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
         self._collectors: dict[str, list[RequestCollector]] = {}
@@ -82,6 +84,7 @@ _STOP: Final = "stop"
 
 
 def count_tokens(output_processor: Any) -> None:
+    """Have a request's tokens and finish reasons counted in the ``UsageMeter`` of the task that adds it."""
     add, process = output_processor.add_request, output_processor.process_outputs
     states = output_processor.request_states
     generating: weakref.WeakValueDictionary[str, UsageMeter] = weakref.WeakValueDictionary()
@@ -116,6 +119,7 @@ def count_tokens(output_processor: Any) -> None:
 
 
 def note_spent(seconds: float | None) -> None:
+    """Add the seconds that operations or blocks took in the engine to the current request's meter."""
     work = current_work()
     if work is not None and seconds:
         work.meter.intervention_s += seconds

@@ -53,6 +53,7 @@ def end_with_parent() -> None:
 
 
 def _coordinators(parent: BaseProcess) -> list[psutil.Process]:
+    """Return the parent's children that count the requests of several engines."""
     coordinators = []
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(parent.pid).children():

@@ -28,7 +28,7 @@ _NESTED: Final = (str, Mapping, list, tuple)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """One invoke's input, over the trace's; None for the trace's. Parameters by name override ``params``."""
+    """One invoke's prompt and options, None for the trace's. Named parameters override ``params``."""
 
     prompt: dict[str, Any]
     sampling: Mapping[str, Any]
@@ -107,6 +107,7 @@ def refuse_function(options: Mapping[str, Any]) -> None:
 
 
 def _by_name(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sampling parameters under vLLM's names; raise TypeError for private and for repeated ones."""
     private = [name for name in fields if name.startswith("_")]
     if private:
         raise TypeError(
@@ -119,6 +120,7 @@ def _by_name(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokenized(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tokenizer's output as a prompt of ids, without padding."""
     others = sorted(set(fields) - set(INPUT_NAMES))
     if others or fields.get(_IDS) is None:
         got = f"got {', '.join(map(str, fields))}"
@@ -139,21 +141,22 @@ def _unfilled(ids: list[int], mask: Any) -> list[int]:
         raise ValueError(f"attention_mask has {len(kept)} entries for {len(ids)} tokens")
     if True not in kept:
         raise ValueError("attention_mask leaves no token of the prompt")
-    first, stop = kept.index(True), len(kept) - kept[::-1].index(True)
-    if not all(kept[first:stop]):
+    start, stop = kept.index(True), len(kept) - kept[::-1].index(True)
+    if not all(kept[start:stop]):
         raise ValueError(
             "attention_mask hides tokens between others, which vLLM cannot; leave those tokens out of the "
             "prompt, or trace a LanguageModel"
         )
-    return ids[first:stop]
+    return ids[start:stop]
 
 
 def _one_row(token_ids: Any) -> list[int]:
-    rows = read_ids(token_ids)
-    num_rows = sum(len(part) for part in rows)
+    """Return the ids of a single prompt; raise ValueError if there are several."""
+    batches = read_ids(token_ids)
+    num_rows = sum(len(batch) for batch in batches)
     if num_rows > 1:
         raise _several(num_rows)
-    row: list[int] = rows[0][0].tolist()
+    row: list[int] = batches[0][0].tolist()
     return row
 
 

@@ -48,6 +48,7 @@ class ClusterExecutor(RayExecutorV2):
             raise
 
     def _connect(self) -> None:
+        """Join a running cluster, or start one on this machine."""
         address = os.environ.get("RAY_ADDRESS")
         # Ray's address file may be left over from a cluster that has stopped, so look for processes.
         if address or services.find_gcs_addresses():
@@ -68,6 +69,7 @@ class ClusterExecutor(RayExecutorV2):
         return runtime_env
 
     def shutdown(self) -> None:
+        """Shut down, once; leave a cluster that was joined, and end one that was started."""
         already_ended = getattr(self, "shutting_down", False)
         super().shutdown()
         if already_ended or not ray.is_initialized():

@@ -58,6 +58,7 @@ class VLLMDialect(Dialect):
         self.fingerprint = _fingerprint(name)
 
     def inputs(self, tracer: InterleavingTracer) -> Inputs:
+        """Return the trace's requests, and the code of their edits, each once, as parts of the message."""
         if tracer.validate:
             raise EncodeError("validate=True is not for traces of VLLM on a server: leave it out")
         traced: VLLM = tracer.model  # type: ignore[assignment] # or a copy with its own edits
@@ -76,7 +77,8 @@ class VLLMDialect(Dialect):
         for request in requests:
             chosen = traced.own_edits.chosen(edits if request.edits is None else request.edits)
             parts |= {edit.digest: edit.data for edit in chosen}
-            numbers = {digest: 1 + at for at, digest in enumerate(parts)}
+            # Part 0 has the blocks.
+            numbers = {digest: index for index, digest in enumerate(parts, start=1)}
             invokes.append(
                 SentInvoke(
                     prompt=_prompt(request.prompt),
@@ -93,6 +95,8 @@ class VLLMDialect(Dialect):
         return reference_of(value, self._envoy, barriers)
 
     def resolver(self, outputs: Mapping[str, Any]) -> Resolve:
+        """Return a function that looks up what a result refers to: a request's output, or an envoy."""
+
         def resolve(reference: tuple[str, ...]) -> Any:
             kind, name = reference
             if kind == "result":
@@ -138,6 +142,7 @@ def _sampling(request: Request, shared: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _output(name: str, outputs: Mapping[str, Any]) -> RemoteOutput:
+    """Return a request's output with its choices, from ``outputs`` by ``"<request>/<choice>"``."""
     choices = [(key, plain) for key, plain in outputs.items() if key.partition("/")[0] == name]
     if not choices:
         raise LookupError(f"the server returned no output of request {name}")

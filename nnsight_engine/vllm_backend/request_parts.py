@@ -66,6 +66,7 @@ class AdapterHolds:
 
 
 def check_loaded(adapter: LoRARequest, answers: Sequence[str | None]) -> None:
+    """Raise ApiError if a worker has answered why it could not load the adapter; None if it could."""
     reason = next((answer for answer in answers if answer is not None), None)
     if reason is not None:
         raise ApiError(
@@ -86,6 +87,7 @@ def salt_of_adapter(adapter: LoRARequest, salt: str | None, secret: str) -> str:
 
 
 def media_of(prompt: Any) -> PromptMedia:
+    """Return where a prompt's images are among its tokens, and a digest of all its media."""
     if not isinstance(prompt, dict) or prompt.get("type") != "multimodal":
         return NO_MEDIA
     hashes = sorted(prompt["mm_hashes"].items())
@@ -120,6 +122,7 @@ def cache_media_once_sent(engine: Any) -> None:
 
     @functools.wraps(update)
     def get_and_update_item(mm_item: Any, mm_hash: str) -> Any:
+        """Process media anew if no request has brought them to the engine."""
         if not is_cached_item(mm_hash):
             entries.pop(mm_hash, None)
         updated = update(mm_item, mm_hash)
@@ -129,6 +132,7 @@ def cache_media_once_sent(engine: Any) -> None:
 
     @functools.wraps(add)
     def add_request(request: Any, *args: Any, **kwargs: Any) -> None:
+        """Note the media that a request brings to the engine."""
         add(request, *args, **kwargs)
         for feature in request.mm_features or ():
             entry = known.get(feature.mm_hash or feature.identifier)
@@ -145,6 +149,8 @@ TensorEntries = dict[str, Any]
 
 
 class TensorTable:
+    """Tensors by content hash, each kept once while at least one request uses it."""
+
     def __init__(self) -> None:
         self._contents: dict[str, Any] = {}
         self._num_users: dict[str, int] = {}
@@ -154,6 +160,7 @@ class TensorTable:
         return len(self._contents)
 
     def acquire(self, request_id: str, entries: TensorEntries) -> TensorEntries:
+        """Register a request's tensors; return them with equal ones of other requests in their place."""
         if request_id in self._keys:
             return entries
         self._keys[request_id] = list(entries)
@@ -163,6 +170,7 @@ class TensorTable:
         return {key: self._contents[key] for key in entries}
 
     def release(self, request_id: str) -> None:
+        """Forget a request, and the tensors that no other request uses."""
         for key in self._keys.pop(request_id, ()):
             self._num_users[key] -= 1
             if not self._num_users[key]:

@@ -35,6 +35,7 @@ class TraceRequests:
     """
 
     def __init__(self, key: str, held: bytes | None = None) -> None:
+        """Begin without requests; ``held`` are encoded blocks that the workers get ahead of them."""
         self.key = key
         self.held = held
         self.prompts: list[dict[str, Any]] = []
@@ -97,6 +98,7 @@ class GatheredOutput:
         self._choices: dict[int, Any] = {}
 
     def add(self, output: RequestOutput) -> None:
+        """Merge the request's next output into ``output``."""
         for choice in output.outputs:
             before = self._choices.get(choice.index)
             so_far = copy.copy(choice)
@@ -121,6 +123,8 @@ class TraceEvent(NamedTuple):
 
 
 class TraceRouter:
+    """Passes the events of blocks on to the runs of their traces."""
+
     def __init__(self, unread: Backpressure | None = None) -> None:
         self._unread = unread or Backpressure()
         self._open: dict[str, tuple[TraceRun, UnreadShare]] = {}
@@ -138,20 +142,25 @@ class TraceRouter:
         """Remove a trace and its share of unread bytes; later events of the trace are dropped."""
         opened = self._open.pop(key, None)
         if opened is not None:
-            opened[1].close()
+            _, share = opened
+            share.close()
 
     def note_arrival(self, key: str) -> None:
+        """Tell a trace's run that the engine has one more of its requests."""
         opened = self._open.get(key)
         if opened is not None:
-            opened[0].on_arrival()
+            run, _ = opened
+            run.on_arrival()
 
     def deliver(self, payload: Sequence[Any], choice: int) -> None:
+        """Pass on what blocks sent for one choice: a list of key, block, encoded values and printed text."""
         for key, index, delta, printed in payload:
             opened = self._open.get(key)
             if opened is None:
                 continue
+            run, _ = opened
             try:
-                opened[0].add_event(TraceEvent(index, choice, delta, printed))
+                run.add_event(TraceEvent(index, choice, delta, printed))
             except Exception:  # an error in vLLM's output handler, which calls this, would end the engine
                 logger.exception("an event of a block could not be delivered")
 
@@ -201,6 +210,7 @@ class TraceRun(abc.ABC):
     def __init__(
         self, engine: TraceHost, requests: TraceRequests, *, max_pending_bytes: int = MAX_BYTES
     ) -> None:
+        """Prepare a run; its unread events may have ``max_pending_bytes`` together."""
         self.requests = requests
         self.gathered = [
             GatheredOutput(is_delta=params.output_kind is RequestOutputKind.DELTA)
@@ -243,6 +253,7 @@ class TraceRun(abc.ABC):
         return await self._engine.collect_trace(self.requests.key, results, index)
 
     async def finish(self) -> FinishedTrace:
+        """Collect the results of the trace, whose requests have ended; the engine then drops its state."""
         results = results_of({index: gathered.output for index, gathered in enumerate(self.gathered)})
         finished = await self._engine.finish_trace(self.requests.key, results)
         self.is_running = False

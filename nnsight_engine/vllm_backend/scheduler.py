@@ -49,8 +49,8 @@ class DraftScheduler(FairScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.undrafted: set[str] = set()
-        self.num_tokens: dict[str, int] = {}
+        self.undrafted: set[str] = set()  # requests that take no drafts
+        self.num_tokens: dict[str, int] = {}  # that each request has kept of the last step
         drafts = self.vllm_config.speculative_config
         self._num_draft_slots: int = 0 if drafts is None else drafts.max_num_new_slots_for_drafting
         self._num_batched_tokens: int = self.scheduler_config.max_num_batched_tokens
@@ -60,6 +60,7 @@ class DraftScheduler(FairScheduler):
         return min(self.whole_step_tokens, self._num_batched_tokens - self._num_draft_slots)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        """Take the drafts of ``undrafted`` requests out of the step, before vLLM counts it as computed."""
         if self.num_spec_tokens:
             self.undrafted &= self.requests.keys()
             drafts = scheduler_output.scheduled_spec_decode_tokens
@@ -82,11 +83,15 @@ class DraftScheduler(FairScheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], **others: Any
     ) -> tuple[list[int], bool]:
+        """Note how many of the step's tokens the request keeps; vLLM cuts them off behind a stop."""
         kept, is_stopped = super()._update_request_with_output(request, new_token_ids, **others)
         if self.num_spec_tokens:
             self.num_tokens[request.request_id] = len(kept)
         return kept, is_stopped
 
+
+_SPARE_BLOCKS: Final = 2
+"""Blocks beyond a request's full ones: for the rest of its tokens, and for its next ones."""
 
 _POOLED_NOTHING: Final = torch.empty(0)
 """The output of a request that has failed before it was pooled."""
@@ -100,6 +105,7 @@ class RequestGroup:
     members: list[str]
 
     def join(self, request_id: str, entry: TraceEntry) -> None:
+        """Count one choice of a block as arrived; ``missing`` has how many are still to come, by block."""
         self.members.append(request_id)
         if entry.index in self.missing:
             num_missing = (self.missing[entry.index] or entry.num_choices) - 1
@@ -111,6 +117,7 @@ class RequestGroup:
 
 class InterventionScheduler(DraftScheduler):
     def __new__(cls, vllm_config: VllmConfig, *_args: Any, **_kwargs: Any) -> Self:
+        """Make it an ``AsyncScheduler`` too if steps are asynchronous: vLLM loads this one class by name."""
         is_asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
         bases = (cls, AsyncScheduler) if is_asynchronous and not issubclass(cls, AsyncScheduler) else (cls,)
         kind = type(f"Async{cls.__name__}", bases, {}) if len(bases) > 1 else cls
@@ -123,15 +130,15 @@ class InterventionScheduler(DraftScheduler):
         end_with_parent()
         redact_content()
         self._outbox = Outbox()
-        self._owners: dict[str, str] = {}
+        self._owners: dict[str, str] = {}  # keys of entries, by which the server knows requests
         self._shared = SharedBlocks(self.kv_cache_manager)
         self._traced: set[str] = set()
-        self._stepwise: set[str] = set()
-        self._whole_prompts: set[str] = set()
+        self._stepwise: set[str] = set()  # traced ones that take a step at a time, see ``_may_follow``
+        self._whole_prompts: set[str] = set()  # those that are not split over steps
         self._groups: dict[str, RequestGroup] = {}
         self._reports: dict[str, list[Report]] = {}
-        self._waiting: frozenset[str] = frozenset()
-        self._throttled: frozenset[str] = frozenset()
+        self._waiting: frozenset[str] = frozenset()  # requests that wait for their blocks
+        self._throttled: frozenset[str] = frozenset()  # tenants whose sandboxes take too long
         self._background = Background(self._has_room_for)
         self.contents = TensorTable()
         self._unclean = UncleanBlocks()
@@ -200,6 +207,7 @@ class InterventionScheduler(DraftScheduler):
         self._groups.setdefault(entry.key, new).join(request.request_id, entry)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule without requests that wait for blocks or packs, are throttled, or may be about to end."""
         held = self._waiting.union(self._all_throttled()) if self._throttled else self._waiting
         self.is_step_of_pack = False
         if self._traced and self._in_flight and self.scheduler_config.async_scheduling:
@@ -215,6 +223,10 @@ class InterventionScheduler(DraftScheduler):
         return output
 
     def _held_for_packs(self) -> set[str]:
+        """Return the requests kept out of the step, since packs of background requests run alone.
+
+        Preempts packs if others lack blocks.
+        """
         self._background.keep(self.requests)
         held = self._background.held(self.requests, may_start=not self.pause_state)
         self.is_step_of_pack = bool(self.requests.keys() & self._background.members - held)
@@ -296,6 +308,7 @@ class InterventionScheduler(DraftScheduler):
         return is_generating and request.num_in_flight_tokens == 1 and self._has_free_blocks()
 
     def _has_free_blocks(self) -> bool:
+        """Return whether the next step certainly finds blocks, so that it preempts nobody."""
         num_blocks = 2 * len(self.running) + self.max_num_scheduled_tokens // self.block_size
         num_groups = len(self.kv_cache_config.kv_cache_groups)
         return bool(self.kv_cache_manager.block_pool.get_num_free_blocks() >= num_groups * num_blocks)
@@ -305,6 +318,7 @@ class InterventionScheduler(DraftScheduler):
         return _sandbox_of(request) is None or not request.num_in_flight_tokens
 
     def _all_throttled(self) -> list[str]:
+        """Return the requests of tenants whose sandboxes take too long."""
         return [
             request.request_id
             for request in self.requests.values()
@@ -318,14 +332,15 @@ class InterventionScheduler(DraftScheduler):
             yield
 
     def schedule_all(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule without requests of incomplete groups, and without whole prompts that have no room yet."""
         if not self.waiting:  # no request to hold back
             return super().schedule_all(*args, **kwargs)
         before = list(self.waiting) if self._whole_prompts or self._groups else []
-        apart = self._hold_groups() if self._groups else []
-        held = self._hold_back() if self._whole_prompts else []
+        of_incomplete_groups = self._hold_groups() if self._groups else []
+        without_room = self._hold_back() if self._whole_prompts else []
         output: SchedulerOutput = super().schedule_all(*args, **kwargs)
-        if held or apart:
-            self.put_back(before, {*held, *apart})
+        if without_room or of_incomplete_groups:
+            self.put_back(before, {*without_room, *of_incomplete_groups})
         return output
 
     def needs_single_step(self, request: Request) -> bool:
@@ -355,6 +370,7 @@ class InterventionScheduler(DraftScheduler):
         return next((group.members for group in groups), ())
 
     def _hold_groups(self) -> list[Request]:
+        """Remove and return the waiting requests of traces whose other requests have not all arrived."""
         for key in [
             key for key, group in self._groups.items() if self.requests.keys().isdisjoint(group.members)
         ]:
@@ -376,10 +392,10 @@ class InterventionScheduler(DraftScheduler):
         spare = self._num_batched_tokens - self.max_num_scheduled_tokens
         spare -= self._num_draft_slots * (len(self.running) + 1)
         waiting = list(self.waiting)
-        for place, request in enumerate(waiting):
+        for index, request in enumerate(waiting):
             needed = missing(request)
             if request.request_id in self._whole_prompts and min(free, free + spare) < needed <= limit:
-                held = waiting[place:]
+                held = waiting[index:]
                 self.waiting.remove_requests(held)
                 return held
             free -= min(needed, free)
@@ -389,6 +405,7 @@ class InterventionScheduler(DraftScheduler):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
+        """End requests (None: all) as vLLM does, and drop their state; blocks of writers are remembered."""
         if isinstance(request_ids, str):
             request_ids = [request_ids]
         elif request_ids is not None:
@@ -405,6 +422,7 @@ class InterventionScheduler(DraftScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        """Process a step's output as vLLM does; send its results, and end requests that failed or stopped."""
         results = detach_results(model_runner_output)
         self._note_pack_step(scheduler_output)
         # Before the outputs: later, failed requests may no longer hold their blocks.
@@ -457,6 +475,7 @@ class InterventionScheduler(DraftScheduler):
             self._throttled = results.throttled
 
     def _undo(self, request_id: str, num_tokens: int) -> None:
+        """Take back a step that ran without the request's block, so that its tokens are computed again."""
         request = self.requests.get(request_id)
         if request is None or request.status is not RequestStatus.RUNNING:
             return
@@ -474,6 +493,7 @@ class InterventionScheduler(DraftScheduler):
         return len(self._outbox)
 
     def _attach(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Add to each output what its request's operations have read; drop the state of ended requests."""
         for client_outputs in outputs.values():
             for output in client_outputs.outputs:
                 if output.request_id not in self._outbox:
@@ -485,6 +505,7 @@ class InterventionScheduler(DraftScheduler):
                     self._drop(output.request_id)
 
     def _attach_reports(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Add to each output what its request's block reports, and drop reports of ended requests."""
         for client_outputs in outputs.values():
             for output in client_outputs.outputs:
                 reports = self._reports.pop(output.request_id, None)
@@ -500,6 +521,7 @@ class InterventionScheduler(DraftScheduler):
     def _end_with_results(
         self, request_id: str, status: RequestStatus, outputs: dict[int, EngineCoreOutputs]
     ) -> None:
+        """End a request that operations failed or stopped; its last output has the rest of its results."""
         if request_id not in self._outbox:
             return  # it has ended otherwise
         payload = self._outbox.take_payload(request_id, final=True)
@@ -513,6 +535,7 @@ class InterventionScheduler(DraftScheduler):
         message: dict[str, Any] | None,
         outputs: dict[int, EngineCoreOutputs],
     ) -> None:
+        """End a request, and add its last output, with ``message``, to those of its client."""
         for request in self.finish_requests(request_id, status):
             output = EngineCoreOutput(
                 request_id=request_id,
@@ -527,6 +550,7 @@ class InterventionScheduler(DraftScheduler):
         return {PLAN_KEY: {"key": self._owners[request_id], "data": data}}
 
     def _drop(self, request_id: str) -> None:
+        """Drop the state of an ended request; one without operations has none."""
         if self._outbox.close(request_id):
             del self._owners[request_id]
             self._shared.discard(request_id)
@@ -535,7 +559,10 @@ class InterventionScheduler(DraftScheduler):
 
 
 def _own_images(request: Request) -> list[Any]:
-    """Return media with names of their own in the encoder's cache, unless they came without content."""
+    """Return media with names of their own in the encoder's cache, as operations change what it keeps.
+
+    Media without content keep their name, by which the engine finds it.
+    """
     return [
         feature
         if feature.data is None

@@ -45,10 +45,12 @@ class TapStep:
     def __init__(
         self, plan: StepPlan | None, dispatcher: TraceDispatcher | None, *, returns_none: bool = False
     ) -> None:
+        """Take a step's operations and blocks, if any; ``returns_none``: layers return a pair with None."""
         self._returns_none = returns_none
         self._plan = plan
         self._planned = frozenset[int]() if plan is None else plan.taps()
         self._dispatcher = dispatcher
+        # Blocks are served at taps if their route is known; else by hooks.
         self._served = dispatcher if dispatcher is not None and dispatcher.route is not None else None
 
     def is_busy(self, tap: int) -> bool:
@@ -156,6 +158,8 @@ def untapped(
 
 
 def _without_residual(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a layer's ``forward`` with zeros as the second tensor, which is unused."""
+
     def forward_alone(*args: Any, **kwargs: Any) -> Any:
         hidden, _ = forward(*args, **kwargs)
         return hidden, torch.zeros_like(hidden)
@@ -164,6 +168,7 @@ def _without_residual(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tapped(forward: Callable[..., Any], index: int) -> Callable[..., Any]:
+    """Return a layer's ``forward`` that passes its output through the tap behind it."""
     tap = index + 1
 
     def tapped_forward(*args: Any, **kwargs: Any) -> Any:
@@ -180,6 +185,8 @@ def _tapped(forward: Callable[..., Any], index: int) -> Callable[..., Any]:
 
 
 def _tapped_at_start(forward: Callable[..., Any], family: EngineFamily) -> Callable[..., Any]:
+    """Return the first layer's ``forward`` that passes its input through tap 0."""
+
     def tapped_forward(*args: Any, **kwargs: Any) -> Any:
         torch.ops.nnsight_engine.tap_single(family.hidden_of(args, kwargs), 0)
         return forward(*args, **kwargs)

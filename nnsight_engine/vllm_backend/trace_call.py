@@ -61,13 +61,14 @@ class TracedPrompt(TraceRun):
         request_id: str,
         adapter: LoRARequest | None,
     ) -> None:
+        """Prepare a prompt's requests, one for each choice; nothing runs before ``outputs`` is read."""
         key = uuid.uuid4().hex
         # Several choices are several requests in the engine: the worker gets the block once, before them.
         has_choices = params.n > 1
         requests = TraceRequests(key, call.data if has_choices else None)
         entry = TraceEntry(
-            key, 0, params.n, b"" if has_choices else call.data, [{}], call.streams,
-            prints=True, plain=True, sandbox_of=call.sandbox_of,
+            key, index=0, num_choices=params.n, data=b"" if has_choices else call.data, groups=[{}],
+            streams=call.streams, prints=True, plain=True, sandbox_of=call.sandbox_of,
         )  # fmt: skip
         requests.add(prompt, params, entry, request_id=request_id, adapter=adapter)
         super().__init__(engine, requests, max_pending_bytes=MAX_DELTA_BYTES)
@@ -123,6 +124,7 @@ class TracedPrompt(TraceRun):
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
+        """Raise errors of malformed values as ApiError; a sandbox process may have sent anything."""
         try:
             yield
         except MALFORMED as error:
@@ -158,8 +160,8 @@ class TracedPrompt(TraceRun):
 class TraceCall:
     """A call with a trace, limited in requests (choices of all prompts) and in saved bytes of one choice.
 
-    ``sandbox_of`` is the tenant in whose sandbox the block runs; None to run it in the worker, as trusted
-    code. ``slot`` requests a slot for a prompt, and raises ApiError if too many are waiting.
+    ``sandbox_of`` is the tenant in whose sandbox the block runs; None to run it in the worker, as
+    trusted code. ``slot`` requests a slot for a prompt, and raises ApiError if too many are waiting.
     """
 
     slot: Callable[[], HeldSlot] = _NoSlot
@@ -176,6 +178,7 @@ class TraceCall:
         sandbox_of: str | None,
         max_bytes: int = _MAX_BYTES,
     ) -> None:
+        """Take an encoded trace; ``name`` is that of its results, ``param`` its field's in errors."""
         self.max_bytes = max_bytes
         self.data = data
         self.param = param
@@ -240,6 +243,7 @@ class TraceCall:
         return CollectedResults([CollectedTrace(self._name, saves, grown, printed)], final=False)
 
     def take_final(self, choice: int, num_choices: int) -> CollectedResults:
+        """Return all results of a choice, which has ended."""
         prompt, sent_choice = self._choice(choice, num_choices)
         result = CollectedTrace(
             self._name, sent_choice.saves or {}, {}, sent_choice.take_printed(), sent_choice.warnings
@@ -251,6 +255,7 @@ class TraceCall:
         return prompt.images
 
     def failed(self, error: BlockError, *, has_begun: bool) -> ApiError:
+        """Return a block's error for the client; without ``has_begun``, the trace may be sent again."""
         if not has_begun:
             return ApiError(ErrorCode.QUEUE_FULL, f"The trace did not begin: {error.message}", self.param)
         return ApiError(

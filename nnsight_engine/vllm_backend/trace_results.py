@@ -75,6 +75,7 @@ class BlockError(msgspec.Struct):
         return f"{self._line(filename)}: {self.name}: {self.message}{notes}"
 
     def _line(self, filename: str) -> str:
+        """Return where the error was raised: its last line in ``filename``, or else its last one."""
         for entry in reversed(self.entries):
             if entry.file == filename:
                 return f" in line {entry.line - NUM_LINES_BEFORE}, `{entry.source[:_MAX_TEXT].strip()}`"
@@ -108,6 +109,7 @@ def read_results(data: bytes | memoryview, results: Mapping[str, Any], num_choic
 
 
 def _result(block: Any, num_choices: int) -> BlockResult:
+    """Check the decoded results of a block, which may come from untrusted code; raise DecodeError."""
     choice, error = block["choice"], block["error"]
     if type(choice) is not int or not 0 <= choice < num_choices:
         raise DecodeError("a block has no choice")
@@ -161,6 +163,7 @@ class ChoiceValues:
         return self._plain(whole, budget), self._plain(grown, budget)
 
     def _plain(self, values: Mapping[str, Any], budget: SaveBudget) -> dict[str, Any]:
+        """Return values as JSON types, without those that have none."""
         plain: dict[str, Any] = {}
         for name, value in values.items():
             try:
@@ -179,6 +182,7 @@ class ChoiceValues:
 
 
 def _tensor_result(value: torch.Tensor) -> TensorResult:
+    """Return a tensor as an answer has it; raise ValueError for a dtype that answers lack."""
     if value.dtype in _AS_INT64:
         value = value.to(torch.int64)
     name = _NAMES.get(value.dtype)

@@ -27,6 +27,8 @@ from nnsight_engine.vllm_backend.traces.context import TRACE_KEY
 
 
 class TracePlacement:
+    """The engine on which each trace is, and the number of traced requests on each engine."""
+
     def __init__(self, num_engines: int) -> None:
         self._num_requests = [0] * num_engines
         self._placed: dict[str, tuple[int, int]] = {}
@@ -94,12 +96,14 @@ class TracingAsyncLLM(AsyncLLM):
         return [reply for answers in await self._unless_dead(calls) for reply in answers]
 
     async def _call_engine_of(self, key: str, method: str, *args: Any) -> Any:
+        """Call a method on the workers of the engine on which a trace is; return their common result."""
         core = self.engine_core
         engine = core.core_engines[self._placement.rank(key)]
         call = core._call_utility_async(_RPC, method, None, args, None, engine=engine)  # noqa: SLF001 - no public one
         return common_result(await self._unless_dead(call))
 
     async def _unless_dead(self, call: Coroutine[Any, Any, T]) -> T:
+        """Await a call of the engine; raise EngineDeadError if the engine ends, as it then never answers."""
         task = asyncio.ensure_future(call)
         waited_for: set[asyncio.Future[Any]] = {task}
         if self.output_handler is not None:
@@ -115,6 +119,7 @@ class TracingAsyncLLM(AsyncLLM):
     def start_request(
         self, prompt: Any, params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
+        """Start a request of a trace, on the engine on which the trace is placed."""
         assert params.extra_args is not None  # noqa: S101 - it has the entry
         options["data_parallel_rank"] = self._placement.rank(params.extra_args[TRACE_KEY]["key"])
         return TracingAsyncLLM.generate(self, prompt, params, request_id, **options)
@@ -134,6 +139,7 @@ class TracingAsyncLLM(AsyncLLM):
     def encode(
         self, prompt: Any, pooling_params: PoolingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Pool as vLLM does, with the adapter held, see ``generate``."""
         outputs = super().encode(prompt, pooling_params, request_id, **kwargs)
         adapter = kwargs.get("lora_request")
         return outputs if adapter is None else self._holding(adapter, outputs)
@@ -141,6 +147,7 @@ class TracingAsyncLLM(AsyncLLM):
     async def _holding(
         self, adapter: LoRARequest, outputs: AsyncGenerator[T, None]
     ) -> AsyncGenerator[T, None]:
+        """Pass outputs on, with the adapter in the workers' memory from the first to the last."""
         await self.hold_adapter(adapter)
         try:
             async for output in outputs:
@@ -163,6 +170,7 @@ class TracingAsyncLLM(AsyncLLM):
         self._adapters.release(adapter.lora_int_id)
 
     async def _load_adapter(self, adapter: LoRARequest) -> None:
+        """Load an adapter into all workers, in place of unused ones if there is no room; raise ApiError."""
         number = adapter.lora_int_id
         async with self._loading_adapter:
             if number in self._adapters:
@@ -181,6 +189,7 @@ class TracingAsyncLLM(AsyncLLM):
     async def add_request(
         self, request_id: str, prompt: Any, params: SamplingParams | PoolingParams, *args: Any, **kwargs: Any
     ) -> Any:
+        """Add a request as vLLM does, and tell its trace that the engine has it."""
         queue = await super().add_request(request_id, prompt, params, *args, **kwargs)
         extra = params.extra_args if isinstance(params, SamplingParams) else None
         if extra and TRACE_KEY in extra:
@@ -188,11 +197,13 @@ class TracingAsyncLLM(AsyncLLM):
         return queue
 
     async def begin_trace(self, key: str, num_requests: int, held: bytes | None) -> None:
+        """Place a trace on an engine; ``held`` blocks go to its workers ahead of their requests."""
         self._placement.place(key, num_requests, self._in_flight())
         if held is not None:
             await self._call_engine_of(key, "hold_trace", key, held)
 
     def _in_flight(self) -> list[int]:
+        """Return the number of requests that each engine has."""
         if self.num_engines == 1:  # vLLM counts them in order to choose
             return [0]
         core = self.engine_core
@@ -203,6 +214,7 @@ class TracingAsyncLLM(AsyncLLM):
         return data
 
     async def finish_trace(self, key: str, results: dict[str, Any]) -> FinishedTrace:
+        """Wait for a trace's blocks, and return its results; large ones come as a file in memory."""
         path = None if self.handover is None else self.handover.path(key)
         result: Any = PENDING
         while result == PENDING:  # its blocks are still running; the engine serves others meanwhile
@@ -216,6 +228,7 @@ class TracingAsyncLLM(AsyncLLM):
         return FinishedTrace(data, printed, failure, tier, has_begun, results)
 
     async def forget_trace(self, key: str, request_ids: Sequence[str]) -> None:
+        """Abort a trace's requests and drop its state in the engine; never raises."""
         try:
             # When a caller is cancelled, vLLM aborts its request only if the caller was waiting for outputs.
             await self.abort(request_ids)

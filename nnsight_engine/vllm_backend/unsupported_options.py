@@ -50,6 +50,7 @@ def _classifies_tokens(config: VllmConfig) -> bool:
 
 
 def _on_cpu(option: str, is_given: Callable[[VllmConfig], bool]) -> Refusal:
+    """Return the refusal of an option on machines without GPUs only."""
     return Refusal(
         f"{option} on a CPU",
         "vLLM's model runner has its kernels for GPUs only",

@@ -90,7 +90,7 @@ class VLLM(StandardNames):
             raise ValueError(f'mode is "sync" or "async", got {mode!r}')
         super().__init__(torch.nn.Module(), rename=rename)
         check_envoys(envoys, Envoy)
-        mine = self.__dict__
+        mine = self.__dict__  # past ``__setattr__`` of envoys
         mine["remote"] = remote
         mine["_is_known"] = False
         mine["_client_names"] = ClientNames(rename, envoys)
@@ -136,6 +136,7 @@ class VLLM(StandardNames):
                 raise
 
     def _set_description(self, entries: Sequence[OutlineEntry], spec: ModelSpec) -> None:
+        """Build the module tree and the points from the outline and the spec of an engine."""
         self._update(outlined(entries))
         self._add_values()
         points = self.__dict__["_points"] = EnginePoints.on_client(self, spec)
@@ -143,6 +144,7 @@ class VLLM(StandardNames):
         self.__dict__["_is_known"] = True
 
     def _fetch_description(self, transport: Transport) -> None:
+        """Get the module tree and the points from a server, once; a copy takes them from its original."""
         if self.original is not None:
             self.original._fetch_description(transport)  # noqa: SLF001 - same class
             self._follow()
@@ -154,6 +156,7 @@ class VLLM(StandardNames):
                 self._set_description(entries, ModelSpec.from_plain(plain["spec"]))
 
     def _prepare(self) -> None:
+        """Get the model's description from its server, or from its engine, which starts if it has not."""
         if self.__dict__["remote"]:
             self._fetch_description(self._remote_backend().transport)
         else:
@@ -382,6 +385,7 @@ class VLLM(StandardNames):
         return True
 
     def _follow(self) -> None:
+        """Copy the original's state into this copy, except for what each model has of its own."""
         original = self.original
         assert original is not None  # noqa: S101 - this is a copy
         per_view = {"_edits", "_original"}
@@ -395,6 +399,7 @@ class VLLM(StandardNames):
         return bool(args) or any(kwargs.get(name) is not None for name in INPUT_NAMES)
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], int]:
+        """Return an invoke's input as a ``Request``, without keyword arguments, and its number of rows, 1."""
         if not self._has_input(inputs, kwargs):
             raise ValueError(
                 "an invoke on vLLM is a request and needs a prompt: `with tracer.invoke(prompt):`. Requests "
@@ -408,6 +413,7 @@ class VLLM(StandardNames):
     def _batch(
         self, batched_input: tuple[tuple[Any, ...], dict[str, Any]], *inputs: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Add an invoke's request to those before; arguments by name are the trace's."""
         requests, shared = batched_input
         return (*requests, *inputs), {**shared, **kwargs}
 

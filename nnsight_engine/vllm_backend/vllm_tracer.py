@@ -91,6 +91,7 @@ class RequestTracer(InterleavingTracer):
     model: VLLM
 
     def _run_model(self) -> Any:
+        """Run the trace and assign what its blocks saved; return the only request's output, or a list."""
         trace = SentTrace(self)
         outcomes, outputs = self._send(trace)
         trace.assign_saved(outcomes)
@@ -153,7 +154,7 @@ class SentTrace(TraceRequests):
             # all tokens.
             chosen = tracer.model.chosen_edits(edits if request.edits is None else request.edits)
             entry = TraceEntry(
-                self.key, index, params.n, data, groups, streams, chosen,
+                self.key, index, params.n, data, groups, streams=streams, edits=chosen,
                 is_dry_run=purpose is Purpose.CHECK and params.max_tokens != 1 and len(requests) == 1,
                 is_scan=purpose is Purpose.SCAN, wanted=wanted, sandbox_of=None,
             )  # fmt: skip
@@ -179,6 +180,7 @@ class RequestScanner(RequestTracer):
     """``with model.scan(prompt):`` on ``VLLM``; afterwards envoys return values without data."""
 
     def _run_model(self) -> Any:
+        """Run the trace as ``RequestTracer`` does, and keep the shapes of all values in the envoys."""
         trace = SentTrace(self, Purpose.SCAN)
         outcomes, outputs = self._send(trace)
         trace.assign_saved(outcomes)
@@ -187,13 +189,14 @@ class RequestScanner(RequestTracer):
         return outputs[0] if len(outputs) == 1 else outputs
 
     def _leave(self, shapes: Mapping[str, Mapping[str, Any]], num_tokens: int) -> None:
+        """Give each envoy the values of its module, without data, for use after the trace."""
         for path, envoy in self.model.named_modules():
             envoy._fake.update(shapes.get(path, {}))  # noqa: SLF001 - local scans store theirs there too
         points = self.model.points
         layer = shapes.get(str(points.layer(0).path), {})
-        first = next(tensors(layer.get("output")), None)
-        if first is not None:
-            points.scanned = (num_tokens, first.dtype)
+        layer_output = next(tensors(layer.get("output")), None)
+        if layer_output is not None:
+            points.scanned = (num_tokens, layer_output.dtype)
 
 
 class StreamTracer(RequestTracer):
@@ -237,6 +240,7 @@ class StreamBackend(ExecutionBackend):
 
 
 async def _streamed(engine: TraceHost, sent: SentTrace) -> AsyncGenerator[RequestOutput, None]:
+    """Run a trace, and yield its outputs with ``saves`` and ``invoke``, see ``StreamBackend``."""
     saves = SavesSoFar()
     async with MergedRun(engine, sent) as run:
         async for event in run:
@@ -253,6 +257,7 @@ async def _streamed(engine: TraceHost, sent: SentTrace) -> AsyncGenerator[Reques
 
 
 def _saved(sent: SentTrace, data: bytes, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
+    """Return what the block of an ended request has saved, by name; raise the block's error."""
     outcomes = sent.read(data, outputs)
     if not outcomes:
         raise LostTraceError.of(set(outputs))

@@ -32,6 +32,7 @@ _PlatformWorker: Any = platform_worker_class()
 
 class InterventionWorker(_PlatformWorker):
     def init_device(self) -> None:
+        """Prepare the device as vLLM does; mend vLLM's faults on a CPU, and extend the runner's class."""
         super().init_device()
         if self.device.type == "cpu":
             mend_rotary_embedding()
@@ -47,7 +48,8 @@ class InterventionWorker(_PlatformWorker):
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
-        if not kv_cache_config.needs_kv_cache_zeroing:  # else vLLM prepares for it
+        # Blocks of requests that write are zeroed, see ``UncleanBlocks``; vLLM prepares for zeroing all.
+        if not kv_cache_config.needs_kv_cache_zeroing:
             self.model_runner._init_kv_zero_meta()  # noqa: SLF001 - as vLLM's workers do
 
     def compile_or_warm_up_model(self) -> Any:
@@ -113,6 +115,7 @@ class InterventionWorker(_PlatformWorker):
         return {**self._handler.interventions.num_live(), **traced}
 
     def count_events(self) -> dict[str, Any]:
+        """Return the event counts of this worker and its sandboxes; empty on ranks that run no blocks."""
         handler = self._handler
         handler.counts.sandboxes = dict(handler.traces.sandboxes.counts)
         return handler.counts.to_plain() if handler.runs_blocks else {}
@@ -130,7 +133,7 @@ class InterventionWorker(_PlatformWorker):
     def finish_trace(
         self, key: str, results: dict[str, Any], path: str | None = None
     ) -> tuple[bytes | None, float, str, str, str, bool] | str | None:
-        """Return the parts of ``EndedTrace``, None for results that are in ``path``.
+        """Return the fields of ``EndedTrace``, the first one None for results that are in the file ``path``.
 
         Returns ``PENDING`` while its blocks run: other requests must not wait for them, so the caller polls.
         """
@@ -140,8 +143,8 @@ class InterventionWorker(_PlatformWorker):
         collected = traces.collect(key, results)
         if self._traces is None:
             return None
-        is_left = path is not None and write_shared(collected.pieces, path)
-        saved = None if is_left else b"".join(collected.pieces)
+        is_in_file = path is not None and write_shared(collected.pieces, path)
+        saved = None if is_in_file else b"".join(collected.pieces)
         return saved, *collected[1:]
 
     def drop_trace(self, key: str) -> float | None:
@@ -149,7 +152,10 @@ class InterventionWorker(_PlatformWorker):
         return self._handler.traces.drop(key)
 
     def prepare_sandbox(self) -> tuple[bool, dict[str, Any] | None] | None:
-        """Return whether a sandbox is ready, and the encoded error if there can be none; None on others."""
+        """Start the sandbox, without waiting: return whether a process is ready, and the encoded error.
+
+        The error is None unless no process can start. Returns None on ranks that run no blocks.
+        """
         if self._traces is None:
             return None
         try:

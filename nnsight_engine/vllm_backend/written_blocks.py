@@ -56,9 +56,10 @@ class SharedBlocks:
                 self._ended[request_id] = EndedWriter(cached, num_steps)
 
     def end_step(self) -> None:
-        for request_id, blocks in list(self._ended.items()):
-            blocks.num_steps -= 1
-            if blocks.num_steps <= 0:
+        """Count a step of each ended writer; after the last one it can no longer fail."""
+        for request_id, writer in list(self._ended.items()):
+            writer.num_steps -= 1
+            if writer.num_steps <= 0:
                 del self._ended[request_id]
 
     def evict(self, failures: dict[str, Failure]) -> set[int]:
@@ -72,6 +73,7 @@ class SharedBlocks:
         return spoiled
 
     def _fail_sharers(self, failures: dict[str, Failure]) -> None:
+        """Add a failure for writers that share blocks with a failed one, and for those that share theirs."""
         spoiled = [
             request_id
             for request_id, failure in failures.items()
@@ -86,6 +88,7 @@ class SharedBlocks:
                     spoiled.append(request_id)
 
     def _blocks(self, request_id: str) -> set[int]:
+        """Return a request's blocks; of an ended writer, those that no other content has replaced."""
         if request_id in self._ended:
             hashes = self._ended[request_id].hashes
             return {block for block, hash_ in hashes.items() if self._hash_of(block) == hash_}
@@ -113,11 +116,12 @@ class UncleanBlocks:
         return sorted(unclean)
 
     def note(self, output: SchedulerOutput) -> None:
+        """Record the blocks that a scheduled step gives to requests with writes."""
         if not self._writers:
             return
-        for new in output.scheduled_new_reqs:
-            if new.req_id in self._writers:
-                self._ids.update(*new.block_ids)
+        for request in output.scheduled_new_reqs:
+            if request.req_id in self._writers:
+                self._ids.update(*request.block_ids)
         cached = output.scheduled_cached_reqs
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if blocks is not None and request_id in self._writers:

@@ -17,7 +17,10 @@ def ngram_scan(
     min_n: int,
     max_n: int,
 ) -> None:
-    """Score where the end of each text occurred before, the longest match first, then the last one."""
+    """Score where the end of each text occurred before, the longest match first, then the last one.
+
+    A score is ``size * base + place + 1``, by size and place of the match; 0 without a match.
+    """
     lengths, num_reqs = total_len[idx_mapping].long(), len(idx_mapping)
     text = token_ids[idx_mapping, : int(lengths.max())]
     base = token_ids.shape[1] + 1
@@ -45,10 +48,11 @@ def ngram_finalize(
     drafts: torch.Tensor,
     k: int,
 ) -> None:
-    """Draft what followed the match; the last sampled token where nothing did."""
+    """Draft the ``k`` tokens that followed the scored match; the last sampled token where nothing did."""
     num_reqs, width = len(idx_mapping), token_ids.shape[1]
     score = scratch[:num_reqs, 0]
-    size, place = (score - 1) // (width + 1), (score - 1) % (width + 1)
+    base = width + 1  # as in ``ngram_scan``
+    size, place = (score - 1) // base, (score - 1) % base
     positions = (place + size)[:, None] + torch.arange(k)
     has_match = (score > 0) & (num_sampled[:num_reqs] > 0)
     is_text = has_match[:, None] & (positions < total_len[idx_mapping][:, None])
@@ -150,8 +154,8 @@ def prepare_decode_inputs(
     """Write the inputs of the second draft: the first one, a token for each request."""
     num_reqs = len(draft_tokens)
     query_start_loc[: max_num_reqs + 1] = torch.arange(max_num_reqs + 1).clamp(max=num_reqs)
-    first = draft_tokens if draft_tokens.dim() == 1 else draft_tokens[:, 0]
-    input_ids[:num_reqs] = first.to(input_ids.dtype)
+    first_drafts = draft_tokens if draft_tokens.dim() == 1 else draft_tokens[:, 0]
+    input_ids[:num_reqs] = first_drafts.to(input_ids.dtype)
     sample_src_positions[:num_reqs] += 1
     seq_lens[:num_reqs] = target_seq_lens[:num_reqs] - num_rejected[:num_reqs]
     seq_lens[num_reqs:max_num_reqs] = 0
@@ -175,6 +179,7 @@ def update_draft_inputs(
     num_speculative_steps: int,
     advance_draft_positions: bool,
 ) -> None:
+    """Store the drafts of a step of the draft model, and write the inputs of its next one, if any."""
     rows, step = slice(grid[0]), int(current_draft_step)
     output_draft_tokens[rows, step] = draft_tokens[rows].to(output_draft_tokens.dtype)
     if step >= num_speculative_steps - 1:
@@ -199,6 +204,7 @@ def _pad(
     max_num_reqs: int,
     num_tokens: int,
 ) -> None:
+    """Write rows of padding, which have no tokens, up to the largest number of requests."""
     last_indices[num_reqs:max_num_reqs] = 0
     starts[num_reqs : max_num_reqs + 1] = num_tokens
     lengths[num_reqs:max_num_reqs] = 0

@@ -24,6 +24,7 @@ def prepare_prefill_inputs(
     prefill_lens: torch.Tensor,
     num_computed_tokens: torch.Tensor,
 ) -> None:
+    """Write the tokens of prompts, and the ``num_lookahead`` tokens that follow in each; 0 past its end."""
     is_prefill = num_computed_tokens[idx_mapping] < prefill_lens[idx_mapping]
     if not is_prefill.any():
         return
@@ -48,6 +49,7 @@ def prepare_pos_seq_lens(
     num_computed_tokens: torch.Tensor,
     max_num_reqs: int,
 ) -> None:
+    """Write the position of each token, and the length of each request after the step; 0 for padding."""
     num_reqs = len(idx_mapping)
     lengths, num_computed = lengths_of(query_start_loc, num_reqs), num_computed_tokens[idx_mapping]
     seq_lens[:num_reqs] = num_computed + lengths
@@ -72,15 +74,15 @@ def combine_sampled_and_draft_tokens(
     """Write sampled and draft tokens, and the token of each logits row; prompts keep their own."""
     num_reqs = len(idx_mapping)
     num_logits, ends = lengths_of(cu_num_logits, num_reqs), query_start_loc[1 : num_reqs + 1]
-    first = ends - num_logits
+    first_rows = ends - num_logits
     rows, places = rows_and_places(num_logits)
-    logits_indices[: len(rows)] = first[rows] + places
+    logits_indices[: len(rows)] = first_rows[rows] + places
     lengths, prefill = seq_lens[:num_reqs], prefill_len[idx_mapping]
     generates = lengths > prefill
     if num_new_sampled_tokens:
         is_sampled = generates & (lengths - num_logits >= prefill)
         last = last_sampled_tokens.view(-1)[idx_mapping[is_sampled]]
-        input_ids[first[is_sampled]] = last.to(input_ids.dtype)
+        input_ids[first_rows[is_sampled]] = last.to(input_ids.dtype)
     num_drafts = torch.where(generates, num_logits - num_new_sampled_tokens, 0).clamp(min=0)
     rows, places = rows_and_places(num_drafts)
     if len(rows):
@@ -151,6 +153,7 @@ def expand_idx_mapping(
     expanded_local_pos: torch.Tensor,
     cu_num_logits: torch.Tensor,
 ) -> None:
+    """Write, for each row of logits, its request and its place among that request's rows."""
     rows, places = rows_and_places(lengths_of(cu_num_logits, len(idx_mapping)))
     expanded_idx_mapping[: len(rows)] = idx_mapping[rows]
     expanded_local_pos[: len(rows)] = places
@@ -172,7 +175,7 @@ def apply_write(
     write_group_ids: torch.Tensor | None,
 ) -> None:
     """Write each content into its row from its start on, the last one last."""
-    begin = 0
+    content_start = 0
     groups = [0] * len(write_indices) if write_group_ids is None else write_group_ids.tolist()
     tables = [output] if isinstance(output, torch.Tensor) else output
     for group, row, start, end in zip(
@@ -180,9 +183,9 @@ def apply_write(
     ):
         table = tables[group]
         target = table if table.dim() == 1 else table[row]
-        first = row + start if table.dim() == 1 else start
-        target[first : first + end - begin] = write_contents[begin:end]
-        begin = end
+        first_element = row + start if table.dim() == 1 else start
+        target[first_element : first_element + end - content_start] = write_contents[content_start:end]
+        content_start = end
 
 
 def gather_block_tables(

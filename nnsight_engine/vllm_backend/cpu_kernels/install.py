@@ -34,6 +34,7 @@ class CpuKernel:
     """Replaces a kernel by a function of some of its arguments, by name; it may take ``grid`` as well."""
 
     def __init__(self, name: str, kernel: Callable[..., Any], function: Callable[..., None]) -> None:
+        """Replace vLLM's ``kernel`` by ``function``, which takes some of its arguments, without ``_ptr``."""
         parameters = inspect.signature(getattr(kernel, "fn", kernel)).parameters
         self._names: Final = {parameter: parameter.removesuffix(_POINTER).lower() for parameter in parameters}
         self._wanted: Final = frozenset(inspect.signature(function).parameters)
@@ -44,6 +45,7 @@ class CpuKernel:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *positional: object, **named: object) -> None:
+        """Call the function with those arguments of the kernel that it takes; the grid may be one."""
         # Triton's own options, such as `num_warps`, are not among the names.
         arguments = dict(zip(self._names.values(), positional, strict=False))
         arguments |= {self._names[name]: value for name, value in named.items() if name in self._names}
@@ -152,7 +154,7 @@ def _as_list(_block_tables: object, tensors: Iterable[torch.Tensor]) -> list[tor
 
 @contextlib.contextmanager
 def _foreign_objects() -> Iterator[None]:
-    """Have vLLM look for its kernels in all modules, also where an object's ``__dict__`` is none: numba's."""
+    """In this block, vLLM's search for kernels passes objects whose ``__dict__`` is no mapping: numba's."""
 
     from vllm.triton_utils import dispatcher  # noqa: PLC0415 - it imports the platform
 
@@ -177,6 +179,7 @@ class V2CpuPlatform(CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """Change the configuration for a CPU as vLLM does, but leave asynchronous scheduling as it is."""
         scheduler = vllm_config.scheduler_config
         is_async = scheduler.async_scheduling
         super().check_and_update_config(vllm_config)
@@ -185,6 +188,7 @@ class V2CpuPlatform(CpuPlatform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
+        """Replace kernels as vLLM does, then by the functions here; once in a process."""
         if not cls._is_registered:
             with _foreign_objects():
                 super().register_triton_kernel_overrides()

@@ -42,6 +42,7 @@ def apply_penalties(
     output_bin_counts: torch.Tensor,
     vocab_size: int,
 ) -> None:
+    """Apply the penalties for tokens of the text so far, in which drafts before a row count as generated."""
     repetition, frequency, presence = (
         penalty[expanded_idx_mapping] for penalty in (repetition_penalty, frequency_penalty, presence_penalty)
     )
@@ -71,6 +72,7 @@ def bincount(
     prompt_bin_mask: torch.Tensor,
     output_bin_counts: torch.Tensor,
 ) -> None:
+    """Count the generated tokens of new requests, and mark the tokens of their prompts."""
     requests = expanded_idx_mapping
     rows, places = rows_and_places(prefill_len[requests])
     tokens = all_token_ids[requests[rows], places].long()
@@ -123,6 +125,7 @@ def replay_trace(
     total_len: torch.Tensor,
     prompt_len: torch.Tensor,
 ) -> None:
+    """Replace samples by the tokens of the answer that a request gives, as long as it lasts."""
     step = total_len[idx_mapping] - prompt_len[idx_mapping]
     is_replayed = (idx_mapping >= 0) & (step >= 0) & (step < trace_len[idx_mapping])
     sampled[is_replayed] = trace_token_ids[idx_mapping[is_replayed], step[is_replayed]].to(sampled.dtype)
@@ -144,8 +147,8 @@ def end_thinking(
     """Force the end marker, token by token, where open reasoning is as long as its budget allows."""
     budgets = thinking_token_budget[expanded_idx_mapping]
     for row in (budgets >= 0).nonzero().view(-1).tolist():
-        request, first = expanded_idx_mapping[row], row - int(expanded_local_pos[row])
-        text = torch.cat([all_token_ids[request, : total_len[request]], input_ids[first + 1 : row + 1]])
+        request, first_row = expanded_idx_mapping[row], row - int(expanded_local_pos[row])
+        text = torch.cat([all_token_ids[request, : total_len[request]], input_ids[first_row + 1 : row + 1]])
         start = _last_place(text, reasoning_start_token_ids)
         num_tokens = len(text) - start - len(reasoning_start_token_ids)
         if start <= _last_place(text, natural_reasoning_end_token_ids) or num_tokens < budgets[row]:
@@ -157,6 +160,7 @@ def end_thinking(
 
 
 def _last_place(text: torch.Tensor, marker: torch.Tensor) -> int:
+    """Return where a text has a marker last; -1 if nowhere."""
     if len(text) < len(marker):
         return -1
     places = (text.unfold(0, len(marker), 1) == marker).all(-1).nonzero()
@@ -225,6 +229,7 @@ _BYTE_BITS: Final = 8
 
 
 def topk_log_softmax(*, output: torch.Tensor, logits: torch.Tensor, topk_ids: torch.Tensor) -> None:
+    """Write the log-probabilities of the given tokens alone."""
     logits = logits.float()
     largest = logits.amax(-1, keepdim=True)
     log_sums = (logits - largest).exp_().sum(-1, keepdim=True).log_()
@@ -267,6 +272,7 @@ def prompt_logprobs_token_ids(
     num_computed_tokens: torch.Tensor,
     all_token_ids: torch.Tensor,
 ) -> None:
+    """Write the token after each of the step's, whose log-probability is asked for."""
     rows, places = rows_and_places(lengths_of(query_start_loc, len(idx_mapping)))
     requests = idx_mapping[rows]
     positions = (num_computed_tokens[requests] + 1 + places).clamp(max=all_token_ids.shape[1] - 1)

@@ -52,11 +52,11 @@ def apply_prompt_embeds(
     lengths = lengths_of(query_start_loc, len(idx_mapping)).tolist()
     starts = query_start_loc.tolist()
     for row, request in enumerate(idx_mapping.tolist()):
-        begin, num_given = int(num_computed_tokens[request]), int(embeds_lens[request])
-        count = min(lengths[row], num_given - begin)
+        start_position, num_given = int(num_computed_tokens[request]), int(embeds_lens[request])
+        count = min(lengths[row], num_given - start_position)
         if count <= 0:
             continue
-        rows = slice(begin, begin + count)
+        rows = slice(start_position, start_position + count)
         embeds = tensor_at(addresses[request], num_given * hidden_size, inputs_embeds.dtype)
         target = inputs_embeds[starts[row] : starts[row] + count]
         is_token = torch.zeros(count, dtype=torch.bool)
@@ -123,6 +123,7 @@ class _States:
                 ctypes.memmove(end, begin + num_skipped * token, (width - num_skipped) * token)
 
     def _address(self, state: int, request: int, column: int) -> int:
+        """Return where a state is in the cache block that is in this column of a request's block table."""
         table = int(self.block_table_ptrs[self.state_group_indices[state]])
         entry = table + ctypes.sizeof(ctypes.c_int32) * (request * self.block_table_stride_req + column)
         block = ctypes.c_int32.from_address(entry).value
@@ -141,7 +142,7 @@ def find_sources(
     num_reqs: int,
     mamba_block_size: int,
 ) -> None:
-    """Store the block of each request's state, and advance it to the block that the step ends in."""
+    """Store which block has each request's recurrent state, and advance to the one the step ends in."""
     requests = idx_mapping[:num_reqs]
     before = state_idx[requests]
     src_col[requests] = before

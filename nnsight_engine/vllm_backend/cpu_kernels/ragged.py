@@ -14,6 +14,7 @@ def lengths_of(starts: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def rows_and_places(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the row of each element, and its place in the row, for rows of these lengths in a sequence."""
     lengths = lengths.long()
     rows = torch.repeat_interleave(lengths)
     return rows, torch.arange(len(rows)) - (lengths.cumsum(0) - lengths)[rows]

@@ -17,6 +17,7 @@ import torch
 from nnsight_engine.vllm_backend.cpu_kernels.ragged import lengths_of, rows_and_places
 
 _MASK: Final = 0xFFFFFFFF
+# Of MurmurHash3, with which vLLM's kernel makes the noise.
 _KEY_FACTORS: Final = (0xCC9E2D51, 0x1B873593)
 _MIX_ADDEND: Final = 0xE6546B64
 _FINAL_FACTORS: Final = (0x85EBCA6B, 0xC2B2AE35)
@@ -26,13 +27,14 @@ _DRAFT_OFFSET: Final = 1 << 30
 """Added to positions for drafts, whose noise must not be that of the sample they are compared with."""
 _PHILOX_FACTORS: Final = np.array([0xD2511F53, 0xCD9E8D57], np.uint64)
 _PHILOX_ADDENDS: Final = np.array([0x9E3779B9, 0xBB67AE85], np.uint64)
+_PHILOX_ROUNDS: Final = 10
 _UNIFORM_STEP: Final = 4.6566127342e-10
 _CHUNK_ELEMENTS: Final = 1 << 18
 """Noise is made for so many elements at a time, which stay in the cache of a processor."""
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Return float32 noise, ``[rows, tokens]``, from a seed and a position of each row."""
+    """Return float32 Gumbel noise, ``[rows, tokens]``, by a hash of each row's seed, position and token."""
     value = _prefix(seeds, positions).to(torch.int32)[:, None] ^ _token_keys(num_tokens)
     spare = torch.empty_like(value)
 
@@ -56,13 +58,13 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int) 
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return a number between 0 and 1 for each row, as Triton's ``rand`` does, by Philox of ten rounds."""
+    """Return a number between 0 and 1 for each row, as Triton's ``rand`` does, by the generator Philox."""
     # By numpy, whose operations on few numbers cost less than torch's.
     key, position = (tensor.long().numpy().astype(np.uint64) for tensor in (seeds, positions))
     key_0, key_1 = key & _MASK, key >> 32
     word_0, word_1 = position & _MASK, position >> 32
     word_2 = word_3 = np.zeros_like(position)
-    for _ in range(10):
+    for _ in range(_PHILOX_ROUNDS):
         product_0, product_2 = word_0 * _PHILOX_FACTORS[0], word_2 * _PHILOX_FACTORS[1]
         word_0, word_1 = product_2 >> 32 ^ word_1 ^ key_0, product_2 & _MASK
         word_2, word_3 = product_0 >> 32 ^ word_3 ^ key_1, product_0 & _MASK
@@ -85,14 +87,14 @@ def noised_argmax(
     best = torch.empty(len(logits), dtype=torch.int64)
     step = max(1, _CHUNK_ELEMENTS // logits.shape[1])
     for start in range(0, len(logits), step):
-        columns = slice(start, start + step)
-        is_warm, part = temperatures[columns] != 0, logits[columns]
+        chunk = slice(start, start + step)
+        is_warm, scores = temperatures[chunk] != 0, logits[chunk]
         if divides_by_temperature:
-            part = part / torch.where(is_warm, temperatures[columns], 1)[:, None]
+            scores = scores / torch.where(is_warm, temperatures[chunk], 1)[:, None]
         if is_warm.any():
-            noise = gumbel_noise(seeds[columns], positions[columns], logits.shape[1])
-            part = part + noise.masked_fill_(~is_warm[:, None], 0)
-        torch.argmax(part, -1, out=best[columns])
+            noise = gumbel_noise(seeds[chunk], positions[chunk], logits.shape[1])
+            scores = scores + noise.masked_fill_(~is_warm[:, None], 0)
+        torch.argmax(scores, -1, out=best[chunk])
     return best
 
 
@@ -174,6 +176,7 @@ def flatten_sampled(
     num_sampled: torch.Tensor,
     cu_num_logits: torch.Tensor,
 ) -> None:
+    """Write each request's sampled tokens at its rows of logits."""
     rows, places = rows_and_places(num_sampled)
     flat_sampled[cu_num_logits[rows] + places] = sampled[rows, places]
 
@@ -224,18 +227,18 @@ def reject(
     temperatures = temp[idx_mapping]
     is_greedy = (temperatures == 0)[:, None]
     steps = torch.arange(num_steps)
-    at = (starts[:, None] + steps).clamp(max=len(target_logits) - 1)
-    tokens = draft_sampled[(at + 1).clamp(max=len(draft_sampled) - 1)].long()
+    target_rows = (starts[:, None] + steps).clamp(max=len(target_logits) - 1)
+    tokens = draft_sampled[(target_rows + 1).clamp(max=len(draft_sampled) - 1)].long()
     is_draft = (steps < num_drafts[:, None]) & (tokens >= 0)
     tokens = tokens.clamp(min=0)
-    best = target_logits.argmax(-1)[at]
+    best = target_logits.argmax(-1)[target_rows]
     is_accepted = tokens == best
     if not is_greedy.all() or synthetic_conditional_rates is not None:
-        drawn = uniform(seed[idx_mapping][:, None].expand_as(at), pos[at])
+        drawn = uniform(seed[idx_mapping][:, None].expand_as(target_rows), pos[target_rows])
     if not is_greedy.all():
         target_sums = target_logits.float().logsumexp(-1)
-        ratios = target_logits[at, tokens].float() - target_sums[at]
-        draft_sums = torch.zeros(at.shape)
+        ratios = target_logits[target_rows, tokens].float() - target_sums[target_rows]
+        draft_sums = torch.zeros(target_rows.shape)
         if draft_logits is not None:
             proposed = (
                 draft_logits[idx_mapping].float()
@@ -244,7 +247,7 @@ def reject(
             draft_sums = proposed.logsumexp(-1)
             ratios = ratios - (proposed.gather(2, tokens[:, :, None])[:, :, 0] - draft_sums)
         is_accepted = torch.where(is_greedy, is_accepted, ratios > drawn.log())
-    if synthetic_conditional_rates is not None:
+    if synthetic_conditional_rates is not None:  # drafts are accepted at given rates, for measurements
         is_accepted = drawn < synthetic_conditional_rates
     is_accepted = is_accepted & is_draft
     num_accepted = is_accepted.long().cumprod(1).sum(1)
@@ -274,13 +277,13 @@ def resample(
 ) -> None:
     """Sample the next token; after a refusal, from what the target has more than the draft."""
     num_reqs = len(rejected_step)
-    at = cu_num_logits[:num_reqs].long() + rejected_step
-    requests = expanded_idx_mapping[at]
+    target_rows = cu_num_logits[:num_reqs].long() + rejected_step
+    requests = expanded_idx_mapping[target_rows]
     temperatures = temp[requests]
-    is_bonus = at == cu_num_logits[1 : num_reqs + 1] - 1
-    refused = draft_sampled[(at + 1).clamp(max=len(draft_sampled) - 1)].long()
+    is_bonus = target_rows == cu_num_logits[1 : num_reqs + 1] - 1
+    refused = draft_sampled[(target_rows + 1).clamp(max=len(draft_sampled) - 1)].long()
     rows = (~is_bonus & (refused >= 0) & (temperatures != 0)).nonzero().view(-1)
-    remaining = target_logits[at, :vocab_size].float()
+    remaining = target_logits[target_rows, :vocab_size].float()
     if draft_logits is None:
         remaining[rows, refused[rows]] = -torch.inf
     elif len(rows):
@@ -289,7 +292,7 @@ def resample(
         draft = proposed / temperatures[rows, None] - draft_rejected_logsumexp[rows, None]
         ratio = (draft - target).exp()
         remaining[rows] = torch.where(ratio < 1, target + (-ratio).log1p(), -torch.inf)
-    resampled_local_argmax[:, 0] = noised_argmax(remaining, temperatures, seed[requests], pos[at])
+    resampled_local_argmax[:, 0] = noised_argmax(remaining, temperatures, seed[requests], pos[target_rows])
 
 
 def insert_resampled(
@@ -301,10 +304,10 @@ def insert_resampled(
     expanded_idx_mapping: torch.Tensor,
     temp: torch.Tensor,
 ) -> None:
-    """Write and count the token after the accepted drafts, which refused greedy requests have already."""
+    """Write and count the token after the accepted drafts; after a refusal, greedy requests have it."""
     num_reqs = len(num_sampled)
-    at = cu_num_logits[:num_reqs].long() + num_sampled
-    is_bonus = at == cu_num_logits[1 : num_reqs + 1] - 1
-    resampled_rows = ((temp[expanded_idx_mapping[at]] != 0) | is_bonus).nonzero().view(-1)
+    target_rows = cu_num_logits[:num_reqs].long() + num_sampled
+    is_bonus = target_rows == cu_num_logits[1 : num_reqs + 1] - 1
+    resampled_rows = ((temp[expanded_idx_mapping[target_rows]] != 0) | is_bonus).nonzero().view(-1)
     sampled[resampled_rows, num_sampled[resampled_rows].long()] = resampled_local_argmax[resampled_rows, 0]
     num_sampled += 1

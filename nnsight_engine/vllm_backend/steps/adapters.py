@@ -77,9 +77,11 @@ def check_config(folder: str) -> None:
         config = json.loads(Path(folder, CONFIG_FILE).read_bytes())
         fields = _Config.model_validate(config)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"])) or "the whole"
-        raise ValueError(f"{CONFIG_FILE}: {name}: {first['msg']}, got {excerpt(first['input'])}") from error
+        first_error = error.errors()[0]
+        name = ".".join(map(str, first_error["loc"])) or "the whole"
+        raise ValueError(
+            f"{CONFIG_FILE}: {name}: {first_error['msg']}, got {excerpt(first_error['input'])}"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{CONFIG_FILE} is no JSON: {error}") from error
     checked_by_vllm = {
@@ -138,6 +140,10 @@ def check_weights(adapter: LoRAModel, manager: LoRAModelManager) -> None:
 
 
 def _places(manager: LoRAModelManager) -> dict[str, tuple[int, int | None]]:
+    """Return the input and output width of each projection that takes adapters, by its name in adapters.
+
+    An output width of None may be any.
+    """
     places: dict[str, tuple[int, int | None]] = {}
     for name, wrapper in manager.modules.items():
         layer: Any = wrapper.base_layer
@@ -153,6 +159,7 @@ def _places(manager: LoRAModelManager) -> dict[str, tuple[int, int | None]]:
 
 
 def _output_widths(layer: nn.Module | Any) -> list[int]:
+    """Return the widths of a layer's parts, such as queries, keys and values, over all ranks."""
     if isinstance(layer, QKVParallelLinear):
         keys = layer.total_num_kv_heads
         return [
@@ -164,6 +171,7 @@ def _output_widths(layer: nn.Module | Any) -> list[int]:
 
 
 def _check_layer(name: str, layer: LoRALayerWeights, input_width: int, output_width: int | None) -> None:
+    """Raise ValueError if a matrix of a module is missing, has another shape, or is not finite."""
     sides = {"lora_A": layer.lora_a, "lora_B": layer.lora_b}
     needed = {"lora_A": (layer.rank, input_width), "lora_B": (output_width, layer.rank)}
     for side, tensor in sides.items():
@@ -191,6 +199,8 @@ _BEFORE_UNEMBEDDING: Final = "project_out"
 
 
 class AdaptedRowsMixin(ABC):
+    """In front of vLLM's wrapper of adapters: changes rows by the adapter of their request or block."""
+
     blocks: BlockAdapters
     device: Any
     sampler_indices: torch.Tensor
@@ -198,6 +208,7 @@ class AdaptedRowsMixin(ABC):
     _spans: Sequence[tuple[int, int, int]] = ()
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
+        """Take in a step's adapters; on a CPU also as runs of rows with one slot, ``(start, stop, slot)``."""
         super().update_metadata(*args, **kwargs)  # type: ignore[misc] # vLLM's wrapper has it
         if self._is_on_cpu:
             slots, counts = torch.unique_consecutive(self.token_lora_indices, return_counts=True)
@@ -228,15 +239,16 @@ class AdaptedRowsMixin(ABC):
             )
             return added
         y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
-        for start, stop, index in self._spans if slot is None else [(0, len(x), slot)]:
+        spans = self._spans if slot is None else [(0, len(x), slot)]
+        for start, stop, index in spans:
             if index == NO_SLOT:
                 continue
-            first = 0
+            first_column = 0
             for down, up, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
                 inner = x[start:stop].float() @ down[index, 0].float().T * scale
-                part = y[start:stop, first : first + width]
-                part += inner.to(y.dtype) @ up[index, 0].to(y.dtype).T
-                first += width
+                columns = y[start:stop, first_column : first_column + width]
+                columns += inner.to(y.dtype) @ up[index, 0].to(y.dtype).T
+                first_column += width
         return None
 
     def add_lora_logits(

@@ -70,6 +70,7 @@ class _Prompt:
     records: list[StepRecord]
 
     def rows(self, spec: ModelSpec) -> PromptRows:
+        """Return the captured rows for the writer, with the positions and tokens that the index has."""
         op = self.plan.ops[-1]
         positions = np.asarray([at for record in self.records for at in record.positions], np.int32)
         values = values_of(op, spec, self.records)
@@ -174,6 +175,7 @@ class DatasetSinks:
         return writer
 
     def begin_step(self, scheduled: SchedulerOutput) -> None:
+        """Register the step's new prompts of datasets, and drop finished ones."""
         for request_id in scheduled.finished_req_ids:
             self._prompts.pop(request_id, None)
         for request in scheduled.scheduled_new_reqs:
@@ -185,7 +187,7 @@ class DatasetSinks:
             dataset_entry = msgspec.convert(entry, DatasetEntry)
             # Without one the driver has ended it, and its requests are about to be aborted.
             dataset = self._datasets.get(dataset_entry.key)
-            if dataset is not None:
+            if dataset is not None:  # else it was closed meanwhile, and nobody wants its rows
                 tokens = np.asarray(request.prompt_token_ids, np.int32)
                 plan = entry_of(params, PLAN_KEY)["plan"]
                 self._prompts[request.req_id] = _Prompt(dataset, dataset_entry.prompt, tokens, plan, [])
@@ -201,6 +203,7 @@ class DatasetSinks:
             last_op = len(prompt.plan.ops) - 1
             records = results.records.pop(request_id, [])
             prompt.records += [record for record in records if record.op == last_op]
+            # ``close``, on the other thread, may have removed the prompt meanwhile.
             if (
                 info.end_position >= prompt.plan.prompt_len
                 and self._prompts.pop(request_id, None) is not None
@@ -212,19 +215,21 @@ def values_of(
     op: PlannedOp, spec: ModelSpec, records: Sequence[StepRecord]
 ) -> dict[str, npt.NDArray[np.float32] | torch.Tensor]:
     """Return the captured rows by point, ``[rows, width]``; of a mean its row."""
-    item = np.float32 if op.reduce == "mean" or ITEM_BYTES[op.dtype] == np.float32().itemsize else np.int16
+    item_type = (
+        np.float32 if op.reduce == "mean" or ITEM_BYTES[op.dtype] == np.float32().itemsize else np.int16
+    )
     values: dict[str, npt.NDArray[np.float32] | torch.Tensor] = {}
-    for part, indices in enumerate(width_classes(op, spec)):
+    for width_class, indices in enumerate(width_classes(op, spec)):
         shape = (-1, len(indices), leaf_width(op.sites[indices[0]], spec))
-        pieces = [np.frombuffer(record.parts[part], item).reshape(shape) for record in records]
+        pieces = [np.frombuffer(record.parts[width_class], item_type).reshape(shape) for record in records]
         rows: npt.NDArray[Any] = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         if op.reduce == "mean":
             num_rows = sum(len(record.positions) for record in records)
             rows = rows.sum(0, dtype=np.float32, keepdims=True) / np.float32(num_rows)
-        for place, index in enumerate(indices):
-            own = rows[:, place]
-            is_float = item is np.float32
+        for column, index in enumerate(indices):
+            site_rows = rows[:, column]
+            is_float = item_type is np.float32
             values[str(op.sites[index])] = (
-                own if is_float else torch.from_numpy(own.copy()).view(torch.bfloat16)
+                site_rows if is_float else torch.from_numpy(site_rows.copy()).view(torch.bfloat16)
             )
     return values

@@ -27,6 +27,7 @@ _FLAT_DIM: Final = 2
 def rotate(
     module: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """In place of ``RotaryEmbedding.forward_cpu``, whose kernel is wrong for ``[tokens, heads, dim]``."""
     method = RotaryEmbedding.forward_native if query.dim() > _FLAT_DIM else _KERNEL
     rotated: tuple[torch.Tensor, torch.Tensor | None] = method(module, positions, query, key)
     return rotated
@@ -48,24 +49,28 @@ def choose(
     indices_type: torch.dtype | None,
     **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights, float32, and the ids, int32, of each token's experts, ``[tokens, top_k]``."""
-    is_lacking = (
+    """In place of ``CPURouter._compute_routing``, which lacks sigmoids and correction biases without groups:
+    those use one group of all experts.
+
+    Returns the weights, float32, and the ids, int32, of each token's experts, ``[tokens, top_k]``.
+    """
+    is_unsupported_by_vllm = (
         not router.use_grouped_topk
         and router.custom_routing_function is None
         and router.scoring_func in _SCORES
         and (router.scoring_func == "sigmoid" or router.e_score_correction_bias is not None)
     )
     chosen: tuple[torch.Tensor, torch.Tensor]
-    if is_lacking:
+    if is_unsupported_by_vllm:
         chosen = _grouped_topk(
             router_logits,
             router.top_k,
             router.renormalize,
-            1,
-            1,
-            router.scoring_func,
-            router.routed_scaling_factor,
-            router.e_score_correction_bias,
+            num_expert_group=1,
+            topk_group=1,
+            scoring_func=router.scoring_func,
+            routed_scaling_factor=router.routed_scaling_factor,
+            e_score_correction_bias=router.e_score_correction_bias,
         )
     else:
         chosen = _ROUTING(router, hidden_states, router_logits, indices_type, **others)
@@ -77,24 +82,27 @@ def mend_router() -> None:
 
 
 _GEMMA_3N: Final = "Gemma3nForCausalLM"
-_GIVEN: Final = "per_layer_inputs"
+_INPUTS: Final = "per_layer_inputs"
 
 
 def supply_inputs_per_layer(model: nn.Module, max_num_tokens: int) -> None:
-    """Have it compute them in each step, in memory that stays, as CUDA graphs need; others stay as is."""
+    """Have Gemma 3n compute its embeddings per layer in each step; does nothing for other models.
+
+    They are written to memory that stays, as CUDA graphs need.
+    """
     if type(model).__name__ != _GEMMA_3N:
         return
     decoder: Any = model.model
     config, weight = decoder.config, decoder.embed_tokens.weight
     sizes = (config.num_hidden_layers, config.hidden_size_per_layer_input)
-    kept = torch.zeros(max_num_tokens, *sizes, dtype=weight.dtype, device=weight.device)
+    buffer = torch.zeros(max_num_tokens, *sizes, dtype=weight.dtype, device=weight.device)
     forward = model.forward
 
     def forward_with_inputs(input_ids: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        if input_ids is not None and kwargs.get(_GIVEN) is None:
-            inputs = kept[: len(input_ids)]
+        if input_ids is not None and kwargs.get(_INPUTS) is None:
+            inputs = buffer[: len(input_ids)]
             inputs.copy_(decoder.get_per_layer_input_embeddings(input_ids).view_as(inputs))
-            kwargs[_GIVEN] = inputs
+            kwargs[_INPUTS] = inputs
         return forward(input_ids, *args, **kwargs)
 
     model.forward = forward_with_inputs

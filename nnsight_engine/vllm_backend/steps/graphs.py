@@ -65,6 +65,7 @@ class InterveningGraphs:
     """The full graphs of steps with interventions, one for each size that vLLM has one of decodes for."""
 
     def __init__(self, vllm_graphs: ModelCudaGraphManager, make_table: MakeTable) -> None:
+        """Prepare graphs of the sizes of vLLM's own, with a table for the rows of the largest one."""
         self.manager = ModelCudaGraphManager(
             vllm_graphs.vllm_config,
             vllm_graphs.device,
@@ -82,6 +83,7 @@ class InterveningGraphs:
         self.table = make_table(max(sizes) + vllm_graphs.decode_query_len)
 
     def capture(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Capture a graph of each size, in which taps launch what the table says; log the time and memory."""
         taps = CapturedTaps(self.table)
 
         def intervening(*model_args: Any, **model_kwargs: Any) -> Any:
@@ -107,9 +109,10 @@ class StepGraphs:
     """Chooses the CUDA graph of each step, by data from the scheduler only: all ranks must choose alike."""
 
     def __init__(self, *, is_cut: bool) -> None:
+        """Allow piecewise graphs for steps with interventions only if the model is cut at its taps."""
         self._modes = {CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE} if is_cut else {CUDAGraphMode.NONE}
         self.make_table: MakeTable | None = None
-        self._intervening: dict[str, int | None] = {}
+        self._intervening: dict[str, int | None] = {}  # the values of ``arrived``, see ``begin_step``
         self._scheduled: Collection[str] = ()
         self._keeps_taps = False
         self.captured: InterveningGraphs | None = None
@@ -119,6 +122,7 @@ class StepGraphs:
 
     @contextlib.contextmanager
     def capturing(self, manager: ModelCudaGraphManager) -> Iterator[None]:
+        """Have vLLM's capture of its graphs also capture those with interventions."""
         make_table, capture = self.make_table, manager.capture
         if make_table is None or not self.captures(manager.cudagraph_mode):
             yield
@@ -157,13 +161,17 @@ class StepGraphs:
 
     @contextlib.contextmanager
     def constraining(self, manager: Any, replay: Callable[[GraphTable, Run], Any]) -> Iterator[None]:
-        """Choose graphs in which the step's taps run; ``manager`` is None before it exists."""
+        """Choose graphs in which the step's taps run; ``manager`` is None before it exists.
+
+        ``replay`` runs a full graph with interventions, given its table and a call that replays it.
+        """
         if not self._keeps_taps or manager is None:
             yield
             return
         dispatch, captured = manager.dispatch, self._fitting()
 
         def choose(num_reqs: int, num_tokens: int, uniform: int | None, **options: Any) -> Any:
+            """In place of the manager's ``dispatch``: choose the step's graph, or none."""
             # A step with tokens of a prompt has no maximum, not even if it is run as a decode.
             if captured is not None and options.get("max_query_len") is not None:
                 chosen = captured.manager.dispatch(num_reqs, num_tokens, uniform, **options)
@@ -191,11 +199,14 @@ class StepGraphs:
                 del manager.run_fullgraph
 
     def _fitting(self) -> InterveningGraphs | None:
+        """Return the graphs with interventions if the step's operations fit into their table, else None."""
         if self.captured is None:
             return None
-        needed = [self._intervening[name] for name in self._scheduled if name in self._intervening]
+        instruction_counts = [
+            self._intervening[name] for name in self._scheduled if name in self._intervening
+        ]
         total = 0
-        for count in needed:
+        for count in instruction_counts:
             if count is None:
                 return None
             total += count

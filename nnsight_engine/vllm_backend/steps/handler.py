@@ -189,6 +189,7 @@ class StepHandler:
         self._from_stages = take_results(received)
 
     def begin_step(self, scheduled: SchedulerOutput, due_prompt_logprobs: Collection[str]) -> None:
+        """Tell operations, traces, datasets and graphs which requests arrive with a step, or have ended."""
         finished = scheduled.finished_req_ids
         planned, traced = _arrived(scheduled, PLAN_KEY), _arrived(scheduled, TRACE_KEY)
         returned = {} if self.interventions.idle else _returned(scheduled)
@@ -218,6 +219,7 @@ class StepHandler:
         traced: Sequence[tuple[str, Any]],
         due_prompt_logprobs: Collection[str],
     ) -> StepFacts:
+        """Return what the traces have to know of a step; ``traced`` are its new requests with a trace."""
         # A step cannot be undone for requests whose values operations have already read, and for those whose
         # prompt logprobs vLLM returns only once, unless it is undone before they are computed.
         new = [
@@ -240,19 +242,22 @@ class StepHandler:
         features_of: Callable[[str], Sequence[Any]],
         run: Callable[[dict[str, list[int]]], Any],
     ) -> None:
-        """Run the vision encoder before a step, for each image with operations inside apart."""
-        others: dict[str, list[int]] = {}
+        """Run the vision encoder before a step, for each image with operations inside apart.
+
+        ``inputs`` are indices of a request's media; ``features_of`` gives its media; ``run`` encodes some.
+        """
+        plain_inputs: dict[str, list[int]] = {}
         for request_id, indices in inputs.items():
             features = features_of(request_id)
             for index in indices:
                 if features[index].modality != _IMAGE or not self.interventions.enters_encoder(request_id):
-                    others.setdefault(request_id, []).append(index)
+                    plain_inputs.setdefault(request_id, []).append(index)
                     continue
                 image = sum(feature.modality == _IMAGE for feature in features[:index])
                 with self.interventions.encoding(request_id, image):
                     run({request_id: [index]})
-        if others:
-            run(others)
+        if plain_inputs:
+            run(plain_inputs)
 
     def enters_encoder(self, request_ids: Iterable[str]) -> bool:
         return any(map(self.interventions.enters_encoder, request_ids))
@@ -300,6 +305,7 @@ class StepHandler:
     def _after_forward(
         self, step: Step, plan: StepPlan | None, output: ModelOutput, tier: str
     ) -> ModelOutput:
+        """Run the operations after the blocks, or on an early stage add the results to its output."""
         self._note_tier(plan, tier)
         if plan is None:
             return output
@@ -313,18 +319,21 @@ class StepHandler:
         return output
 
     def _sent_on(self, step: Step, plan: StepPlan, output: IntermediateTensors) -> IntermediateTensors:
+        """Return an early stage's output, with its operations' results and those of the stages before."""
         results = self.interventions.results_of_stage(plan)
         self.interventions.collect(plan)
         self._running = RunningStep(step, plan, None)
         return with_results(output, [*self._from_stages, results])
 
     def _timed_plan(self, step: Step) -> StepPlan | None:
+        """Plan a step, and keep the seconds that it took; None if no operation takes part."""
         begin = time.monotonic()
         plan = self.interventions.plan(step)
         self._spent_s = time.monotonic() - begin
         return plan
 
     def _begin_traced_step(self, step: Step) -> bool:
+        """Tell the traces which rows of the step are theirs; return whether a block takes part."""
         self.stops.find_ended(step.request_ids)
         self._spans = [
             TraceSpan(
@@ -342,6 +351,7 @@ class StepHandler:
         return self.traces.step(self._spans, step.num_padded_rows)
 
     def _note_tier(self, plan: StepPlan | None, tier: str) -> None:
+        """Count a step by how it runs, for the metrics and for the results of its requests."""
         self.counts.steps[tier] += 1
         self.traces.dispatcher.is_uncompiled = tier == EAGER
         if plan is not None:
@@ -384,16 +394,18 @@ class StepHandler:
         """Offer the sampled ids to traces, ``[requests, 1 + drafts]``; return them as blocks left them."""
         if sampled.shape[1] == 1:
             return self.traces.on_samples(sampled)
-        first_samples = sampled[:, :1]
+        first_samples = sampled[:, :1]  # traced requests have no drafts
         first_samples.copy_(self.traces.on_samples(first_samples))
         return sampled
 
     def note_samples(self, sampled: torch.Tensor) -> None:
+        """Note the tokens of traced requests, to find those that end; not of steps that are undone."""
         undone = set(self.traces.undone)
         kept = [span for span in self._spans if span.complete and span.request_id not in undone]
         self.stops.note({span.request_id: span.index for span in kept}, sampled)
 
     def leave_pooled(self) -> StepOutcome | None:
+        """End the step of a model that pools; without logits, its reads are yet to be collected."""
         if self._running is not None and self._running.hidden is not None:
             self.interventions.collect(self._running.plan)
         return self.leave()
@@ -422,6 +434,7 @@ def _uncompiled(*_: Any) -> None:
 
 
 def _family_by_structure(model: nn.Module, config: VllmConfig, device: torch.device) -> EngineFamily:
+    """Find the family of a model without a table by running it, and log what was found."""
     result = found_family(ModelRuns(model, config, device))
     _LOG.warning(
         "%s has no table of points: they are found by the model's structure; %s",
@@ -432,6 +445,7 @@ def _family_by_structure(model: nn.Module, config: VllmConfig, device: torch.dev
 
 
 def _of_all_stages(blocks: Blocks) -> list[Blocks]:
+    """Return the blocks of each pipeline stage; all stages must call this together."""
     group = get_pp_group()
     of_stages: list[Any] = [blocks] * group.world_size
     if group.world_size > 1:
@@ -445,6 +459,7 @@ def _call_modules(context: Any) -> None:
 
 
 def _returned(scheduled: SchedulerOutput) -> dict[str, int]:
+    """Return how many tokens each request has that comes back after a preemption."""
     return {
         request.req_id: len(request.prefill_token_ids)
         for request in scheduled.scheduled_new_reqs
@@ -453,6 +468,7 @@ def _returned(scheduled: SchedulerOutput) -> dict[str, int]:
 
 
 def _arrived(scheduled: SchedulerOutput, key: str) -> list[tuple[str, Any]]:
+    """Return a step's new requests that have an entry of this key, each with the entry."""
     return [
         (request.req_id, entry_of(params_of(request), key))
         for request in scheduled.scheduled_new_reqs

@@ -65,12 +65,14 @@ class InterventionOutput(AsyncModelRunnerOutput):
 
 
 def with_outcome(output: Any, outcome: StepOutcome) -> Any:
+    """Return a runner's output with the step's results, which are attached once its tokens are there."""
     if isinstance(output, AsyncModelRunnerOutput):
         return InterventionOutput(output, outcome)
     return output if output is None else _with_results(output, outcome)
 
 
 def _with_results(output: ModelRunnerOutput, outcome: StepOutcome) -> ModelRunnerOutput:
+    """Attach the step's results to its output."""
     results = outcome.results(output.sampled_token_ids or [], output.req_id_to_index or {})
     attached: ModelRunnerOutput = output if results is None else attach_results(output, results)
     return attached
@@ -93,6 +95,7 @@ _DECODER: Final = msgspec.msgpack.Decoder(list[Description])
 
 
 def with_results(output: IntermediateTensors, of_stages: Sequence[StageResults]) -> IntermediateTensors:
+    """Return an early stage's tensors for the next one, with the results of all stages so far."""
     described = [
         Description(
             dataclasses.replace(stage_results, tensors=[]),
@@ -128,6 +131,7 @@ def take_results(received: IntermediateTensors | None) -> list[StageResults]:
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the bytes of all tensors in one, each from an aligned place on."""
     num_bytes = sum(_aligned(tensor.numel() * tensor.itemsize) for tensor in tensors)
     joined = torch.empty(num_bytes, dtype=torch.uint8, device=tensors[0].device)
     start = 0
@@ -160,6 +164,7 @@ class TraceReports:
         return bool(not self._traces.idle or self._throttled)
 
     def end_step(self) -> StepResults | None:
+        """End the step for traces; return what is new to the scheduler, None if nothing is."""
         if not self.is_due:
             return None
         traces = self._traces

@@ -22,6 +22,7 @@ from nnsight_engine.vllm_backend.steps.worker_state import Step
 
 
 def step_of(batch: Any, known_ids: KnownIds, *, is_repeatable: bool) -> Step:
+    """Return the step that vLLM's runner has prepared as ``batch``."""
     return Step(
         batch.req_ids,
         batch.num_computed_tokens_np,
@@ -59,6 +60,7 @@ class RunnerMixin(AdaptersMixin):
     _has_called: bool = False
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model as vLLM does, within a ``StepHandler``, which installs the taps in it."""
         load = super().load_model  # type: ignore[misc]
 
         def loaded() -> Any:
@@ -72,6 +74,7 @@ class RunnerMixin(AdaptersMixin):
         state.execute_mm_encoder = functools.partial(self._encode, state, state.execute_mm_encoder)
 
     def _encode(self, state: Any, execute: Callable[[Any], None], inputs: dict[str, list[int]]) -> None:
+        """In place of ``execute_mm_encoder``: encode media, without graphs if operations act inside."""
         if not self.handler.enters_encoder(inputs):
             execute(inputs)
             return
@@ -85,6 +88,7 @@ class RunnerMixin(AdaptersMixin):
 
     @property
     def due_prompt_logprobs(self) -> Collection[str]:
+        """The requests whose prompt logprobs vLLM has not computed to the end."""
         worker = self.prompt_logprobs_worker  # type: ignore[attr-defined] # vLLM's runner has it
         due: Collection[str] = () if worker is None else worker.in_progress_prompt_logprobs.keys()
         return due
@@ -100,6 +104,7 @@ class RunnerMixin(AdaptersMixin):
         dummy_run: bool = False,
         **kwargs: Any,
     ) -> Any:
+        """Run a step as vLLM does, in which the model is a proxy that runs the interventions."""
         execute = functools.partial(
             super().execute_model,  # type: ignore[misc]
             scheduler_output,
@@ -131,6 +136,7 @@ class RunnerMixin(AdaptersMixin):
         return output
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepare a step as vLLM does, and keep it for ``_forward`` if a request intervenes."""
         batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
         if not self.handler.is_idle:
             # The model changes input embeddings in place, so it cannot be run on them a second time.
@@ -139,6 +145,7 @@ class RunnerMixin(AdaptersMixin):
         return batch
 
     def capture_model(self, *, profile_only: bool = False) -> int:
+        """Capture CUDA graphs as vLLM does, and those with interventions; return the bytes they take."""
         capture = functools.partial(super().capture_model, profile_only=profile_only)  # type: ignore[misc]
         if profile_only:
             return int(capture())
@@ -146,6 +153,7 @@ class RunnerMixin(AdaptersMixin):
             return int(capture())
 
     def profile_cudagraph_memory(self) -> int:
+        """Return vLLM's estimate, twice if each full graph has another one with interventions."""
         vllms_bytes = int(super().profile_cudagraph_memory())  # type: ignore[misc]
         captures = self.handler.graphs.captures(self.compilation_config.cudagraph_mode)  # type: ignore[attr-defined] # as above
         return 2 * vllms_bytes if captures else vllms_bytes
@@ -160,12 +168,14 @@ class RunnerMixin(AdaptersMixin):
         return self.handler.replay(self._prepared, table, run)
 
     def _forward(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, with interventions if the step has any; called in place of the model."""
         self._has_called = True
         run = functools.partial(model, *args, **kwargs)
         step = self._prepared
         return self.handler.plain_forward(run) if step is None else self.handler.forward(step, run)
 
     def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+        """Sample as vLLM does, from logits that operations have changed, and offer the samples to blocks."""
         handler, model = self.handler, self.model
 
         def compute_logits(rows: torch.Tensor) -> Any:
@@ -184,6 +194,7 @@ class RunnerMixin(AdaptersMixin):
     def _offered(
         self, output: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, batch: Any, step: Step
     ) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        """Offer the samples to blocks; return what ``sample`` does, with no tokens for undone requests."""
         traces = self.handler.traces
         rows = {request_id: row for row, request_id in enumerate(batch.req_ids)}
         undone_before = set(traces.undone)
@@ -215,6 +226,7 @@ class RunnerMixin(AdaptersMixin):
         uses[self._skipped] = False
 
     def sample_tokens(self, grammar_output: Any) -> Any:
+        """End the step as vLLM does, with the results of its interventions."""
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         if self._skipped is not None:
             self.prompt_logprobs_worker.uses_prompt_logprobs[self._skipped] = True  # type: ignore[attr-defined] # as above

@@ -39,6 +39,7 @@ class KnownIds(dict[str, npt.NDArray[np.int32]]):
 
 
 def _ids_of(request: Any) -> npt.NDArray[np.int32]:
+    """Return the ids with which a request arrives; -1 at positions that are given as embeddings."""
     ids = np.asarray(request.prefill_token_ids or request.prompt_token_ids or [], np.int32)
     if request.prompt_token_ids is None and request.prompt_embeds is not None:
         # No rule about tokens names a position of embeddings.
@@ -48,6 +49,8 @@ def _ids_of(request: Any) -> npt.NDArray[np.int32]:
 
 
 class StopTokens:
+    """Finds traced requests that sampled a stop token, before the scheduler knows it; see ``ended``."""
+
     def __init__(self, device: torch.device, *, is_asynchronous: bool) -> None:
         self._arena = HostArena(device)
         self._is_asynchronous = is_asynchronous
@@ -56,6 +59,7 @@ class StopTokens:
         self.ended: set[str] = set()
 
     def begin_step(self, scheduled: Any) -> None:
+        """Take in the stop tokens of new requests, and forget finished ones; only with asynchronous steps."""
         if not self._is_asynchronous:
             return
         for request_id in scheduled.finished_req_ids if self._stops else ():
@@ -77,6 +81,7 @@ class StopTokens:
             self.ended.update(name for name, token in pairs if token in self._stops.get(name, ()))
 
     def note(self, rows: dict[str, int], sampled: torch.Tensor) -> None:
+        """Start to copy a step's samples to the host; ``rows`` are the rows of traced requests in them."""
         names = [name for name in rows if self._stops.get(name)]
         if names:
             index = to_device(np.array([rows[name] for name in names], np.int64), sampled.device)
@@ -89,6 +94,8 @@ class _StoredSample(NamedTuple):
 
 
 class ReplayedSamples:
+    """The samples of undone steps, which the steps that repeat them must return as well."""
+
     def __init__(self) -> None:
         self._stored: dict[str, _StoredSample] = {}
 
@@ -115,13 +122,13 @@ class ReplayedSamples:
         for request_id in [stored for stored in self._stored if stored in rows and stored not in undone]:
             kept, row = self._stored.pop(request_id), rows[request_id]
             output.sampled_token_ids[row, :1] = kept.tokens
-            at = logprobs_rows[row]
+            logprobs_row = logprobs_rows[row]
             for part, stored_part in zip(_parts(output), kept.logprobs, strict=False):
                 if stored_part.ndim:  # width: the most logprobs that any request of the batch asks for
                     width = min(len(stored_part), part.shape[1])
-                    part[at, :width] = stored_part[:width]
+                    part[logprobs_row, :width] = stored_part[:width]
                 else:
-                    part[at] = stored_part
+                    part[logprobs_row] = stored_part
 
     def forget(self, finished: Collection[str]) -> None:
         for request_id in finished:
@@ -129,6 +136,7 @@ class ReplayedSamples:
 
 
 def _parts(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of an output's logprobs, each with a row for each row of logits."""
     logprobs = output.logprobs_tensors
     if logprobs is None:
         return []

@@ -98,6 +98,7 @@ class Step:
         return self.num_rows == len(self.request_ids)
 
     def rows(self) -> Iterator[RequestRows]:
+        """Iterate over the requests of the step, in order, with their rows."""
         row = 0
         drafts = [0] * len(self.request_ids) if self.num_drafts is None else self.num_drafts.tolist()
         for index, (request_id, count, start, num_drafts) in enumerate(
@@ -114,10 +115,12 @@ class Step:
         if self.num_drafts is None:
             return ends
         counts = self.num_drafts.astype(np.int64) + 1
-        before = np.cumsum(counts) - counts
-        return np.repeat(ends + 1 - counts - before, counts) + np.arange(counts.sum())
+        num_before = np.cumsum(counts) - counts
+        # The first of each request's rows, less its place in the result, which is then added.
+        return np.repeat(ends + 1 - counts - num_before, counts) + np.arange(counts.sum())
 
     def logits_ends(self) -> npt.NDArray[np.int64]:
+        """Return each request's last row among the rows with logits."""
         if self.num_drafts is None:
             return np.arange(len(self.request_ids), dtype=np.int64)
         return np.cumsum(self.num_drafts + 1, dtype=np.int64) - 1
@@ -129,6 +132,8 @@ NORM = PlannedSite("norm.output")
 
 
 class WorkerState:
+    """The operations of one worker's requests; ``fails_anywhere`` returns whether any rank has failed."""
+
     def __init__(
         self,
         points: ModelPoints,
@@ -162,8 +167,8 @@ class WorkerState:
         self._active: dict[str, ActiveRequest] = {}
         self._refused: dict[str, Failure] = {}
         self._streak: Streak | None = None
-        self._is_next = False
-        self._encoded: list[StepPlan] = []
+        self._is_next = False  # whether the last step belonged to the streak
+        self._encoded: list[StepPlan] = []  # of operations on images, before the step
 
     def begin_step(
         self,
@@ -203,6 +208,7 @@ class WorkerState:
             request.end_position = num_tokens - 1
 
     def _forget(self, request_id: str) -> None:
+        """Release what a finished request holds."""
         self._refused.pop(request_id, None)
         request = self._active.pop(request_id, None)
         if request is not None:
@@ -263,6 +269,7 @@ class WorkerState:
         self._encoded.append(plan)
 
     def plan(self, step: Step) -> StepPlan | None:
+        """Return the step's plan, with what operations on images have read; None if none takes part."""
         plan = self._planned(step)
         if plan is not None:
             for earlier in self._encoded:
@@ -271,6 +278,10 @@ class WorkerState:
         return plan
 
     def _planned(self, step: Step) -> StepPlan | None:
+        """Return the last step's plan if its streak goes on, else a new one, which may begin a streak.
+
+        A streak is of consecutive steps with the same requests, one row each, which can use one plan.
+        """
         # A streak has one row per request, so its rows need no counting.
         if not step.has_one_row_each:
             self._end_streak()
@@ -294,6 +305,7 @@ class WorkerState:
         return streak.plan
 
     def _plan(self, step: Step) -> StepPlan | None:
+        """Plan a step anew; None if no operation takes part. Requests that cannot be planned fail."""
         spans = [
             Span(
                 request,
@@ -329,6 +341,7 @@ class WorkerState:
             return self._builder.plan(spans)
 
     def _try(self, span: Span) -> None:
+        """Plan one request alone; if that is not possible, it fails."""
         try:
             self._builder.give_back(self._builder.plan([span]), kept=True)
         except Exception as error:
@@ -341,6 +354,7 @@ class WorkerState:
         return results
 
     def add_results(self, plan: StepPlan, of_stages: Sequence[StageResults]) -> None:
+        """Add the results of earlier pipeline stages to the plan of the last one."""
         try:
             for results in with_silent_stages(of_stages, self.points.stage):
                 add_results(plan, results, self.spec)
@@ -393,6 +407,7 @@ class WorkerState:
             self._builder.forget()
 
     def leave(self, plan: StepPlan | None) -> Delivery | None:
+        """End the step; return what delivers its results once they are on the host, or None."""
         delivery: Delivery | None = None
         if plan is not None:
             plan.fail_unreached()
