@@ -107,6 +107,7 @@ def mount(name: str, function: Method, *, when: Condition = always) -> None:
 
 
 def unmount(name: str) -> None:
+    """Remove a mounted method, if there is one; with the last one, ``dir`` is restored."""
     namespace = _namespace_of(object)
     if not isinstance(namespace.get(name), _Mounted):
         return
@@ -123,6 +124,7 @@ def _set_in_class(cls: type, name: str, value: object) -> None:
 
 
 def _namespace_of(cls: type) -> dict[str, object]:
+    """Return the writable dict behind a class's ``__dict__``, the only object to which that refers."""
     referents = gc.get_referents(cls.__dict__)
     if len(referents) != 1 or not isinstance(referents[0], dict):
         raise MountError(f"{_interpreter()} hides the dict of {cls.__name__}; {_NEXT_STEP}")
@@ -143,6 +145,7 @@ def _list_class(cls: type) -> Iterable[str]:
 
 
 def _without_mounted(names: Iterable[str], cls: type, own_names: Iterable[str]) -> list[str]:
+    """Return names without those of mounted methods, except names that the class or object has itself."""
     hidden = [
         name
         for name in _mounted_names()
