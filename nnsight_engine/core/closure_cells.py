@@ -37,7 +37,6 @@ class Assignments:
         self._counts: dict[int, int] = {} if counts is None else counts
 
     def inside(self, cells: MutableMapping[str, CellType]) -> Assignments:
-        """Return the assignments of a block inside of this one, counted together with these."""
         return Assignments(cells, self._counts)
 
     def lent(self, capture: FunctionType) -> Assignments:

@@ -40,7 +40,6 @@ class Saves(threading.local):
         self.depth += 1
 
     def exit(self) -> None:
-        """End a trace; the marks are dropped with the outermost one."""
         self.depth -= 1
         if not self.depth:
             self.marked = {}

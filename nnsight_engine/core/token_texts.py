@@ -53,7 +53,6 @@ class TokenTexts:
         self._texts: dict[int, str] = {}
 
     def text(self, token_id: int) -> str:
-        """Return the text of a token, see the module."""
         known = self._texts.get(token_id)
         if known is not None:
             return known

@@ -167,7 +167,6 @@ class EngineCounts:
 
     @classmethod
     def total(cls, counts: Iterable[EngineCounts]) -> EngineCounts:
-        """Return the sum of the counters of several engines."""
         total = cls()
         for count in counts:
             for name, number in count.steps.items():

@@ -40,7 +40,6 @@ class Place:
     lacks: str = dataclasses.field(default="", kw_only=True)
 
     def is_in(self, parts: Collection[str]) -> bool:
-        """Return whether a block with these parts has the leaf here."""
         is_excluded = bool(self.lacks) and self.lacks in parts
         return self.path in parts and not is_excluded and (not self.needs or self.needs in parts)
 

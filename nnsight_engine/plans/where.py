@@ -43,7 +43,7 @@ def evaluate(
 
 
 def generated_is_constant(rule: WhereRule, prompt_len: int, from_position: int) -> bool | None:
-    """Return the rule's result if it is the same for all positions generated from one on, else None."""
+    """Return whether the rule matches generated positions from ``from_position`` on; None if it varies."""
     named = _clause_is_constant(rule, prompt_len, from_position)
     if rule.exclude is None or named is False:
         return named

@@ -257,10 +257,10 @@ class OperationCompiler:
 
     def _check_experts(self, sites: tuple[PlannedSite, ...], tensor: TensorData, param: str) -> None:
         """Check ids of experts, if the sites take some: kernels use them as indices."""
-        ids = [site.leaf == EXPERTS for site in sites]
-        if not any(ids):
+        has_ids = [site.leaf == EXPERTS for site in sites]
+        if not any(has_ids):
             return
-        if not all(ids):
+        if not all(has_ids):
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
                 f"{EXPERTS} are ids of experts: write them in an operation of their own.",
@@ -341,9 +341,9 @@ class OperationCompiler:
                 )
             self._check_sampled(matched, param)
             dtype = "int64"
-        ids = [site.leaf == EXPERTS for site in sites]
-        if any(ids):
-            if not all(ids) or op.dtype is not None or op.reduce == "mean":
+        has_ids = [site.leaf == EXPERTS for site in sites]
+        if any(has_ids):
+            if not all(has_ids) or op.dtype is not None or op.reduce == "mean":
                 raise ApiError(
                     ErrorCode.UNSUPPORTED_COMBINATION,
                     f"{EXPERTS} are ids of experts: capture them in an operation of their own, without "
@@ -351,19 +351,19 @@ class OperationCompiler:
                     f"{param}.at",
                 )
             dtype = "int64"
-        states = [site.leaf == STATE for site in sites]
-        if any(states):
-            self._check_states(matched, param, is_alone=all(states))
+        has_state = [site.leaf == STATE for site in sites]
+        if any(has_state):
+            self._check_states(matched, param, is_alone=all(has_state))
             dtype = op.dtype or "float32"
-        pattern = [site.leaf == PATTERN for site in sites]
-        if any(pattern) and not all(pattern):
+        has_pattern = [site.leaf == PATTERN for site in sites]
+        if any(has_pattern) and not all(has_pattern):
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
                 "Attention patterns grow with the position and other points do not; capture "
                 f"{PATTERN} in an operation of its own.",
                 f"{param}.at",
             )
-        if op.reduce == "mean" and any(pattern):
+        if op.reduce == "mean" and any(has_pattern):
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
                 "`reduce` mean needs rows of one length, and attention patterns grow with the position; "

@@ -80,19 +80,8 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
     for index, op in declared.items():
         param = f"{FIELD}.{index}"
         plan_op, matched = compiler.compile(op, names[index], param)
-        if prompt_logprobs and not plan_op.reads and LOGITS in plan_op.sites:
-            raise ApiError(
-                ErrorCode.UNSUPPORTED_COMBINATION,
-                f"`{op.op}` at {LOGITS} changes what is sampled, not the prompt's log-probabilities; ask "
-                "for one of the two.",
-                param,
-            )
-        if prompt_logprobs and plan_op.kind is OperationKind.STOP and matched.num_prompt:
-            raise ApiError(
-                ErrorCode.UNSUPPORTED_COMBINATION,
-                "A `stop` in the prompt leaves no log-probabilities of it; name `phase` generated.",
-                f"{param}.where",
-            )
+        if prompt_logprobs:
+            _check_beside_logprobs(op.op, plan_op, matched, param)
         planned.append(plan_op)
         num_tests += 0 if plan_op.when is None else len(plan_op.when.tests)
         if num_tests > MAX_PROMPT_TESTS:
@@ -101,13 +90,7 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
                 f"All conditions of a prompt together may have {MAX_PROMPT_TESTS} tests.",
                 f"{param}.when",
             )
-        # A mean is taken over prompt rows, which would not be computed on a prefix cache hit.
-        needs_prompt |= matched.num_prompt > 0 and (plan_op.reads or plan_op.kind is OperationKind.MEAN)
-        if plan_op.when is not None:
-            # What a condition decided at a cached position is not known.
-            needs_prompt |= matched.num_prompt > 0 or plan_op.when.has_history
-        # Generated positions attend to the prompt, whose keys are seen only when they are computed.
-        needs_prompt |= plan_op.captures_patterns
+        needs_prompt |= _needs_prompt(plan_op, matched)
         num_bytes += _prompt_bytes(plan_op, matched, spec)
         num_prompt[index] = matched.num_prompt
     if sum(map(text_row_bytes, planned)) * scope.num_positions <= max_text_bytes:
@@ -136,6 +119,35 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
     if works:
         _check_work(plan, prompt_token_ids, spec)
     return CompiledRequest(plan, compiler.tensors, needs_prompt)
+
+
+def _check_beside_logprobs(name: str, op: PlannedOp, matched: MatchedPositions, param: str) -> None:
+    """Refuse what a request for the prompt's log-probabilities cannot have beside them."""
+    if not op.reads and LOGITS in op.sites:
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_COMBINATION,
+            f"`{name}` at {LOGITS} changes what is sampled, not the prompt's log-probabilities; ask "
+            "for one of the two.",
+            param,
+        )
+    if op.kind is OperationKind.STOP and matched.num_prompt:
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_COMBINATION,
+            "A `stop` in the prompt leaves no log-probabilities of it; name `phase` generated.",
+            f"{param}.where",
+        )
+
+
+def _needs_prompt(op: PlannedOp, matched: MatchedPositions) -> bool:
+    """Return whether an operation needs the whole prompt computed, without a hit of the prefix cache."""
+    # A mean is taken over prompt rows, which would not be computed on a prefix cache hit.
+    if matched.num_prompt > 0 and (op.reads or op.kind is OperationKind.MEAN):
+        return True
+    # What a condition decided at a cached position is not known.
+    if op.when is not None and (matched.num_prompt > 0 or op.when.has_history):
+        return True
+    # Generated positions attend to the prompt, whose keys are seen only when they are computed.
+    return op.captures_patterns
 
 
 def _names(ops: Mapping[int, Operation]) -> dict[int, str]:

@@ -196,7 +196,7 @@ class CombinedVectors:
         self._num_bytes = 0
 
     def prepare(self, operations: Sequence[Intervention]) -> None:
-        """Combine the vectors of all operations of a request; raise as ``of``, or for a missing point."""
+        """Combine the vectors of a request's operations; raise as ``combine``, or for a missing point."""
         for index, op in enumerate(operations):
             if isinstance(op, Steer) and op.vectors is not None:
                 param = f"{FIELD}.{index}"

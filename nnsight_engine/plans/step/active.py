@@ -148,7 +148,10 @@ class ActiveRequest:
             self.tier = GRAPH if tier == GRAPH and not self.has_left_graphs else TAP
 
     def advance(self, start: int, stop: int, num_drafts: int = 0) -> None:
-        """Record that positions were computed, the last of them for drafts."""
+        """Record that positions were computed, the last of them for drafts.
+
+        Once a request has had drafts, ``start`` may be too high by the number of refused ones.
+        """
         if self.first_position < 0:
             self.first_position = start
             self.end_position = start

@@ -196,7 +196,10 @@ class StepBuilder:
         ]
 
     def _charge_accepted(self, span: Span) -> int:
-        """Charge for accepted drafts of earlier steps; return bytes to reserve, negative if too many were."""
+        """Charge for accepted drafts of earlier steps; return bytes to reserve, negative if too many were.
+
+        Positions below ``charged_position`` are charged; the caller charges those of this step's other rows.
+        """
         request = span.request
         certain = span.start + span.num_certain
         if certain <= request.plan.prompt_len:
@@ -204,7 +207,6 @@ class StepBuilder:
         if not request.has_drafts:
             request.charged_position = max(request.charged_position, certain)
             return 0
-        # Those of this step's own rows are charged with its reads.
         num_own = max(0, certain - max(span.start, request.end_position, request.plan.prompt_len))
         # Drafts that are not judged yet may be refused.
         until = certain - (request.num_drafts if self._context.is_asynchronous else 0)
@@ -234,7 +236,10 @@ class StepBuilder:
         )
 
     def _reserve(self, span: Span, reserved: StepBytes, once: int = 0) -> bool:
-        """Count a step's bytes; over a limit the request fails and nothing is allocated for it."""
+        """Count a step's bytes, and those that a repeated step does not need again (``once``).
+
+        Over a limit the request fails and nothing is allocated for it.
+        """
         try:
             self._context.ledger.reserve(span.request.request_id, reserved.kept + reserved.scratch + once)
         except InterventionError as error:

@@ -367,14 +367,14 @@ def _feature_kernel(
         return features
 
     pieces, start = [], 0
-    for some in bounded(items, features_of, lambda item: len(item.offsets)):
-        loaded = some[0].score.dictionaries[place]
+    for batch in bounded(items, features_of, lambda item: len(item.offsets)):
+        loaded = batch[0].score.dictionaries[place]
         if loaded is None:
             raise RuntimeError("a feature has no dictionary")
-        planned = list(map(features_of, some))
+        planned = list(map(features_of, batch))
         ids = union_of(planned)
         columns = np.searchsorted(np.asarray(ids), np.asarray([score.ids[0] for score in planned]))
-        of_rows = np.repeat(columns, [len(item.offsets) for item in some]).astype(np.int64)
+        of_rows = np.repeat(columns, [len(item.offsets) for item in batch]).astype(np.int64)
         own_column = work.on_device(of_rows).unsqueeze(1)
         pieces.append((start, start + len(of_rows), loaded.selection(ids), own_column))
         start += len(of_rows)

@@ -480,7 +480,6 @@ def _overflows(plan: StepPlan) -> list[Overflows]:
 
 
 def _flagged(plan: StepPlan, flags: list[torch.Tensor]) -> list[Flags]:
-    """Return the copied flags of overflows, with the rows to which they belong."""
     return [Flags(overflow.segments, host) for overflow, host in zip(_overflows(plan), flags, strict=True)]
 
 

@@ -84,7 +84,6 @@ class LogitsRows:
         return logits
 
     def put_back(self, logits: torch.Tensor, sampled: torch.Tensor) -> None:
-        """Write wanted rows, perhaps changed, back over the engine's logits."""
         sampled[self.sampled] = logits[self.known]
 
 
@@ -376,7 +375,6 @@ class StepPlan:
         return self._taps
 
     def writes_at(self, key: SiteKey) -> bool:
-        """Return whether an operation may change the value at a site."""
         groups = self.groups.get(key, [])
         return any(member.writes for group in groups for member in group.members)
 

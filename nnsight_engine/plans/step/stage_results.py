@@ -64,7 +64,11 @@ def results_of_stage(plan: StepPlan, stage: Stage, spec: ModelSpec) -> StageResu
     )
     for group in plan.reads:
         columns = _columns(group, stage, spec)
-        filled = [pair for pair in zip(group.buffers, columns, strict=True) if pair[1]]
+        filled = [
+            (buffer, site_columns)
+            for buffer, site_columns in zip(group.buffers, columns, strict=True)
+            if site_columns
+        ]
         if filled:
             results.reads.append(GroupRows(_rows(group), len(filled)))
             results.tensors += [_taken(buffer, 1, site_columns) for buffer, site_columns in filled]
@@ -190,7 +194,9 @@ def _fill(
     buffers: Sequence[torch.Tensor], columns: Sequence[list[int]], parts: Sequence[torch.Tensor]
 ) -> None:
     """Write parts into the columns of those buffers that have some."""
-    filled = [pair for pair in zip(buffers, columns, strict=True) if pair[1]]
+    filled = [
+        (buffer, site_columns) for buffer, site_columns in zip(buffers, columns, strict=True) if site_columns
+    ]
     for (buffer, site_columns), part in zip(filled, parts, strict=True):
         _write_columns(buffer, 1, site_columns, part)
 

@@ -59,7 +59,6 @@ class Member(NamedTuple):
     writes: bool = False
 
     def fail(self, error: Exception) -> None:
-        """Fail the request, for an error that its operation raised."""
         sites = self.active.op.sites
         where = str(sites[0]) if len(sites) == 1 else f"one of {sites[0]} to {sites[-1]}"
         self.request.fail_by(error, f"{self.active.op.kind} at {where} failed")
