@@ -54,6 +54,7 @@ class _Mounted:
         self.when = when
 
     def __get__(self, instance: object, owner: type | None = None) -> Callable[[], object] | _Mounted:
+        """Return the function, bound to the instance; AttributeError for a class, and while it is hidden."""
         if instance is None and owner is not types.NoneType:
             # Looked up on a class. For None itself the instance is None too, but the owner is NoneType.
             if (

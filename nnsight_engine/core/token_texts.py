@@ -53,11 +53,12 @@ class TokenTexts:
         self._texts: dict[int, str] = {}
 
     def text(self, token_id: int) -> str:
+        """Return a token's text; only those of ids in the vocabulary are kept, there is no end of others."""
         known = self._texts.get(token_id)
         if known is not None:
             return known
         text = self._found_text(token_id)
-        if token_id in self._entries:  # there is no end of others
+        if token_id in self._entries:
             self._texts[token_id] = text
         return text
 

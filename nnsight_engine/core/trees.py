@@ -206,6 +206,7 @@ _container: Callable[[type], _Container | None] = functools.lru_cache(maxsize=51
 
 
 def _map(tree: object, fn: MapFunction, depth: int, other: LeafFunction | None) -> object:
+    """Do ``map_tensors`` on a tree that is no tensor, inside of ``depth`` containers."""
     container = _container(type(tree))
     if container is None:
         return tree if other is None else other(tree)
@@ -240,6 +241,7 @@ def _map_pair(full: object, part: object, fn: PairFunction, path: str, depth: in
 
 
 def _walk(tree: object, depth: int) -> Iterator[Tensor]:
+    """Yield the tensors of a tree inside of ``depth`` containers."""
     if isinstance(tree, Tensor):
         yield tree
         return

@@ -334,6 +334,7 @@ _CONTENTS: Final[WeakKeyDictionary[Detector, tuple[dict[str, tuple[str, TensorDa
 
 
 def _content_of(detector: Detector) -> tuple[dict[str, tuple[str, TensorData]], ...]:
+    """Return the keys and tensors of each part of a detector, by name; they are hashed once for all calls."""
     content = _CONTENTS.get(detector)
     if content is None:
         parts = ({name: _tensor(tensor) for name, tensor in part.tensors.items()} for part in detector.parts)

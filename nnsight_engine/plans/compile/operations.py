@@ -161,6 +161,7 @@ class OperationCompiler:
     def _on_features(
         self, op: Features | Feature, matched: MatchedPositions, name: str, param: str
     ) -> PlannedOp:
+        """Plan ``features``, which reads activations into a result, or ``feature``, which changes them."""
         if isinstance(op, Features):
             site, features = self.features.reading(op, param)
             return PlannedOp(OperationKind.FEATURES, (site,), matched.rule, name, features=features)

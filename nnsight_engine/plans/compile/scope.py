@@ -369,6 +369,7 @@ def resolve_sites(
 
 
 def resolve_lens_sites(layers: str | list[int], spec: ModelSpec, param: str) -> tuple[PlannedSite, ...]:
+    """Return the sites that a lens reads: the outputs of layers, by number or as text such as ``4:20``."""
     leaf = spec.leaf("output")
     if leaf is None or "logit_lens" not in leaf.operations:
         raise ApiError(

@@ -73,6 +73,7 @@ class ScoreSlots:
         return sum(table.num_used for table in self._tables)
 
     def acquire(self, num_positions: int) -> Slot:
+        """Return a slot for a request of so many positions, in a new table if all are in use."""
         size = slot_size(num_positions)
         tables_of_size = [table for table in self._tables if table.size == size]
         for table in tables_of_size:
@@ -172,6 +173,7 @@ class DictionaryBank:
         return loaded
 
     def release(self, planned: PlannedDictionary) -> None:
+        """Remove a user; an unused dictionary stays until its memory is needed."""
         loaded = self._loaded[planned]
         loaded.num_users -= 1
         if not loaded.num_users:

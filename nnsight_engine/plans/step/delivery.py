@@ -85,7 +85,7 @@ class ReadRows(NamedTuple):
 
 
 class Flags(NamedTuple):
-    segments: list[FlaggedRows]
+    flagged_rows: list[FlaggedRows]
     flags: torch.Tensor
 
 
@@ -272,8 +272,8 @@ def _stopped(slices: Sequence[ReadSlice], parts: Sequence[torch.Tensor]) -> list
 def _overflow_failures(overflows: Sequence[Flags], num_kept: Mapping[str, int]) -> dict[str, Failure]:
     """Return the failures of requests with a change beyond float16, see ``Overflows``."""
     failures: dict[str, Failure] = {}
-    for segments, flags in overflows:
-        failures |= overflow_failures(segments, flags.numpy(), num_kept)
+    for flagged_rows, flags in overflows:
+        failures |= overflow_failures(flagged_rows, flags.numpy(), num_kept)
     return failures
 
 
@@ -480,7 +480,9 @@ def _overflows(plan: StepPlan) -> list[Overflows]:
 
 
 def _flagged(plan: StepPlan, flags: list[torch.Tensor]) -> list[Flags]:
-    return [Flags(overflow.segments, host) for overflow, host in zip(_overflows(plan), flags, strict=True)]
+    return [
+        Flags(overflow.flagged_rows, host) for overflow, host in zip(_overflows(plan), flags, strict=True)
+    ]
 
 
 def _samples(plan: StepPlan) -> list[tuple[str, list[PlannedSample]]]:

@@ -167,6 +167,7 @@ class TopFeatures:
     numbers: list[int]
 
     def read(self) -> Parts:
+        """Return ids and activations, both ``[rows, k]``, by the ``id`` of each group."""
         with torch.inference_mode():
             ids, activations = self.dictionary.top(_values(self.groups), max(self.numbers))
         sizes = [len(group.buffers[0]) for group in self.groups]
@@ -189,6 +190,7 @@ class GivenFeatures:
     columns: list[torch.Tensor]
 
     def read(self) -> Parts:
+        """Return activations, ``[rows, features]``, by the ``id`` of each group."""
         with torch.inference_mode():
             activations = self.selection.activations(_values(self.groups))
         pieces = activations.split([len(group.buffers[0]) for group in self.groups])

@@ -55,6 +55,7 @@ class GraphTable:
             tap: executor(rows, self._bounds[index], self._words, self._numbers)
             for tap, index in self._tap_indices.items()
         }
+        # What the table has; a plan that is run again need not be copied again.
         self._filled: weakref.ref[Programs] | None = None
 
     @property

@@ -108,7 +108,7 @@ class Overflows:
     """Rows at which a change was beyond float16; ``flags`` are ``[rows of the step + rows with logits]``."""
 
     flags: torch.Tensor
-    segments: list[FlaggedRows]
+    flagged_rows: list[FlaggedRows]
     num_rows: int
 
     @classmethod
@@ -132,7 +132,7 @@ class Overflows:
 
 
 def overflow_failures(
-    segments: Sequence[FlaggedRows], flags: npt.NDArray[np.bool_], num_kept: Mapping[str, int]
+    flagged_rows: Sequence[FlaggedRows], flags: npt.NDArray[np.bool_], num_kept: Mapping[str, int]
 ) -> dict[str, Failure]:
     """Return the failures of requests that have a flag set on a row that counts.
 
@@ -141,7 +141,7 @@ def overflow_failures(
     if not flags.any():
         return {}
     failures = {}
-    for request_id, start, stop, offset in segments:
+    for request_id, start, stop, offset in flagged_rows:
         kept_stop = min(stop, start + num_kept.get(request_id, stop) - offset)
         if flags[start : max(start, kept_stop)].any():
             failures[request_id] = _FAILURE

@@ -86,6 +86,7 @@ def _capture_ends(context: StepContext, span: Span, captures: Sequence[PatternRo
 
 
 def _free_key_stores(context: StepContext, span: Span, open_until: dict[int, int]) -> None:
+    """Free the stores of the layers at which nothing more is captured."""
     stores = span.request.patterns.stores
     for layer in [layer for layer in stores if layer not in open_until]:
         num_bytes = _key_bytes(context, layer, stores.pop(layer).capacity)
@@ -423,8 +424,10 @@ def _overflows(work: PlanInProgress, items: list[OperationRows]) -> Overflows | 
     if work.context.dtype is not torch.float16 or not items:
         return None
     spans = {id(item.span): item.span for item in items}.values()
-    segments = [FlaggedRows(span.request.request_id, span.row, span.row + span.num_rows) for span in spans]
-    overflows = Overflows.of(segments, work.plan.logits_rows, work.context.device)
+    flagged_rows = [
+        FlaggedRows(span.request.request_id, span.row, span.row + span.num_rows) for span in spans
+    ]
+    overflows = Overflows.of(flagged_rows, work.plan.logits_rows, work.context.device)
     work.plan.overflows.append(overflows)
     return overflows
 

@@ -67,6 +67,7 @@ class VectorBank:
         return len(self._tensors)
 
     def acquire(self, key: BankKey, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return a vector and add a user; ``make`` is called if no other request uses it."""
         tensor = self._tensors.get(key)
         if tensor is None:
             tensor = self._tensors[key] = make()

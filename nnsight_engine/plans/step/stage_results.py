@@ -78,7 +78,7 @@ def results_of_stage(plan: StepPlan, stage: Stage, spec: ModelSpec) -> StageResu
             results.patterns.append((pattern.request.request_id, pattern.active.index))
             results.tensors.append(_taken(pattern.out, 0, sites))
     for overflow in plan.overflows:
-        results.overflows.append(overflow.segments)
+        results.overflows.append(overflow.flagged_rows)
         results.tensors.append(overflow.flags)
     return results
 
@@ -100,8 +100,8 @@ def add_results(plan: StepPlan, results: StageResults, spec: ModelSpec) -> None:
     tensors = iter(results.tensors)
     unfilled = _add_reads(plan, results, spec, tensors) | _add_patterns(plan, results, tensors)
     plan.overflows_before += [
-        Overflows(flags, segments, len(flags))
-        for segments, flags in zip(results.overflows, tensors, strict=True)
+        Overflows(flags, flagged_rows, len(flags))
+        for flagged_rows, flags in zip(results.overflows, tensors, strict=True)
     ]
     for request_id, span in plan.spans.items():
         failure = results.failures.get(request_id)
