@@ -347,5 +347,8 @@ def addresses(tensor: torch.Tensor, columns: list[int]) -> Words:
 
 
 def in_order(stage: int, *, is_last_part: bool = False) -> int:
-    """Return the order at a site; ``stage`` numbers a request's work there, its last part may be a test."""
+    """Return the order of work at a site; ``stage`` numbers a request's operations there.
+
+    The last part of a stage, such as a test, follows the others.
+    """
     return 2 * stage + is_last_part
