@@ -186,11 +186,13 @@ class TableBuilder:
         if not self._blocks:
             return {}
         expanded = self._expanded()
+        # The orders that end a part of a site's instructions: those of other work, and of waits.
         borders = {
             key: sorted({*order_of_other_work.get(key, ()), *self._waits.get(key, ())})
             for key in self._members
         }
         parts = self._part_of_each(expanded, borders)
+        # A program is all that a part has for one row, so it comes together, in its order.
         by_row = np.lexsort((expanded.order, expanded.rows, parts, expanded.sites))
         sites, parts, rows = expanded.sites[by_row], parts[by_row], expanded.rows[by_row]
         is_new_segment = np.append(True, (np.diff(sites) != 0) | (np.diff(parts) != 0))
