@@ -140,6 +140,7 @@ class Config:
         return {"APP": self.APP, "API": self.API}
 
     def _apply(self, name: str, options: object) -> None:
+        """Set the options of a section from the file; what does not fit is ignored with a warning."""
         section = self._sections().get(name)
         if section is None or not isinstance(options, dict):
             self._warn(f"ignored {name!r}; the sections are {', '.join(self._sections())}")
@@ -154,6 +155,7 @@ class Config:
                 self._warn(f"ignored {name}.{option}: {error}")
 
     def _read(self) -> dict[str, object]:
+        """Return the file's content; empty, with a warning, if it cannot be used."""
         try:
             content = json.loads(self._path.read_bytes())
         except FileNotFoundError:

@@ -48,6 +48,7 @@ class DetectorPart:
     tensors: Mapping[str, Numbers]
 
     def values(self, x: Numbers) -> Numbers:
+        """Return the part's number at each position, ``[positions]``, of values ``[positions, width]``."""
         tensors = self.tensors
         match self.form:
             case Form.LINEAR:

@@ -19,6 +19,7 @@ ASK: Final = (
 
 
 def set_requires_grad(value: Any, owner: Any) -> None:
+    """Assign ``owner.requires_grad``; True is also allowed for a tensor that is no leaf."""
     if value is True and isinstance(owner, torch.Tensor) and not owner.is_leaf:
         owner.requires_grad_()
     else:
@@ -46,6 +47,7 @@ def asked_for_gradients(owner: Any) -> Any:
 
 
 def missing_graph_reason(tensor: torch.Tensor) -> str | None:
+    """Return why torch keeps no graph of a tensor, and the remedy; None if it does."""
     if tensor.requires_grad:
         return None
     if tensor.is_inference():
@@ -77,6 +79,7 @@ _NOTES: Final = {
 
 
 def explain(error: BaseException) -> None:
+    """Add a note to an error of torch that says what it usually means in a trace."""
     if isinstance(error, RuntimeError | IndexError) and not hasattr(error, "__notes__"):
         text = str(error)
         for part, note in _NOTES.items():

@@ -44,6 +44,7 @@ class LeafSpec:
 
 
 def leaf_at(leaves: Sequence[LeafSpec], name: str, layer: int | None = None) -> LeafSpec | None:
+    """Return the leaf of a name that is in a layer, or in any if that is None; None if there is none."""
     return next(
         (
             leaf

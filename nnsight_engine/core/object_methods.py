@@ -54,6 +54,7 @@ class _Mounted:
         self.when = when
 
     def __get__(self, instance: object, owner: type | None = None) -> Callable[[], object] | _Mounted:
+        """Return the function, bound to the instance; AttributeError for a class, and while it is hidden."""
         if instance is None and owner is not types.NoneType:
             # Looked up on a class. For None itself the instance is None too, but the owner is NoneType.
             if (
@@ -107,6 +108,7 @@ def mount(name: str, function: Method, *, when: Condition = always) -> None:
 
 
 def unmount(name: str) -> None:
+    """Remove a mounted method, if there is one; with the last one, ``dir`` is restored."""
     namespace = _namespace_of(object)
     if not isinstance(namespace.get(name), _Mounted):
         return
@@ -123,6 +125,7 @@ def _set_in_class(cls: type, name: str, value: object) -> None:
 
 
 def _namespace_of(cls: type) -> dict[str, object]:
+    """Return the writable dict behind a class's ``__dict__``, the only object to which that refers."""
     referents = gc.get_referents(cls.__dict__)
     if len(referents) != 1 or not isinstance(referents[0], dict):
         raise MountError(f"{_interpreter()} hides the dict of {cls.__name__}; {_NEXT_STEP}")
@@ -143,6 +146,7 @@ def _list_class(cls: type) -> Iterable[str]:
 
 
 def _without_mounted(names: Iterable[str], cls: type, own_names: Iterable[str]) -> list[str]:
+    """Return names without those of mounted methods, except names that the class or object has itself."""
     hidden = [
         name
         for name in _mounted_names()

@@ -58,6 +58,7 @@ def tap_of(leaf: str, layer: int) -> int | None:
 
 
 def _patterns(text: str) -> list[PointPattern]:
+    """Return the points that a choice of taps names, none for ``all`` and ``off``; see ``check_taps``."""
     if text in {ALL_TAPS, NO_TAPS}:
         return []
     try:

@@ -69,6 +69,7 @@ class Saves(threading.local):
 
 
 def holds_marked(value: Any, marked: Mapping[int, Any], depth: int = _MAX_DEPTH) -> bool:
+    """Return whether a value, or one inside of its nested containers, is marked."""
     if id(value) in marked:
         return True
     kind = type(value)
@@ -81,6 +82,7 @@ def holds_marked(value: Any, marked: Mapping[int, Any], depth: int = _MAX_DEPTH)
 
 
 def refuse_places(value: Any, depth: int = _MAX_DEPTH) -> None:
+    """Raise TypeError if a value is a place in the model, or holds one in nested containers."""
     kind = type(value)
     if issubclass(kind, Place):
         attributes = value.__dict__

@@ -53,15 +53,17 @@ class TokenTexts:
         self._texts: dict[int, str] = {}
 
     def text(self, token_id: int) -> str:
+        """Return a token's text; only those of ids in the vocabulary are kept, there is no end of others."""
         known = self._texts.get(token_id)
         if known is not None:
             return known
         text = self._found_text(token_id)
-        if token_id in self._entries:  # there is no end of others
+        if token_id in self._entries:
             self._texts[token_id] = text
         return text
 
     def _found_text(self, token_id: int) -> str:
+        """Return the first text for a token that names no other: its own, its entry, or its number."""
         entry = self._entries.get(token_id)
         named = () if entry is None else (self._plain(token_id, entry), entry)
         # With leading zeros if another token has that text.
@@ -77,6 +79,7 @@ class TokenTexts:
         return token_id
 
     def _find(self, text: str) -> int | None:
+        """Return the id of the token that a text names; None if it names none."""
         for entry in self._candidates(text):
             token_id = self._vocabulary.get(entry)
             if token_id is not None and self._plain(token_id, entry) == text:
@@ -87,6 +90,7 @@ class TokenTexts:
         return int(numbered[1]) if numbered else None
 
     def _plain(self, token_id: int, entry: str) -> str:
+        """Return the text that a vocabulary's entry adds in the middle of a text."""
         if token_id in self._added:
             return entry
         if self._is_byte_level:
@@ -100,6 +104,7 @@ class TokenTexts:
         return entry.replace(_BLANK, " ")
 
     def _candidates(self, text: str) -> Iterator[str]:
+        """Yield the entries whose text this may be, the likeliest first."""
         yield text  # an added token, or one without blanks
         if self._is_byte_level:
             yield _entry_of_bytes(text.encode("utf-8", "surrogatepass"))
@@ -110,6 +115,7 @@ class TokenTexts:
                 yield f"<0x{ord(text):02X}>"
 
     def _explained(self, text: str) -> str:
+        """Return why a text names no token, as the end of a sentence: what it is for the tokenizer."""
         known = text.encode("utf-8", "replace").decode()  # tokenizers reject a lone surrogate
         ids = self._tokenizer.encode(known, add_special_tokens=False)
         shown = ", ".join(repr(self.text(token_id)) for token_id in ids[:_MAX_SHOWN])
@@ -160,6 +166,7 @@ def _character_bytes() -> Mapping[str, int]:
 
 
 def _text_of_bytes(entry: str) -> str:
+    """Return the text of a byte-level entry, in which each character stands for a byte."""
     known = _character_bytes()
     if any(character not in known for character in entry):
         return entry
@@ -172,6 +179,7 @@ def _entry_of_bytes(data: bytes) -> str:
 
 
 def _escaped_bytes(text: str) -> bytes:
+    """Return the bytes of a text in which ``<0xE2>`` stands for a byte that is no whole character."""
     parts = _BYTE.split(text)
     return b"".join(
         bytes([int(part, 16)]) if at % 2 else part.encode("utf-8", "surrogatepass")
@@ -180,6 +188,7 @@ def _escaped_bytes(text: str) -> bytes:
 
 
 def _show_bytes(error: UnicodeError) -> tuple[str, int]:
+    """Write bytes that form no character as ``<0xE2>``: a handler of errors for ``bytes.decode``."""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     unknown = error.object[error.start : error.end]

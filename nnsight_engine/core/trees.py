@@ -91,6 +91,7 @@ class _Sequence:
         return f"[{index}]"
 
     def align(self, tree: object, part: object, path: str) -> list[object]:
+        """Return the items of ``part`` beside those of ``tree``; raise where the two do not match."""
         if not isinstance(part, (tuple, list)):
             raise TreeMismatchError(path, f"expected {_describe(tree)}, got {_describe(part)}")
         if len(part) != len(self.values(tree)):
@@ -103,6 +104,7 @@ class _Mapping:
         return list(cast("dict[object, object]", tree).values())
 
     def rebuild(self, tree: object, values: list[object]) -> object:
+        """Return a copy of ``tree`` with other values."""
         # copy.copy keeps the state that a subclass has beside its items: a default factory, the fields of a
         # model output. Only changed keys are set, because setting one may run a Python method.
         old = cast("dict[object, object]", tree)
@@ -117,6 +119,7 @@ class _Mapping:
         return f".{key}" if dataclasses.is_dataclass(tree) else f"[{key!r}]"
 
     def align(self, tree: object, part: object, path: str) -> list[object]:
+        """Return the values of ``part`` in the order of the keys of ``tree``; raise unless the keys match."""
         if not isinstance(part, (dict, collections.UserDict)):
             raise TreeMismatchError(path, f"expected {_describe(tree)}, got {_describe(part)}")
         keys = list(cast("dict[object, object]", tree))
@@ -135,6 +138,7 @@ class _Fields:
         return [getattr(tree, name, None) for name in self._names]
 
     def rebuild(self, tree: object, values: list[object]) -> object:
+        """Return a copy of a dataclass's instance with other values."""
         # Not dataclasses.replace: it runs __init__ and __post_init__ again, which may check or derive.
         new = copy.copy(tree)
         for name, before, after in zip(self._names, self.values(tree), values, strict=True):
@@ -183,6 +187,7 @@ _BASES: tuple[tuple[type, _Container], ...] = (
 
 
 def _find_container(cls: type) -> _Container | None:
+    """Return how to read and rebuild objects of a class; None if they are leaves."""
     builtin = _BUILTIN.get(cls)
     if builtin is not None:
         return builtin
@@ -201,6 +206,7 @@ _container: Callable[[type], _Container | None] = functools.lru_cache(maxsize=51
 
 
 def _map(tree: object, fn: MapFunction, depth: int, other: LeafFunction | None) -> object:
+    """Do ``map_tensors`` on a tree that is no tensor, inside of ``depth`` containers."""
     container = _container(type(tree))
     if container is None:
         return tree if other is None else other(tree)
@@ -213,6 +219,7 @@ def _map(tree: object, fn: MapFunction, depth: int, other: LeafFunction | None) 
 
 
 def _map_pair(full: object, part: object, fn: PairFunction, path: str, depth: int) -> object:
+    """Do ``map_pairs`` below the root, at ``path``."""
     if isinstance(full, Tensor):
         if not isinstance(part, Tensor):
             raise TreeMismatchError(path, f"expected a tensor, got {_describe(part)}")
@@ -234,6 +241,7 @@ def _map_pair(full: object, part: object, fn: PairFunction, path: str, depth: in
 
 
 def _walk(tree: object, depth: int) -> Iterator[Tensor]:
+    """Yield the tensors of a tree inside of ``depth`` containers."""
     if isinstance(tree, Tensor):
         yield tree
         return
@@ -251,6 +259,7 @@ def _differ(before: list[object], after: list[object]) -> bool:
 
 
 def _same_leaf(full: object, part: object, path: str) -> object:
+    """Return a leaf that must be the same in both trees; raise TreeMismatchError if it is not."""
     if full is part or (isinstance(full, _PLAIN_VALUES) and type(full) is type(part) and full == part):
         return full
     raise TreeMismatchError(

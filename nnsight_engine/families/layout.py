@@ -49,11 +49,13 @@ Places = Mapping[str, Place | tuple[Place, ...]]
 
 
 def parts_of(block: nn.Module) -> set[str]:
+    """Return the paths of a block's modules and parameters, which tell what leaves it has."""
     modules = {name for name, _ in block.named_modules(remove_duplicate=False)}
     return modules | {name for name, _ in block.named_parameters(remove_duplicate=False)}
 
 
 def leaves_in(parts: Collection[str], places: Places) -> dict[str, Place]:
+    """Return the leaves that a block with these parts has, see ``parts_of``, and their places."""
     leaves = {}
     for leaf, options in places.items():
         candidates = options if isinstance(options, tuple) else (options,)

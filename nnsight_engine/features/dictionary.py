@@ -32,6 +32,8 @@ class _Scaled(NamedTuple):
 
 
 class _Encoder:
+    """The encoder of all features of a dictionary or of some; ``norms`` are the decoder's, if it rescales."""
+
     def __init__(
         self, config: DictionaryConfig, tensors: Mapping[str, torch.Tensor], norms: torch.Tensor | None
     ) -> None:
@@ -155,6 +157,7 @@ class Dictionary:
         return (target.float() + Selection(self, ids).moves(x, gain, offset)).to(target.dtype)
 
     def encoder_of(self, ids: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return a function from values to the activations of some features, ``[rows, ids]``."""
         subset = self._encoder.subset(ids)
         if subset is not None:
             return lambda x: subset.activations(self._scaled(x).values)
@@ -187,6 +190,7 @@ class Dictionary:
         return directions
 
     def _scaled(self, x: torch.Tensor) -> _Scaled:
+        """Return values scaled for the encoder, see ``Normalization``."""
         x = x.float()
         match self.config.normalization:
             case Normalization.NONE:
@@ -207,6 +211,7 @@ class Dictionary:
                 return _Scaled(x / scale, scale, 0.0)
 
     def parts(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the rows in parts, so that ``[rows, num_features]`` is small for each."""
         num_rows = max(1, _PART_VALUES // self.config.num_features)
         for start in range(0, len(x), num_rows):
             yield x[start : start + num_rows]

@@ -114,6 +114,8 @@ def point_of(hook: str, model_architecture: str) -> str | None:
 
 
 class _Fields:
+    """The fields of a ``cfg.json``, checked by type when they are read."""
+
     def __init__(self, cfg: Mapping[str, Any]) -> None:
         self._cfg = cfg
         metadata = cfg.get("metadata")
@@ -122,6 +124,7 @@ class _Fields:
         self._metadata: Mapping[str, Any] = metadata or {}
 
     def get(self, name: str) -> Any:
+        """Return a field by its name or its older one, outside or inside of ``metadata``; None without it."""
         for place in (self._cfg, self._metadata):
             for known in (name, _OLD_NAMES.get(name)):
                 if known is not None and place.get(known) is not None:
@@ -150,6 +153,7 @@ class _Fields:
 
 
 def _architecture(fields: _Fields) -> Architecture:
+    """Return the architecture, also if an older version names it by its activation function."""
     name = fields.text("architecture") or Architecture.STANDARD.value
     if name not in list(Architecture):
         advice = _ELSEWHERE.get(name, f"those supported are {', '.join(Architecture)}")
@@ -165,6 +169,7 @@ def _architecture(fields: _Fields) -> Architecture:
 
 
 def _k(fields: _Fields, num_features: int) -> int:
+    """Return the number of features that TOPK keeps, which older versions have among other arguments."""
     value, arguments = fields.get("k"), fields.get("activation_fn_kwargs")
     if value is None and isinstance(arguments, dict):
         value = arguments.get("k")
@@ -183,6 +188,7 @@ def _subtracts_decoder_bias(fields: _Fields, architecture: Architecture) -> bool
 
 
 def _normalization(fields: _Fields, architecture: Architecture) -> tuple[Normalization, float]:
+    """Return how inputs are scaled, with the factor of EXPECTED_AVERAGE, else 1."""
     value = fields.get("normalize_activations")
     if isinstance(value, bool):  # as older versions do
         value = Normalization.EXPECTED_AVERAGE if value else Normalization.NONE
@@ -211,6 +217,7 @@ def _normalization(fields: _Fields, architecture: Architecture) -> tuple[Normali
 
 
 def _refuse_others(fields: _Fields) -> None:
+    """Refuse fields that would change results and are not computed here."""
     reshape = fields.text("reshape_activations") or "none"
     if reshape not in _RESHAPES:
         raise _unsupported(f"`reshape_activations` {clip(reshape)!r} is not supported.")

@@ -82,6 +82,7 @@ def load_dictionary(
 
 
 def _check_length(path: Path) -> None:
+    """Refuse a header that is too long or no JSON object, before safetensors parses it."""
     num_bytes = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -100,6 +101,7 @@ def _check_length(path: Path) -> None:
 
 
 def _check_header(file: Any, config: DictionaryConfig) -> str:
+    """Check names, shapes and dtype of all tensors; return the dtype in safetensors' words."""
     shapes, dtypes = {}, set()
     for name in file.keys():  # noqa: SIM118 - it is no mapping
         part = file.get_slice(name)
@@ -132,6 +134,7 @@ def _check_header(file: Any, config: DictionaryConfig) -> str:
 
 
 def _check_numbers(file: Any, name: str, dtype: str) -> None:
+    """Check the numbers of a tensor, a part of its rows at a time, so that memory stays small."""
     part = file.get_slice(name)
     num_rows, *rest = part.get_shape()
     step = max(1, _PART_BYTES // (_ITEM_BYTES[dtype] * (rest[0] if rest else 1)))

@@ -39,6 +39,7 @@ class StepRecord(msgspec.Struct, array_like=True):
 
 
 def reduced_rows(rows: npt.NDArray[Any], reduce: str) -> npt.NDArray[Any]:
+    """Return the rows, or one row without the first axis: their float32 sum for a mean, or the last."""
     if reduce == "mean":
         # The buffer of a mean is float32, whatever dtype it is returned in.
         total: npt.NDArray[Any] = rows.sum(axis=0, dtype=np.float32)
@@ -208,6 +209,7 @@ class StepResults:
     """Tenants whose sandboxed requests must not be scheduled now; None if unchanged."""
 
     def add_reports(self, other: StepResults) -> None:
+        """Add what traces of the same step report."""
         self.ended.extend(other.ended)
         self.reports.update(other.reports)
         self.undone.extend(other.undone)

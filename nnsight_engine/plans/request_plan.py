@@ -49,6 +49,7 @@ SAMPLES: Final = PlannedSite("samples")
 def forward_order(site: PlannedSite, spec: ModelSpec) -> tuple[int, int]:
     """Return a key that is smaller for a site that the forward pass reaches earlier."""
     tap = tap_of(site.leaf, site.layer)
+    # Taps, between the layers, have even numbers; the leaves inside of layers have odd ones.
     if tap is not None:
         return 2 * tap, 0
     leaves = [leaf.name for leaf in spec.leaves]
@@ -185,6 +186,7 @@ class PlannedAnswer(msgspec.Struct, frozen=True):
         return parts[last[1:]]
 
     def parts(self, token_ids: npt.NDArray[np.integer], prompt_len: int) -> Parts:
+        """Return the part of each position, ``[n]``: none before the prompt's last."""
         parts = np.zeros(len(token_ids), np.int8)
         parts[prompt_len - 1 : prompt_len] = self.first
         parts[prompt_len:] = self.scan(token_ids[prompt_len:], self.first)
@@ -208,6 +210,7 @@ class AnswerMarkers(msgspec.Struct, frozen=True):
         return [name for part in Part if part and (name := part.name.lower()) not in self.missing]
 
     def plan(self, prompt_ids: npt.NDArray[np.integer]) -> PlannedAnswer:
+        """Return the parts of the answer to a prompt: its last turn's markers decide which comes first."""
         ends = np.flatnonzero(np.isin(prompt_ids, list(self.turn_ends)))
         turn = prompt_ids[ends[-1] + 1 :] if len(ends) else prompt_ids
         planned = PlannedAnswer(self.first, self.begun_by)

@@ -43,7 +43,7 @@ def evaluate(
 
 
 def generated_is_constant(rule: WhereRule, prompt_len: int, from_position: int) -> bool | None:
-    """Return the rule's result if it is the same for all positions generated from one on, else None."""
+    """Return whether the rule matches generated positions from ``from_position`` on; None if it varies."""
     named = _clause_is_constant(rule, prompt_len, from_position)
     if rule.exclude is None or named is False:
         return named
@@ -54,6 +54,7 @@ def generated_is_constant(rule: WhereRule, prompt_len: int, from_position: int) 
 
 
 def names_generated_alike(rule: WhereRule, prompt_len: int) -> bool:
+    """Return whether no generated position differs from another, apart from its token."""
     by_token = msgspec.structs.replace(rule, tokens=None, exclude=None)
     if _clause_is_constant(by_token, prompt_len, prompt_len) is None:
         return False
@@ -61,6 +62,7 @@ def names_generated_alike(rule: WhereRule, prompt_len: int) -> bool:
 
 
 def may_generate(rule: WhereRule, prompt_len: int, num_positions: int) -> bool:
+    """Return whether the rule may match a generated position, with suitable tokens."""
     if rule.phase == "prompt":
         return False
     start = max(rule.start, prompt_len)
@@ -88,6 +90,7 @@ def last_position(rule: WhereRule, prompt_len: int) -> int | None:
 
 
 def _excludes_all(rule: WhereRule, exclude: WhereRule) -> bool:
+    """Return whether ``exclude`` takes out all that the rule matches at a position, whatever its token."""
     if exclude.part not in {0, rule.part}:
         return False
     if exclude.tokens is None:
@@ -115,6 +118,7 @@ def by_position(rule: WhereRule, positions: Positions, prompt_len: int) -> Mask:
 
 
 def _clause_is_constant(rule: WhereRule, prompt_len: int, from_position: int) -> bool | None:
+    """Return the same as ``generated_is_constant``, for a rule without its ``exclude``."""
     first = max(prompt_len, from_position)
     last_listed = None if rule.positions is None else max(rule.positions, default=-1)
     if (
@@ -134,10 +138,12 @@ def _clause_is_constant(rule: WhereRule, prompt_len: int, from_position: int) ->
 
 
 def takes_drafts(plan: RequestPlan) -> bool:
+    """Return whether a request takes part in speculative decoding."""
     return plan.answer is None and all(_is_free_of_positions(op, plan.prompt_len) for op in plan.ops)
 
 
 def _is_free_of_positions(op: PlannedOp, prompt_len: int) -> bool:
+    """Return whether an operation allows drafts, with which positions are not known exactly."""
     if op.when is not None and (op.when.has_slots or op.kind is OperationKind.STOP):
         return False
     if op.captures_patterns or op.captures_states:

@@ -56,6 +56,7 @@ def works_of(
 
 
 def _products(op: PlannedOp, tensors: dict[str, TensorData], spec: ModelSpec, num_positions: int) -> int:
+    """Return the multiply-adds of an operation at one position, apart from reading and writing values."""
     num_sites = len(op.sites)
     # The model itself computes logits at the last position of a prompt only.
     total = spec.hidden_size * spec.vocab_size if LOGITS in op.sites else 0
@@ -90,6 +91,7 @@ def weights_of(ops: Iterable[PlannedOp], tensors: dict[str, TensorData], spec: M
 
 
 def _features(features: PlannedFeatures, *, sort: int = _SORT) -> int:
+    """Return the multiply-adds of features at one position; ``sort`` counts for each one that is compared."""
     config = features.dictionary.config
     num_sorts = (config.k is not None) + (features.top_k > 0)
     num_read = config.num_features if num_sorts else len(features.ids)
@@ -97,6 +99,7 @@ def _features(features: PlannedFeatures, *, sort: int = _SORT) -> int:
 
 
 def _score(score: PlannedScore, tensors: dict[str, TensorData], *, sort: int = _SORT) -> int:
+    """Return the multiply-adds of a score at one position; those of linear parts are too few to count."""
     total = 0
     for part in score.parts:
         if part.features is not None:
@@ -129,11 +132,13 @@ class WorkByPosition:
         self.most = max(float(self.prompt.max(initial=0.0)), self.generated)
 
     def between(self, start: int, stop: int) -> float:
+        """Return the work of the positions from ``start`` up to ``stop``."""
         length = len(self.prompt)
         in_prompt = self._sums[min(stop, length)] - self._sums[min(start, length)]
         return float(in_prompt) + self.generated * (max(stop, length) - max(start, length))
 
     def stop_within(self, start: int, stop: int, limit: float) -> int:
+        """Return the largest position up to ``stop`` such that the work from ``start`` on is in the limit."""
         length = len(self.prompt)
         if start < length:
             position = int(np.searchsorted(self._sums, self._sums[start] + limit, side="right")) - 1
@@ -148,6 +153,7 @@ class WorkByPosition:
 def _matching(
     rule: WhereRule, positions: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], prompt_len: int
 ) -> Mask:
+    """Return which prompt positions count; if a rule names a part of the answer, all it may match."""
     if rule.names_part:
         return by_position(rule, positions, prompt_len)
     return evaluate(rule, positions, ids, prompt_len)

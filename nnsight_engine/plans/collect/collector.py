@@ -88,6 +88,7 @@ def _result(op: PlannedOp, spec: ModelSpec, records: list[StepRecord]) -> Operat
 
 
 def gated_positions(records: Sequence[StepRecord]) -> list[int]:
+    """Return the positions at which a condition held: a gate's records have one part, a byte per position."""
     return [
         position
         for record in records
@@ -97,6 +98,7 @@ def gated_positions(records: Sequence[StepRecord]) -> list[int]:
 
 
 def _captured(op: PlannedOp, spec: ModelSpec, records: list[StepRecord]) -> dict[str, TensorResult]:
+    """Return a capture's tensor at each point; each width has a part of the records, with all its sites."""
     dtype = op.dtype or spec.dtype
     if op.sites[0] == SAMPLES:
         dtype = "int64"
@@ -134,6 +136,7 @@ def _captured(op: PlannedOp, spec: ModelSpec, records: list[StepRecord]) -> dict
 def _join(
     records: list[StepRecord], part: int, row_shape: tuple[int, ...], dtype: type[_Item]
 ) -> npt.NDArray[_Item]:
+    """Return a part of the records as one array, ``[positions, *row_shape]``."""
     pieces = [
         np.frombuffer(record.parts[part], dtype).reshape(len(record.positions), *row_shape)
         for record in records
@@ -161,6 +164,7 @@ def _check_overflows(op: PlannedOp, records: list[StepRecord]) -> None:
 def _check_mean(
     op: PlannedOp, mean: npt.NDArray[np.float32], sites: Sequence[PlannedSite], dtype: str
 ) -> None:
+    """Raise ``not_finite`` for a mean, ``[sites, width]``, that is not finite or beyond the dtype."""
     for site, row in zip(sites, mean, strict=True):
         if not np.isfinite(row).all():
             raise InterventionError(
@@ -172,15 +176,17 @@ def _check_mean(
             raise _beyond(dtype, f"`{op.name}` captures the mean of {site}, of which a")
 
 
-def _beyond(dtype: str, what: str) -> InterventionError:
+def _beyond(dtype: str, beginning: str) -> InterventionError:
+    """Return the error; ``beginning`` is its sentence up to the word number."""
     return InterventionError(
         "not_finite",
-        f"{what} number is beyond {dtype}, whose largest is {LARGEST[dtype]:g}; ask for `dtype` "
+        f"{beginning} number is beyond {dtype}, whose largest is {LARGEST[dtype]:g}; ask for `dtype` "
         f"{WIDER.get(dtype, 'float32')}.",
     )
 
 
 def _lens_layers(op: PlannedOp, records: list[StepRecord]) -> dict[int, LensRows]:
+    """Return the lens of each layer; the parts of records are as ``StepRecord`` says."""
     top, targets = (len(op.sites), op.top_k), (len(op.sites), len(op.targets))
     ids, logprobs = _join(records, 0, top, np.int32), _join(records, 1, top, np.float32)
     of_targets, ranks = _join(records, 2, targets, np.float32), _join(records, 3, targets, np.int32)
@@ -191,6 +197,7 @@ def _lens_layers(op: PlannedOp, records: list[StepRecord]) -> dict[int, LensRows
 
 
 def _features(op: PlannedOp, positions: list[int], records: list[StepRecord]) -> CollectedFeatures:
+    """Return the features of all positions; records have ids only of the most active ones (``top_k``)."""
     features = op.features
     if features is None:
         raise RuntimeError("the operation has no features")
@@ -217,10 +224,12 @@ def captured_patterns(
     values = np.zeros((len(op.sites), num_rows, num_heads, num_keys), item)
     start = 0
     for record in records:
-        own_rows, own_keys = len(record.positions), _num_keys(record)
-        part = np.frombuffer(record.parts[0], item).reshape(len(op.sites), own_rows, num_heads, own_keys)
-        values[:, start : start + own_rows, :, :own_keys] = part
-        start += own_rows
+        record_rows, record_keys = len(record.positions), _num_keys(record)
+        part = np.frombuffer(record.parts[0], item).reshape(
+            len(op.sites), record_rows, num_heads, record_keys
+        )
+        values[:, start : start + record_rows, :, :record_keys] = part
+        start += record_rows
     rows = (num_rows,) if op.reduce == "none" or not num_rows else ()
     shape = (*rows, num_heads, num_keys)
     return {
@@ -238,6 +247,8 @@ NUM_LENS_PARTS = 4
 
 
 class RequestCollector:
+    """Collects the payloads of one request; ``op_names`` are the operations' names for the user."""
+
     def __init__(
         self,
         plan: RequestPlan,
@@ -259,6 +270,7 @@ class RequestCollector:
         self.failure: Failure | None = None
 
     def add(self, payload: Payload) -> None:
+        """Add a payload; its reductions replace earlier ones, because each is of all positions so far."""
         for record in payload.records:
             self._recorded_ops.add(record.op)
             op = self._plan.ops[record.op]
@@ -313,6 +325,7 @@ class RequestCollector:
         )
 
     def _checked_info(self, num_generated: int) -> StepInfo:
+        """Return the worker's progress; raise unless it has met all positions, or the request was stopped."""
         info = self._info
         # The last token is sampled and never fed back.
         num_fed = self._plan.prompt_len + max(num_generated - 1, 0)
@@ -359,12 +372,14 @@ class RequestCollector:
 
 
 def _decides(op: PlannedOp) -> list[str] | None:
+    """Return for each test which position it decides for, as ``CollectedSites`` says."""
     return None if op.when is None else ["next" if test.is_next else "same" for test in op.when.tests]
 
 
 def _matching_positions(
     op: PlannedOp, plan: RequestPlan, positions: Positions, token_ids: Positions
 ) -> list[int]:
+    """Return the positions that an operation's rule matches; in the vision encoder, rows."""
     if op.is_in_encoder:
         return list(op.where.positions or ())
     parts = None if plan.answer is None else plan.answer.parts(token_ids, plan.prompt_len)

@@ -33,6 +33,8 @@ HeldParts = Callable[[str, int], list[bytes] | None]
 
 
 class StreakRows(Protocol):
+    """The values of one group of reads in a streak; ``parts`` are those of a step, a row for each member."""
+
     def add(self, parts: list[bytes]) -> None: ...
 
     def values_since(self, row: int, since: int) -> list[bytes]:
@@ -40,6 +42,8 @@ class StreakRows(Protocol):
 
 
 class EveryStep:
+    """Keeps the values of all steps, for reads that are not reduced."""
+
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self._steps: list[list[bytes]] = []
@@ -53,6 +57,8 @@ class EveryStep:
 
 
 class LastStep:
+    """Keeps the values of the last step, for reads that are reduced to it."""
+
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self._parts: list[bytes] = []
@@ -66,19 +72,19 @@ class LastStep:
 
 
 class Totals:
-    """Sums in float32, in the order of each member alone; ``held`` are the sums before the streak."""
+    """Sums in float32, in the order of each member alone; ``sums_before`` are those before the streak."""
 
-    def __init__(self, held: list[list[bytes] | None]) -> None:
-        self._held = held
+    def __init__(self, sums_before: list[list[bytes] | None]) -> None:
+        self._sums_before = sums_before
         self._totals: list[npt.NDArray[np.float32]] = []
 
     def add(self, parts: list[bytes]) -> None:
-        rows = [np.frombuffer(part, np.float32).reshape(len(self._held), -1) for part in parts]
+        rows = [np.frombuffer(part, np.float32).reshape(len(self._sums_before), -1) for part in parts]
         if not self._totals:
             self._totals = [part.copy() for part in rows]
-            for row, held in enumerate(self._held):
-                for index, state in enumerate(held or ()):
-                    self._totals[index][row] += np.frombuffer(state, np.float32)
+            for row, sums in enumerate(self._sums_before):
+                for index, sum_before in enumerate(sums or ()):
+                    self._totals[index][row] += np.frombuffer(sum_before, np.float32)
             return
         for total, part in zip(self._totals, rows, strict=True):
             np.add(total, part, out=total)
@@ -90,21 +96,23 @@ class Totals:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreakSlot:
+    """Where a request finds its values of an operation: a row of a group."""
+
     op: int
     rows: StreakRows
     row: int
 
 
 class SharedStreak:
-    """A streak in progress; ``held`` returns the value of a member's reduction before the streak."""
+    """A streak in progress; ``reduction_before`` returns a member's reduction before the streak."""
 
-    def __init__(self, opening: StreakOpening, held: HeldParts) -> None:
+    def __init__(self, opening: StreakOpening, reduction_before: HeldParts) -> None:
         self.num_steps = 0
         self.point_s = 0.0
         self.slots: dict[str, list[StreakSlot]] = {request_id: [] for request_id in opening.request_ids}
         self._groups: list[StreakRows] = []
         for group in opening.groups:
-            rows = _rows(group, held)
+            rows = _rows_of_group(group, reduction_before)
             self._groups.append(rows)
             for row, (request_id, op) in enumerate(group.members):
                 self.slots[request_id].append(StreakSlot(op, rows, row))
@@ -115,10 +123,11 @@ class SharedStreak:
             rows.add(parts)
 
 
-def _rows(group: StreakGroup, held: HeldParts) -> StreakRows:
+def _rows_of_group(group: StreakGroup, reduction_before: HeldParts) -> StreakRows:
+    """Return where a group's values are kept, depending on how they are reduced."""
     match group.reduce:
         case "mean":
-            return Totals([held(request_id, op) for request_id, op in group.members])
+            return Totals([reduction_before(request_id, op) for request_id, op in group.members])
         case "last":
             return LastStep(len(group.members))
         case _:
@@ -155,6 +164,7 @@ class PendingResults:
         return self._stops_outside or self._plan.stream
 
     def absorb(self, records: Sequence[StepRecord], info: StepInfo | None, failure: Failure | None) -> None:
+        """Add what a step delivers; None for progress or failure leaves what is known."""
         for record in records:
             self._add(record)
         self._info = info or self._info
@@ -163,7 +173,11 @@ class PendingResults:
     def absorb_drafted(
         self, records: Sequence[StepRecord], info: StepInfo, rows: DraftedRows, num_tokens: int
     ) -> None:
-        """Add the unreduced records of one step of a request that has drafts, or has had some."""
+        """Add the unreduced records of one step of a request that has drafts, or has had some.
+
+        Positions, too high by as many drafts as were refused, are corrected; rows of refused drafts
+        are left out, and so are positions added before. The step has yielded ``num_tokens``.
+        """
         before = StepInfo(rows.start, rows.start, 0, info.tier) if self._info is None else self._info
         end, num_kept = before.end_position, rows.num_kept(num_tokens)
         # Rows follow those of the last step, unless they are computed again. A start in the prompt is exact.
@@ -197,19 +211,20 @@ class PendingResults:
             self._fold(op, record)
 
     def _fold(self, op: PlannedOp, record: StepRecord) -> None:
-        held = self._reduced.get(record.op)
-        if held is None or op.reduce == "last":
+        """Combine a record with the reduction so far: the last one counts, or the sum of a mean."""
+        reduction = self._reduced.get(record.op)
+        if reduction is None or op.reduce == "last":
             self._reduced[record.op] = record
             return
-        held.parts = [
+        reduction.parts = [
             (np.frombuffer(total, np.float32) + np.frombuffer(part, np.float32)).tobytes()
-            for total, part in zip(held.parts, record.parts, strict=True)
+            for total, part in zip(reduction.parts, record.parts, strict=True)
         ]
-        held.positions.extend(record.positions)
+        reduction.positions.extend(record.positions)
 
     def reduction(self, op: int) -> list[bytes] | None:
-        held = self._reduced.get(op)
-        return None if held is None else held.parts
+        record = self._reduced.get(op)
+        return None if record is None else record.parts
 
     def join(self, streak: SharedStreak, slots: list[StreakSlot]) -> None:
         self._streak, self._slots = streak, slots
@@ -220,6 +235,7 @@ class PendingResults:
         self._streak, self._slots = None, []
 
     def _catch_up(self) -> None:
+        """Add the results of the streak's steps since the last call, and advance the progress by them."""
         streak, info = self._streak, self._info
         if streak is None or info is None or streak.num_steps == self._num_collected:
             return
@@ -239,9 +255,9 @@ class PendingResults:
                 self._reduced[op] = StepRecord(op, positions[-1:], parts)
             case _:
                 # The streak's total includes the value held before the streak.
-                held = self._reduced.setdefault(op, StepRecord(op, [], []))
-                held.positions.extend(positions)
-                held.parts = parts
+                reduction = self._reduced.setdefault(op, StepRecord(op, [], []))
+                reduction.positions.extend(positions)
+                reduction.parts = parts
 
     def take_payload(self, *, final: bool) -> Payload | None:
         """Return and remove the results to send with this output; None if there are none.
@@ -262,6 +278,8 @@ class PendingResults:
 
 
 class Outbox:
+    """The results of all requests in the scheduler's process until they are sent."""
+
     def __init__(self) -> None:
         self._pending: dict[str, PendingResults] = {}
         self._each_time: set[str] = set()
@@ -291,6 +309,7 @@ class Outbox:
         return is_expected
 
     def absorb(self, results: StepResults | None, num_tokens: Mapping[str, int] | None = None) -> None:
+        """Add a step's results, None if it has none; ``num_tokens`` are those that each request got in it."""
         step = None if results is None else results.run_step
         if step is None or step.opening is not None:
             self._end_streak()
@@ -317,6 +336,7 @@ class Outbox:
         return self._pending[request_id].take_payload(final=final)
 
     def _join_shared_streak(self, step: StreakStep) -> None:
+        """Add a step of a streak; the first brings the opening, and its requests join."""
         if step.opening is not None:
             streak = self._streak = SharedStreak(step.opening, self._reduction)
             for request_id, slots in streak.slots.items():
@@ -331,6 +351,7 @@ class Outbox:
         return None if pending is None else pending.reduction(op)
 
     def _end_streak(self) -> None:
+        """Have all requests leave the streak with their parts of its results."""
         streak, self._streak = self._streak, None
         for request_id in () if streak is None else streak.slots:
             if request_id in self._pending:
@@ -338,6 +359,7 @@ class Outbox:
 
 
 def _chosen(op: PlannedOp, part: bytes, num_rows: int, chosen: slice) -> bytes:
+    """Return some of a part's rows, reduced as the operation says."""
     # Only the sum of a mean, whose parts are float32, has to know more than the size of a row.
     dtype = np.float32 if op.reduce == "mean" else np.uint8
     rows = np.frombuffer(part, dtype).reshape(num_rows, -1)[chosen]

@@ -60,9 +60,10 @@ class CollectedFeatures:
     drops_zeros: bool
 
     def rows(self, start: int = 0, stop: int | None = None) -> Iterator[list[tuple[int, float]]]:
+        """Yield the features of each position, with their activations."""
         ids, activations = (array[start:stop].tolist() for array in (self.ids, self.activations))
-        for pair in zip(ids, activations, strict=True):
-            row = zip(*pair, strict=True)
+        for row_ids, row_activations in zip(ids, activations, strict=True):
+            row = zip(row_ids, row_activations, strict=True)
             yield [feature for feature in row if feature[1] != 0.0] if self.drops_zeros else list(row)
 
 
@@ -96,6 +97,7 @@ class LensRows:
     ranks: IntArray
 
     def rows(self, start: int = 0, stop: int | None = None) -> Iterator[LensRow]:
+        """Yield the tokens of each position, of a part of the positions."""
         arrays = (self.ids, self.logprobs, self.target_logprobs, self.ranks)
         for ids, logprobs, of_targets, ranks in zip(
             *(array[start:stop].tolist() for array in arrays), strict=True

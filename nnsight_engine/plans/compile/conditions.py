@@ -21,7 +21,7 @@ from api_schemas.points import VISION
 from nnsight_engine.core.detector import Detector, Form
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.features.config import Change, StoredDictionary
-from nnsight_engine.plans.compile.scope import Named, leaf_of, resolve_sites
+from nnsight_engine.plans.compile.scope import MatchedPositions, leaf_of, resolve_sites
 from nnsight_engine.plans.compile.tensors import check_float32, check_rows, read_weights
 from nnsight_engine.plans.request_plan import (
     AND,
@@ -65,6 +65,8 @@ def check_labels(num_bytes: int, max_bytes: int, name: str) -> None:
 
 
 class FeatureCompiler:
+    """Compiles features that operations and tests name; ``paths`` are dictionaries' files by hash."""
+
     def __init__(self, spec: ModelSpec) -> None:
         self.paths: dict[str, str] = {}
         self._spec = spec
@@ -83,6 +85,7 @@ class FeatureCompiler:
         return site, PlannedFeatures(self._planned(stored, f"{param}.dictionary"), top_k=top_k)
 
     def changing(self, op: Feature, param: str) -> tuple[PlannedSite, PlannedFeatures]:
+        """Return the site of the write, and the changes, ``gain * a + offset`` of ``a``; see ``reading``."""
         stored = self._stored(op.dictionary, f"{param}.dictionary")
         source = self._site(stored.at, stored.config.input_width, _READS, f"{param}.dictionary")
         site = self._site(stored.output_at, stored.config.output_width, _WRITES, f"{param}.dictionary")
@@ -111,6 +114,7 @@ class FeatureCompiler:
     def activation(
         self, name: DictionaryName, feature: int | str, param: str
     ) -> tuple[PlannedSite, PlannedFeatures]:
+        """Return the site that a test reads, and its one feature; raises as ``reading``."""
         stored = self._stored(name, f"{param}.dictionary")
         site = self._site(stored.at, stored.config.input_width, _READS, f"{param}.dictionary")
         return site, PlannedFeatures(
@@ -118,6 +122,7 @@ class FeatureCompiler:
         )
 
     def _planned(self, stored: StoredDictionary, param: str) -> PlannedDictionary:
+        """Return a dictionary for the plan, and count it: a request's are loaded together, within a limit."""
         planned = PlannedDictionary(stored.sha256, stored.config, stored.dtype)
         self.paths[stored.sha256] = stored.path
         self._used.add(planned)
@@ -144,6 +149,7 @@ class FeatureCompiler:
         )
 
     def _site(self, point: str, width: int, operation: str, param: str) -> PlannedSite:
+        """Return the site of a dictionary's point; raise ``wrong_width`` if it has another width there."""
         (site,) = resolve_sites(point, operation, self._spec, param)
         point_width = leaf_of(site, self._spec).width
         if point_width != width:
@@ -154,6 +160,7 @@ class FeatureCompiler:
 
 
 def _id(feature: int | str, stored: StoredDictionary, param: str) -> int:
+    """Return a feature's id; labels are resolved before, so any text is refused (``unknown_feature``)."""
     num_features = stored.config.num_features
     if isinstance(feature, int) and 0 <= feature < num_features:
         return feature
@@ -176,12 +183,12 @@ class ConditionCompiler:
     def detector(self, name: DetectorName, param: str) -> PlannedScore:
         """Return a named detector; raise ``unknown_detector``, or ApiError for its points and form."""
         self._check_stages(param)
-        return self._detector(_content(name, param), param)
+        return self._detector(_detector_of(name, param), param)
 
     def condition(
-        self, when: When, sites: tuple[PlannedSite, ...], named: Named, param: str
+        self, when: When, sites: tuple[PlannedSite, ...], matched: MatchedPositions, param: str
     ) -> PlannedCondition:
-        """Return the condition of an operation; no ``sites`` if it acts behind the forward pass.
+        """Return a condition, in postfix order; ``sites`` are the operation's, none behind the forward pass.
 
         Raises ``unsupported_combination`` if a test reads too late for rows of a prompt.
         """
@@ -200,10 +207,10 @@ class ConditionCompiler:
                     program.append(NOT)
                 case _:
                     program.append(len(tests))
-                    tests.append(self._test(node, sites, named, path))
+                    tests.append(self._test(node, sites, matched, path))
 
-        def join(several: list[When], word: str, path: str) -> None:
-            for index, node in enumerate(several):
+        def join(nodes: list[When], word: str, path: str) -> None:
+            for index, node in enumerate(nodes):
                 add(node, f"{path}.{index}")
                 if index:
                     program.append(word)
@@ -211,7 +218,10 @@ class ConditionCompiler:
         add(when, param)
         return PlannedCondition(tuple(tests), tuple(program))
 
-    def _test(self, test: Test, sites: tuple[PlannedSite, ...], named: Named, param: str) -> PlannedTest:
+    def _test(
+        self, test: Test, sites: tuple[PlannedSite, ...], matched: MatchedPositions, param: str
+    ) -> PlannedTest:
+        """Return one test; a detector's own threshold is used if it gives none. ``below`` has the sign -1."""
         threshold = test.above if test.below is None else test.below
         if test.probe is not None:
             score = self._probe(test.probe, f"{param}.{_PROBE}")
@@ -220,7 +230,7 @@ class ConditionCompiler:
             score = PlannedScore((ScorePart(site, None, features=features),))
             threshold = 0.0 if threshold is None else threshold
         else:
-            content = _content(test.detector, f"{param}.detector")
+            content = _detector_of(test.detector, f"{param}.detector")
             score = self._detector(content, f"{param}.detector")
             if threshold is None and content.threshold is not None:
                 # A detector holds at its threshold, a test above its own.
@@ -246,17 +256,20 @@ class ConditionCompiler:
             test.reduce,
             test.until == "end",
             test.hysteresis,
-            self._is_next(score, sites, named, param),
+            self._is_next(score, sites, matched, param),
         )
 
-    def _is_next(self, score: PlannedScore, sites: tuple[PlannedSite, ...], named: Named, param: str) -> bool:
+    def _is_next(
+        self, score: PlannedScore, sites: tuple[PlannedSite, ...], matched: MatchedPositions, param: str
+    ) -> bool:
+        """Return whether a test decides for the next position: it reads after the first of ``sites``."""
         if not sites:
             return False
         read = score.sites[-1]
         first = min(sites, key=lambda site: forward_order(site, self._spec))
         if forward_order(read, self._spec) <= forward_order(first, self._spec):
             return False
-        if named.num_prompt:
+        if matched.num_prompt:
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
                 f"The condition reads {read}, which is computed after {first}, where the operation acts. So "
@@ -267,6 +280,7 @@ class ConditionCompiler:
         return True
 
     def _probe(self, probe: InlineProbe, param: str) -> PlannedScore:
+        """Return the score of a probe that is written in the condition itself."""
         sites = resolve_sites(probe.at, _PROBE, self._spec, f"{param}.at")
         if len(sites) > 1:
             raise ApiError(ErrorCode.INVALID_VALUE, "A condition's probe reads one point.", f"{param}.at")
@@ -282,6 +296,7 @@ class ConditionCompiler:
         return PlannedScore((part,), bias)
 
     def _detector(self, detector: Detector, param: str) -> PlannedScore:
+        """Return the score of a stored detector, whose parts are put into the order of the forward pass."""
         parts = []
         for part, content in zip(detector.parts, _content_of(detector), strict=True):
             (site,) = resolve_sites(part.point, _PROBE, self._spec, param)
@@ -303,6 +318,7 @@ class ConditionCompiler:
             )
 
     def _check_readable(self, site: PlannedSite, param: str) -> None:
+        """Refuse points whose values tests cannot read in the step: logits, and those of images."""
         if site == LOGITS or site.is_in_encoder or site.leaf == VISION:
             raise ApiError(
                 ErrorCode.UNSUPPORTED_AT_POINT,
@@ -318,6 +334,7 @@ _CONTENTS: Final[WeakKeyDictionary[Detector, tuple[dict[str, tuple[str, TensorDa
 
 
 def _content_of(detector: Detector) -> tuple[dict[str, tuple[str, TensorData]], ...]:
+    """Return the keys and tensors of each part of a detector, by name; they are hashed once for all calls."""
     content = _CONTENTS.get(detector)
     if content is None:
         parts = ({name: _tensor(tensor) for name, tensor in part.tensors.items()} for part in detector.parts)
@@ -326,7 +343,7 @@ def _content_of(detector: Detector) -> tuple[dict[str, tuple[str, TensorData]], 
     return content
 
 
-def _content(name: DetectorName | None, param: str) -> Detector:
+def _detector_of(name: DetectorName | None, param: str) -> Detector:
     if isinstance(name, NamedDetector) and isinstance(name.content, Detector):
         return name.content
     got = "" if name is None else f", got {clip(name.name)!r}"

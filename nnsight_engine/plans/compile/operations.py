@@ -31,7 +31,7 @@ from nnsight_engine.core.model_spec import EXPERTS, PATTERN, ROUTER, STATE, Mode
 from nnsight_engine.plans.compile.conditions import ConditionCompiler, FeatureCompiler
 from nnsight_engine.plans.compile.scope import (
     CompileScope,
-    Named,
+    MatchedPositions,
     compile_encoder_rows,
     compile_where,
     leaf_of,
@@ -89,6 +89,7 @@ def with_effect(planned: PlannedOp, op: Steer, tensor: TensorData, dtype: str, p
 
 
 def _projected(planned: PlannedOp, op: Steer, scale: float, dtype: str, param: str) -> PlannedOp:
+    """Return ``clamp`` or ``affine`` as PROJECT: the component ``c`` becomes ``c - removed * c + offset``."""
     removed, offset = 1.0, scale
     if op.mode == "affine":
         removed = 1.0 - check_float32(1.0 if op.gain is None else op.gain, f"{param}.gain")
@@ -119,61 +120,69 @@ class OperationCompiler:
         self.features = FeatureCompiler(scope.spec)
         self._conditions = ConditionCompiler(scope.spec, self.tensors, self.features)
 
-    def compile(self, op: Operation, name: str, param: str) -> tuple[PlannedOp, Named]:
-        """Return the planned operation and the prompt positions that its rule matches; may raise ApiError."""
+    def compile(self, op: Operation, name: str, param: str) -> tuple[PlannedOp, MatchedPositions]:
+        """Return the planned operation, and which prompt positions it matches; may raise ApiError."""
         if self._is_in_encoder(op, param):
-            named = compile_encoder_rows(op.where, self._scope, f"{param}.where")
+            matched = compile_encoder_rows(op.where, self._scope, f"{param}.where")
         else:
             op = self._on_images(op, param)
-            named = compile_where(op.where, self._scope, f"{param}.where")
-        planned = self._planned(op, named, name, param)
+            matched = compile_where(op.where, self._scope, f"{param}.where")
+        planned = self._planned(op, matched, name, param)
         if isinstance(op, Write) and op.when is not None:
-            planned = self._conditional(planned, op.when, named, f"{param}.when")
-        return planned, named
+            planned = self._conditional(planned, op.when, matched, f"{param}.when")
+        return planned, matched
 
-    def _planned(self, op: Operation, named: Named, name: str, param: str) -> PlannedOp:
+    def _planned(self, op: Operation, matched: MatchedPositions, name: str, param: str) -> PlannedOp:
+        """Plan an operation, a write without ``when``; ``matched`` is its ``where``, ``name`` its result."""
         match op:
             case Steer():
-                planned = self._steer(op, named, param)
+                planned = self._steer(op, matched, param)
             case Ablate():
-                planned = self._ablate(op, named, param)
+                planned = self._ablate(op, matched, param)
             case Patch():
-                planned = self._patch(op, named, param)
+                planned = self._patch(op, matched, param)
             case Capture():
-                planned = self._capture(op, named, name, param)
+                planned = self._capture(op, matched, name, param)
             case Probe():
-                planned = self._probe(op, named, name, param)
+                planned = self._probe(op, matched, name, param)
             case LogitLens():
-                planned = self._lens(op, named, name, param)
+                planned = self._lens(op, matched, name, param)
             case Detect():
                 detector = self._conditions.detector(op.detector, f"{param}.detector")
-                planned = PlannedOp(OperationKind.DETECT, detector.sites, named.rule, name, score=detector)
+                planned = PlannedOp(OperationKind.DETECT, detector.sites, matched.rule, name, score=detector)
             case Features() | Feature():
-                planned = self._on_features(op, named, name, param)
+                planned = self._on_features(op, matched, name, param)
             case Stop() | Flag():
-                when = self._conditions.condition(op.when, (), named, f"{param}.when")
+                when = self._conditions.condition(op.when, (), matched, f"{param}.when")
                 sites = (when.last_site(self._spec),)
-                planned = PlannedOp(OperationKind(op.op), sites, named.rule, name, when=when)
+                planned = PlannedOp(OperationKind(op.op), sites, matched.rule, name, when=when)
         return planned
 
-    def _on_features(self, op: Features | Feature, named: Named, name: str, param: str) -> PlannedOp:
+    def _on_features(
+        self, op: Features | Feature, matched: MatchedPositions, name: str, param: str
+    ) -> PlannedOp:
+        """Plan ``features``, which reads activations into a result, or ``feature``, which changes them."""
         if isinstance(op, Features):
             site, features = self.features.reading(op, param)
-            return PlannedOp(OperationKind.FEATURES, (site,), named.rule, name, features=features)
+            return PlannedOp(OperationKind.FEATURES, (site,), matched.rule, name, features=features)
         site, features = self.features.changing(op, param)
-        return PlannedOp(OperationKind.FEATURE, (site,), named.rule, features=features)
+        return PlannedOp(OperationKind.FEATURE, (site,), matched.rule, features=features)
 
-    def _conditional(self, planned: PlannedOp, when: When, named: Named, param: str) -> PlannedOp:
+    def _conditional(
+        self, planned: PlannedOp, when: When, matched: MatchedPositions, param: str
+    ) -> PlannedOp:
+        """Return a planned write with its condition."""
         if planned.is_in_encoder:
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
                 "The vision encoder runs before any position is computed, so no condition decides there.",
                 param,
             )
-        condition = self._conditions.condition(when, planned.sites, named, param)
+        condition = self._conditions.condition(when, planned.sites, matched, param)
         return msgspec.structs.replace(planned, when=condition)
 
     def _is_in_encoder(self, op: Operation, param: str) -> bool:
+        """Return whether the operation is in the vision encoder; raise if only some of its points are."""
         points = _points(op)
         inside = [point.startswith(_ENCODER) for point in points]
         if any(inside) and not all(inside):
@@ -214,17 +223,17 @@ class OperationCompiler:
         where = op.where.model_copy(update={"images": [*range(num_images)]})
         return op.model_copy(update={"where": where})
 
-    def _steer(self, op: Steer, named: Named, param: str) -> PlannedOp:
+    def _steer(self, op: Steer, matched: MatchedPositions, param: str) -> PlannedOp:
         sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
         if op.vector is not None:
             tensor = read_tensor(op.vector, f"{param}.vector")
             check_rows(tensor, self._widths(sites), f"{param}.vector")
         else:
             tensor = self._combined.combine(op, sites, param)
-        planned = PlannedOp(OperationKind.ADD, sites, named.rule, tensor=self._keep(tensor))
+        planned = PlannedOp(OperationKind.ADD, sites, matched.rule, tensor=self._keep(tensor))
         return with_effect(planned, op, tensor, self._spec.dtype, param)
 
-    def _ablate(self, op: Ablate, named: Named, param: str) -> PlannedOp:
+    def _ablate(self, op: Ablate, matched: MatchedPositions, param: str) -> PlannedOp:
         sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
         widths = self._widths(sites)
         kind = _ABLATIONS[op.method]
@@ -244,15 +253,15 @@ class OperationCompiler:
             )
         units = None if op.units is None else _units(op.units, min(widths), f"{param}.units")
         if kind is OperationKind.MEAN and not sites[0].is_in_encoder:
-            self._check_mean(named, param)
-        return PlannedOp(kind, sites, named.rule, tensor=key, units=units)
+            self._check_mean(matched, param)
+        return PlannedOp(kind, sites, matched.rule, tensor=key, units=units)
 
     def _check_experts(self, sites: tuple[PlannedSite, ...], tensor: TensorData, param: str) -> None:
         """Check ids of experts, if the sites take some: kernels use them as indices."""
-        ids = [site.leaf == EXPERTS for site in sites]
-        if not any(ids):
+        has_ids = [site.leaf == EXPERTS for site in sites]
+        if not any(has_ids):
             return
-        if not all(ids):
+        if not all(has_ids):
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
                 f"{EXPERTS} are ids of experts: write them in an operation of their own.",
@@ -261,7 +270,7 @@ class OperationCompiler:
         routers = [PlannedSite(ROUTER, site.layer) for site in sites]
         check_experts(tensor, min(self._widths(tuple(routers))), param)
 
-    def _check_mean(self, named: Named, param: str) -> None:
+    def _check_mean(self, matched: MatchedPositions, param: str) -> None:
         limit = self._spec.max_num_batched_tokens
         if self._scope.prompt_len > limit:
             raise ApiError(
@@ -271,7 +280,7 @@ class OperationCompiler:
                 "`vector`.",
                 f"{param}.method",
             )
-        if named.num_prompt == 0:
+        if matched.num_prompt == 0:
             raise ApiError(
                 ErrorCode.CONTRADICTORY_WHERE,
                 "`ablate` by mean takes the mean over the prompt positions that `where` names, and it names "
@@ -279,10 +288,10 @@ class OperationCompiler:
                 f"{param}.where",
             )
 
-    def _patch(self, op: Patch, named: Named, param: str) -> PlannedOp:
+    def _patch(self, op: Patch, matched: MatchedPositions, param: str) -> PlannedOp:
         where, path = op.where, f"{param}.where"
-        others = (where.range, where.tokens, where.scope, where.exclude)
-        if any(other is not None for other in others) or (where.positions and where.images):
+        unusable = (where.range, where.tokens, where.scope, where.exclude)
+        if any(clause is not None for clause in unusable) or (where.positions and where.images):
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
                 "`patch` has one row of `values` per position, so its `where` takes either `positions` or "
@@ -317,10 +326,10 @@ class OperationCompiler:
         self._check_experts(sites, tensor, f"{param}.values")
         check_range(tensor, 1.0, self._spec.dtype, f"{param}.values")
         order = sorted(range(len(positions)), key=positions.__getitem__)
-        rule = named.rule if in_encoder else WhereRule(positions=tuple(positions[i] for i in order))
+        rule = matched.rule if in_encoder else WhereRule(positions=tuple(positions[i] for i in order))
         return PlannedOp(OperationKind.PATCH, sites, rule, tensor=self._keep(reorder_rows(tensor, order)))
 
-    def _capture(self, op: Capture, named: Named, name: str, param: str) -> PlannedOp:
+    def _capture(self, op: Capture, matched: MatchedPositions, name: str, param: str) -> PlannedOp:
         sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
         dtype = op.dtype or self._spec.dtype
         if any(site == SAMPLES for site in sites):
@@ -331,11 +340,11 @@ class OperationCompiler:
                     "and without `reduce` mean.",
                     f"{param}.at",
                 )
-            self._check_sampled(named, param)
+            self._check_sampled(matched, param)
             dtype = "int64"
-        ids = [site.leaf == EXPERTS for site in sites]
-        if any(ids):
-            if not all(ids) or op.dtype is not None or op.reduce == "mean":
+        has_ids = [site.leaf == EXPERTS for site in sites]
+        if any(has_ids):
+            if not all(has_ids) or op.dtype is not None or op.reduce == "mean":
                 raise ApiError(
                     ErrorCode.UNSUPPORTED_COMBINATION,
                     f"{EXPERTS} are ids of experts: capture them in an operation of their own, without "
@@ -343,44 +352,44 @@ class OperationCompiler:
                     f"{param}.at",
                 )
             dtype = "int64"
-        states = [site.leaf == STATE for site in sites]
-        if any(states):
-            self._check_states(named, param, is_alone=all(states))
+        has_state = [site.leaf == STATE for site in sites]
+        if any(has_state):
+            self._check_states(matched, param, is_alone=all(has_state))
             dtype = op.dtype or "float32"
-        pattern = [site.leaf == PATTERN for site in sites]
-        if any(pattern) and not all(pattern):
+        has_pattern = [site.leaf == PATTERN for site in sites]
+        if any(has_pattern) and not all(has_pattern):
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
                 "Attention patterns grow with the position and other points do not; capture "
                 f"{PATTERN} in an operation of its own.",
                 f"{param}.at",
             )
-        if op.reduce == "mean" and any(pattern):
+        if op.reduce == "mean" and any(has_pattern):
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
                 "`reduce` mean needs rows of one length, and attention patterns grow with the position; "
                 "capture them with `reduce` none or last.",
                 f"{param}.reduce",
             )
-        return PlannedOp(OperationKind.CAPTURE, sites, named.rule, name, reduce=op.reduce, dtype=dtype)
+        return PlannedOp(OperationKind.CAPTURE, sites, matched.rule, name, reduce=op.reduce, dtype=dtype)
 
-    def _check_sampled(self, named: Named, param: str) -> None:
+    def _check_sampled(self, matched: MatchedPositions, param: str) -> None:
         """Raise if ``samples`` is captured before the prompt's last position, where no token is sampled."""
         first = self._scope.prompt_len - 1
-        early = [position for position in named.rule.positions or () if position < first]
+        early = [position for position in matched.rule.positions or () if position < first]
         if early or (
-            named.last_prompt < first
-            and not may_generate(named.rule, self._scope.prompt_len, self._scope.num_positions)
+            matched.last_prompt < first
+            and not may_generate(matched.rule, self._scope.prompt_len, self._scope.num_positions)
         ):
             raise ApiError(
                 ErrorCode.POSITION_OUT_OF_RANGE,
                 f"Tokens are sampled from the prompt's last position, {first}, on, and none is at "
-                f"{early[0] if early else named.last_prompt}; name -1 or `phase` generated, or leave out "
+                f"{early[0] if early else matched.last_prompt}; name -1 or `phase` generated, or leave out "
                 "`where`.",
                 f"{param}.where",
             )
 
-    def _check_states(self, named: Named, param: str, *, is_alone: bool) -> None:
+    def _check_states(self, matched: MatchedPositions, param: str, *, is_alone: bool) -> None:
         """Raise if states are captured beside other points, or inside the prompt, where none is kept."""
         if not is_alone:
             raise ApiError(
@@ -390,7 +399,7 @@ class OperationCompiler:
                 f"{param}.at",
             )
         last = self._scope.prompt_len - 1
-        num_early = named.num_prompt - int(named.last_prompt == last)
+        num_early = matched.num_prompt - int(matched.last_prompt == last)
         if num_early:
             raise ApiError(
                 ErrorCode.UNSUPPORTED_AT_POINT,
@@ -400,14 +409,14 @@ class OperationCompiler:
                 f"{param}.where",
             )
 
-    def _probe(self, op: Probe, named: Named, name: str, param: str) -> PlannedOp:
+    def _probe(self, op: Probe, matched: MatchedPositions, name: str, param: str) -> PlannedOp:
         sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
         tensor = read_weights(op.weights, f"{param}.weights")
         check_rows(tensor, self._widths(sites), f"{param}.weights")
         bias = check_float32(op.bias, f"{param}.bias")
-        return PlannedOp(OperationKind.PROBE, sites, named.rule, name, tensor=self._keep(tensor), bias=bias)
+        return PlannedOp(OperationKind.PROBE, sites, matched.rule, name, tensor=self._keep(tensor), bias=bias)
 
-    def _lens(self, op: LogitLens, named: Named, name: str, param: str) -> PlannedOp:
+    def _lens(self, op: LogitLens, matched: MatchedPositions, name: str, param: str) -> PlannedOp:
         sites = resolve_lens_sites(op.layers, self._spec, f"{param}.layers")
         if op.top_k > self._spec.vocab_size:
             raise ApiError(
@@ -426,7 +435,9 @@ class OperationCompiler:
                     path,
                 )
             targets.append(token_id)
-        return PlannedOp(OperationKind.LENS, sites, named.rule, name, top_k=op.top_k, targets=tuple(targets))
+        return PlannedOp(
+            OperationKind.LENS, sites, matched.rule, name, top_k=op.top_k, targets=tuple(targets)
+        )
 
     def _widths(self, sites: tuple[PlannedSite, ...]) -> list[int]:
         return [leaf_of(site, self._spec).width for site in sites]
@@ -438,6 +449,7 @@ class OperationCompiler:
 
 
 def _points(op: Operation) -> list[str]:
+    """Return the points that an operation names in ``at``; none if its kind has no ``at``."""
     if isinstance(op, LogitLens | Detect | Features | Feature | Stop | Flag):
         return []
     return [op.at] if isinstance(op.at, str) else op.at

@@ -18,7 +18,7 @@ from nnsight_engine.core.dtypes import ITEM_BYTES
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.compile.conditions import check_labels, num_label_bytes
 from nnsight_engine.plans.compile.operations import OperationCompiler
-from nnsight_engine.plans.compile.scope import CompileScope, Named, TokenOf, leaf_of
+from nnsight_engine.plans.compile.scope import CompileScope, MatchedPositions, TokenOf, leaf_of
 from nnsight_engine.plans.compile.tensors import CombinedVectors
 from nnsight_engine.plans.records import feature_row_bytes, text_row_bytes
 from nnsight_engine.plans.request_plan import (
@@ -79,20 +79,9 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
     num_prompt: dict[int, int] = {}
     for index, op in declared.items():
         param = f"{FIELD}.{index}"
-        plan_op, named = compiler.compile(op, names[index], param)
-        if prompt_logprobs and not plan_op.reads and LOGITS in plan_op.sites:
-            raise ApiError(
-                ErrorCode.UNSUPPORTED_COMBINATION,
-                f"`{op.op}` at {LOGITS} changes what is sampled, not the prompt's log-probabilities; ask "
-                "for one of the two.",
-                param,
-            )
-        if prompt_logprobs and plan_op.kind is OperationKind.STOP and named.num_prompt:
-            raise ApiError(
-                ErrorCode.UNSUPPORTED_COMBINATION,
-                "A `stop` in the prompt leaves no log-probabilities of it; name `phase` generated.",
-                f"{param}.where",
-            )
+        plan_op, matched = compiler.compile(op, names[index], param)
+        if prompt_logprobs:
+            _check_beside_logprobs(op.op, plan_op, matched, param)
         planned.append(plan_op)
         num_tests += 0 if plan_op.when is None else len(plan_op.when.tests)
         if num_tests > MAX_PROMPT_TESTS:
@@ -101,15 +90,9 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
                 f"All conditions of a prompt together may have {MAX_PROMPT_TESTS} tests.",
                 f"{param}.when",
             )
-        # A mean is taken over prompt rows, which would not be computed on a prefix cache hit.
-        needs_prompt |= named.num_prompt > 0 and (plan_op.reads or plan_op.kind is OperationKind.MEAN)
-        if plan_op.when is not None:
-            # What a condition decided at a cached position is not known.
-            needs_prompt |= named.num_prompt > 0 or plan_op.when.has_history
-        # Generated positions attend to the prompt, whose keys are seen only when they are computed.
-        needs_prompt |= plan_op.captures_patterns
-        num_bytes += _prompt_bytes(plan_op, named, spec)
-        num_prompt[index] = named.num_prompt
+        needs_prompt |= _needs_prompt(plan_op, matched)
+        num_bytes += _prompt_bytes(plan_op, matched, spec)
+        num_prompt[index] = matched.num_prompt
     if sum(map(text_row_bytes, planned)) * scope.num_positions <= max_text_bytes:
         _check_labels(declared, names, num_prompt, spec)
     works = works_of(planned, compiler.tensors, spec, scope.num_positions)
@@ -138,6 +121,35 @@ def compile_request(  # noqa: PLR0913 - keywords but the first
     return CompiledRequest(plan, compiler.tensors, needs_prompt)
 
 
+def _check_beside_logprobs(name: str, op: PlannedOp, matched: MatchedPositions, param: str) -> None:
+    """Refuse what a request for the prompt's log-probabilities cannot have beside them."""
+    if not op.reads and LOGITS in op.sites:
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_COMBINATION,
+            f"`{name}` at {LOGITS} changes what is sampled, not the prompt's log-probabilities; ask "
+            "for one of the two.",
+            param,
+        )
+    if op.kind is OperationKind.STOP and matched.num_prompt:
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_COMBINATION,
+            "A `stop` in the prompt leaves no log-probabilities of it; name `phase` generated.",
+            f"{param}.where",
+        )
+
+
+def _needs_prompt(op: PlannedOp, matched: MatchedPositions) -> bool:
+    """Return whether an operation needs the whole prompt computed, without a hit of the prefix cache."""
+    # A mean is taken over prompt rows, which would not be computed on a prefix cache hit.
+    if matched.num_prompt > 0 and (op.reads or op.kind is OperationKind.MEAN):
+        return True
+    # What a condition decided at a cached position is not known.
+    if op.when is not None and (matched.num_prompt > 0 or op.when.has_history):
+        return True
+    # Generated positions attend to the prompt, whose keys are seen only when they are computed.
+    return op.captures_patterns
+
+
 def _names(ops: Mapping[int, Operation]) -> dict[int, str]:
     """Return the key of each operation's result; names that the request gave are unique, also of writes."""
     names: dict[int, str] = {}
@@ -158,8 +170,9 @@ def _names(ops: Mapping[int, Operation]) -> dict[int, str]:
     return names
 
 
-def _prompt_bytes(op: PlannedOp, named: Named, spec: ModelSpec) -> int:
-    num_prompt = named.num_prompt
+def _prompt_bytes(op: PlannedOp, matched: MatchedPositions, spec: ModelSpec) -> int:
+    """Return the bytes of an operation's results at the prompt positions that it matches."""
+    num_prompt = matched.num_prompt
     match op.kind:
         case OperationKind.CAPTURE:
             # A mean is kept in float32; a reduced capture is one row for any number of positions.
@@ -168,7 +181,7 @@ def _prompt_bytes(op: PlannedOp, named: Named, spec: ModelSpec) -> int:
             width = sum(leaf_of(site, spec).width for site in op.sites)
             if op.captures_patterns:
                 # Every row is padded to the length of the last, with one number per key.
-                width *= named.last_prompt + 1
+                width *= matched.last_prompt + 1
             return num_rows * width * item_bytes
         case OperationKind.PROBE:
             return num_prompt * len(op.sites) * ITEM_BYTES["float32"]
@@ -185,6 +198,7 @@ def _prompt_bytes(op: PlannedOp, named: Named, spec: ModelSpec) -> int:
 def _check_labels(
     ops: Mapping[int, Operation], names: Mapping[int, str], num_prompt: Mapping[int, int], spec: ModelSpec
 ) -> None:
+    """Refuse labels beyond the limit; ``num_prompt``: how many prompt positions each operation matches."""
     num_bytes = 0
     for index, op in ops.items():
         num_bytes += num_label_bytes(op) * num_prompt[index]
@@ -192,6 +206,7 @@ def _check_labels(
 
 
 def _check_work(plan: RequestPlan, prompt_ids: Sequence[int], spec: ModelSpec) -> None:
+    """Refuse (``too_much_work``) more weights, or more work at a position, than one step may have."""
     if plan.weights > MAX_WEIGHTS:
         raise ApiError(
             ErrorCode.TOO_MUCH_WORK,

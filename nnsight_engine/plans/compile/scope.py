@@ -53,6 +53,8 @@ MAX_TOKEN_STRINGS: Final = 1024
 
 
 class CompileScope:
+    """One prompt and its model: resolves the positions, tokens, images and parts that operations name."""
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -100,10 +102,11 @@ class CompileScope:
     def image_positions(self, indexes: Sequence[int], param: str) -> list[int]:
         """Return the positions of images, in the order given, each once; raise ``position_out_of_range``."""
         images = self.media.images
-        named = self._image_numbers(indexes, param)
-        return [position for index in named for span in images[index] for position in range(*span)]
+        image_numbers = self._image_numbers(indexes, param)
+        return [position for index in image_numbers for span in images[index] for position in range(*span)]
 
     def images_in_encoder(self) -> tuple[PlannedImage, ...]:
+        """Return the prompt's images, with the number of rows that each has in the vision encoder."""
         leaf = self.spec.leaf(ENCODER_BLOCK)
         num_patches = 1 if leaf is None else leaf.num_patches
         return tuple(
@@ -112,14 +115,20 @@ class CompileScope:
         )
 
     def encoder_rows(self, indexes: Sequence[int], param: str) -> list[int]:
+        """Return the rows of images in the vision encoder, numbered over all of the prompt's images."""
         images = self.images_in_encoder()
         stops = list(itertools.accumulate(image.num_rows for image in images))
-        named = self._image_numbers(indexes, param)
-        return [row for index in named for row in range(stops[index] - images[index].num_rows, stops[index])]
+        image_numbers = self._image_numbers(indexes, param)
+        return [
+            row
+            for index in image_numbers
+            for row in range(stops[index] - images[index].num_rows, stops[index])
+        ]
 
     def _image_numbers(self, indexes: Sequence[int], param: str) -> list[int]:
+        """Return images' numbers from 0, each once; negative ``indexes`` count from the last image."""
         images = self.media.images
-        named: dict[int, None] = {}
+        image_numbers: dict[int, None] = {}
         for number, index in enumerate(indexes):
             if not -len(images) <= index < len(images):
                 known = f"{len(images)} image{'s' if len(images) > 1 else ''}" if images else "no images"
@@ -128,14 +137,14 @@ class CompileScope:
                     f"Images count from 0 and this prompt has {known}, got {excerpt(index)}.",
                     f"{param}.{number}",
                 )
-            named[index % len(images)] = None
-        return list(named)
+            image_numbers[index % len(images)] = None
+        return list(image_numbers)
 
     def token_id(self, token: str | int, param: str) -> int:
         """Return a token's id; raise ``unknown_token``, or ``invalid_value`` for too many strings."""
         if isinstance(token, str):
             known = self._ids_by_text.get(token)
-            token = self._named(token, param) if known is None else known
+            token = self._id_of_text(token, param) if known is None else known
         if not 0 <= token < self.spec.vocab_size:
             raise ApiError(
                 ErrorCode.UNKNOWN_TOKEN,
@@ -144,7 +153,7 @@ class CompileScope:
             )
         return token
 
-    def _named(self, text: str, param: str) -> int:
+    def _id_of_text(self, text: str, param: str) -> int:
         if len(self._ids_by_text) >= MAX_TOKEN_STRINGS:
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
@@ -169,15 +178,15 @@ _EVERYWHERE = WhereRule()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Named:
-    """A rule and the exact number of prompt positions that it matches, with the last of them or -1."""
+class MatchedPositions:
+    """A where rule, the exact number of prompt positions that it matches, and the last of them or -1."""
 
     rule: WhereRule
     num_prompt: int
     last_prompt: int
 
 
-def compile_where(where: Where, scope: CompileScope, param: str) -> Named:
+def compile_where(where: Where, scope: CompileScope, param: str) -> MatchedPositions:
     """Resolve the clause.
 
     Raises ``empty_where``, ``contradictory_where``, ``position_out_of_range``, ``unknown_token``,
@@ -188,20 +197,20 @@ def compile_where(where: Where, scope: CompileScope, param: str) -> Named:
         exclude = _where_rule(where.exclude, scope, f"{param}.exclude")
         rule = msgspec.structs.replace(rule, exclude=exclude)
     if rule == _EVERYWHERE:
-        return Named(rule, scope.prompt_len, scope.prompt_len - 1)
-    named = _named_prompt(rule, scope)
-    if not len(named) and not may_generate(rule, scope.prompt_len, scope.num_positions):
+        return MatchedPositions(rule, scope.prompt_len, scope.prompt_len - 1)
+    positions = _matched_prompt(rule, scope)
+    if not len(positions) and not may_generate(rule, scope.prompt_len, scope.num_positions):
         raise ApiError(ErrorCode.CONTRADICTORY_WHERE, _contradiction(rule, scope), param)
-    return Named(rule, len(named), int(named[-1]) if len(named) else -1)
+    return MatchedPositions(rule, len(positions), int(positions[-1]) if len(positions) else -1)
 
 
-def compile_encoder_rows(where: Where, scope: CompileScope, param: str) -> Named:
+def compile_encoder_rows(where: Where, scope: CompileScope, param: str) -> MatchedPositions:
     """Resolve the clause of an operation in the vision encoder, which may name nothing but images.
 
     Its rule has the numbers of the rows (patches) as positions, and no row of an answer.
     """
-    others = (where.positions, where.range, where.tokens, where.scope, where.exclude)
-    if any(other is not None for other in others):
+    unusable = (where.positions, where.range, where.tokens, where.scope, where.exclude)
+    if any(clause is not None for clause in unusable):
         raise ApiError(
             ErrorCode.UNSUPPORTED_COMBINATION,
             "In the vision encoder rows are patches of an image, which have no position and no token; "
@@ -217,7 +226,7 @@ def compile_encoder_rows(where: Where, scope: CompileScope, param: str) -> Named
     images = where.images if where.images is not None else [*range(len(scope.media.images))]
     rows = scope.encoder_rows(images, f"{param}.images")
     rule = WhereRule(phase="prompt", positions=tuple(sorted(rows)))
-    return Named(rule, len(rows), last_prompt=-1)
+    return MatchedPositions(rule, len(rows), last_prompt=-1)
 
 
 def resolve_positions(positions: list[int], phase: str, scope: CompileScope, param: str) -> list[int]:
@@ -239,6 +248,7 @@ def resolve_positions(positions: list[int], phase: str, scope: CompileScope, par
 
 
 def _where_rule(clause: WhereClause, scope: CompileScope, param: str) -> WhereRule:
+    """Resolve the conditions of a ``where``, without its ``exclude``, or those of the ``exclude``."""
     positions = tokens = None
     if clause.positions is not None:
         _refuse_empty(clause.positions, f"{param}.positions")
@@ -267,6 +277,7 @@ def _refuse_empty(items: list[int] | list[str | int], param: str) -> None:
 
 
 def _range(bounds: tuple[int, int | None], scope: CompileScope, param: str) -> tuple[int, int | None]:
+    """Return the bounds as absolute positions; the stop is None for an open end."""
     start, stop = bounds
     first = _bound(start, scope, f"{param}.0")
     if first >= scope.num_positions:
@@ -303,17 +314,20 @@ def _out_of_range(position: int, scope: CompileScope, param: str) -> ApiError:
     )
 
 
-def _named_prompt(rule: WhereRule, scope: CompileScope) -> Positions:
+def _matched_prompt(rule: WhereRule, scope: CompileScope) -> Positions:
+    """Return the prompt positions that a rule matches."""
     if rule.phase == "generated":
         return np.empty(0, np.int64)
     positions = scope.prompt_positions
     uses_tokens = rule.tokens is not None or (rule.exclude is not None and rule.exclude.tokens is not None)
+    # A rule without tokens looks at no id: any array of the right length will do.
     token_ids = scope.prompt_ids if uses_tokens else positions
     parts = scope.prompt_parts if rule.names_part else None
     return positions[evaluate(rule, positions, token_ids, scope.prompt_len, parts)]
 
 
 def _contradiction(rule: WhereRule, scope: CompileScope) -> str:
+    """Return the error's message for a rule that matches no position of the request."""
     num_generated = scope.num_positions - scope.prompt_len
     if rule.phase == "generated" and num_generated == 0:
         return (
@@ -321,8 +335,8 @@ def _contradiction(rule: WhereRule, scope: CompileScope) -> str:
             "`phase` generated names nothing; raise `max_tokens`, or name the prompt's last position, -1, "
             "which the first token comes from."
         )
-    bare = msgspec.structs.replace(rule, tokens=None)
-    if rule.tokens is not None and len(_named_prompt(bare, scope)):
+    without_tokens = msgspec.structs.replace(rule, tokens=None)
+    if rule.tokens is not None and len(_matched_prompt(without_tokens, scope)):
         return (
             "None of these tokens stands at the prompt positions that the other conditions name; "
             "check the tokens against the prompt's (spaces count), or widen the conditions."
@@ -355,6 +369,7 @@ def resolve_sites(
 
 
 def resolve_lens_sites(layers: str | list[int], spec: ModelSpec, param: str) -> tuple[PlannedSite, ...]:
+    """Return the sites that a lens reads: the outputs of layers, by number or as text such as ``4:20``."""
     leaf = spec.leaf("output")
     if leaf is None or "logit_lens" not in leaf.operations:
         raise ApiError(
@@ -419,8 +434,9 @@ def _check_leaf(pattern: PointPattern, text: str, operation: str, spec: ModelSpe
 
 
 def _refuse_second(site: PlannedSite, seen: dict[PlannedSite, PlannedSite], param: str) -> None:
-    place = canonical_site(site)
-    first = seen.setdefault(place, site)
+    """Refuse a place that was named before, by any name; ``seen`` has the first site of each place."""
+    canonical = canonical_site(site)
+    first = seen.setdefault(canonical, site)
     if first is not site:
         same = "named twice" if first == site else f"the same place as {first}"
         raise ApiError(

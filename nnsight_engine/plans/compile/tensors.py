@@ -152,6 +152,7 @@ def check_experts(tensor: TensorData, num_experts: int, param: str) -> None:
 
 
 def reorder_rows(tensor: TensorData, order: Sequence[int]) -> TensorData:
+    """Return a patch's tensor with the rows of its positions in another order."""
     if list(order) == list(range(len(order))):
         return tensor
     items = np.frombuffer(tensor.data, _ITEM_TYPES[tensor.dtype]).reshape(tensor.shape)
@@ -159,6 +160,7 @@ def reorder_rows(tensor: TensorData, order: Sequence[int]) -> TensorData:
 
 
 def _wrong_width(shape: tuple[int, ...], widths: Sequence[int], rows: str, param: str) -> ApiError:
+    """Return the error; ``rows`` is what the expected shape has before the width, such as ``5, ``."""
     different = sorted(set(widths))
     if len(different) > 1:
         return ApiError(
@@ -186,13 +188,15 @@ _Doubles = npt.NDArray[np.float64]
 
 
 class CombinedVectors:
+    """The combinations of a request's vectors, kept by the field's path of their operation."""
+
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
         self._combined: dict[str, TensorData] = {}
         self._num_bytes = 0
 
     def prepare(self, operations: Sequence[Intervention]) -> None:
-        """Combine the vectors of all operations of a request; raise as ``of``, or for a missing point."""
+        """Combine the vectors of a request's operations; raise as ``combine``, or for a missing point."""
         for index, op in enumerate(operations):
             if isinstance(op, Steer) and op.vectors is not None:
                 param = f"{FIELD}.{index}"
@@ -216,6 +220,7 @@ class CombinedVectors:
         return self._combined[param]
 
     def _read(self, op: Steer, widths: Sequence[int], param: str) -> list[_Doubles]:
+        """Return an operation's vectors in float64, checked; their bytes count toward the request's limit."""
         tensors: dict[str, TensorData] = {}
         for index, vector in enumerate(op.vectors or ()):
             path = f"{param}.vectors.{index}.vector"
@@ -237,6 +242,7 @@ class CombinedVectors:
         ]
 
     def _count(self, tensors: Mapping[str, TensorData], param: str) -> None:
+        """Count the bytes of vectors, each as the largest of them; raise ``tensor_too_large``."""
         sizes = [int(np.prod(tensor.shape)) for tensor in tensors.values()]
         self._num_bytes += 4 * len(sizes) * max(sizes)
         if self._num_bytes > MAX_BYTES:
@@ -266,6 +272,7 @@ def _sum(vectors: Sequence[_Doubles], weights: Sequence[float], param: str) -> _
 
 
 def _bases(vectors: Sequence[_Doubles]) -> _Doubles:
+    """Return a basis ``[k, width]``; if a vector differs by site, one for each, padded with zeros."""
     stacked = np.stack(np.broadcast_arrays(*vectors), axis=-2)
     if stacked.ndim == len(("k", "width")):
         return _basis(stacked)

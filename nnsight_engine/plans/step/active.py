@@ -93,6 +93,8 @@ class ActiveOp:
 
 @dataclasses.dataclass(slots=True)
 class Acquired:
+    """What a request must give back at its end, by the bank or table that lent it."""
+
     vectors: list[BankKey] = dataclasses.field(default_factory=list)
     slots: list[Slot] = dataclasses.field(default_factory=list)
     dictionaries: list[PlannedDictionary] = dataclasses.field(default_factory=list)
@@ -138,6 +140,7 @@ class ActiveRequest:
         return StepInfo(self.first_position, self.end_position, self.recomputed_tokens, self.tier, spent_s)
 
     def note_tier(self, tier: str, *, is_prompt: bool) -> None:
+        """Record how one of its steps ran; one run with hooks counts for good, see ``StepInfo``."""
         self.has_left_graphs |= tier != GRAPH and not is_prompt
         if EAGER in {tier, self.tier}:
             self.tier = EAGER
@@ -145,7 +148,10 @@ class ActiveRequest:
             self.tier = GRAPH if tier == GRAPH and not self.has_left_graphs else TAP
 
     def advance(self, start: int, stop: int, num_drafts: int = 0) -> None:
-        """Record that positions were computed, the last of them for drafts."""
+        """Record that positions were computed, the last of them for drafts.
+
+        Once a request has had drafts, ``start`` may be too high by the number of refused ones.
+        """
         if self.first_position < 0:
             self.first_position = start
             self.end_position = start
@@ -159,6 +165,7 @@ class ActiveRequest:
         self.end_position = max(self.end_position, stop)
 
     def fail_by(self, error: Exception, what: str) -> None:
+        """Fail with an InterventionError's code, else ``intervention_failed``; ``what`` was attempted."""
         if isinstance(error, InterventionError):
             self.fail(error.code, error.message)
         else:

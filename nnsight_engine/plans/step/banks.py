@@ -73,14 +73,17 @@ class ScoreSlots:
         return sum(table.num_used for table in self._tables)
 
     def acquire(self, num_positions: int) -> Slot:
+        """Return a slot for a request of so many positions, in a new table if all are in use."""
         size = slot_size(num_positions)
-        of_size = [table for table in self._tables if table.size == size]
-        for table in of_size:
+        tables_of_size = [table for table in self._tables if table.size == size]
+        for table in tables_of_size:
             row = table.acquire()
             if row is not None:
                 return Slot(table, row)
         # As many as there are already, so that kernels over all tests are few.
-        table = SlotTable(size, max(_FEWEST, sum(len(existing.held) for existing in of_size)), self._device)
+        table = SlotTable(
+            size, max(_FEWEST, sum(len(existing.held) for existing in tables_of_size)), self._device
+        )
         self._tables.append(table)
         row = table.acquire()
         if row is None:
@@ -114,20 +117,23 @@ def is_failure(failure: Exception | None) -> bool:
 
 
 class LoadedDictionary:
+    """A dictionary on the device, with the features of it that were selected last: to gather them is slow."""
+
     def __init__(self, dictionary: Dictionary, device: torch.device) -> None:
         self.dictionary = dictionary
         self.num_users = 0
         self._device = device
         self._selections: OrderedDict[tuple[int, ...], Selection] = OrderedDict()
         config = dictionary.config
-        self._bytes_of_one = 4 * (config.input_width + config.output_width)
+        self._bytes_per_feature = 4 * (config.input_width + config.output_width)
 
     def selection(self, ids: tuple[int, ...]) -> Selection:
+        """Return some features, kept for later steps; those unused the longest are dropped over a limit."""
         selection = self._selections.pop(ids, None)
         if selection is None:
             selection = Selection(self.dictionary, to_device(np.asarray(ids, np.int64), self._device))
         self._selections[ids] = selection
-        while self._bytes_of_one * sum(map(len, self._selections)) > _SELECTION_BYTES:
+        while self._bytes_per_feature * sum(map(len, self._selections)) > _SELECTION_BYTES:
             self._selections.popitem(last=False)
         return selection
 
@@ -167,6 +173,7 @@ class DictionaryBank:
         return loaded
 
     def release(self, planned: PlannedDictionary) -> None:
+        """Remove a user; an unused dictionary stays until its memory is needed."""
         loaded = self._loaded[planned]
         loaded.num_users -= 1
         if not loaded.num_users:
@@ -188,6 +195,7 @@ class DictionaryBank:
         return loaded
 
     def _load(self, planned: PlannedDictionary, path: Path) -> LoadedDictionary:
+        """Load a dictionary; raise InterventionError if its file or the device's memory does not allow it."""
         try:
             dictionary = load_dictionary(path, planned.config, device=str(self._device))
         except torch.OutOfMemoryError as error:
@@ -209,6 +217,7 @@ class DictionaryBank:
         return LoadedDictionary(dictionary, self._device)
 
     def _make_room(self, num_bytes: int) -> None:
+        """Unload unused dictionaries, the longest unused first; raise if those in use leave no room."""
         unused = [key for key, loaded in self._loaded.items() if not loaded.num_users]
         while self.num_bytes + num_bytes > self._max_bytes:
             if not unused:

@@ -128,6 +128,10 @@ class StepBuilder:
         return plan
 
     def _rows_of(self, span: Span, plan: StepPlan, tests: list[ScoreRows]) -> list[OperationRows]:
+        """Return the rows of a request's operations, and add those of their tests to ``tests``.
+
+        Bytes of its reads are reserved; over a limit it fails, and only its writes are returned.
+        """
         _check_encoded(span)
         if span.request.failure is not None:
             return []
@@ -172,6 +176,7 @@ class StepBuilder:
         mask: torch.Tensor | None,
         stages: dict[SiteKey, int],
     ) -> list[OperationRows]:
+        """Return an operation's rows, if any; ``stages`` counts the request's work at each site so far."""
         rows = _rows_in_step(span, active, offsets) if len(offsets) else None
         if rows is None:
             return []
@@ -191,7 +196,10 @@ class StepBuilder:
         ]
 
     def _charge_accepted(self, span: Span) -> int:
-        """Charge for accepted drafts of earlier steps; return bytes to reserve, negative if too many were."""
+        """Charge for accepted drafts of earlier steps; return bytes to reserve, negative if too many were.
+
+        Positions below ``charged_position`` are charged; the caller charges those of this step's other rows.
+        """
         request = span.request
         certain = span.start + span.num_certain
         if certain <= request.plan.prompt_len:
@@ -216,6 +224,7 @@ class StepBuilder:
         return num_accepted * accepted.kept
 
     def _mask(self, span: Span, active: ActiveOp, offsets: RowArray, parts: RowParts | None) -> torch.Tensor:
+        """Return which rows a rule names, ``[offsets]`` on the device: the host lacks their tokens."""
         if span.step_token_ids is None:
             raise RuntimeError("the step's tokens are known neither to the host nor on the device")
         token_ids = span.step_token_ids[to_device(offsets + span.row, self._context.device)]
@@ -227,7 +236,10 @@ class StepBuilder:
         )
 
     def _reserve(self, span: Span, reserved: StepBytes, once: int = 0) -> bool:
-        """Count a step's bytes; over a limit the request fails and nothing is allocated for it."""
+        """Count a step's bytes, and those that a repeated step does not need again (``once``).
+
+        Over a limit the request fails and nothing is allocated for it.
+        """
         try:
             self._context.ledger.reserve(span.request.request_id, reserved.kept + reserved.scratch + once)
         except InterventionError as error:
@@ -243,6 +255,7 @@ class StepBuilder:
             self._context.ledger.give_back(request_id, reserved.scratch + (reserved.kept if kept else 0))
 
     def _new_reductions(self, request: ActiveRequest, work: list[OperationRows]) -> dict[int, int]:
+        """Return the bytes of the results of reduced captures that have none yet, by operation."""
         return {
             item.active.index: self._context.row_bytes(item.active.op)
             for item in work
@@ -254,6 +267,7 @@ class StepBuilder:
     def _plan_writes_and_reads(
         self, plan: StepPlan, items: list[OperationRows], tests: list[ScoreRows]
     ) -> None:
+        """Put a step's work into its plan; gates come first, because writes refer to them."""
         work = PlanInProgress(self._context, plan)
         plan_conditions(work, tests, items)
         read_groups: dict[Any, list[OperationRows]] = defaultdict(list)
@@ -310,6 +324,7 @@ def _rows_in_step(span: Span, active: ActiveOp, offsets: RowArray) -> RowArray |
 
 
 def _parts_of(span: Span) -> RowParts | None:
+    """Return the parts of the answer of a span's rows; None if no rule of the request names a part."""
     tracker = span.request.answer
     if tracker is None:
         return None

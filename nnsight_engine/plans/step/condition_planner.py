@@ -101,6 +101,7 @@ def tests_of(span: Span, active: ActiveOp, offsets: RowArray, stages: dict[SiteK
 
 
 def plan_conditions(work: PlanInProgress, tests: list[ScoreRows], items: list[OperationRows]) -> None:
+    """Plan the tests of a step, and the gates of the operations that have a condition."""
     if not tests:
         return
     states = _plan_tests(work, tests)
@@ -110,6 +111,7 @@ def plan_conditions(work: PlanInProgress, tests: list[ScoreRows], items: list[Op
 
 
 def _plan_tests(work: PlanInProgress, tests: list[ScoreRows]) -> torch.Tensor:
+    """Plan all tests, those of the same form together; return their states, a byte for each row of each."""
     groups: dict[Any, list[ScoreRows]] = defaultdict(list)
     for item in tests:
         groups[_test_key(item)].append(item)
@@ -132,6 +134,7 @@ def _plan_tests(work: PlanInProgress, tests: list[ScoreRows]) -> torch.Tensor:
 
 
 def plan_scores(work: PlanInProgress, items: list[OperationRows]) -> None:
+    """Plan the reads of scores of the same form, for operations whose result they are, into one buffer."""
     rows, start = [], 0
     slices = []
     for item in items:
@@ -152,6 +155,7 @@ def plan_scores(work: PlanInProgress, items: list[OperationRows]) -> None:
 def _plan_gates(
     work: PlanInProgress, items: list[OperationRows], tests: list[ScoreRows], states: torch.Tensor
 ) -> None:
+    """Plan a gate for each row of each operation: a JOIN, in postfix order, of the addresses of states."""
     by_test = {(id(planned.span), planned.active.index, planned.number): planned for planned in tests}
     gates = torch.zeros(
         sum(len(item.offsets) for item in items), dtype=torch.bool, device=work.context.device
@@ -220,6 +224,7 @@ def gate_key(active: ActiveOp, spec: ModelSpec) -> SiteKey:
 
 
 def _plan_parts(work: PlanInProgress, items: list[ScoreRows], first: int, num_rows: int) -> torch.Tensor:
+    """Plan the parts of scores; return them, ``[rows, parts]``, from the row with number ``first`` on."""
     score = items[0].score
     parts = torch.empty(num_rows, len(score.keys), device=work.context.device)
     work.table.address(parts)
@@ -248,6 +253,7 @@ def _add_scores(
     out: torch.Tensor,
     order: int,
 ) -> None:
+    """Add the instruction, SCORE or TEST, of each row of scores, from its ``parts`` to ``out``."""
     first = items[0].start
     to = addresses(out.unsqueeze(1), [0])
     operands, instructions = _scored(work, code, items, parts, out)
@@ -287,6 +293,7 @@ def _add_histories(
 def _scored(
     work: PlanInProgress, code: Code, items: list[ScoreRows], parts: torch.Tensor, out: torch.Tensor
 ) -> tuple[Words, Instructions]:
+    """Return the addresses of the rows' parts, ``[1, rows]``, and each item's instruction without them."""
     work.table.address(out)
     instructions = Instructions.blank(len(items), code)
     instructions.words[:, Word.COUNT] = parts.shape[1]
@@ -319,6 +326,7 @@ def _slice_of_gate(item: OperationRows, start: int, stop: int) -> ReadSlice:
 
 
 def _operands(form: Form, tensors: PartTensors) -> dict[Word, Words | int]:
+    """Return the words that point to the tensors of one part of a score."""
     match form:
         case Form.LINEAR:
             return {Word.OPERAND: tensors["weights"].data_ptr()}
@@ -334,6 +342,7 @@ def _operands(form: Form, tensors: PartTensors) -> dict[Word, Words | int]:
 
 
 def _history(table: TableBuilder, item: ScoreRows) -> Words:
+    """Return the numbers of a test with a slot, in the order of ``History``."""
     test, slot = item.test.test, item.test.slot
     if slot is None:
         raise RuntimeError("the test has no slot")
@@ -358,14 +367,14 @@ def _feature_kernel(
         return features
 
     pieces, start = [], 0
-    for some in bounded(items, features_of, lambda item: len(item.offsets)):
-        loaded = some[0].score.dictionaries[place]
+    for batch in bounded(items, features_of, lambda item: len(item.offsets)):
+        loaded = batch[0].score.dictionaries[place]
         if loaded is None:
             raise RuntimeError("a feature has no dictionary")
-        planned = list(map(features_of, some))
+        planned = list(map(features_of, batch))
         ids = union_of(planned)
         columns = np.searchsorted(np.asarray(ids), np.asarray([score.ids[0] for score in planned]))
-        of_rows = np.repeat(columns, [len(item.offsets) for item in some]).astype(np.int64)
+        of_rows = np.repeat(columns, [len(item.offsets) for item in batch]).astype(np.int64)
         own_column = work.on_device(of_rows).unsqueeze(1)
         pieces.append((start, start + len(of_rows), loaded.selection(ids), own_column))
         start += len(of_rows)
@@ -377,6 +386,7 @@ def _test_key(item: ScoreRows) -> Any:
 
 
 def score_key(score: ActiveScore) -> tuple[Any, ...]:
+    """Return what scores must have in common to be planned together."""
     planned = score.planned
     forms = tuple(part.form for part in planned.parts)
     return (score.keys, forms, tuple(map(id, score.dictionaries)), planned.link)

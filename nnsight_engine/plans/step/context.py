@@ -50,6 +50,7 @@ class Stage:
         return self.stop is None
 
     def has(self, key: SiteKey) -> bool:
+        """Return whether the stage reaches a site; the last stage has those of the whole model."""
         if isinstance(key, int):
             layer = max(0, key - 1)
         elif key.layer >= 0:
@@ -72,6 +73,8 @@ class StepBytes:
 
 
 class ByteLedger:
+    """Counts the captured bytes of each request and of all; ``total_bytes`` includes those of streaks."""
+
     def __init__(self, *, max_request_bytes: int, max_engine_bytes: int) -> None:
         self._max_request_bytes = max_request_bytes
         self._max_engine_bytes = max_engine_bytes
@@ -80,12 +83,12 @@ class ByteLedger:
 
     def reserve(self, request_id: str, num_bytes: int) -> None:
         """Add ``num_bytes`` to the request's count, or raise InterventionError and count nothing."""
-        held = self._held.get(request_id, 0)
-        if held + num_bytes > self._max_request_bytes:
+        held_bytes = self._held.get(request_id, 0)
+        if held_bytes + num_bytes > self._max_request_bytes:
             raise InterventionError(
                 "capture_too_large",
                 f"one request may capture {self._max_request_bytes} bytes, this one asked for "
-                f"{held + num_bytes}; capture fewer points or positions, or use `reduce`",
+                f"{held_bytes + num_bytes}; capture fewer points or positions, or use `reduce`",
             )
         if self.total_bytes + num_bytes > self._max_engine_bytes:
             raise InterventionError(
@@ -93,7 +96,7 @@ class ByteLedger:
                 f"all requests together may hold {self._max_engine_bytes} captured bytes, "
                 f"{self.total_bytes} are held and this request asked for {num_bytes} more; try again later",
             )
-        self._held[request_id] = held + num_bytes
+        self._held[request_id] = held_bytes + num_bytes
         self.total_bytes += num_bytes
 
     def reserve_all(self, num_bytes: int) -> bool:
@@ -178,6 +181,7 @@ class StepContext:
             case OperationKind.LENS:
                 rows = num_rows * len(op.sites)
                 reserved.scratch += rows * self.spec.hidden_size * self.dtype.itemsize
+                # Of each token an id or a rank, and a log-probability, four bytes each.
                 reserved.kept += rows * 8 * (op.top_k + len(op.targets))
             case OperationKind.DETECT:
                 reserved.kept += num_rows * torch.float32.itemsize

@@ -43,6 +43,8 @@ def _compiled(function: _Function) -> _Function:
 
 @intrinsic  # type: ignore[untyped-decorator] # numba has no types
 def _pointer(_context: Any, address: Any) -> Any:
+    """Return an address as a pointer, inside compiled functions; ``generate`` emits LLVM's code."""
+
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], cgutils.voidptr_t)
 
@@ -51,6 +53,7 @@ def _pointer(_context: Any, address: Any) -> Any:
 
 @_compiled
 def _load(address: int, stride: int, code: int, out: Any, bits: Any) -> None:
+    """Fill ``out`` with a row, of the dtype ``code``, as float32; ``bits`` are the same memory as uint32."""
     width = len(out)
     if code == _FLOAT32:
         floats = numba.carray(_pointer(address), width * stride, np.float32)
@@ -93,6 +96,7 @@ def _load(address: int, stride: int, code: int, out: Any, bits: Any) -> None:
 
 @_compiled
 def _round(values: Any, bits: Any, code: int) -> None:
+    """Round float32 values to a dtype, to even at ties, in place; ``bits`` are the same memory as uint32."""
     if code == _BFLOAT16:
         for i in range(len(values)):
             magnitude = bits[i]
@@ -119,6 +123,7 @@ def _round(values: Any, bits: Any, code: int) -> None:
 
 @_compiled
 def _store(values: Any, bits: Any, address: int, stride: int, code: int) -> None:
+    """Write values that ``_round`` has rounded to a row in the dtype ``code``; ``stride`` counts numbers."""
     width = len(values)
     if code == _FLOAT32:
         floats = numba.carray(_pointer(address), width * stride, np.float32)
@@ -166,6 +171,7 @@ def _byte(address: int) -> Any:
 
 @_compiled
 def _score(words: Any, numbers: Any, row: int) -> Any:
+    """Return the score of one of the instruction's rows: the link of the sum of its parts and the bias."""
     parts = numba.carray(_pointer(words[_OPERAND] + row * words[_COUNT] * 4), words[_COUNT], np.float32)
     sums = np.float32(0)
     for i in range(words[_COUNT]):
@@ -197,6 +203,7 @@ def _joined(words: Any) -> bool:
 
 @_compiled
 def _test_history(words: Any, numbers: Any) -> None:
+    """Execute HISTORY, see ``Code``: the states of a test at all rows of a request, in their order."""
     history = numba.carray(_pointer(words[_UNITS]), 10, np.int64)
     num_rows, start = history[_ROWS], history[_POSITION]
     stop = start + num_rows
@@ -231,11 +238,13 @@ def _test_history(words: Any, numbers: Any) -> None:
 
 @_compiled
 def _larger(first: Any, second: Any) -> Any:
+    """Return the larger of two numbers; NaN if one is NaN."""
     return second if second > first or np.isnan(second) else first
 
 
 @_compiled
 def _part(words: Any, x: Any) -> Any:
+    """Return the number that DISTANCE or MLP makes of the value ``x``."""
     width = len(x)
     if words[_CODE] == _DISTANCE:
         mean = numba.carray(_pointer(words[_OPERAND]), width, np.float32)
@@ -259,6 +268,7 @@ def _part(words: Any, x: Any) -> Any:
 
 @_compiled
 def _change(words: Any, numbers: Any, x: Any, change: Any) -> None:
+    """Fill ``change`` with what NORM_MATCH, PROJECT, SUBSPACE or CHANGE adds to the value ``x``."""
     width = len(x)
     code = words[_CODE]
     if code == _SUBSPACE:
@@ -295,6 +305,7 @@ def _change(words: Any, numbers: Any, x: Any, change: Any) -> None:
 
 @_compiled
 def _is_beyond(rounded: Any, exact: Any) -> bool:
+    """Return whether rounding has made a finite number infinite."""
     for i in range(len(rounded)):
         if np.isinf(rounded[i]) and np.isfinite(exact[i]):
             return True
@@ -303,6 +314,7 @@ def _is_beyond(rounded: Any, exact: Any) -> bool:
 
 @_compiled
 def _is_in_place(stride: int, code: int) -> bool:
+    """Return whether a row can be used in the model's own memory, without ``_load`` and ``_store``."""
     return bool(stride == 1 and code == _FLOAT32)
 
 
@@ -325,7 +337,11 @@ def _run(
     residual_stride: int,
     residual_code: int,
 ) -> None:
-    """Run some programs; ``hidden_row`` and ``residual_row`` are the bytes from row to row."""
+    """Run programs ``first`` to ``stop``; ``hidden_row`` and ``residual_row`` are the bytes from row to row.
+
+    ``h`` and ``r`` are the row's two parts in float32, ``x`` is their sum, as long as ``is_current``.
+    """
+    # Memory for one row: h, r, x, a change, and the change before it is rounded
     memory = np.empty((5, width), np.float32)
     x, change, exact = memory[2], memory[3], memory[4]
     all_bits = memory.view(np.uint32)
@@ -336,6 +352,7 @@ def _run(
         not _is_in_place(residual_stride, residual_code),
     )
     for entry in range(first, stop):
+        # Load the row
         row = rows[entry]
         h_address, r_address = hidden + row * hidden_row, residual + row * residual_row
         h = memory[0] if has_h else numba.carray(_pointer(h_address), width, np.float32)
@@ -346,11 +363,13 @@ def _run(
             _load(r_address, residual_stride, residual_code, r, r_bits)
         writes_hidden = writes_residual = False
         is_current = False
+        # Execute its instructions; a closed gate leaves one out
         for number in range(bounds[entry], bounds[entry + 1]):
             instruction, amounts = words[number], numbers[number]
             if instruction[_GATE] != 0 and _byte(instruction[_GATE])[0] == 0:
                 continue
             code = instruction[_CODE]
+            # Writes of a given value
             if code == _ADD:
                 if instruction[_DTYPE] == _FLOAT32:
                     operand = numba.carray(_pointer(instruction[_OPERAND]), width, np.float32)
@@ -380,6 +399,7 @@ def _run(
                 writes_hidden = writes_residual = True
                 is_current = False
                 continue
+            # Scores, tests and gates
             if code == _SCORE:
                 numba.carray(_pointer(instruction[_OUT]), 1, np.float32)[0] = _score(instruction, amounts, 0)
                 continue
@@ -392,6 +412,7 @@ def _run(
             if code == _HISTORY:
                 _test_history(instruction, amounts)
                 continue
+            # Mean over other rows
             if code == _MEAN:
                 units = numba.carray(_pointer(instruction[_UNITS]), instruction[_COUNT], np.int64)
                 mean = numba.carray(_pointer(instruction[_OUT]), width, np.float32)
@@ -408,6 +429,7 @@ def _run(
                 for i in range(width):
                     mean[i] /= np.float32(instruction[_COUNT])
                 continue
+            # Read in float32, which needs no rounding
             if code == _READ and instruction[_DTYPE] == _FLOAT32 and instruction[_OVERFLOW] == 0:
                 out = numba.carray(_pointer(instruction[_OUT]), width, np.float32)
                 if is_single:
@@ -417,6 +439,7 @@ def _run(
                     for i in range(width):
                         out[i] = h[i] + r[i]
                 continue
+            # What follows needs the value x
             if not is_current:
                 if is_single:
                     for i in range(width):
@@ -425,6 +448,7 @@ def _run(
                     for i in range(width):
                         x[i] = h[i] + r[i]
                 is_current = True
+            # Read in another dtype, and reads of scores' parts
             if code == _READ:
                 for i in range(width):
                     change[i] = x[i]
@@ -443,6 +467,7 @@ def _run(
             if code == _DISTANCE or code == _MLP:  # noqa: SIM109 - numba would make a tuple
                 numba.carray(_pointer(instruction[_OUT]), 1, np.float32)[0] = _part(instruction, x)
                 continue
+            # Changes that depend on x, left out if they exceed the dtype
             _change(instruction, amounts, x, change)
             if instruction[_OVERFLOW] != 0:
                 exact[:] = change
@@ -455,6 +480,7 @@ def _run(
             if has_h:
                 _round(h, h_bits, hidden_code)
             writes_hidden, is_current = True, False
+        # Write back
         if writes_hidden and has_h:
             _store(h, h_bits, h_address, hidden_stride, hidden_code)
         if writes_residual and has_r and not is_single:
@@ -462,6 +488,7 @@ def _run(
 
 
 def executor(rows: torch.Tensor, bounds: torch.Tensor, words: torch.Tensor, numbers: torch.Tensor) -> Execute:
+    """Return what runs programs of a table, see ``Executor``."""
     entries, entry_bounds, all_words, all_numbers = (
         tensor.numpy() for tensor in (rows, bounds, words, numbers)
     )

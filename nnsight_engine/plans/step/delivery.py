@@ -37,12 +37,12 @@ from nnsight_engine.plans.request_plan import OperationKind
 from nnsight_engine.plans.step.active import ActiveRequest
 from nnsight_engine.plans.step.host_arena import HostArena, HostCopy, to_device
 from nnsight_engine.plans.step.plan import (
+    FlaggedRows,
     Overflows,
     PatternRead,
     PlannedSample,
     ReadGroup,
     ReadSlice,
-    Segment,
     StepPlan,
     Streak,
     overflow_failures,
@@ -85,7 +85,7 @@ class ReadRows(NamedTuple):
 
 
 class Flags(NamedTuple):
-    segments: list[Segment]
+    flagged_rows: list[FlaggedRows]
     flags: torch.Tensor
 
 
@@ -102,6 +102,7 @@ class StepDelivery:
     overflows: list[Flags]
 
     def results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults:
+        """Return the results; what cannot be delivered fails its own requests only."""
         started_s = time.monotonic()
         drafted = {
             request_id: DraftedRows(
@@ -141,15 +142,7 @@ class StepDelivery:
                     continue
                 if record is not None:
                     records[pattern.request.request_id].append(record)
-        for request, active, mask, steps in self.samples:
-            ids = sampled[order[request.request_id]] if sampled else []
-            known_steps = [step for step in steps if step < len(ids)]
-            if known_steps and (mask is None or masks[mask][0]):
-                participant = self.participants[request.request_id]
-                first = participant.stop - 1 - participant.num_drafts
-                data = np.asarray([ids[step] for step in known_steps], np.int64).tobytes()
-                positions = [first + step for step in known_steps]
-                records[request.request_id].append(StepRecord(active.index, positions, [data]))
+        self._add_samples(sampled, order, masks, records)
         for request_id in failures:
             records.pop(request_id, None)
         stopped = [request_id for request_id in stopped if request_id not in failures]
@@ -164,6 +157,7 @@ class StepDelivery:
         num_kept: Mapping[str, int],
         records: dict[str, list[StepRecord]],
     ) -> None:
+        """Add the records of a group of reads; refused drafts (``num_kept``) and masked rows are left out."""
         views = [host_view(part) for part in read.parts]
         for piece in read.slices:
             request_id = piece.request.request_id
@@ -176,17 +170,35 @@ class StepDelivery:
             positions = offsets + first
             # Rows that are reduced here cannot be taken out again.
             reduce = "none" if request_id in num_kept else piece.active.op.reduce
-            named = None if mask is None else mask[new]
+            is_delivered = None if mask is None else mask[new]
             if request_id in num_kept:
                 is_kept = offsets < num_kept[request_id]
-                named = is_kept if named is None else named & is_kept
-            if named is not None:
-                rows = np.flatnonzero(named)[-1:] if reduce == "last" else np.flatnonzero(named)
+                is_delivered = is_kept if is_delivered is None else is_delivered & is_kept
+            if is_delivered is not None:
+                rows = np.flatnonzero(is_delivered)[-1:] if reduce == "last" else np.flatnonzero(is_delivered)
                 if not len(rows):
                     continue
                 parts, positions = [part[rows] for part in parts], positions[rows]
             data = [reduced_rows(part, reduce).tobytes() for part in parts]
             records[request_id].append(StepRecord(piece.active.index, positions.tolist(), data))
+
+    def _add_samples(
+        self,
+        sampled: SampledIds,
+        order: dict[str, int],
+        masks: Sequence[npt.NDArray[np.bool_]],
+        records: dict[str, list[StepRecord]],
+    ) -> None:
+        """Add the records of captured sampled ids, of as many steps as have yielded a token."""
+        for request, active, mask, steps in self.samples:
+            ids = sampled[order[request.request_id]] if sampled else []
+            known_steps = [step for step in steps if step < len(ids)]
+            if known_steps and (mask is None or masks[mask][0]):
+                participant = self.participants[request.request_id]
+                first = participant.stop - 1 - participant.num_drafts
+                data = np.asarray([ids[step] for step in known_steps], np.int64).tobytes()
+                positions = [first + step for step in known_steps]
+                records[request.request_id].append(StepRecord(active.index, positions, [data]))
 
     def _share_time(self, seconds: float) -> None:
         """Divide the time that delivering has taken among the requests, by rows times points."""
@@ -217,6 +229,7 @@ class StreakDelivery:
             return StepResults({}, {}, dict.fromkeys(self.streak.plan.spans, _undelivered(error)))
 
     def _results(self, sampled: SampledIds, order: dict[str, int]) -> StepResults:
+        """Return the results: of each group of reads, then of each group of samples, see ``StreakStep``."""
         started_s = time.monotonic()
         stopped: list[str] = []
         with self.copy.arrived():
@@ -236,6 +249,8 @@ class StreakDelivery:
 
 @dataclasses.dataclass(slots=True)
 class RefusedDelivery:
+    """Results of a step from which requests were excluded: they fail; ``others`` has those of the rest."""
+
     others: Delivery | None
     failures: dict[str, Failure]
 
@@ -246,6 +261,7 @@ class RefusedDelivery:
 
 
 def _stopped(slices: Sequence[ReadSlice], parts: Sequence[torch.Tensor]) -> list[str]:
+    """Return the requests with a ``stop`` that holds at one of its rows; its gate is the only part."""
     return [
         piece.request.request_id
         for piece in slices
@@ -254,9 +270,10 @@ def _stopped(slices: Sequence[ReadSlice], parts: Sequence[torch.Tensor]) -> list
 
 
 def _overflow_failures(overflows: Sequence[Flags], num_kept: Mapping[str, int]) -> dict[str, Failure]:
+    """Return the failures of requests with a change beyond float16, see ``Overflows``."""
     failures: dict[str, Failure] = {}
-    for segments, flags in overflows:
-        failures |= overflow_failures(segments, flags.numpy(), num_kept)
+    for flagged_rows, flags in overflows:
+        failures |= overflow_failures(flagged_rows, flags.numpy(), num_kept)
     return failures
 
 
@@ -278,13 +295,13 @@ def _pattern_record(
     """Return the record of attention patterns ``[sites, rows, heads, keys]``; None if no row is delivered."""
     view, positions = host_view(part), pattern.positions
     if pattern.mask is not None:
-        named = np.flatnonzero(masks[pattern.mask])
+        rows = np.flatnonzero(masks[pattern.mask])
         if pattern.active.op.reduce == "last":
-            named = named[-1:]
-        if not len(named):
+            rows = rows[-1:]
+        if not len(rows):
             return None
-        positions = [positions[row] for row in named]
-        view = view[:, named, :, : positions[-1] + 1]
+        positions = [positions[row] for row in rows]
+        view = view[:, rows, :, : positions[-1] + 1]
     return StepRecord(pattern.active.index, positions, [view.tobytes()])
 
 
@@ -293,6 +310,8 @@ ROWS_AT_ONCE: Final = 16
 
 
 class LensReader:
+    """Reads lenses out of logits, a few rows at a time in buffers that are reused."""
+
     def __init__(self) -> None:
         self._wide = torch.empty(0)
         self._logprobs = torch.empty(0)
@@ -364,6 +383,7 @@ class StepCollection:
         plan.spent_s += time.monotonic() - started_s
 
     def _parts(self, group: ReadGroup) -> list[torch.Tensor]:
+        """Return the tensors of a group's records, see ``StepRecord``; lenses are projected only here."""
         op = group.slices[0].active.op
         if op.kind is OperationKind.LENS:
             return self._lens(group.buffers[0], op.top_k, op.targets)
@@ -389,6 +409,7 @@ class StepCollection:
         return computed
 
     def _lens(self, residual: torch.Tensor, top_k: int, targets: tuple[int, ...]) -> list[torch.Tensor]:
+        """Return a lens's parts, of ``[rows, sites, hidden]``; none on a rank without the logits."""
         num_rows, num_sites, hidden = residual.shape
         chunks = []
         for rows in residual.reshape(-1, hidden).split(LENS_CHUNK_ROWS):
@@ -433,6 +454,7 @@ def step_delivery(plan: StepPlan) -> StepDelivery:
 
 
 def streak_delivery(streak: Streak) -> StreakDelivery:
+    """Return the delivery of a step of a streak; the first one also says who takes part."""
     plan = streak.plan
     copy, reads, flags = _taken(plan)
     streak.count_time()
@@ -444,6 +466,7 @@ def streak_delivery(streak: Streak) -> StreakDelivery:
 
 
 def _taken(plan: StepPlan) -> tuple[HostCopy, list[list[torch.Tensor]], list[torch.Tensor]]:
+    """Return a plan's copy, its parts for each group of reads, and the rest in the order of ``collect``."""
     copy = plan.copy
     if copy is None:
         raise RuntimeError("the reads of this step were never collected")
@@ -457,10 +480,13 @@ def _overflows(plan: StepPlan) -> list[Overflows]:
 
 
 def _flagged(plan: StepPlan, flags: list[torch.Tensor]) -> list[Flags]:
-    return [Flags(overflow.segments, host) for overflow, host in zip(_overflows(plan), flags, strict=True)]
+    return [
+        Flags(overflow.flagged_rows, host) for overflow, host in zip(_overflows(plan), flags, strict=True)
+    ]
 
 
 def _samples(plan: StepPlan) -> list[tuple[str, list[PlannedSample]]]:
+    """Group the captures of sampled ids by reduction: in a streak each group is stored together."""
     groups: dict[str, list[PlannedSample]] = {}
     for sample in plan.samples:
         groups.setdefault(sample.active.op.reduce, []).append(sample)
@@ -468,6 +494,7 @@ def _samples(plan: StepPlan) -> list[tuple[str, list[PlannedSample]]]:
 
 
 def _opening(plan: StepPlan) -> StreakOpening:
+    """Return which request and operation each row of a streak's parts belongs to."""
     reads = [
         StreakGroup(
             group.slices[0].active.op.reduce,

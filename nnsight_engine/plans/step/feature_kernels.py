@@ -64,13 +64,17 @@ class ChangedRows:
         return self.item.active.features
 
 
-def changes_of(several: list[ChangedRows], out: torch.Tensor) -> FeatureChanges:
-    """Return a kernel for rows that share a dictionary, a site and a stage; ``out`` is ``[rows, width]``."""
-    ids = union_of(rows_changed.features for rows_changed in several)
-    rows = to_device(np.concatenate([rows_changed.rows for rows_changed in several]), out.device)
+def changes_of(changed: list[ChangedRows], out: torch.Tensor) -> FeatureChanges:
+    """Return a kernel for rows with the same dictionary, site and place in the order of work at that site.
+
+    ``out``, ``[rows, width]``, receives what is to be added to each row; ``inputs`` of ``changed`` are what
+    the dictionary reads if that comes from another site.
+    """
+    ids = union_of(rows_changed.features for rows_changed in changed)
+    rows = to_device(np.concatenate([rows_changed.rows for rows_changed in changed]), out.device)
     gain, offset = np.ones((len(rows), len(ids)), np.float32), np.zeros((len(rows), len(ids)), np.float32)
     start, all_ids = 0, np.asarray(ids)
-    for rows_changed in several:
+    for rows_changed in changed:
         columns = np.searchsorted(all_ids, np.asarray(rows_changed.features.ids))
         places = slice(start, start + len(rows_changed.rows))
         gain[places, columns], offset[places, columns] = (
@@ -80,10 +84,10 @@ def changes_of(several: list[ChangedRows], out: torch.Tensor) -> FeatureChanges:
         start = places.stop
     return FeatureChanges(
         rows,
-        several[0].item.active.dictionary.selection(ids),
+        changed[0].item.active.dictionary.selection(ids),
         to_device(gain, out.device),
         to_device(offset, out.device),
-        [rows_changed.inputs for rows_changed in several if rows_changed.inputs is not None],
+        [rows_changed.inputs for rows_changed in changed if rows_changed.inputs is not None],
         out,
     )
 
@@ -107,29 +111,29 @@ class FeatureParts(ReadKernel):
             self.out[start:stop] = activations.gather(1, column).squeeze(1)
 
 
-def union_of(several: Iterable[PlannedFeatures]) -> tuple[int, ...]:
-    return tuple(sorted({feature for features in several for feature in features.ids}))
+def union_of(features_of_each: Iterable[PlannedFeatures]) -> tuple[int, ...]:
+    return tuple(sorted({feature for features in features_of_each for feature in features.ids}))
 
 
 def bounded(
     items: Iterable[Item], features_of: Callable[[Item], PlannedFeatures], rows_of: Callable[[Item], int]
 ) -> Iterator[list[Item]]:
     """Divide items with features of one dictionary, so that no product over a part of them is large."""
-    part: list[Item] = []
+    batch: list[Item] = []
     ids: set[int] = set()
     num_rows = 0
     for item in items:
         features = features_of(item)
         width = features.dictionary.config.input_width
         num_ids = len(ids) + sum(feature not in ids for feature in features.ids)
-        if part and num_ids * max(num_rows + rows_of(item), width) > _MAX_NUMBERS:
-            yield part
-            part, ids, num_rows = [], set(), 0
-        part.append(item)
+        if batch and num_ids * max(num_rows + rows_of(item), width) > _MAX_NUMBERS:
+            yield batch
+            batch, ids, num_rows = [], set(), 0
+        batch.append(item)
         ids.update(features.ids)
         num_rows += rows_of(item)
-    if part:
-        yield part
+    if batch:
+        yield batch
 
 
 Parts = dict[int, list[torch.Tensor]]
@@ -137,14 +141,16 @@ Parts = dict[int, list[torch.Tensor]]
 
 
 def plan_feature_reads(reads: Sequence[ReadGroup]) -> list[GroupedReads]:
-    tops: dict[PlannedDictionary, list[ReadGroup]] = defaultdict(list)
-    by_dictionary: dict[PlannedDictionary, list[ReadGroup]] = defaultdict(list)
+    """Group the reads that one product with a dictionary serves; those of the most active features apart."""
+    most_active: dict[PlannedDictionary, list[ReadGroup]] = defaultdict(list)
+    by_id: dict[PlannedDictionary, list[ReadGroup]] = defaultdict(list)
     for group in reads:
         active = group.slices[0].active
         if active.op.kind is OperationKind.FEATURES:
-            (tops if active.features.top_k else by_dictionary)[active.features.dictionary].append(group)
-    grouped: list[GroupedReads] = [_top_features(groups) for groups in tops.values()]
-    for groups in by_dictionary.values():
+            chosen = most_active if active.features.top_k else by_id
+            chosen[active.features.dictionary].append(group)
+    grouped: list[GroupedReads] = [_top_features(groups) for groups in most_active.values()]
+    for groups in by_id.values():
         parts = bounded(
             groups, lambda group: group.slices[0].active.features, lambda group: group.slices[-1].stop
         )
@@ -154,11 +160,14 @@ def plan_feature_reads(reads: Sequence[ReadGroup]) -> list[GroupedReads]:
 
 @dataclasses.dataclass(slots=True)
 class TopFeatures:
+    """The most active features, of groups that share a dictionary; ``numbers`` are the ``top_k`` of each."""
+
     groups: list[ReadGroup]
     dictionary: Dictionary
     numbers: list[int]
 
     def read(self) -> Parts:
+        """Return ids and activations, both ``[rows, k]``, by the ``id`` of each group."""
         with torch.inference_mode():
             ids, activations = self.dictionary.top(_values(self.groups), max(self.numbers))
         sizes = [len(group.buffers[0]) for group in self.groups]
@@ -181,6 +190,7 @@ class GivenFeatures:
     columns: list[torch.Tensor]
 
     def read(self) -> Parts:
+        """Return activations, ``[rows, features]``, by the ``id`` of each group."""
         with torch.inference_mode():
             activations = self.selection.activations(_values(self.groups))
         pieces = activations.split([len(group.buffers[0]) for group in self.groups])
@@ -200,6 +210,7 @@ def _top_features(groups: list[ReadGroup]) -> GroupedReads:
 
 
 def _given_features(groups: list[ReadGroup]) -> GroupedReads:
+    """Return one read of the union of the groups' features, of which each group gets its columns."""
     actives = [group.slices[0].active for group in groups]
     ids = union_of(active.features for active in actives)
     all_ids, device = np.asarray(ids), groups[0].buffers[0].device

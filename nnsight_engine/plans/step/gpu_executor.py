@@ -19,6 +19,7 @@ _BLOCK: Final = 1024
 
 @triton.jit
 def _load(address, offsets, mask, code):
+    """Return numbers at an address as float32, 0 outside of the mask; ``code`` is a dtype's."""
     if code == 0:
         loaded = tl.load(address.to(tl.pointer_type(tl.float32)) + offsets, mask, 0.0)
     elif code == 1:
@@ -34,12 +35,14 @@ def _load(address, offsets, mask, code):
 
 @triton.jit
 def _load_rows(address, rows, offsets, mask, code):
+    """Return numbers of several rows, ``[rows, offsets]``; ``rows`` are bytes from the address."""
     starts = address + rows[:, None]
     return _load(starts, offsets[None, :], mask, code)
 
 
 @triton.jit
 def _store(address, offsets, mask, code, values):
+    """Write float32 values in the dtype of a code."""
     if code == 0:
         tl.store(address.to(tl.pointer_type(tl.float32)) + offsets, values, mask)
     elif code == 1:
@@ -54,6 +57,7 @@ def _store(address, offsets, mask, code, values):
 
 @triton.jit
 def _rounded(values, code):
+    """Return float32 values rounded to the dtype of a code."""
     if code == 1:
         rounded = values.to(tl.float16).to(tl.float32)
     elif code == 2:
@@ -65,6 +69,7 @@ def _rounded(values, code):
 
 @triton.jit
 def _value(hidden, h_stride, h_code, residual, r_stride, r_code, places, mask, HAS_RESIDUAL: tl.constexpr):
+    """Return a row's value at some places: ``hidden``, plus ``residual`` if the stream has two tensors."""
     x = _load(hidden, places * h_stride, mask, h_code)
     if HAS_RESIDUAL:
         x += _load(residual, places * r_stride, mask, r_code)
@@ -73,6 +78,7 @@ def _value(hidden, h_stride, h_code, residual, r_stride, r_code, places, mask, H
 
 @triton.jit
 def _score(operand, count, link, bias):
+    """Return the link (1: sigmoid) of the sum of ``count`` float32 numbers at ``operand`` and the bias."""
     score = tl.zeros([], tl.float32)
     parts = operand.to(tl.pointer_type(tl.float32))
     for part in range(count):
@@ -85,11 +91,13 @@ def _score(operand, count, link, bias):
 
 @triton.jit
 def _larger(first, second):
+    """Return the larger of two numbers; NaN if one is NaN."""
     return tl.where((second > first) | (second != second), second, first)
 
 
 @triton.jit
 def _test_history(operand, out, units, count, link, bias, sign, threshold, keeps, BLOCK: tl.constexpr):
+    """Execute HISTORY, see ``Code`` and ``History``: a test's states at all rows of a request, in order."""
     history = units.to(tl.pointer_type(tl.int64))
     num_rows, start, prompt = tl.load(history), tl.load(history + 1), tl.load(history + 2)
     over, length, takes_mean, latches = (
@@ -144,17 +152,20 @@ def _run(
     HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Run one row's program; addresses are bytes, ``h_row`` and ``r_row`` the bytes from row to row."""
+    # The row
     entry = first + tl.program_id(0)
     row = tl.load(rows + entry)
     first_hidden, first_residual = hidden, residual
     hidden += row * h_row
     residual += row * r_row
+    # Its instructions: words and numbers in the order of ``Word`` and ``Number``
     for number in range(tl.load(bounds + entry), tl.load(bounds + entry + 1)):
         instruction, amounts = words + number * 8, numbers + number * 4
         code, operand, out = tl.load(instruction), tl.load(instruction + 1), tl.load(instruction + 2)
         gate, overflow, units = tl.load(instruction + 3), tl.load(instruction + 4), tl.load(instruction + 5)
         count, dtype = tl.load(instruction + 6), tl.load(instruction + 7)
         a, b, low, high = tl.load(amounts), tl.load(amounts + 1), tl.load(amounts + 2), tl.load(amounts + 3)
+        # A closed gate leaves the instruction out
         is_open = True
         if gate != 0:
             is_open = tl.load(gate.to(tl.pointer_type(tl.uint8))) != 0
@@ -266,6 +277,7 @@ def _run(
         elif is_open:  # NORM_MATCH, PROJECT, SUBSPACE, CHANGE
             num_vectors = tl.where(code == 3, count, 1)
             stride = tl.where(code == 3, dtype, 0)
+            # The factor of each vector, by a sum over the row, to memory at ``out``
             for vector in range(tl.where(code == 13, 0, num_vectors)):
                 total = tl.zeros([BLOCK], tl.float32)
                 for start in range(0, width, BLOCK):
@@ -287,6 +299,7 @@ def _run(
                     factor = -b * along
                 tl.store(out.to(tl.pointer_type(tl.float32)) + vector, factor)
             tl.debug_barrier()
+            # First, if there is a flag, see whether the change exceeds the dtype; then apply it if not
             beyond = tl.zeros([BLOCK], tl.int32)
             for is_applied in range(2):
                 is_due = overflow != 0

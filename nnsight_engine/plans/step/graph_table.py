@@ -55,6 +55,7 @@ class GraphTable:
             tap: executor(rows, self._bounds[index], self._words, self._numbers)
             for tap, index in self._tap_indices.items()
         }
+        # What the table has; a plan that is run again need not be copied again.
         self._filled: weakref.ref[Programs] | None = None
 
     @property
@@ -100,6 +101,7 @@ class GraphTable:
             entries = slice(segment.first, segment.stop)
             bounds[tap_index, 0] = programs.bounds[segment.first]
             bounds[tap_index, programs.rows[entries] + 1] = sizes[entries]
+        # Their sums are bounds of the programs of all rows; rows without one have an empty program.
         num, device = len(programs.words), self._bounds.device
         self._words[:num].copy_(to_device(programs.words, device))
         self._numbers[:num].copy_(to_device(programs.numbers, device))
@@ -107,6 +109,7 @@ class GraphTable:
         self._filled = weakref.ref(programs)
 
     def _segments(self, plan: StepPlan) -> dict[int, Segment]:
+        """Return the segment of each tap, by the tap's index; raise for work that a graph cannot do."""
         segments = {}
         for key, groups in plan.groups.items():
             if not isinstance(key, int):
@@ -147,6 +150,7 @@ def instructions_per_row(request: ActiveRequest, taps: Collection[int], *, has_d
 
 
 def _fits(active: ActiveOp, taps: Collection[int]) -> bool:
+    """Return whether a graph can do an operation: by instructions at its taps, and work behind the step."""
     # The mean over a prompt was taken before.
     is_instruction = active.program is not None or active.op.reads or active.op.averages_prompt
     return (
@@ -171,6 +175,7 @@ def _scores(active: ActiveOp) -> list[ActiveScore]:
 
 
 def _num_instructions(active: ActiveOp) -> int:
+    """Return the most instructions of an operation for one row: its own, a gate, and those of its scores."""
     count = 0 if active.op.kind is OperationKind.DETECT else len(active.keys)
     has_gate = bool(active.tests)
     return count + has_gate + sum(len(score.keys) + 1 for score in _scores(active))

@@ -31,7 +31,7 @@ class HostCopy:
     """The values of one step, on their way to the host, valid within ``arrived``.
 
     ``sources``, on the device, must not be freed before the copies are done, behind which ``event`` is
-    recorded.
+    recorded. ``memory`` then goes back to ``free``, the arena's.
     """
 
     def __init__(
@@ -66,12 +66,15 @@ class HostCopy:
 
 
 class HostArena:
+    """Copies values to the host, behind the device's current work and beside its later work."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free: deque[torch.Tensor] = deque()
 
     def start_copy(self, values: Sequence[torch.Tensor]) -> HostCopy:
+        """Start copies of the device's values; does not wait for them, see ``HostCopy.arrived``."""
         memory = self._memory(sum(map(_aligned, values)))
         if self._stream is None:
             return HostCopy(_copied(values, memory), memory=memory, free=self._free)
@@ -83,6 +86,7 @@ class HostArena:
         return HostCopy(host, list(values), event, memory, self._free)
 
     def _memory(self, num_bytes: int) -> torch.Tensor:
+        """Return a free buffer, or a new one if that is too small, at least twice as large."""
         memory = self._free.popleft() if self._free else torch.empty(0, dtype=torch.uint8)
         if num_bytes <= len(memory):
             return memory
@@ -95,6 +99,7 @@ class HostArena:
 def _copied(
     values: Sequence[torch.Tensor], memory: torch.Tensor, *, non_blocking: bool = False
 ) -> list[torch.Tensor]:
+    """Copy values into parts of ``memory``, aligned; return these parts."""
     host, start = [], 0
     for value in values:
         piece = memory[start : start + value.numel() * value.itemsize]

@@ -61,6 +61,7 @@ class OperationRows:
         return self.logits_offsets if key == LOGITS else self.offsets
 
     def gate_at(self, key: SiteKey) -> tuple[torch.Tensor, RowArray] | None:
+        """Return the gates of the step, and the place of each row's among them; None without a condition."""
         if self.gate is None:
             return None
         return self.gate, self.gate_start + np.searchsorted(self.offsets, self.offsets_at(key))
@@ -93,15 +94,20 @@ class PlanInProgress:
         return self.plan.add_mask(torch.cat(masks)) if masks else None
 
     def finish(self, executor: Executor) -> None:
-        """Put instructions and other work into the plan, in their order at each site."""
+        """Put instructions and other work into the plan, in their order at each site.
+
+        The plan holds the tensors that instructions point into, so that their memory stays valid.
+        """
         context = self.context
-        others = {key: sorted(order for order, _ in entries) for key, entries in self.staged.items()}
-        segments = self.table.segments(others, executor, context.device, context.width)
-        for key, segment in segments.items():
-            self.staged[key] += segment
+        order_of_other_work = {
+            key: sorted(order for order, _ in entries) for key, entries in self.staged.items()
+        }
+        segments = self.table.segments(order_of_other_work, executor, context.device, context.width)
+        for key, segments_at_site in segments.items():
+            self.staged[key] += segments_at_site
         for key, entries in self.staged.items():
             entries.sort(key=lambda entry: entry[0])
-            self.plan.groups[key] = [group for _, group in entries]
+            self.plan.groups[key] = [site_work for _, site_work in entries]
         self.plan.held = self.table.held
 
 
@@ -114,18 +120,18 @@ def named_offsets(span: Span, active: ActiveOp, parts: RowParts | None) -> tuple
         return np.empty(0, np.int64), False
     is_masked = False
     if active.constant is not None and first >= plan.prompt_len:
-        named = np.full(span.stop - first, active.constant)
+        is_named = np.full(span.stop - first, active.constant)
     else:
         positions = np.arange(first, span.stop, dtype=np.int64)
         token_ids = span.token_ids[first : span.stop].astype(np.int64)
         known, unknown = positions[: len(token_ids)], positions[len(token_ids) :]
         known_parts = None if parts is None else parts.known[first - span.start :]
-        named = evaluate(active.op.where, known, token_ids, plan.prompt_len, known_parts)
+        is_named = evaluate(active.op.where, known, token_ids, plan.prompt_len, known_parts)
         if len(unknown):
-            may = may_match(active.op.where, unknown, plan.prompt_len)
-            is_masked = bool((may & ~must_match(active.op.where, unknown, plan.prompt_len)).any())
-            named = np.concatenate([named, may])
-    offsets: RowArray = np.flatnonzero(named) + (first - span.start)
+            may_be_named = may_match(active.op.where, unknown, plan.prompt_len)
+            is_masked = bool((may_be_named & ~must_match(active.op.where, unknown, plan.prompt_len)).any())
+            is_named = np.concatenate([is_named, may_be_named])
+    offsets: RowArray = np.flatnonzero(is_named) + (first - span.start)
     # A `last` reduction keeps the last named row only. Of drafts, any may be the last that is accepted.
     is_open = bool(span.num_drafts) and not active.op.captures_patterns
     is_last = active.op.reduce == "last" and not (is_masked or is_open)
@@ -172,8 +178,8 @@ def _has_whole_prompt(span: Span) -> bool:
 
 
 def with_rows_alike(keys: Sequence[SiteKey], stage: Stage) -> list[tuple[list[int], list[SiteKey]]]:
-    """Divide a stage's sites (their places among all, and keys) into those with the same row numbers."""
-    held = [place for place, key in enumerate(keys) if stage.has(key)]
-    at_logits = [place for place in held if keys[place] == LOGITS]
-    others = [place for place in held if place not in at_logits] if at_logits else held
-    return [(places, [keys[place] for place in places]) for places in (at_logits, others) if places]
+    """Divide a pipeline stage's sites (their places among all, and keys): logits have other row numbers."""
+    in_stage = [place for place, key in enumerate(keys) if stage.has(key)]
+    at_logits = [place for place in in_stage if keys[place] == LOGITS]
+    elsewhere = [place for place in in_stage if place not in at_logits] if at_logits else in_stage
+    return [(places, [keys[place] for place in places]) for places in (at_logits, elsewhere) if places]

@@ -51,6 +51,7 @@ class LogitsRows:
 
     @classmethod
     def of(cls, rows: RowArray, sample_rows: RowArray, device: torch.device) -> Self:
+        """Return the source of the wanted ``rows``, of which the engine computes ``sample_rows`` anyway."""
         index = np.minimum(np.searchsorted(sample_rows, rows), len(sample_rows) - 1)
         is_known = sample_rows[index] == rows
 
@@ -93,7 +94,7 @@ _FAILURE: Final = Failure(
 )
 
 
-class Segment(NamedTuple):
+class FlaggedRows(NamedTuple):
     """Flags of neighbouring rows of one request; the first belongs to row ``offset`` of its span."""
 
     request_id: str
@@ -107,20 +108,21 @@ class Overflows:
     """Rows at which a change was beyond float16; ``flags`` are ``[rows of the step + rows with logits]``."""
 
     flags: torch.Tensor
-    segments: list[Segment]
+    flagged_rows: list[FlaggedRows]
     num_rows: int
 
     @classmethod
     def of(
-        cls, spans: Iterable[Segment], logits_rows: npt.NDArray[np.int64], device: torch.device
+        cls, spans: Iterable[FlaggedRows], logits_rows: npt.NDArray[np.int64], device: torch.device
     ) -> Overflows:
+        """Return flags for the rows of requests (``spans``), and for those of them that have logits."""
         of_rows = list(spans)
-        num_rows = max(group.stop for group in of_rows)
+        num_rows = max(flagged.stop for flagged in of_rows)
         of_logits = [
-            Segment(group.request_id, num_rows + place, num_rows + place + 1, row - group.start)
-            for group in of_rows
+            FlaggedRows(flagged.request_id, num_rows + place, num_rows + place + 1, row - flagged.start)
+            for flagged in of_rows
             for place, row in enumerate(logits_rows.tolist())
-            if group.start <= row < group.stop
+            if flagged.start <= row < flagged.stop
         ]
         flags = torch.zeros(num_rows + len(logits_rows), dtype=torch.bool, device=device)
         return cls(flags, of_rows + of_logits, num_rows)
@@ -130,15 +132,18 @@ class Overflows:
 
 
 def overflow_failures(
-    segments: Sequence[Segment], flags: npt.NDArray[np.bool_], num_kept: Mapping[str, int]
+    flagged_rows: Sequence[FlaggedRows], flags: npt.NDArray[np.bool_], num_kept: Mapping[str, int]
 ) -> dict[str, Failure]:
-    """Return the failures of requests of which a row is marked that is no refused draft (``num_kept``)."""
+    """Return the failures of requests that have a flag set on a row that counts.
+
+    ``num_kept`` is the number of rows that count of a request with drafts: not those of refused ones.
+    """
     if not flags.any():
         return {}
     failures = {}
-    for request_id, start, stop, offset in segments:
-        kept = min(stop, start + num_kept.get(request_id, stop) - offset)
-        if flags[start : max(start, kept)].any():
+    for request_id, start, stop, offset in flagged_rows:
+        kept_stop = min(stop, start + num_kept.get(request_id, stop) - offset)
+        if flags[start : max(start, kept_stop)].any():
             failures[request_id] = _FAILURE
     return failures
 
@@ -329,6 +334,7 @@ class StepPlan:
     _taps: frozenset[int] | None = None
 
     def run(self, key: SiteKey, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Do the work at a site; called with the site's value when the forward pass reaches it."""
         groups = self.groups.get(key)
         if groups is None:
             return
@@ -339,6 +345,7 @@ class StepPlan:
         self.spent_s += time.monotonic() - begin
 
     def keep_means(self) -> None:
+        """Give the means that the step has taken to their requests, for their later steps."""
         for request, place, mean in self.means:
             request.means[place] = mean
         self.means.clear()
@@ -384,6 +391,7 @@ class StepPlan:
                     member.fail(error)
 
     def fail_unreached(self) -> None:
+        """Fail the requests with work at a site that the forward pass has not reached."""
         for key, groups in self.groups.items():
             if key in self.ran:
                 continue
@@ -396,6 +404,7 @@ class StepPlan:
                     )
 
     def note_tier(self, tier: str) -> None:
+        """Record how the step has run, and whether that changes what its requests report."""
         if tier == self.tier:
             return
         self.tier = tier
@@ -416,6 +425,7 @@ class StepPlan:
             span.request.spent_s += work * per_work
 
     def reset(self) -> None:
+        """Prepare the plan for its next step: words move on by a position, and results are dropped."""
         self.ran.clear()
         for moved in self.moving:
             moved.words.add_(moved.moves)
@@ -465,6 +475,7 @@ class Streak:
         return True
 
     def _record_first_step(self) -> None:
+        """Compute what each step costs, and how many steps the requests' limits allow."""
         plan = self.plan
         self._num_points = sum(span.request.plan.num_points for span in plan.spans.values())
         self._kept_bytes = sum(reserved.kept for reserved in plan.reserved.values())
@@ -486,10 +497,10 @@ class Streak:
 
     def settle(self, *, is_under_way: bool = False) -> None:
         """Attribute the streak's counts to its requests, without the position of a step that is under way."""
-        num_steps, done = self.num_steps, self.num_steps - is_under_way
+        num_steps, num_done = self.num_steps, self.num_steps - is_under_way
         for request_id, span in self.plan.spans.items() if num_steps else ():
             request = span.request
-            request.end_position += done
+            request.end_position += num_done
             request.charged_position += num_steps
             request.spent_s += (self.point_s + self.delivery_point_s) * request.plan.num_points
             span.start += num_steps

@@ -25,13 +25,13 @@ from nnsight_engine.plans.step.host_arena import to_device
 from nnsight_engine.plans.step.instructions import Code, Instructions, Word, Words
 from nnsight_engine.plans.step.operation_rows import OperationRows, PlanInProgress, mean_rows, with_rows_alike
 from nnsight_engine.plans.step.plan import (
+    FlaggedRows,
     Kernel,
     KernelGroup,
     Overflows,
     PatternRead,
     ReadGroup,
     ReadSlice,
-    Segment,
     Span,
     StepPlan,
 )
@@ -86,6 +86,7 @@ def _capture_ends(context: StepContext, span: Span, captures: Sequence[PatternRo
 
 
 def _free_key_stores(context: StepContext, span: Span, open_until: dict[int, int]) -> None:
+    """Free the stores of the layers at which nothing more is captured."""
     stores = span.request.patterns.stores
     for layer in [layer for layer in stores if layer not in open_until]:
         num_bytes = _key_bytes(context, layer, stores.pop(layer).capacity)
@@ -93,6 +94,7 @@ def _free_key_stores(context: StepContext, span: Span, open_until: dict[int, int
 
 
 def _plan_key_store(context: StepContext, plan: StepPlan, span: Span, layer: int, open_until: int) -> None:
+    """Plan to store a layer's keys of the step's rows, up to the last position that may be captured."""
     stop = min(span.stop, open_until)
     if stop <= span.start:
         return
@@ -103,6 +105,7 @@ def _plan_key_store(context: StepContext, plan: StepPlan, span: Span, layer: int
 
 
 def _key_store(context: StepContext, span: Span, layer: int, stop: int, open_until: int) -> AttentionKeyStore:
+    """Return the store of a layer's keys, grown to at least ``stop`` and at most ``open_until`` positions."""
     request = span.request
     store = request.patterns.stores.get(layer)
     if store is not None and store.capacity >= stop:
@@ -122,13 +125,14 @@ def _key_store(context: StepContext, span: Span, layer: int, stop: int, open_unt
 
 
 def _plan_pattern_rows(context: StepContext, plan: StepPlan, span: Span, captured: PatternRows) -> None:
+    """Plan one capture's patterns on this step's rows, of which each stage computes its own layers."""
     active, offsets, mask = captured
     positions = (offsets + span.start).tolist()
     num_heads, device = active.widths[0], context.device
     dtype = context.capture_dtype(active.op)
     row_bytes = len(active.op.sites) * num_heads * dtype.itemsize
     _reserve_pattern_rows(context, span, active, len(offsets), positions[-1] + 1, row_bytes)
-    held = [
+    sites_in_stage = [
         (index, site, context.form_of(site.layer))
         for index, site in enumerate(active.op.sites)
         if context.stage.has(site)
@@ -142,10 +146,10 @@ def _plan_pattern_rows(context: StepContext, plan: StepPlan, span: Span, capture
         device=device,
     )
     rows = to_device(offsets + span.row, device)
-    at = to_device(offsets + span.start, device)
-    for index, site, form in held:
+    row_positions = to_device(offsets + span.start, device)
+    for index, site, form in sites_in_stage:
         store = span.request.patterns.stores[site.layer]
-        kernel = ComputePattern(store, form, rows, at, positions, out[index])
+        kernel = ComputePattern(store, form, rows, row_positions, positions, out[index])
         _add_kernel(plan, kernel, Member(span.request, active), site)
     index_of_mask = None if mask is None else plan.add_mask(mask)
     plan.patterns.append(PatternRead(span.request, active, positions, out, index_of_mask))
@@ -180,6 +184,7 @@ def _key_bytes(context: StepContext, layer: int, num_positions: int) -> int:
 
 
 def read_key(item: OperationRows) -> Any:
+    """Return what reads must have in common to share buffers; the fields depend on their kind."""
     op = item.active.op
     form = (op.kind, item.mask is not None, item.active.keys, item.stages)
     if op.kind is OperationKind.FEATURES:
@@ -195,6 +200,7 @@ def read_key(item: OperationRows) -> Any:
 
 
 def plan_reads(work: PlanInProgress, items: list[OperationRows]) -> None:
+    """Plan reads with the same key into shared buffers, one for each width of their sites."""
     op, stage = items[0].active.op, work.context.stage
     if not (stage.is_last or any(map(stage.has, items[0].active.keys))):
         return
@@ -217,12 +223,12 @@ def plan_reads(work: PlanInProgress, items: list[OperationRows]) -> None:
         group.buffers.append(buffer)
         keys = [items[0].active.keys[index] for index in indices]
         # An earlier stage sends the values of its own sites.
-        for places, held in with_rows_alike(keys, stage):
+        for places, keys_alike in with_rows_alike(keys, stage):
             sites = [indices[place] for place in places]
             if op.captures_states:
                 _read_states(work, items, list(zip(places, sites, strict=True)), buffer, overflows)
             else:
-                _add_reads(work, group, items, held, (sites, places), buffer, overflows)
+                _add_reads(work, group, items, keys_alike, (sites, places), buffer, overflows)
     if overflows is not None:
         group.buffers.append(overflows)
     work.plan.reads.append(group)
@@ -265,6 +271,7 @@ def _read_states(
     buffer: torch.Tensor,
     overflows: torch.Tensor | None,
 ) -> None:
+    """Plan kernels that read states; ``places`` are each site's column in the buffer, and its index."""
     rows = work.on_device(np.concatenate([item.rows for item in items]))
     for place, site in places:
         flags = None if overflows is None else overflows[:, site]
@@ -277,6 +284,7 @@ _CHANGE: Final = Instructions.blank(1, Code.CHANGE)
 
 
 def plan_writes(work: PlanInProgress, items: list[OperationRows]) -> None:
+    """Plan the writes: ready programs, means, and changes of features, those at the same place together."""
     groups: dict[Any, list[ChangedRows]] = defaultdict(list)
     overflows = _overflows(work, items)
     for item in items:
@@ -292,31 +300,32 @@ def plan_writes(work: PlanInProgress, items: list[OperationRows]) -> None:
                     form = (active.features.dictionary, active.features.source)
                     changed = ChangedRows(item, key, inputs)
                     groups[(key, item.stages[index], *form)].append(changed)
-    for (_, stage, *_), several in groups.items():
-        for part in bounded(several, lambda changed: changed.features, lambda changed: len(changed.rows)):
-            _plan_changes(work, part, stage, overflows)
+    for (_, stage, *_), changes in groups.items():
+        for batch in bounded(changes, lambda changed: changed.features, lambda changed: len(changed.rows)):
+            _plan_changes(work, batch, stage, overflows)
 
 
 def _plan_changes(
     work: PlanInProgress,
-    several: list[ChangedRows],
+    changed: list[ChangedRows],
     stage: int,
     overflows: Overflows | None,
 ) -> None:
-    key = several[0].key
-    sizes = [len(changed.rows) for changed in several]
+    """Plan a kernel that computes the changes of features, and instructions after it that add them."""
+    key = changed[0].key
+    sizes = [len(rows_changed.rows) for rows_changed in changed]
     # Zeros: what a kernel that raises has left is added.
     out = torch.zeros(sum(sizes), work.context.width(key), device=work.context.device)
     pieces = list(out.split(sizes))
-    kernel = changes_of(several, out)
-    members = [changed.item.member for changed in several]
-    group = KernelGroup(kernel, members, lambda i: changes_of(several[i : i + 1], pieces[i]))
+    kernel = changes_of(changed, out)
+    members = [rows_changed.item.member for rows_changed in changed]
+    group = KernelGroup(kernel, members, lambda i: changes_of(changed[i : i + 1], pieces[i]))
     work.staged[key].append((in_order(stage), group))
-    for changed, piece in zip(several, pieces, strict=True):
+    for rows_changed, piece in zip(changed, pieces, strict=True):
         work.table.address(piece)
         columns: dict[Word, Words | int] = {Word.OPERAND: addresses(piece.unsqueeze(1), [0])}
         order = [in_order(stage, is_last_part=True)]
-        _add_write(work, changed.item, [key], order, _CHANGE, columns, overflows)
+        _add_write(work, rows_changed.item, [key], order, _CHANGE, columns, overflows)
 
 
 def _plan_mean(work: PlanInProgress, item: OperationRows) -> None:
@@ -364,6 +373,7 @@ def _add_writes(
     *,
     is_last_part: bool = False,
 ) -> None:
+    """Add the instructions of a write at the stage's sites, with the words that differ by row."""
     active = item.active
     for indices, keys in with_rows_alike(active.keys, work.context.stage):
         rows = item.rows_at(keys[0])
@@ -397,6 +407,7 @@ def _add_write(
     columns: dict[Word, Words | int],
     overflows: Overflows | None,
 ) -> None:
+    """Add instructions at sites with the same rows, left out where their gate or mask is 0."""
     rows, gate, mask = item.rows_at(keys[0]), item.gate_at(keys[0]), item.mask_at(keys[0])
     if gate is not None:
         columns[Word.GATE] = work.table.address(gate[0]) + gate[1]
@@ -408,12 +419,15 @@ def _add_write(
 
 
 def _overflows(work: PlanInProgress, items: list[OperationRows]) -> Overflows | None:
+    """Return new flags for changes beyond float16; None if no write of the step can make one."""
     items = [item for item in items if item.active.op.kind in NARROWED_KINDS]
     if work.context.dtype is not torch.float16 or not items:
         return None
     spans = {id(item.span): item.span for item in items}.values()
-    segments = [Segment(span.request.request_id, span.row, span.row + span.num_rows) for span in spans]
-    overflows = Overflows.of(segments, work.plan.logits_rows, work.context.device)
+    flagged_rows = [
+        FlaggedRows(span.request.request_id, span.row, span.row + span.num_rows) for span in spans
+    ]
+    overflows = Overflows.of(flagged_rows, work.plan.logits_rows, work.context.device)
     work.plan.overflows.append(overflows)
     return overflows
 

@@ -181,17 +181,19 @@ class ComputePattern(ReadKernel):
     scratch_bytes: int = SCRATCH_BYTES
 
     def read(self, value: SiteValue) -> None:
+        """Compute a few key heads, and the query heads that share them, at a time."""
         num_heads, head_dim = value.shape[1:]
         keys = self.store.first_keys(self.position_numbers[-1] + 1)
         num_keys, num_kv_heads = keys.shape[:2]
-        group = num_heads // num_kv_heads
+        queries_per_key = num_heads // num_kv_heads
         step = max(1, self.scratch_bytes // (num_keys * head_dim * torch.float32.itemsize))
         for first in range(0, num_kv_heads, step):
             head_keys = keys[:, first : first + step].to(torch.float32)
-            heads = slice(first * group, (first + head_keys.shape[1]) * group)
+            heads = slice(first * queries_per_key, (first + head_keys.shape[1]) * queries_per_key)
             self._fill(value, heads, head_keys)
 
     def _fill(self, value: SiteValue, heads: slice, keys: torch.Tensor) -> None:
+        """Compute the patterns of some query ``heads``, a few rows at a time; ``keys`` are those heads'."""
         num_keys, num_kv_heads, head_dim = keys.shape
         out = self.out[:, heads]
         step = max(1, self.scratch_bytes // (num_keys * out.shape[1] * torch.float32.itemsize))
@@ -208,6 +210,7 @@ class ComputePattern(ReadKernel):
     def _probabilities(
         self, scores: torch.Tensor, positions: torch.Tensor, slopes: torch.Tensor | None
     ) -> torch.Tensor:
+        """Return the probabilities of ``scores``, ``[rows, heads, keys]``, products of queries and keys."""
         scores = scores.mul_(self.form.scale)
         if self.form.soft_cap:
             scores = scores.div_(self.form.soft_cap).tanh_().mul_(self.form.soft_cap)

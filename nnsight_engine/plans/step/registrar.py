@@ -67,6 +67,7 @@ class VectorBank:
         return len(self._tensors)
 
     def acquire(self, key: BankKey, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return a vector and add a user; ``make`` is called if no other request uses it."""
         tensor = self._tensors.get(key)
         if tensor is None:
             tensor = self._tensors[key] = make()
@@ -81,6 +82,8 @@ class VectorBank:
 
 
 class Registrar:
+    """Registers requests; ``failed`` are the ids of those that have failed, shared with their state."""
+
     def __init__(self, context: StepContext) -> None:
         self.bank = VectorBank()
         self.slots = ScoreSlots(context.device)
@@ -141,6 +144,8 @@ class Registrar:
         contents: dict[str, TensorData],
         acquired: Acquired,
     ) -> ActiveOp:
+        """Return an operation on the device; what it takes is noted in ``acquired``, even if this raises."""
+
         def load(features: PlannedFeatures | None) -> LoadedDictionary | None:
             if features is None:
                 return None
@@ -200,6 +205,7 @@ class Registrar:
         widths: tuple[int, ...],
         acquired: Acquired,
     ) -> torch.Tensor | None:
+        """Return an operation's tensor from the bank, as its kernel needs it; None if it has none."""
         if op.kind is OperationKind.ZERO:
             return torch.zeros(1, max(widths), dtype=self._context.dtype, device=self._context.device)
         if not op.tensor:
@@ -224,6 +230,8 @@ class Registrar:
         acquired: Acquired,
         loaded: tuple[LoadedDictionary | None, ...],
     ) -> ActiveScore:
+        """Return a score with its tensors on the device; ``loaded`` are its parts' dictionaries or None."""
+
         def on_device(name: str) -> torch.Tensor:
             content = contents[name]
             host = tensor_from_bytes(content.dtype, content.shape, content.data)
@@ -250,6 +258,7 @@ class Registrar:
         return ActiveScore(planned, keys, tuple(tensors), loaded)
 
     def _prepare(self, op: PlannedOp, content: TensorData, scale: float) -> torch.Tensor:
+        """Return a tensor on the device as ``[1 or sites, …]``, scaled, directions with length 1."""
         host = tensor_from_bytes(content.dtype, content.shape, content.data)
         tensor = to_device(host, self._context.device).to(torch.float32)
         if op.kind not in _STACKS:
@@ -273,6 +282,7 @@ class Registrar:
 
 
 def _is_steady(active: ActiveOp, prompt_len: int) -> bool:
+    """Return whether an operation does the same at every generated position; steps can then share a plan."""
     if active.op.captures_patterns:
         # An open pattern capture stores the keys of each step, so no step equals the one before.
         last = last_position(active.op.where, prompt_len)

@@ -19,7 +19,7 @@ from nnsight_engine.plans.records import Failure, width_classes
 from nnsight_engine.plans.step.active import ActiveOp, ActiveRequest
 from nnsight_engine.plans.step.context import Stage
 from nnsight_engine.plans.step.host_arena import to_device
-from nnsight_engine.plans.step.plan import Overflows, ReadGroup, Segment, StepPlan
+from nnsight_engine.plans.step.plan import FlaggedRows, Overflows, ReadGroup, StepPlan
 
 Rows = tuple[str, int, int]
 """A request's id, the index of one of its operations, and the number of rows that it reads."""
@@ -45,13 +45,14 @@ class StageResults:
     failures: dict[str, Failure] = dataclasses.field(default_factory=dict)
     reads: list[GroupRows] = dataclasses.field(default_factory=list)
     patterns: list[tuple[str, int]] = dataclasses.field(default_factory=list)
-    overflows: list[list[Segment]] = dataclasses.field(default_factory=list)
+    overflows: list[list[FlaggedRows]] = dataclasses.field(default_factory=list)
     tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
     is_uncompiled: bool = False
     spent_s: float = 0.0
 
 
 def results_of_stage(plan: StepPlan, stage: Stage, spec: ModelSpec) -> StageResults:
+    """Return what an earlier stage sends to the last one after its step, of its own sites."""
     plan.fail_unreached()
     requests = [span.request for span in plan.spans.values()]
     results = StageResults(
@@ -63,17 +64,21 @@ def results_of_stage(plan: StepPlan, stage: Stage, spec: ModelSpec) -> StageResu
     )
     for group in plan.reads:
         columns = _columns(group, stage, spec)
-        filled = [pair for pair in zip(group.buffers, columns, strict=True) if pair[1]]
+        filled = [
+            (buffer, site_columns)
+            for buffer, site_columns in zip(group.buffers, columns, strict=True)
+            if site_columns
+        ]
         if filled:
             results.reads.append(GroupRows(_rows(group), len(filled)))
             results.tensors += [_taken(buffer, 1, site_columns) for buffer, site_columns in filled]
     for pattern in plan.patterns:
-        sites = _held(pattern.active, stage)
+        sites = _sites_in(pattern.active, stage)
         if sites:
             results.patterns.append((pattern.request.request_id, pattern.active.index))
             results.tensors.append(_taken(pattern.out, 0, sites))
     for overflow in plan.overflows:
-        results.overflows.append(overflow.segments)
+        results.overflows.append(overflow.flagged_rows)
         results.tensors.append(overflow.flags)
     return results
 
@@ -95,8 +100,8 @@ def add_results(plan: StepPlan, results: StageResults, spec: ModelSpec) -> None:
     tensors = iter(results.tensors)
     unfilled = _add_reads(plan, results, spec, tensors) | _add_patterns(plan, results, tensors)
     plan.overflows_before += [
-        Overflows(flags, segments, len(flags))
-        for segments, flags in zip(results.overflows, tensors, strict=True)
+        Overflows(flags, flagged_rows, len(flags))
+        for flagged_rows, flags in zip(results.overflows, tensors, strict=True)
     ]
     for request_id, span in plan.spans.items():
         failure = results.failures.get(request_id)
@@ -115,6 +120,10 @@ def add_results(plan: StepPlan, results: StageResults, spec: ModelSpec) -> None:
 def _add_reads(
     plan: StepPlan, results: StageResults, spec: ModelSpec, tensors: Iterator[torch.Tensor]
 ) -> Unfilled:
+    """Fill the columns of the stage's sites; return the operations for which it has sent nothing.
+
+    A group with the same rows on both stages is filled at once, otherwise operation by operation.
+    """
     columns = {id(group): _columns(group, results.stage, spec) for group in plan.reads}
     groups = [group for group in plan.reads if any(columns[id(group)])]
     wholes = {_rows(group): group for group in groups}
@@ -143,43 +152,51 @@ def _add_reads(
 
 
 def _add_patterns(plan: StepPlan, results: StageResults, tensors: Iterator[torch.Tensor]) -> Unfilled:
+    """Fill the patterns of the stage's layers; return the captures for which it has sent nothing."""
     patterns = {
         (planned.request.request_id, planned.active.index): planned
         for planned in plan.patterns
-        if _held(planned.active, results.stage)
+        if _sites_in(planned.active, results.stage)
     }
     for key in results.patterns:
         tensor, pattern = next(tensors), patterns.get(key)
         if pattern is not None and tensor.shape[1:] == pattern.out.shape[1:]:
-            _write_columns(pattern.out, 0, _held(pattern.active, results.stage), tensor)
+            _write_columns(pattern.out, 0, _sites_in(pattern.active, results.stage), tensor)
             del patterns[key]
     return {key: planned.request for key, planned in patterns.items()}
 
 
 def _rows(group: ReadGroup) -> tuple[Rows, ...]:
+    """Return which operations a group reads, and on how many rows; to compare groups of two stages."""
     return tuple(
         (part.request.request_id, part.active.index, part.stop - part.start) for part in group.slices
     )
 
 
-def _held(active: ActiveOp, stage: Stage) -> list[int]:
+def _sites_in(active: ActiveOp, stage: Stage) -> list[int]:
     return [index for index, key in enumerate(active.keys) if stage.has(key)]
 
 
 def _columns(group: ReadGroup, stage: Stage, spec: ModelSpec) -> list[list[int]]:
+    """Return, for each buffer of a group, the columns that belong to the stage's sites."""
     active = group.slices[0].active
-    held = _held(active, stage)
+    sites_held = _sites_in(active, stage)
     columns = [
-        [column for column, site in enumerate(sites) if site in held]
+        [column for column, site in enumerate(sites) if site in sites_held]
         for sites in width_classes(active.op, spec)
     ]
-    return columns if len(columns) == len(group.buffers) else [*columns, held]  # whether values overflow
+    if len(columns) < len(group.buffers):
+        columns.append(sites_held)  # the last buffer says whether values overflow
+    return columns
 
 
 def _fill(
     buffers: Sequence[torch.Tensor], columns: Sequence[list[int]], parts: Sequence[torch.Tensor]
 ) -> None:
-    filled = [pair for pair in zip(buffers, columns, strict=True) if pair[1]]
+    """Write parts into the columns of those buffers that have some."""
+    filled = [
+        (buffer, site_columns) for buffer, site_columns in zip(buffers, columns, strict=True) if site_columns
+    ]
     for (buffer, site_columns), part in zip(filled, parts, strict=True):
         _write_columns(buffer, 1, site_columns, part)
 
@@ -192,6 +209,7 @@ def contiguous_span(rows: list[int]) -> tuple[int, int] | None:
 
 
 def _taken(values: torch.Tensor, axis: int, columns: list[int]) -> torch.Tensor:
+    """Return some columns along an axis; a view if they are adjacent."""
     span = contiguous_span(columns)
     if span is None:
         return values.index_select(axis, to_device(np.asarray(columns, np.int64), values.device))
@@ -199,6 +217,7 @@ def _taken(values: torch.Tensor, axis: int, columns: list[int]) -> torch.Tensor:
 
 
 def _write_columns(values: torch.Tensor, axis: int, columns: list[int], part: torch.Tensor) -> None:
+    """Write a part over some columns along an axis."""
     span = contiguous_span(columns)
     if span is None:
         values.index_copy_(axis, to_device(np.asarray(columns, np.int64), values.device), part)

@@ -136,8 +136,18 @@ class Block(NamedTuple):
     columns: Mapping[Word, Words | int]
 
 
+class _Expanded(NamedTuple):
+    """Instructions, one for each site and row; ``sites`` are numbers among the builder's sites."""
+
+    sites: RowArray
+    order: RowArray
+    rows: RowArray
+    words: Words
+    numbers: Numbers
+
+
 class TableBuilder:
-    """Collects the instructions of a step; ``held`` are tensors that they point into."""
+    """Collects the instructions of a step; ``held`` are tensors that they point into, which must live on."""
 
     def __init__(self) -> None:
         self.held: list[torch.Tensor] = []
@@ -162,35 +172,60 @@ class TableBuilder:
 
     def segments(
         self,
-        others: Mapping[SiteKey, Sequence[float]],
+        order_of_other_work: Mapping[SiteKey, Sequence[float]],
         executor: Executor,
         device: torch.device,
         width_of: Callable[[SiteKey], int],
     ) -> dict[SiteKey, list[tuple[float, Segment]]]:
-        """Return the segments of each site, with their order; ``others`` is that of other work, ascending.
+        """Return the segments of each site, with their order; that of other work is ascending.
 
-        Instructions with a lower order run before it, those with the same belong to other requests.
+        A segment is all programs of a site between two pieces of other work; its order is half below the work
+        that follows, infinite for the last. Instructions with the order of other work run before it: they
+        belong to other requests.
         """
         if not self._blocks:
             return {}
+        expanded = self._expanded()
+        # The orders that end a part of a site's instructions: those of other work, and of waits.
+        borders = {
+            key: sorted({*order_of_other_work.get(key, ()), *self._waits.get(key, ())})
+            for key in self._members
+        }
+        parts = self._part_of_each(expanded, borders)
+        # A program is all that a part has for one row, so it comes together, in its order.
+        by_row = np.lexsort((expanded.order, expanded.rows, parts, expanded.sites))
+        sites, parts, rows = expanded.sites[by_row], parts[by_row], expanded.rows[by_row]
+        is_new_segment = np.append(True, (np.diff(sites) != 0) | (np.diff(parts) != 0))
+        is_new_program = is_new_segment | np.append(True, np.diff(rows) != 0)
+        starts = np.flatnonzero(is_new_program)
+        bounds = np.append(starts, len(rows))
+        programs = Programs(
+            executor, device, rows[starts], bounds, expanded.words[by_row], expanded.numbers[by_row]
+        )
+        first_programs = np.flatnonzero(is_new_segment[starts])
+        return self._as_segments(programs, first_programs, sites, parts, borders, width_of)
+
+    def _expanded(self) -> _Expanded:
+        """Return the blocks' instructions, one for each site and row, in the order of ``add``."""
         numbers_of_keys = {key: number for number, key in enumerate(self._members)}
-        of_sites: list[tuple[int, int, int]] = []
+        site_order_count: list[tuple[int, int, int]] = []
         rows_of_sites: list[RowArray] = []
         for block in self._blocks:
             num_rows = len(block.rows)
-            of_sites += [
+            site_order_count += [
                 (numbers_of_keys[key], order, num_rows)
                 for key, order in zip(block.keys, block.order, strict=True)
             ]
             rows_of_sites += [block.rows] * len(block.keys)
-        by_site = np.asarray(of_sites, np.int64)
-        keys, order = np.repeat(by_site[:, :2], by_site[:, 2], axis=0).T
+        by_site = np.asarray(site_order_count, np.int64)
+        counts = by_site[:, 2]
+        sites, order = np.repeat(by_site[:, :2], counts, axis=0).T
         rows = np.concatenate(rows_of_sites)
         words = np.repeat(
-            np.concatenate([added.instructions.words for added in self._blocks]), by_site[:, 2], axis=0
+            np.concatenate([block.instructions.words for block in self._blocks]), counts, axis=0
         )
         numbers = np.repeat(
-            np.concatenate([added.instructions.numbers for added in self._blocks]), by_site[:, 2], axis=0
+            np.concatenate([block.instructions.numbers for block in self._blocks]), counts, axis=0
         )
         start = 0
         for block in self._blocks:
@@ -199,32 +234,38 @@ class TableBuilder:
             for word, values in block.columns.items():
                 words[start:stop, word].reshape(shape)[:] = values
             start = stop
-        ends = {key: sorted({*others.get(key, ()), *self._waits.get(key, ())}) for key in self._members}
-        part = np.zeros(len(keys), np.int64)
-        for key, part_ends in ends.items():
-            if part_ends:
-                of_key = keys == numbers_of_keys[key]
-                part[of_key] = np.searchsorted(part_ends, order[of_key])
-        by_row = np.lexsort((order, rows, part, keys))
-        keys, part, rows = keys[by_row], part[by_row], rows[by_row]
-        is_new_segment = np.append(True, (np.diff(keys) != 0) | (np.diff(part) != 0))
-        is_new_row = is_new_segment | np.append(True, np.diff(rows) != 0)
-        starts = np.flatnonzero(is_new_row)
-        bounds = np.append(starts, len(rows))
-        rows = rows[starts]
-        programs = Programs(executor, device, rows, bounds, words[by_row], numbers[by_row])
-        firsts = np.flatnonzero(is_new_segment[starts])
-        stops = np.append(firsts[1:], len(starts))
-        names = list(self._members)
+        return _Expanded(sites, order, rows, words, numbers)
+
+    def _part_of_each(self, expanded: _Expanded, borders: Mapping[SiteKey, list[float]]) -> RowArray:
+        """Return how many borders of its site each instruction comes after: those with a lower order."""
+        parts = np.zeros(len(expanded.sites), np.int64)
+        for number, key in enumerate(self._members):
+            if borders[key]:
+                at_site = expanded.sites == number
+                parts[at_site] = np.searchsorted(borders[key], expanded.order[at_site])
+        return parts
+
+    def _as_segments(
+        self,
+        programs: Programs,
+        first_programs: RowArray,
+        sites: RowArray,
+        parts: RowArray,
+        borders: Mapping[SiteKey, list[float]],
+        width_of: Callable[[SiteKey], int],
+    ) -> dict[SiteKey, list[tuple[float, Segment]]]:
+        """Return segments by site, given the first program of each; sites and parts are of instructions."""
+        keys = list(self._members)
         by_key: dict[SiteKey, list[tuple[float, Segment]]] = defaultdict(list)
-        for first, stop in zip(firsts.tolist(), stops.tolist(), strict=True):
-            key = names[keys[starts[first]]]
-            place = int(part[starts[first]])
-            later = ends[key]
-            before = later[place] - 0.5 if place < len(later) else float("inf")
-            num_rows = int(rows[first:stop].max()) + 1
+        stops = [*first_programs[1:].tolist(), len(programs.rows)]
+        for first, stop in zip(first_programs.tolist(), stops, strict=True):
+            first_instruction = programs.bounds[first]
+            key, part = keys[sites[first_instruction]], int(parts[first_instruction])
+            borders_here = borders[key]
+            order = borders_here[part] - 0.5 if part < len(borders_here) else math.inf
+            num_rows = int(programs.rows[first:stop].max()) + 1
             segment = Segment(programs, first, stop, self._members[key], num_rows, width_of(key))
-            by_key[key].append((before, segment))
+            by_key[key].append((order, segment))
         return by_key
 
 
@@ -285,12 +326,14 @@ def own_program(
 
 
 def reads(dtype: torch.dtype, count: int) -> Instructions:
+    """Return ``count`` READ instructions that write a dtype, without addresses."""
     instructions = Instructions.blank(count, Code.READ)
     instructions.words[:, Word.DTYPE] = DTYPE_CODES[dtype]
     return instructions
 
 
 def patch_bytes(active: ActiveOp) -> int:
+    """Return the bytes between the rows of two positions in a patch's tensor."""
     tensor = active.tensor
     if tensor is None:
         raise RuntimeError("a patch has no tensor")
@@ -306,5 +349,8 @@ def addresses(tensor: torch.Tensor, columns: list[int]) -> Words:
 
 
 def in_order(stage: int, *, is_last_part: bool = False) -> int:
-    """Return the order of work at a site; the last part of a stage, such as a test, follows the others."""
+    """Return the order of work at a site; ``stage`` numbers a request's operations there.
+
+    The last part of a stage, such as a test, follows the others.
+    """
     return 2 * stage + is_last_part

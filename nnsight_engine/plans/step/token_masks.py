@@ -36,6 +36,8 @@ def must_match(rule: WhereRule, positions: Positions, prompt_len: int) -> Mask:
 
 
 class TokenMasks:
+    """Makes masks of rules on the device; the tokens of live requests' rules stay there until ``forget``."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sets: dict[tuple[int, ...], torch.Tensor] = {}
@@ -85,6 +87,8 @@ class RowParts:
 
 
 class AnswerTracker:
+    """Follows the parts of one request's answer from step to step, on the host while it knows the tokens."""
+
     def __init__(self, answer: PlannedAnswer, prompt_len: int) -> None:
         self._answer = answer
         self._prompt_len = prompt_len
@@ -113,6 +117,7 @@ class AnswerTracker:
         return RowParts(known, parts)
 
     def _part_before(self, start: int, token_ids: npt.NDArray[np.integer]) -> torch.Tensor | int:
+        """Return the part of the position before a step: by known ids, else as the last step left it."""
         if start <= len(token_ids):
             return self._part_at(start - 1, token_ids)
         if start != self._stop:
@@ -120,6 +125,7 @@ class AnswerTracker:
         return self._after
 
     def _part_at(self, position: int, token_ids: npt.NDArray[np.integer]) -> int:
+        """Return the part of a position whose id is known, continuing from the last one asked for."""
         if position < self._prompt_len:
             return self._answer.first
         if position + 1 < self._known_at:  # computed again after a preemption
@@ -132,6 +138,7 @@ class AnswerTracker:
     def _parts_of_step(
         self, start: int, step_ids: npt.NDArray[np.integer], token_ids: npt.NDArray[np.integer]
     ) -> Parts:
+        """Return the parts of ``step_ids``, the step's rows whose ids the host knows."""
         num_prompt = min(max(self._prompt_len - start, 0), len(step_ids))
         parts = np.full(len(step_ids), self._answer.first, np.int8)
         if num_prompt < len(step_ids):
@@ -142,6 +149,7 @@ class AnswerTracker:
         return parts
 
     def _scan(self, row_ids: torch.Tensor, before: torch.Tensor | int, num_prompt: int) -> torch.Tensor:
+        """Return the parts of all rows, on the device: that of the last marker so far, else ``before``."""
         parts = torch.zeros_like(row_ids, dtype=torch.int64)
         for marker, part in self._answer.begun_by.items():
             parts = torch.where(row_ids == marker, part, parts)

@@ -12,7 +12,7 @@ import torch
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.operations import Where
-from nnsight_engine.plans.compile.scope import CompileScope, Named, compile_where
+from nnsight_engine.plans.compile.scope import CompileScope, MatchedPositions, compile_where
 from nnsight_engine.plans.request_plan import AnswerMarkers, Part, Parts, PlannedAnswer, WhereRule
 from nnsight_engine.plans.step.token_masks import AnswerTracker
 from nnsight_engine.plans.where import evaluate, generated_is_constant, last_position
@@ -32,7 +32,7 @@ def random_markers(pick: random.Random) -> AnswerMarkers:
     return AnswerMarkers(begun_by, pick.randint(1, 3), ends)
 
 
-def compiled_or_refused(clause: Json, scope: CompileScope) -> Named | ErrorCode:
+def compiled_or_refused(clause: Json, scope: CompileScope) -> MatchedPositions | ErrorCode:
     try:
         return compile_where(Where.model_validate(clause), scope, "where")
     except ApiError as error:
@@ -48,20 +48,25 @@ def test_a_clause_names_what_its_words_say_whatever_the_chunks(seed: int) -> Non
         world = dataclasses.replace(WORLD, markers=markers, vocab=VOCABULARY)
         clause = Clauses(world, pick).where({"ids": ids, "max_tokens": max_tokens})
         scope = CompileScope(SPEC, ids, max_tokens, lambda text: encode(text)[0], markers)
-        named = compiled_or_refused(clause, scope)
-        if named in {ErrorCode.EMPTY_WHERE, ErrorCode.POSITION_OUT_OF_RANGE}:
+        matched = compiled_or_refused(clause, scope)
+        if matched in {ErrorCode.EMPTY_WHERE, ErrorCode.POSITION_OUT_OF_RANGE}:
             continue
         fed = [*ids, *pick.choices(VOCABULARY, k=max_tokens - 1)]
         # Only what cannot act may be called contradictory; generated tokens are not known yet.
         can_name = wording.may_name_one(clause, ids, len(fed), encode, markers)
-        assert can_name == (named is not ErrorCode.CONTRADICTORY_WHERE), clause
-        if isinstance(named, Named):
-            check_rule(named, clause, fed, len(ids), markers, pick)
+        assert can_name == (matched is not ErrorCode.CONTRADICTORY_WHERE), clause
+        if isinstance(matched, MatchedPositions):
+            check_rule(matched, clause, fed, len(ids), markers, pick)
             check_tracker(scope.answer, fed, len(ids), pick)
 
 
 def check_rule(
-    named: Named, clause: Json, fed: list[int], prompt_len: int, markers: AnswerMarkers, pick: random.Random
+    matched: MatchedPositions,
+    clause: Json,
+    fed: list[int],
+    prompt_len: int,
+    markers: AnswerMarkers,
+    pick: random.Random,
 ) -> None:
     """See that the rule names in any chunks what the clause says, and what is said of it beforehand."""
     part_of = wording.answer_parts(fed, prompt_len, markers)
@@ -71,12 +76,12 @@ def check_rule(
         if wording.names(clause, position, token, prompt_len, encode, part_of[position])
     ]
     parts = markers.plan(np.asarray(fed[:prompt_len])).parts(np.asarray(fed), prompt_len)
-    assert named.num_prompt == sum(position < prompt_len for position in expected)
-    assert positions_named(named.rule, fed, prompt_len, random_spans(len(fed), pick), parts) == expected
-    last = last_position(named.rule, prompt_len)
+    assert matched.num_prompt == sum(position < prompt_len for position in expected)
+    assert positions_named(matched.rule, fed, prompt_len, random_spans(len(fed), pick), parts) == expected
+    last = last_position(matched.rule, prompt_len)
     assert last is None or max(expected, default=-1) <= last
     for first in range(prompt_len, len(fed)):
-        constant = generated_is_constant(named.rule, prompt_len, first)
+        constant = generated_is_constant(matched.rule, prompt_len, first)
         assert constant is None or all((p in expected) is constant for p in range(first, len(fed)))
 
 
