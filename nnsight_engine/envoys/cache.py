@@ -23,6 +23,7 @@ _MAX_CALLS: Final = 16
 
 
 def cache_html(title: str, kept: Mapping[str, Mapping[str, Sequence[Any]]]) -> str:
+    """Return modules as a foldable list; ``kept`` has by path, then by key, the values of each call."""
     modules = "".join(_module(path, values) for path, values in kept.items())
     return (
         '<div style="font-family: monospace; white-space: pre-wrap">'
@@ -83,6 +84,7 @@ class Entry:
         return self._indexed().calls
 
     def _of_call(self, number: Any) -> Entry:
+        """Return an entry with the values of one call only, by its number."""
         entry = Entry()
         for key, place in self._indexed().places.get(number, {}).items():
             entry.add(key, number, self.values[key][place])
@@ -97,6 +99,7 @@ class Entry:
         return {"values": self.values, "numbers": self.numbers}
 
     def _get(self, key: str) -> list[Any]:
+        """Return a key's values, one per call; AttributeError if there are none, see ``ReadListener``."""
         if key not in self.values:
             if ReadListener.missing_is_none:
                 return [None]
@@ -126,6 +129,8 @@ class Entry:
 
 
 class _Index:
+    """Where the values of each call are in an entry's lists, by key; and the numbers of all calls, sorted."""
+
     def __init__(self, numbers: Mapping[str, Sequence[Any]]) -> None:
         self.places: dict[Any, dict[str, int]] = {}
         for key, calls in numbers.items():
@@ -185,6 +190,7 @@ class Cache:
         self.entries.setdefault(path, Entry()).add(key, call, map_tensors(rows, self._copied, without_state))
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy, as the model may go on to change the tensor in place; see the class's options."""
         source = tensor.detach() if self.detach else tensor
         dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else None
         kept = source if dtype is None else narrowed(source, dtype, what=f"a cache keeps values in {dtype}")
@@ -267,6 +273,7 @@ class CacheView(Mapping[str, "CacheView"]):
             raise KeyError(f"{self._path} has no {path!r}") from error
 
     def _at_path(self, path: str) -> Self:
+        """Return the view at a path from the root, in any spelling; KeyError without values there."""
         if path in self._cache.entries:
             return type(self)(self._cache, path, self._envoy_at(path))
         view: Any = self
@@ -282,12 +289,14 @@ class CacheView(Mapping[str, "CacheView"]):
         return view
 
     def _part(self, name: str) -> Any:
+        """Return the place of one part of a path: a name, a child's number, or a call's number."""
         if not name.isdecimal():
             return getattr(self, name)
         is_child = isinstance(self._envoy, EnvoyTree) and name in self._envoy._names
         return self[name if is_child else int(name)]
 
     def _envoy_at(self, path: str) -> Any:
+        """Return what the model has at a path; None if it has nothing there."""
         tree = self._tree()
         try:
             return None if tree is None else at_path(tree, path)
@@ -310,6 +319,7 @@ class CacheView(Mapping[str, "CacheView"]):
         return self._below(getattr(self._envoy, name))
 
     def _below(self, envoy: Any) -> Any:
+        """Return the view of an envoy, or the views of a list of envoys."""
         if isinstance(envoy, list):
             return [self._below(child) for child in envoy]
         if not hasattr(envoy, "path"):
@@ -327,6 +337,7 @@ class CacheView(Mapping[str, "CacheView"]):
         return bool(envoy._names) and all(name.isdecimal() for name in envoy._names)
 
     def _calls(self) -> list[Any]:
+        """Return the numbers of the module's calls that have values; of a single call, its own."""
         entry = self._cache.entries.get(self._path)
         if self._call is not None:
             return [self._call]

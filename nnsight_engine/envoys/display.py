@@ -84,6 +84,7 @@ def names_of(envoy: Envoy) -> list[str]:
 
 
 def _node(envoy: Envoy, above: frozenset[int] = frozenset()) -> Node:
+    """Describe an envoy and all below it; ``above``: ids of the envoys around it, as trees may be cyclic."""
     module = envoy._module
     details = [f".{name}: {prop.description}" for name, prop in _described(type(envoy)).items()]
     if id(envoy) in above:
@@ -107,6 +108,7 @@ def _node(envoy: Envoy, above: frozenset[int] = frozenset()) -> Node:
 
 
 def _grouped(envoy: Envoy, children: list[tuple[str, Node]]) -> Iterator[ChildNode]:
+    """Yield the children; consecutive numbered ones of equal display are one, ``(0-11): 12 x Block``."""
     start = 0
     while start < len(children):
         name, node = children[start]
@@ -120,9 +122,10 @@ def _grouped(envoy: Envoy, children: list[tuple[str, Node]]) -> Iterator[ChildNo
 
 
 def _continues(envoy: Envoy, children: list[tuple[str, Node]], start: int, at: int) -> bool:
+    """Return whether child ``at`` belongs to the group of equal ones that begins at child ``start``."""
     name, node = children[at]
-    named = _names_for(envoy, name) or _names_for(envoy, children[start][0])
-    return name == str(int(children[at - 1][0]) + 1) and node == children[start][1] and not named
+    aliases = _names_for(envoy, name) or _names_for(envoy, children[start][0])
+    return name == str(int(children[at - 1][0]) + 1) and node == children[start][1] and not aliases
 
 
 def _names_for(envoy: Envoy, child: str) -> list[str]:
@@ -131,6 +134,7 @@ def _names_for(envoy: Envoy, child: str) -> list[str]:
 
 
 def _aliases_here(envoy: Envoy) -> dict[str, str]:
+    """Return the aliases that lead somewhere from this envoy, with the path of each."""
     aliases = envoy._alias
     if aliases is None:
         return {}
@@ -144,6 +148,7 @@ def _aliases_here(envoy: Envoy) -> dict[str, str]:
 
 
 def _described(cls: type) -> dict[str, eproperty]:
+    """Return a class's properties with a description, without those that every envoy has."""
     properties: dict[str, eproperty] = {}
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():
@@ -160,8 +165,8 @@ def _text_lines(node: Node) -> list[str]:
         return node.title.split("\n")
     lines = list(node.details)
     for child in node.children:
-        first, *rest = _text_lines(child.node)
-        lines += [f"({child.label}): {_times(child)}{first}", *rest]
+        title, *rest = _text_lines(child.node)
+        lines += [f"({child.label}): {_times(child)}{title}", *rest]
     lines += node.links
     return [f"{node.title}(", *textwrap.indent("\n".join(lines), "  ").split("\n"), ")"]
 
@@ -186,13 +191,14 @@ def _times(child: ChildNode) -> str:
 
 
 def _hint(envoy: Envoy, name: str) -> str:
+    """Return where the missing name is, or names that may be meant, as a sentence; empty without any."""
     counterpart = _counterpart(envoy, name)
     if counterpart:
         return f" {counterpart}."
     places = _places(envoy)
     if name in places:
-        first, *others = places[name]
-        return f" There is {first}{f', and {len(others)} more' if others else ''}."
+        path, *more_paths = places[name]
+        return f" There is {path}{f', and {len(more_paths)} more' if more_paths else ''}."
     public = {candidate for candidate in names_of(envoy) if not candidate.startswith("_")}
     everybodys = {*dir(torch.nn.Module), *object.__dir__(envoy)}
     specific = {*envoy._names, *_aliases_here(envoy), *(public - everybodys)}
@@ -204,6 +210,7 @@ def _hint(envoy: Envoy, name: str) -> str:
 
 
 def _counterpart(envoy: Envoy, name: str) -> str:
+    """Return what this model has in place of another family's module of that name; empty if nothing."""
     architecture = getattr(envoy._root.__dict__.get("_points"), "architecture", None)
     root = envoy._root.path
     if architecture is None or envoy.path not in {root, f"{root}.{architecture.body}"}:
@@ -216,6 +223,7 @@ def _counterpart(envoy: Envoy, name: str) -> str:
 
 
 def _places(envoy: Envoy) -> dict[str, list[str]]:
+    """Return the paths of all envoys below this one, by their last part."""
     by_name: dict[str, list[str]] = {}
     for below in envoy._walk():
         if below is not envoy:

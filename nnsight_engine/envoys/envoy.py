@@ -125,9 +125,8 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
             state["_by_module"] = {id(module): self}
             state["_probes"] = None
             state["_sources"] = []
-            state[
-                "_added"
-            ] = {}  # modules added by the user; code that runs traces elsewhere has to send them
+            # Modules added by the user; code that runs traces elsewhere has to send them.
+            state["_added"] = {}
         for name, child in module.named_children():
             self._add_envoy(child, name)
         check_aliases(self)
@@ -176,13 +175,14 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         mediator.iteration, mediator.moved_on = current + step, True
         return self
 
-    def _running(self, what: str) -> Mediator:
+    def _running(self, method: str) -> Mediator:
+        """Return the mediator of the running block; raise the error for ``method`` called outside of one."""
         mediator = self._interleaver.current
         if mediator is None:
             raise for_user(
                 another_models(self)
                 or ValueError(
-                    f"{self.path}.{what}() is called inside a trace that has an input, or inside an invoke"
+                    f"{self.path}.{method}() is called inside a trace that has an input, or inside an invoke"
                 )
             )
         return mediator
@@ -379,6 +379,7 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
             probes.remove()
 
     def _with_edits(self, run: Callable[[], Any]) -> Any:
+        """Run a call outside of traces, together with the edits of this model if it has any."""
         if not self._default_mediators:
             return run()
         with self._interleaver.exclusive:
@@ -422,6 +423,7 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         check_reached(self, self._added_later)
 
     def _drop_inspection_state(self) -> None:
+        """Drop rewritten forwards and scanned values; a server does so between traces."""
         for envoy in self._walk():
             envoy.__dict__["_source"] = None
             envoy._fake.clear()

@@ -45,6 +45,7 @@ def editable(value: T) -> T:
 
 
 def _as_single_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view that was created together with others as one created alone, of the same memory."""
     base = tensor._base
     if base is None or not tensor.requires_grad or _creation(tensor) != _ONE_OF_SEVERAL:
         return tensor
@@ -68,14 +69,14 @@ def is_for_help(frame: FrameType) -> bool:
         after += 1
     if after == len(instructions) or instructions[after].opname != "CALL" or instructions[after].arg != 1:
         return False
-    place = instructions[after].positions
+    call_position = instructions[after].positions
     return any(
         instruction.opname in _LOADS
         and instruction.argval == "help"
         and instruction.positions is not None
-        and place is not None
+        and call_position is not None
         and (instruction.positions.lineno, instruction.positions.col_offset)
-        == (place.lineno, place.col_offset)
+        == (call_position.lineno, call_position.col_offset)
         for instruction in instructions[:current]
     )
 
@@ -225,8 +226,8 @@ def outside(holder: Any, prop: eproperty) -> Any:
     """Return a scanned value, without a running block; ValueError if the holder has none."""
     fake = getattr(holder, "fake_value", None)
     if fake is not None:
-        found, value = fake(prop)
-        if found:
+        is_scanned, value = fake(prop)
+        if is_scanned:
             return value
     raise for_user(
         another_models(holder)

@@ -24,6 +24,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def compiled_around(root: Envoy, path: str) -> str | None:
+    """Return the path of the compiled module that ``path`` is inside of; None if there is none."""
     for envoy in root._walk():
         outer = str(envoy.path)
         if is_compiled(envoy._module) and path.startswith(f"{outer}."):
@@ -51,6 +52,8 @@ _COMPILED: Final = (
 
 
 class CacheMisses:
+    """What a cache was asked for and did not get, with the reasons; created together with the cache."""
+
     def __init__(
         self,
         cache: Cache,
@@ -61,7 +64,7 @@ class CacheMisses:
     ) -> None:
         self._interleaver = interleaver
         envoys = {str(envoy.path): envoy for envoy in model._walk()}
-        named = (
+        named_paths = (
             []
             if modules is None
             else [module if isinstance(module, str) else str(module.path) for module in modules]
@@ -69,8 +72,10 @@ class CacheMisses:
         self._cache = cache
         self._modules = {path: envoy._module for path, envoy in envoys.items()}
         self._is_named = modules is not None
-        self._requested = [(path, key) for path in (named if self._is_named else envoys) for key in keys]
-        self._early = {(path, key) for path, key in self._requested if self._has_run(path, key)}
+        self._requested = [
+            (path, key) for path in (named_paths if self._is_named else envoys) for key in keys
+        ]
+        self._had_run = {(path, key) for path, key in self._requested if self._has_run(path, key)}
 
     def _has_run(self, path: str, key: str) -> bool:
         return self._interleaver.num_calls(f"{path}.{key}") > 0
@@ -84,6 +89,7 @@ class CacheMisses:
         return f"tracer.cache() has no value for {'; '.join(missing[:_MAX_NAMED])}{more}."
 
     def _missing(self) -> Iterator[str]:
+        """Yield the missing values with reasons; of a cache of all modules, only what compilation hides."""
         opaque = {path for path, module in self._modules.items() if is_compiled(module)}
         opaque -= {path for path in opaque if self._was_called_inside(path)}
         if not self._is_named:
@@ -101,7 +107,7 @@ class CacheMisses:
             )
             if around is not None:
                 yield f"{path}.{key}, which is inside {around}, {_COMPILED}"
-            elif (path, key) in self._early:
+            elif (path, key) in self._had_run:
                 yield f"{path}.{key}, which had run before the cache was created: create it first"
             elif self._has_run(path, key):
                 yield f"{path}.{key}, which did not run after the cache was created"
@@ -113,5 +119,5 @@ class CacheMisses:
 
     def _was_called_inside(self, path: str) -> bool:
         """Return whether modules inside the path were called: torch compiles some calls separately."""
-        own = (f"{path}.", f"{path}._orig_mod")
-        return any(entry.startswith(own[0]) and entry != own[1] for entry in self._cache.entries)
+        original = f"{path}._orig_mod"  # the compiled module itself, under its own name
+        return any(entry.startswith(f"{path}.") and entry != original for entry in self._cache.entries)

@@ -59,6 +59,7 @@ def callee_of_text(function: Callable[..., Any], text: str) -> Callable[..., Any
 
 
 def _variable(function: Callable[..., Any], name: str) -> Any:
+    """Return what a name in a function's code refers to; ``_NOTHING`` for what only a call determines."""
     bound_to = getattr(function, "__self__", None)
     plain = function.__func__ if isinstance(function, MethodType) else function
     while hasattr(plain, "__wrapped__"):
@@ -135,6 +136,7 @@ class OperationEnvoy(CallValues, Place):
         return inner
 
     def _looked_up(self) -> SourceEnvoy:
+        """Find the function that is called without a running block: by its name, or by a run on fakes."""
         holder, name = self.holder, self.operation.name
         callee = callee_of_text(holder.original, self.operation.text)
         if callee is not None:
@@ -200,6 +202,7 @@ class SourceEnvoy(Place):
     def _run_operation(
         self, name: str, callee: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Make one of the function's calls; in the traced run, serve its values to blocks that wait."""
         interleaver = self.interleaver
         if get_ident() != interleaver.listener:
             return callee(*args, **kwargs)
@@ -222,6 +225,7 @@ class SourceEnvoy(Place):
         return value
 
     def bound_like(self, callee: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the rewritten function, bound to the object that ``callee`` is bound to, if any."""
         bound_to = getattr(callee, "__self__", None)
         return (
             MethodType(self.rewritten.function, bound_to) if bound_to is not None else self.rewritten.function
@@ -263,6 +267,7 @@ class ForwardSource:
         self._before: Any = None
 
     def rebind(self, module: torch.nn.Module) -> None:
+        """Continue with another module of the same structure, such as one with loaded weights."""
         self.remove()
         name = _name_of_forward(module)
         self.source.rebind(getattr(module, name))

@@ -63,6 +63,7 @@ class Probes:
                     attributes[slot] = probe
 
     def remove(self) -> None:
+        """Restore the modules' slots, and wake traces of other threads that wait for the modules."""
         with _changed:
             for attributes, slot, _, _ in self._probes:
                 attributes.pop(slot, None)
@@ -83,6 +84,7 @@ _installed: list[tuple[int, Probes]] = []
 
 
 def _probe(path: str, interleaver: Interleaver, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a wrapper of a module's ``call`` that counts calls and serves their values to waiting blocks."""
     entrance, exit_ = f"{path}.input", f"{path}.output"
     calls, wanted = interleaver.calls, interleaver.wanted
 

@@ -31,6 +31,7 @@ def without_state(leaf: Any) -> Any:
 
 
 def map_state(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a copy of a cache with ``fn`` applied to its tensors; other objects in it are shared."""
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, dict):
@@ -45,6 +46,7 @@ def map_state(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def state_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a cache and in its layers."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -111,6 +113,7 @@ def difference(before: Any, after: Any) -> str:
 
 
 def _same_form(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return ``whole``; ValueError if ``part`` has another shape, dtype or device."""
     forms = [(tuple(tensor.shape), tensor.dtype, str(tensor.device)) for tensor in (whole, part)]
     if forms[0] != forms[1]:
         expected, got = (f"a tensor {list(shape)} of {dtype} on {device}" for shape, dtype, device in forms)
@@ -175,6 +178,7 @@ class Batcher:
         return mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
 
     def _padding_hint(self, expected: torch.Size, actual: torch.Size) -> str:
+        """Return a hint for the error about a shape that a text without padding has; otherwise empty."""
         mask = self.attention_mask
         if mask is None or len(actual) < 2 or expected[1] != mask.shape[1] or bool(mask.all()):
             return ""
@@ -213,6 +217,7 @@ class Batcher:
         return self._narrowed(group, without_state)
 
     def _narrowed(self, group: BatchGroup, narrow_state: Callable[[Any], Any]) -> Any:
+        """Return these rows of the current value, with ``narrow_state`` applied to the caches in it."""
         return map_tensors(
             self.current_value,
             lambda tensor: self._rows(tensor, group),
@@ -220,11 +225,13 @@ class Batcher:
         )
 
     def _narrow_state(self, whole: Any, group: BatchGroup) -> Any:
+        """Return an invoke's rows of a KV cache, and note the loan, which ``reclaim`` checks."""
         part = map_state(whole, lambda tensor: self._rows(tensor, group))
         self._lending().states.append((part, whole, list(state_tensors(part))))
         return part
 
     def _rows(self, tensor: torch.Tensor, group: BatchGroup | None) -> torch.Tensor:
+        """Return a view of an invoke's rows of a tensor, or the whole if it has no rows; note the loan."""
         if group is None or not tensor.ndim or tensor.shape[0] != self.total_batch_size:
             return self._lend_whole(tensor)
         views = self._lending().views
@@ -236,6 +243,7 @@ class Batcher:
         return rows
 
     def _lend_whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note the version of a tensor that all invokes share, so that ``reclaim`` finds edits in place."""
         if not tensor.is_inference():  # inference tensors have no version counter
             self._lending().shared.append((tensor, tensor._version))  # noqa: SLF001 - has no public name
         return tensor
@@ -261,8 +269,8 @@ class Batcher:
                     "single ones, and an invoke edited it in place; only an empty invoke, "
                     "tracer.invoke(), can edit it"
                 )
-        for part, _, held in loans.states:
-            if list(map(id, state_tensors(part))) != list(map(id, held)):
+        for part, _, lent_tensors in loans.states:
+            if list(map(id, state_tensors(part))) != list(map(id, lent_tensors)):
                 raise ValueError(
                     f"an invoke has its own rows of the {type(part).__name__}, and put tensors into it or "
                     "updated it, which the model would not see: edit its tensors in place, or work on "
@@ -290,6 +298,7 @@ class Batcher:
         )
 
     def _replaced(self, group: BatchGroup, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """Return a tensor with an invoke's rows replaced; ValueError if the new ones do not fit."""
         first, num_rows = group
         if not whole.ndim or whole.shape[0] != self.total_batch_size:
             if part is whole:
@@ -319,11 +328,11 @@ class Batcher:
     def join(self, parts: list[Any]) -> Any:
         """Join the invokes' values, in order; ValueError if one has not as many rows as its invoke."""
         for part, (_, num_rows) in zip(parts, self.groups, strict=True):
-            first = next(tensors(part), None)
-            if first is not None and first.ndim and not self._fits(first.shape[0], num_rows):
+            tensor = next(tensors(part), None)
+            if tensor is not None and tensor.ndim and not self._fits(tensor.shape[0], num_rows):
                 raise ValueError(
                     f"this invoke owns {num_rows} of {self.total_batch_size} rows, so the value must be of "
-                    f"shape {(num_rows, *first.shape[1:])}, got {tuple(first.shape)}"
+                    f"shape {(num_rows, *tensor.shape[1:])}, got {tuple(tensor.shape)}"
                 )
         return self._joined(parts)
 
@@ -331,6 +340,7 @@ class Batcher:
         return length == num_rows
 
     def _joined(self, parts: list[Any]) -> Any:
+        """Concatenate the tensors of the invokes' values, rows after rows."""
         whole = parts[0]
         for part in parts[1:]:
             whole = map_pairs(whole, part, lambda first, second: torch.cat([first, second.to(first)]))
@@ -360,6 +370,8 @@ class Batcher:
 
 
 class _View:
+    """An invoke's rows of ``whole``; once ``apart``, they are no view of it and have to be merged in."""
+
     __slots__ = ("apart", "group", "rows", "whole")
 
     def __init__(self, whole: torch.Tensor, group: BatchGroup, rows: torch.Tensor) -> None:

@@ -57,6 +57,7 @@ class GradientSession:
         return key
 
     def __enter__(self) -> GradientSession:
+        """Make ``torch.Tensor.grad`` the property, which stays until the last session of any thread ends."""
         global _open  # noqa: PLW0603 - the property is process-wide, and so is the count of its users
         with _lock:
             _open += 1
@@ -82,6 +83,7 @@ def in_backward() -> bool:
 
 
 def _requesting_session() -> GradientSession | None:
+    """Return the innermost session if its block is the calling code; otherwise None."""
     stack = _sessions.stack
     if stack and stack[-1].mediator.worker is getcurrent():
         return stack[-1]

@@ -44,6 +44,7 @@ class ModuleUse:
         kwargs: dict[str, Any],
         method: str = "",  # noqa: ARG002 - a hook
     ) -> Any:
+        """Apply the module at ``path``, or a method of it, to values of a block, beside the model's run."""
         return apply(*args, **kwargs)
 
     def called_directly(self, path: str) -> None:
@@ -69,6 +70,12 @@ class Interleaver(ModuleUse):
         listener: The id of the thread whose module calls belong to the traced run; other threads may call
             modules untraced. 0 without a run, and while a block runs, because it may call modules itself.
         clock: The provider whose calls are the run's steps; None if any module's calls are.
+        ending: Whether the run has ended, so that blocks are cancelled.
+        loops_over: Whether no further step begins; ``over``: nor any further call of a module.
+        closed: Whether nothing is provided any more, not even the result.
+        released: Blocks that met at a barrier and are to be resumed.
+        providing: The provider and call number of the value that is served now.
+        skipped: The blocks that skip the current module, with the outputs that they give.
     """
 
     def __init__(
@@ -86,6 +93,7 @@ class Interleaver(ModuleUse):
     def initialize(
         self, mediators: list[Mediator], tracer: Any = None, batcher: Batcher | None = None
     ) -> None:
+        """Prepare for a run with these blocks, and drop what an earlier run has left."""
         self.mediators = mediators
         self.tracer = tracer
         self.batcher = batcher if batcher is not None else Batcher()
@@ -112,6 +120,7 @@ class Interleaver(ModuleUse):
         return copied
 
     def forget(self) -> None:
+        """Drop the blocks and values of a run: the model keeps its interleaver."""
         self.mediators = []
         self.tracer = None
         self.batcher = _NO_BATCH
@@ -129,6 +138,7 @@ class Interleaver(ModuleUse):
         return call_stacks.run(lambda: self._run(function))
 
     def _run(self, function: Callable[[], Any]) -> Any:
+        """Run the model and its last hand-overs; raise the error of a block, if there is one."""
         try:
             with self:
                 result = self._call_model(function)
@@ -156,6 +166,7 @@ class Interleaver(ModuleUse):
         del self.suspects[:-_MAX_SUSPECTS]
 
     def __enter__(self) -> Interleaver:
+        """Start all blocks, each up to its first request."""
         self.interleaving = True
         self.listener = threading.get_ident()
         try:
@@ -197,6 +208,7 @@ class Interleaver(ModuleUse):
         warn(error)
 
     def _settle(self) -> None:
+        """Resume blocks that a barrier released; unwind the model if a block has failed or stopped it."""
         while self.released and self.error is None:
             self.released.pop(0).respond()
         if (self.error is not None or self.stopped) and not self.ending:
@@ -231,6 +243,7 @@ class Interleaver(ModuleUse):
         return NOTHING
 
     def _too_late(self, mediator: Mediator, event: Event) -> Raise:
+        """Return the answer to a request for a call that is past, or will not come: always an error."""
         if self._ends_loop(mediator, event):
             return Raise(IterationOver(mediator.loops[-1]))
         return Raise(self._missed(mediator, event))
@@ -252,6 +265,7 @@ class Interleaver(ModuleUse):
             self.wanted.setdefault(provider, [])
 
     def unqueue(self, mediator: Mediator) -> None:
+        """Remove a block from those that wait for its provider."""
         event = mediator.waiting
         if event is None:
             return
@@ -268,6 +282,7 @@ class Interleaver(ModuleUse):
         return named(requester, self.call_number(requester))
 
     def call_number(self, provider: str) -> int:
+        """Return which call a request of the running block is for: of its step, the current, or the next."""
         mediator = self.current
         if mediator is not None and mediator.iteration is not None:
             return mediator.iteration
@@ -310,8 +325,8 @@ class Interleaver(ModuleUse):
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:
         """Serve the value to every block that waits for this call; return the value after their changes."""
-        batcher, outer = self.batcher, self.providing
-        handled, loans = batcher.current_value, batcher.loans
+        batcher, outer_providing = self.batcher, self.providing
+        outer_value, outer_loans = batcher.current_value, batcher.loans
         batcher.current_value, batcher.loans = value, None
         self.providing = (provider, number)
         try:
@@ -323,10 +338,11 @@ class Interleaver(ModuleUse):
                     watcher.add(provider, number, batcher.current_value)
             return batcher.current_value
         finally:
-            self.providing = outer
-            batcher.current_value, batcher.loans = handled, loans
+            self.providing = outer_providing
+            batcher.current_value, batcher.loans = outer_value, outer_loans
 
     def _serve_all(self, provider: str, number: int | None) -> None:
+        """Answer one block after the other until none waits for this call, as one may ask again."""
         wanted = self.wanted
         while provider in wanted:
             for mediator in wanted[provider]:
@@ -340,6 +356,7 @@ class Interleaver(ModuleUse):
                 self._settle()
 
     def _serve(self, mediator: Mediator, event: Event) -> None:
+        """Answer one block: give it the value, note that it skips the module, or take its replacement."""
         kind, _, _, more = event
         if kind is _VALUE:
             batcher, group = self.batcher, mediator.batch_group
@@ -418,6 +435,7 @@ class Interleaver(ModuleUse):
             self._settle()
 
     def check_dangling_mediators(self) -> None:
+        """Raise an error in each block that still waits when the run has ended."""
         self.closed = True
         for mediator in self._waiting():
             if mediator.waiting is not None:
@@ -425,6 +443,7 @@ class Interleaver(ModuleUse):
                 self._settle()
 
     def _missed(self, mediator: Mediator, event: Event) -> MissedProviderError:
+        """Return the error for a request that can no longer be answered, with the reason."""
         kind, provider, iteration, more = event
         if kind is Events.BARRIER:
             return MissedProviderError(more.unmet())

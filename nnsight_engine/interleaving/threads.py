@@ -76,6 +76,7 @@ class ThreadStack:
         self.abandoned = False
         self._payload: Any = None
         self._stream: torch.cuda.Stream | None = None
+        # Both are held except while control passes: to acquire one is to wait for control.
         self._to_job = allocate_lock()
         self._to_caller = allocate_lock()
         self._to_job.acquire()
@@ -93,6 +94,7 @@ class ThreadStack:
         return self.resume(job)
 
     def resume(self, payload: Any) -> Any:
+        """Pass control and ``payload`` to the job; return what it hands over, an error if it is too slow."""
         self._payload = payload
         # Each thread has a current stream of its own, and work on it would not be ordered with the model's.
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
@@ -103,6 +105,7 @@ class ThreadStack:
         return event
 
     def hand_over(self, event: Any) -> Any:
+        """Pass ``event`` to the caller, from the job's thread; return the answer when there is one."""
         self._hand_to_caller(event)
         self._await_control()
         if self.abandoned:
@@ -114,6 +117,7 @@ class ThreadStack:
         return self._thread is not None and self._thread.ident == threading.get_ident()
 
     def _run(self) -> None:
+        """The thread's code: wait for the job, run it, and hand its ``Done`` over."""
         torch.set_grad_enabled(False)
         compute_on_one_thread()
         self._await_control()
@@ -141,6 +145,7 @@ class ThreadStack:
         return time.monotonic()
 
     def _wait_for_control(self) -> bool:
+        """Wait for the job as long as it may still run in this step; return whether it has handed over."""
         begin = self.clock()
         came = self._to_caller.acquire(timeout=max(self.left_s, 0.0))
         self.left_s -= self.clock() - begin
@@ -188,6 +193,7 @@ def _withdraw_error(thread: threading.Thread) -> None:
 
 
 def _clear_stop_flag() -> None:
+    """Raise an error on this thread, which clears the flag of pending errors; see ``_withdraw_error``."""
     try:
         _raise_in(threading.current_thread(), TimeBudgetError)
         for _ in range(_CLEAR_ITERATIONS):  # it is raised at an iteration of a loop
@@ -209,6 +215,7 @@ class Threads:
         self._keeper: threading.Thread | None = None
 
     def take_stack(self) -> ThreadStack:
+        """Return a thread that is ready for a job, and order another one from the keeper."""
         if self._keeper is None:
             self._keeper = threading.Thread(
                 target=_keep_spare, args=(self.budget_s, self._spare, self._orders), daemon=True
@@ -257,6 +264,7 @@ def _do_nothing() -> None:
 
 
 def _serve_calls(stack: ThreadStack, event: Any) -> Any:
+    """Make the calls that a job asks for, on the model's thread; return what it hands over after them."""
     while type(event) is _ModelThreadCall:
         begin = stack.clock()
         answer = event.answer()
@@ -305,11 +313,12 @@ class ThreadMediator(Mediator):
     def _new_modes(self) -> Modes:
         return _OwnModes()
 
-    def _run_block(self, how: Callable[[Any, Any], Any], payload: Any) -> Any:
+    def _run_block(self, switch: Callable[[Any, Any], Any], payload: Any) -> Any:
+        """Run the block with its own random streams, and add the time to ``spent_s``."""
         begin = time.monotonic()
         self._random.exchange()
         try:
-            return super()._run_block(how, payload)
+            return super()._run_block(switch, payload)
         finally:
             self._random.exchange()
             self.spent_s += time.monotonic() - begin
@@ -322,6 +331,7 @@ class ThreadMediator(Mediator):
         return self._handed_over(_ModelThreadCall(act), what)
 
     def _handed_over(self, event: Any, what: str, iteration: int | None = None) -> Any:
+        """Hand an event over from the block's thread and return the answer; ``what`` is for the error."""
         worker: ThreadStack | None = self.worker
         if worker is None or not worker.is_current():
             assert self.interleaver is not None  # noqa: S101 - a started block has one

@@ -55,6 +55,7 @@ class ReadTrace:
 
 
 def _inputs(shared: Mapping[str, Any], num_invokes: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return the positional and keyword arguments of each invoke; DecodeError if they are malformed."""
     inputs = shared.get("inputs")
     if (
         not isinstance(inputs, list)
@@ -124,6 +125,7 @@ class BlockRunner(ABC):
         self._clean_up()
 
     def _run_blocks(self, request: TraceRequest, tracer: Tracer, resolve: Resolve) -> bytes:
+        """Decode and run the blocks; return the encoded outcome, with an error at the first block."""
         head = request.head
         # The server has checked the codec and its tenant, see ``app.auth.principal``.
         received = decode_blocks(head.codec, request.blocks, resolve=resolve, trusted=True)
@@ -152,6 +154,7 @@ class BlockRunner(ABC):
         return b"".join(pieces)
 
     def _outcome(self, trace: ReadTrace, tracer: Tracer) -> BaseException | None:
+        """Run the decoded blocks; return their error, without our frames, or None."""
         try:
             self._execute(trace, tracer)
         except TraceCancelledError:

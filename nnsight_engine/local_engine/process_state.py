@@ -53,6 +53,7 @@ def _loggers() -> dict[logging.Logger, _LoggerState]:
 
 
 def _identities(state: _LoggerState) -> tuple[Any, ...]:
+    """Return a logger's state in a form in which objects are compared by identity."""
     level, handlers, filters, propagate, disabled = state
     return level, [*map(id, handlers)], [*map(id, filters)], propagate, disabled
 
@@ -151,6 +152,7 @@ class ProcessState:
         return not self._remaining_threads() and objects and settings
 
     def _remaining_threads(self) -> set[int]:
+        """Wait a little for threads that blocks have started; return the ids of those that live on."""
         started = _thread_ids() - self._threads
         for thread in threading.enumerate() if started else ():
             if thread.ident in started:

@@ -70,6 +70,7 @@ class _ServerChannel:
                 self._socket.sendall(data)
 
     def frames(self) -> Iterator[Frame]:
+        """Yield the frames that the server sends until it closes the connection."""
         reader = FrameReader(MAX_FRAME_BYTES)
         with contextlib.suppress(ConnectionError):
             while num_bytes := self._socket.recv_into(reader.free_space()):
@@ -119,6 +120,7 @@ class _Cancelling:
             self._raise()
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        """Cancel the trace that runs, or note that it is to be, on the main thread."""
         if self._number is None:
             return
         if self._num_deferred:
@@ -132,11 +134,14 @@ class _Cancelling:
 
 
 class ServerRequests:
+    """Requests of blocks to the server, one at a time; the listener thread puts the answers."""
+
     def __init__(self, send: Callable[[dict[str, Any], bytes], None]) -> None:
         self._send = send
         self._answers: queue.SimpleQueue[Frame] = queue.SimpleQueue()
 
     def send(self, message: dict[str, Any], data: bytes) -> None:
+        """Send a request, whose frames ``answer`` returns."""
         while not self._answers.empty():  # left from a trace that was cancelled
             self._answers.get()
         self._send(message, data)
@@ -164,6 +169,8 @@ def serve(arguments: list[str], load: Callable[[ProcessOptions, ServerRequests],
 
 
 class _Serving:
+    """Connects the listener's thread with the main thread, which runs the traces."""
+
     def __init__(self, channel: _ServerChannel) -> None:
         self._channel = channel
         self._cancelling = _Cancelling()
@@ -186,6 +193,7 @@ class _Serving:
             os.killpg(os.getpgid(0), signal.SIGKILL)  # including processes that blocks have started
 
     def run(self, load: Callable[[], BlockRunner]) -> None:
+        """Load the runner, then run trace after trace; return if no further one may run here."""
         try:
             runner = load()
         except Exception as error:
@@ -225,6 +233,7 @@ class _Serving:
                 return
 
     def _answer(self, runner: BlockRunner, number: int, data: Any) -> Frame:
+        """Run a trace, which may be cancelled; return the frame with its result or its error."""
         try:
             self._cancelling.begin_trace(number)
             try:
@@ -270,6 +279,8 @@ def _print_warning(
 
 
 class _TraceStdout(io.TextIOBase):
+    """Standard output of blocks, which ``emit`` receives by lines; without a trace, the process's own."""
+
     def __init__(self, real: TextIO, emit: Callable[[str], None]) -> None:
         self._real = real
         self._emit = emit
@@ -279,6 +290,7 @@ class _TraceStdout(io.TextIOBase):
         self._prints = Prints()
 
     def end_trace(self) -> None:
+        """Emit the rest of the trace's output; from now on, the process's own is used."""
         prints, self._prints = self._prints, None
         if prints is not None:
             self._emit_text(prints.take_lines(everything=True))

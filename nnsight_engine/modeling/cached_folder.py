@@ -104,6 +104,7 @@ def write_manifest(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path, progress: ProgressCallback, timeout_s: float) -> Iterator[None]:
+    """Hold a lock between processes; FolderLockTimeoutError if another one keeps it for too long."""
     lock = filelock.FileLock(path)
     try:
         lock.acquire(blocking=False)

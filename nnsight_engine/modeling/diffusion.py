@@ -64,6 +64,7 @@ def _numbered(args: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _join(first: dict[str, Any], second: dict[str, Any], nums: tuple[int, int]) -> dict[str, Any]:
+    """Join arguments by name: those with rows row by row, others are shared; ``nums``: each invoke's rows."""
     rows = {
         name: _join_rows(name, first, second, nums)
         for name in {**first, **second}
@@ -83,6 +84,7 @@ def _has_rows(name: str, value: Any, num_rows: int) -> bool:
 
 
 def _join_rows(name: str, first: dict[str, Any], second: dict[str, Any], nums: tuple[int, int]) -> Any:
+    """Return an argument's rows of both invokes; ValueError if they do not fit together."""
     pair = [invoke.get(name) for invoke in (first, second)]
     if "negative_prompt" in name:
         pair = [[""] * num if value is None else value for value, num in zip(pair, nums, strict=True)]
@@ -161,6 +163,7 @@ class DiffusionModel(GeneratingMixin, HuggingFaceModel):
         return bool(args) or any(kwargs.get(name) is not None for name in INPUTS)
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], int]:
+        """Return the arguments, each text once per row, and the number of rows; see ``Batchable``."""
         if not self._has_input(inputs, kwargs):
             return without_input(kwargs)
         if inputs and isinstance(inputs[0], str | list | tuple):

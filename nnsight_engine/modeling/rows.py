@@ -82,11 +82,11 @@ class Filling:
         return torch.cat([self._widened(name, part, width) for part in parts])
 
     def _widened(self, name: str, rows: torch.Tensor, width: int) -> torch.Tensor:
-        missing = width - rows.shape[1]
-        if not missing:
+        num_missing = width - rows.shape[1]
+        if not num_missing:
             return rows
         value = self.token if name in _TOKEN_IDS else _FILLED_WITH[name]
-        filled = rows.new_full((rows.shape[0], missing, *rows.shape[2:]), value)
+        filled = rows.new_full((rows.shape[0], num_missing, *rows.shape[2:]), value)
         return torch.cat([filled, rows] if self.side == "left" else [rows, filled], dim=1)
 
 
@@ -124,6 +124,7 @@ def read_rows(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> dic
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with token ids for texts, and what the tokenizer returns beside those."""
     texts = {name: _texts(fields[name]) for name in _TEXT if name in fields}
     encoded = {name: tokenizer(texts) for name, texts in texts.items() if texts}
     beside = dict(encoded["input_ids"]) if "input_ids" in encoded else {}
@@ -131,6 +132,7 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> dict
 
 
 def _texts(value: Any) -> list[str]:
+    """Return a text, or several, as a list; an empty one for any other value."""
     if isinstance(value, str):
         return [value]
     is_list = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
@@ -143,6 +145,7 @@ def read_ids(value: Any) -> list[torch.Tensor]:
 
 
 def _parts(name: str, value: Any) -> list[torch.Tensor]:
+    """Return an argument's rows as tensors ``[rows, tokens, ...]``, of several lengths if it was a list."""
     if isinstance(value, list | tuple) and value and _is_row(value[0]):
         return [part for item in value for part in _parts(name, item)]
     if isinstance(value, int | float | None):
@@ -194,6 +197,7 @@ def join_rows(filling: Filling, first: Rows, second: Rows) -> Rows:
 
 
 def _default(name: str, rows: Rows) -> torch.Tensor:
+    """Return the rows of an invoke that lacks an argument; ValueError if it has no default."""
     mask = rows["attention_mask"]
     if name == "position_ids":
         return positions(mask)
@@ -227,12 +231,14 @@ def filled_left(arguments: dict[str, Any]) -> dict[str, Any]:
     mask = arguments.get("attention_mask")
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
         return arguments
-    missing = (mask.flip(1).cumsum(1) == 0).sum(1).tolist()
-    if not any(missing):
+    num_filled = (mask.flip(1).cumsum(1) == 0).sum(1).tolist()
+    if not any(num_filled):
         return arguments
     moved = dict(arguments)
     for name in ROW_INPUTS & arguments.keys():
         rows = arguments[name]
         if isinstance(rows, torch.Tensor) and rows.shape[:2] == mask.shape:
-            moved[name] = torch.stack([row.roll(by, 0) for row, by in zip(rows, missing, strict=True)])
+            moved[name] = torch.stack(
+                [row.roll(num_columns, 0) for row, num_columns in zip(rows, num_filled, strict=True)]
+            )
     return moved

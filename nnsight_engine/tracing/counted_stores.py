@@ -75,6 +75,8 @@ def count_stores(
 
 
 class _Counter(ast.NodeTransformer):
+    """Replaces assignments to shared variables by counted ones, see the module; ``spell`` mangles a name."""
+
     def __init__(self, names: frozenset[str], spell: Callable[[str], str]) -> None:
         self._counted = names
         """Names that an assignment in the current scope shares with the surroundings."""
@@ -86,6 +88,7 @@ class _Counter(ast.NodeTransformer):
         self._numbers = itertools.count(1)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Make an assignment or a deletion one of an item of the ``Assignments``."""
         if isinstance(node.ctx, ast.Load) or node.id not in self._counted:
             return node
         key = ast.Constant(value=self._spell(node.id))
@@ -100,6 +103,7 @@ class _Counter(ast.NodeTransformer):
         return located(call(attribute(self._stores_name, "assign"), key, node.value), node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> Any:
+        """Count ``x += y`` after the statement, whose target has to be a name."""
         node.value = self.visit(node.value)
         if not isinstance(node.target, ast.Name):
             node.target = self.visit(node.target)
@@ -107,6 +111,7 @@ class _Counter(ast.NodeTransformer):
         return [node, *self._counts(node, [node.target.id])]
 
     def visit_Import(self, node: ast.Import | ast.ImportFrom) -> Any:
+        """Count an import's names after the statement."""
         names = [alias.asname or alias.name.partition(".")[0] for alias in node.names]
         return [node, *self._counts(node, names)]
 
@@ -136,6 +141,7 @@ class _Counter(ast.NodeTransformer):
         return node
 
     def visit_FunctionDef(self, node: Function) -> Any:
+        """Rewrite a function; one that may have traces in it gets an ``Assignments`` of its own."""
         node.decorator_list = [self.visit(decorator) for decorator in node.decorator_list]
         node.args = self.visit(node.args)
         shared = declared_nonlocal(node.body)
@@ -189,6 +195,7 @@ class _Counter(ast.NodeTransformer):
         return node
 
     def visit_comprehension(self, node: ast.comprehension) -> ast.comprehension:
+        """Leave the target out: it is a variable of the comprehension."""
         node.iter = self.visit(node.iter)
         node.ifs = [self.visit(test) for test in node.ifs]
         return node
@@ -196,6 +203,7 @@ class _Counter(ast.NodeTransformer):
     def _in_scope(
         self, node: Function | ast.ClassDef, counted: frozenset[str], within_reach: frozenset[str]
     ) -> None:
+        """Rewrite the body of a function or class, in which other names are counted."""
         outside = self._counted, self._within_reach
         self._counted, self._within_reach = counted, within_reach
         try:

@@ -118,6 +118,7 @@ class _Leave:
         self.opcodes = opcodes
 
     def __call__(self, frame: FrameType, _event: str, _: Any) -> Any:
+        """Raise behind the instruction ``after``; Python calls this at each line, or at each instruction."""
         if frame.f_lasti <= self.after:
             return self
         if self.opcodes is not None:
@@ -224,6 +225,7 @@ def drop_callers(frame: FrameType) -> None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, then what caused it or was handled when it was raised, and so on."""
     seen: set[int] = set()  # they may form a cycle
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -232,6 +234,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _forget_jump(error: BaseException) -> None:
+    """Remove the ``BlockSkipped`` from an error's contexts."""
     seen: set[int] = set()  # contexts may form a cycle
     while error.__context__ is not None and id(error) not in seen:
         seen.add(id(error))

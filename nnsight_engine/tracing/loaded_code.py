@@ -62,6 +62,7 @@ def defines(tree: ast.Module, code: CodeType, globals_: Mapping[str, Any], node:
 def _agree(
     written: set[Instruction], loaded: set[Instruction], node: ast.AST, globals_: Mapping[str, Any]
 ) -> bool:
+    """Return whether the instructions of a text are the loaded ones; an import hook may have changed some."""
     if any(column is None for *_, column in loaded):  # compiled with -X no_debug_ranges
         written, loaded = _without_columns(written), _without_columns(loaded)
     if written == loaded:
@@ -158,6 +159,7 @@ def imported_names(tree: ast.AST) -> Iterator[str]:
 
 
 def _instructions(code: CodeType, lines: range | None = None) -> set[Instruction]:
+    """Return the compared instructions of code and of functions in it; of these lines only, if given."""
     instructions: set[Instruction] = set()
     for inner in _codes(code):
         for instruction in dis.get_instructions(inner):
@@ -170,6 +172,7 @@ def _instructions(code: CodeType, lines: range | None = None) -> set[Instruction
 
 
 def _is_compared(instruction: dis.Instruction) -> bool:
+    """Return whether an instruction depends on the text at its position only."""
     if (
         instruction.opname in _UNSAID
         or "JUMP" in instruction.opname
@@ -177,12 +180,12 @@ def _is_compared(instruction: dis.Instruction) -> bool:
         or instruction.positions.lineno is None
     ):
         return False
-    return not (
-        instruction.opname == "LOAD_CONST" and instruction.argval is None
-    )  # the end of a function, or of a block
+    is_end_of_function = instruction.opname == "LOAD_CONST" and instruction.argval is None  # or of a block
+    return not is_end_of_function
 
 
 def _kind(name: str) -> str:
+    """Return an operation's name, the same for every scope of a variable."""
     if name in {"LOAD_METHOD", "LOAD_ATTR"}:
         return "LOAD_ATTR"
     if name.startswith(("LOAD_", "STORE_", "DELETE_")) and name.endswith(_SCOPES):
@@ -194,6 +197,7 @@ _SCOPES: Final = ("_NAME", "_FAST", "_GLOBAL", "_DEREF", "_CLOSURE", "_CLASSDERE
 
 
 def _argument(instruction: dis.Instruction, code: CodeType) -> str:
+    """Return an instruction's argument in a form that is the same in any compilation of the text."""
     if isinstance(instruction.argval, CodeType):
         return instruction.argval.co_name
     if instruction.opname in {"FOR_ITER", "SEND"}:
@@ -204,6 +208,7 @@ def _argument(instruction: dis.Instruction, code: CodeType) -> str:
 
 
 def _constant(value: object) -> str:
+    """Return a constant's text, in which a frozenset has an order."""
     if isinstance(value, frozenset):
         return f"frozenset({sorted(map(_constant, value))})"
     if isinstance(value, tuple):

@@ -76,6 +76,7 @@ class _CacheByCode(Generic[Key, Value]):
         return value if value is not None else self.received.get(key)
 
     def put(self, key: Key, code: CodeType, value: Value) -> None:
+        """Store a value for a piece of ``code``; large received code is not cached."""
         table, max_entries, file = self.of_program, self._max_entries, code.co_filename
         if isinstance(file, SentFile):
             if file.lines.num_characters > _MAX_RECEIVED_CHARACTERS:
@@ -91,6 +92,8 @@ class _CacheByCode(Generic[Key, Value]):
 
 
 class TraceSites:
+    """Finds and compiles trace sites, and answers questions about the instruction that a frame is at."""
+
     def __init__(self, reader: SourceReader, *, max_sites: int = 8192) -> None:
         self.reader = reader
         self._sites: _CacheByCode[tuple[int, int], TraceSite] = _CacheByCode(max_sites)
@@ -143,6 +146,7 @@ class TraceSites:
         return layout
 
     def _compile(self, frame: FrameType) -> TraceSite:
+        """Find the ``with`` statement that a frame is entering in the source, and compile its block."""
         code = frame.f_code
         try:
             source = self.reader.read(code, frame.f_globals, lambda text: self._fits(text, frame))
@@ -183,6 +187,7 @@ class TraceSites:
         return nested is not None and matches(source.tree, frame.f_code, frame.f_globals, nested.node)
 
     def _statement(self, frame: FrameType, source: SourceText) -> Nested | None:
+        """Return the innermost ``with`` item whose expression is the one that a frame has evaluated."""
         wanted = self.layout(frame.f_code).expression_before(frame.f_lasti)
         statements = _matching(source.tree, wanted, frame.f_lineno)
         return min(statements, key=lambda nested: _lines(nested.node), default=None)
@@ -195,6 +200,7 @@ class _Layout:
     """
 
     def __init__(self, code: CodeType) -> None:
+        """Note the calls whose result a ``with`` enters (``feeding``), and those whose result is dropped."""
         self.code = code  # referenced so that its id stays valid
         self.feeding: set[int] = set()
         self.dropped: set[int] = set()
@@ -275,6 +281,7 @@ def _span(node: ast.expr) -> Span:
 
 
 def _matching(tree: ast.AST, wanted: Span, line: int) -> Iterator[Nested]:
+    """Yield the items of ``with`` statements whose expression has the position ``wanted``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.With):
             for index, item in enumerate(node.items):
@@ -283,6 +290,7 @@ def _matching(tree: ast.AST, wanted: Span, line: int) -> Iterator[Nested]:
 
 
 def _holds(node: ast.expr, wanted: Span, line: int) -> bool:
+    """Return whether an expression contains the position ``wanted``; if that is unknown, ``line``."""
     first, last, column, end_column = wanted
     if first is None or last is None or column is None or end_column is None:
         return node.lineno <= line <= (node.end_lineno or node.lineno)  # run with -X no_debug_ranges
@@ -291,6 +299,7 @@ def _holds(node: ast.expr, wanted: Span, line: int) -> bool:
 
 
 def _shares_line(nested: Nested) -> bool:
+    """Return whether what is run next begins on the line on which an item ends."""
     expression = nested.node.items[nested.item].context_expr
     rest = nested.node.items[nested.item + 1 :]
     following = rest[0].context_expr.lineno if rest else nested.node.body[0].lineno

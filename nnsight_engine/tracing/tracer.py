@@ -196,6 +196,7 @@ class Tracer:
             failed.__context__ = context
 
     def _outcome(self) -> BaseException | None:
+        """Run the block; return its error for the user, None without one."""
         try:
             self._run()
         except BaseException as failed:  # noqa: BLE001 - raised by __exit__, whatever it is
@@ -214,6 +215,7 @@ class Tracer:
             info.variables[name] = CellType(values[name]) if name in values else CellType()
 
     def _run(self) -> Any:
+        """Have the backend run the block, and give the saved values to the surrounding code."""
         self._read_variables()
         SAVES.enter()
         try:
@@ -315,6 +317,7 @@ class _Binder:
         self.shares_all = shares_all
 
     def __call__(self, capture: FunctionType, index: int, value: Any) -> Any:
+        """Give a tracer, the context ``value``, the block and cells of its ``with``; return the context."""
         if isinstance(value, Tracer):
             names, outer = capture.__code__.co_freevars, self.info
             cells = dict(zip(names, capture.__closure__ or ()))  # noqa: B905 - equally long, and this is faster

@@ -93,6 +93,7 @@ def _array(value: Any) -> Array:
 
 
 def _decoded(value: Mapping[str, Any]) -> Array:
+    """Return the numbers of a tensor object in JSON form; VizError if they are in a file, or invalid."""
     if "url" in value:
         raise VizError(
             f"this tensor is in a file on the server: download {value['url']}, read it with safetensors "

@@ -52,6 +52,7 @@ def results_table(results: Any) -> ResultsTable:
 
 
 def _rows(name: str, value: Any) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the rows of one result, each of name, kind, where and content; see ``_HEAD``."""
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind in {"capture", "probe"}:
         for point, content in value["points"].items():
@@ -79,8 +80,8 @@ def _feature(feature: Mapping[str, Any]) -> str:
 
 def _positions(result: Mapping[str, Any]) -> str:
     positions = result["positions"]
-    some = f"{positions[0]}–{positions[-1]}" if len(positions) > 1 else str(*positions)
-    return f"positions {some}" if len(positions) > 1 else f"position {some}"
+    span = f"{positions[0]}–{positions[-1]}" if len(positions) > 1 else str(*positions)
+    return f"positions {span}" if len(positions) > 1 else f"position {span}"
 
 
 def _content(value: Any) -> str:

@@ -128,6 +128,7 @@ class RouterOutput(NamedTuple):
 
     @classmethod
     def of(cls, value: Any, order: RouterOrder, top_k: int) -> RouterOutput:
+        """Read a router's tuple, see the class; without ids in it, they are those of the largest weights."""
         logits, weights = value[order[0]], value[order[1]]
         if len(order) == len(("logits", "weights")):
             weights, ids = weights.topk(top_k, dim=-1)
@@ -136,6 +137,7 @@ class RouterOutput(NamedTuple):
         return cls(logits, weights, ids, order)
 
     def plain(self) -> tuple[torch.Tensor, ...]:
+        """Return the values as a tuple of the router's own form."""
         items = (self.logits, self.weights, self.ids)
         if len(self.order) < len(items):
             items = (self.logits, torch.zeros_like(self.logits).scatter(-1, self.ids, self.weights), self.ids)
@@ -169,6 +171,7 @@ class ExpertIdsPoint(ExpertPoint):
         return output.ids.gather(-1, output.by_weight())
 
     def _with_whole(self, value: Any, whole: torch.Tensor) -> Any:
+        """Return the router's value with these ids, sorted by weight, and the weights that go with them."""
         output = self._output(value)
         changed = (whole != self._whole(value)).any(dim=-1, keepdim=True)
         if not isinstance(whole, FakeTensor):
@@ -206,6 +209,7 @@ class ExpertWeightsPoint(ExpertPoint):
         return output.weights.gather(-1, output.by_weight())
 
     def _with_whole(self, value: Any, whole: torch.Tensor) -> Any:
+        """Return the router's value with these weights, which are sorted as ``_whole`` returns them."""
         output = self._output(value)
         weights = torch.empty_like(output.weights).scatter(-1, output.by_weight(), whole)
         return output._replace(weights=weights).plain()

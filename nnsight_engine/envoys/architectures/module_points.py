@@ -129,6 +129,7 @@ class TokenShape:
         self.shape: tuple[int, int] | None = None
 
     def add(self, provider: str, iteration: int | None, value: Any) -> None:
+        """Record the shape of a layer's input; the interleaver calls this with each value that it watches."""
         del provider, iteration
         num_rows, num_tokens, *_ = first_tensor(value, "input").shape
         self.shape = (num_rows, num_tokens)
@@ -165,6 +166,7 @@ class FlattenedPoint:
         return rows
 
     def write(self, value: torch.Tensor) -> None:
+        """Replace this block's rows in a new tensor, which takes the place of the module's."""
         rows = self.read()
         mediator = self.envoy.interleaver.current
         fitting = check_fits(self.name, value, rows)
@@ -175,6 +177,7 @@ class FlattenedPoint:
         self._write_whole(self._with_rows(whole, fitting, mediator))
 
     def _rows(self, whole: torch.Tensor, mediator: Mediator | None) -> torch.Tensor:
+        """Return a view of the block's rows, ``[rows, tokens, width]``; of all rows outside a block."""
         shape = self.tokens.shape
         if shape is not None and whole.shape[:-1] == shape:
             whole = whole.flatten(0, 1)  # some layers keep rows and tokens apart
@@ -258,6 +261,7 @@ def first_tensor(value: Any, side: Side) -> torch.Tensor:
 
 
 def with_first_tensor(value: Any, side: Side, tensor: torch.Tensor) -> Any:
+    """Return a module's value with another first tensor, see ``first_tensor``."""
     if side == "output":
         return (tensor, *value[1:]) if isinstance(value, tuple) else tensor
     args, kwargs = value

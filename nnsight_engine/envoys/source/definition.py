@@ -90,10 +90,10 @@ def format_source(rewritten: Rewritten) -> str:
     number_width = len(str(len(lines) - 1))
     rows: list[str] = []
     for number, line in enumerate(lines):
-        first, *others = names.get(number, [""])
-        arrow = "->" if first else "  "
-        rows.append(f"{first:<{name_width}} {arrow} {number:>{number_width}} {line}")
-        rows.extend(f"{other:<{name_width}} -> {'+':>{number_width}}" for other in others)
+        name, *more_names = names.get(number, [""])
+        arrow = "->" if name else "  "
+        rows.append(f"{name:<{name_width}} {arrow} {number:>{number_width}} {line}")
+        rows.extend(f"{further:<{name_width}} -> {'+':>{number_width}}" for further in more_names)
     return "\n".join(row.rstrip() for row in rows)
 
 
@@ -222,6 +222,7 @@ def _imported_names(text: str) -> frozenset[str]:
 
 
 def _class_around(qualname: str) -> str | None:
+    """Return the innermost class in a qualified name, for name mangling; None if there is none."""
     parts = qualname.split(".")
     for part, following in reversed(list(itertools.pairwise(parts))):
         if "<locals>" not in (part, following):
@@ -230,6 +231,7 @@ def _class_around(qualname: str) -> str | None:
 
 
 def _find(tree_code: CodeType, wanted: CodeType) -> CodeType | None:
+    """Return the code inside ``tree_code`` that has the name and the line of ``wanted``; None without one."""
     for const in tree_code.co_consts:
         if not isinstance(const, CodeType):
             continue
@@ -263,6 +265,7 @@ def _same_code(code: CodeType, other: CodeType) -> bool:
 
 
 def _outline(code: CodeType) -> tuple[object, ...]:
+    """Return what determines how code runs, except its constants."""
     return (
         code.co_code,
         code.co_names,

@@ -63,6 +63,7 @@ class Invoker(Tracer):
         return args, kwargs
 
     def compile(self) -> Callable[[], Any]:
+        """Compile the block on copies of its variables; assignments are counted, for the other invokes."""
         info = self.info
         self.stored, self.cells = info.block.stored, copied(info.variables)
         self.identities = {name: self._identity(cell) for name, cell in info.variables.items()}
@@ -273,6 +274,7 @@ class InterleavingTracer(Tracer):
         return rows.to(getattr(self.model._root, "device", None) or rows.device)
 
     def _moves_filling(self) -> bool:
+        """Return whether the run generates with a decoder, which moves padding to the left."""
         config = getattr(self.model._root._module, "config", None)
         is_decoder = not getattr(config, "is_encoder_decoder", False)
         generates = "generate" in getattr(self.function, "__name__", "") or any(
@@ -294,6 +296,7 @@ class InterleavingTracer(Tracer):
     # Running.
 
     def compile(self) -> Callable[[], Any]:
+        """Compile the block; one that defines invokes counts assignments, which invokes compare."""
         info = self.info
         if info.assignments is None and not self.model._has_input(self.args, self.kwargs):
             info.assignments = Assignments(info.variables)
@@ -302,6 +305,7 @@ class InterleavingTracer(Tracer):
     def add(
         self, function: Callable[[], Any], info: Info, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        """Add an invoke: its input to the batch, and a mediator for its block."""
         group = self.batcher.add(self.model, args, kwargs)
         self.mediators.append(Mediator(function, info, batch_group=group))
 
@@ -354,6 +358,7 @@ class InterleavingTracer(Tracer):
         warnings.warn(message, stacklevel=users_stacklevel())
 
     def _release(self) -> None:
+        """Drop blocks, inputs and values of the run, since a tracer outlives its trace."""
         self.interleaver.forget()
         self.mediators.clear()
         self.invokers.clear()
@@ -362,6 +367,7 @@ class InterleavingTracer(Tracer):
         self.batcher.forget()
 
     def _collect(self, function: Callable[[], Any]) -> None:
+        """Add the block as the only invoke; without an input, run it, so that it defines invokes."""
         if self.model._has_input(self.args, self.kwargs):
             self.add(function, self.info, self.args, self.kwargs)
         else:
@@ -382,6 +388,7 @@ class InterleavingTracer(Tracer):
         return self._interleave()
 
     def _interleave(self, converted: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
+        """Run the model with edits and blocks; ``converted`` turns the inputs into fake tensors."""
         interleaver, model = self.interleaver, self.model
         mediators = [edit.mediator(interleaver) for edit in self.edits]
         interleaver.initialize([*mediators, *self.mediators], self, self.batcher)
@@ -409,6 +416,7 @@ class InterleavingTracer(Tracer):
                 mediator.exchange = exchange
 
     def _validate(self) -> None:
+        """Run copies of the blocks on fake tensors, which raises the errors of wrong shapes."""
         real = self.mediators
         copies = [_DryRun(invoker.info, invoker.identities, invoker.cells) for invoker in self.invokers] or [
             _DryRun(self.info, {}, self.info.variables)

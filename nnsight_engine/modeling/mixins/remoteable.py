@@ -77,6 +77,7 @@ class RemoteableMixin(MetaMixin):
         return super().session(backend=self._chosen(backend, remote, blocking=blocking))
 
     def _chosen(self, backend: Backend | None, remote: Remote, *, blocking: bool) -> Backend | None:
+        """Return the backend of a trace, by ``remote`` or this model's default; None runs it here."""
         default: Remote = self.__dict__["remote"]
         if backend is None and (default if remote is None else remote) == _HERE:
             # Imported lazily, since it depends on this package.
