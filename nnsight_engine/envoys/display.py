@@ -161,6 +161,7 @@ def _described(cls: type) -> dict[str, eproperty]:
 
 
 def _text_lines(node: Node) -> list[str]:
+    """Return a node and those below it as lines, as torch prints modules."""
     if node.is_leaf:
         return node.title.split("\n")
     lines = list(node.details)
@@ -172,6 +173,7 @@ def _text_lines(node: Node) -> list[str]:
 
 
 def _html(node: Node, prefix: str, *, is_open: bool) -> str:
+    """Return a node and those below it as foldable HTML; ``prefix`` is its label in its parent."""
     head = html.escape(prefix + node.title)
     if node.is_leaf:
         return f"<div>{head}</div>"
@@ -195,18 +197,18 @@ def _hint(envoy: Envoy, name: str) -> str:
     counterpart = _counterpart(envoy, name)
     if counterpart:
         return f" {counterpart}."
-    places = _places(envoy)
-    if name in places:
-        path, *more_paths = places[name]
+    paths_by_name = _places(envoy)
+    if name in paths_by_name:
+        path, *more_paths = paths_by_name[name]
         return f" There is {path}{f', and {len(more_paths)} more' if more_paths else ''}."
     public = {candidate for candidate in names_of(envoy) if not candidate.startswith("_")}
     everybodys = {*dir(torch.nn.Module), *object.__dir__(envoy)}
     specific = {*envoy._names, *_aliases_here(envoy), *(public - everybodys)}
-    near = _near(name, specific) or _near(name, public)
-    if near:
-        return f" Did you mean {' or '.join(repr(candidate) for candidate in near)}?"
-    below = [places[candidate][0] for candidate in _near(name, set(places))]
-    return f" Did you mean {' or '.join(below)}?" if below else ""
+    similar = _near(name, specific) or _near(name, public)
+    if similar:
+        return f" Did you mean {' or '.join(repr(candidate) for candidate in similar)}?"
+    similar_below = [paths_by_name[candidate][0] for candidate in _near(name, set(paths_by_name))]
+    return f" Did you mean {' or '.join(similar_below)}?" if similar_below else ""
 
 
 def _counterpart(envoy: Envoy, name: str) -> str:
@@ -231,9 +233,9 @@ def _places(envoy: Envoy) -> dict[str, list[str]]:
     return by_name
 
 
-def _near(name: str, known: set[str]) -> list[str]:
+def _near(name: str, known_names: set[str]) -> list[str]:
     return difflib.get_close_matches(
-        name, sorted(candidate for candidate in known if not candidate.isdecimal()), _MAX_SUGGESTIONS
+        name, sorted(candidate for candidate in known_names if not candidate.isdecimal()), _MAX_SUGGESTIONS
     )
 
 
@@ -245,10 +247,10 @@ def load_ipython_extension(shell: Any) -> None:
     from IPython.core.guarded_eval import EVALUATION_POLICIES  # noqa: PLC0415 - there if a shell calls this
 
     completer = shell.Completer
-    known: Any = EVALUATION_POLICIES[completer.evaluation]
+    policy: Any = EVALUATION_POLICIES[completer.evaluation]
     completer.use_jedi = False  # Jedi would be the only completer used, and it does not evaluate
     completer.policy_overrides = {
         **completer.policy_overrides,
-        "allowed_getattr_external": {*known.allowed_getattr_external, _OURS},
-        "allowed_getitem_external": {*known.allowed_getitem_external, _OURS},
+        "allowed_getattr_external": {*policy.allowed_getattr_external, _OURS},
+        "allowed_getitem_external": {*policy.allowed_getitem_external, _OURS},
     }

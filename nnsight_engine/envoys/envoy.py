@@ -307,11 +307,11 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         """Raise TypeError if nothing takes an argument of a trace. Classes with own inputs override it."""
         if type(self)._prepare_input is not Batchable._prepare_input:
             return
-        known, takes_others = named_arguments(type(self._module))
-        unknown = [] if takes_others else [name for name in kwargs if name not in known]
+        known_names, takes_others = named_arguments(type(self._module))
+        unknown = [] if takes_others else [name for name in kwargs if name not in known_names]
         if unknown:
             raise unknown_arguments_error(
-                unknown, known, f"{type(self._module).__name__}.forward of {self.path}"
+                unknown, known_names, f"{type(self._module).__name__}.forward of {self.path}"
             )
 
     def _example_input(self) -> dict[str, Any] | None:
@@ -405,7 +405,7 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
 
     def _rename(self, rename: Rename | None) -> None:
         """Replace the aliases of the tree; on TypeError or ValueError, they are not changed."""
-        before = self._alias
+        previous_aliases = self._alias
         aliases = Aliases(rename) if rename else None
         envoys = list(self._walk())
         try:
@@ -415,7 +415,7 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
                 check_aliases(envoy)
         except (TypeError, ValueError):
             for envoy in envoys:
-                envoy.__dict__["_alias"] = before
+                envoy.__dict__["_alias"] = previous_aliases
             raise
 
     def _check_names(self) -> None:
@@ -431,8 +431,8 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
 
     def _add_envoy(self, module: torch.nn.Module, name: str) -> Envoy:
         """Add the envoy of a child; a module that is in the tree already keeps its envoy."""
-        known = self._root._by_module
-        envoy = known.get(id(module))
+        envoys_by_module = self._root._by_module
+        envoy = envoys_by_module.get(id(module))
         if envoy is None:
             path = f"{self.path}.{name}"
             envoy = envoy_class(self._envoys, module, path, self._alias, Envoy)(
@@ -443,7 +443,7 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
                 envoys=self._envoys,
                 root=self._root,
             )
-            known[id(module)] = envoy
+            envoys_by_module[id(module)] = envoy
             self._root.__dict__["_probes"] = None
         if name in self._names:
             self._children[self._names.index(name)] = envoy
@@ -473,12 +473,12 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         def child(envoy: Envoy) -> Any:
             return envoy.__dict__[name]
 
-        made = type(
+        class_with_child = type(
             f"{type(self).__name__}.Preserved",
             (type(self),),
             {name: property(child), f"nns_{name}": original},
         )
-        object.__setattr__(self, "__class__", made)
+        object.__setattr__(self, "__class__", class_with_child)
 
     def __getattr__(self, name: str) -> Any:
         """Look a name up among the aliases, then on the module."""
@@ -519,8 +519,8 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         return call
 
     def _traced(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        ours = getattr(type(self), f"__nnsight_{name}__", None)
-        return MethodType(ours, self) if ours is not None else method
+        own_version = getattr(type(self), f"__nnsight_{name}__", None)
+        return MethodType(own_version, self) if own_version is not None else method
 
     def _call_method(
         self,
@@ -529,6 +529,7 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        """Call a method of the module that does not open a trace; subclasses may prepare the arguments."""
         return method(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:

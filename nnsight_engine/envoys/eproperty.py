@@ -60,16 +60,20 @@ def is_for_help(frame: FrameType) -> bool:
     """Return whether the value that ``frame`` is reading is the only argument of a call of ``help``."""
     instructions = list(dis.get_instructions(frame.f_code))
     current = next(
-        (at for at, instruction in enumerate(instructions) if instruction.offset >= frame.f_lasti), None
+        (index for index, instruction in enumerate(instructions) if instruction.offset >= frame.f_lasti), None
     )
     if current is None:
         return False
-    after = current + 1
-    while after < len(instructions) and instructions[after].opname in _BETWEEN:
-        after += 1
-    if after == len(instructions) or instructions[after].opname != "CALL" or instructions[after].arg != 1:
+    call_index = current + 1
+    while call_index < len(instructions) and instructions[call_index].opname in _BETWEEN:
+        call_index += 1
+    if (
+        call_index == len(instructions)
+        or instructions[call_index].opname != "CALL"
+        or instructions[call_index].arg != 1
+    ):
         return False
-    call_position = instructions[after].positions
+    call_position = instructions[call_index].positions
     return any(
         instruction.opname in _LOADS
         and instruction.argval == "help"
@@ -113,6 +117,7 @@ class eproperty:  # noqa: N801 - it is used like property
     """
 
     def __init__(self, key: str | None = None, description: str | None = None, iterate: bool = True) -> None:  # noqa: FBT001, FBT002 - the documented signature
+        """Create the decorator; it becomes the property when it is called with the stub."""
         self.key = key
         self.description = description
         self.iterate = iterate

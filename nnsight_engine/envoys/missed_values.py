@@ -26,9 +26,9 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def compiled_around(root: Envoy, path: str) -> str | None:
     """Return the path of the compiled module that ``path`` is inside of; None if there is none."""
     for envoy in root._walk():
-        outer = str(envoy.path)
-        if is_compiled(envoy._module) and path.startswith(f"{outer}."):
-            return outer
+        outer_path = str(envoy.path)
+        if is_compiled(envoy._module) and path.startswith(f"{outer_path}."):
+            return outer_path
     return None
 
 
@@ -62,6 +62,7 @@ class CacheMisses:
         keys: Sequence[str],
         interleaver: Interleaver,
     ) -> None:
+        """Note what the cache is to have, of all modules if None, and what of it has run already."""
         self._interleaver = interleaver
         envoys = {str(envoy.path): envoy for envoy in model._walk()}
         named_paths = (
@@ -102,11 +103,11 @@ class CacheMisses:
             entry = self._cache.entries.get(path)
             if entry is not None and key in entry.values:
                 continue
-            around = next(
+            compiled_path = next(
                 (path_in_cache for path_in_cache in opaque if path.startswith(f"{path_in_cache}.")), None
             )
-            if around is not None:
-                yield f"{path}.{key}, which is inside {around}, {_COMPILED}"
+            if compiled_path is not None:
+                yield f"{path}.{key}, which is inside {compiled_path}, {_COMPILED}"
             elif (path, key) in self._had_run:
                 yield f"{path}.{key}, which had run before the cache was created: create it first"
             elif self._has_run(path, key):

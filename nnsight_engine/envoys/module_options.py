@@ -46,6 +46,7 @@ class Aliases:
                 self._add(name, alias)
 
     def _add(self, name: str, alias: str) -> None:
+        """Add one alias for the modules at path ``name``; ValueError if one of them is not valid."""
         plain = alias.removeprefix(".")
         if not plain.isidentifier() or not all(
             part.isidentifier() or part.isdigit() for part in _parts(name)
@@ -95,12 +96,12 @@ class Aliases:
 
 def by_alias(envoy: Envoy, name: str, tried: frozenset[tuple[int, str]] = frozenset()) -> Any:
     """Return what an alias leads to from an envoy, or None; ``tried``, lookups in progress, ends cycles."""
-    here = (id(envoy), name)
+    lookup = (id(envoy), name)
     aliases = envoy._alias
-    if aliases is None or here in tried:
+    if aliases is None or lookup in tried:
         return None
     paths = aliases.resolve(name)
-    reached = (descend(envoy, path, tried | {here}) for path in [*paths, *_below_root(envoy, paths)])
+    reached = (descend(envoy, path, tried | {lookup}) for path in [*paths, *_below_root(envoy, paths)])
     return next((reachable for reachable in reached if reachable is not None), None)
 
 
@@ -139,9 +140,9 @@ def check_aliases(envoy: Envoy) -> None:
         if len(paths) > 1:
             reached = {id(module): path for path in paths if (module := descend(envoy, path)) is not None}
             if len(reached) > 1:
-                first, second, *_ = reached.values()
+                chosen, other, *_ = reached.values()
                 raise ValueError(
-                    f"rename gives the name {name!r} to both {first!r} and {second!r} of {envoy.path}; "
+                    f"rename gives the name {name!r} to both {chosen!r} and {other!r} of {envoy.path}; "
                     "leave one of them out"
                 )
 

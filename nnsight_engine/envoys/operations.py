@@ -70,9 +70,9 @@ def _variable(function: Callable[..., Any], name: str) -> Any:
     if name in code.co_varnames or name in code.co_cellvars:
         is_self = bound_to is not None and code.co_argcount and name == code.co_varnames[0]
         return bound_to if is_self else _NOTHING
-    known = inspect.getclosurevars(plain)
+    closure = inspect.getclosurevars(plain)
     if name in code.co_freevars:
-        return known.nonlocals.get(name, _NOTHING)
+        return closure.nonlocals.get(name, _NOTHING)
     return plain.__globals__.get(name, getattr(builtins, name, _NOTHING))
 
 
@@ -106,6 +106,7 @@ class OperationEnvoy(CallValues, Place):
     path: str | None
 
     def __init__(self, operation: Operation, holder: SourceEnvoy) -> None:
+        """Create the envoy of one call in the function whose calls ``holder`` has."""
         self.operation = operation
         self.holder = holder
         self.path = f"{holder.path}.{operation.name}"
@@ -179,10 +180,10 @@ class SourceEnvoy(Place):
     def rebind(self, function: Callable[..., Any]) -> None:
         """Rewrite another function of the same kind in its place; calls that both make keep their envoys."""
         rewritten = rewrite(function, self._run_operation, self.path)
-        before, self.original, self.rewritten = self.operations, function, rewritten
+        previous_operations, self.original, self.rewritten = self.operations, function, rewritten
         self.operations = {}
         for operation in rewritten.operations:
-            envoy = before.get(operation.name) or OperationEnvoy(operation, self)
+            envoy = previous_operations.get(operation.name) or OperationEnvoy(operation, self)
             envoy.operation = operation
             self.operations[operation.name] = envoy
 
@@ -261,6 +262,7 @@ class ForwardSource:
     """Installs a module's rewritten forward during a trace; accelerate's ``_old_forward`` is the real one."""
 
     def __init__(self, module: torch.nn.Module, path: str, model: Envoy) -> None:
+        """Rewrite the forward of the module at ``path``; ``install`` and ``remove`` put it in and out."""
         self.module, self.name = module, _name_of_forward(module)
         self.source = SourceEnvoy(path, getattr(module, self.name), model)
         self._installed = False
@@ -283,6 +285,7 @@ class ForwardSource:
         return True
 
     def remove(self) -> None:
+        """Restore what was in place of the rewritten forward, if that is installed."""
         if not self._installed:
             return
         self._installed = False

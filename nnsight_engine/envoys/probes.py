@@ -67,8 +67,8 @@ class Probes:
         with _changed:
             for attributes, slot, _, _ in self._probes:
                 attributes.pop(slot, None)
-            for attributes, slot, before in self._replaced:
-                attributes[slot] = before
+            for attributes, slot, attribute in self._replaced:
+                attributes[slot] = attribute
             self._replaced.clear()
             _installed.remove((get_ident(), self))
             _changed.notify_all()

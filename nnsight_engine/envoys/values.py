@@ -79,14 +79,14 @@ def names_input(kind: type[torch.nn.Module], names: Collection[str]) -> bool:
 
     Other keyword arguments apply to every invoke of a trace, as ``model.trace(scale=2)`` does.
     """
-    named = [
+    named_parameters = [
         parameter
         for parameter in _parameters(kind)
         if parameter.kind not in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD}
     ]
-    required = {parameter.name for parameter in named if parameter.default is parameter.empty}
-    first = {parameter.name for parameter in named[:1]}
-    return bool(names) and bool(required or first) and (required or first) <= set(names)
+    required = {parameter.name for parameter in named_parameters if parameter.default is parameter.empty}
+    first_name = {parameter.name for parameter in named_parameters[:1]}
+    return bool(names) and bool(required or first_name) and (required or first_name) <= set(names)
 
 
 def named_arguments(kind: type[torch.nn.Module]) -> tuple[frozenset[str], bool]:
@@ -104,10 +104,10 @@ def _parameters(kind: type[torch.nn.Module]) -> list[inspect.Parameter]:
 
 def unknown_arguments_error(unknown: Collection[str], known: Collection[str], where: str) -> TypeError:
     name = next(iter(unknown))
-    near = difflib.get_close_matches(name, known, n=1)
+    similar = difflib.get_close_matches(name, known, n=1)
     return TypeError(
         f"{where} takes no argument {', '.join(unknown)}"
-        + (f"; did you mean {near[0]}?" if near else "")
+        + (f"; did you mean {similar[0]}?" if similar else "")
         + (f". {_HERE_ONLY}" if {"remote", "blocking"} & set(unknown) else "")
     )
 

@@ -77,17 +77,17 @@ BatchGroup = tuple[int, int]
 
 def check_written(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """Return ``part``; ValueError if it is sparse, quantized or meta, or is complex and ``whole`` is not."""
-    why = ""
+    reason = ""
     if part.layout is not torch.strided:
-        why = "it is sparse; give tensor.to_dense()"
+        reason = "it is sparse; give tensor.to_dense()"
     elif part.is_quantized:
-        why = "it is quantized; give tensor.dequantize()"
+        reason = "it is quantized; give tensor.dequantize()"
     elif part.is_meta and not whole.is_meta:
-        why = "it is on the meta device, where tensors have no numbers"
+        reason = "it is on the meta device, where tensors have no numbers"
     elif part.is_complex() and not whole.is_complex():
-        why = "it is complex; give tensor.real"
-    if why:
-        raise ValueError(f"a tensor of {part.dtype} cannot take the place of one of {whole.dtype}: {why}")
+        reason = "it is complex; give tensor.real"
+    if reason:
+        raise ValueError(f"a tensor of {part.dtype} cannot take the place of one of {whole.dtype}: {reason}")
     return part
 
 
@@ -149,6 +149,7 @@ class Batcher:
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Create an empty batch; the arguments are those of the traced function for all invokes together."""
         self.shared_args = args
         self.shared_kwargs = kwargs
         self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -299,7 +300,7 @@ class Batcher:
 
     def _replaced(self, group: BatchGroup, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """Return a tensor with an invoke's rows replaced; ValueError if the new ones do not fit."""
-        first, num_rows = group
+        first_row, num_rows = group
         if not whole.ndim or whole.shape[0] != self.total_batch_size:
             if part is whole:
                 return whole
@@ -314,9 +315,9 @@ class Batcher:
                 f"{self._padding_hint(whole.shape, part.shape)}"
             )
         check_written(part, whole)
-        after = whole.narrow(0, first + num_rows, self.total_batch_size - first - num_rows)
+        rows_after = whole.narrow(0, first_row + num_rows, self.total_batch_size - first_row - num_rows)
         part = fitted(part, whole)
-        replaced = torch.cat([whole.narrow(0, 0, first), part, after])
+        replaced = torch.cat([whole.narrow(0, 0, first_row), part, rows_after])
         if self.loans is not None:
             views = [view for view in self.loans.views if view.whole is not whole or view.group != group]
             for view in views:
@@ -375,6 +376,7 @@ class _View:
     __slots__ = ("apart", "group", "rows", "whole")
 
     def __init__(self, whole: torch.Tensor, group: BatchGroup, rows: torch.Tensor) -> None:
+        """Note the rows of ``whole`` that the invoke with these rows, ``group``, was given."""
         self.whole = whole
         self.group = group
         self.rows = rows
@@ -382,16 +384,15 @@ class _View:
 
 
 class Loans:
-    """The parts of one value that were handed to invokes.
-
-    ``shared`` has versions at that time, ``trees`` the tensors that were in containers, ``states`` the whole
-    KV caches and the narrowed tensors.
-    """
+    """The parts of one value that were handed to invokes."""
 
     __slots__ = ("shared", "states", "trees", "views")
 
     def __init__(self) -> None:
         self.views: list[_View] = []
         self.shared: list[tuple[torch.Tensor, int]] = []
+        """Tensors that all invokes share, with their versions when they were handed out."""
         self.trees: list[tuple[Any, list[torch.Tensor], BatchGroup]] = []
+        """Narrowed containers, the tensors that were in them, and the rows."""
         self.states: list[tuple[Any, Any, list[torch.Tensor]]] = []
+        """Narrowed KV caches, the model's own, and the tensors that were in the narrowed ones."""

@@ -51,6 +51,9 @@ _MAX_NESTED = 256
 _STACK_POINTER_IN_JMP_BUF = {("Linux", "x86_64"): 48, ("Linux", "aarch64"): 104}
 """Offset of the stack pointer in ``_setjmp``'s buffer; it is mangled, but equal for equal addresses."""
 
+_MAX_JMP_BUF_BYTES = 1024
+"""More than the size of that buffer on any of these platforms."""
+
 
 class _Idle(OrderedDict[int, list[greenlet]]):
     """A thread's idle stacks by address, the address least recently used first.
@@ -104,10 +107,10 @@ class _Thread:
         self.nested = 0
         self.idle = _Idle()
         self.waiting: list[greenlet] | None = None
-        buffer = ctypes.create_string_buffer(1024)
+        jmp_buf = ctypes.create_string_buffer(_MAX_JMP_BUF_BYTES)
         offset = _STACK_POINTER_IN_JMP_BUF.get((platform.system(), platform.machine()))
-        self.pointer = None if offset is None else ctypes.c_size_t.from_buffer(buffer, offset)
-        self.registers = ctypes.byref(buffer)
+        self.pointer = None if offset is None else ctypes.c_size_t.from_buffer(jmp_buf, offset)
+        self.registers = ctypes.byref(jmp_buf)
 
 
 class _Local(threading.local):

@@ -81,6 +81,7 @@ class Interleaver(ModuleUse):
     def __init__(
         self, mediators: Iterable[Mediator] = (), tracer: Any = None, batcher: Batcher | None = None
     ) -> None:
+        """Create an interleaver; that of a model gets the blocks of each run by ``initialize``."""
         self.current: Mediator | None = None
         self.interleaving = False
         self.listener = 0
@@ -153,6 +154,7 @@ class Interleaver(ModuleUse):
         return None
 
     def _call_model(self, function: Callable[[], Any]) -> Any:
+        """Call the traced function; an error of it names the last assignments of blocks."""
         try:
             return function()
         except Exception as error:
@@ -185,6 +187,7 @@ class Interleaver(ModuleUse):
         self._end_run()
 
     def _end_run(self) -> None:
+        """Cancel the blocks that still wait, and drop the run's state."""
         self.ending = True
         self.cancel()
         self.interleaving = False
@@ -295,6 +298,7 @@ class Interleaver(ModuleUse):
         return self.calls.get(provider, 0)
 
     def foreign_request_error(self, requester: str) -> ValueError:
+        """Return the error for a request by code that is not the running block's own."""
         if in_backward():
             return ValueError(
                 f"Cannot request `{requester}` in a backwards tracer. You can only request `.grad`. Please "
@@ -360,29 +364,31 @@ class Interleaver(ModuleUse):
         kind, _, _, more = event
         if kind is _VALUE:
             batcher, group = self.batcher, mediator.batch_group
-            whole = group is None and batcher.loans is None
-            mediator.respond(batcher.current_value if whole else batcher.narrow(group))
+            gets_all = group is None and batcher.loans is None
+            mediator.respond(batcher.current_value if gets_all else batcher.narrow(group))
             return
         if kind is _SKIP:
             self.skipped.append((mediator, more))
             mediator.respond()
             return
-        before = self.batcher.current_value
+        previous_value = self.batcher.current_value
         try:
             if self.batcher.covers_batch(mediator.batch_group):
-                refuse_unpacked(before, more)
+                refuse_unpacked(previous_value, more)
             self.batcher.swap(mediator.batch_group, more)
         except ValueError as error:
             mediator.fail(error)
         else:
-            mediator.respond(difference(before, self.batcher.current_value))
+            mediator.respond(difference(previous_value, self.batcher.current_value))
 
     def skip_value(self, path: str) -> Any:
         """Return the output that blocks gave for a skipped module; ValueError if not all skipped it."""
         skipped, self.skipped = self.skipped, []
-        whole = [value for mediator, value in skipped if self.batcher.covers_batch(mediator.batch_group)]
-        if whole:
-            return whole[-1]
+        outputs_for_all = [
+            value for mediator, value in skipped if self.batcher.covers_batch(mediator.batch_group)
+        ]
+        if outputs_for_all:
+            return outputs_for_all[-1]
         rows = {mediator.batch_group: value for mediator, value in skipped}
         missing = [group for group in self.batcher.groups if group not in rows]
         if missing:
@@ -393,6 +399,7 @@ class Interleaver(ModuleUse):
         return self.batcher.join([rows[group] for group in self.batcher.groups])
 
     def reclaim_values(self) -> None:
+        """Check what the block did with its values; record an error of the block if it was not allowed."""
         try:
             self.batcher.reclaim()
         except ValueError as error:
@@ -475,6 +482,7 @@ class Interleaver(ModuleUse):
 
 
 def _ended(requester: str, calls: int) -> str:
+    """Return the message for a request for a step that never came, after ``calls`` calls."""
     times = "once" if calls == 1 else f"{calls} times"
     return (
         f"Execution complete but `{requester}` was not provided. It was reached {times}, and the run, or its "

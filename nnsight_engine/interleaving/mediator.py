@@ -125,6 +125,7 @@ class Mediator:
         name: str | None = None,
         batch_group: BatchGroup | None = None,
     ) -> None:
+        """Prepare a block: its compiled function, and its place in the user's code, if it has one."""
         self.intervention = intervention
         self.info = info
         self._name = name

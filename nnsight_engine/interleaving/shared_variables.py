@@ -62,6 +62,7 @@ class _VariableCell:
     )  # fmt: skip
 
     def __init__(self, cell: CellType, order: int, *, may_assign: bool) -> None:
+        """Note the cell of the invoke at place ``order`` among the invokes."""
         self.cell = cell
         self.order = order
         self.may_assign = may_assign
@@ -241,6 +242,7 @@ class Barrier:
         self.arrived = []
 
     def unmet(self) -> str:
+        """Return the message for invokes that still wait here when the run has ended."""
         return (
             f"Execution complete but a barrier for {self.participants} participants was reached by "
             f"{len(self.arrived)} only: call it in {self.participants} invokes."

@@ -53,6 +53,7 @@ class ModeKeeper:
     __slots__ = ("_block", "_block_grad", "_entered", "_inference_mode", "_model", "_model_grad")
 
     def __init__(self) -> None:
+        """Start the block in the modes of the model; None means no inference mode and no autocast."""
         self._block_grad = self._model_grad = _is_grad()
         self._model: Modes | None = current() if _is_inference() or _is_autocast() else None
         self._block: Modes | None = self._model
@@ -106,6 +107,7 @@ class ModeKeeper:
 
 
 def _set_modes(modes: Modes) -> None:
+    """Set grad mode and autocast of this thread; inference mode has no setter."""
     grad, _, autocast = modes
     if autocast or _is_autocast():
         for device, enabled, dtype in autocast or [(name, False, None) for name in _DEVICES]:
@@ -143,6 +145,7 @@ class RandomStreams:
     __slots__ = ("_cpu", "_devices", "_numpy", "_seed")
 
     def __init__(self, seed: int) -> None:
+        """Create the states of a block, by its seed; those of devices are created when they are used."""
         self._seed = seed
         self._cpu = torch.Generator().manual_seed(seed).get_state()
         self._numpy: np.random.BitGenerator = np.random.MT19937(seed)
@@ -160,6 +163,7 @@ class RandomStreams:
             self._exchange_device(torch.cuda.current_device())
 
     def _exchange_device(self, device: int) -> None:
+        """Swap the state of a device's generator, see ``exchange``."""
         generator = torch.cuda.default_generators[device]
         kept_state = self._devices.get(device)
         if kept_state is None:

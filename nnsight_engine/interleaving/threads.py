@@ -53,6 +53,7 @@ class _ModelThreadCall:
         self.act = act
 
     def answer(self) -> Any:
+        """Make the call, on the model's thread; an error is raised in the block."""
         try:
             return self.act()
         except Exception as error:  # noqa: BLE001 - raised in the block, at the line that asks
@@ -72,6 +73,7 @@ class ThreadStack:
     """Seconds for an interrupted job to come back before it is abandoned; -1 to wait for it however long."""
 
     def __init__(self, budget_s: float) -> None:
+        """Create a stack without its thread; ``budget_s``: seconds that its job may run in one step."""
         self.budget_s = self.left_s = budget_s
         self.abandoned = False
         self._payload: Any = None
@@ -135,6 +137,7 @@ class ThreadStack:
             torch.cuda.set_stream(self._stream)
 
     def _hand_to_caller(self, event: Any) -> None:
+        """Pass control and ``event`` to the caller; end the thread if it no longer listens."""
         if self.abandoned:
             raise SystemExit
         self._payload = event
@@ -209,6 +212,7 @@ class Threads:
     """
 
     def __init__(self, budget_s: float) -> None:
+        """Create no thread yet: the first block starts the keeper, which ``_orders`` spare threads."""
         self.budget_s = budget_s
         self._spare: deque[ThreadStack] = deque()
         self._orders: SimpleQueue[str | None] = SimpleQueue()
@@ -300,6 +304,7 @@ class ThreadMediator(Mediator):
         seed: int,
         name: str | None = None,
     ) -> None:
+        """Prepare a block that runs on one of ``threads``; ``seed`` is that of its random streams."""
         super().__init__(intervention, info, name)
         self.runs_on = threads  # type: ignore[misc] # one per engine; the base class has one for all
         self._random = RandomStreams(seed)

@@ -38,6 +38,7 @@ class ReadTrace:
     """A decoded trace whose parts were checked; ``saved`` are containers saved before the blocks ran."""
 
     def __init__(self, head: TraceHead, received: ReceivedTrace) -> None:
+        """Divide the blocks into invokes and edits; DecodeError if they do not fit the header."""
         self.head = head
         self.shared: Mapping[str, Any] = received.shared
         num_own = len(received.blocks) - head.num_edits
@@ -77,6 +78,7 @@ class BlockRunner(ABC):
     def __init__(
         self, *, max_result_bytes: int = MessageLimits().max_bytes, compresses: bool = False
     ) -> None:
+        """Set the limit of an encoded outcome, and whether it is compressed for clients that accept it."""
         self.failure = ""
         self.needs_replacement = False
         self._limits = MessageLimits(max_bytes=max_result_bytes)

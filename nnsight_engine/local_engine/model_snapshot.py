@@ -60,8 +60,8 @@ class TensorChecksums:
         """Return the checksums of all weights, those of one device in one tensor."""
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         seen: set[int] = set()
-        for known in self._summed:
-            for tensor in _plain(known.tensor):
+        for state in self._summed:
+            for tensor in _plain(state.tensor):
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in seen:  # weights may be tied
                     seen.add(storage.data_ptr())
@@ -73,6 +73,7 @@ class _TensorState:
     """A tensor's memory, flags and version; ``kept`` is a copy of the content, None for a weight."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        """Note the tensor's state; copy its content if it is small and no weight."""
         self.tensor = tensor
         self._memory = tensor.detach()  # keeps it allocated
         self._needs_grad = tensor.requires_grad
@@ -153,6 +154,7 @@ class AttributeSnapshot:
     """The attributes of all objects that are reachable from one, and the content of containers."""
 
     def __init__(self, root: Any) -> None:
+        """Record all objects and containers that are reachable from ``root``."""
         self.objects: list[Any] = []
         self.tensors: list[torch.Tensor] = []
         self._containers: list[_Container] = []
@@ -175,27 +177,28 @@ class AttributeSnapshot:
 
     def _record(self, value: Any) -> Iterable[Any]:
         """Record an object; return what it refers to, to be recorded next."""
-        below: list[Any]
+        referents: list[Any]
         if isinstance(value, dict | list | set):
             self._containers.append(_Container(value))
-            below = [*(value.values() if isinstance(value, dict) else value)]
+            referents = [*(value.values() if isinstance(value, dict) else value)]
         elif isinstance(value, tuple):
-            below = [*value]
+            referents = [*value]
         elif isinstance(value, _OBJECTS):
             of_kind: list[Any] = self.tensors if isinstance(value, torch.Tensor) else self.objects
             of_kind.append(value)
             self._kinds.append((value, type(value), vars(value)))
-            below = [vars(value)]
+            referents = [vars(value)]
         else:
             return ()
         self._seen[id(value)] = value  # the reference keeps its id valid
-        return below
+        return referents
 
 
 class Definitions:
     """The methods of classes and their bases, and what the modules that define them contain."""
 
     def __init__(self, classes: Iterable[type], modules: Iterable[ModuleType] = ()) -> None:
+        """Note what the classes, their bases, the modules of these and ``modules`` define."""
         bases = {base for cls in classes for base in cls.__mro__ if base is not object}
         self._classes = [(cls, dict(vars(cls))) for cls in bases]
         # Found through a function that the class defines itself, so that no module has to be looked up by
@@ -268,6 +271,7 @@ class ModelSnapshot:
     """A model as it was loaded, with the code and settings that its runs use."""
 
     def __init__(self, model: LanguageModel) -> None:
+        """Take the snapshot of a model without its probes, which the next run creates again."""
         self._model = model
         vars(model)[_PROBES] = None
         global_hooks = [value for name, value in vars(torch_modules).items() if name.startswith("_global_")]

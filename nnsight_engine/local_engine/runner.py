@@ -107,6 +107,7 @@ class TraceableModel(LanguageModel):
     def trace(
         self, *args: Any, remote: Any = None, blocking: bool = True, **kwargs: Any
     ) -> InterleavingTracer:
+        """Open a trace in this process, whatever ``remote`` and ``blocking`` a session's code gives."""
         del remote, blocking
         refuse_statement(sys._getframe(1), "trace")  # noqa: SLF001 - the caller's frame is examined
         return super().trace(*args, remote=False, **kwargs)

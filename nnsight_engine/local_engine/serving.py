@@ -87,6 +87,7 @@ class _Cancelling:
     """
 
     def __init__(self) -> None:
+        """Install the signal's handler; ``_number`` is the trace that runs, None between traces."""
         self._main = threading.main_thread().ident
         self._number: int | None = None
         self._num_deferred = 0
@@ -172,6 +173,7 @@ class _Serving:
     """Connects the listener's thread with the main thread, which runs the traces."""
 
     def __init__(self, channel: _ServerChannel) -> None:
+        """Create the queues of traces and of answers, which ``listen`` fills."""
         self._channel = channel
         self._cancelling = _Cancelling()
         self._traces: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
@@ -299,6 +301,7 @@ class _TraceStdout(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
+        """Emit the lines that are complete; without a trace, write to the process's own output."""
         if self._prints is None:
             return self._real.write(text)
         self._prints.write(text)

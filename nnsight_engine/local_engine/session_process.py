@@ -85,6 +85,7 @@ class SessionModel(VLLM):
     def trace(
         self, *args: Any, remote: Any = None, blocking: bool = True, **kwargs: Any
     ) -> InterleavingTracer:
+        """Open a trace on the session's server, whatever ``remote`` and ``blocking`` its code gives."""
         del remote, blocking
         refuse_statement(sys._getframe(1), "trace")  # noqa: SLF001 - the caller's frame is examined
         return super().trace(*args, backend=self._remote_backend(), **kwargs)

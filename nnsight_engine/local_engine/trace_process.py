@@ -83,6 +83,7 @@ class ProcessEndedError(Exception):
     """
 
     def __init__(self, status: int | None) -> None:
+        """Describe the end by the exit status; None: the process was killed, as it closed the connection."""
         if status is None:
             how = "it closed the connection to the server"
         elif status < 0:

@@ -61,6 +61,7 @@ class NNsight(Envoy):
         raise missing
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Assign the standard point ``logits``, or set any other attribute as on ``Envoy``."""
         if name == "logits" and self._has_standard_logits():
             self.__dict__["_points"][name] = value
         else:

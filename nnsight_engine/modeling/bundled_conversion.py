@@ -72,7 +72,9 @@ def find_source() -> Path:
     """Locate the GGUF file without importing its package; raise BundledModelError if it is missing."""
     # Importing it would import the ``llm`` tool that it is a plug-in of, which is not installed.
     spec = importlib.util.find_spec(SOURCE_PACKAGE)
-    candidates = [Path(place) / SOURCE_FILE for place in (spec and spec.submodule_search_locations) or ()]
+    candidates = [
+        Path(location) / SOURCE_FILE for location in (spec and spec.submodule_search_locations) or ()
+    ]
     source = next((path for path in candidates if path.is_file()), None)
     if source is None:
         raise BundledModelError(

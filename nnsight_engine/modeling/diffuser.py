@@ -23,6 +23,7 @@ DENOISERS: Final = ("unet", "transformer", "prior", "decoder")
 
 
 def diffusers() -> ModuleType:
+    """Return the package diffusers, an optional dependency; ImportError with a remedy without it."""
     try:
         return importlib.import_module("diffusers")
     except ImportError as error:
@@ -36,6 +37,7 @@ class Diffuser(torch.nn.Module):
     """The models of a pipeline; a forward call runs the denoiser."""
 
     def __init__(self, pipeline: Any) -> None:
+        """Take the components of a pipeline that are modules as submodules, under the same names."""
         super().__init__()
         self.pipeline = pipeline
         for name, component in pipeline.components.items():
@@ -88,8 +90,8 @@ def _component(source: str, name: str, entry: Sequence[str | None], options: dic
     library, class_name = entry
     if library is None or class_name is None:
         return None
-    inner = getattr(diffusers().pipelines, library, None)  # some components belong to one pipeline
-    cls = getattr(inner or importlib.import_module(library), class_name)
+    pipeline_module = getattr(diffusers().pipelines, library, None)  # some components belong to one pipeline
+    cls = getattr(pipeline_module or importlib.import_module(library), class_name)
     location = {**options, "subfolder": name}
     if not issubclass(cls, torch.nn.Module):
         with torch.device("cpu"):  # a scheduler computes its tables in its constructor

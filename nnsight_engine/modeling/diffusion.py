@@ -149,6 +149,7 @@ class DiffusionModel(GeneratingMixin, HuggingFaceModel):
         return Diffuser(self.automodel.from_pretrained(source, *args, **kwargs, **self._revision_option()))
 
     def _load_meta(self, source: Any, **kwargs: Any) -> torch.nn.Module:
+        """Return the pipeline's models without weights, in the dtype that the user has chosen."""
         pipeline = pipeline_without_weights(source, self.automodel, self._hub_options(kwargs), kwargs)
         module = Diffuser(pipeline)
         dtype = kwargs.get("dtype")
@@ -177,6 +178,7 @@ class DiffusionModel(GeneratingMixin, HuggingFaceModel):
     # Running.
 
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the denoiser once, on tensors, which are moved to its device."""
         if "prompt" in kwargs:
             raise TypeError(
                 "a trace runs the model that denoises once, on tensors; to make images of a prompt, "
@@ -201,6 +203,7 @@ class DiffusionModel(GeneratingMixin, HuggingFaceModel):
         return self._generate(*args, **with_last_step(pipeline, kwargs, interleaver.end_loops))
 
     def _generate(self, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
+        """Run the pipeline; ``seed`` determines the noise of each image, see ``generators``."""
         if self._has_input(args, kwargs):
             kwargs = as_lists(kwargs, count_rows(args, kwargs))
         if seed is not None:
@@ -219,8 +222,8 @@ class DiffusionModel(GeneratingMixin, HuggingFaceModel):
 
 def generators(seed: int, num_images: int) -> torch.Generator | list[torch.Generator]:
     """Return a generator per image, seeded ``seed``, ``seed + 1`` …, on the CPU: the same on every device."""
-    made = [torch.Generator().manual_seed(seed + index) for index in range(num_images)]
-    return made if num_images > 1 else made[0]
+    per_image = [torch.Generator().manual_seed(seed + index) for index in range(num_images)]
+    return per_image if num_images > 1 else per_image[0]
 
 
 def _images_per_prompt(kwargs: dict[str, Any]) -> int:

@@ -128,8 +128,8 @@ class LanguageModel(GeneratingMixin, TransformersModel):
                 f"{type(self).__name__} takes one input, got {len(inputs)}: put several texts in a list, "
                 "and give other arguments by name"
             )
-        read = self._with_positions(self._read(*inputs, **kwargs))
-        return (), read, len(read["attention_mask"])
+        arguments = self._with_positions(self._read(*inputs, **kwargs))
+        return (), arguments, len(arguments["attention_mask"])
 
     def _read(self, value: Any = None, /, **kwargs: Any) -> dict[str, Any]:
         fields = dict(value) if isinstance(value, Mapping) else {"input_ids": value}

@@ -82,6 +82,7 @@ class Filling:
         return torch.cat([self._widened(name, part, width) for part in parts])
 
     def _widened(self, name: str, rows: torch.Tensor, width: int) -> torch.Tensor:
+        """Pad rows to ``width`` tokens; the name of the argument determines the value."""
         num_missing = width - rows.shape[1]
         if not num_missing:
             return rows
@@ -103,13 +104,13 @@ def read_rows(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> dic
     """
     filling = filling_of(tokenizer)
     lengths: list[torch.Tensor] = []
-    read: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, value in _encoded(tokenizer, fields).items():
         if name not in ROW_INPUTS:
-            read[name] = value
+            arguments[name] = value
         elif value is not None:
             parts = _parts(name, value)
-            read[name] = filling.stack(name, parts)
+            arguments[name] = filling.stack(name, parts)
             if name in TOKEN_INPUTS:
                 lengths = [torch.ones(part.shape[:2], dtype=torch.long, device=part.device) for part in parts]
     if not lengths and "input_ids" in fields:  # None is the argument's absence where embeddings are given
@@ -118,9 +119,9 @@ def read_rows(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> dic
         raise ValueError(
             f"a language model's input needs input_ids or inputs_embeds, got {', '.join(fields)}"
         )
-    if "attention_mask" not in read:
-        read["attention_mask"] = filling.stack("attention_mask", lengths)
-    return read
+    if "attention_mask" not in arguments:
+        arguments["attention_mask"] = filling.stack("attention_mask", lengths)
+    return arguments
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> dict[str, Any]:
@@ -173,6 +174,7 @@ def _is_row(item: Any) -> bool:
 
 
 def _as_tensor(name: str, value: Any) -> torch.Tensor:
+    """Return lists as a tensor; an empty one is of integers too."""
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -214,7 +216,7 @@ def counts_positions(module: torch.nn.Module) -> bool:
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         return False
     methods = ("create_position_ids_from_input_ids", "get_rope_index")
-    if any(hasattr(part, name) for part in module.modules() for name in methods):
+    if any(hasattr(submodule, name) for submodule in module.modules() for name in methods):
         return False
     # Inspect the class: accelerate replaces the method on the instance.
     return "position_ids" in inspect.signature(type(module).forward).parameters

@@ -90,6 +90,7 @@ class SpreadBatcher(Batcher):
         )
 
     def _joined(self, parts: list[Any]) -> Any:
+        """Join the invokes' values within each block, see ``_join``."""
         whole = parts[0]
         for part, (_, num_rows) in zip(parts[1:], self.groups[1:], strict=True):
             join = functools.partial(self._join, num_rows)
@@ -109,6 +110,7 @@ class SpreadBatcher(Batcher):
         return torch.cat([rows for block in blocks for rows in block])
 
     def settle(self) -> None:
+        """Write edited copies back, then merge the views, see ``Batcher``."""
         self._put_back()
         if self.loans is not None:
             self._lending().gathered.clear()
@@ -126,11 +128,11 @@ class SpreadBatcher(Batcher):
 
     def _spans(self, length: int, group: BatchGroup) -> list[Span]:
         """Return an invoke's spans in ``length`` rows, one per block; none if the length fits no layout."""
-        total, (first, num_rows) = self.total_batch_size, group
+        total, (first_row, num_rows) = self.total_batch_size, group
         for num_blocks in range(1, self.num_blocks + 1):
             for copies in sorted(self.copies):
                 if length == num_blocks * total * copies:
-                    starts = [(block * total + first) * copies for block in range(num_blocks)]
+                    starts = [(block * total + first_row) * copies for block in range(num_blocks)]
                     return [(start, num_rows * copies) for start in starts]
         return []
 
@@ -146,9 +148,9 @@ class SpreadBatcher(Batcher):
             return self._lend_whole(tensor)
         if len(spans) == 1:
             return tensor.narrow(0, *spans[0])
-        for known in self._lending().gathered:
-            if known.whole is tensor and known.spans == spans:
-                return known.collect()
+        for earlier_copy in self._lending().gathered:
+            if earlier_copy.whole is tensor and earlier_copy.spans == spans:
+                return earlier_copy.collect()
         num_rows = sum(num for _, num in spans)
         gathered = _Gathered(tensor, spans, tensor.new_empty((num_rows, *tensor.shape[1:])))
         self._lending().gathered.append(gathered)
@@ -181,8 +183,8 @@ class SpreadBatcher(Batcher):
             items = getattr(value, field.name)
             spans = self._spans(len(items), group) if isinstance(items, list | np.ndarray) else []
             if len(spans) == 1:
-                first, num_items = spans[0]
-                narrowed[field.name] = items[first : first + num_items]
+                first_item, num_items = spans[0]
+                narrowed[field.name] = items[first_item : first_item + num_items]
         return dataclasses.replace(value, **narrowed) if narrowed else value
 
 

@@ -36,6 +36,7 @@ class TransformersModel(HuggingFaceModel):
         super().__init__(source, *args, **kwargs)
 
     def _load(self, source: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """Load the module with its weights; for a config, create it with random ones."""
         if isinstance(source, PreTrainedConfig):
             return self._from_config(source, kwargs)
         module: torch.nn.Module = self.automodel.from_pretrained(
@@ -57,7 +58,7 @@ class TransformersModel(HuggingFaceModel):
 
     def _from_config(self, config: PreTrainedConfig, kwargs: dict[str, Any]) -> torch.nn.Module:
         """Create a module by its config, with those of the user's options that apply to it."""
-        known = ("dtype", "attn_implementation", "trust_remote_code")
-        options = {name: kwargs[name] for name in known if name in kwargs and kwargs[name] != "auto"}
+        supported = ("dtype", "attn_implementation", "trust_remote_code")
+        options = {name: kwargs[name] for name in supported if name in kwargs and kwargs[name] != "auto"}
         module: torch.nn.Module = self.automodel.from_config(config, **options)
         return module.eval()

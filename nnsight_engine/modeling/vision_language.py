@@ -101,6 +101,7 @@ class VisionLanguageModel(LanguageModel):
 
 
 def _concatenated(name: str, features: list[Any]) -> Any:
+    """Concatenate an argument of one or two invokes along its first axis; ValueError if it is impossible."""
     if len(features) == 1:
         return features[0]
     first, second = features

@@ -176,6 +176,7 @@ class _Scope(ast.NodeVisitor):
 
 
 def _scan(body: Sequence[ast.stmt]) -> _Scope:
+    """Return the names that the statements of one scope assign, see ``_Scope``."""
     scope = _Scope()
     for statement in body:
         scope.visit(statement)

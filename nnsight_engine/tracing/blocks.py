@@ -315,9 +315,9 @@ class _Rewriter(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """Write out the arguments of ``super()``: the block's function has no first argument."""
         copied = self.generic_visit(node)
-        first = self.context.first_argument
-        if isinstance(copied, ast.Call) and is_bare_super(copied) and first is not None:
-            copied.args = [load("__class__"), load(first)]
+        first_argument = self.context.first_argument
+        if isinstance(copied, ast.Call) and is_bare_super(copied) and first_argument is not None:
+            copied.args = [load("__class__"), load(first_argument)]
             return located(copied, node)
         return copied
 
@@ -349,6 +349,7 @@ def _copy_node(node: ast.AST) -> ast.AST:
 
 
 def _refuse_leaving(body: Sequence[ast.stmt], source: SourceText) -> None:
+    """Raise SyntaxError at the first ``return``, ``yield`` or ``await`` that would leave the block."""
     for node in leaving(body):
         word = type(node).__name__.lower()
         raise _syntax_error(
@@ -361,6 +362,7 @@ def _refuse_leaving(body: Sequence[ast.stmt], source: SourceText) -> None:
 
 
 def _about_loop(error: SyntaxError, source: SourceText) -> SyntaxError:
+    """Return an error in the user's terms for ``break`` or ``continue`` of a loop around the block."""
     word = "continue" if "continue" in str(error) else "break"
     return _syntax_error(
         f"`{word}` cannot refer to a loop around a traced block, which runs as a separate function while the "

@@ -60,11 +60,11 @@ def located(made: Node, original: ast.AST) -> Node:
 
 def visited(visitor: ast.NodeVisitor, body: Sequence[ast.stmt]) -> list[ast.stmt]:
     """Return what a visitor makes of statements, of each of which it may make several."""
-    made: list[ast.stmt] = []
+    results: list[ast.stmt] = []
     for statement in body:
         result = visitor.visit(statement)
-        made += result if isinstance(result, list) else [result]
-    return made
+        results += result if isinstance(result, list) else [result]
+    return results
 
 
 def count_stores(
@@ -128,8 +128,8 @@ class _Counter(ast.NodeTransformer):
         """Count before the guard, where the pattern's names have been assigned."""
         captured = [
             name
-            for part in ast.walk(node.pattern)
-            for name in (getattr(part, "name", None), getattr(part, "rest", None))
+            for pattern_node in ast.walk(node.pattern)
+            for name in (getattr(pattern_node, "name", None), getattr(pattern_node, "rest", None))
             if isinstance(name, str) and name in self._counted
         ]
         self.generic_visit(node)
@@ -154,8 +154,8 @@ class _Counter(ast.NodeTransformer):
             self._stores_name = f"{OWN.rstrip('_')}_{next(self._numbers)}__"
         self._in_scope(node, (shared & self._within_reach) | lent, reach)
         if lent:
-            at = _after_docstring(node.body)
-            node.body[at:at] = self._lending(node, outside, lent, bound)
+            index = _after_docstring(node.body)
+            node.body[index:index] = self._lending(node, outside, lent, bound)
             self._stores_name = outside
         return [node, *self._counts(node, [node.name])]
 
@@ -234,6 +234,7 @@ def _lent_in(body: Sequence[ast.stmt]) -> frozenset[str]:
 
 
 def _after_docstring(body: Sequence[ast.stmt]) -> int:
+    """Return the index of the first statement after a docstring, 0 without one."""
     match body[0]:
         case ast.Expr(value=ast.Constant(value=str())):
             return 1

@@ -138,16 +138,16 @@ _CALLED_BY_USERS = tuple(f"{_HIDDEN[0]}{part}{os.sep}" for part in ("envoys", "m
 
 def hide_our_frames(traceback: TracebackType | None) -> TracebackType | None:
     """Return the traceback without the frames of this package, and of the context managers that it enters."""
-    kept: list[TracebackType] = []
+    users_entries: list[TracebackType] = []
     called_by_us = False
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
         called_by_us = is_ours(filename) or (called_by_us and filename == contextlib.__file__)
         if not called_by_us:
-            kept.append(traceback)
+            users_entries.append(traceback)
         traceback = traceback.tb_next
     result: TracebackType | None = None
-    for entry in reversed(kept):
+    for entry in reversed(users_entries):
         result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return result
 
@@ -206,7 +206,7 @@ def drop_callers(frame: FrameType) -> None:
     They exist only when the error arrives, so it takes a trace function, which then restores the previous
     one.
     """
-    before, local = sys.gettrace(), frame.f_trace
+    previous_function, local = sys.gettrace(), frame.f_trace
 
     def arrived(running: FrameType, event: str, argument: Any) -> Any:
         if event != "exception":
@@ -217,7 +217,7 @@ def drop_callers(frame: FrameType) -> None:
             below = below.tb_next
         entry.tb_next = below
         running.f_trace = local
-        sys.settrace(before)
+        sys.settrace(previous_function)
         return local
 
     frame.f_trace = arrived

@@ -214,9 +214,9 @@ class SourceReader:
         The ``__loader__`` of ``globals_`` finds modules that are not in a file. If no text ``fits``, it
         raises a ``ChangedSourceError``.
         """
-        known = self._by_code.get(id(code))
-        if known is not None and (fits is None or fits(known[1])):
-            return known[1]
+        cached = self._by_code.get(id(code))
+        if cached is not None and (fits is None or fits(cached[1])):
+            return cached[1]
         name = code.co_filename
         if isinstance(name, SentFile) and name.tree is not None:
             return SourceText(name, name.lines, name.tree())  # not cached: it dies with the code

@@ -139,6 +139,7 @@ class TraceSites:
         return frame.f_lasti in self.layout(frame.f_code).dropped
 
     def layout(self, code: CodeType) -> _Layout:
+        """Return where the ``with`` statements of a code object are, read once."""
         layout = self._layouts.get(id(code))
         if layout is None:
             layout = _Layout(code)
@@ -207,12 +208,12 @@ class _Layout:
         self._before: dict[int, Span] = {}
         instructions = list(dis.get_instructions(code))
         for index, instruction in enumerate(instructions[1:], start=1):
-            before = instructions[index - 1]
+            previous = instructions[index - 1]
             if instruction.opname in _ENTERS:
-                self.feeding.update(range(before.offset, instruction.offset))
-                self._before[instruction.offset] = _instruction_span(before)
+                self.feeding.update(range(previous.offset, instruction.offset))
+                self._before[instruction.offset] = _instruction_span(previous)
             elif instruction.opname == "POP_TOP":
-                self.dropped.update(range(before.offset, instruction.offset))
+                self.dropped.update(range(previous.offset, instruction.offset))
             elif instruction.opname.startswith("STORE_") and str(instruction.argval).startswith(WITH_MARKER):
                 end = _expression_end(instructions, index)
                 self.feeding.update(range(instructions[end].offset, instructions[end + 1].offset))
@@ -270,6 +271,7 @@ def _expression_end(instructions: list[dis.Instruction], store: int) -> int:
 
 
 def _instruction_span(instruction: dis.Instruction) -> Span:
+    """Return an instruction's first and last line and column, as ``Span``; None where unknown."""
     positions = instruction.positions
     if positions is None:
         return (None, None, None, None)
@@ -291,11 +293,11 @@ def _matching(tree: ast.AST, wanted: Span, line: int) -> Iterator[Nested]:
 
 def _holds(node: ast.expr, wanted: Span, line: int) -> bool:
     """Return whether an expression contains the position ``wanted``; if that is unknown, ``line``."""
-    first, last, column, end_column = wanted
-    if first is None or last is None or column is None or end_column is None:
+    first_line, last_line, column, end_column = wanted
+    if first_line is None or last_line is None or column is None or end_column is None:
         return node.lineno <= line <= (node.end_lineno or node.lineno)  # run with -X no_debug_ranges
     start, end = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
-    return start <= (first, column) and (last, end_column) <= end
+    return start <= (first_line, column) and (last_line, end_column) <= end
 
 
 def _shares_line(nested: Nested) -> bool:
@@ -319,11 +321,12 @@ def _lines(node: ast.stmt) -> int:
 
 
 def _excerpt(filename: str, line: int, around: int = 4) -> str:
-    first = max(1, line - around)
-    shown = linecache.getlines(filename)[first - 1 : line + around]
+    """Return the lines around a line, which is marked, for an error message."""
+    first_line = max(1, line - around)
+    shown = linecache.getlines(filename)[first_line - 1 : line + around]
     return "\n".join(
         f"    {text.rstrip()}{'  <--- HERE' if number == line else ''}"
-        for number, text in enumerate(shown, start=first)
+        for number, text in enumerate(shown, start=first_line)
     )
 
 

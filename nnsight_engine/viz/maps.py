@@ -99,6 +99,7 @@ def _of_capture(result: Any, point: str | None) -> tuple[Array, list[int], str]:
 
 
 def _chosen(heads: Sequence[int] | None, num_heads: int) -> list[int]:
+    """Return the numbers of the heads to draw, all by default; VizError if one does not exist."""
     chosen = list(range(num_heads)) if heads is None else [int(head) for head in heads]
     wrong = [head for head in chosen if not 0 <= head < num_heads]
     if wrong or not chosen:

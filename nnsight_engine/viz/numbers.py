@@ -76,6 +76,7 @@ def shown(token: str) -> str:
 
 
 def _array(value: Any) -> Array:
+    """Return numbers in any accepted form as an array of any shape; VizError for other values."""
     value = as_json(value)
     if isinstance(value, Mapping):
         return _decoded(value)

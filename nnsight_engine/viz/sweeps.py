@@ -119,15 +119,15 @@ def _curve(
     texts = [str(label) for label in labels]
     ax = axes_for(ax, width=6.0, height=3.6, label=metric, columns=texts)
     is_numeric = all(isinstance(label, int | float) for label in labels)
-    places = np.asarray(labels if is_numeric else range(len(labels)), np.float64)
-    order = np.argsort(places)
-    ax.plot(places[order], values[order], marker="o", markersize=3, label="sweep")
+    positions = np.asarray(labels if is_numeric else range(len(labels)), np.float64)
+    order = np.argsort(positions)
+    ax.plot(positions[order], values[order], marker="o", markersize=3, label="sweep")
     if random is not None:
-        ax.plot(places[order], random[order], marker="o", markersize=3, label="random direction")
+        ax.plot(positions[order], random[order], marker="o", markersize=3, label="random direction")
     if baseline is not None:
         ax.axhline(baseline, linestyle="--", color="grey", linewidth=1, label="without interventions")
     if not is_numeric:
-        ax.set_xticks(places, texts, rotation=45, ha="right", fontsize=8)
+        ax.set_xticks(positions, texts, rotation=45, ha="right", fontsize=8)
     ax.set_xlabel(name)
     ax.set_ylabel(metric)
     ax.legend(fontsize=8)

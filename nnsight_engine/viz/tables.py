@@ -19,7 +19,7 @@ class ResultsTable:
         self.rows = rows
 
     def __repr__(self) -> str:
-        return "\n".join("  ".join(part for part in row if part) for row in self.rows) or "no results"
+        return "\n".join("  ".join(cell for cell in row if cell) for row in self.rows) or "no results"
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{name}</th>" for name in _HEAD)
@@ -85,6 +85,7 @@ def _positions(result: Mapping[str, Any]) -> str:
 
 
 def _content(value: Any) -> str:
+    """Return a value in short: dtype and shape of a tensor, the text of others."""
     value = as_json(value)
     if isinstance(value, Mapping) and "dtype" in value and "shape" in value:
         return f"{value['dtype']} {list(value['shape'])}{', in a file' if 'url' in value else ''}"

@@ -119,11 +119,16 @@ class Architecture:
 
     def counterpart(self, name: str) -> tuple[str, str] | None:
         """Return the path and the standard name of what other families call ``name``; None if unknown."""
-        places = {"layers": self.family.layers, "norm": self.family.norm, "embed": self.family.embed}
+        paths_here = {"layers": self.family.layers, "norm": self.family.norm, "embed": self.family.embed}
         name_here = next(
-            (place for place in places if name in _names_in_families()[place] and places[place]), None
+            (
+                standard_name
+                for standard_name in paths_here
+                if name in _names_in_families()[standard_name] and paths_here[standard_name]
+            ),
+            None,
         )
-        return None if name_here is None else (self.path(places[name_here]), name_here)
+        return None if name_here is None else (self.path(paths_here[name_here]), name_here)
 
     def has_pattern(self, layer: int) -> bool:
         """Return whether a layer's attention probabilities are a point: those of its own queries and keys."""
@@ -260,7 +265,11 @@ def _names_in_families() -> Mapping[str, frozenset[str]]:
     """Return the names that modules of all families have, by the standard name of the module."""
     families = TRANSFORMERS_FAMILIES.values()
     bodies = frozenset(
-        part for family in families for body in family.bodies for part in body.split(".") if part
+        path_part
+        for family in families
+        for body in family.bodies
+        for path_part in body.split(".")
+        if path_part
     )
     return {
         "layers": bodies | {family.layers for family in families},

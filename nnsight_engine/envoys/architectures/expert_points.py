@@ -102,6 +102,7 @@ def expert_factors(router: Any) -> torch.Tensor | None:
 
 
 def num_chosen(config: Any) -> int:
+    """Return the number of experts that a router chooses for each token."""
     # Gemma 4 has another name for it.
     chosen: int = (
         config.num_experts_per_tok if hasattr(config, "num_experts_per_tok") else config.top_k_experts
@@ -187,6 +188,7 @@ class ExpertIdsPoint(ExpertPoint):
         return output._replace(weights=weights, ids=torch.where(changed, whole, output.ids)).plain()
 
     def _check(self, ids: torch.Tensor, num_experts: int) -> None:
+        """Raise PointValueError if experts cannot be forced in this model, or if an id is out of range."""
         if self.weights_of is None:
             raise PointValueError(
                 f"{self.name} cannot be written: the weights that this model gives to other experts are not "

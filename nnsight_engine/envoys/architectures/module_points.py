@@ -59,6 +59,7 @@ class ModulePoint:
     shape: tuple[int, ...]
 
     def read(self) -> torch.Tensor:
+        """Wait for the module's value and return this point's part, which a block may edit in place."""
         value = self._value()
         whole = first_tensor(value, self.side)
         part = self.view.part(whole)
@@ -71,6 +72,7 @@ class ModulePoint:
         return part
 
     def write(self, value: torch.Tensor) -> None:
+        """Replace the module's value by one with another part at this point."""
         current = self._value()
         whole = first_tensor(current, self.side)
         part = check_fits(self.name, value, self.view.part(whole))
@@ -113,6 +115,7 @@ class EncoderPoint(ModulePoint):
         super().write(value)
 
     def _check_alone(self) -> None:
+        """Raise PointValueError in an invoke that is not the only one of its batch."""
         mediator = self.envoy.interleaver.current
         group = None if mediator is None else mediator.batch_group
         if group is not None and not self.envoy.interleaver.batcher.covers_batch(group):
@@ -192,8 +195,8 @@ class FlattenedPoint:
         group = None if mediator is None else mediator.batch_group
         if group is None or batcher.covers_batch(group) or shape[0] != batcher.total_batch_size:
             return rows
-        first, num_rows = group
-        return rows.narrow(0, first, num_rows)
+        first_row, num_rows = group
+        return rows.narrow(0, first_row, num_rows)
 
     def _with_rows(self, whole: torch.Tensor, rows: torch.Tensor, mediator: Mediator) -> torch.Tensor:
         new = whole.clone()

@@ -133,6 +133,7 @@ class NamedPoints(Place, ABC):
         return [point_name(ENCODER_BLOCK, layer) for layer in range(self._num_encoder_layers())]
 
     def _names(self) -> Iterator[str]:
+        """Yield the names of all points, in the order in which the model computes them."""
         yield from self._encoder_names()
         yield from self._points_before_layers()
         for layer in range(self._num_layers()):
@@ -143,6 +144,7 @@ class NamedPoints(Place, ABC):
         return f"{name.split('.', 2)[-1] if name.startswith('layers.') else name} {self._point(name).shape}"
 
     def _point(self, name: str) -> PointAccess:
+        """Return the point of a name, which is created once; UnknownPointError if there is none."""
         point = self._points.get(name)
         if point is None:
             point = self._points[name] = self._access_of(name)

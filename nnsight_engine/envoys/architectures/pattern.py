@@ -152,8 +152,8 @@ class PatternPoint:
                 scaling=kwargs.get("scaling"),
                 is_causal=_is_causal(module, kwargs.get("is_causal")),
             )
-            before = attended.clone()
-            if not _equal(self._offer(attended), before):
+            unedited = attended.clone()
+            if not _equal(self._offer(attended), unedited):
                 raise self._not_writable()
         return _sdpa()(module, query, key, value, attention_mask, **kwargs)
 
@@ -257,6 +257,7 @@ def _register() -> None:
 
 
 def _sdpa() -> Callable[..., Any]:
+    """Return the fused attention function of transformers."""
     from transformers import AttentionInterface  # noqa: PLC0415
 
     function: Callable[..., Any] = AttentionInterface()[_SDPA]

@@ -136,6 +136,7 @@ class Points(NamedPoints):
             self.root.interleaver.watch(self._cache, [f"{mixer.path}.input" for mixer in mixers])
 
     def after_run(self) -> None:
+        """Drop the running step's cache, and restore the configs that points of patterns have replaced."""
         self._cache.cache = None
         for point in self._points.values():
             if isinstance(point, PatternPoint):
@@ -144,6 +145,7 @@ class Points(NamedPoints):
     # Lookup.
 
     def _supported(self) -> Architecture:
+        """Return the model's architecture; NoStandardPointsError if it has none."""
         if self.architecture is None:
             module = self.root._module
             raise NoStandardPointsError(
@@ -159,6 +161,7 @@ class Points(NamedPoints):
         return self._supported().num_encoder_layers
 
     def _leaves(self, layer: int) -> list[str]:
+        """Return the leaves of a layer, in the order in which the family's models compute them."""
         architecture = self._supported()
         leaves, has_pattern = architecture.leaves[layer], architecture.has_pattern(layer)
         order = architecture.family.order

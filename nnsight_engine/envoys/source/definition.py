@@ -200,9 +200,9 @@ def compile_definition(definition: Definition, code: CodeType, extra_free: tuple
 
 
 def _class_of(name: str, node: FunctionNode) -> ast.ClassDef:
-    made = cast("ast.ClassDef", parse("class Owner: pass").body[0])
-    made.name, made.body = name, [node]
-    return made
+    class_node = cast("ast.ClassDef", parse("class Owner: pass").body[0])
+    class_node.name, class_node.body = name, [node]
+    return class_node
 
 
 def _parse(block: list[str], code: CodeType) -> ast.stmt:
@@ -224,9 +224,9 @@ def _imported_names(text: str) -> frozenset[str]:
 def _class_around(qualname: str) -> str | None:
     """Return the innermost class in a qualified name, for name mangling; None if there is none."""
     parts = qualname.split(".")
-    for part, following in reversed(list(itertools.pairwise(parts))):
-        if "<locals>" not in (part, following):
-            return part
+    for name, following in reversed(list(itertools.pairwise(parts))):
+        if "<locals>" not in (name, following):
+            return name
     return None
 
 
@@ -237,9 +237,9 @@ def _find(tree_code: CodeType, wanted: CodeType) -> CodeType | None:
             continue
         if (const.co_name, const.co_firstlineno) == (wanted.co_name, wanted.co_firstlineno):
             return const
-        inner = _find(const, wanted)
-        if inner is not None:
-            return inner
+        inner_code = _find(const, wanted)
+        if inner_code is not None:
+            return inner_code
     return None
 
 
@@ -249,6 +249,7 @@ def _renamed(code: CodeType, old: str, new: str) -> CodeType:
 
 
 def _compiles_to(definition: Definition, code: CodeType) -> bool:
+    """Return whether a definition's text compiles to exactly the running code."""
     try:
         return _same_code(compile_definition(definition, code), code)
     except (LookupError, SyntaxError):

@@ -91,13 +91,13 @@ def with_inner(wrapper: FunctionType, inner: object, replacement: object, name: 
 
 def like(function: FunctionType, code: CodeType, closure: tuple[CellType, ...]) -> FunctionType:
     """Return a function with other code and cells, the rest like ``function``, which it does not wrap."""
-    made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
-    made.__kwdefaults__ = None if function.__kwdefaults__ is None else dict(function.__kwdefaults__)
-    functools.update_wrapper(made, function)
-    del made.__dict__["__wrapped__"]
+    new_function = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    new_function.__kwdefaults__ = None if function.__kwdefaults__ is None else dict(function.__kwdefaults__)
+    functools.update_wrapper(new_function, function)
+    del new_function.__dict__["__wrapped__"]
     if "__wrapped__" in function.__dict__:
-        made.__dict__["__wrapped__"] = function.__dict__["__wrapped__"]
-    return made
+        new_function.__dict__["__wrapped__"] = function.__dict__["__wrapped__"]
+    return new_function
 
 
 NodeT = TypeVar("NodeT", bound=ast.AST)
@@ -144,6 +144,7 @@ class _Marker:
     """Replaces calls by operations in a syntax tree, and lists them; see ``mark_operations``."""
 
     def __init__(self, definition: Definition, name: str) -> None:
+        """Prepare to mark the calls of ``definition``; ``name`` is the function's name in errors."""
         self._definition = definition
         self._name = name
         self._counts: collections.Counter[str] = collections.Counter()
@@ -162,6 +163,7 @@ class _Marker:
         return node
 
     def _mark_fields(self, node: ast.AST, fields: Iterable[str]) -> None:
+        """Mark the nodes in the given fields of a node, in this order."""
         for field in fields:
             value = getattr(node, field)
             if isinstance(value, ast.AST):

@@ -48,6 +48,7 @@ class Invoker(Tracer):
     assignments: Assignments
 
     def __init__(self, parent: InterleavingTracer, *args: Any, **kwargs: Any) -> None:
+        """Create an invoke of the trace ``parent``, with its input; ValueError while the model runs."""
         if parent.interleaver.interleaving:
             raise ValueError(
                 "Cannot invoke during an active model execution / interleaving. Invokes stand side by "
@@ -71,8 +72,8 @@ class Invoker(Tracer):
         return compiled(info, self.cells, assignments=self.assignments)
 
     def _identity(self, cell: CellType) -> tuple[int, int]:
-        around = self.info.assignments
-        return id(cell), 0 if around is None else around.count_of(cell)
+        outer_assignments = self.info.assignments
+        return id(cell), 0 if outer_assignments is None else outer_assignments.count_of(cell)
 
     def execute(self, function: Callable[[], Any]) -> None:
         self.parent.invokers.append(self)
@@ -349,6 +350,7 @@ class InterleavingTracer(Tracer):
                 self._release()
 
     def _warn_of_misses(self) -> None:
+        """Warn of the values that caches should have and did not get."""
         for cache in self.caches:
             message = cache.warning()
             if message is not None:
@@ -441,6 +443,7 @@ class _DryRun:
     """Copies of a block's variables for a run on fake tensors, which leaves the real ones unchanged."""
 
     def __init__(self, info: Info, identities: Mapping[str, Hashable], cells: Mapping[str, CellType]) -> None:
+        """Copy the variables of one block; ``identities`` tell which of them other invokes have too."""
         self.info = info
         self.identities = identities
         self.cells = copied(cells)
@@ -494,9 +497,9 @@ class BackwardsTracer(Tracer):
 
     def execute(self, function: Callable[[], Any]) -> None:
         """Run pass and block alternately, on this thread; torch's autograd threads have other stacks."""
-        why = missing_graph_reason(self.tensor)
-        if why is not None:
-            raise RuntimeError(f"there is nothing to go back through from this tensor: {why}")
+        reason = missing_graph_reason(self.tensor)
+        if reason is not None:
+            raise RuntimeError(f"there is nothing to go back through from this tensor: {reason}")
         mediator = Mediator(function, self.info)
         interleaver = Interleaver([mediator], self)
         with GradientSession(interleaver, mediator), torch.autograd.set_multithreading_enabled(mode=False):

@@ -28,9 +28,9 @@ class MetaMixin(LoadableMixin):
             dispatch: Whether to load the weights now.
             **kwargs: See ``LoadableMixin``.
         """
-        mine = self.__dict__
-        mine["_dispatched"] = dispatch or isinstance(source, torch.nn.Module)
-        mine["_copies"] = weakref.WeakSet()
+        attributes = self.__dict__
+        attributes["_dispatched"] = dispatch or isinstance(source, torch.nn.Module)
+        attributes["_copies"] = weakref.WeakSet()
         super().__init__(source, *args, **kwargs)
 
     def _module_from(self, source: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.nn.Module:
