@@ -295,7 +295,7 @@ class CacheView(Mapping[str, "CacheView"]):
         return view
 
     def _part(self, name: str) -> Any:
-        """Return the place of one part of a path: a name, a child's number, or a call's number."""
+        """Return what one part of a path leads to: a name, the number of a child, or that of a call."""
         if not name.isdecimal():
             return getattr(self, name)
         is_child = isinstance(self._envoy, EnvoyTree) and name in self._envoy._names

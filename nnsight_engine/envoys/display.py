@@ -122,7 +122,7 @@ def _grouped(envoy: Envoy, children: list[tuple[str, Node]]) -> Iterator[ChildNo
 
 
 def _continues(envoy: Envoy, children: list[tuple[str, Node]], start: int, at: int) -> bool:
-    """Return whether child ``at`` belongs to the group of equal ones that begins at child ``start``."""
+    """Return whether child ``at`` has the next number, and looks like ``start``, where the group begins."""
     name, node = children[at]
     aliases = _names_for(envoy, name) or _names_for(envoy, children[start][0])
     return name == str(int(children[at - 1][0]) + 1) and node == children[start][1] and not aliases

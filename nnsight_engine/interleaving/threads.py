@@ -212,7 +212,7 @@ class Threads:
     """
 
     def __init__(self, budget_s: float) -> None:
-        """Create no thread yet: the first block starts the keeper, which ``_orders`` spare threads."""
+        """Start no thread yet; ``_orders`` gets a message for each spare thread to be made, None at the end."""
         self.budget_s = budget_s
         self._spare: deque[ThreadStack] = deque()
         self._orders: SimpleQueue[str | None] = SimpleQueue()
@@ -252,9 +252,9 @@ class Threads:
         """Do nothing: the thread ends with its job."""
 
 
-def _keep_spare(budget_s: float, spare: deque[ThreadStack], wanted: SimpleQueue[str | None]) -> None:
-    """Keep idle threads ready; runs on its own thread, so that no caller waits for a thread to start."""
-    while wanted.get() is not None:
+def _keep_spare(budget_s: float, spare: deque[ThreadStack], orders: SimpleQueue[str | None]) -> None:
+    """Keep idle threads ready, on a thread of its own, so that no block waits for one; None ends them."""
+    while orders.get() is not None:
         while len(spare) < _NUM_SPARE:
             stack = ThreadStack(budget_s)
             stack.prepare()

@@ -88,7 +88,7 @@ class _Counter(ast.NodeTransformer):
         self._numbers = itertools.count(1)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        """Make an assignment or a deletion one of an item of the ``Assignments``."""
+        """Turn an assignment or deletion of a shared name into that of an item of the ``Assignments``."""
         if isinstance(node.ctx, ast.Load) or node.id not in self._counted:
             return node
         key = ast.Constant(value=self._spell(node.id))
@@ -162,7 +162,7 @@ class _Counter(ast.NodeTransformer):
     def _lending(
         self, node: Function, outside: str, lent: frozenset[str], bound: frozenset[str]
     ) -> list[ast.stmt]:
-        """Return the statements at a function's begin that have its own variables counted."""
+        """Return a function's first statements, which create an ``Assignments`` for its ``lent`` variables."""
         capture = capture_of(sorted(lent))
         begin = ast.Assign(
             targets=[store(self._stores_name)], value=call(attribute(outside, "lent"), capture)

@@ -188,7 +188,7 @@ def clean(error: BaseException, *, debug: bool) -> BaseException:
 
 
 def for_user(error: ErrorT) -> ErrorT:
-    """Return an error to be raised at once by code that the user has called, outside of a block as a rule.
+    """Return an error that code called by the user raises at once; it will reach them without our frames.
 
     None of ``_CALLED_BY_USERS`` may catch it; other parts of the package do, so for these it stays as it is.
     """

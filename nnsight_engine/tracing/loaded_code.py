@@ -70,7 +70,7 @@ def _agree(
         return True
     if not _is_hooked(globals_):
         return False
-    rewritten = [
+    assert_lines = [  # pytest rewrites them
         range(inner.lineno, (inner.end_lineno or inner.lineno) + 1)
         for inner in ast.walk(node)
         if isinstance(inner, ast.Assert)
@@ -78,7 +78,7 @@ def _agree(
     missing = {
         instruction
         for instruction in written - loaded
-        if not any(instruction[2] in lines for lines in rewritten)
+        if not any(instruction[2] in lines for lines in assert_lines)
     }
     return missing <= _replaced(node, loaded)
 

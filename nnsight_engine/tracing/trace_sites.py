@@ -301,7 +301,7 @@ def _holds(node: ast.expr, wanted: Span, line: int) -> bool:
 
 
 def _shares_line(nested: Nested) -> bool:
-    """Return whether what is run next begins on the line on which an item ends."""
+    """Return whether other code follows on an item's last line, so that the block is left at once."""
     expression = nested.node.items[nested.item].context_expr
     rest = nested.node.items[nested.item + 1 :]
     following = rest[0].context_expr.lineno if rest else nested.node.body[0].lineno

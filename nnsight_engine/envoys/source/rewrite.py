@@ -246,7 +246,7 @@ def _nameless_part(callee: ast.expr) -> str:
 
 
 def rewrite(function: Callable[..., Any], call: OperationCall, name: str) -> Rewritten:
-    """Rewrite a function's own calls, of a decorated one its innermost body's, into operations."""
+    """Rewrite a function so that its calls go through ``call``; of a decorated one, its innermost body's."""
     try:
         inspect.unwrap(function)
     except ValueError as error:

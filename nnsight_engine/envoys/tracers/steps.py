@@ -30,7 +30,7 @@ class IteratorTracer(Tracer):
     """
 
     def __init__(self, steps: Steps, interleaver: Interleaver) -> None:
-        """Raise TypeError or ValueError unless it is a number, increasing numbers, or a forward slice."""
+        """Select steps; TypeError or ValueError unless by a number, increasing ones, or a forward slice."""
         super().__init__()
         self.open_ended = isinstance(steps, slice)
         self.interleaver = interleaver
