@@ -212,7 +212,7 @@ class Threads:
     """
 
     def __init__(self, budget_s: float) -> None:
-        """Start no thread yet; ``_orders`` gets a message for each spare thread to be made, None at the end."""
+        """Start no thread yet; ``_orders`` gets a message for each spare thread to make, None at the end."""
         self.budget_s = budget_s
         self._spare: deque[ThreadStack] = deque()
         self._orders: SimpleQueue[str | None] = SimpleQueue()

@@ -162,7 +162,7 @@ class _Counter(ast.NodeTransformer):
     def _lending(
         self, node: Function, outside: str, lent: frozenset[str], bound: frozenset[str]
     ) -> list[ast.stmt]:
-        """Return a function's first statements, which create an ``Assignments`` for its ``lent`` variables."""
+        """Return the statements that create a function's ``Assignments`` for its ``lent`` variables."""
         capture = capture_of(sorted(lent))
         begin = ast.Assign(
             targets=[store(self._stores_name)], value=call(attribute(outside, "lent"), capture)
