@@ -23,6 +23,7 @@ _MAX_CALLS: Final = 16
 
 
 def cache_html(title: str, kept: Mapping[str, Mapping[str, Sequence[Any]]]) -> str:
+    """Return modules as a foldable list; ``kept`` has by path, then by key, the values of each call."""
     modules = "".join(_module(path, values) for path, values in kept.items())
     return (
         '<div style="font-family: monospace; white-space: pre-wrap">'
@@ -83,9 +84,10 @@ class Entry:
         return self._indexed().calls
 
     def _of_call(self, number: Any) -> Entry:
+        """Return an entry with the values of one call only, by its number."""
         entry = Entry()
-        for key, place in self._indexed().places.get(number, {}).items():
-            entry.add(key, number, self.values[key][place])
+        for key, index in self._indexed().places.get(number, {}).items():
+            entry.add(key, number, self.values[key][index])
         return entry
 
     def _indexed(self) -> _Index:
@@ -97,6 +99,7 @@ class Entry:
         return {"values": self.values, "numbers": self.numbers}
 
     def _get(self, key: str) -> list[Any]:
+        """Return a key's values, one per call; AttributeError if there are none, see ``ReadListener``."""
         if key not in self.values:
             if ReadListener.missing_is_none:
                 return [None]
@@ -122,15 +125,17 @@ class Entry:
         return _one_or_all([_first_argument(value) for value in self._get("input")])
 
     def __repr__(self) -> str:
-        return f"Entry({', '.join(f'{key} x{len(kept)}' for key, kept in self.values.items())})"
+        return f"Entry({', '.join(f'{key} x{len(values)}' for key, values in self.values.items())})"
 
 
 class _Index:
+    """Where the values of each call are in an entry's lists, by key; and the numbers of all calls, sorted."""
+
     def __init__(self, numbers: Mapping[str, Sequence[Any]]) -> None:
         self.places: dict[Any, dict[str, int]] = {}
         for key, calls in numbers.items():
-            for place, call in enumerate(calls):
-                self.places.setdefault(call, {}).setdefault(key, place)
+            for index, call in enumerate(calls):
+                self.places.setdefault(call, {}).setdefault(key, index)
         self.calls = sorted(self.places)
 
 
@@ -144,6 +149,7 @@ class Cache:
         dtype: torch.dtype | None = None,
         detach: bool = True,
     ) -> None:
+        """Set how tensors are copied: to which device and dtype (None: their own), detached from autograd."""
         self.device = device
         self.dtype = dtype
         self.detach = detach
@@ -159,9 +165,9 @@ class Cache:
         """Start collecting, from all modules if None; ValueError for an unknown path, or no ``keys``."""
         if not keys:
             raise ValueError("a cache that includes neither inputs nor outputs would stay empty")
-        known = {str(envoy.path): envoy for envoy in model._walk()}
+        envoys_by_path = {str(envoy.path): envoy for envoy in model._walk()}
         if modules is None:
-            paths = list(known)
+            paths = list(envoys_by_path)
         elif any(isinstance(module, torch.Tensor) for module in modules):
             raise ValueError(
                 "a cache takes modules and their paths, got a value that was read already; write the path of "
@@ -169,7 +175,7 @@ class Cache:
             )
         else:
             paths = [module if isinstance(module, str) else str(module.path) for module in modules]
-            unknown = [path for path in paths if path not in known]
+            unknown = [path for path in paths if path not in envoys_by_path]
             if unknown:
                 raise ValueError(f"{unknown[0]!r} is not a module of this model; print(model) shows them")
         self.rows = interleaver.current.batch_group if interleaver.current is not None else None
@@ -185,14 +191,17 @@ class Cache:
         self.entries.setdefault(path, Entry()).add(key, call, map_tensors(rows, self._copied, without_state))
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy, as the model may go on to change the tensor in place; see the class's options."""
         source = tensor.detach() if self.detach else tensor
         dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else None
-        kept = source if dtype is None else narrowed(source, dtype, what=f"a cache keeps values in {dtype}")
-        return kept.to(device=self.device, copy=kept is source)
+        converted = (
+            source if dtype is None else narrowed(source, dtype, what=f"a cache keeps values in {dtype}")
+        )
+        return converted.to(device=self.device, copy=converted is source)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("device", "dtype", "detach", "entries")
-        return {name: self.__dict__[name] for name in kept}
+        attributes = ("device", "dtype", "detach", "entries")
+        return {name: self.__dict__[name] for name in attributes}
 
     def view(self, model: Envoy) -> CacheView:
         return CacheView(self, "", model)
@@ -209,6 +218,7 @@ class CacheView(Mapping[str, "CacheView"]):
     _call: Any = None
 
     def __init__(self, cache: Cache, path: str, envoy: Any, call: Any = None) -> None:
+        """View the values at and below ``path``, the model's ``envoy``; those of one ``call``, if given."""
         self._cache = cache
         self._path = path
         self._envoy = envoy
@@ -233,6 +243,7 @@ class CacheView(Mapping[str, "CacheView"]):
         return getattr(self._entry(), name)
 
     def _entry(self) -> Entry:
+        """Return the values of the module here, or of one call of it; AttributeError if there are none."""
         entry = self._cache.entries.get(self._path)
         if entry is None:
             raise AttributeError(
@@ -261,18 +272,20 @@ class CacheView(Mapping[str, "CacheView"]):
             raise IndexError(f"the cache has {len(calls)} calls of {self._path}, got {key}") from None
 
     def _child(self, path: str) -> Any:
+        """Return what the model has at a path below this place; KeyError if it has nothing there."""
         try:
             return self._envoy[path] if "." not in path else at_path(self._envoy, path)
         except NOT_THERE as error:
             raise KeyError(f"{self._path} has no {path!r}") from error
 
     def _at_path(self, path: str) -> Self:
+        """Return the view at a path from the root, in any spelling; KeyError without values there."""
         if path in self._cache.entries:
             return type(self)(self._cache, path, self._envoy_at(path))
         view: Any = self
         try:
-            for part in path.split("."):
-                view = view._part(part)
+            for path_part in path.split("."):
+                view = view._part(path_part)
         except (AttributeError, IndexError, TypeError):
             view = None
         if not isinstance(view, type(self)) or not view.keys():
@@ -282,12 +295,14 @@ class CacheView(Mapping[str, "CacheView"]):
         return view
 
     def _part(self, name: str) -> Any:
+        """Return what one part of a path leads to: a name, the number of a child, or that of a call."""
         if not name.isdecimal():
             return getattr(self, name)
         is_child = isinstance(self._envoy, EnvoyTree) and name in self._envoy._names
         return self[name if is_child else int(name)]
 
     def _envoy_at(self, path: str) -> Any:
+        """Return what the model has at a path; None if it has nothing there."""
         tree = self._tree()
         try:
             return None if tree is None else at_path(tree, path)
@@ -298,6 +313,7 @@ class CacheView(Mapping[str, "CacheView"]):
         return self._envoy if isinstance(self._envoy, EnvoyTree) else None
 
     def __getattr__(self, name: str) -> Any:
+        """Return the view of a child, by its name or by an alias; the whole cache has the root as child."""
         if name.startswith("__") or "_path" not in self.__dict__:  # not initialized yet, for example by copy
             raise AttributeError(name)
         if name in _VALUES:
@@ -310,6 +326,7 @@ class CacheView(Mapping[str, "CacheView"]):
         return self._below(getattr(self._envoy, name))
 
     def _below(self, envoy: Any) -> Any:
+        """Return the view of an envoy, or the views of a list of envoys."""
         if isinstance(envoy, list):
             return [self._below(child) for child in envoy]
         if not hasattr(envoy, "path"):
@@ -327,6 +344,7 @@ class CacheView(Mapping[str, "CacheView"]):
         return bool(envoy._names) and all(name.isdecimal() for name in envoy._names)
 
     def _calls(self) -> list[Any]:
+        """Return the numbers of the module's calls that have values; of a single call, its own."""
         entry = self._cache.entries.get(self._path)
         if self._call is not None:
             return [self._call]
@@ -379,6 +397,7 @@ class CacheView(Mapping[str, "CacheView"]):
         return self._views_below().items()
 
     def _views_below(self) -> dict[str, CacheView]:
+        """Return the views of all paths with values, at this place and below it."""
         prefix = f"{self._path}."
         return {
             path: type(self)(self._cache, path, self._envoy_at(path))

@@ -84,6 +84,7 @@ def names_of(envoy: Envoy) -> list[str]:
 
 
 def _node(envoy: Envoy, above: frozenset[int] = frozenset()) -> Node:
+    """Describe an envoy and all below it; ``above``: ids of the envoys around it, as trees may be cyclic."""
     module = envoy._module
     details = [f".{name}: {prop.description}" for name, prop in _described(type(envoy)).items()]
     if id(envoy) in above:
@@ -107,6 +108,7 @@ def _node(envoy: Envoy, above: frozenset[int] = frozenset()) -> Node:
 
 
 def _grouped(envoy: Envoy, children: list[tuple[str, Node]]) -> Iterator[ChildNode]:
+    """Yield the children; consecutive numbered ones of equal display are one, ``(0-11): 12 x Block``."""
     start = 0
     while start < len(children):
         name, node = children[start]
@@ -120,9 +122,10 @@ def _grouped(envoy: Envoy, children: list[tuple[str, Node]]) -> Iterator[ChildNo
 
 
 def _continues(envoy: Envoy, children: list[tuple[str, Node]], start: int, at: int) -> bool:
+    """Return whether child ``at`` has the next number, and looks like ``start``, where the group begins."""
     name, node = children[at]
-    named = _names_for(envoy, name) or _names_for(envoy, children[start][0])
-    return name == str(int(children[at - 1][0]) + 1) and node == children[start][1] and not named
+    aliases = _names_for(envoy, name) or _names_for(envoy, children[start][0])
+    return name == str(int(children[at - 1][0]) + 1) and node == children[start][1] and not aliases
 
 
 def _names_for(envoy: Envoy, child: str) -> list[str]:
@@ -131,6 +134,7 @@ def _names_for(envoy: Envoy, child: str) -> list[str]:
 
 
 def _aliases_here(envoy: Envoy) -> dict[str, str]:
+    """Return the aliases that lead somewhere from this envoy, with the path of each."""
     aliases = envoy._alias
     if aliases is None:
         return {}
@@ -144,6 +148,7 @@ def _aliases_here(envoy: Envoy) -> dict[str, str]:
 
 
 def _described(cls: type) -> dict[str, eproperty]:
+    """Return a class's properties with a description, without those that every envoy has."""
     properties: dict[str, eproperty] = {}
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():
@@ -156,17 +161,19 @@ def _described(cls: type) -> dict[str, eproperty]:
 
 
 def _text_lines(node: Node) -> list[str]:
+    """Return a node and those below it as lines, as torch prints modules."""
     if node.is_leaf:
         return node.title.split("\n")
     lines = list(node.details)
     for child in node.children:
-        first, *rest = _text_lines(child.node)
-        lines += [f"({child.label}): {_times(child)}{first}", *rest]
+        title, *rest = _text_lines(child.node)
+        lines += [f"({child.label}): {_times(child)}{title}", *rest]
     lines += node.links
     return [f"{node.title}(", *textwrap.indent("\n".join(lines), "  ").split("\n"), ")"]
 
 
 def _html(node: Node, prefix: str, *, is_open: bool) -> str:
+    """Return a node and those below it as foldable HTML; ``prefix`` is its label in its parent."""
     head = html.escape(prefix + node.title)
     if node.is_leaf:
         return f"<div>{head}</div>"
@@ -186,24 +193,26 @@ def _times(child: ChildNode) -> str:
 
 
 def _hint(envoy: Envoy, name: str) -> str:
+    """Return where the missing name is, or names that may be meant, as a sentence; empty without any."""
     counterpart = _counterpart(envoy, name)
     if counterpart:
         return f" {counterpart}."
-    places = _places(envoy)
-    if name in places:
-        first, *others = places[name]
-        return f" There is {first}{f', and {len(others)} more' if others else ''}."
+    paths_by_name = _places(envoy)
+    if name in paths_by_name:
+        path, *more_paths = paths_by_name[name]
+        return f" There is {path}{f', and {len(more_paths)} more' if more_paths else ''}."
     public = {candidate for candidate in names_of(envoy) if not candidate.startswith("_")}
     everybodys = {*dir(torch.nn.Module), *object.__dir__(envoy)}
     specific = {*envoy._names, *_aliases_here(envoy), *(public - everybodys)}
-    near = _near(name, specific) or _near(name, public)
-    if near:
-        return f" Did you mean {' or '.join(repr(candidate) for candidate in near)}?"
-    below = [places[candidate][0] for candidate in _near(name, set(places))]
-    return f" Did you mean {' or '.join(below)}?" if below else ""
+    similar = _near(name, specific) or _near(name, public)
+    if similar:
+        return f" Did you mean {' or '.join(repr(candidate) for candidate in similar)}?"
+    similar_below = [paths_by_name[candidate][0] for candidate in _near(name, set(paths_by_name))]
+    return f" Did you mean {' or '.join(similar_below)}?" if similar_below else ""
 
 
 def _counterpart(envoy: Envoy, name: str) -> str:
+    """Return what this model has in place of another family's module of that name; empty if nothing."""
     architecture = getattr(envoy._root.__dict__.get("_points"), "architecture", None)
     root = envoy._root.path
     if architecture is None or envoy.path not in {root, f"{root}.{architecture.body}"}:
@@ -216,6 +225,7 @@ def _counterpart(envoy: Envoy, name: str) -> str:
 
 
 def _places(envoy: Envoy) -> dict[str, list[str]]:
+    """Return the paths of all envoys below this one, by their last part."""
     by_name: dict[str, list[str]] = {}
     for below in envoy._walk():
         if below is not envoy:
@@ -223,9 +233,9 @@ def _places(envoy: Envoy) -> dict[str, list[str]]:
     return by_name
 
 
-def _near(name: str, known: set[str]) -> list[str]:
+def _near(name: str, known_names: set[str]) -> list[str]:
     return difflib.get_close_matches(
-        name, sorted(candidate for candidate in known if not candidate.isdecimal()), _MAX_SUGGESTIONS
+        name, sorted(candidate for candidate in known_names if not candidate.isdecimal()), _MAX_SUGGESTIONS
     )
 
 
@@ -237,10 +247,10 @@ def load_ipython_extension(shell: Any) -> None:
     from IPython.core.guarded_eval import EVALUATION_POLICIES  # noqa: PLC0415 - there if a shell calls this
 
     completer = shell.Completer
-    known: Any = EVALUATION_POLICIES[completer.evaluation]
+    policy: Any = EVALUATION_POLICIES[completer.evaluation]
     completer.use_jedi = False  # Jedi would be the only completer used, and it does not evaluate
     completer.policy_overrides = {
         **completer.policy_overrides,
-        "allowed_getattr_external": {*known.allowed_getattr_external, _OURS},
-        "allowed_getitem_external": {*known.allowed_getitem_external, _OURS},
+        "allowed_getattr_external": {*policy.allowed_getattr_external, _OURS},
+        "allowed_getitem_external": {*policy.allowed_getitem_external, _OURS},
     }

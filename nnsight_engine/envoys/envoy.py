@@ -125,9 +125,8 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
             state["_by_module"] = {id(module): self}
             state["_probes"] = None
             state["_sources"] = []
-            state[
-                "_added"
-            ] = {}  # modules added by the user; code that runs traces elsewhere has to send them
+            # Modules added by the user; code that runs traces elsewhere has to send them.
+            state["_added"] = {}
         for name, child in module.named_children():
             self._add_envoy(child, name)
         check_aliases(self)
@@ -176,13 +175,14 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         mediator.iteration, mediator.moved_on = current + step, True
         return self
 
-    def _running(self, what: str) -> Mediator:
+    def _running(self, method: str) -> Mediator:
+        """Return the mediator of the running block; raise the error for ``method`` called outside of one."""
         mediator = self._interleaver.current
         if mediator is None:
             raise for_user(
                 another_models(self)
                 or ValueError(
-                    f"{self.path}.{what}() is called inside a trace that has an input, or inside an invoke"
+                    f"{self.path}.{method}() is called inside a trace that has an input, or inside an invoke"
                 )
             )
         return mediator
@@ -307,11 +307,11 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         """Raise TypeError if nothing takes an argument of a trace. Classes with own inputs override it."""
         if type(self)._prepare_input is not Batchable._prepare_input:
             return
-        known, takes_others = named_arguments(type(self._module))
-        unknown = [] if takes_others else [name for name in kwargs if name not in known]
+        known_names, takes_others = named_arguments(type(self._module))
+        unknown = [] if takes_others else [name for name in kwargs if name not in known_names]
         if unknown:
             raise unknown_arguments_error(
-                unknown, known, f"{type(self._module).__name__}.forward of {self.path}"
+                unknown, known_names, f"{type(self._module).__name__}.forward of {self.path}"
             )
 
     def _example_input(self) -> dict[str, Any] | None:
@@ -379,6 +379,7 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
             probes.remove()
 
     def _with_edits(self, run: Callable[[], Any]) -> Any:
+        """Run a call outside of traces, together with the edits of this model if it has any."""
         if not self._default_mediators:
             return run()
         with self._interleaver.exclusive:
@@ -404,7 +405,7 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
 
     def _rename(self, rename: Rename | None) -> None:
         """Replace the aliases of the tree; on TypeError or ValueError, they are not changed."""
-        before = self._alias
+        previous_aliases = self._alias
         aliases = Aliases(rename) if rename else None
         envoys = list(self._walk())
         try:
@@ -414,7 +415,7 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
                 check_aliases(envoy)
         except (TypeError, ValueError):
             for envoy in envoys:
-                envoy.__dict__["_alias"] = before
+                envoy.__dict__["_alias"] = previous_aliases
             raise
 
     def _check_names(self) -> None:
@@ -422,6 +423,7 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         check_reached(self, self._added_later)
 
     def _drop_inspection_state(self) -> None:
+        """Drop rewritten forwards and scanned values; a server does so between traces."""
         for envoy in self._walk():
             envoy.__dict__["_source"] = None
             envoy._fake.clear()
@@ -429,8 +431,8 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
 
     def _add_envoy(self, module: torch.nn.Module, name: str) -> Envoy:
         """Add the envoy of a child; a module that is in the tree already keeps its envoy."""
-        known = self._root._by_module
-        envoy = known.get(id(module))
+        envoys_by_module = self._root._by_module
+        envoy = envoys_by_module.get(id(module))
         if envoy is None:
             path = f"{self.path}.{name}"
             envoy = envoy_class(self._envoys, module, path, self._alias, Envoy)(
@@ -441,7 +443,7 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
                 envoys=self._envoys,
                 root=self._root,
             )
-            known[id(module)] = envoy
+            envoys_by_module[id(module)] = envoy
             self._root.__dict__["_probes"] = None
         if name in self._names:
             self._children[self._names.index(name)] = envoy
@@ -471,12 +473,12 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         def child(envoy: Envoy) -> Any:
             return envoy.__dict__[name]
 
-        made = type(
+        class_with_child = type(
             f"{type(self).__name__}.Preserved",
             (type(self),),
             {name: property(child), f"nns_{name}": original},
         )
-        object.__setattr__(self, "__class__", made)
+        object.__setattr__(self, "__class__", class_with_child)
 
     def __getattr__(self, name: str) -> Any:
         """Look a name up among the aliases, then on the module."""
@@ -517,8 +519,8 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         return call
 
     def _traced(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        ours = getattr(type(self), f"__nnsight_{name}__", None)
-        return MethodType(ours, self) if ours is not None else method
+        own_version = getattr(type(self), f"__nnsight_{name}__", None)
+        return MethodType(own_version, self) if own_version is not None else method
 
     def _call_method(
         self,
@@ -527,6 +529,7 @@ class Envoy(CallValues, EnvoyTree, Batchable, Place):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        """Call a method of the module that does not open a trace; subclasses may prepare the arguments."""
         return method(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:

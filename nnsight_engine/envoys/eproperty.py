@@ -45,6 +45,7 @@ def editable(value: T) -> T:
 
 
 def _as_single_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view that was created together with others as one created alone, of the same memory."""
     base = tensor._base
     if base is None or not tensor.requires_grad or _creation(tensor) != _ONE_OF_SEVERAL:
         return tensor
@@ -59,23 +60,27 @@ def is_for_help(frame: FrameType) -> bool:
     """Return whether the value that ``frame`` is reading is the only argument of a call of ``help``."""
     instructions = list(dis.get_instructions(frame.f_code))
     current = next(
-        (at for at, instruction in enumerate(instructions) if instruction.offset >= frame.f_lasti), None
+        (index for index, instruction in enumerate(instructions) if instruction.offset >= frame.f_lasti), None
     )
     if current is None:
         return False
-    after = current + 1
-    while after < len(instructions) and instructions[after].opname in _BETWEEN:
-        after += 1
-    if after == len(instructions) or instructions[after].opname != "CALL" or instructions[after].arg != 1:
+    call_index = current + 1
+    while call_index < len(instructions) and instructions[call_index].opname in _BETWEEN:
+        call_index += 1
+    if (
+        call_index == len(instructions)
+        or instructions[call_index].opname != "CALL"
+        or instructions[call_index].arg != 1
+    ):
         return False
-    place = instructions[after].positions
+    call_position = instructions[call_index].positions
     return any(
         instruction.opname in _LOADS
         and instruction.argval == "help"
         and instruction.positions is not None
-        and place is not None
+        and call_position is not None
         and (instruction.positions.lineno, instruction.positions.col_offset)
-        == (place.lineno, place.col_offset)
+        == (call_position.lineno, call_position.col_offset)
         for instruction in instructions[:current]
     )
 
@@ -112,6 +117,7 @@ class eproperty:  # noqa: N801 - it is used like property
     """
 
     def __init__(self, key: str | None = None, description: str | None = None, iterate: bool = True) -> None:  # noqa: FBT001, FBT002 - the documented signature
+        """Create the decorator; it becomes the property when it is called with the stub."""
         self.key = key
         self.description = description
         self.iterate = iterate
@@ -225,8 +231,8 @@ def outside(holder: Any, prop: eproperty) -> Any:
     """Return a scanned value, without a running block; ValueError if the holder has none."""
     fake = getattr(holder, "fake_value", None)
     if fake is not None:
-        found, value = fake(prop)
-        if found:
+        is_scanned, value = fake(prop)
+        if is_scanned:
             return value
     raise for_user(
         another_models(holder)

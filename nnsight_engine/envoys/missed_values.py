@@ -24,10 +24,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def compiled_around(root: Envoy, path: str) -> str | None:
+    """Return the path of the compiled module that ``path`` is inside of; None if there is none."""
     for envoy in root._walk():
-        outer = str(envoy.path)
-        if is_compiled(envoy._module) and path.startswith(f"{outer}."):
-            return outer
+        outer_path = str(envoy.path)
+        if is_compiled(envoy._module) and path.startswith(f"{outer_path}."):
+            return outer_path
     return None
 
 
@@ -51,6 +52,8 @@ _COMPILED: Final = (
 
 
 class CacheMisses:
+    """What a cache was asked for and did not get, with the reasons; created together with the cache."""
+
     def __init__(
         self,
         cache: Cache,
@@ -59,9 +62,10 @@ class CacheMisses:
         keys: Sequence[str],
         interleaver: Interleaver,
     ) -> None:
+        """Note what the cache is to have, of all modules if None, and what of it has run already."""
         self._interleaver = interleaver
         envoys = {str(envoy.path): envoy for envoy in model._walk()}
-        named = (
+        named_paths = (
             []
             if modules is None
             else [module if isinstance(module, str) else str(module.path) for module in modules]
@@ -69,8 +73,10 @@ class CacheMisses:
         self._cache = cache
         self._modules = {path: envoy._module for path, envoy in envoys.items()}
         self._is_named = modules is not None
-        self._requested = [(path, key) for path in (named if self._is_named else envoys) for key in keys]
-        self._early = {(path, key) for path, key in self._requested if self._has_run(path, key)}
+        self._requested = [
+            (path, key) for path in (named_paths if self._is_named else envoys) for key in keys
+        ]
+        self._had_run = {(path, key) for path, key in self._requested if self._has_run(path, key)}
 
     def _has_run(self, path: str, key: str) -> bool:
         return self._interleaver.num_calls(f"{path}.{key}") > 0
@@ -84,6 +90,7 @@ class CacheMisses:
         return f"tracer.cache() has no value for {'; '.join(missing[:_MAX_NAMED])}{more}."
 
     def _missing(self) -> Iterator[str]:
+        """Yield the missing values with reasons; of a cache of all modules, only what compilation hides."""
         opaque = {path for path, module in self._modules.items() if is_compiled(module)}
         opaque -= {path for path in opaque if self._was_called_inside(path)}
         if not self._is_named:
@@ -96,12 +103,12 @@ class CacheMisses:
             entry = self._cache.entries.get(path)
             if entry is not None and key in entry.values:
                 continue
-            around = next(
+            compiled_path = next(
                 (path_in_cache for path_in_cache in opaque if path.startswith(f"{path_in_cache}.")), None
             )
-            if around is not None:
-                yield f"{path}.{key}, which is inside {around}, {_COMPILED}"
-            elif (path, key) in self._early:
+            if compiled_path is not None:
+                yield f"{path}.{key}, which is inside {compiled_path}, {_COMPILED}"
+            elif (path, key) in self._had_run:
                 yield f"{path}.{key}, which had run before the cache was created: create it first"
             elif self._has_run(path, key):
                 yield f"{path}.{key}, which did not run after the cache was created"
@@ -113,5 +120,5 @@ class CacheMisses:
 
     def _was_called_inside(self, path: str) -> bool:
         """Return whether modules inside the path were called: torch compiles some calls separately."""
-        own = (f"{path}.", f"{path}._orig_mod")
-        return any(entry.startswith(own[0]) and entry != own[1] for entry in self._cache.entries)
+        original = f"{path}._orig_mod"  # the compiled module itself, under its own name
+        return any(entry.startswith(f"{path}.") and entry != original for entry in self._cache.entries)

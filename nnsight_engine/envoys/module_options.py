@@ -24,6 +24,8 @@ Rename = Mapping[str, str | list[str] | tuple[str, ...]]
 
 
 class Aliases:
+    """The aliases of a ``rename``, by alias and by path."""
+
     def __init__(self, rename: Rename) -> None:
         """Raise TypeError if it is no mapping of names to names, ValueError for an invalid path or alias."""
         if not isinstance(rename, Mapping):
@@ -44,6 +46,7 @@ class Aliases:
                 self._add(name, alias)
 
     def _add(self, name: str, alias: str) -> None:
+        """Add one alias for the modules at path ``name``; ValueError if one of them is not valid."""
         plain = alias.removeprefix(".")
         if not plain.isidentifier() or not all(
             part.isidentifier() or part.isdigit() for part in _parts(name)
@@ -84,7 +87,7 @@ class Aliases:
                 for start in range(1, len(way) - len(parts) + 1):
                     if list(way[start : start + len(parts)]) == parts:
                         spelt = ((*way[:start], alias, *way[start + len(parts) :]) for alias in aliases)
-                        ways.extend(one for one in spelt if one not in ways)
+                        ways.extend(spelling for spelling in spelt if spelling not in ways)
         return ways
 
     def names_for(self, child: str) -> list[str]:
@@ -92,17 +95,18 @@ class Aliases:
 
 
 def by_alias(envoy: Envoy, name: str, tried: frozenset[tuple[int, str]] = frozenset()) -> Any:
-    """Return an alias's object, or None; ``tried``, lookups in progress, ends cyclic recursion."""
-    here = (id(envoy), name)
+    """Return what an alias leads to from an envoy, or None; ``tried``, lookups in progress, ends cycles."""
+    lookup = (id(envoy), name)
     aliases = envoy._alias
-    if aliases is None or here in tried:
+    if aliases is None or lookup in tried:
         return None
     paths = aliases.resolve(name)
-    reached = (descend(envoy, path, tried | {here}) for path in [*paths, *_below_root(envoy, paths)])
+    reached = (descend(envoy, path, tried | {lookup}) for path in [*paths, *_below_root(envoy, paths)])
     return next((reachable for reachable in reached if reachable is not None), None)
 
 
 def descend(envoy: Envoy, path: str, tried: frozenset[tuple[int, str]] = frozenset()) -> Any:
+    """Return what is at a path below an envoy, whose parts may be aliases; None if there is nothing."""
     current: Any = envoy
     for part in path.split(".") if path else ():
         if "_names" not in getattr(current, "__dict__", ()):
@@ -117,6 +121,7 @@ def descend(envoy: Envoy, path: str, tried: frozenset[tuple[int, str]] = frozens
 
 
 def _below_root(envoy: Envoy, paths: list[str]) -> list[str]:
+    """Return the paths that begin with the root's name, without it; none unless the envoy is the root."""
     if not envoy._is_root:
         return []
     root = str(envoy.path)
@@ -133,11 +138,11 @@ def check_aliases(envoy: Envoy) -> None:
     for name in aliases.names:
         paths = aliases.resolve(name)
         if len(paths) > 1:
-            there = {id(module): path for path in paths if (module := descend(envoy, path)) is not None}
-            if len(there) > 1:
-                first, second, *_ = there.values()
+            reached = {id(module): path for path in paths if (module := descend(envoy, path)) is not None}
+            if len(reached) > 1:
+                chosen, other, *_ = reached.values()
                 raise ValueError(
-                    f"rename gives the name {name!r} to both {first!r} and {second!r} of {envoy.path}; "
+                    f"rename gives the name {name!r} to both {chosen!r} and {other!r} of {envoy.path}; "
                     "leave one of them out"
                 )
 
@@ -177,6 +182,7 @@ EnvoyMap: TypeAlias = "type[Envoy] | Mapping[type[torch.nn.Module] | str, type[E
 def envoy_class(
     envoys: EnvoyMap, module: torch.nn.Module, path: str, aliases: Aliases | None, default: type[Envoy]
 ) -> type[Envoy]:
+    """Return a module's envoy class: by the longest fitting end of its path, by its class, or the default."""
     if envoys is None:
         return default
     if isinstance(envoys, type):

@@ -59,6 +59,7 @@ def callee_of_text(function: Callable[..., Any], text: str) -> Callable[..., Any
 
 
 def _variable(function: Callable[..., Any], name: str) -> Any:
+    """Return what a name in a function's code refers to; ``_NOTHING`` for what only a call determines."""
     bound_to = getattr(function, "__self__", None)
     plain = function.__func__ if isinstance(function, MethodType) else function
     while hasattr(plain, "__wrapped__"):
@@ -69,9 +70,9 @@ def _variable(function: Callable[..., Any], name: str) -> Any:
     if name in code.co_varnames or name in code.co_cellvars:
         is_self = bound_to is not None and code.co_argcount and name == code.co_varnames[0]
         return bound_to if is_self else _NOTHING
-    known = inspect.getclosurevars(plain)
+    closure = inspect.getclosurevars(plain)
     if name in code.co_freevars:
-        return known.nonlocals.get(name, _NOTHING)
+        return closure.nonlocals.get(name, _NOTHING)
     return plain.__globals__.get(name, getattr(builtins, name, _NOTHING))
 
 
@@ -105,6 +106,7 @@ class OperationEnvoy(CallValues, Place):
     path: str | None
 
     def __init__(self, operation: Operation, holder: SourceEnvoy) -> None:
+        """Create the envoy of one call in the function whose calls ``holder`` has."""
         self.operation = operation
         self.holder = holder
         self.path = f"{holder.path}.{operation.name}"
@@ -135,6 +137,7 @@ class OperationEnvoy(CallValues, Place):
         return inner
 
     def _looked_up(self) -> SourceEnvoy:
+        """Find the function that is called without a running block: by its name, or by a run on fakes."""
         holder, name = self.holder, self.operation.name
         callee = callee_of_text(holder.original, self.operation.text)
         if callee is not None:
@@ -177,10 +180,10 @@ class SourceEnvoy(Place):
     def rebind(self, function: Callable[..., Any]) -> None:
         """Rewrite another function of the same kind in its place; calls that both make keep their envoys."""
         rewritten = rewrite(function, self._run_operation, self.path)
-        before, self.original, self.rewritten = self.operations, function, rewritten
+        previous_operations, self.original, self.rewritten = self.operations, function, rewritten
         self.operations = {}
         for operation in rewritten.operations:
-            envoy = before.get(operation.name) or OperationEnvoy(operation, self)
+            envoy = previous_operations.get(operation.name) or OperationEnvoy(operation, self)
             envoy.operation = operation
             self.operations[operation.name] = envoy
 
@@ -200,6 +203,7 @@ class SourceEnvoy(Place):
     def _run_operation(
         self, name: str, callee: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Make one of the function's calls; in the traced run, serve its values to blocks that wait."""
         interleaver = self.interleaver
         if get_ident() != interleaver.listener:
             return callee(*args, **kwargs)
@@ -222,6 +226,7 @@ class SourceEnvoy(Place):
         return value
 
     def bound_like(self, callee: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the rewritten function, bound to the object that ``callee`` is bound to, if any."""
         bound_to = getattr(callee, "__self__", None)
         return (
             MethodType(self.rewritten.function, bound_to) if bound_to is not None else self.rewritten.function
@@ -257,12 +262,14 @@ class ForwardSource:
     """Installs a module's rewritten forward during a trace; accelerate's ``_old_forward`` is the real one."""
 
     def __init__(self, module: torch.nn.Module, path: str, model: Envoy) -> None:
+        """Rewrite the forward of the module at ``path``; ``install`` and ``remove`` put it in and out."""
         self.module, self.name = module, _name_of_forward(module)
         self.source = SourceEnvoy(path, getattr(module, self.name), model)
         self._installed = False
         self._before: Any = None
 
     def rebind(self, module: torch.nn.Module) -> None:
+        """Continue with another module of the same structure, such as one with loaded weights."""
         self.remove()
         name = _name_of_forward(module)
         self.source.rebind(getattr(module, name))
@@ -278,6 +285,7 @@ class ForwardSource:
         return True
 
     def remove(self) -> None:
+        """Restore what was in place of the rewritten forward, if that is installed."""
         if not self._installed:
             return
         self._installed = False

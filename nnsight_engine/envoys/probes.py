@@ -63,11 +63,12 @@ class Probes:
                     attributes[slot] = probe
 
     def remove(self) -> None:
+        """Restore the modules' slots, and wake traces of other threads that wait for the modules."""
         with _changed:
             for attributes, slot, _, _ in self._probes:
                 attributes.pop(slot, None)
-            for attributes, slot, before in self._replaced:
-                attributes[slot] = before
+            for attributes, slot, attribute in self._replaced:
+                attributes[slot] = attribute
             self._replaced.clear()
             _installed.remove((get_ident(), self))
             _changed.notify_all()
@@ -83,6 +84,7 @@ _installed: list[tuple[int, Probes]] = []
 
 
 def _probe(path: str, interleaver: Interleaver, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a wrapper of a module's ``call`` that counts calls and serves their values to waiting blocks."""
     entrance, exit_ = f"{path}.input", f"{path}.output"
     calls, wanted = interleaver.calls, interleaver.wanted
 

@@ -71,6 +71,7 @@ class EnvoyTree:
         return self.modules(include_fn, names=True)
 
     def _walk(self, seen: set[int] | None = None) -> Iterator[Envoy]:
+        """Yield this envoy and all below it, each once; a module may be at several places."""
         seen = set() if seen is None else seen
         if id(self) not in seen:
             seen.add(id(self))
@@ -115,6 +116,7 @@ class EnvoyTree:
 
 
 def at_path(start: EnvoyTree, path: str) -> Any:
+    """Return what is at a path, see ``EnvoyTree.get``; raises one of ``NOT_THERE``."""
     if path == start.path:
         return start
     below = path.removeprefix(f"{start.path}.")
@@ -130,12 +132,12 @@ def at_path(start: EnvoyTree, path: str) -> Any:
 
 
 def _followed(start: EnvoyTree, path: str) -> Any:
+    """Return what is at a path below ``start``: a child, an item of a list, or an attribute for each part."""
     current: Any = start
     for part in path.split("."):
         if isinstance(current, EnvoyTree) and part in current._names:
-            current = current._child(
-                part
-            )  # a number too: a dict of modules may have them for keys, in any order
+            # A number too: a dict of modules may have them for keys, in any order.
+            current = current._child(part)
         elif not part.isdecimal():
             current = getattr(current, part)
         elif not isinstance(current, EnvoyTree):

@@ -42,6 +42,7 @@ class CallValues:
 
     @inputs.postprocess
     def _pair(self, value: Any) -> Any:
+        """Return assigned inputs as a tuple and a dict; TypeError if they are no such pair."""
         if not (isinstance(value, tuple | list) and len(value) == 2):
             raise TypeError(
                 f"inputs are a pair (args, kwargs), got a {type(value).__name__}; `input` is the first"
@@ -66,6 +67,7 @@ class CallValues:
 
     @input.postprocess
     def _with_first(self, value: Any) -> Any:
+        """Return all arguments with ``value`` as the first, which an assignment to ``input`` replaces."""
         args, kwargs = CallValues.inputs.__get__(self)  # not self.inputs, which may be a module of that name
         if args or not kwargs:
             return (value, *args[1:]), kwargs
@@ -77,17 +79,18 @@ def names_input(kind: type[torch.nn.Module], names: Collection[str]) -> bool:
 
     Other keyword arguments apply to every invoke of a trace, as ``model.trace(scale=2)`` does.
     """
-    named = [
+    named_parameters = [
         parameter
         for parameter in _parameters(kind)
         if parameter.kind not in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD}
     ]
-    needed = {parameter.name for parameter in named if parameter.default is parameter.empty}
-    first = {parameter.name for parameter in named[:1]}
-    return bool(names) and bool(needed or first) and (needed or first) <= set(names)
+    required = {parameter.name for parameter in named_parameters if parameter.default is parameter.empty}
+    first_name = {parameter.name for parameter in named_parameters[:1]}
+    return bool(names) and bool(required or first_name) and (required or first_name) <= set(names)
 
 
 def named_arguments(kind: type[torch.nn.Module]) -> tuple[frozenset[str], bool]:
+    """Return the names of the arguments of a class's forward, and whether it takes any others too."""
     parameters = _parameters(kind)
     takes_others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return frozenset(
@@ -100,11 +103,11 @@ def _parameters(kind: type[torch.nn.Module]) -> list[inspect.Parameter]:
 
 
 def unknown_arguments_error(unknown: Collection[str], known: Collection[str], where: str) -> TypeError:
-    first = next(iter(unknown))
-    near = difflib.get_close_matches(first, known, n=1)
+    name = next(iter(unknown))
+    similar = difflib.get_close_matches(name, known, n=1)
     return TypeError(
         f"{where} takes no argument {', '.join(unknown)}"
-        + (f"; did you mean {near[0]}?" if near else "")
+        + (f"; did you mean {similar[0]}?" if similar else "")
         + (f". {_HERE_ONLY}" if {"remote", "blocking"} & set(unknown) else "")
     )
 
@@ -116,6 +119,7 @@ _OWNERS: Final = WeakTensorKeyDictionary()
 
 class _OwnOutput:
     def __get__(self, tensor: torch.Tensor | None, owner: type | None = None) -> Any:
+        """Return a tensor that was read as a model's value itself; for others, an ordinary attribute."""
         if tensor is None:
             return self
         attributes = tensor.__dict__
@@ -126,6 +130,7 @@ class _OwnOutput:
         raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {_NAME!r}", name=_NAME)
 
     def __set__(self, tensor: torch.Tensor, value: Any) -> None:
+        """Assign the model's value that a tensor was read as; for others, set an ordinary attribute."""
         if tensor in _OWNERS:
             reference, name = _OWNERS[tensor]
             setattr(reference(), name, value)

@@ -31,6 +31,7 @@ def without_state(leaf: Any) -> Any:
 
 
 def map_state(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a copy of a cache with ``fn`` applied to its tensors; other objects in it are shared."""
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, dict):
@@ -45,6 +46,7 @@ def map_state(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def state_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a cache and in its layers."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -75,17 +77,17 @@ BatchGroup = tuple[int, int]
 
 def check_written(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """Return ``part``; ValueError if it is sparse, quantized or meta, or is complex and ``whole`` is not."""
-    why = ""
+    reason = ""
     if part.layout is not torch.strided:
-        why = "it is sparse; give tensor.to_dense()"
+        reason = "it is sparse; give tensor.to_dense()"
     elif part.is_quantized:
-        why = "it is quantized; give tensor.dequantize()"
+        reason = "it is quantized; give tensor.dequantize()"
     elif part.is_meta and not whole.is_meta:
-        why = "it is on the meta device, where tensors have no numbers"
+        reason = "it is on the meta device, where tensors have no numbers"
     elif part.is_complex() and not whole.is_complex():
-        why = "it is complex; give tensor.real"
-    if why:
-        raise ValueError(f"a tensor of {part.dtype} cannot take the place of one of {whole.dtype}: {why}")
+        reason = "it is complex; give tensor.real"
+    if reason:
+        raise ValueError(f"a tensor of {part.dtype} cannot take the place of one of {whole.dtype}: {reason}")
     return part
 
 
@@ -111,6 +113,7 @@ def difference(before: Any, after: Any) -> str:
 
 
 def _same_form(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return ``whole``; ValueError if ``part`` has another shape, dtype or device."""
     forms = [(tuple(tensor.shape), tensor.dtype, str(tensor.device)) for tensor in (whole, part)]
     if forms[0] != forms[1]:
         expected, got = (f"a tensor {list(shape)} of {dtype} on {device}" for shape, dtype, device in forms)
@@ -146,6 +149,7 @@ class Batcher:
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Create an empty batch; the arguments are those of the traced function for all invokes together."""
         self.shared_args = args
         self.shared_kwargs = kwargs
         self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -175,6 +179,7 @@ class Batcher:
         return mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
 
     def _padding_hint(self, expected: torch.Size, actual: torch.Size) -> str:
+        """Return a hint for the error about a shape that a text without padding has; otherwise empty."""
         mask = self.attention_mask
         if mask is None or len(actual) < 2 or expected[1] != mask.shape[1] or bool(mask.all()):
             return ""
@@ -213,6 +218,7 @@ class Batcher:
         return self._narrowed(group, without_state)
 
     def _narrowed(self, group: BatchGroup, narrow_state: Callable[[Any], Any]) -> Any:
+        """Return these rows of the current value, with ``narrow_state`` applied to the caches in it."""
         return map_tensors(
             self.current_value,
             lambda tensor: self._rows(tensor, group),
@@ -220,11 +226,13 @@ class Batcher:
         )
 
     def _narrow_state(self, whole: Any, group: BatchGroup) -> Any:
+        """Return an invoke's rows of a KV cache, and note the loan, which ``reclaim`` checks."""
         part = map_state(whole, lambda tensor: self._rows(tensor, group))
         self._lending().states.append((part, whole, list(state_tensors(part))))
         return part
 
     def _rows(self, tensor: torch.Tensor, group: BatchGroup | None) -> torch.Tensor:
+        """Return a view of an invoke's rows of a tensor, or the whole if it has no rows; note the loan."""
         if group is None or not tensor.ndim or tensor.shape[0] != self.total_batch_size:
             return self._lend_whole(tensor)
         views = self._lending().views
@@ -236,6 +244,7 @@ class Batcher:
         return rows
 
     def _lend_whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note the version of a tensor that all invokes share, so that ``reclaim`` finds edits in place."""
         if not tensor.is_inference():  # inference tensors have no version counter
             self._lending().shared.append((tensor, tensor._version))  # noqa: SLF001 - has no public name
         return tensor
@@ -261,8 +270,8 @@ class Batcher:
                     "single ones, and an invoke edited it in place; only an empty invoke, "
                     "tracer.invoke(), can edit it"
                 )
-        for part, _, held in loans.states:
-            if list(map(id, state_tensors(part))) != list(map(id, held)):
+        for part, _, lent_tensors in loans.states:
+            if list(map(id, state_tensors(part))) != list(map(id, lent_tensors)):
                 raise ValueError(
                     f"an invoke has its own rows of the {type(part).__name__}, and put tensors into it or "
                     "updated it, which the model would not see: edit its tensors in place, or work on "
@@ -290,7 +299,8 @@ class Batcher:
         )
 
     def _replaced(self, group: BatchGroup, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        first, num_rows = group
+        """Return a tensor with an invoke's rows replaced; ValueError if the new ones do not fit."""
+        first_row, num_rows = group
         if not whole.ndim or whole.shape[0] != self.total_batch_size:
             if part is whole:
                 return whole
@@ -305,9 +315,9 @@ class Batcher:
                 f"{self._padding_hint(whole.shape, part.shape)}"
             )
         check_written(part, whole)
-        after = whole.narrow(0, first + num_rows, self.total_batch_size - first - num_rows)
+        rows_after = whole.narrow(0, first_row + num_rows, self.total_batch_size - first_row - num_rows)
         part = fitted(part, whole)
-        replaced = torch.cat([whole.narrow(0, 0, first), part, after])
+        replaced = torch.cat([whole.narrow(0, 0, first_row), part, rows_after])
         if self.loans is not None:
             views = [view for view in self.loans.views if view.whole is not whole or view.group != group]
             for view in views:
@@ -319,11 +329,11 @@ class Batcher:
     def join(self, parts: list[Any]) -> Any:
         """Join the invokes' values, in order; ValueError if one has not as many rows as its invoke."""
         for part, (_, num_rows) in zip(parts, self.groups, strict=True):
-            first = next(tensors(part), None)
-            if first is not None and first.ndim and not self._fits(first.shape[0], num_rows):
+            tensor = next(tensors(part), None)
+            if tensor is not None and tensor.ndim and not self._fits(tensor.shape[0], num_rows):
                 raise ValueError(
                     f"this invoke owns {num_rows} of {self.total_batch_size} rows, so the value must be of "
-                    f"shape {(num_rows, *first.shape[1:])}, got {tuple(first.shape)}"
+                    f"shape {(num_rows, *tensor.shape[1:])}, got {tuple(tensor.shape)}"
                 )
         return self._joined(parts)
 
@@ -331,6 +341,7 @@ class Batcher:
         return length == num_rows
 
     def _joined(self, parts: list[Any]) -> Any:
+        """Concatenate the tensors of the invokes' values, rows after rows."""
         whole = parts[0]
         for part in parts[1:]:
             whole = map_pairs(whole, part, lambda first, second: torch.cat([first, second.to(first)]))
@@ -360,9 +371,12 @@ class Batcher:
 
 
 class _View:
+    """An invoke's rows of ``whole``; once ``apart``, they are no view of it and have to be merged in."""
+
     __slots__ = ("apart", "group", "rows", "whole")
 
     def __init__(self, whole: torch.Tensor, group: BatchGroup, rows: torch.Tensor) -> None:
+        """Note the rows of ``whole`` that the invoke with these rows, ``group``, was given."""
         self.whole = whole
         self.group = group
         self.rows = rows
@@ -370,16 +384,15 @@ class _View:
 
 
 class Loans:
-    """The parts of one value that were handed to invokes.
-
-    ``shared`` has versions at that time, ``trees`` the tensors that were in containers, ``states`` the whole
-    KV caches and the narrowed tensors.
-    """
+    """The parts of one value that were handed to invokes."""
 
     __slots__ = ("shared", "states", "trees", "views")
 
     def __init__(self) -> None:
         self.views: list[_View] = []
         self.shared: list[tuple[torch.Tensor, int]] = []
+        """Tensors that all invokes share, with their versions when they were handed out."""
         self.trees: list[tuple[Any, list[torch.Tensor], BatchGroup]] = []
+        """Narrowed containers, the tensors that were in them, and the rows."""
         self.states: list[tuple[Any, Any, list[torch.Tensor]]] = []
+        """Narrowed KV caches, the model's own, and the tensors that were in the narrowed ones."""

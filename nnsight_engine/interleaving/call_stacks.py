@@ -51,6 +51,9 @@ _MAX_NESTED = 256
 _STACK_POINTER_IN_JMP_BUF = {("Linux", "x86_64"): 48, ("Linux", "aarch64"): 104}
 """Offset of the stack pointer in ``_setjmp``'s buffer; it is mangled, but equal for equal addresses."""
 
+_MAX_JMP_BUF_BYTES = 1024
+"""More than the size of that buffer on any of these platforms."""
+
 
 class _Idle(OrderedDict[int, list[greenlet]]):
     """A thread's idle stacks by address, the address least recently used first.
@@ -60,6 +63,7 @@ class _Idle(OrderedDict[int, list[greenlet]]):
     """
 
     def stacks_at(self, address: int) -> list[greenlet]:
+        """Return the list of idle stacks at an address, which becomes the most recently used."""
         stacks = self.get(address)
         if stacks is None:
             stacks = self[address] = []
@@ -68,6 +72,7 @@ class _Idle(OrderedDict[int, list[greenlet]]):
         return stacks
 
     def trim(self, stacks: list[greenlet]) -> None:
+        """End the stacks beyond the limits; only while no run is active."""
         while len(stacks) > _MAX_IDLE:
             _end_stack(stacks.pop())
         while len(self) > _MAX_ADDRESSES:
@@ -91,7 +96,8 @@ def _end_stack(stack: greenlet) -> None:
 class _Thread:
     """State of one thread; ``hub`` starts every other stack during a run, and is None without one.
 
-    ``waiting`` has the idle stacks at this run's address; None if that cannot be determined.
+    ``waiting`` has the idle stacks at this run's address; None if that cannot be determined. ``pointer`` is
+    the stack pointer in ``registers``, the buffer of ``_setjmp``; None on an unknown platform.
     """
 
     __slots__ = ("hub", "idle", "nested", "pointer", "registers", "waiting")
@@ -101,10 +107,10 @@ class _Thread:
         self.nested = 0
         self.idle = _Idle()
         self.waiting: list[greenlet] | None = None
-        buffer = ctypes.create_string_buffer(1024)
+        jmp_buf = ctypes.create_string_buffer(_MAX_JMP_BUF_BYTES)
         offset = _STACK_POINTER_IN_JMP_BUF.get((platform.system(), platform.machine()))
-        self.pointer = None if offset is None else ctypes.c_size_t.from_buffer(buffer, offset)
-        self.registers = ctypes.byref(buffer)
+        self.pointer = None if offset is None else ctypes.c_size_t.from_buffer(jmp_buf, offset)
+        self.registers = ctypes.byref(jmp_buf)
 
 
 class _Local(threading.local):
@@ -175,24 +181,26 @@ def _raise(error: BaseException) -> NoReturn:
 
 
 def _hub(thread: _Thread, hub: greenlet, body: Callable[[], Any]) -> Done:
+    """Start the stacks of a run, the model's first, see the module; return when the model's is done."""
     if thread.pointer is not None and _note_registers is not None:
         _note_registers(thread.registers)
         thread.waiting = thread.idle.stacks_at(thread.pointer.value)
-    first = take_stack()
-    first.parent = hub
-    stack, job = first, body
+    model_stack = take_stack()
+    model_stack.parent = hub
+    stack, job = model_stack, body
     while True:
         # The only call site: every stack begins directly below this frame. It calls through a partial,
         # because Python calls a builtin method in another way while a debugger or profiler is active, and
         # stacks would begin at another address.
         outcome = functools.partial(stack.switch, [job])()
         if type(outcome) is Done:
-            give_back(first)
+            give_back(model_stack)
             return outcome
         stack, job = outcome
 
 
 def take_stack() -> Stack:
+    """Return a stack, an idle one if possible, for a job with the caller's context variables."""
     waiting = _local.thread.waiting
     stack = waiting.pop() if waiting else greenlet(_run_jobs)
     stack.gr_context = contextvars.copy_context()
@@ -200,6 +208,7 @@ def take_stack() -> Stack:
 
 
 def give_back(stack: Stack) -> None:
+    """Keep a stack whose job is done for later jobs."""
     waiting = _local.thread.waiting
     if waiting is not None and not stack.dead:
         waiting.append(stack)
@@ -216,6 +225,7 @@ def start(stack: Stack, job: Callable[[], Any]) -> Any:
 
 
 def resume(stack: Stack, payload: Any) -> Any:
+    """Send a payload to a stack, which hands over to this one afterwards; return what it hands over."""
     caller = getcurrent()
     if stack.parent is not caller:
         stack.parent = caller

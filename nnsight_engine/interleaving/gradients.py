@@ -45,9 +45,9 @@ class GradientSession:
         """Return a gradient's provider and hook the tensor; RuntimeError if that gets no gradient."""
         key = f"{id(tensor)}.grad"
         if id(tensor) not in self._hooks:
-            why = missing_graph_reason(tensor)
-            if why is not None:
-                raise RuntimeError(f"this tensor gets no gradient: {why}")
+            reason = missing_graph_reason(tensor)
+            if reason is not None:
+                raise RuntimeError(f"this tensor gets no gradient: {reason}")
 
             def provide(gradient: torch.Tensor) -> torch.Tensor:
                 value: torch.Tensor = self.interleaver.handle(key, gradient)
@@ -57,6 +57,7 @@ class GradientSession:
         return key
 
     def __enter__(self) -> GradientSession:
+        """Make ``torch.Tensor.grad`` the property, which stays until the last session of any thread ends."""
         global _open  # noqa: PLW0603 - the property is process-wide, and so is the count of its users
         with _lock:
             _open += 1
@@ -67,6 +68,7 @@ class GradientSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        """Remove the hooks on tensors; the last session of any thread restores torch's attribute."""
         global _open  # noqa: PLW0603
         _sessions.stack.remove(self)
         for _, hook in self._hooks.values():
@@ -82,6 +84,7 @@ def in_backward() -> bool:
 
 
 def _requesting_session() -> GradientSession | None:
+    """Return the innermost session if its block is the calling code; otherwise None."""
     stack = _sessions.stack
     if stack and stack[-1].mediator.worker is getcurrent():
         return stack[-1]
@@ -89,6 +92,7 @@ def _requesting_session() -> GradientSession | None:
 
 
 def _read(tensor: torch.Tensor) -> Any:
+    """Return ``tensor.grad``; in a backward block, wait for the gradient first."""
     session = _requesting_session()
     if session is None:
         return _ORIGINAL.__get__(tensor)
@@ -96,6 +100,7 @@ def _read(tensor: torch.Tensor) -> Any:
 
 
 def _write(tensor: torch.Tensor, value: Any) -> None:
+    """Assign ``tensor.grad``; in a backward block, wait for the gradient and replace it."""
     session = _requesting_session()
     if session is None:
         _ORIGINAL.__set__(tensor, value)

@@ -44,6 +44,7 @@ class ModuleUse:
         kwargs: dict[str, Any],
         method: str = "",  # noqa: ARG002 - a hook
     ) -> Any:
+        """Apply the module at ``path``, or a method of it, to values of a block, beside the model's run."""
         return apply(*args, **kwargs)
 
     def called_directly(self, path: str) -> None:
@@ -69,11 +70,18 @@ class Interleaver(ModuleUse):
         listener: The id of the thread whose module calls belong to the traced run; other threads may call
             modules untraced. 0 without a run, and while a block runs, because it may call modules itself.
         clock: The provider whose calls are the run's steps; None if any module's calls are.
+        ending: Whether the run has ended, so that blocks are cancelled.
+        loops_over: Whether no further step begins; ``over``: nor any further call of a module.
+        closed: Whether nothing is provided any more, not even the result.
+        released: Blocks that met at a barrier and are to be resumed.
+        providing: The provider and call number of the value that is served now.
+        skipped: The blocks that skip the current module, with the outputs that they give.
     """
 
     def __init__(
         self, mediators: Iterable[Mediator] = (), tracer: Any = None, batcher: Batcher | None = None
     ) -> None:
+        """Create an interleaver; that of a model gets the blocks of each run by ``initialize``."""
         self.current: Mediator | None = None
         self.interleaving = False
         self.listener = 0
@@ -86,6 +94,7 @@ class Interleaver(ModuleUse):
     def initialize(
         self, mediators: list[Mediator], tracer: Any = None, batcher: Batcher | None = None
     ) -> None:
+        """Prepare for a run with these blocks, and drop what an earlier run has left."""
         self.mediators = mediators
         self.tracer = tracer
         self.batcher = batcher if batcher is not None else Batcher()
@@ -112,6 +121,7 @@ class Interleaver(ModuleUse):
         return copied
 
     def forget(self) -> None:
+        """Drop the blocks and values of a run: the model keeps its interleaver."""
         self.mediators = []
         self.tracer = None
         self.batcher = _NO_BATCH
@@ -129,6 +139,7 @@ class Interleaver(ModuleUse):
         return call_stacks.run(lambda: self._run(function))
 
     def _run(self, function: Callable[[], Any]) -> Any:
+        """Run the model and its last hand-overs; raise the error of a block, if there is one."""
         try:
             with self:
                 result = self._call_model(function)
@@ -143,6 +154,7 @@ class Interleaver(ModuleUse):
         return None
 
     def _call_model(self, function: Callable[[], Any]) -> Any:
+        """Call the traced function; an error of it names the last assignments of blocks."""
         try:
             return function()
         except Exception as error:
@@ -156,6 +168,7 @@ class Interleaver(ModuleUse):
         del self.suspects[:-_MAX_SUSPECTS]
 
     def __enter__(self) -> Interleaver:
+        """Start all blocks, each up to its first request."""
         self.interleaving = True
         self.listener = threading.get_ident()
         try:
@@ -174,6 +187,7 @@ class Interleaver(ModuleUse):
         self._end_run()
 
     def _end_run(self) -> None:
+        """Cancel the blocks that still wait, and drop the run's state."""
         self.ending = True
         self.cancel()
         self.interleaving = False
@@ -197,6 +211,7 @@ class Interleaver(ModuleUse):
         warn(error)
 
     def _settle(self) -> None:
+        """Resume blocks that a barrier released; unwind the model if a block has failed or stopped it."""
         while self.released and self.error is None:
             self.released.pop(0).respond()
         if (self.error is not None or self.stopped) and not self.ending:
@@ -231,6 +246,7 @@ class Interleaver(ModuleUse):
         return NOTHING
 
     def _too_late(self, mediator: Mediator, event: Event) -> Raise:
+        """Return the answer to a request for a call that is past, or will not come: always an error."""
         if self._ends_loop(mediator, event):
             return Raise(IterationOver(mediator.loops[-1]))
         return Raise(self._missed(mediator, event))
@@ -252,6 +268,7 @@ class Interleaver(ModuleUse):
             self.wanted.setdefault(provider, [])
 
     def unqueue(self, mediator: Mediator) -> None:
+        """Remove a block from those that wait for its provider."""
         event = mediator.waiting
         if event is None:
             return
@@ -268,6 +285,7 @@ class Interleaver(ModuleUse):
         return named(requester, self.call_number(requester))
 
     def call_number(self, provider: str) -> int:
+        """Return which call a request of the running block is for: of its step, the current, or the next."""
         mediator = self.current
         if mediator is not None and mediator.iteration is not None:
             return mediator.iteration
@@ -280,6 +298,7 @@ class Interleaver(ModuleUse):
         return self.calls.get(provider, 0)
 
     def foreign_request_error(self, requester: str) -> ValueError:
+        """Return the error for a request by code that is not the running block's own."""
         if in_backward():
             return ValueError(
                 f"Cannot request `{requester}` in a backwards tracer. You can only request `.grad`. Please "
@@ -310,8 +329,8 @@ class Interleaver(ModuleUse):
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:
         """Serve the value to every block that waits for this call; return the value after their changes."""
-        batcher, outer = self.batcher, self.providing
-        handled, loans = batcher.current_value, batcher.loans
+        batcher, outer_providing = self.batcher, self.providing
+        outer_value, outer_loans = batcher.current_value, batcher.loans
         batcher.current_value, batcher.loans = value, None
         self.providing = (provider, number)
         try:
@@ -323,10 +342,11 @@ class Interleaver(ModuleUse):
                     watcher.add(provider, number, batcher.current_value)
             return batcher.current_value
         finally:
-            self.providing = outer
-            batcher.current_value, batcher.loans = handled, loans
+            self.providing = outer_providing
+            batcher.current_value, batcher.loans = outer_value, outer_loans
 
     def _serve_all(self, provider: str, number: int | None) -> None:
+        """Answer one block after the other until none waits for this call, as one may ask again."""
         wanted = self.wanted
         while provider in wanted:
             for mediator in wanted[provider]:
@@ -340,32 +360,35 @@ class Interleaver(ModuleUse):
                 self._settle()
 
     def _serve(self, mediator: Mediator, event: Event) -> None:
+        """Answer one block: give it the value, note that it skips the module, or take its replacement."""
         kind, _, _, more = event
         if kind is _VALUE:
             batcher, group = self.batcher, mediator.batch_group
-            whole = group is None and batcher.loans is None
-            mediator.respond(batcher.current_value if whole else batcher.narrow(group))
+            gets_all = group is None and batcher.loans is None
+            mediator.respond(batcher.current_value if gets_all else batcher.narrow(group))
             return
         if kind is _SKIP:
             self.skipped.append((mediator, more))
             mediator.respond()
             return
-        before = self.batcher.current_value
+        previous_value = self.batcher.current_value
         try:
             if self.batcher.covers_batch(mediator.batch_group):
-                refuse_unpacked(before, more)
+                refuse_unpacked(previous_value, more)
             self.batcher.swap(mediator.batch_group, more)
         except ValueError as error:
             mediator.fail(error)
         else:
-            mediator.respond(difference(before, self.batcher.current_value))
+            mediator.respond(difference(previous_value, self.batcher.current_value))
 
     def skip_value(self, path: str) -> Any:
         """Return the output that blocks gave for a skipped module; ValueError if not all skipped it."""
         skipped, self.skipped = self.skipped, []
-        whole = [value for mediator, value in skipped if self.batcher.covers_batch(mediator.batch_group)]
-        if whole:
-            return whole[-1]
+        outputs_for_all = [
+            value for mediator, value in skipped if self.batcher.covers_batch(mediator.batch_group)
+        ]
+        if outputs_for_all:
+            return outputs_for_all[-1]
         rows = {mediator.batch_group: value for mediator, value in skipped}
         missing = [group for group in self.batcher.groups if group not in rows]
         if missing:
@@ -376,6 +399,7 @@ class Interleaver(ModuleUse):
         return self.batcher.join([rows[group] for group in self.batcher.groups])
 
     def reclaim_values(self) -> None:
+        """Check what the block did with its values; record an error of the block if it was not allowed."""
         try:
             self.batcher.reclaim()
         except ValueError as error:
@@ -418,6 +442,7 @@ class Interleaver(ModuleUse):
             self._settle()
 
     def check_dangling_mediators(self) -> None:
+        """Raise an error in each block that still waits when the run has ended."""
         self.closed = True
         for mediator in self._waiting():
             if mediator.waiting is not None:
@@ -425,6 +450,7 @@ class Interleaver(ModuleUse):
                 self._settle()
 
     def _missed(self, mediator: Mediator, event: Event) -> MissedProviderError:
+        """Return the error for a request that can no longer be answered, with the reason."""
         kind, provider, iteration, more = event
         if kind is Events.BARRIER:
             return MissedProviderError(more.unmet())
@@ -456,6 +482,7 @@ class Interleaver(ModuleUse):
 
 
 def _ended(requester: str, calls: int) -> str:
+    """Return the message for a request for a step that never came, after ``calls`` calls."""
     times = "once" if calls == 1 else f"{calls} times"
     return (
         f"Execution complete but `{requester}` was not provided. It was reached {times}, and the run, or its "

@@ -125,6 +125,7 @@ class Mediator:
         name: str | None = None,
         batch_group: BatchGroup | None = None,
     ) -> None:
+        """Prepare a block: its compiled function, and its place in the user's code, if it has one."""
         self.intervention = intervention
         self.info = info
         self._name = name
@@ -152,6 +153,7 @@ class Mediator:
     # Called on the model's side.
 
     def start(self, interleaver: Interleaver) -> None:
+        """Run the block up to its first request, which is answered if it can be at once."""
         self.interleaver = interleaver
         self.worker = self.runs_on.take_stack()
         self._modes = self._new_modes()
@@ -163,6 +165,7 @@ class Mediator:
         return ModeKeeper()
 
     def respond(self, value: Any = None) -> None:
+        """Answer the block's request, and its next ones as long as they can be answered at once."""
         interleaver = self.interleaver
         assert interleaver is not None  # noqa: S101 - only a waiting block is answered
         answer, refused = value, 0
@@ -191,18 +194,18 @@ class Mediator:
             self.fail(error("the trace ended while this block waited"))
         self.worker = None
 
-    def _run_block(self, how: Callable[[Any, Any], Any], payload: Any) -> Any:
+    def _run_block(self, switch: Callable[[Any, Any], Any], payload: Any) -> Any:
         """Run the block, in its own modes, until it hands over; return an immediate answer or ``NOTHING``."""
         interleaver, worker = self.interleaver, self.worker
         assert interleaver is not None  # noqa: S101 - set by start
         assert worker is not None  # noqa: S101 - a block that has ended is never answered
-        before, interleaver.current = interleaver.current, self
+        outer_block, interleaver.current = interleaver.current, self
         listener, interleaver.listener = interleaver.listener, 0
         try:
-            event: Event | call_stacks.Done = how(worker, payload)
+            event: Event | call_stacks.Done = switch(worker, payload)
         finally:
             self._modes.leave()
-            interleaver.current, interleaver.listener = before, listener
+            interleaver.current, interleaver.listener = outer_block, listener
         if self.exchange is not None:
             self.exchange.publish()
         if interleaver.batcher.loans is not None:
@@ -228,6 +231,7 @@ class Mediator:
         return interleaver.queue(self)
 
     def _run_intervention(self) -> None:
+        """Run the block's code; an end that the trace itself has caused is no error of the block."""
         try:
             self.intervention()
         except (Cancelation, GreenletExit):
@@ -309,6 +313,7 @@ def warn(error: StepNotReachedError) -> None:
 
 
 def split(requester: str) -> tuple[str, int | None]:
+    """Return provider and call number of a name such as ``model.output.i2``; None if it has no number."""
     provider, _, suffix = requester.rpartition(".i")
     if provider and suffix.isdecimal():
         return provider, int(suffix)

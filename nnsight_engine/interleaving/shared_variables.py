@@ -62,6 +62,7 @@ class _VariableCell:
     )  # fmt: skip
 
     def __init__(self, cell: CellType, order: int, *, may_assign: bool) -> None:
+        """Note the cell of the invoke at place ``order`` among the invokes."""
         self.cell = cell
         self.order = order
         self.may_assign = may_assign
@@ -75,6 +76,7 @@ class _VariableCell:
         return content(self.cell) if self.assigned else self.passed
 
     def hold(self, value: Any) -> None:
+        """Set the cell without counting it as an assignment; ``UNBOUND`` empties it."""
         if value is not UNBOUND:
             self.cell.cell_contents = value
         elif content(self.cell) is not UNBOUND:
@@ -82,12 +84,15 @@ class _VariableCell:
 
 
 class _Variable:
+    """A variable of several invokes; ``readers`` are their cells, in the order of the invokes' definition."""
+
     __slots__ = ("readers",)
 
     def __init__(self) -> None:
         self.readers: list[_VariableCell] = []
 
     def begin(self) -> None:
+        """Unbind the variable in all invokes that stand after one that may assign it."""
         is_waiting = False
         for reader in self.readers:
             if is_waiting:
@@ -96,10 +101,11 @@ class _Variable:
             is_waiting |= reader.may_assign
 
     def pass_on(self, source: _VariableCell) -> None:
-        value, at = source.value, self.readers.index(source)
+        """Pass the value of ``source`` to later invokes, up to the next one that assigns the variable."""
+        value, position = source.value, self.readers.index(source)
         is_waiting = source.is_waiting and not source.assigned
         is_passed = source.is_passed or source.assigned
-        for reader in self.readers[at + 1 :]:
+        for reader in self.readers[position + 1 :]:
             if reader.assigned:
                 break
             reader.passed, reader.is_waiting, reader.is_passed = value, is_waiting, is_passed
@@ -108,10 +114,11 @@ class _Variable:
             if reader.may_assign:
                 break
         if source.assigned:
-            self._pass_back(source, value, at)
+            self._pass_back(source, value, position)
 
-    def _pass_back(self, source: _VariableCell, value: Any, at: int) -> None:
-        for reader in self.readers[:at]:
+    def _pass_back(self, source: _VariableCell, value: Any, position: int) -> None:
+        """Pass the value to earlier invokes in which the variable would never get another one."""
+        for reader in self.readers[:position]:
             if reader.assigned or reader.is_waiting or reader.is_passed or reader.met:
                 continue
             if reader.later == source.order or (reader.later is None and reader.passed is UNBOUND):
@@ -133,6 +140,7 @@ class Exchange:
     """Publishes the assignments of one invoke each time it hands over."""
 
     def __init__(self, order: int, sharer: Sharer, variables: Mapping[Hashable, _Variable]) -> None:
+        """Watch the variables that the invoke may assign, of those that several invokes have, by identity."""
         self.order = order
         self._total = 0
         self._assignments = sharer.assignments
@@ -141,10 +149,11 @@ class Exchange:
         for name in sharer.stored:
             variable = variables.get(sharer.identities.get(name))
             if variable is not None:
-                mine = next(reader for reader in variable.readers if reader.order == order)
-                self._watched.append((name, mine, variable))
+                own_cell = next(reader for reader in variable.readers if reader.order == order)
+                self._watched.append((name, own_cell, variable))
 
     def publish(self) -> None:
+        """Pass on what the invoke has assigned since the last time; called each time it hands over."""
         assignments = self._assignments
         if assignments.total == self._total:
             return
@@ -233,6 +242,7 @@ class Barrier:
         self.arrived = []
 
     def unmet(self) -> str:
+        """Return the message for invokes that still wait here when the run has ended."""
         return (
             f"Execution complete but a barrier for {self.participants} participants was reached by "
             f"{len(self.arrived)} only: call it in {self.participants} invokes."

@@ -36,6 +36,7 @@ Modes = tuple[bool, bool, Autocast]
 
 
 def current() -> Modes:
+    """Return the modes of the calling thread."""
     autocast = tuple(
         (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES
     )
@@ -52,6 +53,7 @@ class ModeKeeper:
     __slots__ = ("_block", "_block_grad", "_entered", "_inference_mode", "_model", "_model_grad")
 
     def __init__(self) -> None:
+        """Start the block in the modes of the model; None means no inference mode and no autocast."""
         self._block_grad = self._model_grad = _is_grad()
         self._model: Modes | None = current() if _is_inference() or _is_autocast() else None
         self._block: Modes | None = self._model
@@ -59,6 +61,7 @@ class ModeKeeper:
         self._inference_mode: Any = None
 
     def enter(self) -> None:
+        """Switch from the model's modes to the block's; called before the block runs."""
         self._model_grad = _is_grad()
         if self._block is not None or _is_inference() or _is_autocast():
             self._enter_slowly()
@@ -66,6 +69,7 @@ class ModeKeeper:
             _set_grad(self._block_grad)
 
     def leave(self) -> None:
+        """Switch from the block's modes to the model's; called when the block has handed over."""
         self._block_grad = _is_grad()
         if self._model is not None or _is_inference() or _is_autocast():
             self._leave_slowly()
@@ -73,37 +77,44 @@ class ModeKeeper:
             _set_grad(self._model_grad)
 
     def _enter_slowly(self) -> None:
+        """Do as ``enter`` where inference mode or autocast is on."""
         self._model = current()
         block = self._block or (self._block_grad, False, ())
+        _, is_inference, _ = block
         if self._inference_mode is not None:
             self._inference_mode.__exit__(None, None, None)
             self._inference_mode = None
-        if _is_inference() is not block[1]:
-            self._entered = torch.inference_mode(block[1])
+        if _is_inference() is not is_inference:
+            self._entered = torch.inference_mode(is_inference)
             self._entered.__enter__()
         _set_modes(block)
 
     def _leave_slowly(self) -> None:
+        """Do as ``leave`` where inference mode or autocast is on."""
         self._block = current()
+        _, block_inference, block_autocast = self._block
         model, self._model = self._model or (self._model_grad, False, ()), None
+        _, is_inference, _ = model
         if self._entered is not None:
             self._entered.__exit__(None, None, None)
             self._entered = None
-        if _is_inference() is not model[1]:
-            self._inference_mode = torch.inference_mode(model[1])
+        if _is_inference() is not is_inference:
+            self._inference_mode = torch.inference_mode(is_inference)
             self._inference_mode.__enter__()
         _set_modes(model)
-        if self._inference_mode is None and not self._block[1] and not self._block[2]:
+        if self._inference_mode is None and not block_inference and not block_autocast:
             self._block = None
 
 
 def _set_modes(modes: Modes) -> None:
-    if modes[2] or _is_autocast():
-        for device, enabled, dtype in modes[2] or [(name, False, None) for name in _DEVICES]:
+    """Set grad mode and autocast of this thread; inference mode has no setter."""
+    grad, _, autocast = modes
+    if autocast or _is_autocast():
+        for device, enabled, dtype in autocast or [(name, False, None) for name in _DEVICES]:
             torch.set_autocast_enabled(device, enabled)
             if dtype is not None:
                 torch.set_autocast_dtype(device, dtype)
-    _set_grad(modes[0])
+    _set_grad(grad)
 
 
 def compute_on_one_thread() -> None:
@@ -120,6 +131,7 @@ def compute_on_one_thread() -> None:
 
 @cache
 def _setters() -> tuple[Callable[[int], object], ...]:
+    """Return the functions that set the number of threads for the calling thread's kernels."""
     openmp = ctypes.CDLL(None).omp_set_num_threads  # torch loads its OpenMP for the whole process
     if not torch.backends.mkl.is_available():
         return (openmp,)
@@ -133,12 +145,14 @@ class RandomStreams:
     __slots__ = ("_cpu", "_devices", "_numpy", "_seed")
 
     def __init__(self, seed: int) -> None:
+        """Create the states of a block, by its seed; those of devices are created when they are used."""
         self._seed = seed
         self._cpu = torch.Generator().manual_seed(seed).get_state()
         self._numpy: np.random.BitGenerator = np.random.MT19937(seed)
         self._devices: dict[int, torch.Tensor] = {}
 
     def exchange(self) -> None:
+        """Swap the generators' states with those kept here, as the other side runs from now on."""
         cpu = torch.default_generator.get_state()
         torch.default_generator.set_state(self._cpu)
         self._cpu = cpu
@@ -149,9 +163,10 @@ class RandomStreams:
             self._exchange_device(torch.cuda.current_device())
 
     def _exchange_device(self, device: int) -> None:
+        """Swap the state of a device's generator, see ``exchange``."""
         generator = torch.cuda.default_generators[device]
-        mine = self._devices.get(device)
-        if mine is None:
-            mine = torch.Generator(f"cuda:{device}").manual_seed(self._seed).get_state()
+        kept_state = self._devices.get(device)
+        if kept_state is None:
+            kept_state = torch.Generator(f"cuda:{device}").manual_seed(self._seed).get_state()
         self._devices[device] = generator.get_state()
-        generator.set_state(mine)
+        generator.set_state(kept_state)

@@ -53,6 +53,7 @@ class _ModelThreadCall:
         self.act = act
 
     def answer(self) -> Any:
+        """Make the call, on the model's thread; an error is raised in the block."""
         try:
             return self.act()
         except Exception as error:  # noqa: BLE001 - raised in the block, at the line that asks
@@ -72,10 +73,12 @@ class ThreadStack:
     """Seconds for an interrupted job to come back before it is abandoned; -1 to wait for it however long."""
 
     def __init__(self, budget_s: float) -> None:
+        """Create a stack without its thread; ``budget_s``: seconds that its job may run in one step."""
         self.budget_s = self.left_s = budget_s
         self.abandoned = False
         self._payload: Any = None
         self._stream: torch.cuda.Stream | None = None
+        # Both are held except while control passes: to acquire one is to wait for control.
         self._to_job = allocate_lock()
         self._to_caller = allocate_lock()
         self._to_job.acquire()
@@ -93,6 +96,7 @@ class ThreadStack:
         return self.resume(job)
 
     def resume(self, payload: Any) -> Any:
+        """Pass control and ``payload`` to the job; return what it hands over, an error if it is too slow."""
         self._payload = payload
         # Each thread has a current stream of its own, and work on it would not be ordered with the model's.
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
@@ -103,6 +107,7 @@ class ThreadStack:
         return event
 
     def hand_over(self, event: Any) -> Any:
+        """Pass ``event`` to the caller, from the job's thread; return the answer when there is one."""
         self._hand_to_caller(event)
         self._await_control()
         if self.abandoned:
@@ -114,6 +119,7 @@ class ThreadStack:
         return self._thread is not None and self._thread.ident == threading.get_ident()
 
     def _run(self) -> None:
+        """The thread's code: wait for the job, run it, and hand its ``Done`` over."""
         torch.set_grad_enabled(False)
         compute_on_one_thread()
         self._await_control()
@@ -131,6 +137,7 @@ class ThreadStack:
             torch.cuda.set_stream(self._stream)
 
     def _hand_to_caller(self, event: Any) -> None:
+        """Pass control and ``event`` to the caller; end the thread if it no longer listens."""
         if self.abandoned:
             raise SystemExit
         self._payload = event
@@ -141,6 +148,7 @@ class ThreadStack:
         return time.monotonic()
 
     def _wait_for_control(self) -> bool:
+        """Wait for the job as long as it may still run in this step; return whether it has handed over."""
         begin = self.clock()
         came = self._to_caller.acquire(timeout=max(self.left_s, 0.0))
         self.left_s -= self.clock() - begin
@@ -188,6 +196,7 @@ def _withdraw_error(thread: threading.Thread) -> None:
 
 
 def _clear_stop_flag() -> None:
+    """Raise an error on this thread, which clears the flag of pending errors; see ``_withdraw_error``."""
     try:
         _raise_in(threading.current_thread(), TimeBudgetError)
         for _ in range(_CLEAR_ITERATIONS):  # it is raised at an iteration of a loop
@@ -203,12 +212,14 @@ class Threads:
     """
 
     def __init__(self, budget_s: float) -> None:
+        """Start no thread yet; ``_orders`` gets a message for each spare thread to make, None at the end."""
         self.budget_s = budget_s
         self._spare: deque[ThreadStack] = deque()
         self._orders: SimpleQueue[str | None] = SimpleQueue()
         self._keeper: threading.Thread | None = None
 
     def take_stack(self) -> ThreadStack:
+        """Return a thread that is ready for a job, and order another one from the keeper."""
         if self._keeper is None:
             self._keeper = threading.Thread(
                 target=_keep_spare, args=(self.budget_s, self._spare, self._orders), daemon=True
@@ -241,9 +252,9 @@ class Threads:
         """Do nothing: the thread ends with its job."""
 
 
-def _keep_spare(budget_s: float, spare: deque[ThreadStack], wanted: SimpleQueue[str | None]) -> None:
-    """Keep idle threads ready; runs on its own thread, so that no caller waits for a thread to start."""
-    while wanted.get() is not None:
+def _keep_spare(budget_s: float, spare: deque[ThreadStack], orders: SimpleQueue[str | None]) -> None:
+    """Keep idle threads ready, on a thread of its own, so that no block waits for one; None ends them."""
+    while orders.get() is not None:
         while len(spare) < _NUM_SPARE:
             stack = ThreadStack(budget_s)
             stack.prepare()
@@ -257,6 +268,7 @@ def _do_nothing() -> None:
 
 
 def _serve_calls(stack: ThreadStack, event: Any) -> Any:
+    """Make the calls that a job asks for, on the model's thread; return what it hands over after them."""
     while type(event) is _ModelThreadCall:
         begin = stack.clock()
         answer = event.answer()
@@ -292,6 +304,7 @@ class ThreadMediator(Mediator):
         seed: int,
         name: str | None = None,
     ) -> None:
+        """Prepare a block that runs on one of ``threads``; ``seed`` is that of its random streams."""
         super().__init__(intervention, info, name)
         self.runs_on = threads  # type: ignore[misc] # one per engine; the base class has one for all
         self._random = RandomStreams(seed)
@@ -305,11 +318,12 @@ class ThreadMediator(Mediator):
     def _new_modes(self) -> Modes:
         return _OwnModes()
 
-    def _run_block(self, how: Callable[[Any, Any], Any], payload: Any) -> Any:
+    def _run_block(self, switch: Callable[[Any, Any], Any], payload: Any) -> Any:
+        """Run the block with its own random streams, and add the time to ``spent_s``."""
         begin = time.monotonic()
         self._random.exchange()
         try:
-            return super()._run_block(how, payload)
+            return super()._run_block(switch, payload)
         finally:
             self._random.exchange()
             self.spent_s += time.monotonic() - begin
@@ -322,6 +336,7 @@ class ThreadMediator(Mediator):
         return self._handed_over(_ModelThreadCall(act), what)
 
     def _handed_over(self, event: Any, what: str, iteration: int | None = None) -> Any:
+        """Hand an event over from the block's thread and return the answer; ``what`` is for the error."""
         worker: ThreadStack | None = self.worker
         if worker is None or not worker.is_current():
             assert self.interleaver is not None  # noqa: S101 - a started block has one

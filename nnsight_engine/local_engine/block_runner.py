@@ -38,6 +38,7 @@ class ReadTrace:
     """A decoded trace whose parts were checked; ``saved`` are containers saved before the blocks ran."""
 
     def __init__(self, head: TraceHead, received: ReceivedTrace) -> None:
+        """Divide the blocks into invokes and edits; DecodeError if they do not fit the header."""
         self.head = head
         self.shared: Mapping[str, Any] = received.shared
         num_own = len(received.blocks) - head.num_edits
@@ -55,6 +56,7 @@ class ReadTrace:
 
 
 def _inputs(shared: Mapping[str, Any], num_invokes: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return the positional and keyword arguments of each invoke; DecodeError if they are malformed."""
     inputs = shared.get("inputs")
     if (
         not isinstance(inputs, list)
@@ -76,6 +78,7 @@ class BlockRunner(ABC):
     def __init__(
         self, *, max_result_bytes: int = MessageLimits().max_bytes, compresses: bool = False
     ) -> None:
+        """Set the limit of an encoded outcome, and whether it is compressed for clients that accept it."""
         self.failure = ""
         self.needs_replacement = False
         self._limits = MessageLimits(max_bytes=max_result_bytes)
@@ -124,6 +127,7 @@ class BlockRunner(ABC):
         self._clean_up()
 
     def _run_blocks(self, request: TraceRequest, tracer: Tracer, resolve: Resolve) -> bytes:
+        """Decode and run the blocks; return the encoded outcome, with an error at the first block."""
         head = request.head
         # The server has checked the codec and its tenant, see ``app.auth.principal``.
         received = decode_blocks(head.codec, request.blocks, resolve=resolve, trusted=True)
@@ -152,6 +156,7 @@ class BlockRunner(ABC):
         return b"".join(pieces)
 
     def _outcome(self, trace: ReadTrace, tracer: Tracer) -> BaseException | None:
+        """Run the decoded blocks; return their error, without our frames, or None."""
         try:
             self._execute(trace, tracer)
         except TraceCancelledError:

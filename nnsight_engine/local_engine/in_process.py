@@ -32,6 +32,7 @@ class InProcessTransport:
         self.call_client: ClientCall | None = None
 
     def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
+        """Run a trace on this process's model, and yield the frames that a server would send."""
         del progress
         yield _event(JobStatus.RECEIVED)
         # A tree of its own: the user's envoys are in use by the trace that sends this one.

@@ -57,11 +57,7 @@ def call_client_through_server(
 
 
 class LocalPart(Tracer):
-    """``with tracer.local():`` in a received block.
-
-    ``turn`` counts the parts that the client ran before; ``kept`` variables are assigned by no block, so that
-    the client has their values.
-    """
+    """``with tracer.local():`` in a received block."""
 
     def __init__(
         self,
@@ -73,6 +69,10 @@ class LocalPart(Tracer):
         number: int,
         kept: Collection[str],
     ) -> None:
+        """Create part ``turn``, counted from 0, of run ``attempt``, in block ``number`` of the trace.
+
+        ``kept`` variables are assigned by no block, so that the client has their values.
+        """
         super().__init__()
         self._model = model
         self._attempt = attempt
@@ -92,8 +92,8 @@ class LocalPart(Tracer):
         if info.frame is not None:
             raise LocalBlockError.misplaced()
         cells, values = info.variables, self._values()
-        around = info.assignments
-        assignments = Assignments(cells) if around is None else around.inside(cells)
+        outer_assignments = info.assignments
+        assignments = Assignments(cells) if outer_assignments is None else outer_assignments.inside(cells)
         part_request = PartRequest(
             attempt=self._attempt,
             turn=self._turn,
@@ -123,9 +123,10 @@ class LocalPart(Tracer):
                 del assignments[name]
 
     def _values(self) -> dict[str, Any]:
+        """Return the variables to send: those that the body reads and that the client may not have."""
         block = self.info.block
-        read = names_read(block.origin.body, block.context.class_name)
-        values = {name: content(cell) for name, cell in self.info.variables.items() if name in read}
+        names = names_read(block.origin.body, block.context.class_name)
+        values = {name: content(cell) for name, cell in self.info.variables.items() if name in names}
         return {
             name: value
             for name, value in values.items()
@@ -133,6 +134,7 @@ class LocalPart(Tracer):
         }
 
     def _may_differ(self, name: str, value: Any) -> bool:
+        """Return whether the client's value of a variable may be another one than this."""
         return name not in self._client_values or not (
             isinstance(value, (*_KNOWN_TO_CLIENT, *_IMMUTABLE)) or self._reference(value) is not None
         )
@@ -141,6 +143,7 @@ class LocalPart(Tracer):
         return place_in(value, self._model)
 
     def _resolver(self, values: dict[str, Any]) -> Resolve:
+        """Return the function that finds what a reference in the answer means: a sent value, or a place."""
         places = ObjectReferences(self._model)
 
         def resolve(reference: tuple[str, ...]) -> Any:
@@ -175,8 +178,9 @@ class _NoGradient(torch.autograd.Function):
 
 
 def _without_gradients(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose backward pass raises an error: it was computed at the client."""
     if not tensor.requires_grad:
         return tensor
     with torch.enable_grad():
-        made: torch.Tensor = _NoGradient.apply(tensor)  # type: ignore[no-untyped-call] # untyped in torch
-    return made
+        result: torch.Tensor = _NoGradient.apply(tensor)  # type: ignore[no-untyped-call] # untyped in torch
+    return result

@@ -35,6 +35,8 @@ _MAX_KEPT_BYTES = 2**20
 
 
 class TensorChecksums:
+    """The state of tensors: copies of small ones, checksums of weights; see the module."""
+
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = [_TensorState(tensor) for tensor in tensors]
         self._summed = [state for state in self._tensors if state.kept is None]
@@ -55,10 +57,11 @@ class TensorChecksums:
         return len(checksums) == len(self._sums) and all(map(torch.equal, checksums, self._sums))
 
     def _checksums(self) -> list[torch.Tensor]:
+        """Return the checksums of all weights, those of one device in one tensor."""
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         seen: set[int] = set()
-        for known in self._summed:
-            for tensor in _plain(known.tensor):
+        for state in self._summed:
+            for tensor in _plain(state.tensor):
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in seen:  # weights may be tied
                     seen.add(storage.data_ptr())
@@ -67,7 +70,10 @@ class TensorChecksums:
 
 
 class _TensorState:
+    """A tensor's memory, flags and version; ``kept`` is a copy of the content, None for a weight."""
+
     def __init__(self, tensor: torch.Tensor) -> None:
+        """Note the tensor's state; copy its content if it is small and no weight."""
         self.tensor = tensor
         self._memory = tensor.detach()  # keeps it allocated
         self._needs_grad = tensor.requires_grad
@@ -80,6 +86,7 @@ class _TensorState:
         return version != self._version
 
     def restore(self) -> None:
+        """Restore the tensor's memory, flags and hooks, and the content if it was copied."""
         tensor, memory = self.tensor, self._memory
         if not _is_same_memory(tensor, memory):
             tensor.data = memory
@@ -121,6 +128,7 @@ def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _sums(storage: torch.UntypedStorage) -> list[torch.Tensor]:
+    """Return the sums of memory by columns and by rows, as 64-bit integers, and the bytes left over."""
     data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     num_rows = data.numel() // (_WORD_BYTES * _NUM_COLUMNS)
     end = num_rows * _WORD_BYTES * _NUM_COLUMNS
@@ -143,7 +151,10 @@ _MADE_LATER: Final = frozenset(
 
 
 class AttributeSnapshot:
+    """The attributes of all objects that are reachable from one, and the content of containers."""
+
     def __init__(self, root: Any) -> None:
+        """Record all objects and containers that are reachable from ``root``."""
         self.objects: list[Any] = []
         self.tensors: list[torch.Tensor] = []
         self._containers: list[_Container] = []
@@ -165,27 +176,29 @@ class AttributeSnapshot:
         return sum(container.restore() for container in self._containers) > 0
 
     def _record(self, value: Any) -> Iterable[Any]:
-        below: list[Any]
+        """Record an object; return what it refers to, to be recorded next."""
+        referents: list[Any]
         if isinstance(value, dict | list | set):
             self._containers.append(_Container(value))
-            below = [*(value.values() if isinstance(value, dict) else value)]
+            referents = [*(value.values() if isinstance(value, dict) else value)]
         elif isinstance(value, tuple):
-            below = [*value]
+            referents = [*value]
         elif isinstance(value, _OBJECTS):
             of_kind: list[Any] = self.tensors if isinstance(value, torch.Tensor) else self.objects
             of_kind.append(value)
             self._kinds.append((value, type(value), vars(value)))
-            below = [vars(value)]
+            referents = [vars(value)]
         else:
             return ()
         self._seen[id(value)] = value  # the reference keeps its id valid
-        return below
+        return referents
 
 
 class Definitions:
     """The methods of classes and their bases, and what the modules that define them contain."""
 
     def __init__(self, classes: Iterable[type], modules: Iterable[ModuleType] = ()) -> None:
+        """Note what the classes, their bases, the modules of these and ``modules`` define."""
         bases = {base for cls in classes for base in cls.__mro__ if base is not object}
         self._classes = [(cls, dict(vars(cls))) for cls in bases]
         # Found through a function that the class defines itself, so that no module has to be looked up by
@@ -217,6 +230,7 @@ def _namespaces(cls: type) -> Iterator[dict[str, Any]]:
 
 
 def _restore_class(cls: type, known: dict[str, Any]) -> None:
+    """Set a class's attributes to the known ones, except those that Python adds later."""
     attributes = dict(vars(cls))
     for name in attributes.keys() - known.keys() - _MADE_LATER:
         delattr(cls, name)
@@ -254,13 +268,16 @@ _PROBES = "_probes"
 
 
 class ModelSnapshot:
+    """A model as it was loaded, with the code and settings that its runs use."""
+
     def __init__(self, model: LanguageModel) -> None:
+        """Take the snapshot of a model without its probes, which the next run creates again."""
         self._model = model
         vars(model)[_PROBES] = None
         global_hooks = [value for name, value in vars(torch_modules).items() if name.startswith("_global_")]
         self._attributes = AttributeSnapshot([model, global_hooks])
         self._definitions = Definitions(
-            {type(held) for held in self._attributes.objects} | {torch.Tensor},
+            {type(model_object) for model_object in self._attributes.objects} | {torch.Tensor},
             (builtins, torch, torch.nn.functional),
         )
         self._contents = TensorChecksums(self._attributes.tensors)

@@ -18,12 +18,13 @@ from nnsight_engine.local_engine.trace_process import ProcessOptions
 
 
 def load(options: ProcessOptions, server_requests: ServerRequests) -> BlockRunner:
+    """Load the model, and return what runs traces on it; called by ``serve`` once the process listens."""
     if options.num_threads:
         torch.set_num_threads(options.num_threads)
-    more: dict[str, Any] = {"dtype": options.dtype} if options.dtype else {}
+    load_options: dict[str, Any] = {"dtype": options.dtype} if options.dtype else {}
     if options.trust_remote_code:
-        more["trust_remote_code"] = True
-    model = TraceableModel(options.model, revision=options.revision, dispatch=True, **more)
+        load_options["trust_remote_code"] = True
+    model = TraceableModel(options.model, revision=options.revision, dispatch=True, **load_options)
     model.to(options.device)
     return TraceRunner(
         model,

@@ -30,6 +30,7 @@ _LoggerState = tuple[int, list[Any], list[Any], bool, bool]
 
 
 def _working_directory() -> str:
+    """Return the working directory; empty if it was removed."""
     try:
         return os.getcwd()
     except OSError:
@@ -46,18 +47,21 @@ def _state_of(logger: logging.Logger) -> _LoggerState:
 
 
 def _loggers() -> dict[logging.Logger, _LoggerState]:
-    named = [
+    """Return the state of every logger that exists now."""
+    existing = [
         logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)
     ]
-    return {logger: _state_of(logger) for logger in (logging.root, *named)}
+    return {logger: _state_of(logger) for logger in (logging.root, *existing)}
 
 
 def _identities(state: _LoggerState) -> tuple[Any, ...]:
+    """Return a logger's state in a form in which objects are compared by identity."""
     level, handlers, filters, propagate, disabled = state
     return level, [*map(id, handlers)], [*map(id, filters)], propagate, disabled
 
 
 def _set_loggers(loggers: dict[logging.Logger, _LoggerState]) -> None:
+    """Restore the loggers whose state has changed."""
     for logger, state in loggers.items():
         if _identities(_state_of(logger)) != _identities(state):
             level, handlers, filters, logger.propagate, logger.disabled = state
@@ -70,6 +74,7 @@ def _signal_handlers() -> dict[int, Any]:
 
 
 def _set_signal_handlers(handlers: dict[int, Any]) -> None:
+    """Restore changed handlers; OSError if one was not set by Python, so that it cannot be."""
     current = _signal_handlers()
     for number, handler in handlers.items():
         if current[number] is not handler:
@@ -120,10 +125,10 @@ _SETTINGS: Final[_Settings] = (
 """How each setting is read and written."""
 
 
-def _restored(settings: _Settings, before: list[Any], *, always: bool) -> bool:
+def _restored(settings: _Settings, values: list[Any], *, always: bool) -> bool:
     """Write each setting, or only those that have changed; return False if one could not be."""
     is_complete = True
-    for (read, write), value in zip(settings, before, strict=True):
+    for (read, write), value in zip(settings, values, strict=True):
         try:
             if always or read() != value:
                 write(value)
@@ -134,6 +139,7 @@ def _restored(settings: _Settings, before: list[Any], *, always: bool) -> bool:
 
 class ProcessState:
     def __init__(self) -> None:
+        """Take the snapshot of settings, hooks and threads, on the main thread."""
         self._hooks = [getattr(owner, name) for owner, name in _HOOKS]
         self._objects = [read() for read, _ in _OBJECTS]
         self._settings = [read() for read, _ in _SETTINGS]
@@ -151,6 +157,7 @@ class ProcessState:
         return not self._remaining_threads() and objects and settings
 
     def _remaining_threads(self) -> set[int]:
+        """Wait a little for threads that blocks have started; return the ids of those that live on."""
         started = _thread_ids() - self._threads
         for thread in threading.enumerate() if started else ():
             if thread.ident in started:

@@ -33,6 +33,7 @@ class ReceivedTracer(InterleavingTracer):
     """The object behind ``tracer`` in a received block; created before the blocks are decoded."""
 
     def __init__(self, model: Envoy, call_client: ClientCall | None = None) -> None:
+        """Create the tracer; ``call_client`` runs parts at the client, None if there are none."""
         super().__init__(model._run_module, model)  # noqa: SLF001 - an envoy of ours
         self._call_client = call_client
         self._attempt = secrets.token_hex(16)
@@ -44,6 +45,7 @@ class ReceivedTracer(InterleavingTracer):
     def receive(
         self, invokes: Sequence[ReceivedInvoke], kwargs: dict[str, Any], edits: Sequence[Info]
     ) -> None:
+        """Set what was decoded; called before ``trace``."""
         self._received, self.kwargs = invokes, kwargs
         self._kept_edits = [Edit(self, info) for info in edits]
 
@@ -55,6 +57,7 @@ class ReceivedTracer(InterleavingTracer):
         )
 
     def local(self) -> Tracer:
+        """Open a part that the client runs; LocalBlockError where it cannot be reached from."""
         current = self.interleaver.current
         if self._call_client is None:
             raise LocalBlockError.unreachable()
@@ -67,11 +70,13 @@ class ReceivedTracer(InterleavingTracer):
         return LocalPart(root, self._call_client, attempt=self._attempt, turn=turn, number=number, kept=kept)
 
     def trace(self, function: Callable[..., Any], model: Envoy, *, validate: bool) -> Any:
+        """Run ``function`` of the model with the received blocks."""
         self.function, self.model, self.validate = function, model, validate
         self.batcher = model._new_batcher()  # noqa: SLF001 - an envoy of ours
         return self.execute(_nothing)
 
     def _collect(self, function: Callable[[], Any]) -> None:  # noqa: ARG002 - the invokes are defined already
+        """Add the received invokes; there is no block that would define them."""
         self.batcher.shared_kwargs = self.kwargs
         for invoke in self._received:
             self.invokers.append(invoke)
@@ -102,6 +107,7 @@ class TraceableModel(LanguageModel):
     def trace(
         self, *args: Any, remote: Any = None, blocking: bool = True, **kwargs: Any
     ) -> InterleavingTracer:
+        """Open a trace in this process, whatever ``remote`` and ``blocking`` a session's code gives."""
         del remote, blocking
         refuse_statement(sys._getframe(1), "trace")  # noqa: SLF001 - the caller's frame is examined
         return super().trace(*args, remote=False, **kwargs)
@@ -123,6 +129,7 @@ class ModelRunner(BlockRunner):
 
     @contextlib.contextmanager
     def _prepared(self, request: TraceRequest) -> Iterator[tuple[Tracer, Resolve]]:
+        """Attach the request's modules, and yield the tracer and what resolves references."""
         if self.needs_replacement:
             raise RuntimeError("a trace has changed the model, and no other may run on it")
         head, model = request.head, self._model
@@ -142,6 +149,7 @@ class ModelRunner(BlockRunner):
         return place_of(value, self._model)
 
     def _execute(self, trace: ReadTrace, tracer: Tracer) -> None:
+        """Run the blocks with the modes, aliases and edits of the client."""
         model, shared = self._model, trace.shared
         with (
             torch.inference_mode(bool(shared.get("inference"))),
@@ -175,6 +183,7 @@ class TraceRunner(ModelRunner):
             self.settle()
 
     def settle(self) -> bool:
+        """Restore the model; return False, from then on, if that is not possible."""
         if not self.needs_replacement:
             try:
                 self._model._rename(None)  # noqa: SLF001 - an envoy of ours

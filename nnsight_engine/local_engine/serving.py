@@ -70,6 +70,7 @@ class _ServerChannel:
                 self._socket.sendall(data)
 
     def frames(self) -> Iterator[Frame]:
+        """Yield the frames that the server sends until it closes the connection."""
         reader = FrameReader(MAX_FRAME_BYTES)
         with contextlib.suppress(ConnectionError):
             while num_bytes := self._socket.recv_into(reader.free_space()):
@@ -86,6 +87,7 @@ class _Cancelling:
     """
 
     def __init__(self) -> None:
+        """Install the signal's handler; ``_number`` is the trace that runs, None between traces."""
         self._main = threading.main_thread().ident
         self._number: int | None = None
         self._num_deferred = 0
@@ -119,6 +121,7 @@ class _Cancelling:
             self._raise()
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        """Cancel the trace that runs, or note that it is to be, on the main thread."""
         if self._number is None:
             return
         if self._num_deferred:
@@ -132,11 +135,14 @@ class _Cancelling:
 
 
 class ServerRequests:
+    """Requests of blocks to the server, one at a time; the listener thread puts the answers."""
+
     def __init__(self, send: Callable[[dict[str, Any], bytes], None]) -> None:
         self._send = send
         self._answers: queue.SimpleQueue[Frame] = queue.SimpleQueue()
 
     def send(self, message: dict[str, Any], data: bytes) -> None:
+        """Send a request, whose frames ``answer`` returns."""
         while not self._answers.empty():  # left from a trace that was cancelled
             self._answers.get()
         self._send(message, data)
@@ -164,7 +170,10 @@ def serve(arguments: list[str], load: Callable[[ProcessOptions, ServerRequests],
 
 
 class _Serving:
+    """Connects the listener's thread with the main thread, which runs the traces."""
+
     def __init__(self, channel: _ServerChannel) -> None:
+        """Create the queues of traces and of answers, which ``listen`` fills."""
         self._channel = channel
         self._cancelling = _Cancelling()
         self._traces: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
@@ -186,6 +195,7 @@ class _Serving:
             os.killpg(os.getpgid(0), signal.SIGKILL)  # including processes that blocks have started
 
     def run(self, load: Callable[[], BlockRunner]) -> None:
+        """Load the runner, then run trace after trace; return if no further one may run here."""
         try:
             runner = load()
         except Exception as error:
@@ -225,6 +235,7 @@ class _Serving:
                 return
 
     def _answer(self, runner: BlockRunner, number: int, data: Any) -> Frame:
+        """Run a trace, which may be cancelled; return the frame with its result or its error."""
         try:
             self._cancelling.begin_trace(number)
             try:
@@ -270,6 +281,8 @@ def _print_warning(
 
 
 class _TraceStdout(io.TextIOBase):
+    """Standard output of blocks, which ``emit`` receives by lines; without a trace, the process's own."""
+
     def __init__(self, real: TextIO, emit: Callable[[str], None]) -> None:
         self._real = real
         self._emit = emit
@@ -279,6 +292,7 @@ class _TraceStdout(io.TextIOBase):
         self._prints = Prints()
 
     def end_trace(self) -> None:
+        """Emit the rest of the trace's output; from now on, the process's own is used."""
         prints, self._prints = self._prints, None
         if prints is not None:
             self._emit_text(prints.take_lines(everything=True))
@@ -287,6 +301,7 @@ class _TraceStdout(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
+        """Emit the lines that are complete; without a trace, write to the process's own output."""
         if self._prints is None:
             return self._real.write(text)
         self._prints.write(text)

@@ -37,6 +37,8 @@ _LAST: Final = frozenset({FrameKind.RESULT, FrameKind.ERROR})
 
 
 class PipeTransport:
+    """Has the session's server run traces, see ``trace_process``."""
+
     name = "the session's server"
 
     def __init__(self, server_requests: ServerRequests) -> None:
@@ -44,6 +46,7 @@ class PipeTransport:
         self._outline: dict[str, Any] | None = None
 
     def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
+        """Send a trace to the server, and yield the frames of its answer."""
         del progress
         self._server_requests.send({TRACE: True}, request.to_bytes())
         while True:
@@ -57,6 +60,7 @@ class PipeTransport:
         raise RemoteError('a session waits for its traces: leave mode="async" out, or trace outside of it')
 
     def outline(self) -> dict[str, Any]:
+        """Return the server's outline of the model, which is requested once."""
         if self._outline is None:
             self._server_requests.send({OUTLINE: True}, b"")
             frame = self._server_requests.answer()
@@ -70,6 +74,7 @@ class SessionModel(VLLM):
     """The object behind ``model`` in a session's block; its traces run on the session's server."""
 
     def __init__(self, transport: PipeTransport, folder: str, *, trust_remote_code: bool) -> None:
+        """Create a model of the server's outline; ``folder`` has its tokenizer."""
         outline = transport.outline()
         super().__init__(str(outline["model"]), remote=True)
         self.__dict__["_transport"] = transport
@@ -80,6 +85,7 @@ class SessionModel(VLLM):
     def trace(
         self, *args: Any, remote: Any = None, blocking: bool = True, **kwargs: Any
     ) -> InterleavingTracer:
+        """Open a trace on the session's server, whatever ``remote`` and ``blocking`` its code gives."""
         del remote, blocking
         refuse_statement(sys._getframe(1), "trace")  # noqa: SLF001 - the caller's frame is examined
         return super().trace(*args, backend=self._remote_backend(), **kwargs)
@@ -101,6 +107,7 @@ class SessionRunner(BlockRunner):
 
     @contextlib.contextmanager
     def _prepared(self, request: TraceRequest) -> Iterator[tuple[Tracer, Resolve]]:
+        """Yield a session, and the function that resolves a reference to it or to its model."""
         if request.head.kind != "session":
             raise DecodeError("this process runs sessions, and the message is a trace")
         options = self._options

@@ -83,6 +83,7 @@ class ProcessEndedError(Exception):
     """
 
     def __init__(self, status: int | None) -> None:
+        """Describe the end by the exit status; None: the process was killed, as it closed the connection."""
         if status is None:
             how = "it closed the connection to the server"
         elif status < 0:
@@ -97,11 +98,12 @@ class TraceProcess:
     """A process that runs traces. Not thread-safe: use it on one event loop."""
 
     def __init__(self, process: asyncio.subprocess.Process, sock: socket.socket, max_bytes: int) -> None:
+        """Take over a running process, and begin to read its frames of at most ``max_bytes``."""
         self._reader = FrameReader(max_bytes)
         self._process = process
         self._socket = sock
         self._frames: asyncio.Queue[Frame | None] = asyncio.Queue(_MAX_WAITING)
-        self._num_waiting = 0
+        self._num_waiting_bytes = 0
         self._room = asyncio.Event()
         self._room.set()
         self._sending = asyncio.Lock()
@@ -145,6 +147,7 @@ class TraceProcess:
         return self._process.pid
 
     async def send(self, message: Mapping[str, Any], chunks: Sequence[bytes | memoryview] = ()) -> None:
+        """Send a message, and ``chunks``, if any, as the next frame; ProcessEndedError if it has ended."""
         loop = asyncio.get_running_loop()
         frame = json_frame(FrameKind.EVENT, message)
         pieces: list[Any] = [frame.head() + frame.data]
@@ -172,18 +175,20 @@ class TraceProcess:
         if frame is None:
             self._frames.put_nowait(None)  # for the next call
             raise await self._ended()
-        self._num_waiting -= len(frame.data)
-        if self._num_waiting < _MAX_WAITING_BYTES:
+        self._num_waiting_bytes -= len(frame.data)
+        if self._num_waiting_bytes < _MAX_WAITING_BYTES:
             self._room.set()
         return frame
 
     def kill(self) -> None:
+        """Kill the process, with those that blocks have started; safe to call again."""
         if self._is_over:
             return  # its process id may have been reused
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     async def close(self) -> None:
+        """Kill the process, wait for its end, and close the socket."""
         self.kill()
         await self._process.wait()
         self._reading.cancel()
@@ -191,11 +196,13 @@ class TraceProcess:
         self._socket.close()
 
     async def _ended(self) -> ProcessEndedError:
+        """Kill what is left of the process; return the error that tells how it has ended."""
         self.kill()
         status = await self._process.wait()
         return ProcessEndedError(None if self._broke_off else status)
 
     async def _read(self) -> None:
+        """Read frames until the process or the connection has ended, kill it, and put None after them."""
         gone = asyncio.create_task(self._process.wait())
         reading = asyncio.create_task(self._read_frames())
         try:
@@ -216,6 +223,7 @@ class TraceProcess:
             await self._frames.put(None)
 
     async def _read_frames(self) -> None:
+        """Put frames into the queue; wait while those in it have too many bytes."""
         loop = asyncio.get_running_loop()
         reader = self._reader
         with contextlib.suppress(OSError, DecodeError):
@@ -223,7 +231,7 @@ class TraceProcess:
                 frame = reader.advance(num_bytes)
                 if frame is not None:
                     await self._frames.put(frame)
-                    self._num_waiting += len(frame.data)
-                    if self._num_waiting >= _MAX_WAITING_BYTES:
+                    self._num_waiting_bytes += len(frame.data)
+                    if self._num_waiting_bytes >= _MAX_WAITING_BYTES:
                         self._room.clear()
                         await self._room.wait()

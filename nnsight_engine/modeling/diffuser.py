@@ -23,6 +23,7 @@ DENOISERS: Final = ("unet", "transformer", "prior", "decoder")
 
 
 def diffusers() -> ModuleType:
+    """Return the package diffusers, an optional dependency; ImportError with a remedy without it."""
     try:
         return importlib.import_module("diffusers")
     except ImportError as error:
@@ -36,6 +37,7 @@ class Diffuser(torch.nn.Module):
     """The models of a pipeline; a forward call runs the denoiser."""
 
     def __init__(self, pipeline: Any) -> None:
+        """Take the components of a pipeline that are modules as submodules, under the same names."""
         super().__init__()
         self.pipeline = pipeline
         for name, component in pipeline.components.items():
@@ -69,7 +71,7 @@ class Diffuser(torch.nn.Module):
 def pipeline_without_weights(
     source: str, automodel: Any, hub_options: dict[str, Any], replacements: dict[str, Any]
 ) -> Any:
-    """Return a pipeline without weights; None in ``given`` leaves a component out."""
+    """Return a pipeline without weights; None in ``replacements`` leaves a component out."""
     index: dict[str, Any] = automodel.load_config(source, **hub_options)
     if automodel is diffusers().DiffusionPipeline:
         automodel = class_of(index["_class_name"], diffusers(), "DiffusionPipeline")
@@ -84,18 +86,19 @@ def pipeline_without_weights(
 
 
 def _component(source: str, name: str, entry: Sequence[str | None], options: dict[str, Any]) -> Any:
+    """Return a component without weights; ``entry`` has its library and class, None if it is left out."""
     library, class_name = entry
     if library is None or class_name is None:
         return None
-    inner = getattr(diffusers().pipelines, library, None)  # some components belong to one pipeline
-    cls = getattr(inner or importlib.import_module(library), class_name)
-    place = {**options, "subfolder": name}
+    pipeline_module = getattr(diffusers().pipelines, library, None)  # some components belong to one pipeline
+    cls = getattr(pipeline_module or importlib.import_module(library), class_name)
+    location = {**options, "subfolder": name}
     if not issubclass(cls, torch.nn.Module):
         with torch.device("cpu"):  # a scheduler computes its tables in its constructor
-            return cls.from_pretrained(source, **place)
+            return cls.from_pretrained(source, **location)
     if hasattr(cls, "config_class") and cls.config_class is not None:  # a class of transformers
-        return cls(cls.config_class.from_pretrained(source, **place)).eval()
-    return cls.from_config(cls.load_config(source, **place)).eval()
+        return cls(cls.config_class.from_pretrained(source, **location)).eval()
+    return cls.from_config(cls.load_config(source, **location)).eval()
 
 
 _CALLBACK: Final = "callback_on_step_end"
@@ -103,6 +106,7 @@ _INPUTS: Final = "callback_on_step_end_tensor_inputs"
 
 
 def with_last_step(pipeline: Any, kwargs: dict[str, Any], ended: Callable[[], None]) -> dict[str, Any]:
+    """Return a pipeline's arguments with a callback that calls ``ended`` after the last denoising step."""
     if _CALLBACK not in inspect.signature(type(pipeline).__call__).parameters:
         return kwargs
     callback = kwargs.get(_CALLBACK)

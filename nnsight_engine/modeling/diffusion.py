@@ -64,6 +64,7 @@ def _numbered(args: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _join(first: dict[str, Any], second: dict[str, Any], nums: tuple[int, int]) -> dict[str, Any]:
+    """Join arguments by name: those with rows row by row, others are shared; ``nums``: each invoke's rows."""
     rows = {
         name: _join_rows(name, first, second, nums)
         for name in {**first, **second}
@@ -83,6 +84,7 @@ def _has_rows(name: str, value: Any, num_rows: int) -> bool:
 
 
 def _join_rows(name: str, first: dict[str, Any], second: dict[str, Any], nums: tuple[int, int]) -> Any:
+    """Return an argument's rows of both invokes; ValueError if they do not fit together."""
     pair = [invoke.get(name) for invoke in (first, second)]
     if "negative_prompt" in name:
         pair = [[""] * num if value is None else value for value, num in zip(pair, nums, strict=True)]
@@ -147,6 +149,7 @@ class DiffusionModel(GeneratingMixin, HuggingFaceModel):
         return Diffuser(self.automodel.from_pretrained(source, *args, **kwargs, **self._revision_option()))
 
     def _load_meta(self, source: Any, **kwargs: Any) -> torch.nn.Module:
+        """Return the pipeline's models without weights, in the dtype that the user has chosen."""
         pipeline = pipeline_without_weights(source, self.automodel, self._hub_options(kwargs), kwargs)
         module = Diffuser(pipeline)
         dtype = kwargs.get("dtype")
@@ -161,6 +164,7 @@ class DiffusionModel(GeneratingMixin, HuggingFaceModel):
         return bool(args) or any(kwargs.get(name) is not None for name in INPUTS)
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], int]:
+        """Return the arguments, each text once per row, and the number of rows; see ``Batchable``."""
         if not self._has_input(inputs, kwargs):
             return without_input(kwargs)
         if inputs and isinstance(inputs[0], str | list | tuple):
@@ -174,6 +178,7 @@ class DiffusionModel(GeneratingMixin, HuggingFaceModel):
     # Running.
 
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the denoiser once, on tensors, which are moved to its device."""
         if "prompt" in kwargs:
             raise TypeError(
                 "a trace runs the model that denoises once, on tensors; to make images of a prompt, "
@@ -198,6 +203,7 @@ class DiffusionModel(GeneratingMixin, HuggingFaceModel):
         return self._generate(*args, **with_last_step(pipeline, kwargs, interleaver.end_loops))
 
     def _generate(self, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
+        """Run the pipeline; ``seed`` determines the noise of each image, see ``generators``."""
         if self._has_input(args, kwargs):
             kwargs = as_lists(kwargs, count_rows(args, kwargs))
         if seed is not None:
@@ -216,8 +222,8 @@ class DiffusionModel(GeneratingMixin, HuggingFaceModel):
 
 def generators(seed: int, num_images: int) -> torch.Generator | list[torch.Generator]:
     """Return a generator per image, seeded ``seed``, ``seed + 1`` …, on the CPU: the same on every device."""
-    made = [torch.Generator().manual_seed(seed + index) for index in range(num_images)]
-    return made if num_images > 1 else made[0]
+    per_image = [torch.Generator().manual_seed(seed + index) for index in range(num_images)]
+    return per_image if num_images > 1 else per_image[0]
 
 
 def _images_per_prompt(kwargs: dict[str, Any]) -> int:

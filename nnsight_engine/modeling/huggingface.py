@@ -29,11 +29,12 @@ _NAME: Final = re.compile(r"(?!\.)[\w.-]{1,200}")
 
 
 def edits_path(name: str, export_dir: str | os.PathLike[str] | None, variant: str) -> Path:
+    """Return the path of a file of edits; ValueError if a name could not be part of it."""
     file_name = name.replace(os.sep, "--")
-    for part in (file_name, variant):
-        if not _NAME.fullmatch(part):
+    for name_part in (file_name, variant):
+        if not _NAME.fullmatch(name_part):
             raise ValueError(
-                f"names and variants of edits have letters, digits, '_', '-' and '.', got {part!r}; "
+                f"names and variants of edits have letters, digits, '_', '-' and '.', got {name_part!r}; "
                 "choose one with name= or variant="
             )
     cache = Path(platformdirs.user_cache_dir("nnsight-engine"))
@@ -42,6 +43,7 @@ def edits_path(name: str, export_dir: str | os.PathLike[str] | None, variant: st
 
 
 def write_edits(model: HuggingFaceModel, path: Path) -> None:
+    """Write a model's edits to a file, which replaces an earlier one at once."""
     edits: list[Edit] = model._default_mediators  # noqa: SLF001 - an envoy of ours
     if not edits:
         raise ValueError(
@@ -56,11 +58,12 @@ def write_edits(model: HuggingFaceModel, path: Path) -> None:
 
 
 def read_edits(model: HuggingFaceModel, path: Path) -> list[Edit]:
+    """Return the edits in a file, for this model; ValueError if they are of another one."""
     if not path.is_file():
         raise FileNotFoundError(f"there are no edits at {path}: write them with export_edits() first")
     try:
-        kept = decode(path.read_bytes())
-        shape, data = kept["shape"], kept["edits"]
+        content = decode(path.read_bytes())
+        shape, data = content["shape"], content["edits"]
     except (DecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} has no edits: write them again with export_edits()") from error
     if shape != _shape_of(model):

@@ -94,6 +94,7 @@ class LanguageModel(GeneratingMixin, TransformersModel):
         return self._set_up(tokenizer, options)
 
     def _set_up(self, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> PreTrainedTokenizerBase:
+        """Set the padding side, unless the user has chosen one, and a token for padding."""
         # Not for an encoder: its positions are mostly absolute, and would count the padding.
         if "padding_side" not in options and not getattr(self.config, "is_encoder_decoder", False):
             tokenizer.padding_side = "left"
@@ -102,6 +103,7 @@ class LanguageModel(GeneratingMixin, TransformersModel):
         return tokenizer
 
     def _check_loads(self, source: Any, what: str, argument: str) -> None:
+        """Raise AttributeError if ``source`` is no place from which the tokenizer could be loaded."""
         if not isinstance(source, str | Path):
             name = type(self).__name__
             raise AttributeError(  # noqa: TRY004 - the documented error
@@ -118,6 +120,7 @@ class LanguageModel(GeneratingMixin, TransformersModel):
         return bool(args) or any(kwargs.get(name) is not None for name in self.input_names)
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], int]:
+        """Return the arguments with tokens as tensors, and the number of rows; see ``Batchable``."""
         if not self._has_input(inputs, kwargs):
             return without_input(kwargs)
         if len(inputs) > 1:
@@ -125,14 +128,15 @@ class LanguageModel(GeneratingMixin, TransformersModel):
                 f"{type(self).__name__} takes one input, got {len(inputs)}: put several texts in a list, "
                 "and give other arguments by name"
             )
-        read = self._with_positions(self._read(*inputs, **kwargs))
-        return (), read, len(read["attention_mask"])
+        arguments = self._with_positions(self._read(*inputs, **kwargs))
+        return (), arguments, len(arguments["attention_mask"])
 
     def _read(self, value: Any = None, /, **kwargs: Any) -> dict[str, Any]:
         fields = dict(value) if isinstance(value, Mapping) else {"input_ids": value}
         return read_rows(self.tokenizer, {**fields, **kwargs})
 
     def _batch(self, batched_input: Prepared, *inputs: Any, **kwargs: Any) -> Prepared:
+        """Add an invoke's rows to the batch, all padded to one length; see ``Batchable``."""
         del inputs  # all prepared arguments have names
         first, second = batched_input[1], kwargs
         rows = join_rows(filling_of(self.tokenizer), _rows(first), _rows(second))
@@ -144,6 +148,7 @@ class LanguageModel(GeneratingMixin, TransformersModel):
         return join_shared(first, second)
 
     def _with_positions(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Add ``position_ids`` for padded rows, if the model does not compute them itself."""
         mask = arguments["attention_mask"]
         is_per_token = mask.ndim == 2  # not the user's own mask per pair of tokens
         if (
@@ -187,6 +192,7 @@ class LanguageModel(GeneratingMixin, TransformersModel):
     # Running.
 
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model once; with ``max_new_tokens``, generate."""
         misplaced = _GENERATION_ONLY & kwargs.keys()
         if kwargs.get(_MAX_NEW_TOKENS) is not None:
             return self.__nnsight_generate__(*args, **kwargs)
@@ -219,6 +225,7 @@ class LanguageModel(GeneratingMixin, TransformersModel):
         return self.generator._module(output)  # noqa: SLF001
 
     def _for_generation(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments on the model's device, padded on the left, and with a padding token."""
         kwargs = self._on_device(kwargs)
         if not getattr(self.config, "is_encoder_decoder", False):
             kwargs = filled_left(kwargs)  # generated tokens follow the last column

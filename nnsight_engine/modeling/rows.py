@@ -82,11 +82,12 @@ class Filling:
         return torch.cat([self._widened(name, part, width) for part in parts])
 
     def _widened(self, name: str, rows: torch.Tensor, width: int) -> torch.Tensor:
-        missing = width - rows.shape[1]
-        if not missing:
+        """Pad rows to ``width`` tokens; the name of the argument determines the value."""
+        num_missing = width - rows.shape[1]
+        if not num_missing:
             return rows
         value = self.token if name in _TOKEN_IDS else _FILLED_WITH[name]
-        filled = rows.new_full((rows.shape[0], missing, *rows.shape[2:]), value)
+        filled = rows.new_full((rows.shape[0], num_missing, *rows.shape[2:]), value)
         return torch.cat([filled, rows] if self.side == "left" else [rows, filled], dim=1)
 
 
@@ -103,13 +104,13 @@ def read_rows(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> dic
     """
     filling = filling_of(tokenizer)
     lengths: list[torch.Tensor] = []
-    read: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, value in _encoded(tokenizer, fields).items():
         if name not in ROW_INPUTS:
-            read[name] = value
+            arguments[name] = value
         elif value is not None:
             parts = _parts(name, value)
-            read[name] = filling.stack(name, parts)
+            arguments[name] = filling.stack(name, parts)
             if name in TOKEN_INPUTS:
                 lengths = [torch.ones(part.shape[:2], dtype=torch.long, device=part.device) for part in parts]
     if not lengths and "input_ids" in fields:  # None is the argument's absence where embeddings are given
@@ -118,12 +119,13 @@ def read_rows(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> dic
         raise ValueError(
             f"a language model's input needs input_ids or inputs_embeds, got {', '.join(fields)}"
         )
-    if "attention_mask" not in read:
-        read["attention_mask"] = filling.stack("attention_mask", lengths)
-    return read
+    if "attention_mask" not in arguments:
+        arguments["attention_mask"] = filling.stack("attention_mask", lengths)
+    return arguments
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with token ids for texts, and what the tokenizer returns beside those."""
     texts = {name: _texts(fields[name]) for name in _TEXT if name in fields}
     encoded = {name: tokenizer(texts) for name, texts in texts.items() if texts}
     beside = dict(encoded["input_ids"]) if "input_ids" in encoded else {}
@@ -131,6 +133,7 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> dict
 
 
 def _texts(value: Any) -> list[str]:
+    """Return a text, or several, as a list; an empty one for any other value."""
     if isinstance(value, str):
         return [value]
     is_list = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
@@ -143,6 +146,7 @@ def read_ids(value: Any) -> list[torch.Tensor]:
 
 
 def _parts(name: str, value: Any) -> list[torch.Tensor]:
+    """Return an argument's rows as tensors ``[rows, tokens, ...]``, of several lengths if it was a list."""
     if isinstance(value, list | tuple) and value and _is_row(value[0]):
         return [part for item in value for part in _parts(name, item)]
     if isinstance(value, int | float | None):
@@ -170,6 +174,7 @@ def _is_row(item: Any) -> bool:
 
 
 def _as_tensor(name: str, value: Any) -> torch.Tensor:
+    """Return lists as a tensor; an empty one is of integers too."""
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -194,6 +199,7 @@ def join_rows(filling: Filling, first: Rows, second: Rows) -> Rows:
 
 
 def _default(name: str, rows: Rows) -> torch.Tensor:
+    """Return the rows of an invoke that lacks an argument; ValueError if it has no default."""
     mask = rows["attention_mask"]
     if name == "position_ids":
         return positions(mask)
@@ -210,7 +216,7 @@ def counts_positions(module: torch.nn.Module) -> bool:
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         return False
     methods = ("create_position_ids_from_input_ids", "get_rope_index")
-    if any(hasattr(part, name) for part in module.modules() for name in methods):
+    if any(hasattr(submodule, name) for submodule in module.modules() for name in methods):
         return False
     # Inspect the class: accelerate replaces the method on the instance.
     return "position_ids" in inspect.signature(type(module).forward).parameters
@@ -227,12 +233,14 @@ def filled_left(arguments: dict[str, Any]) -> dict[str, Any]:
     mask = arguments.get("attention_mask")
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
         return arguments
-    missing = (mask.flip(1).cumsum(1) == 0).sum(1).tolist()
-    if not any(missing):
+    num_filled = (mask.flip(1).cumsum(1) == 0).sum(1).tolist()
+    if not any(num_filled):
         return arguments
     moved = dict(arguments)
     for name in ROW_INPUTS & arguments.keys():
         rows = arguments[name]
         if isinstance(rows, torch.Tensor) and rows.shape[:2] == mask.shape:
-            moved[name] = torch.stack([row.roll(by, 0) for row, by in zip(rows, missing, strict=True)])
+            moved[name] = torch.stack(
+                [row.roll(num_columns, 0) for row, num_columns in zip(rows, num_filled, strict=True)]
+            )
     return moved

@@ -36,6 +36,7 @@ class TransformersModel(HuggingFaceModel):
         super().__init__(source, *args, **kwargs)
 
     def _load(self, source: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """Load the module with its weights; for a config, create it with random ones."""
         if isinstance(source, PreTrainedConfig):
             return self._from_config(source, kwargs)
         module: torch.nn.Module = self.automodel.from_pretrained(
@@ -44,18 +45,20 @@ class TransformersModel(HuggingFaceModel):
         return module
 
     def _load_meta(self, source: Any, **kwargs: Any) -> torch.nn.Module:
+        """Return the module that a config describes; the default device, meta, has no weights."""
         if isinstance(source, PreTrainedConfig):
             return self._from_config(source, kwargs)
         config = kwargs.pop("config", None)
         if not isinstance(config, PreTrainedConfig):
-            place = source if config is None else config
+            location = source if config is None else config
             config, _ = AutoConfig.from_pretrained(  # nosec B615 # the user's choice
-                place, return_unused_kwargs=True, **kwargs, **self._revision_option()
+                location, return_unused_kwargs=True, **kwargs, **self._revision_option()
             )
         return self._from_config(config, kwargs)
 
     def _from_config(self, config: PreTrainedConfig, kwargs: dict[str, Any]) -> torch.nn.Module:
-        known = ("dtype", "attn_implementation", "trust_remote_code")
-        options = {name: kwargs[name] for name in known if name in kwargs and kwargs[name] != "auto"}
+        """Create a module by its config, with those of the user's options that apply to it."""
+        supported = ("dtype", "attn_implementation", "trust_remote_code")
+        options = {name: kwargs[name] for name in supported if name in kwargs and kwargs[name] != "auto"}
         module: torch.nn.Module = self.automodel.from_config(config, **options)
         return module.eval()

@@ -72,6 +72,7 @@ class VisionLanguageModel(LanguageModel):
         return AutoProcessor.from_pretrained(self.repo_id, **options)  # nosec B615 # the user's choice
 
     def _read(self, value: Any = None, /, **kwargs: Any) -> dict[str, Any]:
+        """Return the model's arguments: with images or videos, those that the processor makes of them."""
         fields = {**(value if isinstance(value, Mapping) else {"text": value}), **kwargs}
         media = {name: fields.pop(name) for name in _MEDIA if name in fields}
         media = {name: items for name, items in media.items() if items is not None}
@@ -88,6 +89,7 @@ class VisionLanguageModel(LanguageModel):
         return read_rows(self.tokenizer, {**features, **fields})
 
     def _join_others(self, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+        """Join what the processor made of two invokes' images; other arguments have to be equal."""
         names = set(getattr(self.processor, "model_input_names", ())) - ROW_INPUTS
         shared = {name: value for name, value in second.items() if name not in names}
         joined = join_shared({name: value for name, value in first.items() if name not in names}, shared)
@@ -99,6 +101,7 @@ class VisionLanguageModel(LanguageModel):
 
 
 def _concatenated(name: str, features: list[Any]) -> Any:
+    """Concatenate an argument of one or two invokes along its first axis; ValueError if it is impossible."""
     if len(features) == 1:
         return features[0]
     first, second = features

@@ -72,6 +72,7 @@ class _OutsideNames(ast.NodeVisitor):
         self.names: set[str] = set()
 
     def visit(self, node: ast.AST) -> None:
+        """Collect names outside of the statement; a loop around it runs again, so all its names count."""
         if isinstance(node, ast.With) and (node.lineno, node.col_offset) == self._with_position:
             self._is_inside = True
             return
@@ -131,6 +132,7 @@ class _Scope(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _definition(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
+        """Add a definition's name, and the outer names that functions in it assign."""
         self.stored.add(node.name)
         for decorator in node.decorator_list:
             self.visit(decorator)
@@ -144,7 +146,11 @@ class _Scope(ast.NodeVisitor):
         if isinstance(node, ast.ClassDef):
             bound = set()  # functions in a class do not see its names
         else:
-            bound |= {node_.arg for node_ in ast.walk(node.args) if isinstance(node_, ast.arg)}
+            bound |= {
+                argument_node.arg
+                for argument_node in ast.walk(node.args)
+                if isinstance(argument_node, ast.arg)
+            }
         self.from_functions |= inner.nonlocal_ | (inner.from_functions - bound)
 
     visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _definition  # noqa: N815 - ast's names
@@ -153,6 +159,7 @@ class _Scope(ast.NodeVisitor):
         self.generic_visit(node.args)
 
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> None:
+        """Add names bound by ``:=``, which belong to the function; other targets do not."""
         for child in ast.walk(node):
             if isinstance(child, ast.NamedExpr):
                 self.stored.add(child.target.id)
@@ -169,6 +176,7 @@ class _Scope(ast.NodeVisitor):
 
 
 def _scan(body: Sequence[ast.stmt]) -> _Scope:
+    """Return the names that the statements of one scope assign, see ``_Scope``."""
     scope = _Scope()
     for statement in body:
         scope.visit(statement)

@@ -119,6 +119,7 @@ class Block:
         return FunctionType(code, globals_, code.co_name, None, tuple(cells))
 
     def counting(self) -> Block:
+        """Return the variant of this block that counts its assignments, compiled once."""
         if self.counts:
             return self
         block = self.compiled.get(_COUNTING)
@@ -129,6 +130,7 @@ class Block:
         return block
 
     def inner(self, index: int, names: Sequence[str]) -> Block:
+        """Return the block of a nested ``with``, compiled once; ``names`` are the cells that it shares."""
         block = self.compiled.get(index)
         if block is None:
             block = compile_block(self.nested[index], self.source, frozenset(names), self.context)
@@ -166,6 +168,7 @@ class BlockContext:
 
 
 def context_of(code: CodeType) -> BlockContext:
+    """Return the place of a function's code, by its qualified name; the code's source is not needed."""
     parts = [part for part in code.co_qualname.split(".") if part != "<locals>"]
     in_method = code.co_qualname.endswith(f".{code.co_name}") and len(parts) > 1
     holder = code.co_qualname.split(".")[-2] if in_method else "<locals>"
@@ -242,6 +245,7 @@ def _wrapped(
 
 
 def _inner_code(code: CodeType) -> CodeType:
+    """Return the code of the block itself inside the module that ``_wrapped`` made for it."""
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             return constant if constant.co_name == "__nnsight_block__" else _inner_code(constant)
@@ -264,6 +268,7 @@ class _Rewriter(ast.NodeTransformer):
         return self._with_item(node, 0)
 
     def _with_item(self, node: ast.With, item: int) -> ast.stmt:
+        """Rewrite one context of a ``with`` statement, and those after it as nested statements."""
         index = len(self.nested)
         nested = Nested(node, item)
         self.nested.append(nested)
@@ -283,6 +288,7 @@ class _Rewriter(ast.NodeTransformer):
         return located(ast.With(items=[entered], body=body), node)
 
     def visit_For(self, node: ast.For) -> list[ast.stmt]:
+        """Rewrite a loop, so that ``IterationOver`` of its own iterator ends it; see the module."""
         number = self.loops
         self.loops += 1
         loop, error = f"__nnsight_loop_{number}__", f"__nnsight_over_{number}__"
@@ -300,6 +306,7 @@ class _Rewriter(ast.NodeTransformer):
         return [located(remember, node.iter), located(guarded, node)]
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        """Rewrite an assignment to ``requires_grad``, see the module."""
         if node.attr != "requires_grad" or not isinstance(node.ctx, ast.Store):
             return self.generic_visit(node)
         owner = call(load(REQUIRES_GRAD), self.visit(node.value))
@@ -308,9 +315,9 @@ class _Rewriter(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """Write out the arguments of ``super()``: the block's function has no first argument."""
         copied = self.generic_visit(node)
-        first = self.context.first_argument
-        if isinstance(copied, ast.Call) and is_bare_super(copied) and first is not None:
-            copied.args = [load("__class__"), load(first)]
+        first_argument = self.context.first_argument
+        if isinstance(copied, ast.Call) and is_bare_super(copied) and first_argument is not None:
+            copied.args = [load("__class__"), load(first_argument)]
             return located(copied, node)
         return copied
 
@@ -342,10 +349,11 @@ def _copy_node(node: ast.AST) -> ast.AST:
 
 
 def _refuse_leaving(body: Sequence[ast.stmt], source: SourceText) -> None:
+    """Raise SyntaxError at the first ``return``, ``yield`` or ``await`` that would leave the block."""
     for node in leaving(body):
-        what = type(node).__name__.lower()
+        word = type(node).__name__.lower()
         raise _syntax_error(
-            f"`{what}` is not allowed in a traced block, which runs as a separate function while the model "
+            f"`{word}` is not allowed in a traced block, which runs as a separate function while the model "
             "runs; save the value in the block and use it afterwards",
             source,
             getattr(node, "lineno", 1),
@@ -354,11 +362,12 @@ def _refuse_leaving(body: Sequence[ast.stmt], source: SourceText) -> None:
 
 
 def _about_loop(error: SyntaxError, source: SourceText) -> SyntaxError:
-    what = "continue" if "continue" in str(error) else "break"
+    """Return an error in the user's terms for ``break`` or ``continue`` of a loop around the block."""
+    word = "continue" if "continue" in str(error) else "break"
     return _syntax_error(
-        f"`{what}` cannot refer to a loop around a traced block, which runs as a separate function while the "
+        f"`{word}` cannot refer to a loop around a traced block, which runs as a separate function while the "
         f"model runs. Save a flag in the block and check it afterwards: `done = save(True)` in the block, "
-        f"`if done: {what}` below it",
+        f"`if done: {word}` below it",
         source,
         error.lineno or 1,
         error.offset,
@@ -396,6 +405,7 @@ def block_of_text(text: str, filename: str, names: frozenset[str]) -> Block:
 
 
 def _compiled(whole: str, filename: str, names: frozenset[str]) -> Block:
+    """Compile the text of a whole ``with`` statement; ``names`` are shared with its surroundings."""
     (statement,) = parse(whole, filename).body
     assert isinstance(statement, ast.With)  # noqa: S101 - the text begins with it
     lines = tuple(f"{line}\n" for line in whole.split("\n"))
@@ -405,6 +415,7 @@ def _compiled(whole: str, filename: str, names: frozenset[str]) -> Block:
 
 
 def _parsed(text: str, filename: str) -> ast.Module:
+    """Parse a block's text; its SyntaxErrors have a line."""
     try:
         return parse(text, filename)
     except (RecursionError, MemoryError) as error:
@@ -420,14 +431,15 @@ def _too_deep(filename: str) -> SyntaxError:
 
 
 def _indented(text: str, tree: ast.Module) -> str:
-    kept: set[int] = set()
+    """Indent a text by one level, except lines that begin inside a string."""
+    inside_strings: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr) or (
             isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
         ):
-            kept.update(range(node.lineno + 1, (node.end_lineno or node.lineno) + 1))
+            inside_strings.update(range(node.lineno + 1, (node.end_lineno or node.lineno) + 1))
     lines = text.split("\n")
     return "\n".join(
-        line if number in kept or not line.strip() else _INDENT + line
+        line if number in inside_strings or not line.strip() else _INDENT + line
         for number, line in enumerate(lines, start=1)
     )

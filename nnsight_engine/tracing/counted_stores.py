@@ -60,11 +60,11 @@ def located(made: Node, original: ast.AST) -> Node:
 
 def visited(visitor: ast.NodeVisitor, body: Sequence[ast.stmt]) -> list[ast.stmt]:
     """Return what a visitor makes of statements, of each of which it may make several."""
-    made: list[ast.stmt] = []
+    results: list[ast.stmt] = []
     for statement in body:
         result = visitor.visit(statement)
-        made += result if isinstance(result, list) else [result]
-    return made
+        results += result if isinstance(result, list) else [result]
+    return results
 
 
 def count_stores(
@@ -75,6 +75,8 @@ def count_stores(
 
 
 class _Counter(ast.NodeTransformer):
+    """Replaces assignments to shared variables by counted ones, see the module; ``spell`` mangles a name."""
+
     def __init__(self, names: frozenset[str], spell: Callable[[str], str]) -> None:
         self._counted = names
         """Names that an assignment in the current scope shares with the surroundings."""
@@ -86,6 +88,7 @@ class _Counter(ast.NodeTransformer):
         self._numbers = itertools.count(1)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Turn an assignment or deletion of a shared name into that of an item of the ``Assignments``."""
         if isinstance(node.ctx, ast.Load) or node.id not in self._counted:
             return node
         key = ast.Constant(value=self._spell(node.id))
@@ -100,6 +103,7 @@ class _Counter(ast.NodeTransformer):
         return located(call(attribute(self._stores_name, "assign"), key, node.value), node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> Any:
+        """Count ``x += y`` after the statement, whose target has to be a name."""
         node.value = self.visit(node.value)
         if not isinstance(node.target, ast.Name):
             node.target = self.visit(node.target)
@@ -107,6 +111,7 @@ class _Counter(ast.NodeTransformer):
         return [node, *self._counts(node, [node.target.id])]
 
     def visit_Import(self, node: ast.Import | ast.ImportFrom) -> Any:
+        """Count an import's names after the statement."""
         names = [alias.asname or alias.name.partition(".")[0] for alias in node.names]
         return [node, *self._counts(node, names)]
 
@@ -123,8 +128,8 @@ class _Counter(ast.NodeTransformer):
         """Count before the guard, where the pattern's names have been assigned."""
         captured = [
             name
-            for part in ast.walk(node.pattern)
-            for name in (getattr(part, "name", None), getattr(part, "rest", None))
+            for pattern_node in ast.walk(node.pattern)
+            for name in (getattr(pattern_node, "name", None), getattr(pattern_node, "rest", None))
             if isinstance(name, str) and name in self._counted
         ]
         self.generic_visit(node)
@@ -136,6 +141,7 @@ class _Counter(ast.NodeTransformer):
         return node
 
     def visit_FunctionDef(self, node: Function) -> Any:
+        """Rewrite a function; one that may have traces in it gets an ``Assignments`` of its own."""
         node.decorator_list = [self.visit(decorator) for decorator in node.decorator_list]
         node.args = self.visit(node.args)
         shared = declared_nonlocal(node.body)
@@ -148,15 +154,15 @@ class _Counter(ast.NodeTransformer):
             self._stores_name = f"{OWN.rstrip('_')}_{next(self._numbers)}__"
         self._in_scope(node, (shared & self._within_reach) | lent, reach)
         if lent:
-            at = _after_docstring(node.body)
-            node.body[at:at] = self._lending(node, outside, lent, bound)
+            index = _after_docstring(node.body)
+            node.body[index:index] = self._lending(node, outside, lent, bound)
             self._stores_name = outside
         return [node, *self._counts(node, [node.name])]
 
     def _lending(
         self, node: Function, outside: str, lent: frozenset[str], bound: frozenset[str]
     ) -> list[ast.stmt]:
-        """Return the statements at a function's begin that have its own variables counted."""
+        """Return the statements that create a function's ``Assignments`` for its ``lent`` variables."""
         capture = capture_of(sorted(lent))
         begin = ast.Assign(
             targets=[store(self._stores_name)], value=call(attribute(outside, "lent"), capture)
@@ -189,6 +195,7 @@ class _Counter(ast.NodeTransformer):
         return node
 
     def visit_comprehension(self, node: ast.comprehension) -> ast.comprehension:
+        """Leave the target out: it is a variable of the comprehension."""
         node.iter = self.visit(node.iter)
         node.ifs = [self.visit(test) for test in node.ifs]
         return node
@@ -196,6 +203,7 @@ class _Counter(ast.NodeTransformer):
     def _in_scope(
         self, node: Function | ast.ClassDef, counted: frozenset[str], within_reach: frozenset[str]
     ) -> None:
+        """Rewrite the body of a function or class, in which other names are counted."""
         outside = self._counted, self._within_reach
         self._counted, self._within_reach = counted, within_reach
         try:
@@ -226,6 +234,7 @@ def _lent_in(body: Sequence[ast.stmt]) -> frozenset[str]:
 
 
 def _after_docstring(body: Sequence[ast.stmt]) -> int:
+    """Return the index of the first statement after a docstring, 0 without one."""
     match body[0]:
         case ast.Expr(value=ast.Constant(value=str())):
             return 1

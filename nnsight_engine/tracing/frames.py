@@ -118,6 +118,7 @@ class _Leave:
         self.opcodes = opcodes
 
     def __call__(self, frame: FrameType, _event: str, _: Any) -> Any:
+        """Raise behind the instruction ``after``; Python calls this at each line, or at each instruction."""
         if frame.f_lasti <= self.after:
             return self
         if self.opcodes is not None:
@@ -137,16 +138,16 @@ _CALLED_BY_USERS = tuple(f"{_HIDDEN[0]}{part}{os.sep}" for part in ("envoys", "m
 
 def hide_our_frames(traceback: TracebackType | None) -> TracebackType | None:
     """Return the traceback without the frames of this package, and of the context managers that it enters."""
-    kept: list[TracebackType] = []
+    users_entries: list[TracebackType] = []
     called_by_us = False
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
         called_by_us = is_ours(filename) or (called_by_us and filename == contextlib.__file__)
         if not called_by_us:
-            kept.append(traceback)
+            users_entries.append(traceback)
         traceback = traceback.tb_next
     result: TracebackType | None = None
-    for entry in reversed(kept):
+    for entry in reversed(users_entries):
         result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return result
 
@@ -187,7 +188,7 @@ def clean(error: BaseException, *, debug: bool) -> BaseException:
 
 
 def for_user(error: ErrorT) -> ErrorT:
-    """Return an error to be raised at once by code that the user has called, outside of a block as a rule.
+    """Return an error that code called by the user raises at once; it will reach them without our frames.
 
     None of ``_CALLED_BY_USERS`` may catch it; other parts of the package do, so for these it stays as it is.
     """
@@ -205,7 +206,7 @@ def drop_callers(frame: FrameType) -> None:
     They exist only when the error arrives, so it takes a trace function, which then restores the previous
     one.
     """
-    before, local = sys.gettrace(), frame.f_trace
+    previous_function, local = sys.gettrace(), frame.f_trace
 
     def arrived(running: FrameType, event: str, argument: Any) -> Any:
         if event != "exception":
@@ -216,7 +217,7 @@ def drop_callers(frame: FrameType) -> None:
             below = below.tb_next
         entry.tb_next = below
         running.f_trace = local
-        sys.settrace(before)
+        sys.settrace(previous_function)
         return local
 
     frame.f_trace = arrived
@@ -224,6 +225,7 @@ def drop_callers(frame: FrameType) -> None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, then what caused it or was handled when it was raised, and so on."""
     seen: set[int] = set()  # they may form a cycle
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -232,6 +234,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _forget_jump(error: BaseException) -> None:
+    """Remove the ``BlockSkipped`` from an error's contexts."""
     seen: set[int] = set()  # contexts may form a cycle
     while error.__context__ is not None and id(error) not in seen:
         seen.add(id(error))

@@ -44,7 +44,8 @@ def matches(tree: ast.Module, code: CodeType, globals_: Mapping[str, Any], node:
     lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
     loaded = _instructions(code, lines)
     return any(
-        _agree(_instructions(made, lines), loaded, node, globals_) for made in _compiled(tree, code, node)
+        _agree(_instructions(candidate, lines), loaded, node, globals_)
+        for candidate in _compiled(tree, code, node)
     )
 
 
@@ -53,8 +54,8 @@ def defines(tree: ast.Module, code: CodeType, globals_: Mapping[str, Any], node:
     loaded = _instructions(code)
     return any(
         _agree(_instructions(inner), loaded, node, globals_)
-        for made in _compiled(tree, code, node)
-        for inner in _codes(made)
+        for candidate in _compiled(tree, code, node)
+        for inner in _codes(candidate)
         if (inner.co_name, inner.co_firstlineno) == (code.co_name, code.co_firstlineno)
     )
 
@@ -62,13 +63,14 @@ def defines(tree: ast.Module, code: CodeType, globals_: Mapping[str, Any], node:
 def _agree(
     written: set[Instruction], loaded: set[Instruction], node: ast.AST, globals_: Mapping[str, Any]
 ) -> bool:
+    """Return whether the instructions of a text are the loaded ones; an import hook may have changed some."""
     if any(column is None for *_, column in loaded):  # compiled with -X no_debug_ranges
         written, loaded = _without_columns(written), _without_columns(loaded)
     if written == loaded:
         return True
     if not _is_hooked(globals_):
         return False
-    rewritten = [
+    assert_lines = [  # pytest rewrites them
         range(inner.lineno, (inner.end_lineno or inner.lineno) + 1)
         for inner in ast.walk(node)
         if isinstance(inner, ast.Assert)
@@ -76,7 +78,7 @@ def _agree(
     missing = {
         instruction
         for instruction in written - loaded
-        if not any(instruction[2] in lines for lines in rewritten)
+        if not any(instruction[2] in lines for lines in assert_lines)
     }
     return missing <= _replaced(node, loaded)
 
@@ -86,13 +88,13 @@ def _replaced(node: ast.AST, loaded: set[Instruction]) -> set[Instruction]:
 
     typeguard replaces ``x += y`` by a call: the operation is gone, its operand remains.
     """
-    operations = {place[2:] for place in loaded if place[0] == "BINARY_OP"}
+    operations = {instruction[2:] for instruction in loaded if instruction[0] == "BINARY_OP"}
     replaced: set[Instruction] = set()
     for inner in ast.walk(node):
         if isinstance(inner, ast.AugAssign) and _position(inner) not in operations:
             written = _instructions(compile(ast.Module([inner], []), "", "exec"))
-            places = {_position(inner), _position(inner.target)}
-            replaced |= {instruction for instruction in written if instruction[2:] in places}
+            positions = {_position(inner), _position(inner.target)}
+            replaced |= {instruction for instruction in written if instruction[2:] in positions}
     return replaced
 
 
@@ -111,7 +113,7 @@ def _is_hooked(globals_: Mapping[str, Any]) -> bool:
 
 def _compiled(tree: ast.Module, code: CodeType, node: ast.stmt | ast.expr) -> Iterator[CodeType]:
     """Compile a node's top-level statement with this process's options, then with others it may have had."""
-    around = next(
+    top_level = next(
         (
             statement
             for statement in tree.body
@@ -119,13 +121,13 @@ def _compiled(tree: ast.Module, code: CodeType, node: ast.stmt | ast.expr) -> It
         ),
         None,
     )
-    if around is None:
+    if top_level is None:
         return
     flags = code.co_flags & FUTURE_FLAGS | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     # Python compiles calls of imported modules' functions in another way than method calls.
     imports = [ast.Import([ast.alias(name)]) for name in sorted(set(imported_names(tree)))]
-    module = ast.fix_missing_locations(ast.Module([around, *imports], []))
-    prompt = ast.fix_missing_locations(ast.Interactive([around, *imports]))
+    module = ast.fix_missing_locations(ast.Module([top_level, *imports], []))
+    prompt = ast.fix_missing_locations(ast.Interactive([top_level, *imports]))
     ways: list[tuple[ast.Module | ast.Interactive, str, int]]
     ways = [(module, "exec", level) for level in (-1, 0, 1, 2)]
     for text, mode, level in (*ways, (prompt, "single", -1)):
@@ -141,6 +143,7 @@ def _first_line(node: ast.stmt) -> int:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code object and all those inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -158,18 +161,20 @@ def imported_names(tree: ast.AST) -> Iterator[str]:
 
 
 def _instructions(code: CodeType, lines: range | None = None) -> set[Instruction]:
+    """Return the compared instructions of code and of functions in it; of these lines only, if given."""
     instructions: set[Instruction] = set()
     for inner in _codes(code):
         for instruction in dis.get_instructions(inner):
-            place = instruction.positions
-            line = None if place is None else place.lineno
-            if place is not None and _is_compared(instruction) and (lines is None or line in lines):
-                columns = (place.col_offset, place.end_col_offset)
+            positions = instruction.positions
+            line = None if positions is None else positions.lineno
+            if positions is not None and _is_compared(instruction) and (lines is None or line in lines):
+                columns = (positions.col_offset, positions.end_col_offset)
                 instructions.add((_kind(instruction.opname), _argument(instruction, inner), line, *columns))
     return instructions
 
 
 def _is_compared(instruction: dis.Instruction) -> bool:
+    """Return whether an instruction depends on the text at its position only."""
     if (
         instruction.opname in _UNSAID
         or "JUMP" in instruction.opname
@@ -177,12 +182,12 @@ def _is_compared(instruction: dis.Instruction) -> bool:
         or instruction.positions.lineno is None
     ):
         return False
-    return not (
-        instruction.opname == "LOAD_CONST" and instruction.argval is None
-    )  # the end of a function, or of a block
+    is_end_of_function = instruction.opname == "LOAD_CONST" and instruction.argval is None  # or of a block
+    return not is_end_of_function
 
 
 def _kind(name: str) -> str:
+    """Return an operation's name, the same for every scope of a variable."""
     if name in {"LOAD_METHOD", "LOAD_ATTR"}:
         return "LOAD_ATTR"
     if name.startswith(("LOAD_", "STORE_", "DELETE_")) and name.endswith(_SCOPES):
@@ -194,6 +199,7 @@ _SCOPES: Final = ("_NAME", "_FAST", "_GLOBAL", "_DEREF", "_CLOSURE", "_CLASSDERE
 
 
 def _argument(instruction: dis.Instruction, code: CodeType) -> str:
+    """Return an instruction's argument in a form that is the same in any compilation of the text."""
     if isinstance(instruction.argval, CodeType):
         return instruction.argval.co_name
     if instruction.opname in {"FOR_ITER", "SEND"}:
@@ -204,6 +210,7 @@ def _argument(instruction: dis.Instruction, code: CodeType) -> str:
 
 
 def _constant(value: object) -> str:
+    """Return a constant's text, in which a frozenset has an order."""
     if isinstance(value, frozenset):
         return f"frozenset({sorted(map(_constant, value))})"
     if isinstance(value, tuple):
@@ -268,10 +275,11 @@ class SentFile(str):
         lines: LinesFrom | None = None,
         tree: Callable[[], ast.Module] | None = None,
     ) -> SentFile:
-        made = super().__new__(cls, sent)
-        made.sent, made.tree = str(sent), tree
-        made.lines = lines if lines is not None else LinesFrom(1, "")
-        return made
+        """Create the name with its text, ``lines``; ``tree`` returns the syntax tree that was compiled."""
+        name = super().__new__(cls, sent)
+        name.sent, name.tree = str(sent), tree
+        name.lines = lines if lines is not None else LinesFrom(1, "")
+        return name
 
     def line(self, number: int) -> str:
         """Return a line by its number, from 1; empty if it was not received."""

@@ -40,6 +40,7 @@ _one_at_a_time = threading.RLock()
 
 
 def parse(text: str, filename: str = "<unknown>") -> ast.Module:
+    """Parse a text, on one thread at a time and without garbage collection; see the module."""
     with _one_at_a_time:
         collects = gc.isenabled()
         gc.disable()
@@ -100,6 +101,7 @@ def compiles_to(text: str | ast.Module, wanted: CodeType, *, mode: str) -> bool:
 
 
 def _statements_from(history: Sequence[str], start: int, wanted: CodeType) -> Iterator[Sequence[str]]:
+    """Yield the lines of each complete statement that begins at ``start``, the shortest first."""
     compiler = codeop.CommandCompiler()
     compiler.compiler.flags |= wanted.co_flags & FUTURE_FLAGS | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     for end in range(start + 1, min(len(history), start + _MAX_STATEMENT_LINES) + 1):
@@ -212,9 +214,9 @@ class SourceReader:
         The ``__loader__`` of ``globals_`` finds modules that are not in a file. If no text ``fits``, it
         raises a ``ChangedSourceError``.
         """
-        known = self._by_code.get(id(code))
-        if known is not None and (fits is None or fits(known[1])):
-            return known[1]
+        cached = self._by_code.get(id(code))
+        if cached is not None and (fits is None or fits(cached[1])):
+            return cached[1]
         name = code.co_filename
         if isinstance(name, SentFile) and name.tree is not None:
             return SourceText(name, name.lines, name.tree())  # not cached: it dies with the code
@@ -245,9 +247,9 @@ class SourceReader:
             if earlier.filename == name and earlier is not text:
                 yield earlier
         linecache.checkcache(name)
-        texts = _find_lines(code, globals_)
-        if texts != lines:
-            text = self._parsed(name, texts) if texts else None
+        current_lines = _find_lines(code, globals_)
+        if current_lines != lines:
+            text = self._parsed(name, current_lines) if current_lines else None
             if text is not None:
                 yield text
 
@@ -258,6 +260,7 @@ class SourceReader:
         linecache.checkcache()
 
     def _parsed(self, filename: str, lines: Sequence[str]) -> SourceText | None:
+        """Return the text with its tree, from the cache if it is there; None if it does not parse."""
         key = (filename, tuple(lines))
         text = self._texts.get(key)
         if text is None:
@@ -272,6 +275,7 @@ class SourceReader:
 
 
 def _find_lines(code: CodeType, globals_: dict[str, object]) -> Sequence[str]:
+    """Return the lines that a code object's file name refers to, wherever they are kept; else none."""
     lines = linecache.getlines(code.co_filename, globals_)
     if not lines:
         # From Python 3.13 on, the prompt and -c register their text under the code rather than its file.
@@ -303,6 +307,7 @@ def _lines(text: str | None) -> Sequence[str]:
 
 
 def _command_text(argv: Sequence[str]) -> str | None:
+    """Return the program of ``python -c`` from the interpreter's arguments; None for other programs."""
     rest = iter(argv[1:])
     for argument in rest:
         if argument.startswith("--"):
@@ -347,6 +352,8 @@ def _typed_lines() -> list[str]:
 
 
 class _Recent(Generic[KeyT, ValueT]):
+    """A cache that drops the entry least recently used; safe to share between threads."""
+
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
         self._entries: collections.OrderedDict[KeyT, ValueT] = collections.OrderedDict()

@@ -76,6 +76,7 @@ class _CacheByCode(Generic[Key, Value]):
         return value if value is not None else self.received.get(key)
 
     def put(self, key: Key, code: CodeType, value: Value) -> None:
+        """Store a value for a piece of ``code``; large received code is not cached."""
         table, max_entries, file = self.of_program, self._max_entries, code.co_filename
         if isinstance(file, SentFile):
             if file.lines.num_characters > _MAX_RECEIVED_CHARACTERS:
@@ -91,6 +92,8 @@ class _CacheByCode(Generic[Key, Value]):
 
 
 class TraceSites:
+    """Finds and compiles trace sites, and answers questions about the instruction that a frame is at."""
+
     def __init__(self, reader: SourceReader, *, max_sites: int = 8192) -> None:
         self.reader = reader
         self._sites: _CacheByCode[tuple[int, int], TraceSite] = _CacheByCode(max_sites)
@@ -136,6 +139,7 @@ class TraceSites:
         return frame.f_lasti in self.layout(frame.f_code).dropped
 
     def layout(self, code: CodeType) -> _Layout:
+        """Return where the ``with`` statements of a code object are, read once."""
         layout = self._layouts.get(id(code))
         if layout is None:
             layout = _Layout(code)
@@ -143,6 +147,7 @@ class TraceSites:
         return layout
 
     def _compile(self, frame: FrameType) -> TraceSite:
+        """Find the ``with`` statement that a frame is entering in the source, and compile its block."""
         code = frame.f_code
         try:
             source = self.reader.read(code, frame.f_globals, lambda text: self._fits(text, frame))
@@ -183,6 +188,7 @@ class TraceSites:
         return nested is not None and matches(source.tree, frame.f_code, frame.f_globals, nested.node)
 
     def _statement(self, frame: FrameType, source: SourceText) -> Nested | None:
+        """Return the innermost ``with`` item whose expression is the one that a frame has evaluated."""
         wanted = self.layout(frame.f_code).expression_before(frame.f_lasti)
         statements = _matching(source.tree, wanted, frame.f_lineno)
         return min(statements, key=lambda nested: _lines(nested.node), default=None)
@@ -195,18 +201,19 @@ class _Layout:
     """
 
     def __init__(self, code: CodeType) -> None:
+        """Note the calls whose result a ``with`` enters (``feeding``), and those whose result is dropped."""
         self.code = code  # referenced so that its id stays valid
         self.feeding: set[int] = set()
         self.dropped: set[int] = set()
         self._before: dict[int, Span] = {}
         instructions = list(dis.get_instructions(code))
         for index, instruction in enumerate(instructions[1:], start=1):
-            before = instructions[index - 1]
+            previous = instructions[index - 1]
             if instruction.opname in _ENTERS:
-                self.feeding.update(range(before.offset, instruction.offset))
-                self._before[instruction.offset] = _instruction_span(before)
+                self.feeding.update(range(previous.offset, instruction.offset))
+                self._before[instruction.offset] = _instruction_span(previous)
             elif instruction.opname == "POP_TOP":
-                self.dropped.update(range(before.offset, instruction.offset))
+                self.dropped.update(range(previous.offset, instruction.offset))
             elif instruction.opname.startswith("STORE_") and str(instruction.argval).startswith(WITH_MARKER):
                 end = _expression_end(instructions, index)
                 self.feeding.update(range(instructions[end].offset, instructions[end + 1].offset))
@@ -264,6 +271,7 @@ def _expression_end(instructions: list[dis.Instruction], store: int) -> int:
 
 
 def _instruction_span(instruction: dis.Instruction) -> Span:
+    """Return an instruction's first and last line and column, as ``Span``; None where unknown."""
     positions = instruction.positions
     if positions is None:
         return (None, None, None, None)
@@ -275,6 +283,7 @@ def _span(node: ast.expr) -> Span:
 
 
 def _matching(tree: ast.AST, wanted: Span, line: int) -> Iterator[Nested]:
+    """Yield the items of ``with`` statements whose expression has the position ``wanted``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.With):
             for index, item in enumerate(node.items):
@@ -283,14 +292,16 @@ def _matching(tree: ast.AST, wanted: Span, line: int) -> Iterator[Nested]:
 
 
 def _holds(node: ast.expr, wanted: Span, line: int) -> bool:
-    first, last, column, end_column = wanted
-    if first is None or last is None or column is None or end_column is None:
+    """Return whether an expression contains the position ``wanted``; if that is unknown, ``line``."""
+    first_line, last_line, column, end_column = wanted
+    if first_line is None or last_line is None or column is None or end_column is None:
         return node.lineno <= line <= (node.end_lineno or node.lineno)  # run with -X no_debug_ranges
     start, end = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
-    return start <= (first, column) and (last, end_column) <= end
+    return start <= (first_line, column) and (last_line, end_column) <= end
 
 
 def _shares_line(nested: Nested) -> bool:
+    """Return whether other code follows on an item's last line, so that the block is left at once."""
     expression = nested.node.items[nested.item].context_expr
     rest = nested.node.items[nested.item + 1 :]
     following = rest[0].context_expr.lineno if rest else nested.node.body[0].lineno
@@ -310,11 +321,12 @@ def _lines(node: ast.stmt) -> int:
 
 
 def _excerpt(filename: str, line: int, around: int = 4) -> str:
-    first = max(1, line - around)
-    shown = linecache.getlines(filename)[first - 1 : line + around]
+    """Return the lines around a line, which is marked, for an error message."""
+    first_line = max(1, line - around)
+    shown = linecache.getlines(filename)[first_line - 1 : line + around]
     return "\n".join(
         f"    {text.rstrip()}{'  <--- HERE' if number == line else ''}"
-        for number, text in enumerate(shown, start=first)
+        for number, text in enumerate(shown, start=first_line)
     )
 
 

@@ -54,6 +54,7 @@ class Info:
         globals_: dict[str, Any],
         site: TraceSite | None = None,
     ) -> None:
+        """Note a block on cells by name; ``frame`` and ``site`` are None for a block inside a block."""
         self.site = site
         self.block = block
         self.variables = variables
@@ -138,8 +139,8 @@ class Tracer:
         """Return the block as a function, on the variables of ``info`` or on others."""
         if variables is None:
             variables = info.variables
-        around = info.assignments
-        assignments = around.inside(variables) if around is not None else None
+        outer_assignments = info.assignments
+        assignments = outer_assignments.inside(variables) if outer_assignments is not None else None
         return compiled(info, variables, shares_all=self.shares_all, assignments=assignments)
 
     def execute(self, function: Callable[[], Any]) -> Any:
@@ -152,12 +153,12 @@ class Tracer:
         if frame is None or site is None:
             return
         keeps = SAVES.keeps
-        kept: dict[str, Any] = {}
+        saved: dict[str, Any] = {}
         for name in self.info.block.stored:
             value = content(self.info.variables[name])
             if value is not UNBOUND and keeps(value):
-                kept[name] = value
-        write_variables(frame, kept, site.module_names)
+                saved[name] = value
+        write_variables(frame, saved, site.module_names)
         # A tracer outlives its trace; values that were not saved, and the frame, must not.
         self.info.variables.clear()
         self.info.frame = None
@@ -196,6 +197,7 @@ class Tracer:
             failed.__context__ = context
 
     def _outcome(self) -> BaseException | None:
+        """Run the block; return its error for the user, None without one."""
         try:
             self._run()
         except BaseException as failed:  # noqa: BLE001 - raised by __exit__, whatever it is
@@ -214,6 +216,7 @@ class Tracer:
             info.variables[name] = CellType(values[name]) if name in values else CellType()
 
     def _run(self) -> Any:
+        """Have the backend run the block, and give the saved values to the surrounding code."""
         self._read_variables()
         SAVES.enter()
         try:
@@ -315,11 +318,12 @@ class _Binder:
         self.shares_all = shares_all
 
     def __call__(self, capture: FunctionType, index: int, value: Any) -> Any:
+        """Give a tracer, the context ``value``, the block and cells of its ``with``; return the context."""
         if isinstance(value, Tracer):
-            names, outer = capture.__code__.co_freevars, self.info
+            names, outer_info = capture.__code__.co_freevars, self.info
             cells = dict(zip(names, capture.__closure__ or ()))  # noqa: B905 - equally long, and this is faster
-            block = outer.block.inner(index, names)
-            wanted = outer.block.used_after(index) if self.shares_all else outer.wanted
+            block = outer_info.block.inner(index, names)
+            wanted = outer_info.block.used_after(index) if self.shares_all else outer_info.wanted
             value._nested_block = (block, cells, self, wanted)  # noqa: SLF001 - a tracer's own part
         return value
 

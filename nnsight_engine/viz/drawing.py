@@ -28,7 +28,12 @@ except ModuleNotFoundError as error:
 _MAX_LABELS: Final = 40
 """Maximum number of ticks on one axis; with more items, only every second or third is labelled."""
 _DARK: Final = 0.5
+"""The luminance, of 0 to 1, below which a colour gets white text."""
 _LETTER_IN: Final = 0.075
+"""Width of a letter, in inches."""
+_POINTS_PER_INCH: Final = 72
+_MIN_TEXT_POINTS: Final = 4
+_MAX_TEXT_POINTS: Final = 9
 
 
 class Picture(Figure):
@@ -101,11 +106,12 @@ def _text_size(ax: Axes, values: Array) -> float:
     """Return a font size (points) at which about five letters fit into a cell."""
     box = ax.get_position()
     width, height = figure_of(ax).get_size_inches()
-    cell = min(width * box.width / values.shape[1] / 5, height * box.height / values.shape[0] / 1.6)
-    return float(np.clip(72 * cell, 4, 9))
+    letter_in = min(width * box.width / values.shape[1] / 5, height * box.height / values.shape[0] / 1.6)
+    return float(np.clip(_POINTS_PER_INCH * letter_in, _MIN_TEXT_POINTS, _MAX_TEXT_POINTS))
 
 
 def _readable_on(image: AxesImage, value: float) -> str:
+    """Return a text's colour on a cell, by the luminance of the cell's colour; an empty cell is white."""
     red, green, blue, _ = image.to_rgba(np.array([value]))[0] if np.isfinite(value) else (1, 1, 1, 1)
     return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < _DARK else "black"
 

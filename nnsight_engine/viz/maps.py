@@ -61,8 +61,8 @@ def attention_maps(
     pattern = as_json(pattern)
     if result_kind(pattern) == "capture":
         values, queries, captured = _of_capture(pattern, point)
-        named = re.match(r"layers\.(\d+)\.", captured)
-        layer = int(named[1]) if layer is None and named else layer
+        layer_match = re.match(r"layers\.(\d+)\.", captured)
+        layer = int(layer_match[1]) if layer is None and layer_match else layer
     else:
         values = numbers(pattern, dimensions=3, shape="[heads, queries, keys]")
         queries = None
@@ -86,6 +86,7 @@ def attention_maps(
 
 
 def _of_capture(result: Any, point: str | None) -> tuple[Array, list[int], str]:
+    """Return probabilities ``[heads, queries, keys]``, the queries' positions, and the captured point."""
     points: dict[str, Any] = result.get("points") or {}
     captured = [point] if point is not None else [name for name in points if name.endswith(_SUFFIX)]
     if len(captured) != 1 or captured[0] not in points:
@@ -98,6 +99,7 @@ def _of_capture(result: Any, point: str | None) -> tuple[Array, list[int], str]:
 
 
 def _chosen(heads: Sequence[int] | None, num_heads: int) -> list[int]:
+    """Return the numbers of the heads to draw, all by default; VizError if one does not exist."""
     chosen = list(range(num_heads)) if heads is None else [int(head) for head in heads]
     wrong = [head for head in chosen if not 0 <= head < num_heads]
     if wrong or not chosen:
@@ -106,9 +108,10 @@ def _chosen(heads: Sequence[int] | None, num_heads: int) -> list[int]:
 
 
 def _grid(num_maps: int, num_keys: int) -> list[Axes]:
+    """Return the axes of a new figure for that many maps, in rows of at most ``_COLUMNS``."""
     columns = min(num_maps, _COLUMNS)
     rows = math.ceil(num_maps / columns)
-    side = min(1.6 + 0.16 * num_keys, 5.0)
+    side = min(1.6 + 0.16 * num_keys, 5.0)  # in inches
     figure = Picture(figsize=(columns * side + 0.8, rows * side), layout="constrained")
     return [figure.add_subplot(rows, columns, number + 1) for number in range(num_maps)]
 
@@ -155,7 +158,7 @@ def lens_map(
     rows = labels(layers, names, "layers")
     columns = [shown(label) for label in labels(tokens, positions, "tokens")]
     height, width = chances.shape
-    size = min(3 + 0.75 * width, 24), min(1.6 + 0.28 * height, 18)
+    size = min(3 + 0.75 * width, 24), min(1.6 + 0.28 * height, 18)  # in inches
     ax = axes_for(ax, width=size[0], height=size[1], label=_LABEL, columns=columns)
     image = draw_cells(ax, chances, rows=rows, columns=columns, limits=(0, 1), cmap="viridis", is_rising=True)
     write_cells(ax, image, chances, texts)
@@ -167,9 +170,11 @@ def lens_map(
 
 
 _Read = tuple[list[str], list[int], list[list[str]], Array]
+"""Names of layers, positions of tokens; text and probability of the best token, each ``[layers, tokens]``."""
 
 
 def _of_result(value: Any) -> _Read:
+    """Return names of layers, positions, texts and chances (see ``_Read``) from a server's result."""
     try:
         result = LogitLensResult.model_validate(value)
     except ValidationError as error:
@@ -202,6 +207,7 @@ def _texts(decode: Decodes | Callable[[int], str]) -> Callable[[int], Any]:
 
 
 def _of_logits(value: Any, decode: Decodes | Callable[[int], str] | None) -> _Read:
+    """Return names of layers, positions, texts and chances (see ``_Read``) from logits."""
     logits = numbers(value, dimensions=3, shape="[layers, tokens, vocabulary]")
     if decode is None:
         raise VizError("logits have no texts: give `decode`, such as model.tokenizer")
@@ -250,7 +256,7 @@ def patching_map(
     columns = [shown(token_label) for token_label in labels(tokens, range(width), "tokens")]
     finite = np.abs(values[np.isfinite(values)])
     largest = float(finite.max()) if finite.size and finite.max() > 0 else 1.0
-    size = min(3 + 0.5 * width, 24), min(1.6 + 0.22 * height, 18)
+    size = min(3 + 0.5 * width, 24), min(1.6 + 0.22 * height, 18)  # in inches
     ax = axes_for(ax, width=size[0], height=size[1], label=label, columns=columns)
     # Symmetric, so that zero is always white.
     limits = (-largest, largest)

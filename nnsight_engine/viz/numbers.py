@@ -76,6 +76,7 @@ def shown(token: str) -> str:
 
 
 def _array(value: Any) -> Array:
+    """Return numbers in any accepted form as an array of any shape; VizError for other values."""
     value = as_json(value)
     if isinstance(value, Mapping):
         return _decoded(value)
@@ -93,6 +94,7 @@ def _array(value: Any) -> Array:
 
 
 def _decoded(value: Mapping[str, Any]) -> Array:
+    """Return the numbers of a tensor object in JSON form; VizError if they are in a file, or invalid."""
     if "url" in value:
         raise VizError(
             f"this tensor is in a file on the server: download {value['url']}, read it with safetensors "

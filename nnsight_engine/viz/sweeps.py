@@ -77,7 +77,11 @@ def _drawn(
         is_single = name in chosen or len(labels) == 1
         index.append(labels.index(chosen.get(name, labels[0])) if is_single else slice(None))
     unknown = chosen.keys() - {*dims, "prompt"}
-    axes = {name: list(coords[name]) for name, one in zip(dims, index, strict=True) if one == slice(None)}
+    axes = {
+        name: list(coords[name])
+        for name, selected in zip(dims, index, strict=True)
+        if selected == slice(None)
+    }
     if unknown or not 1 <= len(axes) <= len(("rows", "columns")):
         raise VizError(
             f"one or two axes can be drawn, and `at` fixes the others by label: this sweep has "
@@ -85,8 +89,8 @@ def _drawn(
         )
     shape = f"[{', '.join(dims)}]"
     sides = [
-        None if one is None else numbers(one, dimensions=len(dims), shape=shape)[tuple(index)]
-        for one in (sweep["values"], sweep.get("control"))
+        None if side is None else numbers(side, dimensions=len(dims), shape=shape)[tuple(index)]
+        for side in (sweep["values"], sweep.get("control"))
     ]
     values, random = sides
     if values is None:
@@ -95,10 +99,11 @@ def _drawn(
 
 
 def _texts(sweep: Mapping[str, Any], name: str, labels: list[_Label], prompt: int) -> list[str]:
+    """Return the texts of an axis's labels: of positions with their tokens, if there are any."""
     tokens = sweep["tokens"][prompt] if name == "position" and prompt < len(sweep["tokens"]) else None
     if tokens is None:
-        return [str(one) for one in labels]
-    return [f"{one} {shown(tokens[int(one)])}" for one in labels]
+        return [str(label) for label in labels]
+    return [f"{position} {shown(tokens[int(position)])}" for position in labels]
 
 
 def _curve(
@@ -110,18 +115,19 @@ def _curve(
     metric: str,
     ax: Axes | None,
 ) -> Figure:
-    texts = [str(one) for one in labels]
+    """Draw the metric over the labels of one axis; ``random``: the control, ``baseline``: the plain run."""
+    texts = [str(label) for label in labels]
     ax = axes_for(ax, width=6.0, height=3.6, label=metric, columns=texts)
-    is_numeric = all(isinstance(one, int | float) for one in labels)
-    places = np.asarray(labels if is_numeric else range(len(labels)), np.float64)
-    order = np.argsort(places)
-    ax.plot(places[order], values[order], marker="o", markersize=3, label="sweep")
+    is_numeric = all(isinstance(label, int | float) for label in labels)
+    positions = np.asarray(labels if is_numeric else range(len(labels)), np.float64)
+    order = np.argsort(positions)
+    ax.plot(positions[order], values[order], marker="o", markersize=3, label="sweep")
     if random is not None:
-        ax.plot(places[order], random[order], marker="o", markersize=3, label="random direction")
+        ax.plot(positions[order], random[order], marker="o", markersize=3, label="random direction")
     if baseline is not None:
         ax.axhline(baseline, linestyle="--", color="grey", linewidth=1, label="without interventions")
     if not is_numeric:
-        ax.set_xticks(places, texts, rotation=45, ha="right", fontsize=8)
+        ax.set_xticks(positions, texts, rotation=45, ha="right", fontsize=8)
     ax.set_xlabel(name)
     ax.set_ylabel(metric)
     ax.legend(fontsize=8)

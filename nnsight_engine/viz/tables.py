@@ -19,7 +19,7 @@ class ResultsTable:
         self.rows = rows
 
     def __repr__(self) -> str:
-        return "\n".join("  ".join(part for part in row if part) for row in self.rows) or "no results"
+        return "\n".join("  ".join(cell for cell in row if cell) for row in self.rows) or "no results"
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{name}</th>" for name in _HEAD)
@@ -52,6 +52,7 @@ def results_table(results: Any) -> ResultsTable:
 
 
 def _rows(name: str, value: Any) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the rows of one result, each of name, kind, where and content; see ``_HEAD``."""
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind in {"capture", "probe"}:
         for point, content in value["points"].items():
@@ -79,11 +80,12 @@ def _feature(feature: Mapping[str, Any]) -> str:
 
 def _positions(result: Mapping[str, Any]) -> str:
     positions = result["positions"]
-    some = f"{positions[0]}–{positions[-1]}" if len(positions) > 1 else str(*positions)
-    return f"positions {some}" if len(positions) > 1 else f"position {some}"
+    span = f"{positions[0]}–{positions[-1]}" if len(positions) > 1 else str(*positions)
+    return f"positions {span}" if len(positions) > 1 else f"position {span}"
 
 
 def _content(value: Any) -> str:
+    """Return a value in short: dtype and shape of a tensor, the text of others."""
     value = as_json(value)
     if isinstance(value, Mapping) and "dtype" in value and "shape" in value:
         return f"{value['dtype']} {list(value['shape'])}{', in a file' if 'url' in value else ''}"

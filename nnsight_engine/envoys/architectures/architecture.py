@@ -40,24 +40,24 @@ _SEVERAL_STREAMS: Final = "altup_projections"
 
 
 def family_by_structure(module: torch.nn.Module) -> TransformersFamily | None:
-    """Return the parts of a ``PreTrainedModel`` that is a decoder; None if its structure is another one."""
+    """Return the parts of a ``PreTrainedModel``, empty where unknown; None if it is no such decoder."""
     config: Any = module.config
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     for path, decoder in _containers(module):
         children = list(decoder.named_children())
-        lists = [
+        indices = [
             index
             for index, (_, child) in enumerate(children)
             if isinstance(child, torch.nn.ModuleList) and len(child) == num_layers
         ]
-        if len(lists) != 1 or hasattr(decoder, _SEVERAL_STREAMS):
+        if len(indices) != 1 or hasattr(decoder, _SEVERAL_STREAMS):
             continue
-        after = children[lists[0] + 1 :]
-        norm = next((name for name, child in after if type(child).__name__.endswith("Norm")), "")
+        children_after = children[indices[0] + 1 :]
+        norm = next((name for name, child in children_after if type(child).__name__.endswith("Norm")), "")
         return TransformersFamily(
             model_types=(config.model_type,),
             bodies=(path,),
-            layers=children[lists[0]][0],
+            layers=children[indices[0]][0],
             norm=norm,
             embed="",
             attention="",
@@ -68,6 +68,7 @@ def family_by_structure(module: torch.nn.Module) -> TransformersFamily | None:
 
 
 def _containers(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the modules that may contain the list of blocks, with their paths, the likeliest first."""
     decoder: Any = module.get_decoder() if hasattr(module, "get_decoder") else module  # type: ignore[operator]
     paths = {id(submodule): path for path, submodule in module.named_modules()}
     for submodule in (decoder, getattr(module, "base_model", module), module, *module.children()):
@@ -117,12 +118,17 @@ class Architecture:
         return f"{path}.{below}" if below else path
 
     def counterpart(self, name: str) -> tuple[str, str] | None:
-        """Return what a module of other families' models is here: its path, and its standard name."""
-        places = {"layers": self.family.layers, "norm": self.family.norm, "embed": self.family.embed}
+        """Return the path and the standard name of what other families call ``name``; None if unknown."""
+        paths_here = {"layers": self.family.layers, "norm": self.family.norm, "embed": self.family.embed}
         name_here = next(
-            (place for place in places if name in _names_in_families()[place] and places[place]), None
+            (
+                standard_name
+                for standard_name in paths_here
+                if name in _names_in_families()[standard_name] and paths_here[standard_name]
+            ),
+            None,
         )
-        return None if name_here is None else (self.path(places[name_here]), name_here)
+        return None if name_here is None else (self.path(paths_here[name_here]), name_here)
 
     def has_pattern(self, layer: int) -> bool:
         """Return whether a layer's attention probabilities are a point: those of its own queries and keys."""
@@ -130,6 +136,7 @@ class Architecture:
         return self.family.has_pattern and leaf_names.HEADS in leaves and leaf_names.KEYS in leaves
 
     def view(self, layer: int, leaf: str) -> views.View:
+        """Return how a leaf's value is viewed in its module's tensor: by heads, as a part, or as a whole."""
         place, num_kv_heads = self.leaves[layer][leaf], self.num_kv_heads[layer]
         if place.part:
             return self._view_of_part(place.part, num_kv_heads)
@@ -148,6 +155,7 @@ class Architecture:
         return views.COPY if leaf in self.family.changed_in_place else views.WHOLE
 
     def _view_of_part(self, part: Part, num_kv_heads: int) -> views.View:
+        """Return the view of one of several projections that the module computes as one tensor."""
         if part not in _QKV:
             return views.half(("gate", "up").index(part))
         index = _QKV.index(part)
@@ -158,15 +166,15 @@ class Architecture:
     def rename_with(self, user_names: Rename | None, owner: type) -> Rename:
         """Add the user's aliases, which take precedence; attributes of ``owner``, the root's class, stay."""
         user_names = user_names or {}
-        theirs = {
+        merged = {
             path: list(names) if isinstance(names, (list, tuple)) else [names]
             for path, names in user_names.items()
         }
-        taken = {str(name).removeprefix(".") for names in theirs.values() for name in names}
+        taken = {str(name).removeprefix(".") for names in merged.values() for name in names}
         for path, name in self.rename.items():
             if name not in taken and not hasattr(owner, name):
-                theirs.setdefault(path, []).append(name)
-        return theirs
+                merged.setdefault(path, []).append(name)
+        return merged
 
     def envoys_with(self, user_classes: EnvoyMap) -> EnvoyMap:
         """Add the user's envoy classes; a single class for all modules is kept as it is."""
@@ -226,6 +234,7 @@ def _num_kv_heads(text: Any, layer: int) -> int | None:
 
 
 def missing_for(module: torch.nn.Module) -> str:
+    """Return the reason why a module has no standard points, for an error message."""
     if not _is_from_transformers(module):
         return "it is not a model of the transformers library"
     config: Any = module.config
@@ -243,6 +252,7 @@ def _is_from_transformers(module: torch.nn.Module) -> bool:
 
 
 def _layers(module: torch.nn.Module, body: str, family: TransformersFamily) -> torch.nn.ModuleList | None:
+    """Return the list of blocks of the decoder at ``body``; None if there is none where the family has it."""
     try:
         layers = module.get_submodule(f"{body}.{family.layers}" if body else family.layers)
     except AttributeError:
@@ -252,9 +262,14 @@ def _layers(module: torch.nn.Module, body: str, family: TransformersFamily) -> t
 
 @functools.cache
 def _names_in_families() -> Mapping[str, frozenset[str]]:
+    """Return the names that modules of all families have, by the standard name of the module."""
     families = TRANSFORMERS_FAMILIES.values()
     bodies = frozenset(
-        part for family in families for body in family.bodies for part in body.split(".") if part
+        path_part
+        for family in families
+        for body in family.bodies
+        for path_part in body.split(".")
+        if path_part
     )
     return {
         "layers": bodies | {family.layers for family in families},
@@ -269,6 +284,7 @@ def _leaves_of(layer: torch.nn.Module, family: TransformersFamily) -> Mapping[st
 
 
 def _projected_kv_heads(layer: torch.nn.Module, leaves: Mapping[str, Place], num_heads: int) -> int:
+    """Return the number of KV heads by the width of a fused q, k, v projection, else ``num_heads``."""
     place = leaves.get(leaf_names.KEYS)
     if place is None or not place.part:
         return num_heads
@@ -286,6 +302,7 @@ def input_width(projection: Any) -> int:
 def _rename(
     module: torch.nn.Module, body: str, family: TransformersFamily, layers: torch.nn.ModuleList
 ) -> dict[str, str]:
+    """Return the standard names by path, for modules that have other names in this model."""
     names = {"layers": family.layers, "norm": family.norm, "embed": family.embed}
     decoder = module.get_submodule(body)
     renames = {
@@ -305,6 +322,7 @@ def _rename(
 def _envoys(
     layer: torch.nn.Module, family: TransformersFamily, leaves: Mapping[str, Place]
 ) -> dict[type[torch.nn.Module], type[Envoy]]:
+    """Return the envoy classes with standard points for the modules of a layer, by their classes."""
     modules = dict(layer.named_modules(remove_duplicate=False))
     classes: dict[type[torch.nn.Module], type[Envoy]] = {}
     if leaf_names.HEADS in leaves:

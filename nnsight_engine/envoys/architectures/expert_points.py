@@ -102,6 +102,7 @@ def expert_factors(router: Any) -> torch.Tensor | None:
 
 
 def num_chosen(config: Any) -> int:
+    """Return the number of experts that a router chooses for each token."""
     # Gemma 4 has another name for it.
     chosen: int = (
         config.num_experts_per_tok if hasattr(config, "num_experts_per_tok") else config.top_k_experts
@@ -128,6 +129,7 @@ class RouterOutput(NamedTuple):
 
     @classmethod
     def of(cls, value: Any, order: RouterOrder, top_k: int) -> RouterOutput:
+        """Read a router's tuple, see the class; without ids in it, they are those of the largest weights."""
         logits, weights = value[order[0]], value[order[1]]
         if len(order) == len(("logits", "weights")):
             weights, ids = weights.topk(top_k, dim=-1)
@@ -136,6 +138,7 @@ class RouterOutput(NamedTuple):
         return cls(logits, weights, ids, order)
 
     def plain(self) -> tuple[torch.Tensor, ...]:
+        """Return the values as a tuple of the router's own form."""
         items = (self.logits, self.weights, self.ids)
         if len(self.order) < len(items):
             items = (self.logits, torch.zeros_like(self.logits).scatter(-1, self.ids, self.weights), self.ids)
@@ -169,6 +172,7 @@ class ExpertIdsPoint(ExpertPoint):
         return output.ids.gather(-1, output.by_weight())
 
     def _with_whole(self, value: Any, whole: torch.Tensor) -> Any:
+        """Return the router's value with these ids, sorted by weight, and the weights that go with them."""
         output = self._output(value)
         changed = (whole != self._whole(value)).any(dim=-1, keepdim=True)
         if not isinstance(whole, FakeTensor):
@@ -184,6 +188,7 @@ class ExpertIdsPoint(ExpertPoint):
         return output._replace(weights=weights, ids=torch.where(changed, whole, output.ids)).plain()
 
     def _check(self, ids: torch.Tensor, num_experts: int) -> None:
+        """Raise PointValueError if experts cannot be forced in this model, or if an id is out of range."""
         if self.weights_of is None:
             raise PointValueError(
                 f"{self.name} cannot be written: the weights that this model gives to other experts are not "
@@ -206,6 +211,7 @@ class ExpertWeightsPoint(ExpertPoint):
         return output.weights.gather(-1, output.by_weight())
 
     def _with_whole(self, value: Any, whole: torch.Tensor) -> Any:
+        """Return the router's value with these weights, which are sorted as ``_whole`` returns them."""
         output = self._output(value)
         weights = torch.empty_like(output.weights).scatter(-1, output.by_weight(), whole)
         return output._replace(weights=weights).plain()

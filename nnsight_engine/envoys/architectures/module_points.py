@@ -59,6 +59,7 @@ class ModulePoint:
     shape: tuple[int, ...]
 
     def read(self) -> torch.Tensor:
+        """Wait for the module's value and return this point's part, which a block may edit in place."""
         value = self._value()
         whole = first_tensor(value, self.side)
         part = self.view.part(whole)
@@ -71,6 +72,7 @@ class ModulePoint:
         return part
 
     def write(self, value: torch.Tensor) -> None:
+        """Replace the module's value by one with another part at this point."""
         current = self._value()
         whole = first_tensor(current, self.side)
         part = check_fits(self.name, value, self.view.part(whole))
@@ -113,6 +115,7 @@ class EncoderPoint(ModulePoint):
         super().write(value)
 
     def _check_alone(self) -> None:
+        """Raise PointValueError in an invoke that is not the only one of its batch."""
         mediator = self.envoy.interleaver.current
         group = None if mediator is None else mediator.batch_group
         if group is not None and not self.envoy.interleaver.batcher.covers_batch(group):
@@ -129,6 +132,7 @@ class TokenShape:
         self.shape: tuple[int, int] | None = None
 
     def add(self, provider: str, iteration: int | None, value: Any) -> None:
+        """Record the shape of a layer's input; the interleaver calls this with each value that it watches."""
         del provider, iteration
         num_rows, num_tokens, *_ = first_tensor(value, "input").shape
         self.shape = (num_rows, num_tokens)
@@ -165,6 +169,7 @@ class FlattenedPoint:
         return rows
 
     def write(self, value: torch.Tensor) -> None:
+        """Replace this block's rows in a new tensor, which takes the place of the module's."""
         rows = self.read()
         mediator = self.envoy.interleaver.current
         fitting = check_fits(self.name, value, rows)
@@ -175,6 +180,7 @@ class FlattenedPoint:
         self._write_whole(self._with_rows(whole, fitting, mediator))
 
     def _rows(self, whole: torch.Tensor, mediator: Mediator | None) -> torch.Tensor:
+        """Return a view of the block's rows, ``[rows, tokens, width]``; of all rows outside a block."""
         shape = self.tokens.shape
         if shape is not None and whole.shape[:-1] == shape:
             whole = whole.flatten(0, 1)  # some layers keep rows and tokens apart
@@ -189,8 +195,8 @@ class FlattenedPoint:
         group = None if mediator is None else mediator.batch_group
         if group is None or batcher.covers_batch(group) or shape[0] != batcher.total_batch_size:
             return rows
-        first, num_rows = group
-        return rows.narrow(0, first, num_rows)
+        first_row, num_rows = group
+        return rows.narrow(0, first_row, num_rows)
 
     def _with_rows(self, whole: torch.Tensor, rows: torch.Tensor, mediator: Mediator) -> torch.Tensor:
         new = whole.clone()
@@ -258,6 +264,7 @@ def first_tensor(value: Any, side: Side) -> torch.Tensor:
 
 
 def with_first_tensor(value: Any, side: Side, tensor: torch.Tensor) -> Any:
+    """Return a module's value with another first tensor, see ``first_tensor``."""
     if side == "output":
         return (tensor, *value[1:]) if isinstance(value, tuple) else tensor
     args, kwargs = value

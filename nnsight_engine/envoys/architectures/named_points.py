@@ -133,6 +133,7 @@ class NamedPoints(Place, ABC):
         return [point_name(ENCODER_BLOCK, layer) for layer in range(self._num_encoder_layers())]
 
     def _names(self) -> Iterator[str]:
+        """Yield the names of all points, in the order in which the model computes them."""
         yield from self._encoder_names()
         yield from self._points_before_layers()
         for layer in range(self._num_layers()):
@@ -143,12 +144,14 @@ class NamedPoints(Place, ABC):
         return f"{name.split('.', 2)[-1] if name.startswith('layers.') else name} {self._point(name).shape}"
 
     def _point(self, name: str) -> PointAccess:
+        """Return the point of a name, which is created once; UnknownPointError if there is none."""
         point = self._points.get(name)
         if point is None:
             point = self._points[name] = self._access_of(name)
         return point
 
     def _parsed(self, name: str) -> tuple[int, str]:
+        """Return the layer and the leaf that a name stands for; UnknownPointError unless it is one point."""
         try:
             pattern = PointPattern.parse(name)
             is_in_encoder = pattern.leaf == ENCODER_BLOCK
@@ -161,19 +164,20 @@ class NamedPoints(Place, ABC):
 
     def _unknown(self, name: str) -> UnknownPointError:
         encoder = [point_name(ENCODER_BLOCK)] if self._num_encoder_layers() else []
-        whole = ", ".join([*encoder, *self._points_before_layers(), *self._points_after_layers()])
+        outside_layers = ", ".join([*encoder, *self._points_before_layers(), *self._points_after_layers()])
         num_layers = self._num_layers()
         leaves = _with_layers(num_layers, self._leaves)
         return UnknownPointError(
-            f"a point of this model is one of {whole}, or, such as layers.0.output, of a layer "
+            f"a point of this model is one of {outside_layers}, or, such as layers.0.output, of a layer "
             f"from 0 to {num_layers - 1} one of {', '.join(leaves)}; got {name!r}"
         )
 
 
-def _with_layers(num_layers: int, of_layer: Callable[[int], Iterable[str]]) -> list[str]:
+def _with_layers(num_layers: int, names_of_layer: Callable[[int], Iterable[str]]) -> list[str]:
+    """Return each name once, in order, with the numbers of its layers if not all layers have it."""
     by_name: dict[str, list[int]] = {}
     for layer in range(num_layers):
-        for name in of_layer(layer):
+        for name in names_of_layer(layer):
             by_name.setdefault(name, []).append(layer)
     return [
         name if len(layers) == num_layers else f"{name} (layers {', '.join(map(str, layers))})"
@@ -189,6 +193,7 @@ class PointGroup(Place):
     """Points with a common prefix, as attributes: ``layers[3].mlp.act``, ``embed.output``."""
 
     def __init__(self, points: NamedPoints, prefix: str) -> None:
+        """Set the attributes past ``__setattr__``, which writes points."""
         state = self.__dict__
         state["_points"] = points
         state["_prefix"] = prefix

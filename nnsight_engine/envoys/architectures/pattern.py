@@ -62,6 +62,7 @@ class PatternPoint:
     @eproperty()
     def pattern(self) -> Any:
         """The probabilities; a request for them makes the module provide them."""
+        # Probabilities of calls before this request count as provided, so that a late request is an error.
         calls = self.interleaver.calls
         passed = calls.get(self._passed_by, 0)
         calls[self._provider] = max(passed, calls.get(self._provider, 0))
@@ -88,6 +89,7 @@ class PatternPoint:
         return str(getattr(self._config(), _IMPLEMENTATION_OF_CONFIG, None))
 
     def _watch(self) -> None:
+        """Replace the module's config, so that the module calls our implementation; see the file."""
         module: Any = self._envoy._module
         if isinstance(module.config, _WatchedConfig):
             return
@@ -111,6 +113,7 @@ class PatternPoint:
     # Attention.
 
     def attend(self, module: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Attend with the model's own implementation, and offer the probabilities on the way."""
         watched, module.config = module.config, self._config()  # the function may read the implementation
         try:
             if self._implementation() == _EAGER:
@@ -120,6 +123,7 @@ class PatternPoint:
             module.config = watched
 
     def _attend_eagerly(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call the rewritten eager function, in which ``_run_operation`` offers the softmax's result."""
         assert self._eager is not None  # noqa: S101 - made before the module was watched
         self._num_softmax = 0
         result = self._eager(module, *args, **kwargs)
@@ -139,6 +143,7 @@ class PatternPoint:
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> Any:
+        """Call fused attention; if a block waits, offer probabilities computed beside it, read-only."""
         if self._is_wanted():
             attended = probabilities(
                 query,
@@ -147,8 +152,8 @@ class PatternPoint:
                 scaling=kwargs.get("scaling"),
                 is_causal=_is_causal(module, kwargs.get("is_causal")),
             )
-            before = attended.clone()
-            if not _equal(self._offer(attended), before):
+            unedited = attended.clone()
+            if not _equal(self._offer(attended), unedited):
                 raise self._not_writable()
         return _sdpa()(module, query, key, value, attention_mask, **kwargs)
 
@@ -156,6 +161,7 @@ class PatternPoint:
         return get_ident() == self.interleaver.listener and self._provider in self.interleaver.wanted
 
     def _offer(self, pattern: torch.Tensor) -> torch.Tensor:
+        """Serve the probabilities to the blocks that wait for them; return them with the blocks' edits."""
         interleaver = self.interleaver
         if get_ident() != interleaver.listener:
             return pattern
@@ -166,6 +172,7 @@ class PatternPoint:
         return pattern
 
     def _rewritten_eager(self, module: torch.nn.Module) -> Callable[..., Any]:
+        """Return the module's eager function, rewritten so that its calls go through ``_run_operation``."""
         if getattr(module, "reorder_and_upcast_attn", False):
             raise PatternError(
                 f"{self.name} is not available with reorder_and_upcast_attn, which uses another attention "
@@ -180,6 +187,7 @@ class PatternPoint:
     def _run_operation(
         self, _name: str, callee: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Make one call of the eager function, and offer its result if it is the softmax."""
         value = callee(*args, **kwargs)
         if callee is not torch.nn.functional.softmax:
             return value
@@ -225,15 +233,15 @@ def probabilities(
     return scores.softmax(dim=-1).nan_to_num(0.0)
 
 
-def _is_causal(module: torch.nn.Module, given: bool | None) -> bool:  # noqa: FBT001 - transformers' argument
-    return given if given is not None else bool(getattr(module, "is_causal", True))
+def _is_causal(module: torch.nn.Module, setting: bool | None) -> bool:  # noqa: FBT001 - transformers' argument
+    return setting if setting is not None else bool(getattr(module, "is_causal", True))
 
 
-def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
-    if first.shape != second.shape:
+def _equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    if tensor.shape != other.shape:
         return False
     # Fake tensors have no values to compare; the run on real tensors makes the check.
-    return hasattr(first, "fake_mode") or torch.equal(first, second)
+    return hasattr(tensor, "fake_mode") or torch.equal(tensor, other)
 
 
 def _attend(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -249,6 +257,7 @@ def _register() -> None:
 
 
 def _sdpa() -> Callable[..., Any]:
+    """Return the fused attention function of transformers."""
     from transformers import AttentionInterface  # noqa: PLC0415
 
     function: Callable[..., Any] = AttentionInterface()[_SDPA]

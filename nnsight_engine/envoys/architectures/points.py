@@ -54,6 +54,7 @@ class RunningCache:
         self.cache: Any = None
 
     def add(self, provider: str, iteration: int | None, value: Any) -> None:
+        """Record the cache among a mixer's arguments, ``value``; the interleaver calls this at each step."""
         del provider, iteration
         _, kwargs = value
         self.cache = kwargs.get("cache_params")
@@ -135,6 +136,7 @@ class Points(NamedPoints):
             self.root.interleaver.watch(self._cache, [f"{mixer.path}.input" for mixer in mixers])
 
     def after_run(self) -> None:
+        """Drop the running step's cache, and restore the configs that points of patterns have replaced."""
         self._cache.cache = None
         for point in self._points.values():
             if isinstance(point, PatternPoint):
@@ -143,6 +145,7 @@ class Points(NamedPoints):
     # Lookup.
 
     def _supported(self) -> Architecture:
+        """Return the model's architecture; NoStandardPointsError if it has none."""
         if self.architecture is None:
             module = self.root._module
             raise NoStandardPointsError(
@@ -158,6 +161,7 @@ class Points(NamedPoints):
         return self._supported().num_encoder_layers
 
     def _leaves(self, layer: int) -> list[str]:
+        """Return the leaves of a layer, in the order in which the family's models compute them."""
         architecture = self._supported()
         leaves, has_pattern = architecture.leaves[layer], architecture.has_pattern(layer)
         order = architecture.family.order
@@ -171,6 +175,7 @@ class Points(NamedPoints):
         return [name for name, is_there in has.items() if is_there]
 
     def _access_of(self, name: str) -> PointAccess:
+        """Create the point of a name; UnknownPointError if the model has no such point."""
         architecture = self._supported()
         if name == EMBED and architecture.family.has_stream:
             return self._module_point(name, architecture.layer_path(0), "input")
@@ -187,6 +192,7 @@ class Points(NamedPoints):
         return EncoderPoint(name, block, "output", WHOLE, (config.vision_config.hidden_size,))
 
     def _leaf(self, name: str, layer: int, leaf: str) -> PointAccess:
+        """Create the point of a layer's leaf, at the module where the model's family has it."""
         architecture = self._supported()
         place = architecture.leaves[layer].get(leaf)
         if leaf == leaf_names.PATTERN and place is None:
@@ -211,6 +217,7 @@ class Points(NamedPoints):
         return kind(name, envoy, place.side, architecture.view(layer, leaf), self._shape(layer, leaf))
 
     def _flattened(self, name: str, envoy: Envoy, side: Side, layer: int, leaf: str) -> FlattenedPoint:
+        """Create the point of a module that gets rows and tokens in one axis, such as a router of experts."""
         shape = self._shape(layer, leaf)
         if leaf in {leaf_names.EXPERTS, leaf_names.EXPERT_WEIGHTS}:
             kind = ExpertIdsPoint if leaf == leaf_names.EXPERTS else ExpertWeightsPoint
@@ -231,6 +238,7 @@ class Points(NamedPoints):
         return config.get_text_config()
 
     def _shape(self, layer: int, leaf: str) -> tuple[int, ...]:
+        """Return the shape of one position's value, see ``PointAccess``."""
         architecture = self._supported()
         if leaf in _PER_HEAD:
             num_heads = (
@@ -246,6 +254,7 @@ class Points(NamedPoints):
         return (self._width(layer, leaf),)
 
     def _width(self, layer: int, leaf: str) -> int:
+        """Return the size of a leaf whose value at one position is a vector."""
         config = self._config()
         width: int = config.hidden_size
         if leaf in {leaf_names.EXPERTS, leaf_names.EXPERT_WEIGHTS}:
@@ -257,6 +266,7 @@ class Points(NamedPoints):
         return width
 
     def _shape_of_module(self, layer: int, leaf: str) -> tuple[int, ...]:
+        """Return the shape of a router's or a state's value, which its module determines."""
         path = self._supported().layer_path(layer, self._supported().leaves[layer][leaf].path)
         module: Any = self._envoy(path)._module
         if leaf == leaf_names.ROUTER:

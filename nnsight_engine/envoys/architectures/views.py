@@ -64,7 +64,7 @@ def heads(num_heads: int) -> View:
 
 
 def fused_heads(index: int, num_heads: Sequence[int]) -> View:
-    """Return the view ``[..., heads, head_dim]`` of one of several concatenated projections."""
+    """Return the view ``[..., heads, head_dim]`` of projection ``index`` of several that are concatenated."""
     start, count = sum(num_heads[:index]), num_heads[index]
     total = sum(num_heads)
 

@@ -90,10 +90,10 @@ def format_source(rewritten: Rewritten) -> str:
     number_width = len(str(len(lines) - 1))
     rows: list[str] = []
     for number, line in enumerate(lines):
-        first, *others = names.get(number, [""])
-        arrow = "->" if first else "  "
-        rows.append(f"{first:<{name_width}} {arrow} {number:>{number_width}} {line}")
-        rows.extend(f"{other:<{name_width}} -> {'+':>{number_width}}" for other in others)
+        name, *more_names = names.get(number, [""])
+        arrow = "->" if name else "  "
+        rows.append(f"{name:<{name_width}} {arrow} {number:>{number_width}} {line}")
+        rows.extend(f"{further:<{name_width}} -> {'+':>{number_width}}" for further in more_names)
     return "\n".join(row.rstrip() for row in rows)
 
 
@@ -200,9 +200,9 @@ def compile_definition(definition: Definition, code: CodeType, extra_free: tuple
 
 
 def _class_of(name: str, node: FunctionNode) -> ast.ClassDef:
-    made = cast("ast.ClassDef", parse("class Owner: pass").body[0])
-    made.name, made.body = name, [node]
-    return made
+    class_node = cast("ast.ClassDef", parse("class Owner: pass").body[0])
+    class_node.name, class_node.body = name, [node]
+    return class_node
 
 
 def _parse(block: list[str], code: CodeType) -> ast.stmt:
@@ -222,22 +222,24 @@ def _imported_names(text: str) -> frozenset[str]:
 
 
 def _class_around(qualname: str) -> str | None:
+    """Return the innermost class in a qualified name, for name mangling; None if there is none."""
     parts = qualname.split(".")
-    for part, following in reversed(list(itertools.pairwise(parts))):
-        if "<locals>" not in (part, following):
-            return part
+    for name, following in reversed(list(itertools.pairwise(parts))):
+        if "<locals>" not in (name, following):
+            return name
     return None
 
 
 def _find(tree_code: CodeType, wanted: CodeType) -> CodeType | None:
+    """Return the code inside ``tree_code`` that has the name and the line of ``wanted``; None without one."""
     for const in tree_code.co_consts:
         if not isinstance(const, CodeType):
             continue
         if (const.co_name, const.co_firstlineno) == (wanted.co_name, wanted.co_firstlineno):
             return const
-        inner = _find(const, wanted)
-        if inner is not None:
-            return inner
+        inner_code = _find(const, wanted)
+        if inner_code is not None:
+            return inner_code
     return None
 
 
@@ -247,6 +249,7 @@ def _renamed(code: CodeType, old: str, new: str) -> CodeType:
 
 
 def _compiles_to(definition: Definition, code: CodeType) -> bool:
+    """Return whether a definition's text compiles to exactly the running code."""
     try:
         return _same_code(compile_definition(definition, code), code)
     except (LookupError, SyntaxError):
@@ -263,6 +266,7 @@ def _same_code(code: CodeType, other: CodeType) -> bool:
 
 
 def _outline(code: CodeType) -> tuple[object, ...]:
+    """Return what determines how code runs, except its constants."""
     return (
         code.co_code,
         code.co_names,

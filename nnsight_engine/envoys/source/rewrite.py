@@ -74,15 +74,15 @@ def plain_function(function: Callable[..., Any], name: str) -> FunctionType:
 def with_inner(wrapper: FunctionType, inner: object, replacement: object, name: str) -> FunctionType:
     """Return a copy of a wrapper with another function in its closure and as ``__wrapped__``."""
     cells = wrapper.__closure__ or ()
-    held = [content(cell) is inner for cell in cells]
-    if not any(held):
+    holds_inner = [content(cell) is inner for cell in cells]
+    if not any(holds_inner):
         raise SourceNotAvailableError(
             name,
             f"its decorator {wrapper.__code__.co_qualname} does not reach the function by its closure",
             "decorate with a closure over the function, or leave the decorator out",
         )
     replaced = tuple(
-        CellType(replacement) if holds else cell for cell, holds in zip(cells, held, strict=True)
+        CellType(replacement) if holds else cell for cell, holds in zip(cells, holds_inner, strict=True)
     )
     copy = like(wrapper, wrapper.__code__, replaced)
     copy.__dict__["__wrapped__"] = replacement
@@ -90,13 +90,14 @@ def with_inner(wrapper: FunctionType, inner: object, replacement: object, name: 
 
 
 def like(function: FunctionType, code: CodeType, closure: tuple[CellType, ...]) -> FunctionType:
-    made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
-    made.__kwdefaults__ = None if function.__kwdefaults__ is None else dict(function.__kwdefaults__)
-    functools.update_wrapper(made, function)
-    del made.__dict__["__wrapped__"]
+    """Return a function with other code and cells, the rest like ``function``, which it does not wrap."""
+    new_function = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    new_function.__kwdefaults__ = None if function.__kwdefaults__ is None else dict(function.__kwdefaults__)
+    functools.update_wrapper(new_function, function)
+    del new_function.__dict__["__wrapped__"]
     if "__wrapped__" in function.__dict__:
-        made.__dict__["__wrapped__"] = function.__dict__["__wrapped__"]
-    return made
+        new_function.__dict__["__wrapped__"] = function.__dict__["__wrapped__"]
+    return new_function
 
 
 NodeT = TypeVar("NodeT", bound=ast.AST)
@@ -140,13 +141,17 @@ def mark_operations(definition: Definition, name: str) -> tuple[Operation, ...]:
 
 
 class _Marker:
+    """Replaces calls by operations in a syntax tree, and lists them; see ``mark_operations``."""
+
     def __init__(self, definition: Definition, name: str) -> None:
+        """Prepare to mark the calls of ``definition``; ``name`` is the function's name in errors."""
         self._definition = definition
         self._name = name
         self._counts: collections.Counter[str] = collections.Counter()
         self.operations: list[Operation] = []
 
     def marked(self, node: NodeT) -> NodeT:
+        """Instrument the calls in a node, in place; return the node, or what takes its place."""
         if isinstance(node, _OWN_SCOPE):
             return node
         if isinstance(node, ast.Call):
@@ -158,6 +163,7 @@ class _Marker:
         return node
 
     def _mark_fields(self, node: ast.AST, fields: Iterable[str]) -> None:
+        """Mark the nodes in the given fields of a node, in this order."""
         for field in fields:
             value = getattr(node, field)
             if isinstance(value, ast.AST):
@@ -171,6 +177,7 @@ class _Marker:
             node.values[index] = self.marked(value)
 
     def _marked_call(self, node: ast.Call) -> ast.Call:
+        """Return the call of an operation in place of a call, unless that reads the caller's frame."""
         text = self._definition.text_of(node)
         callee_name = _callee_name(node.func)  # before the calls in it are replaced
         self._mark_fields(node, node._fields)
@@ -178,11 +185,11 @@ class _Marker:
             return node
         name = f"{callee_name}_{self._counts[callee_name]}"
         self._counts[callee_name] += 1
-        first = self._definition.first_line
+        first_line = self._definition.first_line
         line, end_line = _end_line(node.func), _end_line(node)
-        self.operations.append(Operation(name, line - first, end_line - first, text))
-        through = ast.Name(OPERATION_NAME, ast.Load())
-        call = ast.Call(through, [ast.Constant(name), node.func, *node.args], node.keywords)
+        self.operations.append(Operation(name, line - first_line, end_line - first_line, text))
+        operation = ast.Name(OPERATION_NAME, ast.Load())
+        call = ast.Call(operation, [ast.Constant(name), node.func, *node.args], node.keywords)
         return ast.fix_missing_locations(_at_callee(call, node))
 
     def _reads_frame(self, node: ast.Call) -> bool:
@@ -230,6 +237,7 @@ def _callee_name(callee: ast.expr) -> str:
 
 
 def _nameless_part(callee: ast.expr) -> str:
+    """Return a name for a callee that is an item or a result, by what it comes from."""
     if isinstance(callee, ast.Subscript):
         return _callee_name(callee.value)
     if isinstance(callee, ast.Call):
@@ -238,7 +246,7 @@ def _nameless_part(callee: ast.expr) -> str:
 
 
 def rewrite(function: Callable[..., Any], call: OperationCall, name: str) -> Rewritten:
-    """Rewrite a function's own calls, of a decorated one its innermost body's, into operations."""
+    """Rewrite a function so that its calls go through ``call``; of a decorated one, its innermost body's."""
     try:
         inspect.unwrap(function)
     except ValueError as error:
@@ -249,6 +257,7 @@ def rewrite(function: Callable[..., Any], call: OperationCall, name: str) -> Rew
 
 
 def _rewritten(function: Callable[..., Any], call: OperationCall, name: str) -> Rewritten:
+    """Rewrite the innermost function, and copy each wrapper around it to call the rewritten one."""
     plain = plain_function(function, name)
     inner = plain.__dict__.get("__wrapped__")
     if inner is None:
@@ -261,6 +270,7 @@ def _rewritten(function: Callable[..., Any], call: OperationCall, name: str) -> 
 
 
 def _instrumented(function: FunctionType, call: OperationCall, name: str) -> Rewritten:
+    """Rewrite a function that wraps no other one."""
     definition = find_definition(function, name)
     source = definition.dedented()
     operations = mark_operations(definition, name)

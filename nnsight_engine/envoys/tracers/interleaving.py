@@ -48,6 +48,7 @@ class Invoker(Tracer):
     assignments: Assignments
 
     def __init__(self, parent: InterleavingTracer, *args: Any, **kwargs: Any) -> None:
+        """Create an invoke of the trace ``parent``, with its input; ValueError while the model runs."""
         if parent.interleaver.interleaving:
             raise ValueError(
                 "Cannot invoke during an active model execution / interleaving. Invokes stand side by "
@@ -63,6 +64,7 @@ class Invoker(Tracer):
         return args, kwargs
 
     def compile(self) -> Callable[[], Any]:
+        """Compile the block on copies of its variables; assignments are counted, for the other invokes."""
         info = self.info
         self.stored, self.cells = info.block.stored, copied(info.variables)
         self.identities = {name: self._identity(cell) for name, cell in info.variables.items()}
@@ -70,8 +72,8 @@ class Invoker(Tracer):
         return compiled(info, self.cells, assignments=self.assignments)
 
     def _identity(self, cell: CellType) -> tuple[int, int]:
-        around = self.info.assignments
-        return id(cell), 0 if around is None else around.count_of(cell)
+        outer_assignments = self.info.assignments
+        return id(cell), 0 if outer_assignments is None else outer_assignments.count_of(cell)
 
     def execute(self, function: Callable[[], Any]) -> None:
         self.parent.invokers.append(self)
@@ -273,6 +275,7 @@ class InterleavingTracer(Tracer):
         return rows.to(getattr(self.model._root, "device", None) or rows.device)
 
     def _moves_filling(self) -> bool:
+        """Return whether the run generates with a decoder, which moves padding to the left."""
         config = getattr(self.model._root._module, "config", None)
         is_decoder = not getattr(config, "is_encoder_decoder", False)
         generates = "generate" in getattr(self.function, "__name__", "") or any(
@@ -294,6 +297,7 @@ class InterleavingTracer(Tracer):
     # Running.
 
     def compile(self) -> Callable[[], Any]:
+        """Compile the block; one that defines invokes counts assignments, which invokes compare."""
         info = self.info
         if info.assignments is None and not self.model._has_input(self.args, self.kwargs):
             info.assignments = Assignments(info.variables)
@@ -302,6 +306,7 @@ class InterleavingTracer(Tracer):
     def add(
         self, function: Callable[[], Any], info: Info, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        """Add an invoke: its input to the batch, and a mediator for its block."""
         group = self.batcher.add(self.model, args, kwargs)
         self.mediators.append(Mediator(function, info, batch_group=group))
 
@@ -345,6 +350,7 @@ class InterleavingTracer(Tracer):
                 self._release()
 
     def _warn_of_misses(self) -> None:
+        """Warn of the values that caches should have and did not get."""
         for cache in self.caches:
             message = cache.warning()
             if message is not None:
@@ -354,6 +360,7 @@ class InterleavingTracer(Tracer):
         warnings.warn(message, stacklevel=users_stacklevel())
 
     def _release(self) -> None:
+        """Drop blocks, inputs and values of the run, since a tracer outlives its trace."""
         self.interleaver.forget()
         self.mediators.clear()
         self.invokers.clear()
@@ -362,6 +369,7 @@ class InterleavingTracer(Tracer):
         self.batcher.forget()
 
     def _collect(self, function: Callable[[], Any]) -> None:
+        """Add the block as the only invoke; without an input, run it, so that it defines invokes."""
         if self.model._has_input(self.args, self.kwargs):
             self.add(function, self.info, self.args, self.kwargs)
         else:
@@ -382,6 +390,7 @@ class InterleavingTracer(Tracer):
         return self._interleave()
 
     def _interleave(self, converted: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
+        """Run the model with edits and blocks; ``converted`` turns the inputs into fake tensors."""
         interleaver, model = self.interleaver, self.model
         mediators = [edit.mediator(interleaver) for edit in self.edits]
         interleaver.initialize([*mediators, *self.mediators], self, self.batcher)
@@ -409,6 +418,7 @@ class InterleavingTracer(Tracer):
                 mediator.exchange = exchange
 
     def _validate(self) -> None:
+        """Run copies of the blocks on fake tensors, which raises the errors of wrong shapes."""
         real = self.mediators
         copies = [_DryRun(invoker.info, invoker.identities, invoker.cells) for invoker in self.invokers] or [
             _DryRun(self.info, {}, self.info.variables)
@@ -433,6 +443,7 @@ class _DryRun:
     """Copies of a block's variables for a run on fake tensors, which leaves the real ones unchanged."""
 
     def __init__(self, info: Info, identities: Mapping[str, Hashable], cells: Mapping[str, CellType]) -> None:
+        """Copy the variables of one block; ``identities`` tell which of them other invokes have too."""
         self.info = info
         self.identities = identities
         self.cells = copied(cells)
@@ -486,9 +497,9 @@ class BackwardsTracer(Tracer):
 
     def execute(self, function: Callable[[], Any]) -> None:
         """Run pass and block alternately, on this thread; torch's autograd threads have other stacks."""
-        why = missing_graph_reason(self.tensor)
-        if why is not None:
-            raise RuntimeError(f"there is nothing to go back through from this tensor: {why}")
+        reason = missing_graph_reason(self.tensor)
+        if reason is not None:
+            raise RuntimeError(f"there is nothing to go back through from this tensor: {reason}")
         mediator = Mediator(function, self.info)
         interleaver = Interleaver([mediator], self)
         with GradientSession(interleaver, mediator), torch.autograd.set_multithreading_enabled(mode=False):

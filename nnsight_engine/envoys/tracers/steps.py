@@ -30,7 +30,7 @@ class IteratorTracer(Tracer):
     """
 
     def __init__(self, steps: Steps, interleaver: Interleaver) -> None:
-        """Raise TypeError or ValueError unless it is a number, increasing numbers, or a forward slice."""
+        """Select steps; TypeError or ValueError unless by a number, increasing ones, or a forward slice."""
         super().__init__()
         self.open_ended = isinstance(steps, slice)
         self.interleaver = interleaver
@@ -81,6 +81,7 @@ class IteratorTracer(Tracer):
                 raise
 
     def _target(self) -> str | None:
+        """Return the variable after ``as``, mangled as its class requires; None unless it is a plain name."""
         origin, context = self.info.block.origin, self.info.block.context
         target = origin.node.items[origin.item].optional_vars
         if not isinstance(target, ast.Name):
@@ -100,6 +101,7 @@ class Iter:
 
 
 def _numbers(steps: Steps) -> Iterable[int]:
+    """Return the numbers of the selected steps; TypeError or ValueError if they are invalid."""
     if isinstance(steps, slice):
         start, step = steps.start or 0, steps.step if steps.step is not None else 1
         if min(start, steps.stop or 0) < 0 or step < 1:

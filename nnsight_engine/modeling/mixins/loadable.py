@@ -30,6 +30,7 @@ class LoadableMixin(NNsight):
         super().__init__(self._module_from(source, args, kwargs), **options)
 
     def _module_from(self, source: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.nn.Module:
+        """Return ``source`` if it is a module, else the one that the class's loader makes of it."""
         if not isinstance(source, torch.nn.Module):
             return self._load(source, *args, **kwargs)
         if args or kwargs:

@@ -28,12 +28,13 @@ class MetaMixin(LoadableMixin):
             dispatch: Whether to load the weights now.
             **kwargs: See ``LoadableMixin``.
         """
-        mine = self.__dict__
-        mine["_dispatched"] = dispatch or isinstance(source, torch.nn.Module)
-        mine["_copies"] = weakref.WeakSet()
+        attributes = self.__dict__
+        attributes["_dispatched"] = dispatch or isinstance(source, torch.nn.Module)
+        attributes["_copies"] = weakref.WeakSet()
         super().__init__(source, *args, **kwargs)
 
     def _module_from(self, source: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.nn.Module:
+        """Return the module, or only its structure if its weights are to be loaded later."""
         if self.__dict__["_dispatched"]:
             return super()._module_from(source, args, kwargs)
         self.__dict__["_to_load"] = (source, args, kwargs)
@@ -92,6 +93,7 @@ class GeneratingMixin(MetaMixin):
     def _call_method(
         self, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Call a method outside of a trace; ``generate`` takes the inputs that a trace takes."""
         if name != _GENERATE:
             return super()._call_method(name, method, args, kwargs)
         self.dispatch()

@@ -36,9 +36,9 @@ class RemoteableMixin(MetaMixin):
                 ``CONFIG.API.HOST``. No weights are needed then.
             **kwargs: See ``MetaMixin``.
         """
-        mine = self.__dict__
-        mine["remote"] = remote
-        mine["_own_names"] = kwargs.get("rename")
+        attributes = self.__dict__
+        attributes["remote"] = remote
+        attributes["_own_names"] = kwargs.get("rename")
         super().__init__(source, *args, **kwargs)
 
     def trace(
@@ -77,11 +77,12 @@ class RemoteableMixin(MetaMixin):
         return super().session(backend=self._chosen(backend, remote, blocking=blocking))
 
     def _chosen(self, backend: Backend | None, remote: Remote, *, blocking: bool) -> Backend | None:
+        """Return the backend of a trace, by ``remote`` or this model's default; None runs it here."""
         default: Remote = self.__dict__["remote"]
         if backend is None and (default if remote is None else remote) == _HERE:
             # Imported lazily, since it depends on this package.
-            here = importlib.import_module("nnsight_engine.local_engine.in_process")
-            chosen: Backend = here.InProcessBackend(self, blocking=blocking)
+            in_process = importlib.import_module("nnsight_engine.local_engine.in_process")
+            chosen: Backend = in_process.InProcessBackend(self, blocking=blocking)
             return chosen
         return chosen_backend(backend, remote, default, blocking=blocking)
 
@@ -115,5 +116,7 @@ class RemoteableMixin(MetaMixin):
                 f"a server has only this library's classes of models and envoys, and this model has {names}: "
                 "use LanguageModel itself, without envoys="
             )
-        mine = self.__dict__
-        return TransformersDialect(self, mine.get("repo_id") or "", mine.get("revision"), mine["_own_names"])
+        attributes = self.__dict__
+        return TransformersDialect(
+            self, attributes.get("repo_id") or "", attributes.get("revision"), attributes["_own_names"]
+        )
