@@ -27,6 +27,7 @@ class Encoder:
     """Prompts to tokens, as the model's own inputs are."""
 
     def __init__(self, tokenizer: Any, max_tokens: int | None, longest: int | None) -> None:
+        """Cut prompts to ``max_tokens``; refuse those of more than ``longest``, the model's limit."""
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._longest = longest
@@ -77,7 +78,7 @@ def by_ids(where: Where, tokenizer: Any) -> Where:
         if clause.tokens is None:
             return None
         try:
-            return [texts.token(one) if isinstance(one, str) else one for one in clause.tokens]
+            return [texts.token(token) if isinstance(token, str) else token for token in clause.tokens]
         except NoSuchTokenError as error:
             raise SettingsError(f"`where.tokens`: {error}") from error
 

