@@ -151,6 +151,7 @@ def write_object(encoder: Encoder, value: Any) -> Written:
 
 
 def _refuse_what_would_do_less(value: Any) -> None:
+    """Refuse objects whose copy would not work as they do here: open files, running code, hooks."""
     for kinds, advice in _REFUSED:
         if isinstance(value, kinds):
             raise Unsendable(advice)
@@ -167,6 +168,7 @@ def _refuse_what_would_do_less(value: Any) -> None:
 
 
 def _write_reduced(encoder: Encoder, value: Any, reduced: tuple[Any, ...]) -> Written:
+    """Write what ``__reduce_ex__`` returned: maker, arguments, state, slots, items of lists and of dicts."""
     function, args, state, items, pairs = (*reduced, None, None, None)[:5]
     kwargs: dict[str, Any] | None = None
     kind = NodeKind.CALL
@@ -189,6 +191,7 @@ def _write_reduced(encoder: Encoder, value: Any, reduced: tuple[Any, ...]) -> Wr
 
 
 def _write_by_name(value: Any, name: str) -> Written:
+    """Write an object for which ``__reduce_ex__`` returned a global name, without its module."""
     location = name_of(value)
     for module in (getattr(value, "__module__", None), "torch"):
         bare = name.removeprefix(f"{module}.")
@@ -274,6 +277,7 @@ _COPIES: Final = "copied items"
 
 
 def _make_object(decoder: Decoder, parts: list[Any]) -> Any:
+    """Make an object by a call or ``__new__``; without code, only data's classes from their arguments."""
     function, args, kwargs = parts
     is_new = decoder.kind == NodeKind.NEW
     if is_new and not isinstance(function, type):
@@ -310,6 +314,7 @@ def _are_for_new(kind: type, args: tuple[Any, ...]) -> bool:
 
 
 def _are_for_call(kind: type, args: tuple[Any, ...]) -> bool:
+    """Return whether objects of the class are written as a call with such arguments."""
     if is_model_output(kind):
         return True
     if _is_named_result(kind):
@@ -369,6 +374,7 @@ def _num_items(value: Any) -> int:
 
 
 def _fill_object(decoder: Decoder, value: Any, parts: list[Any]) -> None:
+    """Add an object's items and set its state, as ``copy.copy`` does for what ``_write_reduced`` wrote."""
     state, slots, items, pairs = parts
     if not decoder.policy.allow_source:
         _check_filling(decoder, type(value), parts)

@@ -118,6 +118,7 @@ def _pickled(value: Any, reference: Reference | None, saved: Collection[int]) ->
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
     def __init__(self, file: io.BytesIO, reference: Reference | None, saved: Collection[int]) -> None:
+        """``marked`` gets the saved objects; ``_shells`` are cells that the state of their owner fills."""
         super().__init__(file, protocol=_PROTOCOL)
         self.marked: dict[int, Any] = {}
         self._reference = reference
@@ -132,6 +133,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
             cloudpickle.unregister_pickle_by_value(module)
 
     def persistent_id(self, value: Any) -> tuple[str, ...] | None:
+        """Return the name of an object that the other side has, None for others; note saved ones."""
         if type(value) in _NOT_ASKED:
             return None
         if id(value) in self._saved:
@@ -139,6 +141,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
         return None if self._reference is None else self._reference(value)
 
     def reducer_override(self, value: Any) -> Any:
+        """Return how to pickle blocks, cells, tensors and code here; cloudpickle's way for the rest."""
         kind = type(value)
         if kind is SentBlock:
             return self._block(value)
@@ -155,6 +158,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
         return self._on_own_cells(value, reduced) if by_value else reduced
 
     def _decide(self, name: Any) -> None:
+        """Have cloudpickle send definitions of a module by value if the other side cannot import it."""
         if name in self._seen or not isinstance(name, str):
             return
         self._seen.add(name)
@@ -181,6 +185,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
         return make, (*args, cells or None), rest, None, None, _fill_function
 
     def _block(self, sent: SentBlock) -> tuple[Any, ...]:
+        """Return how to pickle a block: what it is compiled from, then cells and globals."""
         source = block_source(sent.info.block)
         first_argument, globals_ = sent.info.block.context.first_argument, sent.info.globals_
         cells = {name: self._shell(cell) for name, cell in sent.variables(source.variables).items()}
@@ -204,8 +209,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         # A class by value would replace the methods of the class that has its number: of the sender's own
         # where the sender is in this process, and of one that an earlier trace is still using.
-        value, at = super().find_class(module, name), _NUMBERED.get((module, name))
-        return value if at is None else lambda *parts: value(*parts[:at], None, *parts[at + 1 :])
+        value, index = super().find_class(module, name), _NUMBERED.get((module, name))
+        return value if index is None else lambda *parts: value(*parts[:index], None, *parts[index + 1 :])
 
     def persistent_load(self, pid: Any) -> Any:
         if self._resolve is None:
@@ -221,6 +226,7 @@ def _held(cells: Collection[CellType]) -> list[tuple[Any, ...]]:
 def _culprit(
     blocks: Sequence[SentBlock], shared: Mapping[str, Any], reference: Reference | None, error: Exception
 ) -> str:
+    """Return the error's text with the variable that cannot be pickled, found by pickling each alone."""
     places = [(f"shared value `{name}`", value) for name, value in shared.items()]
     for number, block in enumerate(blocks):
         places += [
@@ -231,8 +237,8 @@ def _culprit(
     for place, value in places:
         try:
             _pickled(value, reference, ())
-        except Exception as found:  # noqa: BLE001 - the object's own code may raise anything
-            return f"{place} cannot be sent: it is of type {type(value).__qualname__}; {found}"
+        except Exception as cause:  # noqa: BLE001 - the object's own code may raise anything
+            return f"{place} cannot be sent: it is of type {type(value).__qualname__}; {cause}"
     return f"the trace cannot be sent: {type(error).__name__}: {error}"
 
 
@@ -240,6 +246,7 @@ def _culprit(
 
 
 def _code(version: tuple[int, int], args: tuple[Any, ...]) -> CodeType:
+    """Return a function's code from the arguments of ``CodeType``; DecodeError for another Python's."""
     if version != _HERE:
         raise DecodeError(
             f"a function was sent as code of Python {version[0]}.{version[1]}, and this side runs Python "
@@ -271,6 +278,7 @@ def _block(
     place: tuple[tuple[Any, ...], int, str | None],
     cells: dict[str, CellType],
 ) -> Info:
+    """Compile a block in its module, the installed one if ``namespace`` is None; see ``_Pickler._block``."""
     fields, item, first_argument = place
     block = block_of(SourceFragment(*fields), item, first_argument, frozenset(cells))
     if namespace is None:
